@@ -1,0 +1,215 @@
+"""The only place that knows byte offsets: how one page stores tokens of one KV head.
+
+Words: a *block* is P consecutive, aligned tokens of a sequence; a *page* is a fixed number of bytes owned by one
+(block, layer, KV head) and configured, when allocated, to one *format*; a *rung* is what a whole block may be stored
+as; a *ladder* is the list of rungs that a configuration uses, from high to low.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+SEGMENT_ALIGN = 16  # bytes; the widest vector load of a GPU thread
+TOKEN_MULTIPLE = 16  # tokens of a packed page come in whole MMA rows, so that a tile never straddles a vector
+VALUE_GROUP_2BIT = 32  # features that share a scale at 2 bits (MiniKV section 4.1; 4 and 8 bits use one group)
+CHANNEL, TOKEN = "channel", "token"  # key modes: scale and zero per channel over a block, or per token (LeanKV)
+
+
+def align_up(n: int, m: int) -> int:
+    return -(-n // m) * m
+
+
+@dataclass(frozen=True)
+class Format:
+    """How many bits a page spends on each key and value element. 16 bits mean the model's own dtype."""
+
+    name: str
+    key_bits: int
+    value_bits: int
+
+    @property
+    def packed(self) -> bool:
+        return self.key_bits < 16
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("bf16", 16, 16),
+        Format("k8v8", 8, 8),
+        Format("k8v4", 8, 4),
+        Format("k4v8", 4, 8),
+        Format("k4v4", 4, 4),
+        Format("k4v2", 4, 2),
+        Format("k2v2", 2, 2),
+    )
+}
+BF16 = FORMATS["bf16"]
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Six segments of one page in one format; all offsets in bytes from the page start.
+
+    With T tokens a page and D = head_dim (K and V alike):
+
+    | segment        | shape and dtype           | present when                       |
+    |----------------|---------------------------|------------------------------------|
+    | `key_codes`    | uint8 `[T, D*kb/8]`       | always (bf16: model dtype `[T, D]`)|
+    | `key_meta`     | fp16 `[2, T]`             | packed and key mode is per token   |
+    | `value_codes`  | uint8 `[D*vb/8, T]`       | always (bf16: model dtype `[T, D]`)|
+    | `value_meta`   | fp16 `[G, 2, T]`          | packed; G = D/32 at 2 bits, else 1 |
+    | `scores`       | fp32 `[T]`                | `scored`                           |
+    | `positions`    | int16 `[T]`               | `scored` and packed                |
+
+    Sub-byte codes are packed along features in equal parts: field j (from the low bits) of byte c holds feature
+    `j * D*bits/8 + c`, so that unpacked parts concatenate to natural order. Values are stored transposed (tokens
+    contiguous) because the PV product reduces over tokens. Meta row 0 is the scale, row 1 the zero:
+    `x ~ scale * code + zero`. Positions count from the block's first token.
+    """
+
+    format: Format
+    head_dim: int
+    page_bytes: int
+    key_mode: str
+    scored: bool
+
+    @property
+    def value_groups(self) -> int:
+        return self.head_dim // VALUE_GROUP_2BIT if self.format.value_bits == 2 else 1
+
+    @property
+    def key_row_bytes(self) -> int:
+        return self.head_dim * self.format.key_bits // 8
+
+    @property
+    def value_row_bytes(self) -> int:
+        """Bytes of one token's value codes (the codes themselves are stored transposed when packed)."""
+        return self.head_dim * self.format.value_bits // 8
+
+    def _segments(self, tokens: int) -> dict[str, tuple[int, int]]:
+        f, out, at = self.format, {}, 0
+        sizes = {
+            "key_codes": tokens * self.key_row_bytes,
+            "key_meta": 4 * tokens if f.packed and self.key_mode == TOKEN else 0,
+            "value_codes": tokens * self.value_row_bytes,
+            "value_meta": 4 * tokens * self.value_groups if f.packed else 0,
+            "scores": 4 * tokens if self.scored else 0,
+            "positions": 2 * tokens if self.scored and f.packed else 0,
+        }
+        for name, size in sizes.items():
+            out[name] = (at, size)
+            at = align_up(at + size, SEGMENT_ALIGN)
+        out["end"] = (at, 0)
+        return out
+
+    @cached_property
+    def tokens(self) -> int:
+        """T: tokens a page holds; a multiple of 16 when packed, of 4 in bf16. 0 when not one such group fits."""
+        step = TOKEN_MULTIPLE if self.format.packed else 4
+        t = 0
+        while self._segments(t + step)["end"][0] <= self.page_bytes:
+            t += step
+        return t
+
+    @cached_property
+    def segments(self) -> dict[str, tuple[int, int]]:
+        """name -> (offset, bytes) of each segment; a segment that is absent has 0 bytes."""
+        return {k: v for k, v in self._segments(self.tokens).items() if k != "end"}
+
+    def offset(self, segment: str) -> int:
+        return self.segments[segment][0]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all segments of a full page, without the slack behind them."""
+        return self._segments(self.tokens)["end"][0]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What a block may be stored as: a high format and, below it, an optional low one.
+
+    `pages` is the most pages that a block at this rung takes over all layers and local heads; with `exact` it takes
+    just as many, known before the plan ran (quota rungs), otherwise the count comes back from the device
+    (threshold rungs).
+    """
+
+    high: Format
+    low: Format | None = None
+    pages: int = 0
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """Geometry of one pool: L layers, H local KV heads, head_dim D, blocks of P tokens, pages of `page_bytes`."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    block_tokens: int
+    page_bytes: int
+    key_mode: str = CHANNEL
+    scored: bool = False
+
+    def page(self, fmt: Format) -> PageLayout:
+        return PageLayout(fmt, self.head_dim, self.page_bytes, self.key_mode, self.scored)
+
+    def pages_for(self, fmt: Format, tokens: int) -> int:
+        """Pages that one head needs for `tokens` tokens in `fmt`."""
+        return -(-tokens // self.page(fmt).tokens)
+
+    @property
+    def head_pages_bf16(self) -> int:
+        """E: pages of one head of an uncompressed block; also the entries of a block-table row."""
+        return self.pages_for(BF16, self.block_tokens)
+
+    @property
+    def block_pages_bf16(self) -> int:
+        return self.layers * self.heads * self.head_pages_bf16
+
+    def block_pages(self, fmt: Format, tokens_per_head: int | None = None) -> int:
+        n = self.block_tokens if tokens_per_head is None else tokens_per_head
+        return self.layers * self.heads * self.pages_for(fmt, n)
+
+    @property
+    def header_bytes(self) -> int:
+        """Per block and head: fp16 scale and zero `[2, D]` of per-channel keys."""
+        return 4 * self.head_dim if self.key_mode == CHANNEL else 0
+
+    @property
+    def block_meta_bytes(self) -> int:
+        """Bytes of everything that a block id costs beside its pages: table row, counts, header, rung, observers."""
+        per_head = 4 * self.head_pages_bf16 + 2 * 2 + self.header_bytes
+        return self.layers * self.heads * per_head + 1 + 4
+
+
+def choose_page_bytes(
+    formats: list[Format], *, head_dim: int, block_tokens: int, key_mode: str, scored: bool
+) -> int:
+    """The page size that loses the fewest bytes to slack in the worst packed format of `formats`.
+
+    Searched over sizes that hold 8..16 bf16 tokens, in steps of 16 bytes; ties go to the smaller page. With a single
+    packed format the last page of a whole block counts too; with two tiers the counts are ragged and do not.
+    """
+    best, best_waste = 0, float("inf")
+    bf16_token = 4 * head_dim + (4 if scored else 0)
+    packed = [f for f in formats if f.packed] or [BF16]
+    for size in range(align_up(8 * bf16_token, 16), 16 * bf16_token + 17, 16):
+        waste = 0.0
+        for f in packed:
+            page = PageLayout(f, head_dim, size, key_mode, scored)
+            if page.tokens == 0:
+                waste = float("inf")
+                break
+            slack = size / page.used_bytes
+            if len(packed) == 1:
+                slack *= -(-block_tokens // page.tokens) * page.tokens / block_tokens
+            waste = max(waste, slack - 1)
+        if waste < best_waste - 1e-9:
+            best, best_waste = size, waste
+    if not best:
+        raise ValueError(f"no page size holds 16 tokens of {[f.name for f in packed]} at head_dim {head_dim}")
+    return best

@@ -1,0 +1,112 @@
+"""The device state of one pool: pages, block table, free ring, headers. Created once, never resized.
+
+Only operations in `ops/` write it, and the runtime calls those in one order on one stream, so that stream order alone
+makes the reuse of a page safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .layout import PoolLayout, Rung
+
+SCRATCH_BLOCK = 0  # block 0 backs padded rows and dummy runs; all its table entries name page 0
+SCRATCH_PAGE = 0
+
+
+@dataclass
+class PageStore:
+    """Tensors of one pool. L layers, H local KV heads, D head_dim, P block tokens, E table entries a head.
+
+    | tensor     | shape, dtype                          | meaning                                              |
+    |------------|---------------------------------------|------------------------------------------------------|
+    | `pages`    | uint8 `[num_pages, page_bytes]`       | all layers, heads and formats                        |
+    | `table`    | int32 `[num_blocks, L, H, E]`         | page ids: high from the left, low from the right     |
+    | `counts`   | int16 `[num_blocks, L, H, 2]`         | tokens stored high, low (unused while at rung 0)     |
+    | `rung`     | int8 `[num_blocks]`                   | index into `ladder`; 0 = bf16; -1 = block is free    |
+    | `headers`  | fp16 `[num_blocks, L, H, 2, D]`       | per-channel keys: scale on the 8-bit grid, zero      |
+    | `observed` | int32 `[num_blocks]`                  | queries behind the block that its scores have seen   |
+    | `ring`     | int32 `[num_pages]`                   | circular free page list                              |
+    | `cursor`   | int64 `[2]`                           | pages ever taken (head), ever returned (tail)        |
+
+    The free pages are `ring[head % n] .. ring[(tail - 1) % n]`. `headers` is empty `[0]` with per-token keys. The
+    scale of b-bit keys is the 8-bit scale times 255 / (2^b - 1): 1, 17, 85 are whole numbers, so going from 8 to 4 to
+    2 bits maps codes to codes and the header stays frozen.
+    """
+
+    layout: PoolLayout
+    ladder: tuple[Rung, ...]
+    dtype: torch.dtype
+    pages: torch.Tensor
+    table: torch.Tensor
+    counts: torch.Tensor
+    rung: torch.Tensor
+    headers: torch.Tensor
+    observed: torch.Tensor
+    ring: torch.Tensor
+    cursor: torch.Tensor
+
+    @classmethod
+    def create(
+        cls,
+        layout: PoolLayout,
+        ladder: tuple[Rung, ...],
+        *,
+        num_pages: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> PageStore:
+        """Allocate all tensors. `dtype` is the model's (bf16 or fp16) and is what "bf16" pages hold."""
+        shape = (num_blocks, layout.layers, layout.heads)
+        head = shape if layout.header_bytes else (0, layout.layers, layout.heads)
+        store = cls(
+            layout=layout,
+            ladder=ladder,
+            dtype=dtype,
+            pages=torch.zeros((num_pages, layout.page_bytes), dtype=torch.uint8, device=device),
+            table=torch.zeros((*shape, layout.head_pages_bf16), dtype=torch.int32, device=device),
+            counts=torch.zeros((*shape, 2), dtype=torch.int16, device=device),
+            rung=torch.empty(num_blocks, dtype=torch.int8, device=device),
+            headers=torch.zeros((*head, 2, layout.head_dim), dtype=torch.float16, device=device),
+            observed=torch.zeros(num_blocks, dtype=torch.int32, device=device),
+            ring=torch.empty(num_pages, dtype=torch.int32, device=device),
+            cursor=torch.zeros(2, dtype=torch.int64, device=device),
+        )
+        store.reset()
+        return store
+
+    def reset(self) -> None:
+        """Every page free, every block free; block 0 and page 0 stay reserved as the sink of padded rows."""
+        n = self.ring.numel()
+        self.ring[: n - 1] = torch.arange(1, n, dtype=torch.int32, device=self.ring.device)
+        self.cursor[0] = 0
+        self.cursor[1] = n - 1
+        self.rung.fill_(-1)
+        self.rung[SCRATCH_BLOCK] = 0
+        self.table[SCRATCH_BLOCK] = SCRATCH_PAGE
+        self.counts.zero_()
+        self.observed.zero_()
+
+    @property
+    def device(self) -> torch.device:
+        return self.pages.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor: what the pool really costs."""
+        return sum(
+            t.numel() * t.element_size()
+            for t in (
+                self.pages,
+                self.table,
+                self.counts,
+                self.rung,
+                self.headers,
+                self.observed,
+                self.ring,
+                self.cursor,
+            )
+        )
