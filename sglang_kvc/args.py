@@ -1,0 +1,250 @@
+"""`KvcServerArgs`: SGLang's server arguments plus `--kv-backend` and the `--kvc-*` options.
+
+A module of its own that can be imported by path, because server arguments are pickled into child processes, which
+unpickle them before any plugin is loaded there. Importing it changes nothing. Written against SGLang 0.5.17:
+`ServerArgs.__post_init__(self)`, `ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`.
+"""
+
+import dataclasses
+import logging
+import sys
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from kvc_kernels.layout import FORMATS
+from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
+from sglang_kvc.model_facts import from_model_config
+from sglang_kvc.refusals import check_args, check_memory, check_model, environment_warnings
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("default", "kvc")
+MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 and more would size tables for requests that never come
+MAX_RUNNING_REQUESTS_CPU = 32
+MEMORY_CPU = "1GB"  # SGLang would take most of the machine's memory, which a laptop does not forgive
+
+
+def _backend(text: str) -> str:
+    """Refuse an unknown backend in one sentence (argparse would print every option of the server first)."""
+    if text not in BACKENDS:
+        _exit(f"--kv-backend {text!r} does not exist; choose {listed(BACKENDS)}.")
+    return text
+
+
+def _number(text: str) -> int | float | str:
+    """A number where it is one; other text is kept, and refused with its option's name by `KvcConfig`."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _exit(sentence: str) -> None:
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _option(help: str, *, number: bool = False) -> Arg:
+    return Arg(help=help, type_parser=_number if number else str)
+
+
+@dataclasses.dataclass
+class KvcServerArgs(ServerArgs):
+    """None means "not given"; `KvcConfig` holds the defaults, because some depend on the policy."""
+
+    kv_backend: A[
+        str,
+        Arg(
+            help="How the KV cache is kept. 'default' is SGLang's own cache, unchanged. 'kvc' keeps it compressed and "
+            "shares the compressed pages between all requests with the same prefix.",
+            choices=list(BACKENDS),
+            type_parser=_backend,
+        ),
+        NS("memory"),
+    ] = "default"
+    kvc_policy: A[
+        str | None,
+        _option(
+            f"What is kept, and how precisely: {listed(policy_names())}. 'quantise' (default) keeps every token in one "
+            "compact format. 'quota' also drops a fixed share of the pages. 'leankv' keeps, demotes or drops each "
+            "token of each head by the attention that it receives."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_high: A[
+        str | None,
+        _option(
+            f"Page format of the important tokens, named by the bits of keys and values: {listed(FORMATS)}. 'bf16' "
+            "compresses nothing. Default: k4v4; k8v4 with policy leankv."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_low: A[
+        str | None,
+        _option("Page format of the less important tokens, below --kvc-high. Default: k4v2 with policy leankv."),
+        NS("memory"),
+    ] = None
+    kvc_window: A[
+        int | None,
+        _option("Number of latest tokens of a sequence that stay uncompressed. Default: 64.", number=True),
+        NS("memory"),
+    ] = None
+    kvc_block_size: A[
+        int | None,
+        _option(
+            "Tokens in a block, the unit that is shared, compressed and evicted: a multiple of 64 from 64 to 1024. "
+            "Only whole blocks are found again in the prefix cache. Takes the place of --page-size. Default: 256.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_keep: A[
+        float | None,
+        _option("Policy quota: share of a block's pages that is kept, above 0 and up to 1. Default: 0.5.", number=True),
+        NS("memory"),
+    ] = None
+    kvc_alpha_high: A[
+        float | None,
+        _option(
+            "Policy leankv: a token is kept at high precision when it receives at least this many times the average "
+            "attention. Default: 1.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_alpha_low: A[
+        float | None,
+        _option(
+            "Policy leankv: a token is dropped when it receives less than this many times the average attention. "
+            "Default: 0.02.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_observe: A[
+        str | None,
+        _option("Policy leankv: whose attention counts: 'all' queries (default), or the last N of a prompt."),
+        NS("memory"),
+    ] = None
+    kvc_key_mode: A[
+        str | None,
+        _option(
+            f"How keys are quantised: {listed(KEY_MODES)}. 'channel' (default) shares scales over a block and is safe "
+            "for models with large key biases; 'token' is what LeanKV describes."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_page_bytes: A[
+        int | None,
+        _option(
+            "Bytes of a page, the unit in which memory is given out: a multiple of 16. Default: chosen for the formats "
+            "in use, so that little is wasted.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_memory: A[
+        str | None,
+        _option(
+            "Memory for the KV cache and all its tables, like 4GB or 512MiB. Default: what --mem-fraction-static "
+            f"leaves, as in SGLang; {MEMORY_CPU} on the CPU."
+        ),
+        NS("memory"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        # Before SGLang's own resolution, so that it sees our values. It may run again on resolved values.
+        if self.kv_backend == "kvc":
+            _prepare(self)
+        else:
+            _refuse_strays(self)
+        super().__post_init__()
+        if self.kv_backend == "kvc":
+            _verify(self)
+
+    @classmethod
+    def from_cli_args(cls, args):
+        """On the command line a refusal ends the process with one sentence, not with a traceback."""
+        try:
+            return super().from_cli_args(args)
+        except ConfigError as e:
+            _exit(str(e))
+
+
+KVC_OPTIONS = tuple(f.name for f in dataclasses.fields(KvcServerArgs) if f.name.startswith("kvc_"))
+
+
+def _refuse_strays(args: KvcServerArgs) -> None:
+    if args.kv_backend not in BACKENDS:
+        raise ConfigError(f"kv_backend {args.kv_backend!r} does not exist; choose {listed(BACKENDS)}.")
+    for name in KVC_OPTIONS:
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect without --kv-backend kvc; add --kv-backend kvc, or drop it."
+            )
+
+
+def _prepare(args: KvcServerArgs) -> None:
+    """Refuse what cannot be served, then set the fields of SGLang that select our parts."""
+    config = KvcConfig.from_args(args)
+    check_args(args, config)
+    for warning in environment_warnings():
+        logger.warning(warning)
+    if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
+        logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
+
+    cpu = _on_cpu(args)
+    args.attention_backend = "kvc"
+    args.prefill_attention_backend = None
+    args.decode_attention_backend = None
+    args.radix_cache_backend = "kvc"
+    args.page_size = config.block_size
+    args.cuda_graph_backend_prefill = "disabled"
+    if args.max_running_requests is None:
+        args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
+    if cpu:
+        args.device = "cpu"
+        args.disable_overlap_schedule = True
+        args.cuda_graph_backend_decode = "disabled"
+        if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
+            args.kvc_memory = MEMORY_CPU
+
+
+def _verify(args: KvcServerArgs) -> None:
+    """After SGLang's resolution: the model's config is known, and SGLang may have changed our choices for it."""
+    if not getattr(args, "_declarations_materialized", False):
+        return  # model "dummy" or "none": SGLang resolves nothing
+    config = KvcConfig.from_args(args)
+    facts = from_model_config(args.get_model_config())
+    check_model(facts, config)
+    for name, wanted in (
+        ("attention_backend", "kvc"),
+        ("radix_cache_backend", "kvc"),
+        ("page_size", config.block_size),
+    ):
+        got = getattr(args, name)
+        if got != wanted:
+            raise ConfigError(
+                f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
+                f"{name}={got} for it; serve it with --kv-backend default."
+            )
+    check_memory(config, _device_bytes(args.device))
+
+
+def _on_cpu(args: KvcServerArgs) -> bool:
+    if args.device is not None:
+        return args.device.split(":")[0] == "cpu"
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _device_bytes(device: str) -> float | None:
+    """All memory of the device; SGLang asks the driver's tools, so no CUDA context is made here."""
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    megabytes = get_device_memory_capacity(device)
+    return None if megabytes is None else megabytes * (1 << 20)

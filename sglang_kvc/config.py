@@ -1,0 +1,262 @@
+"""What the user asked for, resolved: one frozen record of builtins that every other part reads.
+
+Knows nothing of SGLang; `from_args` takes any object with `kvc_*` attributes, where None means "not given".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from kvc_kernels.layout import CHANNEL, FORMATS, TOKEN, Format
+
+KEY_MODES = (CHANNEL, TOKEN)
+BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
+PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
+WINDOW_MAX = 1 << 20
+MEMORY_MIN = 1 << 20  # less than a megabyte is a slip of the unit, not a size
+
+# What a policy starts from where the user says nothing; everything else keeps the defaults of `KvcConfig`.
+PRESETS: dict[str, dict[str, Any]] = {
+    "quantise": {},
+    "quota": {},
+    "leankv": {"high": "k8v4", "low": "k4v2"},
+}
+# The options that only some policies read. An option that nobody reads is refused, not ignored.
+POLICY_OPTIONS: dict[str, tuple[str, ...]] = {
+    "quantise": (),
+    "quota": ("keep",),
+    "leankv": ("low", "alpha_high", "alpha_low", "observe"),
+}
+SPECIAL_OPTIONS = ("low", "keep", "alpha_high", "alpha_low", "observe")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be served. The message is one sentence: what, why, and what to do instead."""
+
+
+def policy_names() -> tuple[str, ...]:
+    """Names that `--kvc-policy` accepts: the registry's where it exists, else the ones known here."""
+    try:
+        from sglang_kvc.policies import POLICIES
+    except ImportError:
+        return tuple(PRESETS)
+    return tuple(POLICIES)
+
+
+def flag(name: str) -> str:
+    """Field name -> the command-line option that sets it."""
+    return "--kvc-" + name.replace("_", "-")
+
+
+def listed(names) -> str:
+    """'a, b or c'."""
+    names = list(names)
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {unit + "I": 1 << (10 * i) for i, unit in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(text: str | int) -> int:
+    """'4GB' -> 4_000_000_000, '512MiB' -> 536_870_912, '1e9' and plain numbers are bytes."""
+    m = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)\s*([KMGT]?I?)B?", str(text).strip().upper())
+    if not m or m[2] not in _UNITS:
+        raise ConfigError(f"{flag('memory')} {text!r} is not a size; write it like 4GB, 512MiB or 4000000000.")
+    return int(float(m[1]) * _UNITS[m[2]])
+
+
+@dataclass(frozen=True)
+class KvcConfig:
+    """The resolved settings of one server.
+
+    `high` and `low` are page formats by name; `low` is None when the ladder has a single packed format. `memory` is
+    the size of the page pool in bytes, `page_bytes` the size of a page; None leaves both to the pool. `observe` is
+    "all" or the number of last queries whose attention is counted.
+    """
+
+    policy: str = "quantise"
+    high: str = "k4v4"
+    low: str | None = None
+    window: int = 64
+    block_size: int = 256
+    keep: float = 0.5
+    alpha_high: float = 1.0
+    alpha_low: float = 0.02
+    observe: str | int = "all"
+    key_mode: str = CHANNEL
+    page_bytes: int | None = None
+    memory: int | None = None
+
+    @classmethod
+    def from_args(cls, args: Any) -> KvcConfig:
+        """Read the `kvc_*` attributes of `args` (a ServerArgs), fill in the policy's defaults, and validate."""
+        given = {f.name: getattr(args, "kvc_" + f.name, None) for f in fields(cls)}
+        given = {k: v for k, v in given.items() if v is not None}
+        for name in given:
+            given[name] = _coerce(name, given[name])
+        policy = given.get("policy", cls.policy)
+        _check_policy(policy)
+        _check_unread(policy, given)
+        preset = dict(PRESETS.get(policy, {}))
+        if given.get("high") == "bf16":
+            preset.pop("low", None)  # nothing is packed, so there is no second tier to preset
+        return cls(**{**preset, **given}).validate()
+
+    def validate(self) -> KvcConfig:
+        """Raise `ConfigError` at the first setting that makes no sense; returns self."""
+        _check_policy(self.policy)
+        _check_formats(self)
+        _check_sizes(self)
+        _check_scores(self)
+        return self
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The packed formats of the ladder, from high to low; empty for the bf16 base."""
+        names = [self.high] + ([self.low] if self.low else [])
+        return tuple(FORMATS[n] for n in names if FORMATS[n].packed)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One short line for logs: policy, formats, and the settings that this policy reads."""
+        tiers = self.high + (f"+{self.low}" if self.low else "")
+        reads = [o for o in POLICY_OPTIONS.get(self.policy, SPECIAL_OPTIONS) if o != "low"]
+        extra = "".join(f", {o} {getattr(self, o)}" for o in reads)
+        return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}, keys per {self.key_mode}"
+
+    def with_options(self, **changes: Any) -> KvcConfig:
+        return replace(self, **changes).validate()
+
+
+_INTEGERS = ("window", "block_size", "page_bytes")
+_NUMBERS = ("keep", "alpha_high", "alpha_low")
+
+
+def _coerce(name: str, value: Any) -> Any:
+    """A number given as text (command line, YAML) becomes a number; anything else is refused with its name."""
+    if name in _INTEGERS:
+        try:
+            if isinstance(value, bool) or int(value) != float(value):
+                raise ValueError
+            return int(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{flag(name)} {value!r} is not a whole number; give one like 256.") from None
+    if name in _NUMBERS:
+        try:
+            number = float(value)
+            if isinstance(value, bool) or not math.isfinite(number):
+                raise ValueError
+            return number
+        except (TypeError, ValueError):
+            raise ConfigError(f"{flag(name)} {value!r} is not a number; give one like 0.5.") from None
+    if name == "memory":
+        return parse_bytes(value)
+    if name == "observe":
+        text = str(value).lower()
+        if text == "all":
+            return "all"
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigError(
+                f"{flag(name)} {value!r} is not a number of queries; give 'all' or a whole number from 1, like 32."
+            )
+        return int(text)
+    return str(value).lower()
+
+
+def _check_policy(policy: str) -> None:
+    names = policy_names()
+    if policy not in names:
+        raise ConfigError(f"{flag('policy')} {policy!r} is not a policy; choose {listed(names)}.")
+
+
+def _check_unread(policy: str, given: dict[str, Any]) -> None:
+    read = POLICY_OPTIONS.get(policy)
+    for option in SPECIAL_OPTIONS if read is not None else ():
+        if option in given and option not in read:
+            users = [p for p, options in POLICY_OPTIONS.items() if option in options]
+            raise ConfigError(
+                f"{flag(option)} has no effect with policy {policy}, which does not read it; "
+                f"drop it or choose {flag('policy')} {listed(users)}."
+            )
+
+
+def _check_formats(c: KvcConfig) -> None:
+    for name in ("high", "low"):
+        value = getattr(c, name)
+        if value is not None and value not in FORMATS:
+            raise ConfigError(f"{flag(name)} {value!r} is not a page format; choose {listed(FORMATS)}.")
+    if c.key_mode not in KEY_MODES:
+        raise ConfigError(f"{flag('key_mode')} {c.key_mode!r} is not a key mode; choose {listed(KEY_MODES)}.")
+    if c.low is None:
+        return
+    high, low = FORMATS[c.high], FORMATS[c.low]
+    if not high.packed:
+        raise ConfigError(
+            f"{flag('low')} {c.low} needs a quantised high format, because {c.high} pages are never re-packed in "
+            f"part; choose {flag('high')} k8v4, or drop {flag('low')}."
+        )
+    if low.key_bits > high.key_bits or low.value_bits > high.value_bits or low == high:
+        raise ConfigError(
+            f"{flag('low')} {c.low} is not below {flag('high')} {c.high}, and tokens only move down the ladder; "
+            f"choose a low format with fewer bits, like k4v2 under k8v4."
+        )
+
+
+def _check_sizes(c: KvcConfig) -> None:
+    if not (BLOCK_SIZE_STEP <= c.block_size <= BLOCK_SIZE_MAX) or c.block_size % BLOCK_SIZE_STEP:
+        raise ConfigError(
+            f"{flag('block_size')} {c.block_size} cannot be used, because a block is a whole number of tiles of "
+            f"{BLOCK_SIZE_STEP} tokens, up to {BLOCK_SIZE_MAX}; choose 64, 128, 256 or another multiple of 64."
+        )
+    if not 0 <= c.window <= WINDOW_MAX:
+        raise ConfigError(
+            f"{flag('window')} {c.window} is out of range, because it counts tokens kept unpacked at the end of a "
+            f"sequence; choose 0 to {WINDOW_MAX}, like 64."
+        )
+    p = c.page_bytes
+    if p is not None and (p % PAGE_BYTES_STEP or not PAGE_BYTES_MIN <= p <= PAGE_BYTES_MAX):
+        raise ConfigError(
+            f"{flag('page_bytes')} {p} cannot be used, because a page is a multiple of {PAGE_BYTES_STEP} bytes from "
+            f"{PAGE_BYTES_MIN} to {PAGE_BYTES_MAX}; choose one, or drop the option to have the best size chosen."
+        )
+    if c.memory is not None and c.memory < MEMORY_MIN:
+        raise ConfigError(
+            f"{flag('memory')} of {c.memory} bytes holds no cache worth the name; give at least 1MiB, like 4GB."
+        )
+
+
+def _check_scores(c: KvcConfig) -> None:
+    if not 0 < c.keep <= 1:
+        raise ConfigError(
+            f"{flag('keep')} {c.keep:g} is out of range, because it is the share of a block's pages that stays; "
+            f"choose a number above 0 and up to 1, like 0.5."
+        )
+    if c.alpha_low < 0:
+        raise ConfigError(
+            f"{flag('alpha_low')} {c.alpha_low:g} is negative, but attention is not; choose 0 or more, like 0.02."
+        )
+    if c.alpha_low > c.alpha_high:
+        raise ConfigError(
+            f"{flag('alpha_low')} {c.alpha_low:g} is above {flag('alpha_high')} {c.alpha_high:g}, which leaves no room "
+            f"for the low tier; choose alpha-low <= alpha-high, like 0.02 and 1."
+        )
+
+
+def check_geometry(config: KvcConfig, *, head_dim: int, scored: bool = False) -> None:
+    """The part of page size that depends on the model: every format must fit one group of tokens in a page."""
+    if config.page_bytes is None:
+        return
+    from kvc_kernels.layout import BF16, PageLayout
+
+    for fmt in (BF16, *config.formats):
+        if PageLayout(fmt, head_dim, config.page_bytes, config.key_mode, scored).tokens == 0:
+            raise ConfigError(
+                f"{flag('page_bytes')} {config.page_bytes} is too small for {fmt.name} at this model's head size "
+                f"{head_dim}; choose a larger page, or drop the option to have the best size chosen."
+            )

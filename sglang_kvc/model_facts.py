@@ -1,0 +1,87 @@
+"""Reads what the refusals need to know off SGLang's objects: the model's config first, the built model later.
+
+Written against SGLang 0.5.17: `ModelConfig` (configs/model_config.py) and `KVCacheConfigurator`
+(mem_cache/kv_cache_configurator.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.refusals import ModelFacts, check_model
+
+# Architectures that attend in both directions or keep no KV cache; SGLang has no flag for them in ModelConfig.
+ENCODER_ARCHITECTURES = (
+    "BertModel",
+    "BertForSequenceClassification",
+    "CLIPModel",
+    "Contriever",
+    "Lfm2BidirectionalModel",
+    "RobertaModel",
+    "XLMRobertaModel",
+    "XLMRobertaForSequenceClassification",
+)
+
+
+def from_model_config(mc: Any) -> ModelFacts:
+    """Facts that the model's config file shows, before any weight is read."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import (
+        AttentionArch,
+        is_deepseek_dsa,
+        is_deepseek_v4,
+        is_minimax_sparse,
+    )
+
+    hf = mc.hf_config
+    architectures = tuple(getattr(hf, "architectures", None) or ("unknown",))
+    return ModelFacts(
+        name=architectures[0],
+        mla=mc.attention_arch == AttentionArch.MLA,
+        hybrid_swa=bool(mc.is_hybrid_swa),
+        hybrid_state=mambaish_config(mc) is not None,
+        encoder_decoder=bool(mc.is_encoder_decoder),
+        encoder_only=bool(set(architectures) & set(ENCODER_ARCHITECTURES)) or bool(mc.is_embedding_gemma),
+        local_attention=bool(mc.is_local_attention_model),
+        sparse_attention=is_deepseek_dsa(hf) or is_deepseek_v4(hf) or is_minimax_sparse(hf),
+        dual_chunk=getattr(hf, "dual_chunk_attention_config", None) is not None,
+        head_dim=int(mc.head_dim),
+        v_head_dim=int(mc.v_head_dim),
+        dtype=str(mc.dtype).removeprefix("torch."),
+        kv_scales=_has_kv_scales(hf),
+    )
+
+
+def from_configurator(configurator: Any) -> ModelFacts:
+    """The same, corrected by the built model: its layers know windows and masks that a config file may not show."""
+    facts = from_model_config(configurator.model_config)
+    window = configurator.sliding_window_size
+    layers = [m for m in configurator.model.modules() if type(m).__name__ == "RadixAttention"]
+    masks = {getattr(m.attn_type, "value", m.attn_type) for m in layers}
+    return replace(
+        facts,
+        mla=facts.mla or bool(configurator.use_mla_backend),
+        hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa) or (window is not None and window > 0),
+        hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,
+        encoder_decoder=facts.encoder_decoder or any(m.is_cross_attention for m in layers),
+        encoder_only=facts.encoder_only or bool(masks - {"decoder"}),
+        dtype=str(configurator.model_dtype).removeprefix("torch."),
+    )
+
+
+def check_configurator(configurator: Any, config: KvcConfig) -> None:
+    """Refuse a model that slipped through the check of its config file. Call it before any pool is built."""
+    check_model(from_configurator(configurator), config)
+
+
+def _has_kv_scales(hf_config: Any) -> bool:
+    """Whether the checkpoint says that it brings scales for a quantised KV cache."""
+    quant = getattr(hf_config, "quantization_config", None) or {}
+    if not isinstance(quant, dict):
+        quant = quant.to_dict()
+    nested = quant.get("quantization") or {}
+    return any(
+        part.get(key) for part in (quant, nested) for key in ("kv_cache_scheme", "kv_cache_quant_algo")
+    )

@@ -1,0 +1,343 @@
+"""What cannot be served with the compressed cache, as two tables: from the arguments alone, and from the model.
+
+A refusal is one sentence: what, why, and what to do instead. It is raised before anything is started where the
+arguments or the model's config file show it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_kvc.config import ConfigError, KvcConfig, check_geometry
+
+PLAIN = "drop the option, or use --kv-backend default"
+SUPPORTED_HEAD_DIMS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`when` looks at one value (a ServerArgs field) or, in the model table, at all `ModelFacts`."""
+
+    name: str
+    when: Callable[[Any], bool]
+    what: str
+    why: str
+    instead: str = PLAIN
+
+    def error(self, value: Any = None) -> ConfigError:
+        return ConfigError(
+            f"{self.what.format(value)} cannot be served with --kv-backend kvc, because {self.why}; {self.instead}."
+        )
+
+
+def _on(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return (value or 1) > 1
+
+
+def _other_than(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in allowed
+
+
+_BUFFERS = "it reads K/V buffers that exist only in the stock cache"
+_WHOLE = "each rank must hold whole sequences of its own layers' pages"
+_ATTENTION = "only its own attention backend can read packed pages"
+
+# name = the ServerArgs field whose value is looked at.
+ARG_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "speculative_algorithm",
+        _on,
+        "--speculative-algorithm {}",
+        "drafts are written and rolled back token by token, which packed pages do not allow",
+    ),
+    Refusal("enable_hierarchical_cache", _on, "--enable-hierarchical-cache", _BUFFERS),
+    Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),
+    Refusal("enable_flexkv", _on, "--enable-flexkv", _BUFFERS),
+    Refusal("enable_hisparse", _on, "--enable-hisparse", _BUFFERS),
+    Refusal("enable_unified_memory", _on, "--enable-unified-memory", "it replaces the memory pool that holds pages"),
+    Refusal(
+        "enable_page_major_kv_layout", _on, "--enable-page-major-kv-layout", "pages have a layout of their own"
+    ),
+    Refusal("disaggregation_mode", _other_than("null", None), "--disaggregation-mode {}", _BUFFERS),
+    Refusal(
+        "disaggregation_decode_enable_offload_kvcache",
+        _on,
+        "--disaggregation-decode-enable-offload-kvcache",
+        _BUFFERS,
+    ),
+    Refusal("pp_size", _above_one, "--pp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal("dcp_size", _above_one, "--dcp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal("attn_cp_size", _above_one, "--attn-cp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal("enable_prefill_cp", _on, "--enable-prefill-cp", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal(
+        "enable_dp_attention",
+        _on,
+        "--enable-dp-attention",
+        "ranks that serve different requests would plan their pages differently",
+        "use --tp-size or --dp-size without it",
+    ),
+    Refusal("enable_two_batch_overlap", _on, "--enable-two-batch-overlap", "a step's pages are written as one batch"),
+    Refusal(
+        "enable_single_batch_overlap", _on, "--enable-single-batch-overlap", "a step's pages are written as one batch"
+    ),
+    Refusal("enable_pdmux", _on, "--enable-pdmux", "pages may be written by one stream only"),
+    Refusal("dllm_algorithm", _on, "--dllm-algorithm {}", "a diffusion model rewrites tokens that are packed already"),
+    Refusal(
+        "enable_deterministic_inference",
+        _on,
+        "--enable-deterministic-inference",
+        "the moment at which a block is packed changes the last bits of an answer",
+    ),
+    Refusal(
+        "rl_on_policy_target",
+        _on,
+        "--rl-on-policy-target {}",
+        "it needs bitwise equal answers, and packing a block changes the last bits",
+    ),
+    Refusal("enable_streaming_session", _on, "--enable-streaming-session", "it frees the cache in parts of a block"),
+    Refusal(
+        "enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs a radix tree of another kind"
+    ),
+    Refusal(
+        "kv_cache_dtype",
+        _other_than("auto", "bf16", "bfloat16", None),
+        "--kv-cache-dtype {}",
+        "precision is set per token by the cache's own formats",
+        "drop it and choose --kvc-high, like k8v8",
+    ),
+    Refusal(
+        "quantization_param_path",
+        _on,
+        "--quantization-param-path",
+        "scales are computed from the data of each block",
+        "drop it",
+    ),
+    Refusal(
+        "enable_mixed_chunk",
+        _on,
+        "--enable-mixed-chunk",
+        "prefill and decode read the cache with different kernels",
+        "drop the option",
+    ),
+    Refusal("attention_backend", _other_than("kvc", None), "--attention-backend {}", _ATTENTION, "drop the option"),
+    Refusal(
+        "prefill_attention_backend",
+        _other_than("kvc", None),
+        "--prefill-attention-backend {}",
+        _ATTENTION,
+        "drop the option",
+    ),
+    Refusal(
+        "decode_attention_backend",
+        _other_than("kvc", None),
+        "--decode-attention-backend {}",
+        _ATTENTION,
+        "drop the option",
+    ),
+    Refusal(
+        "radix_cache_backend",
+        _other_than("kvc", None),
+        "--radix-cache-backend {}",
+        "blocks are owned by its own radix tree",
+        "drop the option",
+    ),
+    Refusal("enable_torch_compile", _on, "--enable-torch-compile", "the cache's kernels are compiled on their own"),
+    Refusal(
+        "cuda_graph_backend_prefill",
+        _other_than("disabled", None),
+        "--cuda-graph-backend-prefill {}",
+        "a prefill reads a number of blocks that a graph cannot fix in advance",
+        "drop the option; decode graphs are used",
+    ),
+    Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the tree"),
+    Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
+    Refusal("prefill_only_disable_kv_cache", _on, "--prefill-only-disable-kv-cache", "there would be nothing to keep"),
+    Refusal("enable_mis", _on, "--enable-mis", "its attention mask is not causal"),
+    Refusal(
+        "dtype",
+        _other_than("auto", "half", "float16", "bfloat16", None),
+        "--dtype {}",
+        "pages hold 16-bit values",
+        "use --dtype bfloat16 or float16",
+    ),
+    Refusal(
+        "device",
+        lambda d: d is not None and str(d).split(":")[0] not in ("cuda", "cpu"),
+        "--device {}",
+        "its kernels run on CUDA devices and, as plain torch, on the CPU",
+        "use --device cuda or --device cpu",
+    ),
+)
+
+
+def check_args(args: Any, config: KvcConfig) -> None:
+    """Raise at the first argument that cannot be served. `args` is a ServerArgs before its resolution."""
+    for refusal in ARG_REFUSALS:
+        value = getattr(args, refusal.name, None)
+        if refusal.when(value):
+            raise refusal.error(value)
+    if args.page_size not in (None, config.block_size):
+        raise ConfigError(
+            f"--page-size {args.page_size} contradicts the block size {config.block_size}, because SGLang's page is "
+            f"one block; drop it and set --kvc-block-size."
+        )
+    chunk = args.chunked_prefill_size
+    if chunk is not None and chunk > 0 and chunk % config.block_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
+            f"must end at the end of a block; choose {-(-chunk // config.block_size) * config.block_size}."
+        )
+    if _prefill_graph(args.cuda_graph_config) not in (None, "disabled"):
+        raise ConfigError(
+            "--cuda-graph-config with a prefill graph cannot be served with --kv-backend kvc, because a prefill reads "
+            "a number of blocks that a graph cannot fix in advance; leave out its prefill part."
+        )
+
+
+def _prefill_graph(graph_config: Any) -> str | None:
+    """Backend that a `--cuda-graph-config` (dict or SGLang's dataclass) asks for in the prefill phase."""
+    part = graph_config.get("prefill") if isinstance(graph_config, dict) else getattr(graph_config, "prefill", None)
+    return part.get("backend") if isinstance(part, dict) else getattr(part, "backend", None)
+
+
+def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
+    """Refuse a pool that is larger than the whole device (`device_bytes` None: not known)."""
+    if config.memory and device_bytes and config.memory > device_bytes:
+        raise ConfigError(
+            f"--kvc-memory of {config.memory / 1e9:.1f} GB is more than the device has ({device_bytes / 1e9:.1f} GB); "
+            f"choose a smaller size, or drop the option to have it chosen."
+        )
+
+
+def environment_warnings() -> list[str]:
+    """Environment variables that lose their effect; not wrong enough to refuse."""
+    ignored = ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
+    return [
+        f"{name} is ignored: --kv-backend kvc brings its own radix tree."
+        for name in ignored
+        if os.environ.get(name, "0").lower() not in ("", "0", "false")
+    ]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What decides whether a model can be served, in builtins."""
+
+    name: str
+    mla: bool = False
+    hybrid_swa: bool = False
+    hybrid_state: bool = False
+    encoder_decoder: bool = False
+    encoder_only: bool = False
+    local_attention: bool = False
+    sparse_attention: bool = False
+    dual_chunk: bool = False
+    head_dim: int = 128
+    v_head_dim: int = 128
+    dtype: str = "bfloat16"
+    kv_scales: bool = False
+
+
+_MODEL = "serve it with --kv-backend default"
+
+MODEL_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "mla",
+        lambda m: m.mla,
+        "The model {} with latent attention (MLA)",
+        "its cache rows are not keys and values",
+        _MODEL,
+    ),
+    Refusal(
+        "sparse_attention",
+        lambda m: m.sparse_attention,
+        "The model {} with sparse attention",
+        "it keeps an index of its own beside the cache",
+        _MODEL,
+    ),
+    Refusal(
+        "hybrid_swa",
+        lambda m: m.hybrid_swa,
+        "The model {} with sliding-window layers",
+        "they need a second pool",
+        _MODEL,
+    ),
+    Refusal(
+        "hybrid_state",
+        lambda m: m.hybrid_state,
+        "The model {} with state-space or linear-attention layers",
+        "their state is not a KV cache",
+        _MODEL,
+    ),
+    Refusal(
+        "encoder_decoder",
+        lambda m: m.encoder_decoder,
+        "The encoder-decoder model {}",
+        "its cross attention is not causal",
+        _MODEL,
+    ),
+    Refusal(
+        "encoder_only",
+        lambda m: m.encoder_only,
+        "The encoder model {}",
+        "it attends in both directions and keeps no KV cache",
+        _MODEL,
+    ),
+    Refusal(
+        "local_attention",
+        lambda m: m.local_attention,
+        "The model {} with chunked local attention",
+        "its layers read different parts of the sequence",
+        _MODEL,
+    ),
+    Refusal(
+        "dual_chunk",
+        lambda m: m.dual_chunk,
+        "The model {} with dual-chunk attention",
+        "it needs queries of another kind",
+        _MODEL,
+    ),
+    Refusal(
+        "v_head_dim",
+        lambda m: m.v_head_dim != m.head_dim,
+        "The model {} with different head sizes of keys and values",
+        "a page holds both at one size",
+        _MODEL,
+    ),
+    Refusal(
+        "head_dim",
+        lambda m: m.head_dim not in SUPPORTED_HEAD_DIMS,
+        "The model {} with this head size",
+        f"the kernels know {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
+        _MODEL,
+    ),
+    Refusal(
+        "dtype",
+        lambda m: m.dtype not in ("bfloat16", "float16"),
+        "The model {} in a dtype other than bfloat16 or float16",
+        "pages hold 16-bit values",
+        "add --dtype bfloat16",
+    ),
+    Refusal(
+        "kv_scales",
+        lambda m: m.kv_scales,
+        "The checkpoint {} with its own KV-cache scales",
+        "scales are computed from the data of each block",
+        "use a checkpoint without them, or --kv-backend default",
+    ),
+)
+
+
+def check_model(facts: ModelFacts, config: KvcConfig) -> None:
+    """Raise at the first trait of the model that cannot be served."""
+    for refusal in MODEL_REFUSALS:
+        if refusal.when(facts):
+            raise refusal.error(facts.name)
+    check_geometry(config, head_dim=facts.head_dim)
