@@ -1,5 +1,22 @@
-"""Every hook into SGLang, one file per SGLang module touched, each with the signature that it relies on."""
+"""Every hook into SGLang, one file per SGLang module touched, each with the signature that it relies on.
+
+`load` only registers; SGLang applies all hooks afterwards and merely logs what fails, so `registry.verify` checks them
+before a pool is built.
+"""
 
 
 def load() -> None:
-    """Entry point of group `sglang.srt.plugins`: registers all hooks. SGLang calls it once in each process."""
+    """Entry point of group `sglang.srt.plugins`. SGLang calls it once in each process; with `--kv-backend default`
+    every hook passes its call through unchanged."""
+    from . import server_args
+
+    server_args.register()
+    from . import allocation, fused_store, invariants, memory_pool, metrics, scheduler, triton_support
+
+    for module in (allocation, fused_store, invariants, memory_pool, scheduler, triton_support, metrics):
+        module.register()
+    try:
+        from . import internal_state
+    except ImportError:
+        return
+    internal_state.register()

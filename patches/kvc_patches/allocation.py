@@ -1,0 +1,52 @@
+"""`sglang.srt.mem_cache.allocation`: bind requests to the allocation that SGLang makes for a batch.
+
+SGLang's allocator sees lengths only; ours needs the requests, whose CPU block lists decide everything, and must not be
+asked for a spare block per request (at 256 tokens a block that slack would evict the cache on every decode step).
+"""
+
+from __future__ import annotations
+
+from .registry import hook
+
+ALLOCATION = "sglang.srt.mem_cache.allocation"
+
+
+def around_alloc_for_extend(orig, batch):
+    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.sequence import Sequence
+
+    allocator = batch.token_to_kv_pool_allocator
+    if not isinstance(allocator, KvcAllocator):
+        return orig(batch)
+    tree, p = batch.tree_cache, allocator.page_size
+    for req in batch.reqs:
+        if getattr(req, "kvc", None) is None:
+            done = req.cache_protected_len
+            blocks = tree.path_blocks(req.last_node)[: done // p]
+            req.kvc = Sequence.admit(allocator.runtime, blocks, done)
+    need = allocator.blocks_missing(batch.reqs, batch.seq_lens_cpu.tolist()) * p
+    with allocator.for_requests(batch.reqs, need):
+        return orig(batch)
+
+
+def around_alloc_for_decode(orig, batch, token_per_req):
+    from sglang_kvc.allocator import KvcAllocator
+
+    allocator = batch.token_to_kv_pool_allocator
+    if not isinstance(allocator, KvcAllocator):
+        return orig(batch, token_per_req)
+    runtime, lengths = allocator.runtime, batch.seq_lens_cpu.tolist()
+    for req, length in zip(batch.reqs, lengths):
+        left = req.kvc.slide(runtime, length)
+        if left:
+            if runtime.policy.replans:
+                runtime.replan(req.kvc.blocks[: req.kvc.pinned_from], length)
+            runtime.queue_due(left, length)
+    need = allocator.blocks_missing(batch.reqs, [n + token_per_req for n in lengths]) * allocator.page_size
+    with allocator.for_requests(batch.reqs, need):
+        return orig(batch, token_per_req)
+
+
+def register() -> None:
+    hook(f"{ALLOCATION}.alloc_for_extend", "around", "batch", around_alloc_for_extend)
+    hook(f"{ALLOCATION}.alloc_for_decode", "around", "batch token_per_req", around_alloc_for_decode)

@@ -1,0 +1,20 @@
+"""`sglang.srt.models.utils`: no fused RoPE-and-store, which would write K/V rows past our pages."""
+
+from __future__ import annotations
+
+from .registry import hook
+
+
+def around_enable_fused_set_kv_buffer(orig, forward_batch):
+    from sglang_kvc.runtime import current
+
+    return False if current() is not None else orig(forward_batch)
+
+
+def register() -> None:
+    hook(
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+        "around",
+        "forward_batch",
+        around_enable_fused_set_kv_buffer,
+    )

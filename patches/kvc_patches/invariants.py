@@ -1,0 +1,34 @@
+"""`scheduler_components.invariant_checker`: the leak check compares exact virtual counts.
+
+Scheduling reads physical sizes, which shrink as blocks are compressed and never add up to SGLang's token total. Slots
+do: every slot in use belongs to the tree or to a running request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .registry import hook
+
+
+def around_check_full_pool(orig, self, ps, uncached=0):
+    from sglang_kvc.allocator import KvcAllocator
+
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, KvcAllocator):
+        return orig(self, ps, uncached)
+    exact = dataclasses.replace(
+        ps,
+        full_available_size=self.max_total_num_tokens - allocator.used_slots(),
+        full_evictable_size=self.tree_cache.evictable_size_,
+    )
+    return orig(self, exact, uncached)
+
+
+def register() -> None:
+    hook(
+        "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
+        "around",
+        "self ps uncached",
+        around_check_full_pool,
+    )

@@ -1,0 +1,172 @@
+"""`sglang.srt.mem_cache.kv_cache_configurator`: our pool and allocator in place of the stock ones, sized in bytes.
+
+SGLang computes how many tokens of its own cache would fit; the same bytes become our pages, tables and reserve.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from .registry import hook, verify
+
+logger = logging.getLogger("sglang_kvc")
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+
+def _active(configurator) -> bool:
+    return getattr(configurator.server_args, "kv_backend", "default") == "kvc"
+
+
+def before_configure(self, *, pre_model_load_memory):
+    """The first hook to run in a scheduler process: everything that can stop us, stops us here."""
+    if not _active(self):
+        return
+    from sglang_kvc.refusals import check_model
+
+    verify()
+    check_model(self)
+
+
+def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
+    config = orig(self, pre_model_load_memory)
+    if not _active(self):
+        return config
+    from sglang_kvc.config import KvcConfig
+    from sglang_kvc.runtime import Runtime, install
+
+    kvc, model = KvcConfig.from_args(self.server_args), self.model_config
+    heads = model.get_num_kv_heads(self.ps.attn_tp_size)
+    layers = self.layer_info.num_effective_layers
+    stock_bytes = config.max_total_num_tokens * 2 * heads * model.head_dim * layers * self.model_dtype.itemsize
+    num_bytes = stock_bytes
+    if kvc.memory is not None:
+        available = self._profile_available_bytes(pre_model_load_memory)
+        if kvc.memory > available:
+            raise ValueError(
+                f"--kvc-memory asks for {kvc.memory / 2**30:.2f} GiB but {available / 2**30:.2f} GiB are free for the "
+                "KV cache after loading the model; ask for less or raise --mem-fraction-static"
+            )
+        num_bytes = kvc.memory
+    runtime = Runtime.build(
+        kvc,
+        num_bytes=num_bytes,
+        layers=layers,
+        heads=heads,
+        head_dim=model.head_dim,
+        dtype=self.model_dtype,
+        device=self.device,
+    )
+    if self.ps.attn_tp_size > 1:
+        runtime.reduce_max = _tensor_parallel_max()
+    install(runtime)
+    sizing = runtime.sizing
+    config.max_total_num_tokens = sizing.capacity_tokens
+    config.max_running_requests = self.resolve_max_num_reqs(sizing.capacity_tokens)
+    logger.info(
+        "kvc: %s; %.2f GiB as %d pages of %d bytes, room for %d blocks; %d tokens fit uncompressed",
+        kvc.summary(),
+        runtime.store.nbytes / 2**30,
+        sizing.num_pages,
+        runtime.layout.page_bytes,
+        sizing.num_blocks,
+        sizing.capacity_tokens,
+    )
+    return config
+
+
+def _tensor_parallel_max():
+    import torch.distributed as dist
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group().cpu_group
+
+    def reduce_max(counts):
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+        return counts
+
+    return reduce_max
+
+
+def around_build_pool(orig, self, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):
+    if not _active(self):
+        return orig(
+            self,
+            sizes=sizes,
+            is_dsa_model=is_dsa_model,
+            is_dsv4_model=is_dsv4_model,
+            req_to_token_pool=req_to_token_pool,
+        )
+    from sglang_kvc.pool import KvcPool
+    from sglang_kvc.runtime import current
+
+    return KvcPool(
+        current(), start_layer=self.layer_info.start_layer, end_layer=self.layer_info.end_layer
+    )
+
+
+def around_build_allocator(
+    orig, self, *, sizes, token_to_kv_pool, is_dsv4_model, req_to_token_pool, token_to_kv_pool_allocator
+):
+    if not _active(self):
+        return orig(
+            self,
+            sizes=sizes,
+            token_to_kv_pool=token_to_kv_pool,
+            is_dsv4_model=is_dsv4_model,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        )
+    from sglang_kvc.allocator import KvcAllocator
+
+    return KvcAllocator(token_to_kv_pool.runtime, token_to_kv_pool, self.device)
+
+
+def register_backends() -> None:
+    """The public registries: attention backend and radix cache, both named "kvc"."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
+
+    if "kvc" not in ATTENTION_BACKENDS:
+
+        @register_attention_backend("kvc")
+        def create(runner):
+            from sglang_kvc.backend import KvcAttnBackend
+
+            return KvcAttnBackend(runner)
+
+    if "kvc" not in registered_radix_cache_backends():
+        register_radix_cache_backend("kvc", create_radix_cache)
+
+
+def create_radix_cache(ctx):
+    import dataclasses
+
+    from sglang_kvc.radix_cache import KvcRadixCache
+
+    params = ctx.params
+    if ctx.disable_radix_cache and not params.disable:
+        params = dataclasses.replace(params, disable=True)
+    return KvcRadixCache(params, params.token_to_kv_pool_allocator.runtime)
+
+
+def register() -> None:
+    register_backends()
+    hook(f"{CONFIGURATOR}.configure", "before", "self pre_model_load_memory", before_configure)
+    hook(
+        f"{CONFIGURATOR}._resolve_memory_pool_config",
+        "around",
+        "self pre_model_load_memory",
+        around_resolve_memory_pool_config,
+    )
+    hook(
+        f"{CONFIGURATOR}._build_token_to_kv_pool",
+        "around",
+        "self sizes is_dsa_model is_dsv4_model req_to_token_pool",
+        around_build_pool,
+    )
+    hook(
+        f"{CONFIGURATOR}._build_token_to_kv_pool_allocator",
+        "around",
+        "self sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator",
+        around_build_allocator,
+    )

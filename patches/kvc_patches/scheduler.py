@@ -1,0 +1,61 @@
+"""`sglang.srt.managers.scheduler` and `schedule_batch`: count forwards, harvest results, settle at idle.
+
+A forward's result is processed after that forward has finished on the device, so everything queued on the forward
+stream before it has been written, too: counts of its compactions are read there without a sync of our own.
+"""
+
+from __future__ import annotations
+
+from .registry import hook
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def before_run_batch(self, batch, pp_proxy_tensors=None):
+    from sglang_kvc.runtime import current
+
+    if (runtime := current()) is not None:
+        runtime.step += 1
+
+
+def after_process_batch_result(_, self, batch, result):
+    from sglang_kvc.runtime import current
+
+    if (runtime := current()) is not None:
+        runtime.processed += 1
+        runtime.harvest(runtime.processed)
+
+
+def before_on_idle(self):
+    from sglang_kvc.runtime import current
+
+    runtime = current()
+    if runtime is None or not runtime.unsettled or not self.is_fully_idle():
+        return
+    with self.forward_stream_ctx:
+        runtime.settle()
+
+
+def around_check_decode_mem(orig, self, selected_indices=None):
+    """Before a running request is retracted: wait for counts that are still under way, then look again."""
+    from sglang_kvc.runtime import current
+
+    if orig(self, selected_indices):
+        return True
+    runtime = current()
+    if runtime is None or not runtime.pending:
+        return False
+    runtime.settle()
+    return orig(self, selected_indices)
+
+
+def register() -> None:
+    hook(f"{SCHEDULER}.run_batch", "before", "self batch pp_proxy_tensors", before_run_batch)
+    hook(f"{SCHEDULER}.process_batch_result", "after", "self batch result", after_process_batch_result)
+    hook(f"{SCHEDULER}.on_idle", "before", "self", before_on_idle)
+    hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        "around",
+        "self selected_indices",
+        around_check_decode_mem,
+    )

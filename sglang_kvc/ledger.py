@@ -1,0 +1,58 @@
+"""The CPU's charge in pages for every block: never below what the device holds, on any rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Ledger:
+    """Page charges of all blocks and two running totals; nothing here ever asks the device.
+
+    `limit` is the number of pages that may be charged at once (all pages less the scratch page and the reserve that
+    compactions draw on). Charges are entered when they are known: at allocation the uncompressed size, at the moment a
+    compaction with a fixed outcome is queued its result, otherwise its upper bound until the count came back.
+    """
+
+    def __init__(self, num_blocks: int, limit: int):
+        self.limit = limit
+        self.charge = np.zeros(num_blocks, dtype=np.int64)
+        self.idle = np.zeros(num_blocks, dtype=bool)  # owned by unlocked tree nodes alone: evictable
+        self.total = 0
+        self.idle_total = 0
+        self.idle_blocks = 0
+
+    @property
+    def free(self) -> int:
+        """Pages that can be charged now."""
+        return self.limit - self.total
+
+    @property
+    def reachable(self) -> int:
+        """Pages that can be charged after evicting everything that is not locked."""
+        return self.free + self.idle_total
+
+    def set(self, blocks: np.ndarray, pages: int | np.ndarray) -> None:
+        """Charge each of `blocks` (distinct ids) with `pages`."""
+        delta = pages - self.charge[blocks]
+        self.total += int(delta.sum())
+        self.idle_total += int(delta[self.idle[blocks]].sum())
+        self.charge[blocks] = pages
+
+    def set_idle(self, blocks: np.ndarray, idle: bool) -> None:
+        """Mark `blocks` as evictable or not. Ids that are already so are left alone."""
+        change = blocks[self.idle[blocks] != idle]
+        pages = int(self.charge[change].sum())
+        sign = 1 if idle else -1
+        self.idle[change] = idle
+        self.idle_total += sign * pages
+        self.idle_blocks += sign * len(change)
+
+    def drop(self, blocks: np.ndarray) -> None:
+        """`blocks` are free again."""
+        self.set_idle(blocks, False)
+        self.set(blocks, 0)
+
+    def reset(self) -> None:
+        self.charge[:] = 0
+        self.idle[:] = False
+        self.total = self.idle_total = self.idle_blocks = 0

@@ -1,0 +1,32 @@
+"""Quantise-only: every token kept, all in one packed format. Needs no score, so it is pure and safe to share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+
+from .base import Evidence, Policy
+
+
+@dataclass(frozen=True)
+class Quantise(Policy):
+    """`high` is the packed format; "bf16" compresses nothing (the honest base: same memory layout, exact values)."""
+
+    name: ClassVar[str] = "quantise"
+    high: str = "k4v4"
+
+    def formats(self) -> list[str]:
+        return [self.high]
+
+    def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
+        bottom = Rung(BF16, pages=layout.block_pages_bf16)
+        fmt = FORMATS[self.high]
+        return (bottom, Rung(fmt, pages=layout.block_pages(fmt))) if fmt.packed else (bottom,)
+
+    def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
+        return ops.keep_all(len(evidence.blocks), evidence.layout).to(evidence.blocks.device)

@@ -1,0 +1,321 @@
+"""One server's compressed cache: page store, ledger, block records and the operation queue, behind a few verbs.
+
+The scheduler's CPU code calls `take`, `free`, `queue_due`; the forward stream calls `flush` once at the start of every
+forward. Between the two there is only the queue, so stream order makes the reuse of pages safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import FORMATS, PoolLayout, choose_page_bytes
+from kvc_kernels.store import PageStore
+
+from .blocks import Blocks, State
+from .config import KvcConfig
+from .ledger import Ledger
+from .oplog import Compact, OpLog, Release, Take
+from .policies import POLICIES, SEQUENCE, Evidence, Policy
+from .sizing import Sizing, size_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The runtime of this process, None before its pool was built."""
+    return _current
+
+
+def install(runtime: Runtime | None) -> None:
+    global _current
+    _current = runtime
+
+
+@dataclass
+class Counters:
+    """Totals since start, for the log line and the metrics."""
+
+    compactions: int = 0  # blocks compacted
+    compaction_ms: float = 0.0  # host time of the flushes that compacted (CPU: the work itself)
+    evicted_blocks: int = 0
+    retractions_avoided: int = 0
+
+
+@dataclass
+class PendingCounts:
+    """Page counts of a threshold compaction, on their way from the device."""
+
+    step: int
+    blocks: np.ndarray
+    generation: np.ndarray
+    counts: torch.Tensor
+
+
+def make_policy(config: KvcConfig) -> Policy:
+    cls = POLICIES[config.policy]
+    return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
+
+
+def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
+    """The pool's geometry; page bytes are searched unless the user fixed them."""
+    page_bytes = config.page_bytes or choose_page_bytes(
+        [FORMATS[f] for f in policy.formats()],
+        head_dim=head_dim,
+        block_tokens=config.block_size,
+        key_mode=config.key_mode,
+        scored=policy.observes,
+    )
+    return PoolLayout(
+        layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes
+    )
+
+
+@dataclass
+class Runtime:
+    """See the module docstring. All block ids that cross its interface are CPU ints or numpy arrays."""
+
+    config: KvcConfig
+    policy: Policy
+    layout: PoolLayout
+    sizing: Sizing
+    store: PageStore
+    ledger: Ledger
+    blocks: Blocks
+    log: OpLog = field(default_factory=OpLog)
+    counters: Counters = field(default_factory=Counters)
+    step: int = 0  # forwards launched; stamps counts that are still under way
+    processed: int = 0  # forwards whose results the CPU has seen
+    pending: deque[PendingCounts] = field(default_factory=deque)
+    # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
+    reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
+    _exact_need: int | None = None
+
+    @classmethod
+    def build(
+        cls,
+        config: KvcConfig,
+        *,
+        num_bytes: int,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Runtime:
+        """Size and allocate everything. Raises ValueError (one sentence) if `num_bytes` is too small."""
+        policy = make_policy(config)
+        layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
+        ladder = policy.ladder(layout)
+        sizing = size_pool(num_bytes, layout, ladder)
+        store = PageStore.create(
+            layout,
+            ladder,
+            num_pages=sizing.num_pages,
+            num_blocks=sizing.num_blocks,
+            dtype=dtype,
+            device=device,
+        )
+        return cls(
+            config,
+            policy,
+            layout,
+            sizing,
+            store,
+            Ledger(sizing.num_blocks, sizing.chargeable_pages),
+            Blocks(sizing.num_blocks),
+        )
+
+    # ---- capacity, in tokens of uncompressed blocks: what an allocation can get now
+
+    def _tokens(self, pages: int, block_ids: int) -> int:
+        whole = min(pages // self.layout.block_pages_bf16, block_ids)
+        return max(0, min(whole * self.layout.block_tokens, self.sizing.capacity_tokens))
+
+    def available_tokens(self) -> int:
+        return self._tokens(self.ledger.free, self.blocks.free_count)
+
+    def reachable_tokens(self) -> int:
+        """Available after evicting all unlocked blocks: one joint floor, two would lose a block."""
+        return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
+
+    @contextlib.contextmanager
+    def exact_need(self, tokens: int):
+        """Within: an eviction makes room for `tokens` and no more, whatever slack its caller asks for."""
+        self._exact_need = tokens
+        try:
+            yield
+        finally:
+            self._exact_need = None
+
+    def eviction_goal(self, requested: int) -> int:
+        """Tokens that `available_tokens` must reach for an eviction request of `requested` more."""
+        asked = self.available_tokens() + requested
+        return asked if self._exact_need is None else min(asked, self._exact_need)
+
+    # ---- block life cycle (scheduler side)
+
+    def take(self, starts: list[int]) -> list[int] | None:
+        """One uncompressed block per entry of `starts` (position of its first token), None if they do not fit."""
+        if not starts:
+            return []
+        if len(starts) * self.layout.block_tokens > self.available_tokens():
+            return None
+        ids = self.blocks.take(len(starts), starts)
+        array = np.asarray(ids, dtype=np.int64)
+        self.ledger.set(array, self.layout.block_pages_bf16)
+        self.log.push(Take(array))
+        return ids
+
+    def free(self, ids: list[int] | np.ndarray) -> None:
+        """Return whole blocks; what is in flight on the device still reads them until the next flush."""
+        array = np.asarray(ids, dtype=np.int64)
+        if len(array) == 0:
+            return
+        self.blocks.give_back(array)
+        self.ledger.drop(array)
+        self.log.push(Release(array))
+
+    def queue_due(self, ids: list[int] | np.ndarray, length: int = 0) -> int:
+        """Queue those of `ids` that are uncompressed, complete and in nobody's window; returns how many.
+
+        `ids` must be blocks that are full. `length` is N of the sequence while generating, 0 in the prompt phase.
+        """
+        if len(self.store.ladder) == 1:
+            return 0
+        array = np.asarray(ids, dtype=np.int64)
+        due = array[(self.blocks.state[array] == State.OPEN) & (self.blocks.pins[array] == 0)]
+        self._queue(due, from_rung=0, to_rung=1, length=length)
+        return len(due)
+
+    def replan(self, ids: list[int] | np.ndarray, length: int) -> int:
+        """Queue packed blocks of one sequence to be planned again, now that it is `length` tokens long."""
+        array = np.asarray(ids, dtype=np.int64)
+        mine = array[(self.blocks.state[array] == State.PACKED) & (self.blocks.users[array] == 1)]
+        rung = len(self.store.ladder) - 1
+        self._queue(mine[self.blocks.rung[mine] == rung], from_rung=rung, to_rung=rung, length=length)
+        return len(mine)
+
+    def _queue(self, due: np.ndarray, *, from_rung: int, to_rung: int, length: int) -> None:
+        if len(due) == 0:
+            return
+        target = self.store.ladder[to_rung]
+        # A fixed outcome is credited now. An open one is charged its upper bound until the count comes back; moves
+        # never take more pages than they leave, so a re-plan is covered by the present charge.
+        self.ledger.set(due, np.minimum(self.ledger.charge[due], target.pages))
+        lengths = np.full(len(due), length, dtype=np.int64)
+        self.log.push(Compact(due, from_rung, to_rung, self.blocks.start[due], lengths))
+        self.blocks.state[due] = State.PACKED
+        self.blocks.rung[due] = to_rung
+        self.counters.compactions += len(due)
+
+    def reset(self) -> None:
+        """Forget everything (flush_cache; nothing is running)."""
+        if self.store.device.type == "cuda":
+            torch.cuda.synchronize(self.store.device)
+        self.log.clear()
+        self.pending.clear()
+        self.blocks.reset()
+        self.ledger.reset()
+        self.store.reset()
+
+    # ---- device side
+
+    def flush(self) -> None:
+        """Apply all queued operations in order. Called on the forward stream before any layer runs."""
+        if not len(self.log):
+            return
+        began = time.perf_counter()
+        compacted = False
+        for op in self.log.drain():
+            if isinstance(op, Take):
+                ops.take_bf16(self.store, self._to_device(op.blocks))
+            elif isinstance(op, Release):
+                ops.release(self.store, self._to_device(op.blocks))
+            else:
+                self._compact(op)
+                compacted = True
+        if compacted:
+            self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
+
+    def _to_device(self, ids: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(ids)
+        if self.store.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.store.device, non_blocking=True)
+
+    def _compact(self, op: Compact) -> None:
+        """Plan and move, in waves whose destination pages fit the reserve."""
+        target = self.store.ladder[op.to_rung]
+        wave = max(1, self.sizing.reserve_pages // target.pages)
+        for at in range(0, len(op.blocks), wave):
+            ids = op.blocks[at : at + wave]
+            blocks = self._to_device(ids)
+            evidence = Evidence(
+                self.store,
+                blocks,
+                self._to_device(op.starts[at : at + wave]),
+                self._to_device(op.lengths[at : at + wave]),
+                self.policy.observe_window,
+            )
+            tiers = self.policy.plan(evidence, target)
+            counts = ops.compact(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
+            if not target.exact:
+                host = self._to_host(counts)
+                self.pending.append(PendingCounts(self.step, ids, self.blocks.generation[ids].copy(), host))
+
+    def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
+        if not counts.is_cuda:
+            return counts
+        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        return host.copy_(counts, non_blocking=True)
+
+    def harvest(self, step: int) -> None:
+        """Enter the page counts of compactions that ran before forward `step`, whose results the CPU has seen.
+
+        Counts of blocks that were freed meanwhile are dropped: their generation has moved on.
+        """
+        ready = []
+        while self.pending and self.pending[0].step <= step:
+            ready.append(self.pending.popleft())
+        if not ready:
+            return
+        counts = self.reduce_max(torch.cat([p.counts for p in ready]).to(torch.int64)).numpy()
+        at = 0
+        for p in ready:
+            mine = counts[at : at + len(p.blocks)]
+            at += len(p.blocks)
+            same = self.blocks.generation[p.blocks] == p.generation
+            self.ledger.set(p.blocks[same], np.minimum(mine[same], self.ledger.charge[p.blocks[same]]))
+
+    @property
+    def unsettled(self) -> bool:
+        return bool(len(self.log) or self.pending)
+
+    def settle(self) -> None:
+        """Flush and harvest with a sync: at idle, and before giving up on memory."""
+        self.flush()
+        if self.store.device.type == "cuda":
+            torch.cuda.current_stream(self.store.device).synchronize()
+        self.harvest(self.step)
+
+    # ---- attention
+
+    @property
+    def prompt_at_once(self) -> bool:
+        """Whether a chunked prompt is compacted only when it is complete: later tokens are the evidence."""
+        return self.policy.scope == SEQUENCE
+
+    @property
+    def observe(self) -> ops.Observe | None:
+        return ops.Observe(self.policy.observe_window) if self.policy.observes else None

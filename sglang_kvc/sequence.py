@@ -1,0 +1,68 @@
+"""CPU record of one running request: which blocks its tokens lie in, and from which block on they are pinned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .runtime import Runtime
+
+
+@dataclass
+class Sequence:
+    """Blocks of a request in order, the first `shared` of them owned by the radix tree (locked by the request).
+
+    Blocks from index `pinned_from` on lie in the request's window or are not full yet: they stay uncompressed.
+    """
+
+    blocks: list[int]
+    shared: int = 0
+    pinned_from: int = 0
+
+    @classmethod
+    def admit(cls, runtime: Runtime, prefix_blocks: np.ndarray, length: int) -> Sequence:
+        """A request starts with `length` cached tokens in `prefix_blocks`."""
+        seq = cls(prefix_blocks.tolist(), shared=len(prefix_blocks))
+        seq.pinned_from = min(len(seq.blocks), max(0, length - runtime.config.window) // runtime.layout.block_tokens)
+        runtime.blocks.users[prefix_blocks] += 1
+        runtime.blocks.pins[prefix_blocks[seq.pinned_from :]] += 1
+        return seq
+
+    def missing(self, length: int, block_tokens: int) -> list[int]:
+        """Start positions of the blocks that must be taken to hold `length` tokens."""
+        return list(range(len(self.blocks) * block_tokens, length, block_tokens))
+
+    def extend(self, runtime: Runtime, ids: list[int]) -> None:
+        self.blocks.extend(ids)
+        runtime.blocks.users[ids] += 1
+        runtime.blocks.pins[ids] += 1
+
+    def slide(self, runtime: Runtime, length: int) -> list[int]:
+        """Move the window: `length` tokens are written. Returns the blocks that it left behind."""
+        first = max(0, length - runtime.config.window) // runtime.layout.block_tokens
+        left = self.blocks[self.pinned_from : first]
+        if left:
+            runtime.blocks.pins[left] -= 1
+            self.pinned_from = first
+        return left
+
+    def adopt(self, runtime: Runtime, tree_blocks: np.ndarray) -> list[int]:
+        """The tree now owns the first blocks as `tree_blocks`; returns this request's own copies that it replaced."""
+        n = len(tree_blocks)
+        changed = [i for i in range(self.shared, n) if self.blocks[i] != tree_blocks[i]]
+        duplicates = [self.blocks[i] for i in changed]
+        for i in changed:
+            new = int(tree_blocks[i])
+            runtime.blocks.users[new] += 1
+            if i >= self.pinned_from:
+                runtime.blocks.pins[new] += 1
+            self.blocks[i] = new
+        self.shared = n
+        return duplicates
+
+    def leave(self, runtime: Runtime) -> None:
+        """The request is gone; its blocks are freed or left to the tree by the caller."""
+        ids = np.asarray(self.blocks, dtype=np.int64)
+        runtime.blocks.users[ids] -= 1
+        runtime.blocks.pins[ids[self.pinned_from :]] -= 1

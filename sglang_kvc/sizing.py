@@ -1,0 +1,54 @@
+"""From a byte budget to numbers of pages and blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvc_kernels.layout import PoolLayout, Rung
+
+# Blocks that a threshold rung may shrink to at most: bounds the tables, which cost bytes even for empty heads.
+MAX_BLOCK_RATIO = 8.0
+# Part of the pages that is never handed out: the destinations of one wave of compactions are drawn from it.
+RESERVE_PART = 1 / 32
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What one pool is made of, for `num_bytes` of memory.
+
+    `capacity_tokens` is what fits uncompressed, and what SGLang is told as its number of tokens: a lower bound that
+    every request can rely on. `num_blocks` bounds how many blocks can be resident once they are compressed.
+    """
+
+    num_bytes: int
+    num_pages: int
+    num_blocks: int
+    reserve_pages: int
+    capacity_tokens: int
+
+    @property
+    def chargeable_pages(self) -> int:
+        return self.num_pages - 1 - self.reserve_pages
+
+
+def size_pool(num_bytes: int, layout: PoolLayout, ladder: tuple[Rung, ...]) -> Sizing:
+    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts).
+
+    Raises ValueError, in one sentence, when not even four blocks fit.
+    """
+    bf16 = layout.block_pages_bf16
+    smallest = min([r.pages if r.exact else 1 for r in ladder[1:]] or [bf16])
+    ratio = min(bf16 / max(smallest, 1), MAX_BLOCK_RATIO)
+    pages = int(num_bytes / (layout.page_bytes + 4 + ratio * layout.block_meta_bytes / bf16))
+    blocks = int(pages / bf16 * ratio) + 2
+    largest_target = max([r.pages for r in ladder[1:]] or [0])
+    reserve = max(largest_target, int(pages * RESERVE_PART)) if largest_target else 0
+    capacity = (pages - 1 - reserve) // bf16 * layout.block_tokens
+    if capacity < 4 * layout.block_tokens:
+        need = (4 * bf16 + largest_target + 1) * layout.page_bytes
+        raise ValueError(
+            f"the KV memory of {num_bytes / 2**20:.1f} MiB holds fewer than 4 uncompressed blocks of "
+            f"{layout.block_tokens} tokens; give at least {need * 1.1 / 2**20:.0f} MiB (--kvc-memory, "
+            f"--max-total-tokens or --mem-fraction-static) or a smaller --kvc-block-size"
+        )
+    return Sizing(num_bytes, pages, blocks, reserve, capacity)

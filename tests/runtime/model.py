@@ -1,0 +1,211 @@
+"""A toy server around the real tree, allocator, ledger and page store: requests whose KV rows spell their own history.
+
+Every token's key row is a function of the whole prefix that leads to it, so a block that ended up under the wrong
+prefix, was overwritten, or lost its pages shows as a wrong row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvc_kernels import ops
+from kvc_kernels.layout import PoolLayout
+from sglang_kvc.allocator import KvcAllocator
+from sglang_kvc.blocks import Blocks
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.ledger import Ledger
+from sglang_kvc.radix_cache import KvcRadixCache
+from sglang_kvc.runtime import Runtime, make_policy
+from sglang_kvc.sizing import size_pool
+from kvc_kernels.store import PageStore
+
+P, L, H, D = 64, 2, 2, 32
+ROWS, CONTEXT = 8, 1024
+
+
+def make_runtime(blocks: int = 12, **options) -> Runtime:
+    """A pool that holds `blocks` uncompressed blocks of P = 64 tokens."""
+    config = KvcConfig(block_size=P, **{"window": 32, **options})
+    policy = make_policy(config)
+    layout = PoolLayout(L, H, D, P, page_bytes=1152, scored=policy.observes)
+    ladder = policy.ladder(layout)
+    num_bytes = int((blocks + 1) * 1.1 * layout.block_pages_bf16 * layout.page_bytes * 1.3)
+    sizing = size_pool(num_bytes, layout, ladder)
+    store = PageStore.create(
+        layout, ladder, num_pages=sizing.num_pages, num_blocks=sizing.num_blocks, dtype=torch.bfloat16, device="cpu"
+    )
+    ledger = Ledger(sizing.num_blocks, sizing.chargeable_pages)
+    return Runtime(config, policy, layout, sizing, store, ledger, Blocks(sizing.num_blocks))
+
+
+def row(tokens: list[int]) -> np.ndarray:
+    """Key row `[H, D]` of the last of `tokens`: small whole numbers that bf16 holds exactly."""
+    state = np.random.default_rng(abs(hash(tuple(tokens))) % 2**32)
+    return state.integers(-8, 8, size=(H, D)).astype(np.float32)
+
+
+class Request(SimpleNamespace):
+    """The attributes of SGLang's `Req` that the tree and the allocator use."""
+
+    def get_fill_ids(self):
+        return (self.origin_input_ids + self.output_ids)[: self.fill]
+
+
+class ToyServer:
+    def __init__(self, disable: bool = False, **options):
+        self.runtime = make_runtime(**options)
+        self.rows = SimpleNamespace(
+            req_to_token=torch.zeros((ROWS + 1, CONTEXT), dtype=torch.int32), free=list(range(1, ROWS + 1))
+        )
+        self.rows.write = lambda at, value: self.rows.req_to_token.__setitem__(at, value.to(torch.int32))
+        pool = SimpleNamespace(runtime=self.runtime)
+        self.allocator = KvcAllocator(self.runtime, pool, "cpu")
+        self.tree = KvcRadixCache(CacheInitParams(disable, self.rows, self.allocator, P), self.runtime)
+        self.running: list[Request] = []
+
+    # ---- what the scheduler does
+
+    def admit(self, tokens: list[int], chunk: int | None = None) -> Request | None:
+        """Prefill `tokens` (in chunks of `chunk`); None when there is no memory or no row."""
+        if not self.rows.free:
+            return None
+        req = Request(
+            origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
+            req_pool_idx=None, fill=len(tokens),
+        )
+        key = RadixKey(req.origin_input_ids, None, limit=len(tokens) - 1)
+        match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
+        req.cache_protected_len = len(match.device_indices)
+        self.tree.inc_lock_ref(req.last_node)
+        room = self.allocator.available_size() + self.tree.evictable_size()
+        if len(tokens) - req.cache_protected_len + 2 * P > room:
+            self.tree.dec_lock_ref(req.last_node)
+            return None
+        req.req_pool_idx = self.rows.free.pop()
+        self.running.append(req)
+        for end in range(len(req.prefix_indices) + (chunk or len(tokens)), len(tokens) + (chunk or len(tokens)), chunk or len(tokens)):
+            req.fill = min(end, len(tokens))
+            self._extend(req)
+            self.tree.cache_unfinished_req(req, chunked=req.fill < len(tokens))
+            if req.fill == len(tokens):
+                break
+        return req
+
+    def _extend(self, req: Request) -> None:
+        from kvc_patches.allocation import around_alloc_for_extend
+
+        done = len(req.prefix_indices)
+        batch = SimpleNamespace(
+            reqs=[req], tree_cache=self.tree, token_to_kv_pool_allocator=self.allocator,
+            seq_lens_cpu=torch.tensor([req.fill]),
+        )
+
+        def stock(batch):
+            need = req.fill - done + P  # SGLang's slack of one page a request
+            if self.allocator.available_size() < need:
+                self.tree.evict(EvictParams(num_tokens=need - self.allocator.available_size()))
+            return self.allocator.alloc_extend(
+                None, torch.tensor([done]), None, batch.seq_lens_cpu, None, req.fill - done
+            )
+
+        slots = around_alloc_for_extend(stock, batch)
+        assert slots is not None, "an admitted prompt found no memory"
+        table = self.rows.req_to_token[req.req_pool_idx]
+        table[:done] = req.prefix_indices.to(torch.int32)
+        table[done : req.fill] = slots.to(torch.int32)
+        self._forward(req, done, slots)
+
+    def decode(self, req: Request, token: int) -> bool:
+        """One step: the KV of one more token. False when there is no memory for it."""
+        from kvc_patches.allocation import around_alloc_for_decode
+
+        n = len(req.origin_input_ids) + len(req.output_ids)
+        if n + 1 >= CONTEXT:
+            return False
+        if n % P == 0 and self.allocator.available_size() < P:
+            self.tree.evict(EvictParams(num_tokens=P - self.allocator.available_size()))
+            if self.allocator.available_size() < P:
+                return False
+        batch = SimpleNamespace(
+            reqs=[req], tree_cache=self.tree, token_to_kv_pool_allocator=self.allocator,
+            seq_lens_cpu=torch.tensor([n]),
+        )
+        slots = around_alloc_for_decode(
+            lambda b, k: self.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
+        )
+        req.output_ids.append(token)
+        self.rows.req_to_token[req.req_pool_idx, n] = int(slots[0])
+        self._forward(req, n, slots)
+        return True
+
+    def finish(self, req: Request, insert: bool = True) -> None:
+        n = len(req.origin_input_ids) + len(req.output_ids)
+        self.tree.cache_finished_req(req, is_insert=insert, kv_len_to_handle=n)
+        self.rows.free.append(req.req_pool_idx)
+        self.running.remove(req)
+
+    def _forward(self, req: Request, done: int, slots: torch.Tensor) -> None:
+        self.runtime.step += 1
+        self.runtime.flush()
+        tokens = list(req.origin_input_ids + req.output_ids)
+        rows = torch.from_numpy(np.stack([row(tokens[: done + i + 1]) for i in range(len(slots))]))
+        for layer in range(L):
+            k = (rows + layer).to(torch.bfloat16)
+            ops.append(self.runtime.store, layer, slots // P, slots % P, k, -k)
+        self.runtime.processed += 1
+        self.runtime.harvest(self.runtime.processed)
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        """No slot leaks, no page is in two places or nowhere, the ledger is never below the truth, rows are right."""
+        self.runtime.flush()
+        uncached = sum(
+            -(-(len(r.origin_input_ids) + len(r.output_ids)) // P) * P - r.cache_protected_len for r in self.running
+        )
+        assert self.allocator.used_slots() == self.tree.evictable_size_ + self.tree.protected_size_ + uncached
+        assert self.allocator.available_size() + self.tree.evictable_size() <= self.runtime.sizing.capacity_tokens
+        ops.check_invariants(self.runtime.store)
+        held = pages_held(self.runtime.store)
+        assert (held <= self.runtime.ledger.charge).all()
+        assert self.runtime.ledger.total == self.runtime.ledger.charge.sum() <= self.runtime.ledger.limit
+        idle = self.runtime.ledger.idle
+        assert self.runtime.ledger.idle_total == self.runtime.ledger.charge[idle].sum()
+        for req in self.running:
+            self.check_rows(req)
+
+    def check_rows(self, req: Request) -> None:
+        tokens = list(req.origin_input_ids + req.output_ids)
+        for i, block in enumerate(req.kvc.blocks):
+            mine = tokens[i * P : (i + 1) * P]
+            assert self.rows.req_to_token[req.req_pool_idx, i * P] == block * P
+            want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(mine))]))
+            got, _, tier = ops.load_dense(self.runtime.store, 0, torch.tensor([block]))
+            tolerance = 0.0 if self.runtime.store.rung[block] == 0 else 0.6
+            kept = tier[0, :, : len(mine)] > 0
+            error = (got[0, :, : len(mine)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)
+            assert not kept.any() or error[kept].max() <= tolerance
+
+
+def pages_held(store: PageStore) -> np.ndarray:
+    """Pages of every block by its counts, independent of the ledger."""
+    layout, held = store.layout, np.zeros(len(store.rung), dtype=np.int64)
+    for block, rung in enumerate(store.rung.tolist()):
+        if block == 0 or rung < 0:
+            continue
+        if rung == 0:
+            held[block] = layout.block_pages_bf16
+            continue
+        for tier, fmt in enumerate((store.ladder[rung].high, store.ladder[rung].low)):
+            if fmt is not None:
+                n = store.counts[block, :, :, tier].to(torch.int64)
+                held[block] += int((-(-n // layout.page(fmt).tokens)).sum())
+    return held

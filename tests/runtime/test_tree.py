@@ -1,0 +1,138 @@
+"""Random lives of requests against the real tree, allocator, ledger and pages; a plain model says what must hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from tests.runtime.model import P, ToyServer
+
+PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks that prompts are put together from
+
+
+def machine(**options):
+    class Lives(RuleBasedStateMachine):
+        def __init__(self):
+            super().__init__()
+            self.server = ToyServer(**options)
+            self.salt = 0
+
+        @rule(pieces=st.lists(st.integers(0, 3), min_size=0, max_size=3), tail=st.integers(1, P - 1), chunk=st.booleans())
+        def admit(self, pieces, tail, chunk):
+            prompt = [t for p in pieces for t in PIECES[p]] + [7] * tail
+            self.server.admit(prompt, chunk=P if chunk else None)
+
+        @rule(who=st.integers(0, 7), steps=st.integers(1, P + 8), fresh=st.booleans())
+        def decode(self, who, steps, fresh):
+            if not self.server.running:
+                return
+            req = self.server.running[who % len(self.server.running)]
+            for _ in range(steps):
+                self.salt += fresh
+                if not self.server.decode(req, 1000 + self.salt):
+                    return
+
+        @rule(who=st.integers(0, 7), insert=st.booleans())
+        def finish(self, who, insert):
+            if self.server.running:
+                self.server.finish(self.server.running[who % len(self.server.running)], insert)
+
+        @rule(tokens=st.integers(1, 6 * P))
+        def evict(self, tokens):
+            self.server.tree.evict(EvictParams(num_tokens=tokens))
+
+        @invariant()
+        def holds(self):
+            self.server.check()
+
+        def teardown(self):
+            server = self.server
+            for req in list(server.running):
+                server.finish(req)
+            server.check()
+            server.tree.evict(EvictParams(num_tokens=10**9))
+            assert server.allocator.used_slots() == 0
+            assert server.allocator.available_size() == server.runtime.sizing.capacity_tokens
+
+    return Lives
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"high": "bf16"}, id="bf16"),
+        pytest.param({"high": "k4v4"}, id="k4v4"),
+        pytest.param({"high": "k8v8", "window": 0}, id="k8v8-window0"),
+        pytest.param({"policy": "quota", "keep": 0.5}, id="quota"),
+        pytest.param({"policy": "leankv", "high": "k8v4", "low": "k4v2"}, id="leankv"),
+        pytest.param({"high": "k4v4", "disable": True}, id="no-radix"),
+    ],
+)
+def test_random_lives(options):
+    run_state_machine_as_test(
+        machine(**options),
+        settings=settings(
+            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def test_shared_prefix_is_one_set_of_blocks():
+    server = ToyServer(high="k4v4")
+    prompt = PIECES[0] + PIECES[1]
+    first = server.admit([*prompt, 1, 2])
+    used = server.runtime.blocks.used_count
+    second = server.admit([*prompt, 3])
+    assert second.kvc.blocks[:2] == first.kvc.blocks[:2]
+    assert server.runtime.blocks.used_count == used + 1
+
+
+def test_latest_window_decides():
+    """A block in the window of one of two sharers stays uncompressed until both have moved on or gone."""
+    server = ToyServer(high="k4v4", window=P)
+    first = server.admit([*PIECES[0], 1])
+    second = server.admit([*PIECES[0], 2])
+    block = first.kvc.blocks[0]
+    server.finish(first)
+    server.runtime.flush()
+    assert server.runtime.store.rung[block] == 0
+    for step in range(P):
+        server.decode(second, step)
+    server.runtime.flush()
+    assert server.runtime.store.rung[block] == 1
+
+
+def test_finished_answers_do_not_stay_uncompressed():
+    server = ToyServer(high="k4v4", window=P)
+    req = server.admit([*PIECES[0], *PIECES[1], 1])
+    block = req.kvc.blocks[1]
+    server.runtime.flush()
+    assert server.runtime.store.rung[block] == 0
+    server.finish(req)
+    server.runtime.flush()
+    assert server.runtime.store.rung[block] == 1
+
+
+def test_retraction_packs_what_the_tree_keeps():
+    server = ToyServer(high="k4v4", window=P)
+    req = server.admit([*PIECES[0], 1])
+    block = req.kvc.blocks[0]
+    server.finish(req, insert=False)
+    server.runtime.flush()
+    assert server.runtime.store.rung[block] == 1
+
+
+def test_decode_needs_no_spare_block():
+    """SGLang asks for a block per request before every step; a full cache must not be evicted for that."""
+    server = ToyServer(high="bf16", blocks=6)
+    req = server.admit([*PIECES[0], *PIECES[1], 1])
+    for i in range(2):
+        other = server.admit([*PIECES[2 + i], 5])
+        server.finish(other)
+    before = server.tree.evictable_size_
+    with server.allocator.for_requests([req], 0):
+        server.tree.evict(EvictParams(num_tokens=100 * P))
+    assert server.tree.evictable_size_ == before
