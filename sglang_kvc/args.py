@@ -9,13 +9,13 @@ import dataclasses
 import logging
 import sys
 
+from kvc_kernels.layout import FORMATS
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
-from sglang_kvc.refusals import check_args, check_memory, check_model, environment_warnings
+from sglang_kvc.refusals import check_args, check_facts, check_memory, environment_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _verify(args: KvcServerArgs) -> None:
         return  # model "dummy" or "none": SGLang resolves nothing
     config = KvcConfig.from_args(args)
     facts = from_model_config(args.get_model_config())
-    check_model(facts, config)
+    check_facts(facts, config)
     for name, wanted in (
         ("attention_backend", "kvc"),
         ("radix_cache_backend", "kvc"),

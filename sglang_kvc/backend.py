@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-
 from kvc_kernels import ops
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from .pool import KvcPool
 

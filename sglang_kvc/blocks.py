@@ -6,7 +6,6 @@ from collections import deque
 from enum import IntEnum
 
 import numpy as np
-
 from kvc_kernels.store import SCRATCH_BLOCK
 
 
@@ -24,8 +23,8 @@ class State(IntEnum):
 class Blocks:
     """One record per block id, in numpy arrays; ids are plain ints that SGLang multiplies by P to name slots.
 
-    * `pins[b]`: running requests in whose window (or unfinished part) block b lies. A block is compacted only at 0 pins:
-      of several sharers the one with the latest window decides.
+    * `pins[b]`: running requests in whose window (or unfinished part) block b lies. A block is compacted only at 0
+      pins: of several sharers the one with the latest window decides.
     * `users[b]`: running requests whose sequence contains block b.
     * `generation[b]`: rises at every free, so that a count that comes back late can be told from its successor's.
     * `start[b]`: position in the sequence of the block's first token.

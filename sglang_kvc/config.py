@@ -10,11 +10,12 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from kvc_kernels.layout import CHANNEL, FORMATS, TOKEN, Format
+from kvc_kernels.layout import BF16, CHANNEL, FORMATS, TOKEN, Format, PageLayout
 
 KEY_MODES = (CHANNEL, TOKEN)
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
 PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
+BASE = BF16.name  # as high format: nothing is compressed
 WINDOW_MAX = 1 << 20
 MEMORY_MIN = 1 << 20  # less than a megabyte is a slip of the unit, not a size
 
@@ -37,13 +38,16 @@ class ConfigError(ValueError):
     """A setting that cannot be served. The message is one sentence: what, why, and what to do instead."""
 
 
+def _policies() -> dict[str, Any]:
+    # At call time: the registry imports torch, which a reader of settings does not need.
+    from sglang_kvc.policies import POLICIES
+
+    return POLICIES
+
+
 def policy_names() -> tuple[str, ...]:
-    """Names that `--kvc-policy` accepts: the registry's where it exists, else the ones known here."""
-    try:
-        from sglang_kvc.policies import POLICIES
-    except ImportError:
-        return tuple(PRESETS)
-    return tuple(POLICIES)
+    """Names that `--kvc-policy` accepts."""
+    return tuple(_policies())
 
 
 def flag(name: str) -> str:
@@ -101,10 +105,10 @@ class KvcConfig:
         policy = given.get("policy", cls.policy)
         _check_policy(policy)
         _check_unread(policy, given)
-        preset = dict(PRESETS.get(policy, {}))
-        if given.get("high") == "bf16":
-            preset.pop("low", None)  # nothing is packed, so there is no second tier to preset
-        return cls(**{**preset, **given}).validate()
+        if given.get("high") == BASE and "low" not in given:
+            # Nothing is ever packed, so no policy has anything to decide: the same ladder under one name.
+            return cls(**{**given, "policy": "quantise"}).validate()
+        return cls(**{**PRESETS.get(policy, {}), **given}).validate()
 
     def validate(self) -> KvcConfig:
         """Raise `ConfigError` at the first setting that makes no sense; returns self."""
@@ -248,12 +252,11 @@ def _check_scores(c: KvcConfig) -> None:
         )
 
 
-def check_geometry(config: KvcConfig, *, head_dim: int, scored: bool = False) -> None:
-    """The part of page size that depends on the model: every format must fit one group of tokens in a page."""
+def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
+    """The part of the page size that depends on the model: a page must hold one group of tokens in every format."""
     if config.page_bytes is None:
         return
-    from kvc_kernels.layout import BF16, PageLayout
-
+    scored = bool(getattr(_policies().get(config.policy), "observes", False))
     for fmt in (BF16, *config.formats):
         if PageLayout(fmt, head_dim, config.page_bytes, config.key_mode, scored).tokens == 0:
             raise ConfigError(

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.refusals import ModelFacts, check_model
+from sglang_kvc.refusals import ModelFacts
 
 # Architectures that attend in both directions or keep no KV cache; SGLang has no flag for them in ModelConfig.
 ENCODER_ARCHITECTURES = (
@@ -69,11 +68,6 @@ def from_configurator(configurator: Any) -> ModelFacts:
         encoder_only=facts.encoder_only or bool(masks - {"decoder"}),
         dtype=str(configurator.model_dtype).removeprefix("torch."),
     )
-
-
-def check_configurator(configurator: Any, config: KvcConfig) -> None:
-    """Refuse a model that slipped through the check of its config file. Call it before any pool is built."""
-    check_model(from_configurator(configurator), config)
 
 
 def _has_kv_scales(hf_config: Any) -> bool:

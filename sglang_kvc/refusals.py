@@ -335,9 +335,16 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def check_model(facts: ModelFacts, config: KvcConfig) -> None:
+def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
     """Raise at the first trait of the model that cannot be served."""
     for refusal in MODEL_REFUSALS:
         if refusal.when(facts):
             raise refusal.error(facts.name)
     check_geometry(config, head_dim=facts.head_dim)
+
+
+def check_model(configurator: Any) -> None:
+    """The check of the built model, before any pool exists: `configurator` is SGLang's KVCacheConfigurator."""
+    from sglang_kvc.model_facts import from_configurator
+
+    check_facts(from_configurator(configurator), KvcConfig.from_args(configurator.server_args))

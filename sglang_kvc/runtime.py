@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore

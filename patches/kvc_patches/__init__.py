@@ -11,12 +11,13 @@ def load() -> None:
     from . import server_args
 
     server_args.register()
-    from . import allocation, fused_store, invariants, memory_pool, metrics, scheduler, triton_support
+    from . import admission, allocation, fused_store, invariants, memory_pool, scheduler, triton_support
 
-    for module in (allocation, fused_store, invariants, memory_pool, scheduler, triton_support, metrics):
+    for module in (admission, allocation, fused_store, invariants, memory_pool, scheduler, triton_support):
         module.register()
     try:
-        from . import internal_state
+        from . import internal_state, metrics
     except ImportError:
         return
     internal_state.register()
+    metrics.register()

@@ -12,7 +12,7 @@ SGLANG_VERSION = "0.5.17"
 
 @dataclass(frozen=True)
 class Hook:
-    """`signature` is that of the hooked function in the SGLang version above, as `inspect.signature` prints its names."""
+    """`parameters` are the names of the hooked function's parameters in the SGLang version above."""
 
     target: str
     kind: str

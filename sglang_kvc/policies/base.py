@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-
 from kvc_kernels import ops
 from kvc_kernels.layout import PoolLayout, Rung
 from kvc_kernels.store import PageStore

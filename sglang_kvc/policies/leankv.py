@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
 
@@ -18,8 +17,8 @@ class LeanKV(Policy):
     """Significance of token i: the mean attention that it receives from later tokens, max over a KV head's query heads.
 
     Prompt phase: high if it is at least alpha_high / i, low if at least alpha_low / i, else pruned (1/i is what uniform
-    attention gives). Generation phase (Algorithm 1): the same against alpha / N with the sequence length N, applied to a
-    block when it leaves the window and again to the request's stored blocks, which only ever go down: high -> low ->
+    attention gives). Generation phase (Algorithm 1): the same against alpha / N with the sequence length N, applied to
+    a block when it leaves the window and again to the request's stored blocks, which only ever go down: high -> low ->
     pruned. The paper moves one token a step; here the unit is a block, so victims are found when one is full.
     """
 

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from kvc_kernels import ops
+from kvc_kernels.layout import PoolLayout
+from kvc_kernels.store import PageStore
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvc_kernels import ops
-from kvc_kernels.layout import PoolLayout
 from sglang_kvc.allocator import KvcAllocator
 from sglang_kvc.blocks import Blocks
 from sglang_kvc.config import KvcConfig
@@ -24,7 +25,6 @@ from sglang_kvc.ledger import Ledger
 from sglang_kvc.radix_cache import KvcRadixCache
 from sglang_kvc.runtime import Runtime, make_policy
 from sglang_kvc.sizing import size_pool
-from kvc_kernels.store import PageStore
 
 P, L, H, D = 64, 2, 2, 32
 ROWS, CONTEXT = 8, 1024
@@ -91,12 +91,11 @@ class ToyServer:
             return None
         req.req_pool_idx = self.rows.free.pop()
         self.running.append(req)
-        for end in range(len(req.prefix_indices) + (chunk or len(tokens)), len(tokens) + (chunk or len(tokens)), chunk or len(tokens)):
-            req.fill = min(end, len(tokens))
+        req.fill = len(req.prefix_indices)
+        while req.fill < len(tokens):
+            req.fill = min(req.fill + (chunk or len(tokens)), len(tokens))
             self._extend(req)
             self.tree.cache_unfinished_req(req, chunked=req.fill < len(tokens))
-            if req.fill == len(tokens):
-                break
         return req
 
     def _extend(self, req: Request) -> None:

@@ -20,7 +20,7 @@ def machine(**options):
             self.server = ToyServer(**options)
             self.salt = 0
 
-        @rule(pieces=st.lists(st.integers(0, 3), min_size=0, max_size=3), tail=st.integers(1, P - 1), chunk=st.booleans())
+        @rule(pieces=st.lists(st.integers(0, 3), max_size=3), tail=st.integers(1, P - 1), chunk=st.booleans())
         def admit(self, pieces, tail, chunk):
             prompt = [t for p in pieces for t in PIECES[p]] + [7] * tail
             self.server.admit(prompt, chunk=P if chunk else None)

@@ -1,0 +1,96 @@
+"""The periodic log line (`PoolStats`) and Prometheus (`SchedulerMetricsCollector`).
+
+SGLang calls `get_prefill_usage_msg_parts` and `get_decode_usage_msg_parts` only when it is about to log, and
+`log_stats` only with `--enable-metrics`. prometheus_client must not be imported before SGLang has set up its
+multi-process folder, so the gauges are made at the first use.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from .registry import hook
+
+logger = logging.getLogger("sglang_kvc")
+POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.PoolStats"
+COLLECTOR = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector"
+PREFIX = "sglang_kvc:"
+
+# name -> (what it says, how it is read off KvcStats)
+GAUGES = {
+    "compression_ratio": ("Uncompressed over real bytes, everything resident.", lambda s: s.ratio),
+    "compression_ratio_body": ("Uncompressed over real bytes, packed blocks only.", lambda s: s.ratio_body),
+    "bytes_per_token": ("Bytes of a resident token, all metadata included.", lambda s: s.bytes_per_token),
+    "pages_total": ("Pages of the pool.", lambda s: s.pages_total),
+    "pages_free": ("Pages not in use.", lambda s: s.pages_free),
+    "tokens": ("Tokens resident, pruned ones included.", lambda s: s.tokens),
+    "occupancy": ("Share of packed pages' token slots that hold a token.", lambda s: s.occupancy),
+    "compacted_blocks": ("Blocks compacted since start.", lambda s: s.compactions),
+    "compaction_seconds": ("Time spent compacting since start.", lambda s: s.compaction_ms / 1e3),
+    "evicted_blocks": ("Blocks evicted since start.", lambda s: s.evicted_blocks),
+}
+# name -> (what it says, extra label, how the labelled values are read off)
+LABELLED_GAUGES = {
+    "blocks": ("Blocks in use, by what they are stored as.", "rung", lambda s: s.blocks_by_rung),
+    "tier_share": ("Share of (layer, head, token) triples in each tier.", "tier", lambda s: s.tier_shares),
+}
+
+
+class Gauges:
+    """All `sglang_kvc:*` gauges of one collector."""
+
+    def __init__(self, gauge_cls, labels: dict[str, str]):
+        self.labels = labels
+        self.plain = {
+            name: gauge_cls(PREFIX + name, doc, labelnames=list(labels), multiprocess_mode="mostrecent")
+            for name, (doc, _) in GAUGES.items()
+        }
+        self.labelled = {
+            name: gauge_cls(PREFIX + name, doc, labelnames=[*labels, extra], multiprocess_mode="mostrecent")
+            for name, (doc, extra, _) in LABELLED_GAUGES.items()
+        }
+
+    def set(self, stats) -> None:
+        for name, (_, read) in GAUGES.items():
+            value = read(stats)
+            if value is not None:
+                self.plain[name].labels(**self.labels).set(value)
+        for name, (_, extra, read) in LABELLED_GAUGES.items():
+            for label, value in read(stats).items():
+                self.labelled[name].labels(**self.labels, **{extra: label}).set(value)
+
+
+def _stats():
+    """The current figures, None where there is no runtime; a figure that cannot be had must not end the server."""
+    from sglang_kvc.runtime import current
+
+    runtime = current()
+    if runtime is None:
+        return None
+    try:
+        return runtime.stats()
+    except Exception:
+        logger.exception("kvc: no statistics for the log")
+        return None
+
+
+def after_usage_msg_parts(result, self):
+    stats = _stats()
+    return result if stats is None else [*result, stats.log_line()]
+
+
+def after_log_stats(result, self, stats):
+    ours = _stats()
+    if ours is None:
+        return
+    if not hasattr(self, "kvc_gauges"):
+        from prometheus_client import Gauge
+
+        self.kvc_gauges = Gauges(self._gauge_cls or Gauge, self.labels)
+    self.kvc_gauges.set(ours)
+
+
+def register() -> None:
+    hook(f"{POOL_STATS}.get_prefill_usage_msg_parts", "after", "self", after_usage_msg_parts)
+    hook(f"{POOL_STATS}.get_decode_usage_msg_parts", "after", "self", after_usage_msg_parts)
+    hook(f"{COLLECTOR}.log_stats", "after", "self stats", after_log_stats)

@@ -1,0 +1,112 @@
+"""What a running server says of its cache: one record of builtins, and its short form for the log.
+
+The same record goes to the log line, to `/server_info`, to Prometheus and to `sglang-kvc inspect`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KvcStats:
+    """Counts of one rank. Bytes are real ones: page slack, headers, tables, scores and positions included.
+
+    A *packed* block is one below the uncompressed rung; it holds `block_size` tokens of the sequence, whatever was
+    pruned of them. `tokens_by_tier` counts (layer, head, token) triples; it is empty where reading it would cost a
+    wait for the device, and so is `occupancy` None.
+    """
+
+    config: str  # `KvcConfig.summary()`
+    scope: str  # "block" or "sequence": what a block's content depends on
+    bf16_token_bytes: int  # K and V of one token uncompressed, all layers and local heads
+    page_bytes: int
+    pages_total: int
+    pages_free: int
+    tokens: int  # tokens of sequences that are resident, pruned ones included
+    bytes: int  # of their blocks: pages, headers and table rows
+    packed_tokens: int
+    packed_bytes: int
+    blocks_by_rung: dict[str, int] = field(default_factory=dict)  # "bf16", "k4v4", "k8v4+k4v2" -> blocks
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "bf16", "high", "low", "pruned"
+    occupancy: float | None = None  # share of the packed pages' token slots that hold a token
+    compactions: int = 0  # blocks compacted since start
+    compaction_ms: float = 0.0
+    evicted_blocks: int = 0
+
+    @property
+    def ratio_body(self) -> float | None:
+        """How many times smaller packed blocks are than the same tokens uncompressed. None: nothing is packed."""
+        return _ratio(self.bf16_token_bytes * self.packed_tokens, self.packed_bytes)
+
+    @property
+    def ratio(self) -> float | None:
+        """The same over everything resident, the uncompressed ends of the sequences included."""
+        return _ratio(self.bf16_token_bytes * self.tokens, self.bytes)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        return _ratio(self.bytes, self.tokens)
+
+    @property
+    def bytes_per_token_body(self) -> float | None:
+        return _ratio(self.packed_bytes, self.packed_tokens)
+
+    @property
+    def tier_shares(self) -> dict[str, float]:
+        """`tokens_by_tier` as shares of 1."""
+        total = sum(self.tokens_by_tier.values())
+        return {tier: n / total for tier, n in self.tokens_by_tier.items()} if total else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and all derived figures, JSON-ready."""
+        derived = ("ratio_body", "ratio", "bytes_per_token", "bytes_per_token_body", "tier_shares")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> KvcStats:
+        """Inverse of `to_dict`; derived figures, and what a newer server adds, are left out."""
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+    def log_line(self) -> str:
+        """One short part of SGLang's own prefill and decode log lines."""
+        parts = [f"kvc: {times(self.ratio)} (body {times(self.ratio_body)})"]
+        if self.bytes_per_token is not None:
+            parts.append(f"{self.bytes_per_token:.0f} B/token")
+        parts.append(f"pages free {self.pages_free}/{self.pages_total}")
+        if self.tier_shares:
+            parts.append("tiers " + " ".join(f"{t} {100 * s:.0f}%" for t, s in self.tier_shares.items()))
+        if self.occupancy is not None:
+            parts.append(f"occupancy {self.occupancy:.2f}")
+        parts.append(f"compacted {self.compactions} blocks in {self.compaction_ms:.0f} ms")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """Shares of the tokens of all packed blocks that each head of each layer still keeps, `[layer][head]`, 0 to 1."""
+
+    kept: list[list[float]]
+    high: list[list[float]]  # of all tokens, those at high precision; the rest of `kept` is low
+    blocks: int  # packed blocks looked at
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> HeadMap:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.kept), len(self.kept[0]) if self.kept else 0
+
+
+def times(ratio: float | None) -> str:
+    """3.117 -> '3.12x'; nothing to compare -> '-'."""
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if numerator and denominator else None
