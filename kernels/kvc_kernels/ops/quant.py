@@ -1,0 +1,123 @@
+"""Quantise keys (per channel or per token) and values (per token) to 8, 4 or 2 bits, and codes to fewer bits.
+
+All arithmetic is fp32 with IEEE division; codes are computed from the fp16-rounded scale and zero that are
+stored, by round-half-to-even, and clamped. `x ~ scale * code + zero` with zero = min and scale = (max - min)
+/ (2^b - 1).
+"""
+
+from __future__ import annotations
+
+import torch
+
+HALF_MAX = 65504.0
+
+
+def levels(bits: int) -> int:
+    """Largest code of `bits` bits."""
+    return (1 << bits) - 1
+
+
+def grid_factor(bits: int) -> int:
+    """Steps of the 8-bit grid per step of the `bits`-bit grid: 1, 17 or 85."""
+    return 255 // levels(bits)
+
+
+def _half_range(lo: torch.Tensor, hi: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp16 (scale, zero) of fp32 ranges [lo, hi] cut into `steps` steps."""
+    lo = lo.clamp(-HALF_MAX, HALF_MAX)
+    hi = hi.clamp(-HALF_MAX, HALF_MAX)
+    return ((hi - lo) / steps).half(), lo.half()
+
+
+def _encode(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes of fp32 `x`; a scale of 0 (constant input, or a range below fp16) gives code 0."""
+    inverse_safe = torch.where(scale > 0, scale, torch.inf)
+    return x.sub(zero).div_(inverse_safe).round_().clamp_(0, levels(bits)).to(torch.uint8)
+
+
+def key_header(k: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Per-channel header of blocks of keys.
+
+    `k` any float `[..., P, D]`, `kept` bool `[..., P]`: the range is that of the kept tokens only, so that a
+    pruned outlier costs nothing. Returns fp16 `[..., 2, D]`: scale on the 8-bit grid, (max - min) / 255, and
+    zero = min; both 0 where no token is kept.
+    """
+    keep = kept.unsqueeze(-1)
+    lo = k.masked_fill(~keep, torch.inf).amin(-2).float()
+    hi = k.masked_fill(~keep, -torch.inf).amax(-2).float()
+    some = kept.any(-1, keepdim=True)
+    zero = torch.zeros((), dtype=torch.float32, device=k.device)
+    scale, low = _half_range(torch.where(some, lo, zero), torch.where(some, hi, zero), 255)
+    return torch.stack((scale, low), -2)
+
+
+def channel_scale_zero(header: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 scale and zero `[..., 1, D]` of b-bit keys from a header fp16 `[..., 2, D]`; the scale is exact in fp32."""
+    h = header.float()
+    return h[..., 0:1, :] * grid_factor(bits), h[..., 1:2, :]
+
+
+def quantise_keys(k: torch.Tensor, header: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes `[..., T, D]` of keys `[..., T, D]` under a per-channel header fp16 `[..., 2, D]`."""
+    scale, zero = channel_scale_zero(header, bits)
+    return _encode(k.float(), scale, zero, bits)
+
+
+def dequantise_keys(codes: torch.Tensor, header: torch.Tensor, bits: int) -> torch.Tensor:
+    """fp32 keys `[..., T, D]` from codes `[..., T, D]` and a per-channel header fp16 `[..., 2, D]`."""
+    scale, zero = channel_scale_zero(header, bits)
+    return codes.float() * scale + zero
+
+
+def quantise_tokens(x: torch.Tensor, bits: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token quantisation in `groups` equal runs of features.
+
+    `x` any float `[..., T, D]`. Returns uint8 codes `[..., T, D]` and fp16 meta `[..., G, 2, T]` (scale,
+    zero), the shape in which a page stores it.
+    """
+    parts = x.float().unflatten(-1, (groups, -1))
+    lo, hi = parts.aminmax(dim=-1)
+    scale, zero = _half_range(lo, hi, levels(bits))
+    codes = _encode(parts, scale.float().unsqueeze(-1), zero.float().unsqueeze(-1), bits)
+    meta = torch.stack((scale, zero), -1).movedim(-3, -1)  # [..., T, G, 2] -> [..., G, 2, T]
+    return codes.flatten(-2), meta
+
+
+def dequantise_tokens(codes: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    """fp32 `[..., T, D]` from codes `[..., T, D]` and per-token meta fp16 `[..., G, 2, T]`."""
+    m = meta.float().movedim(-1, -3).unsqueeze(-1)  # [..., T, G, 2, 1]
+    parts = codes.float().unflatten(-1, (meta.shape[-3], -1))
+    return (parts * m[..., 0, :] + m[..., 1, :]).flatten(-2)
+
+
+def convert_codes(codes: torch.Tensor, from_bits: int, to_bits: int) -> torch.Tensor:
+    """Codes under one frozen header at another number of bits: uint8 in, uint8 out.
+
+    Down: code4 = round(code8 / 17), code2 = round(code4 / 5), always by way of 4 bits so that the path taken
+    down the ladder does not matter; 17 and 5 are odd, hence no ties, and integer arithmetic is exact. Up is
+    exact (codes of fewer bits lie on the finer grid).
+    """
+    if from_bits == 8 and to_bits < 8:
+        codes = (codes.to(torch.int16) + 8).div_(17, rounding_mode="floor").to(torch.uint8)
+        from_bits = 4
+    if from_bits == 4 and to_bits == 2:
+        codes = (codes + 2).div_(5, rounding_mode="floor")
+        from_bits = 2
+    if from_bits < to_bits:
+        codes = codes * (levels(to_bits) // levels(from_bits))
+    return codes
+
+
+def convert_token_keys(
+    codes: torch.Tensor, meta: torch.Tensor, from_bits: int, to_bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token keys at another number of bits: codes `[..., T, D]`, meta fp16 `[..., 2, T]`.
+
+    The zero stays; the page's scale is that of its own bits, so it grows by 17, 85 or 5 (rounded to fp16
+    once).
+    """
+    if from_bits == to_bits:
+        return codes, meta
+    ratio = grid_factor(to_bits) / grid_factor(from_bits)
+    scale = (meta[..., 0, :].float() * ratio).half()
+    return convert_codes(codes, from_bits, to_bits), torch.stack((scale, meta[..., 1, :]), -2)

@@ -1,0 +1,138 @@
+"""Free ring and block table: blocks take pages and give them back, by prefix sums on the device.
+
+Nothing here reads device data on the host. Overflow is not checked: the CPU ledger charges every block
+before its operation is queued, so the ring always has the pages (`check_invariants` is for tests).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import Rung
+from ..store import SCRATCH_BLOCK, SCRATCH_PAGE, PageStore
+
+
+def _starts(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exclusive prefix sum int64 `[m]` and total `[]` of `counts[m]`."""
+    ends = counts.to(torch.int64).cumsum(0)
+    return ends - counts, ends[-1]
+
+
+def take_pages(store: PageStore, counts: torch.Tensor) -> torch.Tensor:
+    """Pop `counts[m]` pages for m rows, in row order.
+
+    Returns int32 ids `[m, E]`, page 0 behind each row's count.
+    """
+    if not counts.numel():
+        return store.ring.new_zeros((0, store.layout.head_pages_bf16))
+    starts, total = _starts(counts)
+    j = torch.arange(store.layout.head_pages_bf16, device=store.device)
+    at = (store.cursor[0] + starts.unsqueeze(-1) + j) % store.ring.numel()
+    ids = torch.where(j < counts.unsqueeze(-1), store.ring[at], SCRATCH_PAGE)
+    store.cursor[0] += total
+    return ids
+
+
+def return_pages(store: PageStore, ids: torch.Tensor, counts: torch.Tensor) -> None:
+    """Push the first `counts[m]` of each row of `ids[m, E]` onto the ring, in row order."""
+    if not counts.numel():
+        return
+    starts, total = _starts(counts)
+    tail = store.cursor[1]
+    j = torch.arange(ids.shape[1], device=store.device)
+    # Page 0 never enters the ring, so at most n-1 of its n slots are in use: the slot at the new tail is
+    # free to swallow what lies behind the counts, which keeps all shapes independent of the data.
+    at = torch.where(j < counts.unsqueeze(-1), tail + starts.unsqueeze(-1) + j, tail + total)
+    store.ring[at % store.ring.numel()] = ids.to(torch.int32)
+    store.cursor[1] += total
+
+
+def tier_pages(store: PageStore, rung: Rung, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages (high, low), int64 of the leading shape, of packed heads with token counts `[..., 2]` at `rung`."""
+    c = counts.to(torch.int64)
+    high = store.layout.page(rung.high).tokens
+    pages_high = (c[..., 0] + high - 1) // high
+    if rung.low is None:
+        return pages_high, torch.zeros_like(pages_high)
+    low = store.layout.page(rung.low).tokens
+    return pages_high, (c[..., 1] + low - 1) // low
+
+
+def block_tier_pages(store: PageStore, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages (high, low) `[n, L, H]` that blocks of any rung hold; bf16 counts as high, a free block holds none."""
+    rung = store.rung[blocks].view(-1, 1, 1)
+    counts = store.counts[blocks]
+    high = (rung == 0).to(torch.int64).expand(counts.shape[:-1]) * store.layout.head_pages_bf16
+    low = torch.zeros_like(high)
+    # One pass a rung with constants, rather than a lookup: no tensor has to be made from host data in a step.
+    for r, spec in enumerate(store.ladder):
+        if r:
+            pages_high, pages_low = tier_pages(store, spec, counts)
+            high = torch.where(rung == r, pages_high, high)
+            low = torch.where(rung == r, pages_low, low)
+    return high, low
+
+
+def table_order(rows: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Table rows `[..., E]` (high from the left, low from the right) as high then low entries, packed to the left."""
+    entries = rows.shape[-1]
+    j = torch.arange(entries, device=rows.device)
+    h = high.unsqueeze(-1)
+    at = torch.where(j < h, j, (entries - 1 - (j - h)).clamp(0, entries - 1))
+    return torch.where(j < h + low.unsqueeze(-1), rows.gather(-1, at), SCRATCH_PAGE)
+
+
+def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
+    """Give `blocks[n]` (distinct, free) their uncompressed pages: rung 0, counts 0, observed 0.
+
+    L*H*E pages a block, popped in (block, layer, head, entry) order.
+    """
+    shape = (blocks.numel(), *store.table.shape[1:])
+    n = shape[0] * shape[1] * shape[2] * shape[3]
+    at = (store.cursor[0] + torch.arange(n, device=store.device)) % store.ring.numel()
+    store.table[blocks] = store.ring[at].view(shape)
+    store.cursor[0] += n
+    store.counts[blocks] = 0
+    store.rung[blocks] = 0
+    store.observed[blocks] = 0
+
+
+def release(store: PageStore, blocks: torch.Tensor) -> None:
+    """Push all pages of `blocks[n]` (distinct) in (block, layer, head, high then low entry) order; rung becomes -1.
+
+    The table row then names page 0, so that a write that comes too late lands in the scratch page. A block
+    that is free already gives nothing back.
+    """
+    high, low = block_tier_pages(store, blocks)
+    ids = table_order(store.table[blocks], high, low)
+    return_pages(store, ids.flatten(0, 2), (high + low).flatten())
+    store.table[blocks] = SCRATCH_PAGE
+    store.counts[blocks] = 0
+    store.rung[blocks] = -1
+
+
+def check_invariants(store: PageStore) -> None:
+    """Raise AssertionError unless every page but page 0 is exactly once in the ring or in one live table row.
+
+    Reads everything back to the host: for tests and debugging.
+    """
+    n = store.ring.numel()
+    head, tail = store.cursor.tolist()
+    assert 0 <= tail - head <= n - 1, f"ring cursors {head}, {tail} with {n} pages"
+    ring = store.ring.cpu()
+    free = ring[(torch.arange(head, tail)) % n].long()
+    blocks = torch.arange(store.table.shape[0], device=store.device)
+    blocks = blocks[blocks != SCRATCH_BLOCK]
+    high, low = block_tier_pages(store, blocks)
+    rows = table_order(store.table[blocks], high, low).cpu().flatten(0, 2).long()
+    live = torch.arange(rows.shape[-1]) < (high + low).cpu().flatten().unsqueeze(-1)
+    used = rows[live]
+    seen = torch.bincount(torch.cat((free, used)), minlength=n)
+    assert seen.numel() == n, "page id out of range"
+    assert seen[SCRATCH_PAGE] == 0, "page 0 is in use"
+    wrong = (seen[1:] != 1).nonzero().flatten() + 1
+    assert not wrong.numel(), f"pages lost or doubled: {wrong[:8].tolist()}"
+    limit = store.layout.head_pages_bf16
+    assert int((high + low).max()) <= limit if blocks.numel() else True, "a table row overflows"
+    assert int(store.rung[SCRATCH_BLOCK]) == 0
+    assert not store.table[SCRATCH_BLOCK].any()
