@@ -9,10 +9,10 @@ import dataclasses
 import logging
 import sys
 
-from kvc_kernels.layout import FORMATS
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
+from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
 from sglang_kvc.refusals import check_args, check_facts, check_memory, environment_warnings

@@ -19,20 +19,6 @@ BASE = BF16.name  # as high format: nothing is compressed
 WINDOW_MAX = 1 << 20
 MEMORY_MIN = 1 << 20  # less than a megabyte is a slip of the unit, not a size
 
-# What a policy starts from where the user says nothing; everything else keeps the defaults of `KvcConfig`.
-PRESETS: dict[str, dict[str, Any]] = {
-    "quantise": {},
-    "quota": {},
-    "leankv": {"high": "k8v4", "low": "k4v2"},
-}
-# The options that only some policies read. An option that nobody reads is refused, not ignored.
-POLICY_OPTIONS: dict[str, tuple[str, ...]] = {
-    "quantise": (),
-    "quota": ("keep",),
-    "leankv": ("low", "alpha_high", "alpha_low", "observe"),
-}
-SPECIAL_OPTIONS = ("low", "keep", "alpha_high", "alpha_low", "observe")
-
 
 class ConfigError(ValueError):
     """A setting that cannot be served. The message is one sentence: what, why, and what to do instead."""
@@ -48,6 +34,11 @@ def _policies() -> dict[str, Any]:
 def policy_names() -> tuple[str, ...]:
     """Names that `--kvc-policy` accepts."""
     return tuple(_policies())
+
+
+def policy_options(policy: str) -> dict[str, Any]:
+    """The settings that a policy reads, with its own defaults: the fields of its dataclass."""
+    return {f.name: f.default for f in fields(_policies()[policy])}
 
 
 def flag(name: str) -> str:
@@ -108,7 +99,7 @@ class KvcConfig:
         if given.get("high") == BASE and "low" not in given:
             # Nothing is ever packed, so no policy has anything to decide: the same ladder under one name.
             return cls(**{**given, "policy": "quantise"}).validate()
-        return cls(**{**PRESETS.get(policy, {}), **given}).validate()
+        return cls(**{**policy_options(policy), **given}).validate()
 
     def validate(self) -> KvcConfig:
         """Raise `ConfigError` at the first setting that makes no sense; returns self."""
@@ -130,7 +121,7 @@ class KvcConfig:
     def summary(self) -> str:
         """One short line for logs: policy, formats, and the settings that this policy reads."""
         tiers = self.high + (f"+{self.low}" if self.low else "")
-        reads = [o for o in POLICY_OPTIONS.get(self.policy, SPECIAL_OPTIONS) if o != "low"]
+        reads = [o for o in policy_options(self.policy) if o not in ("high", "low")]
         extra = "".join(f", {o} {getattr(self, o)}" for o in reads)
         return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}, keys per {self.key_mode}"
 
@@ -180,10 +171,10 @@ def _check_policy(policy: str) -> None:
 
 
 def _check_unread(policy: str, given: dict[str, Any]) -> None:
-    read = POLICY_OPTIONS.get(policy)
-    for option in SPECIAL_OPTIONS if read is not None else ():
-        if option in given and option not in read:
-            users = [p for p, options in POLICY_OPTIONS.items() if option in options]
+    """An option that the policy does not read is refused, not ignored."""
+    for option in given:
+        users = [p for p in policy_names() if option in policy_options(p)]
+        if users and policy not in users:
             raise ConfigError(
                 f"{flag(option)} has no effect with policy {policy}, which does not read it; "
                 f"drop it or choose {flag('policy')} {listed(users)}."

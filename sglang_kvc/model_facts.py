@@ -76,6 +76,4 @@ def _has_kv_scales(hf_config: Any) -> bool:
     if not isinstance(quant, dict):
         quant = quant.to_dict()
     nested = quant.get("quantization") or {}
-    return any(
-        part.get(key) for part in (quant, nested) for key in ("kv_cache_scheme", "kv_cache_quant_algo")
-    )
+    return any(part.get(key) for part in (quant, nested) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))

@@ -62,9 +62,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_flexkv", _on, "--enable-flexkv", _BUFFERS),
     Refusal("enable_hisparse", _on, "--enable-hisparse", _BUFFERS),
     Refusal("enable_unified_memory", _on, "--enable-unified-memory", "it replaces the memory pool that holds pages"),
-    Refusal(
-        "enable_page_major_kv_layout", _on, "--enable-page-major-kv-layout", "pages have a layout of their own"
-    ),
+    Refusal("enable_page_major_kv_layout", _on, "--enable-page-major-kv-layout", "pages have a layout of their own"),
     Refusal("disaggregation_mode", _other_than("null", None), "--disaggregation-mode {}", _BUFFERS),
     Refusal(
         "disaggregation_decode_enable_offload_kvcache",
@@ -102,9 +100,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "it needs bitwise equal answers, and packing a block changes the last bits",
     ),
     Refusal("enable_streaming_session", _on, "--enable-streaming-session", "it frees the cache in parts of a block"),
-    Refusal(
-        "enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs a radix tree of another kind"
-    ),
+    Refusal("enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs a radix tree of another kind"),
     Refusal(
         "kv_cache_dtype",
         _other_than("auto", "bf16", "bfloat16", None),
