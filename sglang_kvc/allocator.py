@@ -80,10 +80,11 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         if ids is None:
             return False
         at = 0
-        for r, starts in zip(self._reqs, missing):
+        for r, starts, n in zip(self._reqs, missing, lengths):
             if starts:
                 r.kvc.extend(self.runtime, ids[at : at + len(starts)])
                 at += len(starts)
+            r.kvc.fill(self.runtime, n)
         return True
 
     def _slots(self, seq: Sequence, first: int, last: int) -> np.ndarray:

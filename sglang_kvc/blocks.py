@@ -6,6 +6,7 @@ from collections import deque
 from enum import IntEnum
 
 import numpy as np
+
 from kvc_kernels.store import SCRATCH_BLOCK
 
 
@@ -28,6 +29,7 @@ class Blocks:
     * `users[b]`: running requests whose sequence contains block b.
     * `generation[b]`: rises at every free, so that a count that comes back late can be told from its successor's.
     * `start[b]`: position in the sequence of the block's first token.
+    * `filled[b]`: tokens written or about to be.
     """
 
     def __init__(self, num_blocks: int):
@@ -38,11 +40,12 @@ class Blocks:
         self.users = np.zeros(num_blocks, dtype=np.int32)
         self.generation = np.zeros(num_blocks, dtype=np.int32)
         self.start = np.zeros(num_blocks, dtype=np.int64)
+        self.filled = np.zeros(num_blocks, dtype=np.int32)
         self.reset()
 
     def reset(self) -> None:
         self.generation += 1
-        for record in (self.state, self.rung, self.pins, self.users, self.start):
+        for record in (self.state, self.rung, self.pins, self.users, self.start, self.filled):
             record[:] = 0
         self._free = deque(b for b in range(self.num_blocks) if b != SCRATCH_BLOCK)
 

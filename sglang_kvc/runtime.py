@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
+from .accounting import head_map, measure
 from .blocks import Blocks, State
 from .config import KvcConfig
 from .ledger import Ledger
 from .oplog import Compact, OpLog, Release, Take
 from .policies import POLICIES, SEQUENCE, Evidence, Policy
 from .sizing import Sizing, size_pool
+from .stats import HeadMap, KvcStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -307,6 +310,15 @@ class Runtime:
         if self.store.device.type == "cuda":
             torch.cuda.current_stream(self.store.device).synchronize()
         self.harvest(self.step)
+
+    # ---- figures
+
+    def stats(self, detail: bool = False) -> KvcStats:
+        """Real bytes, tiers and counters; `detail` may wait for the device."""
+        return measure(self, detail=detail)
+
+    def head_map(self) -> HeadMap:
+        return head_map(self)
 
     # ---- attention
 

@@ -38,6 +38,12 @@ class Sequence:
         runtime.blocks.users[ids] += 1
         runtime.blocks.pins[ids] += 1
 
+    def fill(self, runtime: Runtime, length: int) -> None:
+        """`length` tokens are written or about to be; only uncompressed blocks can change."""
+        p, filled = runtime.layout.block_tokens, runtime.blocks.filled
+        for i in range(min(self.pinned_from, len(self.blocks) - 1), len(self.blocks)):
+            filled[self.blocks[i]] = min(p, length - i * p)
+
     def slide(self, runtime: Runtime, length: int) -> list[int]:
         """Move the window: `length` tokens are written. Returns the blocks that it left behind."""
         first = max(0, length - runtime.config.window) // runtime.layout.block_tokens

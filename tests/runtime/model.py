@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from kvc_kernels import ops
-from kvc_kernels.layout import PoolLayout
-from kvc_kernels.store import PageStore
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvc_kernels import ops
+from kvc_kernels.layout import PoolLayout
+from kvc_kernels.store import PageStore
 from sglang_kvc.allocator import KvcAllocator
 from sglang_kvc.blocks import Blocks
 from sglang_kvc.config import KvcConfig

@@ -1,0 +1,109 @@
+"""Ledger, block records, queue and sizing against plain Python models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from sglang_kvc.blocks import Blocks, State
+from sglang_kvc.ledger import Ledger
+from sglang_kvc.oplog import Compact, OpLog, Release, Take
+from sglang_kvc.sizing import size_pool
+
+BLOCKS = 10
+IDS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5, unique=True).map(np.array)
+STEP = st.one_of(
+    st.tuples(st.just("set"), IDS, st.integers(0, 50)),
+    st.tuples(st.just("idle"), IDS, st.booleans()),
+    st.tuples(st.just("drop"), IDS, st.none()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEP, max_size=30))
+def test_ledger_totals_follow_a_plain_model(steps):
+    ledger, charge, idle = Ledger(BLOCKS, 1000), dict.fromkeys(range(BLOCKS), 0), set()
+    for kind, ids, arg in steps:
+        if kind == "set":
+            ledger.set(ids, arg)
+            charge.update(dict.fromkeys(ids.tolist(), arg))
+        elif kind == "idle":
+            ledger.set_idle(ids, arg)
+            idle = idle | set(ids.tolist()) if arg else idle - set(ids.tolist())
+        else:
+            ledger.drop(ids)
+            charge.update(dict.fromkeys(ids.tolist(), 0))
+            idle -= set(ids.tolist())
+        assert ledger.total == sum(charge.values())
+        assert ledger.idle_total == sum(charge[b] for b in idle)
+        assert ledger.idle_blocks == len(idle)
+        assert ledger.free == 1000 - ledger.total
+        assert ledger.reachable == ledger.free + ledger.idle_total
+
+
+def test_blocks_are_handed_out_once_and_freed_once():
+    blocks = Blocks(6)
+    ids = blocks.take(5, [0, 64, 128, 192, 256])
+    assert sorted(ids) == [1, 2, 3, 4, 5] and blocks.free_count == 0
+    assert blocks.start[ids].tolist() == [0, 64, 128, 192, 256]
+    generation = blocks.generation[ids[0]]
+    blocks.give_back(np.array(ids[:2]))
+    assert blocks.generation[ids[0]] == generation + 1
+    assert blocks.state[ids[0]] == State.FREE and blocks.used_count == 3
+    with pytest.raises(AssertionError, match="twice"):
+        blocks.give_back(np.array(ids[:1]))
+
+
+def compact(ids, to_rung):
+    zeros = np.zeros(len(ids), dtype=np.int64)
+    return Compact(np.array(ids), 0, to_rung, zeros, zeros)
+
+
+def test_queue_keeps_order_and_merges_neighbours_only():
+    log = OpLog()
+    for op in (
+        Take(np.array([1])),
+        Take(np.array([2])),
+        Release(np.array([1])),
+        Take(np.array([1])),
+        compact([1], 1),
+        compact([2], 1),
+        compact([3], 2),
+    ):
+        log.push(op)
+    seen = [(type(op).__name__, op.blocks.tolist()) for op in log.drain()]
+    assert seen == [
+        ("Take", [1, 2]),
+        ("Release", [1]),
+        ("Take", [1]),
+        ("Compact", [1, 2]),
+        ("Compact", [3]),
+    ]
+    assert len(log) == 0
+
+
+def layout(**kw):
+    return PoolLayout(**{"layers": 30, "heads": 3, "head_dim": 64, "block_tokens": 256, "page_bytes": 2176, **kw})
+
+
+@pytest.mark.parametrize("name", ["k8v8", "k4v4", "k2v2"])
+def test_sizing_spends_no_more_than_it_was_given(name):
+    lay, fmt = layout(), FORMATS[name]
+    ladder = (Rung(BF16, pages=lay.block_pages_bf16), Rung(fmt, pages=lay.block_pages(fmt)))
+    for mib in (256, 1000, 5000):
+        sizing = size_pool(mib << 20, lay, ladder)
+        spent = sizing.num_pages * (lay.page_bytes + 4) + sizing.num_blocks * lay.block_meta_bytes
+        assert 0.97 * (mib << 20) < spent <= (mib << 20) + 4 * lay.block_meta_bytes
+        assert sizing.reserve_pages >= lay.block_pages(fmt)
+        assert sizing.capacity_tokens // 256 * lay.block_pages_bf16 <= sizing.chargeable_pages
+        # Block ids must not run out before the pages do.
+        assert (sizing.num_blocks - 1) * lay.block_pages(fmt) >= sizing.chargeable_pages - lay.block_pages_bf16
+
+
+def test_sizing_refuses_what_cannot_serve():
+    lay = layout()
+    with pytest.raises(ValueError, match=r"fewer than 4 uncompressed blocks.*give at least \d+ MiB"):
+        size_pool(10 << 20, lay, (Rung(BF16, pages=lay.block_pages_bf16),))
