@@ -1,20 +1,27 @@
 """Operations on a `PageStore`: plain torch, one file an operation; see `docs/contract.md`."""
 
 from .append import append
+from .attention import decode_attention, extend_attention
 from .compact import compact
 from .dense import block_digest, block_scores, block_tiers, load_dense
+from .observe import Observe, note_observers, significance
 from .plan import keep_all
 from .ring import check_invariants, release, take_bf16
 
 __all__ = [
+    "Observe",
     "append",
     "block_digest",
     "block_scores",
     "block_tiers",
     "check_invariants",
     "compact",
+    "decode_attention",
+    "extend_attention",
     "keep_all",
     "load_dense",
+    "note_observers",
     "release",
+    "significance",
     "take_bf16",
 ]

@@ -1,0 +1,42 @@
+"""Attention probabilities written out: masks, a softmax that survives empty rows, weights of new tokens."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_ELEMENTS = 1 << 23  # most elements of a mask or of a probability matrix at a time
+
+
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Over the last dim; rows that see nothing (a head with every token pruned) become 0 rather than NaN."""
+    top = logits.amax(-1, keepdim=True)
+    e = torch.exp(logits - top.clamp_(min=torch.finfo(torch.float32).min))
+    return e / e.sum(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def causal_mask(start: int, rows: int, slots: int, new: int, device) -> torch.Tensor:
+    """bool `[rows, slots]` for new tokens start..start+rows of `new`, which are the last slots."""
+    at = torch.arange(slots - new + start, slots - new + start + rows, device=device)
+    return torch.arange(slots, device=device) <= at.unsqueeze(-1)
+
+
+def query_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    valid: torch.Tensor | None,
+    at: int,
+    rows: int,
+    scale: float,
+    logit_cap: float,
+) -> torch.Tensor:
+    """Probabilities fp32 `[H, G, rows, S]` of new tokens at..at+rows, `q[Hq, new, D]`, `k[H, S, D]`."""
+    new, slots = q.shape[1], k.shape[1]
+    grouped = q[:, at : at + rows].float().unflatten(0, (k.shape[0], -1)) * scale
+    logits = grouped.flatten(1, 2) @ k.float().transpose(1, 2)
+    if logit_cap > 0:
+        logits = torch.tanh_(logits / logit_cap).mul_(logit_cap)
+    logits = logits.view(k.shape[0], -1, rows, slots)
+    logits.masked_fill_(~causal_mask(at, rows, slots, new, q.device), -torch.inf)
+    if valid is not None:
+        logits.masked_fill_(~valid[:, None, None], -torch.inf)
+    return softmax(logits)
