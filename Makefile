@@ -1,0 +1,46 @@
+# make serve   set up, fetch the demo model, start an OpenAI-compatible server with the compressed cache
+# make test    set up and run the tests
+#
+# PYTHON=python3.12  the interpreter to start from (3.10 or newer)
+# VENV=.venv         where the environment goes
+# PORT=30000         serve: the port
+# ARGS="..."         serve: more options of sglang.launch_server, like --kvc-policy leankv
+#                    test: more options of pytest, like -k refusals
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 30000
+ARGS ?=
+JOBS ?= 2
+BIN = $(VENV)/bin
+
+.PHONY: help serve test clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+serve: $(VENV)/.serve
+	@$(BIN)/python -m sglang_kvc.demo_server --port $(PORT) $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/python -m sglang_kvc.demo
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# The stamps are remade when the dependencies change; the package itself is installed in place.
+$(VENV)/.serve: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[demo]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[test]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $(PYTHON) is older than 3.10 or missing; choose another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "error: $(PYTHON) cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
