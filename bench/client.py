@@ -1,0 +1,166 @@
+"""A small client of SGLang's native HTTP API: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+TIMEOUT = 1200
+
+
+class RequestRefused(RuntimeError):
+    """The server answered with an error; `.status` is the HTTP status."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(f"HTTP {status}: {text[:500]}")
+        self.status = status
+
+
+@dataclass
+class Answer:
+    """One finished request."""
+
+    text: str
+    ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    finish: dict[str, Any]
+    logprobs: list[float] = field(default_factory=list)  # of the generated tokens
+    top: list[dict[int, float]] = field(
+        default_factory=list
+    )  # a generated token -> {token: logprob} of the best
+    input_logprobs: list[float] = field(
+        default_factory=list
+    )  # of the prompt's tokens, from logprob_start_len
+    input_top: list[dict[int, float]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> Answer:
+        meta = body["meta_info"]
+
+        def values(key: str) -> list[float]:
+            return [entry[0] for entry in meta.get(key) or [] if entry[0] is not None]
+
+        def tops(key: str) -> list[dict[int, float]]:
+            return [{t: lp for lp, t, *_ in entry} for entry in meta.get(key) or [] if entry]
+
+        return cls(
+            text=body.get("text", ""),
+            ids=body.get("output_ids", []),
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta["cached_tokens"],
+            finish=meta["finish_reason"] or {},
+            logprobs=values("output_token_logprobs"),
+            top=tops("output_top_logprobs"),
+            input_logprobs=values("input_token_logprobs"),
+            input_top=tops("input_top_logprobs"),
+            meta=meta,
+        )
+
+
+@dataclass
+class Client:
+    """Requests to one server. Greedy and of fixed length (`ignore_eos`) unless told otherwise."""
+
+    url: str
+
+    def payload(
+        self,
+        prompt: Sequence[int] | str,
+        max_new_tokens: int = 32,
+        *,
+        ignore_eos: bool = True,
+        temperature: float = 0.0,
+        logprobs: bool = False,
+        top: int = 0,
+        input_from: int | None = None,
+        sampling: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> dict[str, Any]:
+        """`input_from`: also the log-probabilities of the prompt's tokens from this position on.
+
+        Asking for those of cached tokens makes the server compute them anew: it shortens the prefix hit.
+        """
+        body: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        body["sampling_params"] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "ignore_eos": ignore_eos,
+            **(sampling or {}),
+        }
+        if logprobs or top or input_from is not None:
+            body["return_logprob"] = True
+            body["top_logprobs_num"] = top
+            if input_from is not None:
+                body["logprob_start_len"] = input_from
+        return {**body, **extra}
+
+    def generate(self, prompt: Sequence[int] | str, max_new_tokens: int = 32, **options: Any) -> Answer:
+        return self.post_generate(self.payload(prompt, max_new_tokens, **options))
+
+    def post_generate(self, payload: dict[str, Any]) -> Answer:
+        response = requests.post(self.url + "/generate", json=payload, timeout=TIMEOUT)
+        if response.status_code != 200:
+            raise RequestRefused(response.status_code, response.text)
+        return Answer.parse(response.json())
+
+    def generate_many(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        max_new_tokens: int = 32,
+        parallel: int = 8,
+        **options: Any,
+    ) -> list[Answer]:
+        """All prompts, `parallel` at a time, answers in order."""
+        with ThreadPoolExecutor(parallel) as pool:
+            return list(pool.map(lambda p: self.generate(p, max_new_tokens, **options), prompts))
+
+    def chat(self, messages: list[dict[str, str]], max_tokens: int = 32, **options: Any) -> dict[str, Any]:
+        """One OpenAI chat completion, as the server's JSON."""
+        body = {
+            "model": "default",
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            **options,
+        }
+        response = requests.post(self.url + "/v1/chat/completions", json=body, timeout=TIMEOUT)
+        if response.status_code != 200:
+            raise RequestRefused(response.status_code, response.text)
+        return response.json()
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> requests.Response:
+        return requests.post(self.url + path, json=body or {}, timeout=TIMEOUT)
+
+    def flush(self, wait: float = 60) -> None:
+        """Empty the cache; waits until nothing is running, and fails where that never happens."""
+        response = requests.post(self.url + "/flush_cache", params={"timeout": wait}, timeout=wait + 30)
+        if response.status_code != 200:
+            raise RequestRefused(response.status_code, response.text)
+
+    def server_info(self) -> dict[str, Any]:
+        response = requests.get(self.url + "/server_info", timeout=TIMEOUT)
+        response.raise_for_status()
+        return response.json()
+
+    def stats(self) -> dict[str, Any]:
+        """The cache's own account of itself; empty on a server without it."""
+        states = self.server_info().get("internal_states") or [{}]
+        return states[0].get("kvc") or {}
+
+    def when_idle(self, seconds: float = 30) -> dict[str, Any]:
+        """The cache's account once two looks in a row agree: blocks are compacted behind the last answer."""
+        last, until = None, time.monotonic() + seconds
+        while time.monotonic() < until:
+            now = self.stats()
+            if now == last:
+                return now
+            last = now
+            time.sleep(0.5)
+        return last or {}

@@ -1,0 +1,245 @@
+"""What every measurement shares: start and stop a server, find the model, write a result file.
+
+    with Server(kvc("k4v4", block=64)) as server:
+        answer = server.client.generate(ids, max_new_tokens=32)
+
+A result file says what was run, on which commit and device, and when; `bench/scoreboard.py` collects them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from bench.client import Client
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+START_TIMEOUT = 600  # a first start compiles; a shared machine is slow
+STOP_TIMEOUT = 20
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or died; the message ends with the last lines of its log."""
+
+
+def demo_model() -> Path | None:
+    """The folder of the demo model, None where it has not been made (see `python -m sglang_kvc.demo`)."""
+    from sglang_kvc import demo
+
+    return demo.model_dir() if demo.ready() else None
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# ---- arguments of a server
+
+
+def stock(*extra: str) -> list[str]:
+    """SGLang's own cache; on a CPU the reference is its plain torch attention."""
+    args = ["--kv-backend", "default"]
+    if not has_gpu():
+        args += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+    if "--max-total-tokens" not in extra:
+        args += ["--max-total-tokens", "20000"]
+    return args + list(extra)
+
+
+def kvc(name: str = "k4v4", *extra: str, block: int = 256, memory: str = "512MiB") -> list[str]:
+    """The compressed cache. `name`: a packed format, `bf16`, or the policy `quota` or `leankv`."""
+    args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), "--kvc-memory", memory]
+    if name in ("quota", "leankv"):
+        args += ["--kvc-policy", name]
+    else:
+        args += ["--kvc-policy", "quantise", "--kvc-high", name]
+    return args + list(extra)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# ---- the server
+
+
+class Server:
+    """One server process, as a context manager; all its output goes to `log`."""
+
+    def __init__(
+        self, args: list[str], *, model: Path | str | None = None, env: dict[str, str] | None = None
+    ):
+        model = model or demo_model()
+        if model is None:
+            raise ServerError("The demo model is not there; make it with: python -m sglang_kvc.demo")
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.model = str(model)
+        self.args = list(args)
+        tail = ["--model-path", self.model, "--host", "127.0.0.1", "--port", str(self.port)]
+        self.command = [sys.executable, "-m", "sglang.launch_server", *self.args, *tail]
+        self.env = {**os.environ, **_quiet_environment(), **(env or {})}
+        self.log = Path(tempfile.mkdtemp(prefix="kvc-server-")) / "server.log"
+        self.client = Client(self.url)
+        self.process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        with open(self.log, "w") as out:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                cwd=self.log.parent,  # not the repository: `python -m` puts its own directory on the path
+                start_new_session=True,
+            )
+        began = time.monotonic()
+        try:
+            while not self._healthy():
+                if not self.alive:
+                    raise ServerError(f"the server ended with code {self.process.returncode}:\n{self.tail()}")
+                if time.monotonic() - began > START_TIMEOUT:
+                    raise ServerError(f"the server was not up after {START_TIMEOUT} s:\n{self.tail()}")
+                time.sleep(0.5)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _healthy(self) -> bool:
+        try:
+            return requests.get(self.url + "/health", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the server and all its child processes."""
+        if self.process is None:
+            return
+        for sig, wait in ((signal.SIGTERM, STOP_TIMEOUT), (signal.SIGKILL, STOP_TIMEOUT)):
+            try:
+                os.killpg(
+                    self.process.pid, sig
+                )  # its own session, so the group is the server and nothing else
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(wait)
+            except subprocess.TimeoutExpired:
+                continue
+        self.process = None
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def errors(self) -> list[str]:
+        """Lines of the log that a healthy server never writes."""
+        bad = ("Traceback (most recent call last)", "memory leak", "Error:", "Scheduler hit an exception")
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [line for line in lines if any(b in line for b in bad)]
+
+
+def _quiet_environment() -> dict[str, str]:
+    return {
+        # One thread unless the caller says more: on a shared machine two spin on each other's barriers.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Else every look at /health generates a token, and the cache is never at rest.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+
+
+# ---- result files
+
+
+def device_name() -> str:
+    """The accelerator, else the processor and how many cores this process may use."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return f"CPU, {len(os.sched_getaffinity(0))} cores, {name}"
+
+
+def commit() -> str:
+    """The commit of the code measured, with a mark where measured files differ from it."""
+    code = ["sglang_kvc", "kernels", "patches", "bench/*.py"]
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + (
+        "+changes" if git("status", "--porcelain", "--", *code) else ""
+    )
+
+
+def command_line() -> str:
+    """How this measurement was started, as one would type it at the repository root."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    name = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
+    return shlex.join(["python", *name, *sys.argv[1:]])
+
+
+def write_result(
+    name: str, numbers: dict[str, Any], *, scores: dict[str, tuple[float, str]] | None = None
+) -> Path:
+    """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> (value, unit)."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "name": name,
+        "command": command_line(),
+        "commit": commit(),
+        "device": device_name(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "scores": {k: {"value": v, "unit": u} for k, (v, u) in (scores or {}).items()},
+        "numbers": numbers,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    for key, (value, unit) in (scores or {}).items():
+        print(f"{key:40} {value:.4f} {unit}")
+    print(f"written: {path.relative_to(ROOT)}")
+    return path

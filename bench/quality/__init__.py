@@ -1,0 +1,1 @@
+"""Answers of real models on real tasks, through a running server."""
