@@ -5,13 +5,14 @@ from .attention import decode_attention, extend_attention
 from .compact import compact
 from .dense import block_digest, block_scores, block_tiers, load_dense
 from .observe import Observe, note_observers, significance
-from .plan import keep_all
-from .ring import check_invariants, release, take_bf16
+from .plan import keep_all, quota, threshold
+from .ring import block_head_pages, check_invariants, release, take_bf16
 
 __all__ = [
     "Observe",
     "append",
     "block_digest",
+    "block_head_pages",
     "block_scores",
     "block_tiers",
     "check_invariants",
@@ -21,7 +22,9 @@ __all__ = [
     "keep_all",
     "load_dense",
     "note_observers",
+    "quota",
     "release",
     "significance",
     "take_bf16",
+    "threshold",
 ]

@@ -73,6 +73,12 @@ def block_tier_pages(store: PageStore, blocks: torch.Tensor) -> tuple[torch.Tens
     return high, low
 
 
+def block_head_pages(store: PageStore, blocks: torch.Tensor) -> torch.Tensor:
+    """Pages int64 `[n, L, H]` that each head of `blocks[n]` holds now, at any rung."""
+    high, low = block_tier_pages(store, blocks)
+    return high + low
+
+
 def table_order(rows: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Table rows `[..., E]` (high from the left, low from the right) as high then low entries, packed to the left."""
     entries = rows.shape[-1]
