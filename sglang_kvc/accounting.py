@@ -90,8 +90,11 @@ def head_map(runtime: Runtime) -> HeadMap:
 
 
 def _counts(runtime: Runtime, packed: np.ndarray) -> torch.Tensor:
-    """int64 `[n, L, H, 2]` token counts of packed blocks. Page state changes on the forward stream alone, so blocks whose
-    compaction is still queued are read as they are now: they count as kept whole."""
+    """int64 `[n, L, H, 2]` token counts of packed blocks.
+
+    Page state changes on the forward stream alone, so nothing is flushed here: blocks whose compaction is still queued
+    count as kept whole.
+    """
     ids = torch.from_numpy(packed).to(runtime.store.device)
     counts = runtime.store.counts[ids].to("cpu", torch.int64)
     waiting = runtime.store.rung[ids].cpu() == 0

@@ -197,6 +197,8 @@ def _prepare(args: KvcServerArgs) -> None:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
 
     cpu = _on_cpu(args)
+    if config.memory is not None:
+        check_memory(config, _device_bytes("cpu" if cpu else "cuda"))
     args.attention_backend = "kvc"
     args.prefill_attention_backend = None
     args.decode_attention_backend = None
@@ -231,7 +233,6 @@ def _verify(args: KvcServerArgs) -> None:
                 f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
                 f"{name}={got} for it; serve it with --kv-backend default."
             )
-    check_memory(config, _device_bytes(args.device))
 
 
 def _on_cpu(args: KvcServerArgs) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kvc_kernels import ops
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from kvc_kernels import ops
 
 from .pool import KvcPool
 

@@ -39,7 +39,7 @@ def from_model_config(mc: Any) -> ModelFacts:
     return ModelFacts(
         name=architectures[0],
         mla=mc.attention_arch == AttentionArch.MLA,
-        hybrid_swa=bool(mc.is_hybrid_swa),
+        hybrid_swa=bool(mc.is_hybrid_swa) or _has_sliding_layers(mc.hf_text_config),
         hybrid_state=mambaish_config(mc) is not None,
         encoder_decoder=bool(mc.is_encoder_decoder),
         encoder_only=bool(set(architectures) & set(ENCODER_ARCHITECTURES)) or bool(mc.is_embedding_gemma),
@@ -68,6 +68,11 @@ def from_configurator(configurator: Any) -> ModelFacts:
         encoder_only=facts.encoder_only or bool(masks - {"decoder"}),
         dtype=str(configurator.model_dtype).removeprefix("torch."),
     )
+
+
+def _has_sliding_layers(text_config: Any) -> bool:
+    """SGLang calls a model hybrid only if it can split the pool for it; the layer types tell the others."""
+    return "sliding_attention" in (getattr(text_config, "layer_types", None) or ())
 
 
 def _has_kv_scales(hf_config: Any) -> bool:

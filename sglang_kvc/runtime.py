@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,7 +66,7 @@ class PendingCounts:
 
 def make_policy(config: KvcConfig) -> Policy:
     cls = POLICIES[config.policy]
-    return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
+    return cls(**{name: getattr(config, name) for name in (f.name for f in fields(cls))})
 
 
 def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:

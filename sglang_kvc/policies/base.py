@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+
 from kvc_kernels import ops
 from kvc_kernels.layout import PoolLayout, Rung
 from kvc_kernels.store import PageStore

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
 
