@@ -1,0 +1,73 @@
+"""Fixtures of the shell tests: a model folder that is just a config file, and SGLang with our options in force."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 10000.0,
+}
+
+
+def one_sentence(text: str) -> str:
+    """Assert that `text` is one clear sentence: one line, capital or flag first, a full stop last, no traceback."""
+    assert "\n" not in text.strip(), text
+    assert text.strip().endswith("."), text
+    assert not re.search(r"\. [A-Z]", text), f"more than one sentence: {text}"
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory):
+    """`make_model(**changes)` -> a folder with the config of a small Llama, or of whatever the changes make of it."""
+
+    def make(**changes) -> str:
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model) -> str:
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def server_args():
+    """The module `sglang.srt.server_args` with `KvcServerArgs` in the place of `ServerArgs`."""
+    import sglang.srt.server_args as module
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvc_patches import server_args as patch
+    from sglang_kvc.args import KvcServerArgs
+
+    if module.ServerArgs is not KvcServerArgs:
+        patch.register()
+        HookRegistry.apply_hooks()
+    assert module.ServerArgs is KvcServerArgs
+    return module
+
+
+@pytest.fixture
+def parse(server_args, model):
+    """Parse a command line as `launch_server` does."""
+    return lambda *argv, model_path=model: server_args.prepare_server_args(
+        ["--model-path", model_path, "--device", "cpu", *argv]
+    )

@@ -1,0 +1,132 @@
+"""Settings: what the options resolve to, and the sentence for each one that makes no sense."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_kvc.config import ConfigError, KvcConfig, check_geometry, parse_bytes, policy_names, policy_options
+
+from .conftest import one_sentence
+
+
+def resolve(**options) -> KvcConfig:
+    return KvcConfig.from_args(SimpleNamespace(**{f"kvc_{k}": v for k, v in options.items()}))
+
+
+def test_defaults():
+    assert resolve() == KvcConfig()
+    c = resolve()
+    assert (c.policy, c.high, c.low, c.window, c.block_size) == ("quantise", "k4v4", None, 64, 256)
+    assert (c.key_mode, c.page_bytes, c.memory) == ("channel", None, None)
+
+
+def test_each_policy_starts_from_its_own_defaults():
+    leankv = resolve(policy="leankv")
+    assert (leankv.high, leankv.low, leankv.alpha_high, leankv.alpha_low) == ("k8v4", "k4v2", 1.0, 0.02)
+    assert resolve(policy="quota").keep == 0.5
+    assert resolve(policy="leankv", high="k8v8").low == "k4v2"
+
+
+def test_every_policy_reads_only_known_settings():
+    known = set(KvcConfig().to_dict())
+    for name in policy_names():
+        assert set(policy_options(name)) <= known
+        assert resolve(policy=name).summary().startswith(name)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_bf16_is_the_same_base_under_every_policy(policy):
+    assert resolve(policy=policy, high="bf16") == KvcConfig(high="bf16")
+    assert resolve(policy=policy, high="bf16").formats == ()
+
+
+def test_text_numbers_become_numbers():
+    c = resolve(policy="quota", block_size="128", keep="0.25", window="0", memory="4GB", page_bytes="2048")
+    assert (c.block_size, c.keep, c.window, c.memory, c.page_bytes) == (128, 0.25, 0, 4 * 10**9, 2048)
+    assert resolve(policy="leankv", observe="32").observe == 32
+    assert resolve(high="K8V4").high == "k8v4"
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("4GB", 4 * 10**9),
+        ("4G", 4 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("20000000", 20_000_000),
+        (2_000_000, 2_000_000),
+        ("1e9", 10**9),
+        ("2tb", 2 * 10**12),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+WRONG = [
+    ({"policy": "magic"}, "--kvc-policy"),
+    ({"high": "k3v3"}, "--kvc-high"),
+    ({"high": "fp8"}, "--kvc-high"),
+    ({"policy": "leankv", "low": "k1v1"}, "--kvc-low"),
+    ({"policy": "leankv", "high": "k4v4", "low": "k8v4"}, "--kvc-low"),
+    ({"policy": "leankv", "high": "k4v4", "low": "k4v4"}, "--kvc-low"),
+    ({"policy": "leankv", "high": "k8v4", "low": "k4v8"}, "--kvc-low"),
+    ({"policy": "leankv", "high": "bf16", "low": "k4v4"}, "--kvc-low"),
+    ({"policy": "leankv", "low": "bf16"}, "--kvc-low"),
+    ({"low": "k4v2"}, "--kvc-low"),
+    ({"keep": 0.5}, "--kvc-keep"),
+    ({"policy": "quota", "alpha_low": 0.1}, "--kvc-alpha-low"),
+    ({"policy": "quota", "keep": 0}, "--kvc-keep"),
+    ({"policy": "quota", "keep": -1}, "--kvc-keep"),
+    ({"policy": "quota", "keep": 1.01}, "--kvc-keep"),
+    ({"policy": "quota", "keep": "half"}, "--kvc-keep"),
+    ({"policy": "quota", "keep": float("nan")}, "--kvc-keep"),
+    ({"policy": "leankv", "alpha_low": 2}, "--kvc-alpha-low"),
+    ({"policy": "leankv", "alpha_low": -0.1}, "--kvc-alpha-low"),
+    ({"policy": "leankv", "alpha_high": "inf"}, "--kvc-alpha-high"),
+    ({"policy": "leankv", "observe": 0}, "--kvc-observe"),
+    ({"policy": "leankv", "observe": "some"}, "--kvc-observe"),
+    ({"block_size": 7}, "--kvc-block-size"),
+    ({"block_size": 0}, "--kvc-block-size"),
+    ({"block_size": -256}, "--kvc-block-size"),
+    ({"block_size": 2048}, "--kvc-block-size"),
+    ({"block_size": "many"}, "--kvc-block-size"),
+    ({"block_size": 64.5}, "--kvc-block-size"),
+    ({"block_size": True}, "--kvc-block-size"),
+    ({"window": -1}, "--kvc-window"),
+    ({"window": 10**9}, "--kvc-window"),
+    ({"page_bytes": 100}, "--kvc-page-bytes"),
+    ({"page_bytes": 2050}, "--kvc-page-bytes"),
+    ({"page_bytes": 1 << 30}, "--kvc-page-bytes"),
+    ({"memory": "banana"}, "--kvc-memory"),
+    ({"memory": "4XB"}, "--kvc-memory"),
+    ({"memory": "-4GB"}, "--kvc-memory"),
+    ({"memory": "0"}, "--kvc-memory"),
+    ({"memory": "4"}, "--kvc-memory"),
+    ({"key_mode": "row"}, "--kvc-key-mode"),
+]
+
+
+@pytest.mark.parametrize("options, flag", WRONG, ids=lambda x: str(x))
+def test_wrong_values_get_one_sentence(options, flag):
+    with pytest.raises(ConfigError) as e:
+        resolve(**options)
+    assert flag in one_sentence(str(e.value))
+    assert isinstance(e.value, ValueError)
+
+
+def test_a_page_too_small_for_the_model():
+    small = resolve(page_bytes=512)
+    check_geometry(resolve(page_bytes=2048), head_dim=64)
+    with pytest.raises(ConfigError) as e:
+        check_geometry(small, head_dim=128)
+    assert "--kvc-page-bytes" in one_sentence(str(e.value))
+
+
+def test_with_options_validates():
+    assert KvcConfig().with_options(window=8).window == 8
+    with pytest.raises(ConfigError):
+        KvcConfig().with_options(block_size=100)

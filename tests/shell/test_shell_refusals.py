@@ -1,0 +1,246 @@
+"""Every refusal: it triggers, it names the option, it is one sentence, and its field exists in SGLang."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_kvc.config import ConfigError, KvcConfig
+from sglang_kvc.refusals import (
+    ARG_REFUSALS,
+    MODEL_REFUSALS,
+    ModelFacts,
+    check_args,
+    check_facts,
+    check_memory,
+    check_model,
+    environment_warnings,
+)
+
+from .conftest import one_sentence
+
+REFUSED = {
+    "speculative_algorithm": "EAGLE",
+    "enable_hierarchical_cache": True,
+    "enable_lmcache": True,
+    "enable_flexkv": True,
+    "enable_hisparse": True,
+    "enable_unified_memory": True,
+    "enable_page_major_kv_layout": True,
+    "disaggregation_mode": "prefill",
+    "disaggregation_decode_enable_offload_kvcache": True,
+    "pp_size": 2,
+    "dcp_size": 2,
+    "attn_cp_size": 2,
+    "enable_prefill_cp": True,
+    "enable_dp_attention": True,
+    "enable_two_batch_overlap": True,
+    "enable_single_batch_overlap": True,
+    "enable_pdmux": True,
+    "dllm_algorithm": "LowConfidence",
+    "enable_deterministic_inference": True,
+    "rl_on_policy_target": "fsdp",
+    "enable_streaming_session": True,
+    "enable_session_radix_cache": True,
+    "kv_cache_dtype": "fp8_e4m3",
+    "quantization_param_path": "scales.json",
+    "enable_mixed_chunk": True,
+    "attention_backend": "flashinfer",
+    "prefill_attention_backend": "fa3",
+    "decode_attention_backend": "triton",
+    "radix_cache_backend": "other",
+    "enable_torch_compile": True,
+    "cuda_graph_backend_prefill": "tc_piecewise",
+    "enable_memory_saver": True,
+    "kv_canary": "sweep",
+    "prefill_only_disable_kv_cache": True,
+    "enable_mis": True,
+    "dtype": "float32",
+    "device": "npu",
+}
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """A ServerArgs with stock defaults, as far as the refusals look."""
+    from sglang_kvc.args import KvcServerArgs
+
+    fields = dataclasses.fields(KvcServerArgs)
+    return {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
+
+
+def test_the_list_is_complete():
+    assert set(REFUSED) == {r.name for r in ARG_REFUSALS}
+
+
+def test_stock_defaults_pass(stock):
+    check_args(SimpleNamespace(**stock), KvcConfig())
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_argument_refusals(stock, name):
+    assert name in stock, f"{name} is no field of SGLang's ServerArgs"
+    with pytest.raises(ConfigError) as e:
+        check_args(SimpleNamespace(**{**stock, name: REFUSED[name]}), KvcConfig())
+    sentence = one_sentence(str(e.value))
+    assert "--" + name.replace("_", "-") in sentence and "because" in sentence and ";" in sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 64},
+        {"chunked_prefill_size": 100},
+        {"cuda_graph_config": {"prefill": {"backend": "tc_piecewise"}}},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_contradictions(stock, changes):
+    with pytest.raises(ConfigError) as e:
+        check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig())
+    assert "--" + next(iter(changes)).replace("_", "-") in one_sentence(str(e.value))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 256},
+        {"chunked_prefill_size": 512},
+        {"chunked_prefill_size": -1},
+        {"cuda_graph_config": {"decode": {"backend": "full"}}},
+        {"kv_cache_dtype": "bfloat16"},
+        {"dtype": "half"},
+        {"tp_size": 2},
+        {"dp_size": 2},
+        {"disable_radix_cache": True},
+        {"enable_lora": True},
+    ],
+    ids=str,
+)
+def test_what_is_served(stock, changes):
+    check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig())
+
+
+def test_memory_beyond_the_device():
+    config = KvcConfig(memory=10**12)
+    check_memory(config, None)
+    check_memory(KvcConfig(), 10**9)
+    with pytest.raises(ConfigError) as e:
+        check_memory(config, 8e10)
+    assert "--kvc-memory" in one_sentence(str(e.value))
+
+
+def test_environment_variables_that_lose_their_effect(monkeypatch):
+    assert environment_warnings() == []
+    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
+    assert "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE" in one_sentence(environment_warnings()[0])
+
+
+TRAITS = {
+    "mla": {"mla": True},
+    "sparse_attention": {"sparse_attention": True},
+    "hybrid_swa": {"hybrid_swa": True},
+    "hybrid_state": {"hybrid_state": True},
+    "encoder_decoder": {"encoder_decoder": True},
+    "encoder_only": {"encoder_only": True},
+    "local_attention": {"local_attention": True},
+    "dual_chunk": {"dual_chunk": True},
+    "v_head_dim": {"v_head_dim": 64},
+    "head_dim": {"head_dim": 80, "v_head_dim": 80},
+    "dtype": {"dtype": "float32"},
+    "kv_scales": {"kv_scales": True},
+}
+
+
+def test_every_trait_has_a_case():
+    assert set(TRAITS) == {r.name for r in MODEL_REFUSALS}
+    check_facts(ModelFacts("LlamaForCausalLM"), KvcConfig())
+
+
+@pytest.mark.parametrize("name", sorted(TRAITS))
+def test_model_refusals(name):
+    with pytest.raises(ConfigError) as e:
+        check_facts(ModelFacts("SomeModel", **TRAITS[name]), KvcConfig())
+    assert "SomeModel" in one_sentence(str(e.value))
+
+
+MODELS = {
+    "latent": dict(
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+    ),
+    "sliding": dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", sliding_window=1024),
+    "odd_head": dict(hidden_size=320, head_dim=80),
+    "kv_scales": dict(
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {},
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        }
+    ),
+    "encoder": dict(architectures=["BertModel"], model_type="bert"),
+}
+WORDS = {
+    "latent": "latent attention",
+    "sliding": "sliding-window",
+    "odd_head": "head size",
+    "kv_scales": "KV-cache scales",
+    "encoder": "encoder",
+}
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_models_are_refused_from_their_config_file(parse, make_model, capsys, kind):
+    with pytest.raises(SystemExit) as e:
+        parse("--kv-backend", "kvc", model_path=make_model(**MODELS[kind]))
+    assert e.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert WORDS[kind] in one_sentence(last)
+
+
+def test_float32_is_refused_by_its_flag(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("--kv-backend", "kvc", "--dtype", "float32")
+    assert "--dtype float32" in one_sentence(capsys.readouterr().err.strip().splitlines()[-1])
+
+
+def configurator(parse, **changes):
+    """What SGLang's KVCacheConfigurator shows, for a model whose layers are as given."""
+    args = parse("--kv-backend", "kvc")
+    layer = dict(attn_type="decoder", is_cross_attention=False)
+    layers = [type("RadixAttention", (), {**layer, **changes.pop("layer", {})})()]
+    facts = dict(
+        server_args=args,
+        model_config=args.get_model_config(),
+        model=SimpleNamespace(modules=lambda: layers),
+        model_dtype="torch.bfloat16",
+        sliding_window_size=None,
+        use_mla_backend=False,
+        is_hybrid_swa=False,
+        mambaish_config=None,
+    )
+    return SimpleNamespace(**{**facts, **changes})
+
+
+def test_the_built_model_is_checked_again(parse):
+    check_model(configurator(parse))
+    for changes in (
+        {"use_mla_backend": True},
+        {"is_hybrid_swa": True},
+        {"sliding_window_size": 4096},
+        {"mambaish_config": object()},
+        {"model_dtype": "torch.float32"},
+        {"layer": {"is_cross_attention": True}},
+        {"layer": {"attn_type": "encoder_only"}},
+    ):
+        with pytest.raises(ConfigError) as e:
+            check_model(configurator(parse, **changes))
+        one_sentence(str(e.value))
