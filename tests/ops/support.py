@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.store import PageStore
@@ -183,9 +184,7 @@ class RefHead:
                 scale = np.float32(header[0]) * np.float32(grid(fmt.key_bits))
                 k, meta = encode(t.k, scale, header[1], fmt.key_bits), None
             else:
-                meta = np.array(
-                    [half((t.k.max() - t.k.min()) / np.float32(2**fmt.key_bits - 1)), half(t.k.min())]
-                )
+                meta = np.array([half((t.k.max() - t.k.min()) / np.float32(2**fmt.key_bits - 1)), half(t.k.min())])
                 k = encode(t.k, meta[0], meta[1], fmt.key_bits)
             v, value_meta = quantise_value(t.v, fmt.value_bits)
             return RefToken(i, k, v, meta, value_meta, t.score)
@@ -250,9 +249,7 @@ def ref_pages(layout: PoolLayout, fmt, tokens: list[RefToken]) -> list[bytes]:
                 page[at["key_codes"] + slot * width + f % width] |= int(t.k[f]) << (f // width * fmt.key_bits)
             width = d * fmt.value_bits // 8
             for f in range(d):
-                page[at["value_codes"] + (f % width) * per_page + slot] |= int(t.v[f]) << (
-                    f // width * fmt.value_bits
-                )
+                page[at["value_codes"] + (f % width) * per_page + slot] |= int(t.v[f]) << (f // width * fmt.value_bits)
             if t.key_meta is not None:
                 for i in (0, 1):
                     put(at["key_meta"] + 2 * (i * per_page + slot), t.key_meta[i], np.float16)
@@ -307,8 +304,7 @@ class RefStore:
                 head = self.rows[b][l, h].compact(to, np.asarray(tiers[i, l, h]), g.key_mode, g.scored)
                 self.rows[b][l, h] = head
                 need = [
-                    -(-len(head.tiers[t]) // ref_page_tokens(g, f)) if f else 0
-                    for t, f in ((2, to.high), (1, to.low))
+                    -(-len(head.tiers[t]) // ref_page_tokens(g, f)) if f else 0 for t, f in ((2, to.high), (1, to.low))
                 ]
                 self.table[b][l, h] = tuple([self.free.popleft() for _ in range(n)] for n in need)
         for b in blocks:

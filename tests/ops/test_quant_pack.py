@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PageLayout
 from kvc_kernels.ops import pack, quant
@@ -92,7 +93,7 @@ def test_bytes_equal_reference(spec, mode, scored, head_dim):
     model.check()
     model.check_bytes(4)
     model.check_bytes(2)
-    dense_k, dense_v, tier = ops.load_dense(store, 0, blocks)
+    dense_k, _, tier = ops.load_dense(store, 0, blocks)
     for i, b in enumerate((4, 2)):
         for h in range(2):
             head = model.rows[b][0, h]

@@ -71,9 +71,10 @@ def threshold(
     while generating): high if significance >= alpha_high / divisor, low if >= alpha_low / divisor, else pruned, and
     never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
 
-    Then what the last pages have left is filled, which costs no byte: the last high page with the best low tokens (that
-    may be high), the last low page with the best pruned ones (that are stored). Best is what comes closest to its
-    threshold, significance * divisor, ties by position. `high_tokens`, `low_tokens`: tokens a page of each tier.
+    Then what the last pages have left is filled, which costs no byte: the last high page with the best of the tokens
+    below that are still stored high (the low ones come first, then pruned ones), the last low page with the best pruned
+    ones that are still stored. Best is what comes closest to its threshold, significance * divisor, ties by position.
+    `high_tokens`, `low_tokens`: tokens a page of each tier.
 
     Where a head would then take more than `max_pages` `[n, L, H]` (only when a low page holds fewer tokens than a high
     one) it stays at its ceiling, or keeps its best high tokens when that does not fit either.
@@ -85,7 +86,7 @@ def threshold(
     closeness = significance * by_token
     for tier, page_tokens in ((HIGH, high_tokens), (LOW, low_tokens)):
         room = (-(tiers == tier).sum(-1, keepdim=True)) % page_tokens
-        candidate = (tiers == tier - 1) & (ceiling >= tier)
+        candidate = (tiers < tier) & (ceiling >= tier)
         fill = candidate & (_ranks(closeness, candidate) < room)
         tiers = torch.where(fill, tier, tiers).to(torch.int8)
     if max_pages is not None:

@@ -1,0 +1,146 @@
+"""Plans: quota counts are exact, threshold rules on cases made by hand, both against slow references."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvc_kernels import ops
+from kvc_kernels.layout import PoolLayout
+
+
+def test_keep_all():
+    layout = PoolLayout(3, 2, 32, 16, 1024)
+    tiers = ops.keep_all(4, layout)
+    assert tiers.shape == (4, 3, 2, 16) and tiers.dtype == torch.int8 and (tiers == 2).all()
+
+
+def slow_quota(scores: np.ndarray, pages: int, t: int, floor: int) -> np.ndarray:
+    """One block `[L, H, P]`: pages as an explicit list, sorted in Python."""
+    tiers, rest, candidates, first = np.zeros(scores.shape, np.int8), pages, [], []
+    for l in range(scores.shape[0]):
+        for h in range(scores.shape[1]):
+            order = sorted(range(scores.shape[2]), key=lambda p: (-scores[l, h, p], p))
+            for j in range(0, len(order), t):
+                page = order[j : j + t]
+                entry = (-scores[l, h, page[0]], l, h, j, page)
+                (first if j // t < floor else candidates).append(entry)
+    rest -= len(first)
+    for _, l, h, _, page in first + sorted(candidates)[:rest]:
+        tiers[l, h, page] = 2
+    return tiers
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_quota_equals_slow_reference_and_count_is_exact(data):
+    layers, heads, p = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 24, 32])))
+    t = data.draw(st.sampled_from([4, 8, 12, 16, 48]))
+    per_head = -(-p // t)
+    floor = data.draw(st.integers(0, 2))
+    least = layers * heads * min(floor, per_head)
+    pages = data.draw(st.integers(least, layers * heads * per_head))
+    seed = data.draw(st.integers(0, 999))
+    gen = np.random.default_rng(seed)
+    # Few distinct values, so that ties abound.
+    scores = gen.integers(0, data.draw(st.sampled_from([1, 3, 1000])), (2, layers, heads, p)).astype(np.float32)
+    tiers = ops.quota(torch.from_numpy(scores), pages, t, floor)
+    kept = (tiers == 2).sum(-1)
+    assert ((kept + t - 1) // t).sum((1, 2)).tolist() == [pages, pages]
+    for i in range(2):
+        assert np.array_equal(tiers[i].numpy(), slow_quota(scores[i], pages, t, floor))
+
+
+def test_quota_bounds():
+    scores = torch.rand(1, 2, 2, 32)
+    for pages in (3, 9):
+        with pytest.raises(ValueError, match=r"4\.\.8"):
+            ops.quota(scores, pages, 16)
+    assert (ops.quota(scores, 8, 16) == 2).all()
+
+
+def test_quota_gives_pages_to_the_head_that_matters():
+    scores = torch.rand(1, 1, 2, 64)
+    scores[0, 0, 1] += 1
+    kept = (ops.quota(scores, 4, 16) == 2).sum(-1)[0, 0]
+    assert kept.tolist() == [16, 48]
+
+
+def test_quota_leaves_lost_tokens_out():
+    scores = torch.rand(1, 1, 2, 64)
+    scores[..., 10:30] = -torch.inf
+    tiers = ops.quota(scores, 4, 16)
+    assert not tiers[..., 10:30].any()
+
+
+def plan(significance, ceiling=None, ah=0.5, al=0.2, high=4, low=8, divisor=1.0, limit=None):
+    s = torch.tensor(significance, dtype=torch.float32).view(1, 1, 1, -1)
+    c = torch.full(s.shape, 2, dtype=torch.int8) if ceiling is None else torch.tensor(ceiling).view(s.shape)
+    d = torch.full((1, s.shape[-1]), divisor) if isinstance(divisor, float) else torch.tensor([divisor])
+    m = None if limit is None else torch.tensor([[[limit]]])
+    return ops.threshold(s, d, ah, al, c.to(torch.int8), high, low, m)[0, 0, 0].tolist()
+
+
+def test_threshold_rules():
+    # 4 high fill a page, 8 low fill a page: nothing to round.
+    assert plan([0.9] * 4 + [0.3] * 8 + [0.1] * 4) == [2] * 4 + [1] * 8 + [0] * 4
+    # Thresholds are inclusive and divided by position.
+    assert plan([0.5, 0.5, 0.25, 0.25] * 2, high=1, low=1, divisor=[1.0, 0.5, 2.0, 0.5] * 2) == [2, 1, 2, 0] * 2
+    assert plan([0.05] * 16) == [0] * 16
+
+
+def test_threshold_fills_the_last_pages():
+    # 5 high: the second page has 3 slots, taken by the best of the low ones; 3 low are left, 5 best pruned join them.
+    s = [0.9] * 5 + [0.3, 0.31, 0.32, 0.33, 0.34, 0.35] + [0.1, 0.15, 0.11, 0.12, 0.13, 0.14, 0.01, 0.02]
+    assert plan(s) == [2] * 5 + [1, 1, 1, 2, 2, 2] + [0, 1, 1, 1, 1, 1, 0, 0]
+    # Ties go to the lower position; without a started page there is nothing to fill.
+    assert plan([0.9] * 3 + [0.3] * 4 + [0.0] * 9) == [2] * 3 + [2, 1, 1, 1] + [1] * 5 + [0] * 4
+    assert plan([0.9] * 4 + [0.1] * 12) == [2] * 4 + [0] * 12
+
+
+def test_threshold_only_goes_down():
+    ceiling = [1, 2, 0, 2, 1, 0, 2, 2]
+    assert plan([0.9] * 8, ceiling, low=8) == ceiling
+    # The free slot of the high page must not lift a token that is stored low, nor the low page one that is gone.
+    got = plan([0.9, 0.9, 0.9, 0.4, 0.3, 0.1, 0.1, 0.1], [2, 2, 2, 1, 2, 0, 1, 0])
+    assert got == [2, 2, 2, 1, 2, 0, 1, 0]
+    # Where low tokens run out, pruned ones that are still stored high take what is left of the page.
+    assert plan([0.9, 0.3, 0.1, 0.15, 0.05, 0.01]) == [2, 2, 2, 2, 0, 0]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([(4, 8), (8, 8), (4, 6), (8, 4)]))
+def test_threshold_random(seed, tokens):
+    """Never above the ceiling, never more pages than before, no byte wasted while something could fill it."""
+    high, low = tokens
+    gen = torch.Generator().manual_seed(seed)
+    s = torch.rand(2, 2, 2, 32, generator=gen)
+    ceiling = torch.randint(0, 3, s.shape, generator=gen).to(torch.int8)
+    if seed % 3 == 0:
+        ceiling.fill_(2)
+    divisor = torch.rand(2, 32, generator=gen) + 0.5
+
+    def pages(tiers):
+        h, l = (tiers == 2).sum(-1), (tiers == 1).sum(-1)
+        return -(-h // high) + -(-l // low), h, l
+
+    limit, _, _ = pages(ceiling)
+    tiers = ops.threshold(s, divisor, 0.7, 0.3, ceiling, high, low, limit)
+    assert (tiers <= ceiling).all()
+    used, h, l = pages(tiers)
+    assert (used <= limit).all()
+    if low >= high:  # otherwise a head may have stayed at its ceiling
+        by = divisor[:, None, None]
+        plain = torch.where(s >= 0.7 / by, 2, torch.where(s >= 0.3 / by, 1, 0)).minimum(ceiling)
+        assert (tiers >= plain).all()
+        assert torch.equal(pages(plain)[0] >= used, torch.ones_like(used, dtype=torch.bool))
+        could = ((tiers < 2) & (ceiling == 2)).any(-1)
+        assert not (could & (h % high > 0)).any()
+        assert not (((tiers == 0) & (ceiling >= 1)).any(-1) & (l % low > 0)).any()
+
+
+def test_threshold_respects_a_hard_limit():
+    # One page allowed, but the ceiling itself needs two: the best high tokens that fit stay.
+    assert plan([0.9, 0.8, 0.7, 0.95, 0.6, 0.3], limit=1) == [2, 2, 2, 2, 0, 0]
+    assert plan([0.9] * 6, limit=0) == [0] * 6
