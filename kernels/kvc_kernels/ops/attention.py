@@ -45,6 +45,9 @@ def decode_attention(
     for i, n in enumerate(lens):
         nb = -(-n // p)
         parts = request_parts(store, layer, row_blocks[i, :nb], rungs[i][:nb], n)
+        if not parts:  # every token of every head is pruned
+            out[i] = 0
+            continue
         plain = len(parts) == 1 and isinstance(parts[0], PlainPart)
         if plain and logit_cap <= 0:
             out[i] = _sdpa(q[i].unsqueeze(1), *parts[0].dense(q.dtype), scale=scale)[:, 0]

@@ -107,7 +107,7 @@ class PackedPart:
         """Probabilities fp32 `[H, G, S]`, 0 where not valid -> fp32 `[H, G, D]`: sum of p * (scale * code + zero)."""
         heads, group = p.shape[:2]
         t, f, d = self.page.tokens, self.page.format, self.page.head_dim
-        p = p.view(heads, group, -1, t).transpose(1, 2)  # [H, N, G, T] with N pages of all blocks
+        flat, p = p, p.reshape(heads, group, -1, t).transpose(1, 2)  # [H, N, G, T] with N pages of all blocks
         meta = value_meta(self.page, self.raw).flatten(1, 2).float()  # [H, N, groups, 2, T]
         if self.valid is not None:
             # Slots behind a head's tokens may lie in the scratch page, whose bytes can spell NaN.
@@ -124,7 +124,7 @@ class PackedPart:
                 rows = codes[:, :, at : at + run].flatten(0, 1)
                 dots = torch.bmm(weights[first * groups // d], rows.transpose(1, 2))
                 out[..., first : first + run] = dots.view(heads, -1, group, run).sum(1)
-        zeros = torch.einsum("hngt,hnct->hgc", p, meta[:, :, :, 1])
+        zeros = torch.bmm(flat, meta[:, :, :, 1].transpose(2, 3).reshape(heads, -1, groups))
         return out.view(heads, group, groups, -1).add_(zeros.unsqueeze(-1)).view(heads, group, d)
 
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
