@@ -210,6 +210,7 @@ def _prepare(args: KvcServerArgs) -> None:
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True
+        args.sleep_on_idle = True  # a waiting scheduler would spin on one of the few cores that also compute
         args.cuda_graph_backend_decode = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU

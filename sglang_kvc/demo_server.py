@@ -21,7 +21,8 @@ from sglang_kvc import demo
 
 START_LIMIT_S = 1800  # the first start on a GPU may compile kernels for minutes
 STOP_LIMIT_S = 20
-PROMPT = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+QUESTION = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+QUIET = ["--uvicorn-access-log-exclude-prefixes", "/health"]  # this process asks every second until it starts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,9 +38,10 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(e))
 
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--kv-backend", "kvc"]
-    command += ["--port", str(args.port), *server_options]
+    command += ["--port", str(args.port), *QUIET, *server_options]
     print("$ " + shlex.join(command), flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` and Ctrl-C end it the same way
+    for ending in (signal.SIGINT, signal.SIGTERM):  # set both: a shell starts background jobs with SIGINT ignored
+        signal.signal(ending, signal.default_int_handler)
     # A session of its own: Ctrl-C reaches this process only, which then ends the server and its children in order.
     server = subprocess.Popen(command, start_new_session=True)
     try:
@@ -55,11 +57,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _greet(url: str) -> None:
+    command = os.path.relpath(os.path.join(os.path.dirname(sys.executable), "sglang-kvc"))
     print(
         f"\nReady. Ask it something:\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{PROMPT}'\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{QUESTION}'\n\n"
         f"See what its cache holds:\n\n"
-        f"  {os.path.join(os.path.dirname(sys.executable), 'sglang-kvc')} inspect --url {url}\n\n"
+        f"  {command} inspect --url {url}\n\n"
         f"Ctrl-C stops it.\n",
         flush=True,
     )
