@@ -1,34 +1,13 @@
-"""The attention backend: one snapshot a step, then append and attend over pages, layer by layer."""
+"""The attention backend: flush the queue and take one snapshot a step, then append and attend, layer by layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from kvc_kernels import ops
 
+from .attention import Snapshot, make_attention
 from .pool import KvcPool
-
-
-@dataclass
-class Snapshot:
-    """What all layers of one forward use; taken once, so that no kernel reads `req_to_token` while the scheduler may
-    already be rewriting a finished request's row for another.
-
-    `row_blocks` int32 `[B, NB]` block ids of each request, `seq_lens` `[B]` with the new tokens counted; `write_blocks`
-    and `write_offsets` `[N]` where each new token goes. The `_cpu` lists are for the CPU reference.
-    """
-
-    row_blocks: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu: list[int]
-    write_blocks: torch.Tensor
-    write_offsets: torch.Tensor
-    prefix_lens: torch.Tensor | None = None
-    extend_lens_cpu: list[int] | None = None
-    prefix_lens_cpu: list[int] | None = None
 
 
 class KvcAttnBackend(AttentionBackend):
@@ -46,39 +25,50 @@ class KvcAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.runtime = pool.runtime
         self.block_tokens = self.runtime.layout.block_tokens
-        self.snapshot: Snapshot | None = None
+        rows, columns = runner.req_to_token_pool.req_to_token.shape
+        self.attention = make_attention(
+            self.runtime.store,
+            self.runtime.observe,
+            query_heads=runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
+            max_batch=rows,
+            max_blocks=-(-columns // self.block_tokens),
+        )
 
     # ---- once per forward
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        """Apply the queue, then plan. Capture and dummy runs name row 0, whose slots lie in the scratch block."""
         if not in_capture:
             self.runtime.flush()
         fb = forward_batch
         if fb.forward_mode.is_idle():
             return
-        lens_cpu = [int(n) for n in fb.seq_lens_cpu.tolist()]
-        p = self.block_tokens
-        columns = -(-max(lens_cpu) // p)
-        # Only the first slot of every block is read; the rest of a row follows from it.
-        starts = self.req_to_token_pool.req_to_token[:, ::p]
-        row_blocks = starts[fb.req_pool_indices, :columns] // p
-        snap = Snapshot(row_blocks, fb.seq_lens, lens_cpu, *self._targets(fb, row_blocks))
-        if not fb.forward_mode.is_decode():
-            snap.prefix_lens = fb.extend_prefix_lens
-            snap.extend_lens_cpu = [int(n) for n in fb.extend_seq_lens_cpu]
-            snap.prefix_lens_cpu = [n - e for n, e in zip(lens_cpu, snap.extend_lens_cpu)]
-        self.snapshot = snap
-        if self.runtime.observe is not None and not in_capture:
-            extend = snap.extend_lens_cpu or [1] * len(lens_cpu)
-            prefix = [n - e for n, e in zip(lens_cpu, extend)]
-            ops.note_observers(self.runtime.store, row_blocks, prefix, extend, self.runtime.observe.window)
-
-    def _targets(self, fb, row_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        p = self.block_tokens
+        snap = self._snapshot(fb)
         if fb.forward_mode.is_decode():
-            last = fb.seq_lens.to(torch.int64) - 1
-            return row_blocks.gather(1, (last // p)[:, None])[:, 0], last % p
-        return fb.out_cache_loc // p, fb.out_cache_loc % p
+            self.attention.plan_decode(snap)
+        else:
+            self.attention.plan_extend(snap)
+        if self.runtime.observe is not None and not in_capture:
+            extend = snap.extend_lens_cpu or [1] * len(snap.seq_lens_cpu)
+            prefix = [n - e for n, e in zip(snap.seq_lens_cpu, extend)]
+            ops.note_observers(self.runtime.store, snap.row_blocks, prefix, extend, self.runtime.observe.window)
+
+    def _snapshot(self, fb) -> Snapshot:
+        p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()
+        # Only the first slot of every block is read; the rest of a block follows from it.
+        starts = self.req_to_token_pool.req_to_token[:, ::p]
+        row_blocks = starts[fb.req_pool_indices, : -(-max(lens) // p)] // p
+        if fb.forward_mode.is_decode():
+            last = fb.seq_lens.long() - 1
+            write = row_blocks.gather(1, (last // p)[:, None])[:, 0], last % p
+            return Snapshot(row_blocks, fb.seq_lens, *write, lens)
+        extend = [int(n) for n in fb.extend_seq_lens_cpu]
+        prefix = [n - e for n, e in zip(lens, extend)]
+        write = fb.out_cache_loc // p, fb.out_cache_loc % p
+        return Snapshot(row_blocks, fb.seq_lens, *write, lens, prefix, extend)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """The attention's buffers are static and sized for every row already."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -86,49 +76,26 @@ class KvcAttnBackend(AttentionBackend):
     # ---- once per layer
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        snap, index = self.snapshot, self._append(k, v, layer, save_kv_cache)
-        out = ops.decode_attention(
-            self.runtime.store,
-            index,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            snap.row_blocks,
-            snap.seq_lens,
-            scale=layer.scaling,
-            logit_cap=layer.logit_cap,
-            observe=self.runtime.observe,
-            seq_lens_cpu=snap.seq_lens_cpu,
-        )
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return self._run(self.attention.decode, q, k, v, layer, save_kv_cache)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        snap, index = self.snapshot, self._append(k, v, layer, save_kv_cache)
-        out = ops.extend_attention(
-            self.runtime.store,
-            index,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            snap.row_blocks,
-            snap.prefix_lens_cpu,
-            snap.extend_lens_cpu,
-            scale=layer.scaling,
-            logit_cap=layer.logit_cap,
-            observe=self.runtime.observe,
-        )
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return self._run(self.attention.extend, q, k, v, layer, save_kv_cache)
 
-    def _append(self, k, v, layer, save_kv_cache: bool) -> int:
-        """Write the new rows into their pages; returns the layer's index in the pool."""
+    def _run(self, attend, q, k, v, layer, save_kv_cache: bool):
         if k is None or not save_kv_cache:
             raise RuntimeError(
                 "this model shares KV between layers or stores it outside the attention backend, which --kv-backend "
                 "kvc does not support; serve it with --kv-backend default"
             )
-        index = layer.layer_id - self.token_to_kv_pool.start_layer
-        shape = (-1, layer.tp_k_head_num, layer.qk_head_dim)
-        snap = self.snapshot
-        ops.append(
-            self.runtime.store, index, snap.write_blocks, snap.write_offsets, k.view(shape), v.view(shape)
+        out = attend(
+            layer.layer_id - self.token_to_kv_pool.start_layer,
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap,
         )
-        return index
+        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def support_triton(self) -> bool:
         return self.runtime.store.device.type == "cuda"

@@ -1,0 +1,138 @@
+"""What the backend runs in a layer, by device: the torch references on the CPU, the Triton kernels on a GPU.
+
+Both follow FlashInfer's plan/run split: `plan_*` once a forward, `decode`/`extend` once a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.store import PageStore
+
+
+@dataclass
+class Snapshot:
+    """What all layers of one forward use; taken once, so that no kernel reads `req_to_token` while the scheduler may
+    already be rewriting a finished request's row for another.
+
+    `row_blocks` `[B, NB]` block ids of each request, `seq_lens` `[B]` with the new tokens counted; `write_blocks` and
+    `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; the last two are
+    None while decoding.
+    """
+
+    row_blocks: torch.Tensor
+    seq_lens: torch.Tensor
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    seq_lens_cpu: list[int]
+    prefix_lens_cpu: list[int] | None = None
+    extend_lens_cpu: list[int] | None = None
+
+
+class Attention(Protocol):
+    """`q[N, Hq, D]`, `k` and `v` `[N, H, D]` -> `[N, Hq, D]`; new rows are written to their pages on the way."""
+
+    def plan_decode(self, snap: Snapshot) -> None: ...
+
+    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor: ...
+
+    def plan_extend(self, snap: Snapshot) -> None: ...
+
+    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor: ...
+
+
+class TorchAttention:
+    """Plain torch, request by request. The reference, and what serves without a GPU."""
+
+    def __init__(self, store: PageStore, observe: ops.Observe | None):
+        self.store, self.observe = store, observe
+
+    def plan_decode(self, snap: Snapshot) -> None:
+        self.snap = snap
+
+    plan_extend = plan_decode
+
+    def _append(self, layer: int, k, v) -> None:
+        ops.append(self.store, layer, self.snap.write_blocks, self.snap.write_offsets, k, v)
+
+    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+        self._append(layer, k, v)
+        snap = self.snap
+        return ops.decode_attention(
+            self.store,
+            layer,
+            q,
+            snap.row_blocks,
+            snap.seq_lens,
+            scale=scale,
+            logit_cap=logit_cap,
+            observe=self.observe,
+            seq_lens_cpu=snap.seq_lens_cpu,
+        )
+
+    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+        self._append(layer, k, v)
+        snap = self.snap
+        return ops.extend_attention(
+            self.store,
+            layer,
+            q,
+            snap.row_blocks,
+            snap.prefix_lens_cpu,
+            snap.extend_lens_cpu,
+            scale=scale,
+            logit_cap=logit_cap,
+            observe=self.observe,
+        )
+
+
+class TritonAttention(TorchAttention):
+    """Triton kernels over static buffers: a decode step can be captured in a CUDA graph.
+
+    Where a kernel is missing for what the policy needs (collecting attention), the torch reference runs on the device.
+    """
+
+    def __init__(
+        self, store: PageStore, observe: ops.Observe | None, *, query_heads: int, max_batch: int, max_blocks: int
+    ):
+        super().__init__(store, observe)
+        from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+
+        device = store.device
+        self.kernel = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
+        self.max_blocks = max_blocks
+        self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
+        self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
+        self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
+
+    def plan_decode(self, snap: Snapshot) -> None:
+        """Copy the step into the static buffers and cut it into work items; nothing here waits for the device."""
+        n, columns = snap.row_blocks.shape
+        self.rows[:n, :columns].copy_(snap.row_blocks)
+        self.lens[:n].copy_(snap.seq_lens)
+        self.write[0, :n].copy_(snap.write_blocks)
+        self.write[1, :n].copy_(snap.write_offsets)
+        self.kernel.plan(self.rows[:n], self.lens[:n])
+        self.snap = Snapshot(
+            self.rows[:n], self.lens[:n], self.write[0, :n], self.write[1, :n], seq_lens_cpu=snap.seq_lens_cpu
+        )
+
+    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+        if self.observe is not None:
+            return super().decode(layer, q, k, v, scale=scale, logit_cap=logit_cap)
+        self._append(layer, k, v)
+        return self.kernel.run(layer, q, scale=scale, logit_cap=logit_cap)
+
+
+def make_attention(
+    store: PageStore, observe: ops.Observe | None, *, query_heads: int, max_batch: int, max_blocks: int
+) -> Attention:
+    if store.device.type == "cuda":
+        return TritonAttention(
+            store, observe, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
+        )
+    return TorchAttention(store, observe)
