@@ -156,7 +156,7 @@ def test_empty_call_and_bad_rungs():
         store, torch.tensor([], dtype=torch.long), 1, ops.keep_all(0, store.layout), from_rung=0
     ).shape == (0,)
     ops.release(store, torch.tensor([], dtype=torch.long))
-    ops.take_bf16(store, torch.tensor([], dtype=torch.long))
+    ops.take_bf16(store, torch.tensor([], dtype=torch.int32))
     ops.check_invariants(store)
     with pytest.raises(ValueError, match="not packed"):
         ops.compact(store, torch.tensor([1]), 0, ops.keep_all(1, store.layout), from_rung=0)

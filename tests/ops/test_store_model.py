@@ -162,7 +162,7 @@ def test_random_sequences(name):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=35,
+            max_examples=20,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -33,4 +33,4 @@ def append(
     rows_v[ids, slot] = v.to(store.dtype)
     scores = segment(page, store.pages, "scores", torch.float32)
     if scores is not None:
-        scores[ids, slot] = 0.0
+        scores[ids, slot] = scores.new_zeros(())  # a Python 0 would be copied from the host

@@ -20,7 +20,7 @@ from .tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 # Bytes of temporaries per chunk of rows (a row is one block-head). On the CPU smaller chunks stay in cache.
 TEMP_BYTES = {"cpu": 24 << 20}
 TEMP_BYTES_DEFAULT = 256 << 20
-TEMP_PER_ELEMENT = 40  # temporaries for each of the P * D elements of a row, K and V together
+TEMP_PER_ELEMENT = 26  # temporaries for each of the P * D elements of a row, K and V together, measured
 
 
 class _Source(NamedTuple):
@@ -236,6 +236,7 @@ def compact(
     if not to.high.packed:
         raise ValueError(f"rung {to_rung} is not packed")
     check_rung(layout, to)
+    blocks = blocks.long()
     n, p = blocks.numel(), layout.block_tokens
     m = n * layout.layers * layout.heads
     if not n:
@@ -272,7 +273,7 @@ def compact(
 
     store.table[blocks] = _table_rows(ids, high, low).view(n, *store.table.shape[1:])
     store.counts[blocks] = counts.to(torch.int16).view(n, *store.counts.shape[1:])
-    store.rung[blocks] = to_rung
+    store.rung.index_fill_(0, blocks, to_rung)
     return_pages(store, table_order(old_table, old_high, old_low), old_high + old_low)
     return (high + low).view(n, -1).sum(1).to(torch.int32)
 

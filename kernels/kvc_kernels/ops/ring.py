@@ -93,14 +93,16 @@ def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
 
     L*H*E pages a block, popped in (block, layer, head, entry) order.
     """
+    blocks = blocks.long()
     shape = (blocks.numel(), *store.table.shape[1:])
     n = shape[0] * shape[1] * shape[2] * shape[3]
     at = (store.cursor[0] + torch.arange(n, device=store.device)) % store.ring.numel()
     store.table[blocks] = store.ring[at].view(shape)
     store.cursor[0] += n
-    store.counts[blocks] = 0
-    store.rung[blocks] = 0
-    store.observed[blocks] = 0
+    # Not `counts[blocks] = 0`: assigning a Python number copies it from the host and waits for that.
+    store.counts.index_fill_(0, blocks, 0)
+    store.rung.index_fill_(0, blocks, 0)
+    store.observed.index_fill_(0, blocks, 0)
 
 
 def release(store: PageStore, blocks: torch.Tensor) -> None:
@@ -109,12 +111,13 @@ def release(store: PageStore, blocks: torch.Tensor) -> None:
     The table row then names page 0, so that a write that comes too late lands in the scratch page. A block
     that is free already gives nothing back.
     """
+    blocks = blocks.long()
     high, low = block_tier_pages(store, blocks)
     ids = table_order(store.table[blocks], high, low)
     return_pages(store, ids.flatten(0, 2), (high + low).flatten())
-    store.table[blocks] = SCRATCH_PAGE
-    store.counts[blocks] = 0
-    store.rung[blocks] = -1
+    store.table.index_fill_(0, blocks, SCRATCH_PAGE)
+    store.counts.index_fill_(0, blocks, 0)
+    store.rung.index_fill_(0, blocks, -1)
 
 
 def check_invariants(store: PageStore) -> None:
