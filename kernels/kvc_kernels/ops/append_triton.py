@@ -1,0 +1,66 @@
+"""Write new K/V rows into the uncompressed pages of open blocks: one launch, fit for CUDA graphs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import BF16
+from ..store import PageStore
+
+
+@triton.jit(do_not_specialize=["head0"])
+def _append_kernel(
+    pages, table, blocks, offsets, k, v, like, head0, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
+    page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    T: tl.constexpr, VOFF: tl.constexpr, SOFF: tl.constexpr, SCORED: tl.constexpr,
+    HP: tl.constexpr, DP: tl.constexpr,
+):
+    """grid (N,): all heads of one token. `head0` = layer * H; HP, DP: H and D rounded up to powers of two.
+
+    `like` is any tensor of the model dtype: pages are bytes and a pointer type cannot be passed by itself.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    block = tl.load(blocks + n).to(tl.int64)
+    offset = tl.load(offsets + n).to(tl.int32)
+    h = tl.arange(0, HP)
+    d = tl.arange(0, DP)
+    ok = (h < H)[:, None] & (d < D)[None, :]
+    page = tl.load(table + (block * LH + head0 + h) * E + offset // T, mask=h < H, other=0).to(tl.int64)
+    slot = offset % T
+    base = pages + page * page_bytes
+    dtype = like.dtype.element_ty
+    row = base.to(tl.pointer_type(dtype)) + slot * D
+    x = tl.load(k + n * k_stride_n + h[:, None] * k_stride_h + d[None, :], mask=ok)
+    tl.store(row[:, None] + d[None, :], x.to(dtype), mask=ok)
+    y = tl.load(v + n * v_stride_n + h[:, None] * v_stride_h + d[None, :], mask=ok)
+    tl.store((row + VOFF // 2)[:, None] + d[None, :], y.to(dtype), mask=ok)
+    if SCORED:
+        # The page may come with the score of an earlier owner.
+        tl.store((base + SOFF).to(tl.pointer_type(tl.float32)) + slot, tl.zeros([HP], tl.float32), mask=h < H)
+
+
+def append_triton(
+    store: PageStore,
+    layer: int,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """`append` as a kernel: `k`, `v` `[N, H, D]` (views with any token and head stride) to tokens of bf16 blocks.
+
+    `blocks[N]`, `offsets[N]` int32 or int64. Rows of padded requests name block 0.
+    """
+    g, page = store.layout, store.layout.page(BF16)
+    if k.shape[0] == 0:
+        return
+    k, v = (x.to(store.dtype) if x.stride(-1) == 1 else x.to(store.dtype).contiguous() for x in (k, v))
+    _append_kernel[(k.shape[0],)](
+        store.pages, store.table, blocks, offsets, k, v, store.pages.view(store.dtype), layer * g.heads,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        g.page_bytes, g.layers * g.heads, g.head_pages_bf16, g.heads, g.head_dim,
+        page.tokens, page.offset("value_codes"), page.offset("scores"), g.scored,
+        triton.next_power_of_2(g.heads), triton.next_power_of_2(g.head_dim), num_warps=2,
+    )  # fmt: skip
