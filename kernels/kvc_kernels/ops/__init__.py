@@ -1,4 +1,4 @@
-"""Operations on a `PageStore`: plain torch, one file an operation; see `docs/contract.md`."""
+"""Operations on a `PageStore` in plain torch, one file an operation."""
 
 from .append import append
 from .attention import decode_attention, extend_attention
