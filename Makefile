@@ -25,7 +25,7 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/python -m sglang_kvc.demo
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 # The stamps are remade when the dependencies change; the package itself is installed in place.
 $(VENV)/.serve: pyproject.toml | $(BIN)/python

@@ -5,19 +5,25 @@ before a pool is built.
 """
 
 
+MODULES = (
+    "server_args",
+    "admission",
+    "allocation",
+    "fused_store",
+    "grammar",
+    "internal_state",
+    "invariants",
+    "memory_pool",
+    "metrics",
+    "scheduler",
+    "triton_support",
+)
+
+
 def load() -> None:
     """Entry point of group `sglang.srt.plugins`. SGLang calls it once in each process; with `--kv-backend default`
     every hook passes its call through unchanged."""
-    from . import server_args
+    from importlib import import_module
 
-    server_args.register()
-    from . import admission, allocation, fused_store, invariants, memory_pool, scheduler, triton_support
-
-    for module in (admission, allocation, fused_store, invariants, memory_pool, scheduler, triton_support):
-        module.register()
-    try:
-        from . import internal_state, metrics
-    except ImportError:
-        return
-    internal_state.register()
-    metrics.register()
+    for name in MODULES:
+        import_module(f".{name}", __name__).register()
