@@ -33,6 +33,8 @@ class Report:
 
 def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """The `kvc` part of every scheduler's state, as the server sends it."""
+    if "://" not in url:
+        url = "http://" + url
     request = urllib.request.Request(url.rstrip("/") + "/server_info")
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")

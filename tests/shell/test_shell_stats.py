@@ -1,0 +1,153 @@
+"""Figures of a running server: what they mean, how they read in the log, in Prometheus and in /server_info."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from kvc_patches import internal_state, metrics
+from sglang_kvc import runtime
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.stats import HeadMap, KvcStats, times
+
+STATS = KvcStats(
+    config="leankv k8v4+k4v2, block 256",
+    scope="sequence",
+    bf16_token_bytes=23040,
+    page_bytes=2112,
+    pages_total=40000,
+    pages_free=31000,
+    tokens=5000,
+    bytes=30_000_000,
+    packed_tokens=4096,
+    packed_bytes=20_000_000,
+    blocks_by_rung={"bf16": 4, "k8v4+k4v2": 16},
+    tokens_by_tier={"bf16": 1000, "high": 3000, "low": 500, "pruned": 500},
+    occupancy=0.93,
+    compactions=16,
+    compaction_ms=120.5,
+    evicted_blocks=3,
+)
+EMPTY = KvcStats("quantise k4v4", "block", 23040, 2112, 40000, 40000, 0, 0, 0, 0)
+MAP = HeadMap(kept=[[1.0, 0.5], [0.25, 0.0]], high=[[0.5, 0.5], [0.25, 0.0]], blocks=16)
+
+
+def test_ratios_count_what_they_say():
+    assert STATS.ratio == pytest.approx(23040 * 5000 / 30e6)
+    assert STATS.ratio_body == pytest.approx(23040 * 4096 / 20e6)
+    assert STATS.bytes_per_token == 6000
+    assert STATS.tier_shares == {"bf16": 0.2, "high": 0.6, "low": 0.1, "pruned": 0.1}
+
+
+def test_an_empty_cache_has_no_ratio():
+    assert EMPTY.ratio is EMPTY.ratio_body is EMPTY.bytes_per_token is None
+    assert EMPTY.tier_shares == {} and times(None) == "-"
+    assert EMPTY.log_line().startswith("kvc: - (body -), pages free 40000/40000")
+
+
+def test_log_line_says_all_of_it():
+    assert STATS.log_line() == (
+        "kvc: 3.84x (body 4.72x), 6000 B/token, pages free 31000/40000, "
+        "tiers bf16 20% high 60% low 10% pruned 10%, occupancy 0.93, compacted 16 blocks in 120 ms"
+    )
+
+
+@pytest.mark.parametrize("stats", [STATS, EMPTY], ids=["full", "empty"])
+def test_json_round_trip(stats):
+    sent = json.loads(json.dumps(stats.to_dict()))
+    assert KvcStats.from_dict({**sent, "of a newer server": 1}) == stats
+    assert sent["ratio_body"] == stats.ratio_body
+    assert HeadMap.from_dict(json.loads(json.dumps(MAP.to_dict()))) == MAP and MAP.shape == (2, 2)
+
+
+@pytest.fixture
+def fake_runtime():
+    """A runtime that only answers questions, in the place of this process' own."""
+    before = runtime.current()
+    fake = SimpleNamespace(config=KvcConfig(), stats=lambda detail=False: STATS, head_map=lambda: MAP)
+    runtime.install(fake)
+    yield fake
+    runtime.install(before)
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("no figures")
+
+
+def test_log_hook_adds_one_part(fake_runtime):
+    assert metrics.after_usage_msg_parts(["token usage: 0.5"], None) == ["token usage: 0.5", STATS.log_line()]
+
+
+def test_server_info_hook_adds_builtins(fake_runtime):
+    result = SimpleNamespace(internal_state={"stock": 1})
+    assert internal_state.after_get_internal_state(result, None, None) is result
+    sent = json.loads(json.dumps(result.internal_state))["kvc"]
+    assert sent["config"] == KvcConfig().to_dict()
+    assert KvcStats.from_dict(sent["stats"]) == STATS and HeadMap.from_dict(sent["head_map"]) == MAP
+
+
+def test_broken_figures_do_not_end_the_server(fake_runtime):
+    fake_runtime.stats = broken
+    assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
+    assert metrics.after_log_stats(None, SimpleNamespace(), None) is None
+    result = SimpleNamespace(internal_state={})
+    internal_state.after_get_internal_state(result, None, None)
+    assert result.internal_state["kvc"]["error"] == "RuntimeError: no figures"
+
+
+def test_stock_servers_are_left_alone():
+    assert runtime.current() is None
+    assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
+    result = SimpleNamespace(internal_state={})
+    internal_state.after_get_internal_state(result, None, None)
+    assert result.internal_state == {}
+    collector = SimpleNamespace()
+    metrics.after_log_stats(None, collector, None)
+    assert not hasattr(collector, "kvc_gauges")
+
+
+class FakeGauge:
+    """Stands for prometheus_client.Gauge; remembers what was set."""
+
+    values: ClassVar[dict] = {}
+
+    def __init__(self, name, documentation, labelnames, multiprocess_mode):
+        assert documentation and multiprocess_mode == "mostrecent"
+        self.name, self.names = name, tuple(labelnames)
+
+    def labels(self, **labels):
+        assert tuple(labels) == self.names
+        key = (self.name, *sorted(labels.items()))
+        return SimpleNamespace(set=lambda value: self.values.__setitem__(key, value))
+
+
+def test_prometheus_gauges(fake_runtime):
+    FakeGauge.values = {}
+    collector = SimpleNamespace(labels={"model_name": "m"}, _gauge_cls=FakeGauge)
+    metrics.after_log_stats(None, collector, None)
+    first = collector.kvc_gauges
+    metrics.after_log_stats(None, collector, None)
+    assert collector.kvc_gauges is first, "gauges must be made once"
+    plain = {key[0]: value for key, value in FakeGauge.values.items() if len(key) == 2}
+    assert plain["sglang_kvc:compression_ratio_body"] == STATS.ratio_body
+    assert plain["sglang_kvc:pages_free"] == 31000
+    assert plain["sglang_kvc:compaction_seconds"] == pytest.approx(0.1205)
+    assert FakeGauge.values["sglang_kvc:blocks", ("model_name", "m"), ("rung", "bf16")] == 4
+    assert FakeGauge.values["sglang_kvc:tier_share", ("model_name", "m"), ("tier", "high")] == 0.6
+    fake_runtime.stats = lambda detail=False: EMPTY
+    metrics.after_log_stats(None, collector, None)
+    assert plain["sglang_kvc:occupancy"] == 0.93
+
+
+def test_gauges_fit_the_real_client(fake_runtime):
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+    registry = CollectorRegistry()
+    gauges = metrics.Gauges(lambda *a, **kw: Gauge(*a, **kw, registry=registry), {"model_name": "m"})
+    gauges.set(STATS)
+    text = generate_latest(registry).decode()
+    assert 'sglang_kvc:compression_ratio{model_name="m"} 3.84' in text
+    assert 'sglang_kvc:tier_share{model_name="m",tier="pruned"} 0.1' in text
