@@ -121,6 +121,27 @@ class Client:
         with ThreadPoolExecutor(parallel) as pool:
             return list(pool.map(lambda p: self.generate(p, max_new_tokens, **options), prompts))
 
+    def generate_each(
+        self,
+        asked: Sequence,
+        lengths: Sequence[int],
+        parallel: int = 8,
+        may_fail: bool = False,
+        **options: Any,
+    ) -> list[Answer | None]:
+        """Each prompt with its own number of new tokens. With `may_fail` a refused request gives None."""
+
+        def one(prompt, n: int) -> Answer | None:
+            try:
+                return self.generate(prompt, n, **options)
+            except RequestRefused:
+                if may_fail:
+                    return None
+                raise
+
+        with ThreadPoolExecutor(parallel) as pool:
+            return list(pool.map(one, asked, lengths))
+
     def chat(self, messages: list[dict[str, str]], max_tokens: int = 32, **options: Any) -> dict[str, Any]:
         """One OpenAI chat completion, as the server's JSON."""
         body = {
@@ -150,7 +171,11 @@ class Client:
         return response.json()
 
     def stats(self) -> dict[str, Any]:
-        """The cache's own account of itself; empty on a server without it."""
+        """The cache's own account of itself (`KvcStats`); empty on a server without it."""
+        return self.kvc_info().get("stats") or {}
+
+    def kvc_info(self) -> dict[str, Any]:
+        """All that the cache says: its configuration, its account, the map of heads."""
         states = self.server_info().get("internal_states") or [{}]
         return states[0].get("kvc") or {}
 

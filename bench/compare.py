@@ -1,0 +1,85 @@
+"""How two answers to one prompt differ: where they part, by how little, and how far the distributions are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.client import Answer
+
+TIE = 0.05  # nats: two candidates this close are a coin toss that rounding decides
+
+
+@dataclass(frozen=True)
+class Match:
+    """`a` is the reference. `equal`: tokens before the first difference; behind it nothing compares."""
+
+    equal: int
+    total: int
+    gap: float | None = None  # the two candidates' difference in log-probability, the larger of both runs'
+    candidates: dict[str, dict[int, float | None]] | None = None
+    drift: float = 0.0  # largest difference of the two runs' log-probabilities of an equal token
+
+    @property
+    def same(self) -> bool:
+        return self.equal == self.total
+
+    @property
+    def tie(self) -> bool:
+        return self.gap is not None and self.gap <= TIE
+
+    @property
+    def ok(self) -> bool:
+        return self.same or self.tie
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "same": self.same, "tie": self.tie}
+
+
+def match(a: Answer, b: Answer) -> Match:
+    """Compare two greedy answers. Both need `top` log-probabilities, else a difference cannot be judged.
+
+    A candidate that is not among the best of a run is further away than the best are from each other; the gap
+    is then infinite.
+    """
+    total, drift = max(len(a.ids), len(b.ids)), 0.0
+    for i, (x, y) in enumerate(zip(a.ids, b.ids)):
+        if x != y:
+            candidates = {n: {t: run.top[i].get(t) for t in (x, y)} for n, run in (("a", a), ("b", b))}
+            return Match(i, total, max(_gap(*c.values()) for c in candidates.values()), candidates, drift)
+        drift = max(drift, abs(a.logprobs[i] - b.logprobs[i]))
+    return Match(min(len(a.ids), len(b.ids)), total, drift=drift)
+
+
+def _gap(first: float | None, second: float | None) -> float:
+    return math.inf if first is None or second is None else abs(first - second)
+
+
+def agreement(a: Iterable[int], b: Iterable[int]) -> float:
+    """Share of positions with equal tokens."""
+    pairs = list(zip(a, b))
+    return sum(x == y for x, y in pairs) / len(pairs)
+
+
+def kl_top(reference: list[dict[int, float]], other: list[dict[int, float]]) -> list[float]:
+    """KL(reference || other) of each position in nats, from the best candidates of both.
+
+    The candidates that both list are compared one by one and all others lumped into one, which makes it a
+    lower bound of the true divergence (it cannot grow by merging outcomes); with the ten best it is close.
+    """
+    return [_kl(p, q) for p, q in zip(reference, other)]
+
+
+def _kl(p: dict[int, float], q: dict[int, float]) -> float:
+    common = p.keys() & q.keys()
+    total = sum(math.exp(p[t]) * (p[t] - q[t]) for t in common)
+    rest_p = max(1 - sum(math.exp(p[t]) for t in common), 1e-9)
+    rest_q = max(1 - sum(math.exp(q[t]) for t in common), 1e-9)
+    return max(0.0, total + rest_p * math.log(rest_p / rest_q))
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

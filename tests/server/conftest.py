@@ -1,0 +1,120 @@
+"""Servers for the tests, started when first asked for; only one is alive at a time.
+
+`KVC_TEST_BACKEND=default` runs the same tests against SGLang's own cache (with pages of one token, the only
+size it has without a GPU): what a test demands of ours, stock must do as well.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from bench import common
+
+BLOCK = 64
+STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
+# Enough for some 2,000 uncompressed tokens of the demo model: little, so that the tests meet eviction too.
+SMALL = "48MiB"
+FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
+
+
+def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
+    """Options and environment of each server that a test may ask for."""
+    chunk = ["--chunked-prefill-size", "128", FP32_HEAD]
+    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
+    table = {
+        "packed": ("k4v4", chunk, "256MiB", {}),
+        "exact": ("bf16", chunk, SMALL, retract),
+        "unshared": ("k4v4", [*chunk, "--disable-radix-cache"], SMALL, {}),
+    }
+    fmt, extra, memory, env = table[name]
+    if STOCK:
+        tokens = "2048" if memory == SMALL else "11264"
+        return common.stock("--max-total-tokens", tokens, *extra), {
+            **common.STRICT,
+            **env,
+        }
+    return common.kvc(fmt, *extra, block=BLOCK, memory=memory), {**common.STRICT, **env}
+
+
+class Servers:
+    def __init__(self):
+        self.name: str | None = None
+        self.server: common.Server | None = None
+
+    def get(self, name: str) -> common.Server:
+        if name != self.name or not self.server.alive:  # a death is reported once, by the test that saw it
+            self.stop()
+            args, env = _arguments(name)
+            server = common.Server(args, env=env)
+            server.start()
+            self.name, self.server = name, server
+        return self.server
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+        self.name = self.server = None
+
+
+@pytest.fixture(scope="session")
+def servers():
+    if common.demo_model() is None:
+        pytest.skip("the demo model is not there; make it with: python -m sglang_kvc.demo")
+    pool = Servers()
+    yield pool
+    pool.stop()
+
+
+def _healthy(servers: Servers, name: str):
+    """The server, flushed; after the test it must be alive and its log clean."""
+    server = servers.get(name)
+    server.client.flush()
+    before = len(server.errors())
+    yield server
+    assert server.alive, f"the server died:\n{server.tail()}"
+    new = server.errors()[before:]
+    assert not new, f"errors in the server's log: {new}\n{server.tail()}"
+    server.client.flush()  # fails if anything still runs; the idle check in the server finds what leaked
+
+
+@pytest.fixture
+def packed(servers):
+    yield from _healthy(servers, "packed")
+
+
+@pytest.fixture
+def exact(servers):
+    yield from _healthy(servers, "exact")
+
+
+@pytest.fixture
+def unshared(servers):
+    yield from _healthy(servers, "unshared")
+
+
+@pytest.fixture
+def rng(request) -> random.Random:
+    return random.Random(request.node.name)
+
+
+def tokens(rng: random.Random, n: int) -> list[int]:
+    """n ordinary token ids, so many different ones that two draws share no prefix by chance."""
+    return [rng.randrange(1000, 40000) for _ in range(n)]
+
+
+def border(n: int) -> int:
+    """The last block border that a cached sequence of n tokens can be matched up to."""
+    return n if STOCK else n // BLOCK * BLOCK
+
+
+def pytest_collection_modifyitems(items):
+    """With `pytest -n` all tests of one server go to one worker (needs `--dist loadgroup`)."""
+    for item in items:
+        used = {"packed", "exact", "unshared"} & set(getattr(item, "fixturenames", ()))
+        if used:
+            item.add_marker(pytest.mark.xdist_group("server-" + min(used)))
+            item.add_marker(pytest.mark.server)
+            item.add_marker(pytest.mark.model)

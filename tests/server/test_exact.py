@@ -1,0 +1,90 @@
+"""Answers, token for token: with bf16 pages only, company, retraction and eviction change nothing.
+
+Two runs of one prompt in batches of other sizes differ in the last bits of the model's own matrix
+products, and stock SGLang's answers part for it, too. So where two answers part, the two candidates must
+be close, and up to there the tokens' log-probabilities must agree: a damaged block shows in both at once.
+The server retracts a running request every 12 steps (SGLANG_TEST_RETRACT) and holds fewer tokens than the
+tests send.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import prompts
+from bench.compare import match
+
+from .conftest import BLOCK, border, tokens
+
+# Stock SGLang stays below half of these with the same prompts.
+TIE = 0.2  # nats between the two candidates where two answers part
+DRIFT = 0.4  # nats between the two runs' log-probabilities of one token, at most
+
+
+@pytest.fixture(scope="module")
+def tok(servers):
+    from bench.common import demo_model
+
+    return prompts.tokenizer(demo_model())
+
+
+def assert_same(alone, company):
+    matches = [match(a, b) for a, b in zip(alone, company)]
+    wrong = [
+        (i, m.to_dict()) for i, m in enumerate(matches) if not (m.same or m.gap <= TIE) or m.drift > DRIFT
+    ]
+    assert not wrong, wrong
+
+
+def test_rows_reused_at_once(exact, tok):
+    """Many short requests come and go among long ones, so that finished rows are taken again at once."""
+    long = [prompts.cut(tok, prompts.prose(), 150, start=900 * i) for i in range(3)]
+    short = [prompts.cut(tok, prompts.prose(), 10 + 7 * i, start=50_000 + 100 * i) for i in range(14)]
+    alone = [exact.client.generate(p, 40, top=3) for p in long]
+    exact.client.flush()
+    mixed = [*long, *short]
+    lengths = [40] * len(long) + [1 + i % 5 for i in range(len(short))]
+    answers = exact.client.generate_each(mixed, lengths, parallel=7, top=3)
+    assert [len(a.ids) for a in answers] == lengths
+    assert_same(alone, answers[: len(long)])
+
+
+def test_retraction(exact, tok):
+    """Retracted requests start over from what the tree kept of them."""
+    asked = [prompts.cut(tok, prompts.prose(), 90 + 60 * i, start=1300 * i) for i in range(3)]
+    alone = [exact.client.generate(p, 40, top=3) for p in asked]
+    exact.client.flush()
+    answers = exact.client.generate_many(asked, 40, parallel=4, top=3)
+    assert sum(a.meta["num_retractions"] for a in answers) > 0, "nothing was retracted"
+    assert_same(alone, answers)
+
+
+def test_eviction_under_pressure(exact, tok):
+    """More is asked than fits, twice over; answers stay right, and running requests keep their blocks."""
+    asked = [prompts.cut(tok, prompts.prose(), 500, start=2000 * i) for i in range(6)]
+    first = [exact.client.generate(p, 8, top=3) for p in asked]
+    again = exact.client.generate_many(asked, 8, parallel=3, top=3)
+    assert sum(a.cached_tokens for a in again) < sum(a.prompt_tokens for a in again) - 6 * BLOCK, "all fitted"
+    assert_same(first, again)
+
+
+def test_warm_equals_cold(exact, tok):
+    """A prefix from the cache gives what computing it gives, at hits of 1, 4 and 9 blocks."""
+    for n in (BLOCK + 5, 4 * BLOCK + 1, 9 * BLOCK + 40):
+        prompt = prompts.cut(tok, prompts.chapter("types"), n)
+        exact.client.flush()
+        cold = exact.client.generate(prompt, 24, top=3)
+        warm = exact.client.generate(prompt, 24, top=3)
+        assert (cold.cached_tokens, warm.cached_tokens) == (0, border(n - 1))
+        assert_same([cold], [warm])
+
+
+def test_refused_and_aborted_neighbours(exact, tok, rng):
+    """The answer beside requests that fail equals the answer alone."""
+    prompt = prompts.cut(tok, prompts.chapter("execmodel"), 200)
+    alone = exact.client.generate(prompt, 48, top=3)
+    exact.client.flush()
+    bad = [tokens(rng, 9000)] * 3
+    answers = exact.client.generate_each([prompt, *bad], [48] * 4, parallel=4, top=3, may_fail=True)
+    assert answers[1:] == [None] * 3
+    assert_same([alone], answers[:1])

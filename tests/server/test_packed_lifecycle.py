@@ -1,0 +1,149 @@
+"""Requests that do not end the ordinary way: aborted, paused, refused. The others lose nothing by it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+
+from bench.client import RequestRefused
+
+from .conftest import BLOCK, STOCK, border, tokens
+
+
+class Stream(threading.Thread):
+    """A streaming request in the background: `begun` is set at its first token, `events` are its chunks."""
+
+    def __init__(self, server, prompt, n, rid=None):
+        super().__init__(daemon=True)
+        self.url = server.url + "/generate"
+        self.payload = server.client.payload(prompt, n, stream=True, **({"rid": rid} if rid else {}))
+        self.begun = threading.Event()
+        self.events: list[dict] = []
+        self.closing = threading.Event()
+        self.start()
+
+    def run(self):
+        with requests.post(self.url, json=self.payload, stream=True, timeout=300) as response:
+            for line in response.iter_lines(decode_unicode=True):
+                if line.startswith("data: {"):
+                    self.events.append(json.loads(line[6:]))
+                    self.begun.set()
+                if self.closing.is_set():
+                    return
+
+    @property
+    def finish(self) -> str | None:
+        reason = self.events[-1]["meta_info"]["finish_reason"] if self.events else None
+        return reason and reason["type"]
+
+    def wait(self, seconds: float = 120) -> Stream:
+        assert self.begun.wait(seconds), "the request did not start"
+        return self
+
+
+def test_abort_in_flight(packed, rng):
+    """One of three running requests is aborted; the others finish whole, and what was cached stays cached."""
+    prompts = [tokens(rng, 3 * BLOCK + 11 * i) for i in range(3)]
+    streams = [Stream(packed, p, 2000 if i == 1 else 60, rid=f"abort-{i}") for i, p in enumerate(prompts)]
+    for s in streams:
+        s.wait()
+    packed.client.post("/abort_request", {"rid": "abort-1"}).raise_for_status()
+    for s in streams:
+        s.join(120)
+    assert [s.finish for s in streams] == ["length", "abort", "length"]
+    assert packed.client.generate(prompts[1], 2).cached_tokens >= border(len(prompts[1]) - 1)
+
+
+def test_abort_while_the_prompt_is_prefilled(packed, rng):
+    """A prompt of 24 chunks is aborted before its first token, beside a request that decodes."""
+    other = Stream(packed, tokens(rng, 100), 60).wait()
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(packed.client.generate, tokens(rng, 3072), 50, rid="long")
+        time.sleep(0.7)
+        packed.client.post("/abort_request", {"rid": "long"}).raise_for_status()
+        outcome = _finish_of(long)
+    other.join(120)
+    assert outcome == "abort"
+    assert other.finish == "length"
+
+
+def _finish_of(future) -> str:
+    try:
+        return future.result(120).finish["type"]
+    except RequestRefused as refused:  # aborted in the queue, before it ran
+        assert "abort" in str(refused).lower()
+        return "abort"
+
+
+def test_client_that_hangs_up(packed, rng):
+    """A connection closed in mid-answer frees the request; the server is idle soon after (flush succeeds)."""
+    stream = Stream(packed, tokens(rng, 2 * BLOCK), 4000).wait()
+    stream.closing.set()
+    stream.join(60)
+    packed.client.flush(wait=60)
+
+
+def test_abort_all(packed, rng):
+    streams = [Stream(packed, tokens(rng, 90 + 40 * i), 3000) for i in range(5)]
+    for s in streams:
+        s.wait()
+    packed.client.post("/abort_request", {"abort_all": True}).raise_for_status()
+    for s in streams:
+        s.join(60)
+    assert [s.finish for s in streams] == ["abort"] * 5
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_and_continue(packed, rng, mode):
+    """Nothing moves while paused; afterwards every request ends at its full length."""
+    streams = [Stream(packed, tokens(rng, 150 + 20 * i), 70).wait() for i in range(3)]
+    packed.client.post("/pause_generation", {"mode": mode}).raise_for_status()
+    try:
+        time.sleep(0.5)  # what was under way arrives
+        before = [len(s.events) for s in streams]
+        time.sleep(1.5)
+        assert [len(s.events) for s in streams] == before
+        assert any(s.finish is None for s in streams), "all were done before the pause"
+    finally:
+        packed.client.post("/continue_generation", {}).raise_for_status()
+    for s in streams:
+        s.join(180)
+    assert [s.finish for s in streams] == ["length"] * 3
+    assert [s.events[-1]["meta_info"]["completion_tokens"] for s in streams] == [70] * 3
+
+
+def test_refused_requests_cost_the_others_nothing(packed, rng):
+    other = Stream(packed, tokens(rng, 200), 80).wait()
+    bad = [
+        {"input_ids": tokens(rng, 9000)},
+        {"input_ids": tokens(rng, 10), "sampling_params": {"temperature": -1}},
+        {"input_ids": tokens(rng, 10), "sampling_params": {"max_new_tokens": -5}},
+        {"input_ids": []},
+        {"input_ids": [10**7]},
+        {"sampling_params": {"max_new_tokens": 4}},
+    ]
+    codes = [packed.client.post("/generate", body).status_code for body in bad]
+    other.join(120)
+    assert all(400 <= code < 500 for code in codes), codes
+    assert other.finish == "length"
+    assert other.events[-1]["meta_info"]["completion_tokens"] == 80
+
+
+@pytest.mark.skipif(STOCK, reason="stock SGLang does not tell its pages")
+def test_memory_after_everything(packed, rng):
+    """Aborts, hits, forks and refusals, then flush: all pages are free again."""
+    start = packed.client.when_idle()["pages_free"]
+    trunk = tokens(rng, 2 * BLOCK)
+    streams = [Stream(packed, trunk + tokens(rng, 30 * i + 5), 30 + 200 * (i % 2)) for i in range(6)]
+    for s in streams:
+        s.wait()
+    packed.client.post("/abort_request", {"abort_all": True}).raise_for_status()
+    for s in streams:
+        s.join(60)
+    packed.client.flush()
+    assert packed.client.when_idle()["pages_free"] == start

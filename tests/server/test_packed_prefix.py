@@ -1,0 +1,126 @@
+"""Prefix hits on a server with packed blocks: exactly at block borders, at once, and only where allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import BLOCK, STOCK, border, tokens
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 66, 128, 129, 130, 192, 193, 257, 400])
+def test_same_prompt_hits_up_to_the_last_border(packed, rng, n):
+    """At least one token is always computed, because its logits are wanted."""
+    prompt = tokens(rng, n)
+    assert packed.client.generate(prompt, 2).cached_tokens == 0
+    assert packed.client.generate(prompt, 2).cached_tokens == border(n - 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "answer_len"), [(60, 6), (64, 64), (100, 30), (130, 62), (130, 63), (190, 70)]
+)
+def test_answers_are_cached_too(packed, rng, prompt_len, answer_len):
+    """The last token of an answer was never fed back, so its K and V do not exist."""
+    prompt = tokens(rng, prompt_len)
+    answer = packed.client.generate(prompt, answer_len)
+    follow_up = prompt + answer.ids + tokens(rng, 3 * BLOCK)
+    assert packed.client.generate(follow_up, 2).cached_tokens == border(prompt_len + answer_len - 1)
+
+
+@pytest.mark.parametrize("common", [64, 100, 128, 191, 192, 200])
+def test_branches_hit_at_their_fork(packed, rng, common):
+    """The very next request that shares a part of a cached one hits it, whatever nodes the tree has."""
+    trunk = tokens(rng, common)
+    first = trunk + tokens(rng, 260)
+    assert packed.client.generate(first, 2).cached_tokens == 0
+    for cut in (common, common + 70, common + 150):
+        branch = first[:cut] + tokens(rng, 100)
+        assert packed.client.generate(branch, 2).cached_tokens == border(cut)
+    assert packed.client.generate(first, 2).cached_tokens == border(len(first) - 1)
+
+
+def test_multi_turn_dialogue_of_many_blocks(packed, rng):
+    """Four turns, each of more than four blocks: every turn finds all of the turns before."""
+    history = tokens(rng, 5 * BLOCK + 17)
+    expected = 0
+    for _ in range(4):
+        answer = packed.client.generate(history, 20)
+        assert answer.cached_tokens == expected
+        history = history + answer.ids
+        expected = border(len(history) - 1)
+        history = history + tokens(rng, 4 * BLOCK + 5)
+    assert expected > 16 * BLOCK
+
+
+def test_requests_of_one_batch_share(packed, rng):
+    trunk = tokens(rng, 4 * BLOCK)
+    packed.client.generate(trunk + tokens(rng, 10), 2)
+    answers = packed.client.generate_many([trunk + tokens(rng, 40) for _ in range(6)], 12, parallel=6)
+    assert [a.cached_tokens for a in answers] == [4 * BLOCK] * 6
+
+
+def test_namespaces_do_not_share(packed, rng):
+    """`extra_key` is how LoRA adapters and tenants are kept apart."""
+    prompt = tokens(rng, 3 * BLOCK + 9)
+
+    def hit(key):
+        options = {} if key is None else {"extra_key": key}
+        return packed.client.generate(prompt, 2, **options).cached_tokens
+
+    assert [hit(None), hit("a"), hit("b")] == [0, 0, 0]
+    assert [hit(None), hit("a"), hit("b")] == [3 * BLOCK] * 3
+
+
+def test_cache_salt_of_the_chat_api(packed):
+    messages = [{"role": "user", "content": "Tell me about the sea. " * 40}]
+
+    def hit(**options):
+        usage = packed.client.chat(messages, max_tokens=2, **options)["usage"]
+        return usage["prompt_tokens"], usage
+
+    n, _ = hit(cache_salt="one")
+    assert n > 3 * BLOCK
+    ids = _cached(packed, messages, "one")
+    assert ids == border(n - 1)
+    assert _cached(packed, messages, "two") == 0
+
+
+def _cached(server, messages, salt) -> int:
+    """Cached tokens of a chat request, from the native fields that the OpenAI answer may carry."""
+    body = server.client.chat(messages, max_tokens=2, cache_salt=salt, return_cached_tokens_details=True)
+    details = body["usage"].get("prompt_tokens_details") or {}
+    meta = body["choices"][0].get("sglext") or body.get("sglext") or {}
+    if "cached_tokens" in details:
+        return details["cached_tokens"]
+    found = meta.get("cached_tokens_details") or {}
+    return sum(v for v in found.values() if isinstance(v, int))
+
+
+def test_flush_forgets_everything(packed, rng):
+    prompt = tokens(rng, 3 * BLOCK)
+    packed.client.generate(prompt, 4)
+    packed.client.flush()
+    assert packed.client.generate(prompt, 4).cached_tokens == 0
+
+
+@pytest.mark.skipif(STOCK, reason="stock SGLang does not tell its pages")
+def test_flush_returns_all_memory(packed, rng):
+    start = packed.client.when_idle()
+    assert start["tokens"] == 0
+    packed.client.generate_many([tokens(rng, 100 + 31 * i) for i in range(8)], 40)
+    full = packed.client.when_idle()
+    assert full["pages_free"] < start["pages_free"]
+    assert full["packed_tokens"] > 0 and full["tokens"] >= full["packed_tokens"]
+    packed.client.flush()
+    end = packed.client.when_idle()
+    assert (end["pages_free"], end["tokens"], end["bytes"]) == (start["pages_free"], 0, start["bytes"])
+
+
+@pytest.mark.skipif(STOCK, reason="stock SGLang keeps everything in bf16")
+def test_blocks_are_really_packed(packed, rng):
+    """After the answer only an unfinished block stays uncompressed, and the bytes are those of the format."""
+    packed.client.generate(tokens(rng, 10 * BLOCK), 2)
+    stats = packed.client.when_idle()
+    assert stats["packed_tokens"] == 10 * BLOCK
+    assert stats["tokens"] == stats["packed_tokens"]
+    assert stats["ratio_body"] > 3.0
+    assert stats["occupancy"] >= 0.85
