@@ -268,6 +268,7 @@ class Runtime:
                 blocks,
                 self._to_device(op.starts[at : at + wave]),
                 self._to_device(op.lengths[at : at + wave]),
+                op.from_rung,
                 self.policy.observe_window,
             )
             tiers = self.policy.plan(evidence, target)

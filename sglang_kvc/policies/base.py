@@ -19,13 +19,14 @@ class Evidence:
     """What a policy may look at when it plans n blocks; tensors are made only when asked for.
 
     `starts[n]` is the position in the sequence of each block's first token; `lengths[n]` the length N of the sequence
-    that pushed the block out of its window while generating, 0 when the prompt phase did.
+    that pushed the block out of its window while generating, 0 when the prompt phase did. All blocks are at `from_rung`.
     """
 
     store: PageStore
     blocks: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
+    from_rung: int = 0
     window: int | None = None
 
     @property
@@ -39,11 +40,11 @@ class Evidence:
 
     def tiers(self) -> torch.Tensor:
         """int8 `[n, L, H, P]`: 2 high, 1 low, 0 pruned; all 2 while a block is uncompressed."""
-        return ops.block_tiers(self.store, self.blocks)
+        return ops.block_tiers(self.store, self.blocks, self.from_rung)
 
     def significance(self) -> torch.Tensor:
         """Mean attention probability that each token received from later queries, fp32 `[n, L, H, P]`."""
-        return ops.significance(self.store, self.blocks, self.window)
+        return ops.significance(self.store, self.blocks, self.window, self.from_rung)
 
     def positions(self) -> torch.Tensor:
         """Position of every token in its sequence, fp32 `[n, P]`."""
