@@ -151,6 +151,13 @@ class Runtime:
         """Available after evicting all unlocked blocks: one joint floor, two would lose a block."""
         return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
 
+    def growth_tokens(self, tokens: float) -> float:
+        """Uncompressed tokens whose memory a sequence needs to grow by `tokens`: what leaves the window is packed."""
+        p, ladder = self.layout.block_tokens, self.store.ladder
+        if tokens <= p or len(ladder) == 1:
+            return tokens
+        return p + (tokens - p) * ladder[1].pages / self.layout.block_pages_bf16
+
     @contextlib.contextmanager
     def exact_need(self, tokens: int):
         """Within: an eviction makes room for `tokens` and no more, whatever slack its caller asks for."""

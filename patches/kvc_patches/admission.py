@@ -1,4 +1,4 @@
-"""`sglang.srt.managers.schedule_policy`: a chunked prompt waits when its next chunk has no memory.
+"""`sglang.srt.managers.schedule_policy`: what running requests may still need, and a prompt that waits for memory.
 
 SGLang continues a half-prefilled prompt whatever is left, and an allocation that fails ends the scheduler. While others
 decode, handing the request back unchanged parks it for a step (a path SGLang has for hybrid models); finishing or
@@ -8,6 +8,8 @@ retracted requests then make room.
 from __future__ import annotations
 
 from .registry import hook
+
+ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 
 def around_add_chunked_req(orig, self, req):
@@ -24,10 +26,14 @@ def around_add_chunked_req(orig, self, req):
     return orig(self, req)
 
 
+def around_running_offset(orig, self, req):
+    """Room that a running request may still need: one more open block in full, what grows beyond it packed."""
+    from sglang_kvc.allocator import KvcAllocator
+
+    growth, allocator = orig(self, req), self.token_to_kv_pool_allocator
+    return allocator.runtime.growth_tokens(growth) if isinstance(allocator, KvcAllocator) else growth
+
+
 def register() -> None:
-    hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
-        "around",
-        "self req",
-        around_add_chunked_req,
-    )
+    hook(f"{ADDER}.add_chunked_req", "around", "self req", around_add_chunked_req)
+    hook(f"{ADDER}._get_running_request_total_token_offset", "around", "self req", around_running_offset)
