@@ -19,7 +19,7 @@ class Evidence:
     """What a policy may look at when it plans n blocks; tensors are made only when asked for.
 
     `starts[n]` is the position in the sequence of each block's first token; `lengths[n]` the length N of the sequence
-    that pushed the block out of its window while generating, 0 when the prompt phase did. All blocks are at `from_rung`.
+    that pushed the block out of its window while generating, 0 when the prompt phase did. All are at `from_rung`.
     """
 
     store: PageStore

@@ -1,0 +1,118 @@
+"""End to end: output tokens/s of the compressed cache beside stock bf16 and fp8, same machine, same KV memory, one run.
+
+    python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
+
+Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
+Unconstrained: bf16 and ours with all memory that SGLang would take, at several concurrencies. Load comes from
+`sglang.bench_serving` (random token ids). Random weights prove speed, never quality.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+
+from bench.common import Server, write_result
+
+FIGURES = {
+    "output_tok_s": r"Output token throughput \(tok/s\):\s+([\d.]+)",
+    "total_tok_s": r"Total token throughput \(tok/s\):\s+([\d.]+)",
+    "ttft_ms_median": r"Median TTFT \(ms\):\s+([\d.]+)",
+    "ttft_ms_p99": r"P99 TTFT \(ms\):\s+([\d.]+)",
+    "itl_ms_median": r"Median ITL \(ms\):\s+([\d.]+)",
+    "itl_ms_p99": r"P99 ITL \(ms\):\s+([\d.]+)",
+    "duration_s": r"Benchmark duration \(s\):\s+([\d.]+)",
+}
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", required=True)
+    p.add_argument("--load-format", default="auto")
+    p.add_argument("--tokens", type=int, default=120_000, help="bf16 tokens whose memory every server gets")
+    p.add_argument("--input", type=int, default=4096)
+    p.add_argument("--output", type=int, default=512)
+    p.add_argument("--prompts", type=int, default=64)
+    p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
+    p.add_argument("--concurrency", default="1,8,64", help="of the unconstrained runs; empty: none")
+    p.add_argument("--stock-backend", default="flashinfer", help="stock SGLang's best attention backend here")
+    p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
+    p.add_argument("--server-args", default="", help="more options for every server")
+    p.add_argument("--name", default="e2e/serving")
+    return p.parse_args()
+
+
+def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
+    """name -> (server options, concurrencies)."""
+    base = ["--load-format", a.load_format, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+    base += ["--cuda-graph-backend-prefill=disabled", "--cuda-graph-max-bs-decode", "64", *a.server_args.split()]
+    stock = [*base, "--kv-backend", "default", "--attention-backend", a.stock_backend]
+    full = [a.prompts]
+    out = {
+        "bf16": ([*stock, "--max-total-tokens", str(a.tokens)], full),
+        "fp8": ([*stock, "--kv-cache-dtype", "fp8_e4m3", "--max-total-tokens", str(2 * a.tokens)], full),
+    }
+    free = [int(c) for c in a.concurrency.split(",") if c]
+    if free:
+        out["bf16_free"] = (stock, free)
+    for fmt in a.formats.split(","):
+        ours = [*base, "--kv-backend", "kvc", "--kvc-high", fmt]
+        out[f"kvc_{fmt}"] = ([*ours, "--max-total-tokens", str(a.tokens)], full)
+        if free:
+            out[f"kvc_{fmt}_free"] = (ours, free)
+    only = [n for n in a.only.split(",") if n]
+    return {n: s for n, s in out.items() if not only or n in only}
+
+
+def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int) -> dict[str, float]:
+    """One run of SGLang's own load generator; every request at its full length."""
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
+    command += ["--host", "127.0.0.1", "--port", str(server.port), "--tokenizer", a.model]
+    command += ["--dataset-name", "random-ids"]
+    command += ["--random-input-len", str(a.input), "--random-output-len", str(output), "--random-range-ratio", "1.0"]
+    command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(concurrency)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=server.log.parent)
+    if done.returncode:
+        raise RuntimeError(f"bench_serving failed:\n{done.stderr[-2000:]}\n{server.tail()}")
+    return {name: float(m[1]) for name, p in FIGURES.items() if (m := re.search(p, done.stdout))}
+
+
+def main() -> None:
+    a = arguments()
+    numbers: dict[str, dict] = {}
+    for name, (options, concurrencies) in servers(a).items():
+        with Server(options, model=a.model) as server:
+            load(server, a, 8, 8, 16)  # compile and warm up
+            for c in concurrencies:
+                server.client.flush_cache()
+                prompts = a.prompts if c == a.prompts else 2 * c
+                run = load(server, a, c, prompts, a.output)
+                kvc = server.client.kvc_stats() if name.startswith("kvc") else None
+                numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc}
+                print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
+            for line in server.errors():
+                print(name, line)
+    write_result(a.name, numbers, scores=scores(numbers, a))
+
+
+def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
+    """The scoreboard's ratios, of the first format."""
+    ours, out = f"kvc_{a.formats.split(',')[0]}", {}
+
+    def ratio(name: str, x: str, y: str) -> None:
+        if x in numbers and y in numbers:
+            out[name] = (numbers[x]["output_tok_s"] / numbers[y]["output_tok_s"], "x output tok/s")
+
+    ratio("e2e.vs_bf16", f"{ours}.c{a.prompts}", f"bf16.c{a.prompts}")
+    ratio("e2e.vs_fp8", f"{ours}.c{a.prompts}", f"fp8.c{a.prompts}")
+    pairs = [(n, n.replace(f"{ours}_free", "bf16_free")) for n in numbers if n.startswith(f"{ours}_free")]
+    worst = [numbers[x]["output_tok_s"] / numbers[y]["output_tok_s"] for x, y in pairs if y in numbers]
+    if worst:
+        out["e2e.unconstrained_vs_bf16"] = (min(worst), "x output tok/s, worst concurrency")
+    return out
+
+
+if __name__ == "__main__":
+    main()
