@@ -86,10 +86,10 @@ def main() -> None:
         with Server(options, model=a.model) as server:
             load(server, a, 8, 8, 16)  # compile and warm up
             for c in concurrencies:
-                server.client.flush_cache()
+                server.client.flush()
                 prompts = a.prompts if c == a.prompts else 2 * c
                 run = load(server, a, c, prompts, a.output)
-                kvc = server.client.kvc_stats() if name.startswith("kvc") else None
+                kvc = server.client.stats() if name.startswith("kvc") else None
                 numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc}
                 print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
             for line in server.errors():
