@@ -1,0 +1,125 @@
+"""Collect the figures of all raw result files into one, and render the README's tables from it.
+
+    python -m bench.scoreboard [--check]
+
+Reads `scores` of every JSON under bench/results, writes bench/results/scoreboard.json (name -> value,
+unit, command, commit, device, date) and the tables between the `<!-- scoreboard -->` marks of the README.
+Of several measurements of one figure the latest counts. `--check` only says whether both files are up to
+date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from bench.common import RESULTS, ROOT
+
+OUT = RESULTS / "scoreboard.json"
+README = ROOT / "README.md"
+MARK = "<!-- scoreboard -->"
+FIELDS = ("command", "commit", "device", "date")
+FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "quota", "leankv", "stock")
+# Scores are grouped by the part of the name before the format; the rest of the names are listed one by one.
+COLUMNS = {
+    "serve.ratio_body": "smaller than bf16, packed blocks",
+    "serve.ratio_4k": "smaller than bf16, a request of 4k tokens",
+    "serve.cold_warm_agreement": "tokens equal from the cache and computed",
+}
+SINGLES = {
+    "serve.occupancy": "token slots of packed pages that hold a token, worst format",
+    "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",
+    "serve.page_hash_match": "packed blocks with equal bytes whatever their history",
+    "serve.warm_warm_match": "repeated prompts with the same answer from the cache",
+}
+
+
+def collect(results: Path = RESULTS) -> dict[str, dict]:
+    """name -> {value, unit, command, commit, device, date}, the latest of each."""
+    board: dict[str, dict] = {}
+    for path in sorted(results.rglob("*.json")):
+        if path == OUT:
+            continue
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict):
+            continue
+        for name, score in record.get("scores", {}).items():
+            row = {"value": score["value"], "unit": score["unit"], **{f: record[f] for f in FIELDS}}
+            if name not in board or row["date"] > board[name]["date"]:
+                board[name] = row
+    return dict(sorted(board.items()))
+
+
+def shown(row: dict) -> str:
+    """A value as the tables print it: shares in percent, ratios with their sign."""
+    unit = row["unit"]
+    if unit.startswith("share"):
+        return f"{100 * row['value']:.1f} %"
+    return f"{row['value']:.2f}x" if unit.startswith("x") else f"{row['value']:.3f} {unit}"
+
+
+def tables(board: dict[str, dict]) -> str:
+    """Markdown: one line per format, then the single figures, then where they were measured."""
+    columns = [c for c in COLUMNS if any(name.startswith(c + ".") for name in board)]
+    lines = []
+    if columns:
+        lines += [
+            "| format | " + " | ".join(COLUMNS[c] for c in columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        for fmt in FORMATS:
+            cells = [shown(board[f"{c}.{fmt}"]) if f"{c}.{fmt}" in board else "" for c in columns]
+            if any(cells):
+                lines.append(f"| {'stock SGLang' if fmt == 'stock' else fmt} | " + " | ".join(cells) + " |")
+        lines.append("")
+    singles = [name for name in SINGLES if name in board]
+    grouped = {f"{c}.{fmt}" for c in COLUMNS for fmt in FORMATS}
+    others = [name for name in board if name not in SINGLES and name not in grouped]
+    if singles or others:
+        lines += ["| figure | value |", "|---|---|"]
+        lines += [f"| {SINGLES[name]} | {shown(board[name])} |" for name in singles]
+        lines += [f"| `{name}` | {shown(board[name])} |" for name in others]
+        lines.append("")
+    if board:
+        commands = sorted({(r["command"], r["device"]) for r in board.values()})
+        lines += ["Measured by:", "", *(f"- `{command}` on {device}" for command, device in commands)]
+    return "\n".join(lines).strip()
+
+
+def render(readme: str, board: dict[str, dict]) -> str:
+    """The README with fresh tables. One mark alone gets its partner the first time."""
+    block = f"{MARK}\n\n{tables(board)}\n\n{MARK}"
+    if readme.count(MARK) == 1:
+        return readme.replace(MARK, block)
+    if readme.count(MARK) != 2:
+        raise SystemExit(
+            f"error: the README needs the mark {MARK} once or twice, not {readme.count(MARK)} times"
+        )
+    return re.sub(f"{MARK}.*{MARK}", lambda _: block, readme, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    board = collect()
+    data = json.dumps(board, indent=1) + "\n"
+    page = render(README.read_text(), board)
+    if args.check:
+        fresh = OUT.exists() and OUT.read_text() == data and README.read_text() == page
+        print("up to date" if fresh else "stale: run python -m bench.scoreboard")
+        return 0 if fresh else 1
+    OUT.write_text(data)
+    README.write_text(page)
+    for name, row in board.items():
+        print(f"{name:42} {shown(row)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Do SGLang's own test kits pass against a server with the compressed cache, under strict memory checks?
+
+    python -m bench.serve.kits [--quick] [--only radix,abort] [--format k4v4] [--block 64]
+
+Each kit runs unmodified as a client of our server (`sglang.test.kits`). The server checks its memory
+account in every step (SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY). After each kit the server must be
+alive, its log free of errors, and, once flushed, every page free again: the radix kit, for one, checks
+status codes only. `--quick` asks for fewer nodes, clients and tokens. On a CPU several kits get smaller
+numbers than they were written for; the result file says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import random
+import sys
+import time
+import unittest
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import requests
+
+from bench import common, prompts
+
+NAME = "serve/kits"
+RUNNING = ("--max-running-requests", "16")
+
+
+@dataclass(frozen=True)
+class Kit:
+    """One kit. `run(server, quick, notes)` raises where it fails and notes the numbers that it used."""
+
+    name: str
+    run: Callable[[common.Server, bool, dict], None]
+    env: dict[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = RUNNING
+
+
+def radix(server: common.Server, quick: bool, notes: dict) -> None:
+    """A random tree of prompts, all sent at once: splits, evictions and duplicates in any order."""
+    from sglang.test.kits import radix_cache_server_kit as kit
+
+    notes.update(nodes=40 if quick else 400, chunk=64 if quick else 256)
+    random.seed(7)
+    # The kit's own caller sends prompts longer than this model's context, too.
+    nodes = [x for x in kit.gen_radix_tree(notes["nodes"], notes["chunk"]) if len(x["input_ids"]) < 6000]
+    data = {
+        "input_ids": [x["input_ids"] for x in nodes],
+        "sampling_params": [{"max_new_tokens": x["decode_len"], "temperature": 0} for x in nodes],
+    }
+    response = requests.post(server.url + "/generate", json=data, timeout=4 * 3600)
+    assert response.status_code == 200, response.text[:300]
+    reasons = [a["meta_info"]["finish_reason"]["type"] for a in response.json()]
+    assert set(reasons) <= {"length", "stop"}, reasons
+
+
+def cache_hit(server: common.Server, quick: bool, notes: dict) -> None:
+    """Multi-turn: each round must hit all of the round before, up to a block border; 5 blocks a turn."""
+    from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
+
+    numbers = {"num_clients": 6, "num_rounds": 4, "request_length": 5 * 64 + 9, "output_length": 40}
+    if quick:
+        numbers.update(num_clients=2, num_rounds=2, output_length=16)
+    notes.update(numbers)
+    with _offline_requests():
+        result = run_multiturn_cache_hit_test(server.url, server.model, max_parallel=4, **numbers)
+    notes["cache_hit_rate"] = result["overall"]["cache_hit_rate"]
+
+
+def mixin(
+    path: str,
+    numbers: dict | None = None,
+    quick_numbers: dict | None = None,
+    skip: dict[str, str] | None = None,
+) -> Callable[[common.Server, bool, dict], None]:
+    """A kit written as a mix-in of unittest classes. `skip`: test -> why the model cannot pass it."""
+
+    def run(server: common.Server, quick: bool, notes: dict) -> None:
+        module, name = path.split(":")
+        kit = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
+        used = {**(numbers or {}), **((quick_numbers or {}) if quick else {})}
+        notes.update(used)
+        attributes = {"base_url": server.url, "model": server.model, "process": server.process, **used}
+        case = type("KitTest", (kit, unittest.TestCase), attributes)
+        tests = unittest.TestLoader().getTestCaseNames(case)
+        if skip:
+            notes["skipped"] = {t: skip[t] for t in tests if t in skip}
+        suite = unittest.TestSuite(case(t) for t in tests if t not in (skip or {}))
+        result = unittest.TextTestRunner(stream=io.StringIO()).run(suite)
+        notes["tests_run"] = result.testsRun
+        bad = [f"{c.id()}: {text.strip().splitlines()[-1]}" for c, text in result.failures + result.errors]
+        assert not bad, "; ".join(bad)
+        assert result.testsRun, "the kit holds no test"
+
+    return run
+
+
+def kl(server: common.Server, quick: bool, notes: dict) -> None:
+    """Log-probabilities of a generated answer, cached against computed anew."""
+    from sglang.test import kl_test_utils
+
+    # The kit's samples come from a hub; ours are long prose. Its threshold is the caller's.
+    tok = prompts.tokenizer(server.model)
+    samples = [prompts.cut(tok, prompts.prose(), 500 + 90 * i, start=5000 * i) for i in range(8)]
+    kl_test_utils.get_input_ids = lambda *args, **kwargs: samples
+    new = {"kl_div_prefill_max_new_tokens": 48, "kl_div_decode_max_new_tokens": 48}
+    few = {"kl_div_max_samples": 3, "kl_div_prefill_max_new_tokens": 16, "kl_div_decode_max_new_tokens": 16}
+    numbers = {"kl_div_thres": KL_THRESHOLD, "kl_div_max_samples": 8, **new}
+    mixin("kl_divergence_kit:KLDivergenceMixin", numbers, few)(server, quick, notes)
+
+
+KL_THRESHOLD = 0.02
+ABORT = {"abort_all_num_requests": 16, "abort_all_max_new_tokens": 4000, "abort_all_sleep": 6}
+PAUSE = {"pause_num_requests": 12, "pause_max_new_tokens": 192}
+PAUSE_QUICK = {"pause_num_requests": 4, "pause_max_new_tokens": 64, "pause_duration": 2}
+WAVES = {"running_timeout_num_wave1": 4, "running_timeout_num_wave2": 4}
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "16"}
+CANNOT = {"test_basic_math": "the demo model cannot multiply"}
+
+KITS = {
+    "radix": Kit("radix_cache_server_kit", radix),
+    "hit": Kit("cache_hit_kit", cache_hit),
+    "abort": Kit("abort_timeout_kit, abort all", mixin("abort_timeout_kit:AbortAllMixin", ABORT)),
+    "pause": Kit(
+        "pause_generation_kit", mixin("pause_generation_kit:PauseResumeInPlaceMixin", PAUSE, PAUSE_QUICK)
+    ),
+    "kl": Kit("kl_divergence_kit", kl),
+    "json": Kit("json_constrained_kit", mixin("json_constrained_kit:JSONConstrainedMixin")),
+    "regex": Kit("regex_constrained_kit", mixin("regex_constrained_kit:RegexConstrainedMixin")),
+    "decode": Kit(
+        "basic_decode_correctness_kit",
+        mixin("basic_decode_correctness_kit:BasicDecodeCorrectnessMixin", skip=CANNOT),
+    ),
+    "stress": Kit(
+        "basic_scheduler_stress_kit", mixin("basic_scheduler_stress_kit:BasicSchedulerStressMixin")
+    ),
+    "waiting": Kit(
+        "abort_timeout_kit, waiting timeout",
+        mixin("abort_timeout_kit:WaitingTimeoutMixin", {"waiting_timeout_max_new_tokens": 250}),
+        env={"SGLANG_REQ_WAITING_TIMEOUT": "2"},
+        args=("--max-running-requests", "1"),
+    ),
+    "running": Kit(
+        "abort_timeout_kit, running timeout",
+        mixin("abort_timeout_kit:RunningTimeoutTwoWaveMixin", WAVES),
+        env={"SGLANG_REQ_RUNNING_TIMEOUT": "5"},
+    ),
+    "retract": Kit("radix_cache_server_kit, forced retraction", radix, env=RETRACT),
+}
+
+
+@contextlib.contextmanager
+def _offline_requests():
+    """The hit kit samples its token ids through a data set of the hub; only their randomness matters."""
+    from types import SimpleNamespace
+
+    from sglang.test.kits import cache_hit_kit
+
+    rng = random.Random(11)
+
+    def sample(*, input_len: int, num_prompts: int, **_):
+        return [
+            SimpleNamespace(prompt=[rng.randrange(1000, 40000) for _ in range(input_len)])
+            for _ in range(num_prompts)
+        ]
+
+    kept = cache_hit_kit.sample_random_requests
+    cache_hit_kit.sample_random_requests = sample
+    try:
+        yield
+    finally:
+        cache_hit_kit.sample_random_requests = kept
+
+
+def run_kit(kit: Kit, server: common.Server, quick: bool) -> dict:
+    """One kit and the checks behind it."""
+    server.client.flush()
+    start = server.client.when_idle().get("pages_free")
+    before = len(server.errors())
+    began = time.monotonic()
+    notes: dict = {}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            kit.run(server, quick, notes)
+        problem = _after(server, start, before)
+    except Exception as e:
+        problem = f"{type(e).__name__}: {e}"
+    return {
+        "kit": kit.name,
+        "passed": not problem,
+        "problem": problem[:1500],
+        "seconds": round(time.monotonic() - began, 1),
+        "settings": notes,
+        "server": server.args,
+        "environment": {**common.STRICT, **kit.env},
+    }
+
+
+def _after(server: common.Server, start: int | None, before: int) -> str:
+    if not server.alive:
+        return "the server died: " + server.tail(5)
+    server.client.flush()
+    if new := server.errors()[before:]:
+        return f"errors in the server's log: {new[:3]}"
+    end = server.client.when_idle().get("pages_free")
+    return "" if start == end else f"{start} pages were free before, {end} after the flush"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="", help=f"of {','.join(KITS)}")
+    parser.add_argument("--format", default="k4v4", help="a packed format, bf16, quota, leankv; or stock")
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--memory", default="128MiB", help="little, so that the radix kit meets eviction")
+    args = parser.parse_args()
+
+    names = args.only.split(",") if args.only else list(KITS)
+    rows, server, started = [], None, None
+    try:
+        for kit in (KITS[n] for n in names):
+            options = [*kit.args, "--enable-fp32-lm-head", "--chunked-prefill-size", "512"]
+            if args.format == "stock":
+                options = common.stock(*options)
+            else:
+                options = common.kvc(args.format, *options, block=args.block, memory=args.memory)
+            if server is None or not server.alive or started != (options, kit.env):
+                if server is not None:
+                    server.stop()
+                server, started = common.Server(options, env={**common.STRICT, **kit.env}), (options, kit.env)
+                server.start()
+            rows.append(run_kit(kit, server, args.quick))
+            state = "passed" if rows[-1]["passed"] else "FAILED"
+            print(
+                f"{kit.name:45} {state} {rows[-1]['seconds']:8.1f} s  {rows[-1]['problem'][:300]}", flush=True
+            )
+    finally:
+        if server is not None:
+            server.stop()
+    passed = sum(r["passed"] for r in rows)
+    name = f"{NAME}_{args.format}_p{args.block}" + ("_quick" if args.quick else "")
+    common.write_result(name, {"passed": passed, "of": len(rows), "kits": rows})
+    print(f"{passed} of {len(rows)} kits passed")
+    return 0 if passed == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Are a block's packed bytes a function of its own K/V rows and the policy alone?
+
+    python -m bench.serve.page_hash [--blocks 12] [--block 64] [--histories 20]
+
+K and V rows of the served model are captured once from a real text. Then they are written into fresh
+caches in many random histories: blocks in any order, rows in pieces of any size, compacted alone or
+together, beside other blocks, in page ids left behind by blocks that came and went, with evictions in
+between, and through the runtime's own queue. The digest of every block (rung, counts, key header, page
+bytes) must be the one that it has when packed alone in an empty cache. As a control, rows with a single
+changed element must give another digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+
+import torch
+
+from bench import common, prompts
+from kvc_kernels import ops
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.runtime import Runtime
+
+NAME = "serve/page_hash"
+# Policies of scope "block"; what LeanKV keeps depends on the request that filled the block, by definition.
+CONFIGS = {
+    **{f: {"high": f} for f in ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2")},
+    "quota": {"policy": "quota"},
+    "k4v4, per-token keys": {"high": "k4v4", "key_mode": "token"},
+}
+
+
+def capture(model_dir, tok, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K (after RoPE) and V of a real text, `[L, tokens, H, D]` in bf16."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    ids = torch.tensor([prompts.cut(tok, prompts.prose(), tokens)])
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    layers = range(len(cache))
+    k = torch.stack([cache.layers[i].keys[0].transpose(0, 1) for i in layers])
+    v = torch.stack([cache.layers[i].values[0].transpose(0, 1) for i in layers])
+    return k.contiguous(), v.contiguous()
+
+
+class Replay:
+    """One cache, and the blocks of the text that are in it."""
+
+    def __init__(self, config: KvcConfig, k: torch.Tensor, v: torch.Tensor, capacity: int):
+        layers, _, heads, dim = k.shape
+        size = {"layers": layers, "heads": heads, "head_dim": dim}
+        num_bytes = capacity * config.block_size * layers * heads * dim * 4 * 3 // 2
+        self.runtime = Runtime.build(config, num_bytes=num_bytes, dtype=k.dtype, device="cpu", **size)
+        self.k, self.v, self.p = k, v, config.block_size
+        self.held: dict[int, int] = {}  # block of the text -> block id in the cache
+
+    def write(self, indices: list[int], rng: random.Random) -> None:
+        """Take a block for each of `indices` and write their rows in pieces, interleaved."""
+        ids = self.runtime.take([i * self.p for i in indices])
+        assert ids is not None, "the cache is too small for this history"
+        self.runtime.flush()
+        places = dict(zip(indices, ids))
+        pending = [(i, at) for i in indices for at in range(self.p)]
+        while pending:
+            n = rng.randint(1, 3 * self.p)
+            self._append(pending[:n], places)
+            pending = pending[n:]
+        for i in indices:
+            self.runtime.blocks.filled[places[i]] = self.p
+        self.held.update(places)
+
+    def _append(self, piece: list[tuple[int, int]], places: dict[int, int]) -> None:
+        blocks = torch.tensor([places[i] for i, _ in piece])
+        offsets = torch.tensor([at for _, at in piece])
+        rows = torch.tensor([i * self.p + at for i, at in piece])
+        for layer in range(self.k.shape[0]):
+            ops.append(self.runtime.store, layer, blocks, offsets, self.k[layer, rows], self.v[layer, rows])
+
+    def pack(self, indices: list[int]) -> None:
+        assert self.runtime.queue_due([self.held[i] for i in indices]) == len(indices)
+        self.runtime.flush()
+
+    def drop(self, indices: list[int]) -> None:
+        self.runtime.free([self.held.pop(i) for i in indices])
+        self.runtime.flush()
+
+    def digest(self, i: int) -> str:
+        return ops.block_digest(self.runtime.store, self.held[i])
+
+
+def alone(config: KvcConfig, k: torch.Tensor, v: torch.Tensor, i: int) -> str:
+    replay = Replay(config, k, v, 8)
+    replay.write([i], random.Random(0))
+    replay.pack([i])
+    return replay.digest(i)
+
+
+def history(config: KvcConfig, k, v, blocks: int, seed: int) -> tuple[list[tuple[int, str]], set[int]]:
+    """One random life of a cache: (block of the text, digest) of every packing, and the page ids used."""
+    rng = random.Random(seed)
+    replay = Replay(config, k, v, blocks + 6)
+    seen: list[tuple[int, str]] = []
+    pages: set[int] = set()
+    todo = rng.sample(range(blocks), blocks) * 2  # everything is evicted once and written again
+    waiting: list[int] = []
+    while todo or waiting:
+        fresh = [i for i in dict.fromkeys(todo[: rng.randint(1, 4)]) if i not in replay.held]
+        for i in fresh:
+            todo.remove(i)
+        if fresh:
+            replay.write(fresh, rng)
+            waiting += fresh
+        elif todo:
+            busy = [i for i in dict.fromkeys(todo) if i in replay.held and i not in waiting]
+            if busy:
+                replay.drop(rng.sample(busy, rng.randint(1, len(busy))))
+        rng.shuffle(waiting)
+        n = rng.randint(1, 5)
+        now, waiting = waiting[:n], waiting[n:]
+        if now:
+            replay.pack(now)
+            seen += [(i, replay.digest(i)) for i in now]
+            pages.add(int(replay.runtime.store.table[replay.held[now[0]], 0, 0, 0]))
+    # What was packed early must not have changed since.
+    seen += [(i, replay.digest(i)) for i in replay.held]
+    ops.check_invariants(replay.runtime.store)
+    return seen, pages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=12, help="blocks of real text")
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block")
+    parser.add_argument("--histories", type=int, default=20)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = common.demo_model()
+    k, v = capture(model, prompts.tokenizer(model), args.blocks * args.block)
+    rows, equal, total, control = {}, 0, 0, True
+    for name, options in CONFIGS.items():
+        config = KvcConfig(block_size=args.block, **options).validate()
+        expected = [alone(config, k, v, i) for i in range(args.blocks)]
+        changed = k.clone()
+        changed[-1, 3, -1, 5] += 8
+        control &= alone(config, changed, v, 0) != expected[0] and len(set(expected)) == args.blocks
+        digests, places = [], set()
+        for seed in range(args.histories):
+            seen, pages = history(config, k, v, args.blocks, seed)
+            digests += seen
+            places |= pages
+        good = sum(expected[i] == d for i, d in digests)
+        rows[name] = {"digests": len(digests), "equal": good, "different_first_pages": len(places)}
+        print(name, rows[name], flush=True)
+        equal, total = equal + good, total + len(digests)
+    scores = {"serve.page_hash_match": (equal / total, "share of packed blocks")}
+    numbers = {"block": args.block, "blocks": args.blocks, "histories": args.histories, "configs": rows}
+    common.write_result(NAME, {**numbers, "control_differs": control}, scores=scores)
+    return 0 if equal == total and control else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

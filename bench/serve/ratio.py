@@ -1,0 +1,117 @@
+"""How much smaller is the cache, by the running server's own account of all its bytes?
+
+    python -m bench.serve.ratio [--formats k4v4,leankv] [--lengths 1024,4096,7936] [--block 256]
+
+For each format a server gets contexts of real text, one length at a time, and is asked for its account
+while the request is generating: *body* is the packed blocks with page slack, scales, headers, tables and
+ring entries; *end to end* has the uncompressed end of the sequence in it, too. Both against bf16 K and V
+without any overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+
+import requests
+
+from bench import common, prompts
+
+NAME = "serve/ratio"
+FORMATS = ("bf16", "k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "quota", "leankv")
+LENGTHS = (1024, 4096, 7936)  # the last leaves room for an answer within the model's 8192
+DECODED = 6  # tokens generated before looking: the prompt's blocks are packed in the first of them
+
+
+def in_flight(server: common.Server, prompt: list[int]) -> dict:
+    """The server's account while this prompt's request is generating."""
+    payload = server.client.payload(prompt, 200, stream=True, rid="looked-at")
+    looked: list[dict] = []
+    with requests.post(server.url + "/generate", json=payload, stream=True, timeout=3600) as response:
+        for line in response.iter_lines(decode_unicode=True):
+            if not line.startswith("data: {"):
+                continue
+            meta = json.loads(line[6:])["meta_info"]
+            if not looked and meta["completion_tokens"] >= DECODED:
+                looked.append(server.client.stats())
+                # From another thread, because the answer to this request must be read on.
+                threading.Thread(
+                    target=server.client.post, args=("/abort_request", {"rid": "looked-at"})
+                ).start()
+    assert looked, "the request ended before the server was asked"
+    return looked[0]
+
+
+def check(stats: dict, prompt_tokens: int) -> None:
+    """The account must not claim less than what the free pages say, nor tokens that are not there."""
+    used = (stats["pages_total"] - stats["pages_free"]) * stats["page_bytes"]
+    assert stats["bytes"] >= used, f"{stats['bytes']} bytes claimed, but {used} are taken from the pool"
+    assert prompt_tokens <= stats["tokens"] <= prompt_tokens + 200, stats["tokens"]
+
+
+def measure(fmt: str, lengths: list[int], block: int, texts: dict[int, list[int]]) -> dict:
+    rows = {}
+    with common.Server(common.kvc(fmt, block=block, memory="1GB")) as server:
+        for n in lengths:
+            server.client.flush()
+            stats = in_flight(server, texts[n])
+            check(stats, n)
+            server.client.flush()
+            keep = (
+                "ratio",
+                "ratio_body",
+                "bytes_per_token",
+                "bytes_per_token_body",
+                "occupancy",
+                "tier_shares",
+            )
+            sizes = (
+                "tokens",
+                "packed_tokens",
+                "bytes",
+                "packed_bytes",
+                "bf16_token_bytes",
+                "page_bytes",
+                "config",
+            )
+            rows[str(n)] = {k: stats[k] for k in keep + sizes}
+            print(fmt, n, {k: rows[str(n)][k] for k in ("ratio", "ratio_body", "occupancy")}, flush=True)
+        assert not server.errors(), server.errors()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--block", type=int, default=256)
+    args = parser.parse_args()
+    formats, lengths = args.formats.split(","), [int(n) for n in args.lengths.split(",")]
+    tok = prompts.tokenizer(common.demo_model())
+    texts = {n: prompts.cut(tok, prompts.prose(), n) for n in lengths}
+    rows = {fmt: measure(fmt, lengths, args.block, texts) for fmt in formats}
+    common.write_result(NAME, {"block": args.block, "formats": rows}, scores=scores(rows))
+
+
+def scores(rows: dict) -> dict[str, tuple[float, str]]:
+    """Body at the longest length that was measured; end to end at 4k; occupancy the worst of all formats."""
+    out = {}
+    for fmt, by_length in rows.items():
+        longest = by_length[max(by_length, key=int)]
+        if longest["ratio_body"]:
+            out[f"serve.ratio_body.{fmt}"] = (longest["ratio_body"], "x bf16")
+        if "4096" in by_length:
+            out[f"serve.ratio_4k.{fmt}"] = (by_length["4096"]["ratio"], "x bf16")
+    occupancies = [
+        r["occupancy"] for by_length in rows.values() for r in by_length.values() if r["occupancy"]
+    ]
+    if occupancies:
+        out["serve.occupancy"] = (min(occupancies), "share of token slots, worst format")
+    return out
+
+
+if __name__ == "__main__":
+    main()
