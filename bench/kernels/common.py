@@ -1,0 +1,185 @@
+"""What the kernel benchmarks share: device facts, timing, workloads, result files."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "kernels")]
+
+from kvc_kernels.layout import BF16, FORMATS, PageLayout, PoolLayout, Rung, align_up, choose_page_bytes  # noqa: E402
+from kvc_kernels.testing import random_store  # noqa: E402
+
+
+def device_facts() -> dict:
+    p = torch.cuda.get_device_properties(0)
+    return {"name": p.name, "sms": p.multi_processor_count, "memory_gib": round(p.total_memory / 2**30, 1)}
+
+
+def commit() -> str:
+    try:
+        return subprocess.check_output(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_json(path: str | pathlib.Path, rows: list[dict], **facts) -> None:
+    body = {
+        "command": " ".join(sys.argv),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device_facts(),
+        "torch": torch.__version__,
+        **facts,
+        "rows": rows,
+    }
+    pathlib.Path(path).write_text(json.dumps(body, indent=1))
+
+
+def time_graph(fn, *, inner: int = 10, outer: int = 7) -> float:
+    """Median milliseconds of `fn`, from replays of a CUDA graph that holds it `inner` times."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            fn()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(outer):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) / inner)
+    return sorted(times)[len(times) // 2]
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, read plus written (best of a copy and of an add kernel)."""
+    a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_(0, 256)
+    b = torch.empty_like(a)
+    a4, b4 = a.view(torch.int32), b.view(torch.int32)
+    best = float("inf")
+    for fn in (lambda: b.copy_(a), lambda: torch.add(a4, 1, out=b4)):
+        fn()
+        for _ in range(10):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            fn()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+    return 2 * a.numel() / (best * 1e-3)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is stored and who asks. `ladder`: "k4v4" or "k8v4+k4v2" (one packed rung); `kept`: see `counts`."""
+
+    ladder: str
+    kept: str = "full"
+    block_tokens: int = 256
+    page_bytes: int = 0
+    batch: int = 64
+    tokens: int = 8192
+    heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    key_mode: str = "channel"
+
+    @property
+    def formats(self):
+        return [FORMATS[x] for x in self.ladder.split("+")]
+
+    def rungs(self) -> tuple[Rung, ...]:
+        f = self.formats
+        if f[0] is BF16:
+            return (Rung(BF16),)
+        return (Rung(BF16), Rung(f[0], f[1] if len(f) > 1 else None))
+
+    def layout(self) -> PoolLayout:
+        size = self.page_bytes or choose_page_bytes(
+            self.formats,
+            head_dim=self.head_dim,
+            block_tokens=self.block_tokens,
+            key_mode=self.key_mode,
+            scored=False,
+        )
+        return PoolLayout(1, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
+
+    def counts(self, blocks: int, gen: torch.Generator) -> torch.Tensor:
+        """int `[blocks, 1, H, 2]`. "full", "uniform:M:W[:R]" (M +- W percent of P, rounded up to R tokens), or
+        "mix:M:W:m:w" (both tiers uniform)."""
+        kind, *args = self.kept.split(":")
+        p = self.block_tokens
+        out = torch.zeros((blocks, 1, self.heads, 2), dtype=torch.int64)
+
+        def uniform(mean: str, width: str) -> torch.Tensor:
+            u = torch.rand((blocks, 1, self.heads), generator=gen) * 2 - 1
+            return ((float(mean) + float(width) * u) * p / 100).round().long().clamp(0, p)
+
+        if kind == "full":
+            out[..., 0] = p
+        elif kind == "uniform":
+            n, grain = uniform(*args[:2]), int(args[2]) if len(args) > 2 else 1
+            out[..., 0] = ((n + grain - 1) // grain * grain).clamp(max=p)
+        elif kind == "mix":
+            out[..., 0], out[..., 1] = uniform(*args[:2]), uniform(*args[2:])
+        else:
+            raise ValueError(self.kept)
+        return out
+
+    def build(self, *, batch: int | None = None, tokens: int | None = None, seed: int = 0, rung: int = 1):
+        """(store, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`, stored bytes without slack)."""
+        batch, tokens = batch or self.batch, tokens or self.tokens
+        gen = torch.Generator().manual_seed(seed)
+        nb = -(-tokens // self.block_tokens)
+        n = batch * nb
+        ladder = self.rungs()
+        rung = min(rung, len(ladder) - 1)
+        rungs = torch.full((n,), rung)
+        rows = 1 + torch.randperm(n, generator=gen).view(batch, nb)
+        if tokens % self.block_tokens:
+            rungs[rows[:, -1] - 1] = 0
+        counts = self.counts(n, gen)
+        store = random_store(self.layout(), ladder, rungs, counts, device="cuda", seed=seed)
+        lens = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
+        size = self.stored_bytes(counts, rungs, tokens, batch)
+        return store, rows.int().cuda(), lens, size
+
+    def stored_bytes(self, counts: torch.Tensor, rungs: torch.Tensor, tokens: int, batch: int) -> int:
+        """Bytes of codes, metadata, headers, table entries and counts that a perfect kernel reads."""
+        layout = self.layout()
+        plain = (rungs == 0).sum().item()
+        tail = tokens % self.block_tokens or self.block_tokens
+        total = plain * self.heads * (tail if rungs.max() else self.block_tokens) * 4 * self.head_dim
+        packed = (rungs > 0).nonzero().squeeze(1)
+        for side, f in enumerate(self.formats if len(packed) else []):
+            page = layout.page(f)
+            per = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
+            per += 4 if self.key_mode == "token" else 0
+            n = counts[packed][..., side]
+            total += int(n.sum()) * per + int((-(-n // page.tokens)).sum()) * 4
+            total += len(packed) * self.heads * (layout.header_bytes + 2)
+        return total
+
+
+def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128, key_mode: str = "channel") -> int:
+    """The size of a page that holds just `tokens` tokens of `fmt`."""
+    page = PageLayout(FORMATS[fmt], head_dim, 1 << 24, key_mode, False)
+    return align_up(page._segments(tokens)["end"][0], 16)

@@ -1,0 +1,178 @@
+"""Which block size, page size, tile and counts does decode attention like? Checks, then times, every point.
+
+    python bench/kernels/geometry.py SUITE --out FILE.json [--jobs 12]
+
+Each distinct kernel is first compiled and checked on a small store against float64, in parallel processes that fill
+the compile cache, then all points are timed one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import torch
+from common import Workload, copy_bandwidth, page_bytes_for, time_graph, write_json
+from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
+from kvc_kernels.testing import reference_decode
+
+
+def suite_tune() -> list[tuple[Workload, Tuning, int]]:
+    """Launch parameters, full blocks; the third of a point is columns (0: default)."""
+    out = []
+    k4 = Workload("k4v4", page_bytes=page_bytes_for("k4v4", 64))
+    for t, columns in (
+        (Tuning(1, 64, 3), 0), (Tuning(1, 64, 4), 0), (Tuning(1, 64, 5), 115), (Tuning(1, 64, 2), 0),
+        (Tuning(1, 64, 3), 99), (Tuning(1, 64, 3), 264), (Tuning(1, 64, 3), 396),
+        (Tuning(1, 64, 3, max_registers=200), 165), (Tuning(1, 64, 3, max_registers=168), 181),
+        (Tuning(1, 64, 2, max_registers=168), 198), (Tuning(1, 32, 3, max_registers=128), 264),
+        (Tuning(2, 128, 3), 0), (Tuning(2, 128, 3, max_registers=168), 82), (Tuning(2, 128, 2, max_registers=168), 99),
+        (Tuning(2, 64, 3, max_registers=128), 132), (Tuning(4, 128, 3, plain_tile=64, max_registers=128), 66),
+    ):  # fmt: skip
+        out.append((k4, t, columns))
+    for name, size in (
+        ("k8v8", page_bytes_for("k8v8", 64)), ("k8v8", page_bytes_for("k8v8", 32)),
+        ("k8v4", page_bytes_for("k8v4", 64)), ("k8v4", page_bytes_for("k8v4", 32)),
+        ("k4v2", page_bytes_for("k4v2", 64)), ("k2v2", page_bytes_for("k2v2", 64)),
+    ):  # fmt: skip
+        for t, columns in ((Tuning(1, 64, 3), 0), (Tuning(1, 64, 3, max_registers=200), 165),
+                           (Tuning(1, 64, 2), 0), (Tuning(2, 128, 3), 0), (Tuning(2, 128, 2), 0)):  # fmt: skip
+            out.append((Workload(name, page_bytes=size), t, columns))
+    bf = Workload("bf16", page_bytes=8192)
+    for t in (Tuning(1, 64, 3), Tuning(1, 64, 3, plain_stages=4), Tuning(1, 64, 3, plain_tile=32), Tuning(2, 64, 3),
+              Tuning(2, 64, 3, plain_tile=32)):  # fmt: skip
+        out.append((bf, t, 0))
+    return out
+
+
+def suite_geometry() -> list[tuple[Workload, Tuning, int]]:
+    """Block and page sizes, ragged counts, two tiers."""
+    out = []
+    one = Tuning()
+    for tokens in (32, 64, 128):
+        size = page_bytes_for("k4v4", tokens)
+        for p in (128, 256, 512):
+            out.append((Workload("k4v4", block_tokens=p, page_bytes=size), one, 0))
+            out.append((Workload("k4v4", "uniform:50:12", p, size), one, 0))
+    for grain in (16, 32, 64):
+        for tokens in (32, 64):
+            out.append((Workload("k4v4", f"uniform:50:12:{grain}", 256, page_bytes_for("k4v4", tokens)), one, 0))
+    for tile in (16, 32):
+        out.append((Workload("k4v4", "uniform:50:12", 256, page_bytes_for("k4v4", 32)), replace(one, tile=tile), 0))
+    out.append((Workload("k4v4", "uniform:50:0", 256, page_bytes_for("k4v4", 64)), one, 0))
+    for size in (page_bytes_for("k8v4", 16), page_bytes_for("k8v4", 32), page_bytes_for("k8v4", 48),
+                 page_bytes_for("k8v4", 64)):  # fmt: skip
+        for p in (256, 512):
+            out.append((Workload("k8v4+k4v2", "mix:35:12:40:12", p, size), one, 0))
+    out.append((Workload("k8v4+k4v2", "mix:35:12:40:12", 256, page_bytes_for("k8v4", 32)), replace(one, tile=32), 0))
+    d64 = Workload("k4v4", page_bytes=page_bytes_for("k4v4", 64, 64), head_dim=64)
+    out += [(d64, one, 0), (d64, replace(one, tile=128), 0)]
+    return out
+
+
+SUITES = {"tune": suite_tune, "geometry": suite_geometry}
+
+
+def check(w: Workload, t: Tuning) -> float:
+    """Relative error against float64 on a small store with a bf16 tail, written over NaN."""
+    tokens = 2 * w.block_tokens + 37
+    store, rows, lens, _ = w.build(batch=2, tokens=tokens, seed=int(time.time()) % 10007)
+    q = torch.randn((2, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
+    op = DecodeAttention(
+        store, max_batch=2, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t, columns=4
+    )
+    op.plan(rows, lens)
+    out = torch.full_like(q, float("nan"))
+    scale = w.head_dim**-0.5
+    op.run(0, q, scale=scale, out=out)
+    ref = reference_decode(store, 0, q, rows, lens, scale=scale)
+    return ((out.double().cpu() - ref).norm() / ref.norm()).item()
+
+
+def measure(w: Workload, tunings: list[tuple[Tuning, int]], bandwidth: float) -> list[dict]:
+    store, rows, lens, size = w.build()
+    q = torch.randn((w.batch, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
+    out = []
+    for t, items in tunings:
+        op = DecodeAttention(
+            store, max_batch=w.batch, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t,
+            columns=items or None,
+        )  # fmt: skip
+        op.plan(rows, lens)
+        y = torch.empty_like(q)
+        ms = time_graph(lambda: op.run(0, q, scale=w.head_dim**-0.5, out=y))
+        plan_ms = time_graph(lambda: op.plan(rows, lens))
+        row = {
+            "workload": asdict(w), "tuning": asdict(t), "items": op._plan.columns, "ms": ms, "plan_ms": plan_ms,
+            "bytes": size, "of_copy": size / (ms * 1e-3) / bandwidth, "nan": bool(y.isnan().any()),
+            "tokens_a_page": [w.layout().page(f).tokens for f in w.formats],
+        }  # fmt: skip
+        out.append(row)
+        print(line(row), flush=True)
+    return out
+
+
+def line(r: dict) -> str:
+    w, t = r["workload"], r["tuning"]
+    tune = f"w{t['warps']} t{t['tile']} s{t['stages']} r{t['max_registers'] or '-'} p{t['plain_tile']}"
+    what = (
+        f"{w['ladder']:10s} {w['kept']:16s} P{w['block_tokens']} D{w['head_dim']} {w['batch']}x{w['tokens']}"
+    )
+    return (
+        f"{what} T{r['tokens_a_page']} {tune} items {r['items']}: {r['ms'] * 1e3:7.1f} us"
+        f"  {100 * r['of_copy']:5.1f} % of copy  plan {r['plan_ms'] * 1e3:.1f} us{'  NaN!' if r['nan'] else ''}"
+    )
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser()
+    ap.add_argument("suite", choices=SUITES)
+    ap.add_argument("--out", required=True)
+    ap.add_argument("--jobs", type=int, default=12)
+    ap.add_argument("--shard", help="i/n: only check this part (used by the parallel first pass)")
+    args = ap.parse_args()
+    points = SUITES[args.suite]()
+    small = {}
+    for w, t, _ in points:
+        small.setdefault((replace(w, batch=2, tokens=0), t), None)
+    if args.shard:
+        i, n = map(int, args.shard.split("/"))
+        for w, t in list(small)[i::n]:
+            try:
+                err = check(w, t)
+                bad = "" if err < 4e-3 else "  WRONG"
+                print(f"check {w.ladder} P{w.block_tokens} D{w.head_dim} {t}: {err:.1e}{bad}", flush=True)
+            except Exception as e:
+                print(
+                    f"check {w.ladder} P{w.block_tokens} {t}: FAILED {type(e).__name__} {str(e)[-300:]}",
+                    flush=True,
+                )
+        return
+    started = time.time()
+    jobs = [
+        subprocess.Popen([sys.executable, __file__, args.suite, "--out", "-", "--shard", f"{i}/{args.jobs}"])
+        for i in range(min(args.jobs, len(small)))
+    ]
+    for job in jobs:
+        job.wait()
+    print(f"checked {len(small)} kernels in {time.time() - started:.0f} s", flush=True)
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}", flush=True)
+    grouped: dict[Workload, list] = {}
+    for w, t, items in points:
+        grouped.setdefault(w, []).append((t, items))
+    rows = []
+    for w, tunings in grouped.items():
+        try:
+            rows += measure(w, tunings, bandwidth)
+        except Exception as e:
+            print(f"{w}: FAILED {type(e).__name__} {str(e)[-300:]}", flush=True)
+        torch.cuda.empty_cache()
+    write_json(args.out, rows, copy_bytes_per_s=bandwidth)
+
+
+if __name__ == "__main__":
+    main()

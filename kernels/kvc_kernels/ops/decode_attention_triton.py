@@ -1,0 +1,326 @@
+"""Decode attention over mixed-precision pages: `plan` once a step, then per layer one launch and a merge.
+
+Programs: one per (work item, KV head); a work item is a run of blocks of one request in one class, a class being a
+format and its side of the table. So every program knows one precision at compile time, and a layer's bf16 tails, high
+and low pages run side by side in one launch. Their results are merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import TOKEN, Format
+from ..store import PageStore
+from .decode_body_triton import CODE_UNIT, LOG2E, NEG, P_SHIFT, _list_tiles, packed_part, plain_part
+from .decode_plan_triton import DecodePlan
+
+INTERPRET = triton.knobs.runtime.interpret
+RESIDENT_WARPS = 8  # of the kernel on one multiprocessor, at 255 registers a thread
+CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a block
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
+
+    warps: int = 1
+    tile: int = 64
+    stages: int = 3
+    plain_tile: int = 16
+    plain_stages: int = 3
+    max_registers: int | None = None
+
+
+@triton.jit
+def _zero_products(
+    qz, q, zeros, header_stride, entries, n, factor,
+    D: tl.constexpr, NQ: tl.constexpr, KB: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """qz fp32 `[CHUNK, NQ]` = factor * q . zero of each block's header, by a small MMA whose rows are the blocks."""
+    DK: tl.constexpr = D * KB // 8
+    NF: tl.constexpr = 8 // KB
+    j = tl.arange(0, CHUNK)
+    dk = tl.arange(0, DK)
+    block = tl.load(entries + j, mask=j < n, other=0) >> 32
+    s = tl.zeros([CHUNK, NQ], tl.float32)
+    for k in tl.static_range(NF):
+        at = zeros + (block * header_stride)[:, None] + ((NF - 1 - k) * DK + dk)[None, :]
+        zero = tl.load(at, mask=(j < n)[:, None], other=0.0)
+        s += tl.dot(zero, q[k]) * (1 << (KB * (NF - 1 - k)))
+    heads = tl.arange(0, NQ)
+    tl.store(qz + j[:, None] * NQ + heads[None, :], s * factor)
+
+
+@triton.jit
+def _plain_program(
+    q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap, page_bytes: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    WARPS: tl.constexpr, ASM: tl.constexpr,
+):
+    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table."""
+    d = tl.arange(0, D)
+    q = tl.load(q_row[None, :] + d[:, None], mask=(g < G)[None, :], other=0.0)
+    acc = tl.zeros([D, NQ], tl.float32)
+    m = tl.full([NQ], NEG, tl.float32)
+    l = tl.zeros([16 * WARPS, NQ], tl.float32)
+    for first in range(0, blocks, CHUNK):
+        n = tl.minimum(blocks - first, CHUNK)
+        tiles = _list_tiles(
+            words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
+            CHUNK, TILE, P // TILE, T, 1, SPAN, True,
+        )
+        tl.debug_barrier()
+        acc, m, l = plain_part(
+            acc, m, l, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
+            D, NQ, T, SPAN, VOFF, CAPPED, TILE, STAGES, WARPS, ASM,
+        )
+        tl.debug_barrier()
+    tl.store(out[None, :] + d[:, None], acc, mask=(g < G)[None, :])
+    tl.store(ml, m - P_SHIFT, mask=g < G)
+    tl.store(ml + 1, tl.sum(l, 0), mask=g < G)
+
+
+@triton.jit
+def _packed_program(
+    q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
+    page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr, KMETA: tl.constexpr,
+    VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+):
+    """One item of packed blocks in one format; `head` = layer * H + KV head."""
+    DK: tl.constexpr = D * KB // 8
+    DV: tl.constexpr = D * VB // 8
+    ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32
+    ROW_GROUP: tl.constexpr = D if VB > 2 else 32
+    dk = tl.arange(0, DK)
+    q = ()
+    qsum = tl.zeros([NQ], tl.float32)
+    above = tl.zeros([DK, NQ], tl.float32)
+    for k in tl.static_range(8 // KB):
+        at = q_row[None, :] + ((8 // KB - 1 - k) * DK + dk)[:, None]
+        x = tl.load(at, mask=(g < G)[None, :], other=0.0).to(tl.float32)
+        u = x * (1.0 / (1 << (KB * (8 // KB - 1 - k))))
+        if TOKEN_KEYS:
+            qsum += tl.sum(x, 0)
+            q = q + ((u - above).to(tl.float16),)
+            above = u
+        else:
+            q = q + (u.to(tl.float16),)
+    acc = ()
+    for _ in tl.static_range((DV // ROWS) * (8 // VB)):
+        acc = acc + (tl.zeros([ROWS, NQ], tl.float32),)
+    zs = ()
+    for _ in tl.static_range(D // ROW_GROUP):
+        zs = zs + (tl.zeros([16 * WARPS, NQ], tl.float32),)
+    m = tl.full([NQ], NEG, tl.float32)
+    l = tl.zeros([16 * WARPS, NQ], tl.float32)
+    row = table + head * E + SIDE * (E - 1)
+    header = headers + head * (2 * D)
+    for first in range(0, blocks, CHUNK):
+        n = tl.minimum(blocks - first, CHUNK)
+        tiles = _list_tiles(
+            words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
+            CHUNK, TILE, P // TILE, T, 1 - 2 * SIDE, SPAN, False,
+        )
+        if not TOKEN_KEYS:
+            factor = scale if CAPPED else scale * LOG2E
+            _zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, D, NQ, KB, CHUNK)
+        tl.debug_barrier()
+        acc, m, l, zs = packed_part(
+            acc, m, l, zs, q, qsum, words, tile_pages, qz, tiles,
+            pages, page_bytes, header, LH * 2 * D, scale, cap,
+            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM,
+        )
+        tl.debug_barrier()
+    rows = tl.arange(0, ROWS)
+    for r in tl.static_range(DV // ROWS):
+        for f in tl.static_range(8 // VB):
+            zero = tl.sum(zs[(f * DV + r * ROWS) // ROW_GROUP], 0)
+            if VB == 2:
+                field = acc[r * 4 + f]
+            elif f == 8 // VB - 1:
+                # `_nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
+                field = acc[0] - acc[1] if VB == 4 else acc[0]
+            else:
+                field = acc[1]
+            o = field * (CODE_UNIT / (1 << (VB * f))) + zero[None, :]
+            tl.store(out[None, :] + (f * DV + r * ROWS + rows)[:, None], o, mask=(g < G)[None, :])
+    tl.store(ml, m - P_SHIFT, mask=g < G)
+    tl.store(ml + 1, tl.sum(l, 0), mask=g < G)
+
+
+@triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
+def _decode_kernel(
+    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, lists,
+    pages, table, counts, headers, NB, layer, scale, cap,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
+    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    STAGES: tl.constexpr, PLAIN_STAGES: tl.constexpr, WARPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
+    pid = tl.program_id(0)
+    h = pid % H
+    head = (layer * H + h).to(tl.int64)
+    words = scratch + pid.to(tl.int64) * SCRATCH
+    qz = (words + WORDS).to(tl.pointer_type(tl.float32))
+    tile_pages = (words + WORDS + CHUNK * NQ // 2).to(tl.pointer_type(tl.int32))
+    g = tl.arange(0, NQ)
+    for item in range(tl.load(column_ranges + pid // H), tl.load(column_ranges + pid // H + 1)):
+        request = tl.load(items + item * 4)
+        cls = tl.load(items + item * 4 + 1)
+        start = tl.load(items + item * 4 + 2)
+        blocks = tl.load(items + item * 4 + 3)
+        entries = lists + (request * len(CLASSES) + cls).to(tl.int64) * NB + start
+        q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
+        part = (item * H + h).to(tl.int64) * G + g
+        out = part_o + part * D
+        ml = part_ml + part * 2
+        for c in tl.static_range(len(CLASSES)):
+            if cls == c:
+                if CLASSES[c][0] == 16:
+                    _plain_program(
+                        q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
+                        page_bytes, L * H * E, G, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5], CHUNK,
+                        CAPPED, CLASSES[c][7], PLAIN_STAGES, WARPS, ASM,
+                    )
+                else:
+                    _packed_program(
+                        q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
+                        head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
+                        CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
+                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], STAGES, WARPS, ASM,
+                    )
+
+
+@triton.jit
+def _merge_kernel(part_o, part_ml, ranges, out, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                  STEP: tl.constexpr):
+    """grid (B, H * G). Sum of a request's partial results, weighted by 2^(m - max m)."""
+    b = tl.program_id(0)
+    hq = tl.program_id(1)
+    h = hq // G
+    g = hq % G
+    first = tl.load(ranges + b)
+    last = tl.load(ranges + b + 1)
+    d = tl.arange(0, D)
+    i = tl.arange(0, STEP)
+    top = tl.full([], NEG, tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([D], tl.float32)
+    for at in range(first, last, STEP):
+        row = ((at + i).to(tl.int64) * H + h) * G + g
+        ok = at + i < last
+        m = tl.load(part_ml + row * 2, mask=ok, other=NEG)
+        l = tl.load(part_ml + row * 2 + 1, mask=ok, other=0.0)
+        o = tl.load(part_o + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
+        m_new = tl.maximum(top, tl.max(m, 0))
+        w = tl.exp2(m - m_new)
+        keep = tl.exp2(top - m_new)
+        total = total * keep + tl.sum(w * l, 0)
+        acc = acc * keep + tl.sum(o * w[:, None], 0)
+        top = m_new
+    # A head with every token pruned, or a row without tokens, gives 0 rather than NaN.
+    result = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + (b * (H * G) + hq).to(tl.int64) * D + d, result.to(out.dtype.element_ty))
+
+
+class DecodeAttention:
+    """Plan and buffers of the decode attention of one store; `plan` once a step, `run` for each layer."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        query_heads: int,
+        tuning: Tuning | None = None,
+        columns: int | None = None,
+    ):
+        layout = store.layout
+        if query_heads % layout.heads:
+            raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
+        self.store, self.tuning = store, tuning or Tuning()
+        self.group = query_heads // layout.heads
+        self.columns = max(8, triton.next_power_of_2(self.group))
+        self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns or self._default_columns())
+        self._classes = tuple(self._describe(f, side) for f, side in self._plan.classes)
+        # Per program: tile words (one more is prefetched), q . zero of a chunk's blocks, pages of each tile.
+        tiles = CHUNK * layout.block_tokens // min(c[7] for c in self._classes)
+        page_words = max(CHUNK * layout.block_tokens // c[7] * c[8] + c[8] for c in self._classes)
+        self._words = tiles + 2
+        self._scratch_words = self._words + CHUNK * self.columns // 2 + (page_words + 3) // 4 * 2
+        dev, rows = store.device, self._plan.capacity * layout.heads
+        self._scratch = torch.empty(self._plan.columns * layout.heads * self._scratch_words, dtype=torch.int64, device=dev)
+        self._part_o = torch.empty((rows, self.group, layout.head_dim), dtype=torch.float32, device=dev)
+        self._part_ml = torch.empty((rows, self.group, 2), dtype=torch.float32, device=dev)
+
+    def _default_columns(self) -> int:
+        """Programs a head so that all programs are resident at once: one wave, and nothing to wait for at its end."""
+        if self.store.device.type != "cuda":
+            return 4
+        sms = torch.cuda.get_device_properties(self.store.device).multi_processor_count
+        return max(1, sms * RESIDENT_WARPS // self.tuning.warps // self.store.layout.heads)
+
+    def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
+        """(key bits, value bits, tokens a page, side, offsets of key meta, value codes and value meta, tile, pages that a
+        tile touches) of a class, for the kernel."""
+        page, p = self.store.layout.page(fmt), self.store.layout.block_tokens
+        t = page.tokens
+        tile = min(self.tuning.tile if fmt.packed else self.tuning.plain_tile, p)
+        span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
+        names = ("key_meta", "value_codes", "value_meta")
+        return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span)
+
+    def plan(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync."""
+        self._plan.update(self.store, row_blocks, seq_lens)
+
+    def run(
+        self, layer: int, q: torch.Tensor, *, scale: float, logit_cap: float = 0.0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`q[B, Hq, D]` of the planned requests -> `out[B, Hq, D]` in q's dtype."""
+        store, layout, t = self.store, self.store.layout, self.tuning
+        if out is None:
+            out = torch.empty_like(q)
+        if q.shape[0] == 0:
+            return out
+        plan = self._plan
+        extra = {"maxnreg": t.max_registers} if t.max_registers and not INTERPRET else {}
+        _decode_kernel[(plan.columns * layout.heads,)](
+            q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items, plan.column_ranges,
+            plan.lists, store.pages, store.table, store.counts, store.headers, plan.max_blocks, layer, scale, logit_cap,
+            layout.layers, layout.heads, self.group, self.columns, layout.head_dim, layout.head_pages_bf16,
+            layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._scratch_words, self._words,
+            layout.key_mode == TOKEN, logit_cap > 0, t.stages, t.plain_stages, t.warps, not INTERPRET, num_warps=t.warps, **extra,
+        )  # fmt: skip
+        _merge_kernel[(q.shape[0], q.shape[1])](
+            self._part_o, self._part_ml, plan.ranges, out, layout.heads, self.group, layout.head_dim, 8, num_warps=1
+        )
+        return out
+
+
+def decode_attention_triton(
+    store: PageStore,
+    layer: int,
+    q: torch.Tensor,
+    row_blocks: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """One query a request, as `decode_attention`: plans and runs at once. A server keeps a `DecodeAttention`."""
+    op = DecodeAttention(
+        store, max_batch=q.shape[0], max_blocks=row_blocks.shape[1], query_heads=q.shape[1]
+    )
+    op.plan(row_blocks.int(), seq_lens.int())
+    return op.run(layer, q, scale=scale, logit_cap=logit_cap)

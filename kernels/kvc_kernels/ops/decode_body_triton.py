@@ -1,0 +1,330 @@
+"""Attention of one query group over the blocks of one work item: the inner loops of `decode_attention_triton`.
+
+Both bodies compute S^T = K . q^T and O^T = V^T . p^T, so that the query group is the N = 8 side of m16n8k16 and only
+GQA > 8 pays for 16 columns; with the group on the 16-row side, softmax and PV did twice the work on padding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A code c, put into the low bits of an fp16 word, is the subnormal c * 2^-24: exact, and one AND per two codes is
+# the whole conversion. The factor goes into the softmax scale and the final store. Products are formed and summed
+# in fp32 by the MMA, where neither 2^-24 nor the place of a nibble (2^4, 2^2) loses a bit.
+CODE_UNIT: tl.constexpr = tl.constexpr(16777216.0)
+# p is kept times 2^5 so that p * value_scale stays clear of fp16 subnormals; a value scale may reach 2047.
+P_SHIFT: tl.constexpr = tl.constexpr(5.0)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+NEG: tl.constexpr = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _nested(x, BITS: tl.constexpr, ASM: tl.constexpr):
+    """uint8 codes [M, N] -> 8/BITS fp16 tensors [M, N] F0, F1, ..: the byte without its 0, 1, .. highest fields.
+
+    In units of 2^-24. Field j is worth F[n-1-j] - F[n-j]; that difference is taken on the small side of the product
+    (the query) or at the very end (the output). So the whole byte serves as it is: two PRMT spread four bytes over two
+    registers, and only the other tensors cost an AND per two elements (4 bits: half an instruction a code).
+    """
+    if ASM:
+        if BITS == 8:
+            return (
+                tl.inline_asm_elementwise(
+                    "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;",
+                    "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+                ),
+            )
+        elif BITS == 4:
+            a, b = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $4, 0, 0x4140; prmt.b32 $1, $4, 0, 0x4342;"
+                " and.b32 $2, $0, 0x000f000f; and.b32 $3, $1, 0x000f000f;",
+                "=&r,=&r,=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            )
+            return (a, b)
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $8, 0, 0x4140; prmt.b32 $1, $8, 0, 0x4342;"
+                " and.b32 $2, $0, 0x003f003f; and.b32 $3, $1, 0x003f003f;"
+                " and.b32 $4, $0, 0x000f000f; and.b32 $5, $1, 0x000f000f;"
+                " and.b32 $6, $0, 0x00030003; and.b32 $7, $1, 0x00030003;",
+                "=&r,=&r,=r,=r,=r,=r,=r,=r,r", [x],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
+            )
+            return (a, b, c, d)
+    else:
+        out = ()
+        for k in tl.static_range(8 // BITS):
+            out = out + ((x & (0xFF >> (BITS * k))).to(tl.int16).to(tl.float16, bitcast=True),)
+        return out
+
+
+@triton.jit
+def _crumbs(x, ASM: tl.constexpr):
+    """uint8 2-bit codes [M, N] -> 4 fp16 tensors [M, N]; field j is worth code * 2^(2j - 24).
+
+    2-bit values have a scale for each group of features, so that their fields cannot share a weight as in `_nested`.
+    """
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{.reg .b32 a, b; prmt.b32 a, $8, 0, 0x4140; prmt.b32 b, $8, 0, 0x4342;"
+            " and.b32 $0, a, 0x00030003; and.b32 $1, b, 0x00030003;"
+            " and.b32 $2, a, 0x000c000c; and.b32 $3, b, 0x000c000c;"
+            " and.b32 $4, a, 0x00300030; and.b32 $5, b, 0x00300030;"
+            " and.b32 $6, a, 0x00c000c0; and.b32 $7, b, 0x00c000c0;}",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r", [x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
+        )
+        return (a, b, c, d)
+    else:
+        out = ()
+        for j in tl.static_range(4):
+            out = out + ((x & (3 << (2 * j))).to(tl.int16).to(tl.float16, bitcast=True),)
+        return out
+
+
+@triton.jit
+def _list_tiles(
+    words, tile_pages, entries, n, counts, counts_stride, table, table_stride,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
+    SPAN: tl.constexpr, FROM_LIST: tl.constexpr,
+):
+    """Write what the tile loop needs to know of `n` <= CHUNK blocks; return the number of tiles.
+
+    `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). `table` points
+    to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
+    words int64 `[tiles]`: block << 32 | j << 24 | first token << 12 | tokens of the block, j the place in the chunk.
+    tile_pages int32 `[tiles, SPAN]`: ids of the pages that a tile touches.
+    So the tile loop is flat over blocks of ragged lengths, and no load in it waits for another load.
+    """
+    j = tl.arange(0, CHUNK)
+    e = tl.load(entries + j, mask=j < n, other=0)
+    if FROM_LIST:
+        count = (e & 0xFFFFFFFF).to(tl.int32)
+    else:
+        count = tl.load(counts + (e >> 32) * counts_stride, mask=j < n, other=0).to(tl.int32)
+    tiles = tl.where(j < n, (count + TILE - 1) // TILE, 0)
+    at = tl.cumsum(tiles, 0) - tiles
+    i = tl.arange(0, MAX_TILES)
+    head = ((e >> 32) << 32) | (j.to(tl.int64) << 24) | count.to(tl.int64)
+    word = head[:, None] | (i.to(tl.int64) * TILE << 12)[None, :]
+    used = i[None, :] < tiles[:, None]
+    to = at[:, None] + i[None, :]
+    tl.store(words + to, word, mask=used)
+    row = table + (e >> 32) * table_stride
+    for k in tl.static_range(SPAN):
+        entry = i * TILE // T + k
+        page = tl.load(row[:, None] + STEP * entry[None, :], mask=used & ((entry * T)[None, :] < count[:, None]), other=0)
+        tl.store(tile_pages + to * SPAN + k, page, mask=used)
+    return tl.sum(tiles, 0)
+
+
+@triton.jit
+def _tile_pages(tile_pages, i, SPAN: tl.constexpr):
+    out = ()
+    for k in tl.static_range(SPAN):
+        out = out + (tl.load(tile_pages + i * SPAN + k),)
+    return out
+
+
+@triton.jit
+def _page_pointers(pages, ids, page_bytes, t0, t, TILE: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr):
+    """(page pointer, first slot, slots `[TILE]`): token t0 + t lies at slot first + slots of its page.
+
+    Where a page holds whole tiles, the pointer is a scalar and `slots` is constant, so that a tile's addresses are one
+    base and immediate offsets; else the pointer is a tensor `[TILE]` picked from the few pages that a tile touches.
+    """
+    base = pages + ids[0].to(tl.int64) * page_bytes
+    first = t0 * 0
+    slots = t
+    if T % TILE == 0:
+        first = tl.multiple_of(t0 % T, TILE)
+    elif TILE % T == 0:
+        for k in tl.static_range(1, SPAN):
+            base = tl.where(t >= k * T, pages + ids[k].to(tl.int64) * page_bytes, base)
+        slots = t % T
+    else:
+        at = t0 % T + t
+        slots = at
+        for k in tl.static_range(1, SPAN):
+            base = tl.where(at >= k * T, pages + ids[k].to(tl.int64) * page_bytes, base)
+            slots = tl.where(at >= k * T, at - k * T, slots)
+        # True for packed pages, which hold a multiple of 16 tokens; nothing else is read along tokens.
+        slots = tl.max_contiguous(tl.multiple_of(slots, 16), 16)
+    return base, first, slots
+
+
+@triton.jit
+def _spread(base, SPAN: tl.constexpr, AXIS: tl.constexpr):
+    """Pointer tensor `[TILE]` as column (AXIS 1) or row (0) of a 2D one; scalars stay scalars."""
+    if SPAN == 1:
+        return base
+    elif AXIS == 1:
+        return base[:, None]
+    else:
+        return base[None, :]
+
+
+@triton.jit
+def _capped(x, cap):
+    """cap * tanh(x / cap), through exp2 because tl has no tanh; exact to fp32 rounding at both ends."""
+    return cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E / cap)) + 1.0))
+
+
+@triton.jit
+def packed_part(
+    acc, m, l, zs, q, qsum, words, tile_pages, qz_scratch, n_tiles,
+    pages, page_bytes, headers, header_stride, scale, cap,
+    D: tl.constexpr, NQ: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr,
+    KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+):
+    """Add `n_tiles` tiles of packed tokens to the running softmax.
+
+    acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `_nested` or `_crumbs`, in units of 2^-24.
+    m fp32 `[NQ]`; l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero that are reduced over
+    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j) (per-token keys:
+    the difference to the one before, as `_nested` wants it). `headers` is at this layer and head.
+    """
+    DK: tl.constexpr = D * KB // 8
+    DV: tl.constexpr = D * VB // 8
+    NKF: tl.constexpr = 8 // KB
+    NVF: tl.constexpr = 8 // VB
+    ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32  # rows of one field that share a value group
+    PARTS: tl.constexpr = DV // ROWS
+    GROUPS: tl.constexpr = D // 32 if VB == 2 else 1
+    ROW_GROUP: tl.constexpr = D if VB > 2 else 32
+    FOLD: tl.constexpr = TILE // (16 * WARPS)
+    c = scale * (LOG2E * CODE_UNIT)
+    if not TOKEN_KEYS:
+        c = c * (255 // ((1 << KB) - 1))
+    if CAPPED:
+        c = c / LOG2E
+    t = tl.arange(0, TILE)
+    dk = tl.arange(0, DK)
+    rows = tl.arange(0, ROWS)
+    heads = tl.arange(0, NQ)
+    word = tl.load(words)
+    ids = _tile_pages(tile_pages, 0, SPAN)
+    for i in tl.range(0, n_tiles, num_stages=STAGES):
+        block = word >> 32
+        count = (word & 0xFFF).to(tl.int32)
+        t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
+        ok = t < count - t0
+        base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN)
+        # Masks have the grain of 16 tokens, that of a vector of values.
+        ok16 = tl.max_constancy((t // 16) * 16 < count - t0, 16)
+        codes = tl.load(
+            _spread(base + first * DK, SPAN, 1) + ((slots * DK)[:, None] + dk[None, :]), mask=ok16[:, None], other=0
+        )
+        values = ()
+        for r in tl.static_range(PARTS):
+            at = slots[None, :] + (rows * T + (VOFF + r * ROWS * T))[:, None]
+            values = values + (tl.load(_spread(base + first, SPAN, 0) + at, mask=ok16[None, :], other=0),)
+        meta = (base + VMETA).to(tl.pointer_type(tl.float16)) + first + slots
+        vscale = ()
+        vzero = ()
+        for g in tl.static_range(GROUPS):
+            vscale = vscale + (tl.load(meta + 2 * g * T, mask=ok16, other=0.0),)
+            vzero = vzero + (tl.load(meta + (2 * g + 1) * T, mask=ok16, other=0.0),)
+        j24 = (word >> 24) & 0xFF
+        word = tl.load(words + i + 1)
+        ids = _tile_pages(tile_pages, i + 1, SPAN)
+
+        kf = _nested(codes, KB, ASM)
+        s = tl.zeros([TILE, NQ], tl.float32)
+        if TOKEN_KEYS:
+            for k in tl.static_range(NKF):
+                s = tl.dot(kf[k], q[k], s)
+        else:
+            # Query of the highest field first; each further tensor of `_nested` holds the difference to the one before.
+            above = tl.zeros([DK, NQ], tl.float16)
+            for k in tl.static_range(NKF):
+                ks = tl.load(headers + block * header_stride + (NKF - 1 - k) * DK + dk)
+                mine = q[k] * ks[:, None]
+                if k == 0:
+                    s = tl.dot(kf[0], mine, s)
+                else:
+                    s = tl.dot(kf[k], mine - above, s)
+                above = mine
+        if TOKEN_KEYS:
+            kmeta = (base + KMETA).to(tl.pointer_type(tl.float16)) + first + slots
+            kscale = tl.load(kmeta, mask=ok16, other=0.0).to(tl.float32) * c
+            kzero = tl.load(kmeta + T, mask=ok16, other=0.0).to(tl.float32) * (c / CODE_UNIT)
+            s = s * kscale[:, None] + kzero[:, None] * qsum[None, :]
+            if CAPPED:
+                s = _capped(s, cap) * LOG2E
+            s = tl.where(ok[:, None], s, NEG)
+            mn = tl.maximum(m, tl.max(s, 0))
+            p = tl.exp2(s - (mn - P_SHIFT)[None, :])
+        else:
+            qz = tl.load(qz_scratch + j24 * NQ + heads)
+            if CAPPED:
+                s = _capped(s * c + qz[None, :], cap) * LOG2E
+                s = tl.where(ok[:, None], s, NEG)
+                mn = tl.maximum(m, tl.max(s, 0))
+                p = tl.exp2(s - (mn - P_SHIFT)[None, :])
+            else:
+                # The maximum of the raw products is enough (c > 0): one FMA an element serves scale, zero and max.
+                s = tl.where(ok[:, None], s, NEG)
+                mn = tl.maximum(m, tl.max(s, 0) * c + qz)
+                p = tl.exp2(s * c + (qz - mn + P_SHIFT)[None, :])
+        a = tl.exp2(m - mn)
+        m = mn
+        l = l * a[None, :] + tl.sum(tl.reshape(p, (FOLD, 16 * WARPS, NQ)), 0)
+        z_next = ()
+        for g in tl.static_range(GROUPS):
+            pz = p * tl.where(ok, vzero[g], 0.0).to(tl.float32)[:, None]
+            z_next = z_next + (zs[g] * a[None, :] + tl.sum(tl.reshape(pz, (FOLD, 16 * WARPS, NQ)), 0),)
+        zs = z_next
+        p16 = p.to(tl.float16)
+        acc_next = ()
+        for r in tl.static_range(PARTS):
+            vf = _crumbs(values[r], ASM) if VB == 2 else _nested(values[r], VB, ASM)
+            for j in tl.static_range(NVF):
+                weight = p16 * tl.where(ok, vscale[(j * DV + r * ROWS) // ROW_GROUP], 0.0)[:, None]
+                acc_next = acc_next + (tl.dot(vf[j], weight, acc[r * NVF + j] * a[None, :]),)
+        acc = acc_next
+    return acc, m, l, zs
+
+
+@triton.jit
+def plain_part(
+    acc, m, l, q, words, tile_pages, n_tiles, pages, page_bytes, scale, cap,
+    D: tl.constexpr, NQ: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, VOFF: tl.constexpr, CAPPED: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+):
+    """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, q model dtype `[D, NQ]`, m and l as above."""
+    FOLD: tl.constexpr = TILE // (16 * WARPS)
+    c = scale * LOG2E
+    t = tl.arange(0, TILE)
+    d = tl.arange(0, D)
+    word = tl.load(words)
+    ids = _tile_pages(tile_pages, 0, SPAN)
+    for i in tl.range(0, n_tiles, num_stages=STAGES):
+        count = (word & 0xFFF).to(tl.int32)
+        t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
+        ok = t < count - t0
+        base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN)
+        row = _spread(base.to(tl.pointer_type(q.dtype)) + first * D, SPAN, 1)
+        at = (slots * D)[:, None] + d[None, :]
+        k = tl.load(row + at, mask=ok[:, None], other=0.0)
+        v = tl.load(row + (at + VOFF // 2), mask=ok[:, None], other=0.0)
+        word = tl.load(words + i + 1)
+        ids = _tile_pages(tile_pages, i + 1, SPAN)
+        if not ASM:  # the interpreter multiplies bf16 words as integers
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        s = tl.dot(k, q.to(k.dtype))
+        if CAPPED:
+            s = _capped(s * scale, cap) * LOG2E
+        else:
+            s = s * c
+        s = tl.where(ok[:, None], s, NEG)
+        mn = tl.maximum(m, tl.max(s, 0))
+        p = tl.exp2(s - (mn - P_SHIFT)[None, :])
+        a = tl.exp2(m - mn)
+        m = mn
+        l = l * a[None, :] + tl.sum(tl.reshape(p, (FOLD, 16 * WARPS, NQ)), 0)
+        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * a[None, :])
+    return acc, m, l

@@ -1,0 +1,175 @@
+"""The work list of a decode step, made on the GPU into static buffers: two small launches, no host sync."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import BF16, Format
+from ..store import PageStore
+
+
+def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
+    """(format, side of the table) pairs that blocks of this store can hold; bf16 first. Side 0 is the high tier."""
+    out: list[tuple[Format, int]] = [(BF16, 0)]
+    for rung in store.ladder[1:]:
+        for pair in ((rung.high, 0), (rung.low, 1)):
+            if pair[0] is not None and pair not in out:
+                out.append(pair)
+    return out
+
+
+@triton.jit(do_not_specialize=["NB"])
+def _split_kernel(
+    row_blocks, row_stride, seq_lens, rung, rung_classes, lists, sizes,
+    NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
+):
+    """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
+
+    `rung_classes` int32 `[rungs]`: bit c is set where a block at this rung holds tokens of class c.
+    """
+    b = tl.program_id(0)
+    seq_len = tl.load(seq_lens + b)
+    nb = tl.minimum((seq_len + P - 1) // P, NB)
+    for c in tl.static_range(NC):
+        found = tl.zeros([], tl.int32)
+        for at in range(0, nb, STEP):
+            j = at + tl.arange(0, STEP)
+            block = tl.load(row_blocks + b.to(tl.int64) * row_stride + j, mask=j < nb, other=0).to(tl.int64)
+            r = tl.maximum(tl.load(rung + block, mask=j < nb, other=0).to(tl.int32), 0)
+            bits = tl.load(rung_classes + r, mask=j < nb, other=0)
+            hit = ((bits >> c) & 1) * (j < nb).to(tl.int32)
+            tokens = tl.minimum(seq_len - j * P, P).to(tl.int64)
+            to = found + tl.cumsum(hit, 0) - hit
+            tl.store(lists + (b.to(tl.int64) * NC + c) * NB + to, (block << 32) | tokens, mask=hit == 1)
+            found += tl.sum(hit, 0)
+        tl.store(sizes + b * NC + c, found)
+
+
+@triton.jit
+def _border(column, budget, start, weight, n):
+    """First block of a list that starts at cost `start` whose middle lies in cost column `column` or later."""
+    k = tl.ceil((column.to(tl.float32) * budget - start) / weight - 0.5).to(tl.int32)
+    return tl.minimum(tl.maximum(k, 0), n)
+
+
+@triton.jit(do_not_specialize=["batch", "columns"])
+def _items_kernel(
+    sizes, weights, items, ranges, column_ranges, batch, columns,
+    NC: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):
+    """grid (B,). Deal the cost of all lists, laid end to end, to `columns` equal columns, cutting at block borders.
+
+    A column's part of one list is an item, int32 `[items, 4]`; items are in the order of lists and of columns alike, so
+    requests and columns both own ranges of them. Each program adds up the same totals over the padded `[WIDTH]` = B * NC
+    sizes: that is cheaper than a third launch. Columns are no narrower than a block, hence no empty items.
+    """
+    b = tl.program_id(0)
+    i = tl.arange(0, WIDTH)
+    n = tl.load(sizes + i, mask=i < batch * NC, other=0)
+    w = tl.load(weights + i % NC)
+    cost = n.to(tl.float32) * w
+    total = tl.sum(cost, 0)
+    budget = tl.maximum(total / columns, tl.max(tl.where(n > 0, w, 1e-6), 0))
+    start = tl.cumsum(cost, 0) - cost
+    first_column = tl.minimum(((start + 0.5 * w) / budget).to(tl.int32), columns - 1)
+    last_column = tl.minimum(((start + cost - 0.5 * w) / budget).to(tl.int32), columns - 1)
+    cuts = tl.where(n > 0, tl.maximum(last_column - first_column, 0) + 1, 0)
+    place = tl.cumsum(cuts, 0) - cuts
+    for c in tl.static_range(NC):
+        me = i == b * NC + c
+        mine = tl.sum(tl.where(me, cuts, 0), 0)
+        blocks = tl.sum(tl.where(me, n, 0), 0)
+        base = tl.sum(tl.where(me, place, 0), 0)
+        column = tl.sum(tl.where(me, first_column, 0), 0)
+        at_cost = tl.sum(tl.where(me, start, 0.0), 0)
+        weight = tl.sum(tl.where(me, w, 0.0), 0)
+        if c == 0:
+            tl.store(ranges + b, base)
+        for at in range(0, mine, STEP):
+            k = at + tl.arange(0, STEP)
+            lo = tl.where(k == 0, 0, _border(column + k, budget, at_cost, weight, blocks))
+            hi = tl.where(k == mine - 1, blocks, _border(column + k + 1, budget, at_cost, weight, blocks))
+            to = items + (base + k) * 4
+            tl.store(to, b + tl.zeros([STEP], tl.int32), mask=k < mine)
+            tl.store(to + 1, c + tl.zeros([STEP], tl.int32), mask=k < mine)
+            tl.store(to + 2, lo, mask=k < mine)
+            tl.store(to + 3, hi - lo, mask=k < mine)
+    # Items in front of a column: of each list, those of its earlier columns.
+    per = (columns + batch) // batch
+    for at in range(b * per, tl.minimum((b + 1) * per, columns + 1)):
+        before = tl.minimum(tl.maximum(at - first_column, 0), cuts)
+        tl.store(column_ranges + at, tl.sum(before, 0))
+    if b == 0:
+        tl.store(ranges + batch, tl.sum(cuts, 0))
+
+
+class DecodePlan:
+    """Static buffers of a decode step for up to `max_batch` requests of `max_blocks` blocks.
+
+    | tensor         | shape, dtype            | meaning                                               |
+    |----------------|-------------------------|-------------------------------------------------------|
+    | `lists`        | int64 `[B, C, NB]`      | blocks of a request by class: block << 32 | tokens    |
+    | `sizes`        | int32 `[B, C]`          | lengths of the lists                                  |
+    | `items`        | int32 `[items, 4]`      | request, class, first list place, blocks              |
+    | `ranges`       | int32 `[B + 1]`         | items of each request                                 |
+    | `column_ranges`| int32 `[columns + 1]`   | items of each column; a column is a program's share   |
+
+    Addresses and launch grids depend on the arguments alone, so both `update` and the layers can be captured in one
+    CUDA graph and replayed with other lengths and blocks.
+    """
+
+    def __init__(self, store: PageStore, max_batch: int, max_blocks: int, *, columns: int):
+        layout = store.layout
+        self.classes = ladder_classes(store)
+        nc, dev = len(self.classes), store.device
+        self.max_batch, self.max_blocks = max_batch, max_blocks
+        self.columns = max(1, min(columns, max_batch * max_blocks))
+        self.capacity = self.columns + max_batch * nc
+        self.lists = torch.zeros((max_batch, nc, max_blocks), dtype=torch.int64, device=dev)
+        self.sizes = torch.zeros((max_batch, nc), dtype=torch.int32, device=dev)
+        self.items = torch.zeros((self.capacity, 4), dtype=torch.int32, device=dev)
+        self.ranges = torch.zeros(max_batch + 1, dtype=torch.int32, device=dev)
+        self.column_ranges = torch.zeros(self.columns + 1, dtype=torch.int32, device=dev)
+        masks, tokens = [], [[float(layout.block_tokens)]] + [[] for _ in self.classes[1:]]
+        for i, rung in enumerate(store.ladder):
+            high = self.classes.index((rung.high, 0)) if i else 0
+            low = self.classes.index((rung.low, 1)) if i and rung.low is not None else None
+            masks.append(1 << high | (0 if low is None else 1 << low))
+            if i:
+                for c, share in self._expected(store, rung, high, low):
+                    tokens[c].append(share)
+        self.rung_classes = torch.tensor(masks or [1], dtype=torch.int32, device=dev)
+        cost = [max(t) * self._token_cost(f, layout.head_dim) for t, (f, _) in zip(tokens, self.classes)]
+        self.weights = torch.tensor(cost, dtype=torch.float32, device=dev)
+
+    @staticmethod
+    def _expected(store: PageStore, rung, high: int, low: int | None):
+        """(class, tokens a head) that a block at `rung` is taken to hold: its page quota, split evenly over tiers."""
+        layout = store.layout
+        pages = rung.pages / (layout.layers * layout.heads) or layout.head_pages_bf16
+        tiers = [(high, rung.high)] + ([] if low is None else [(low, rung.low)])
+        share = pages / len(tiers)
+        return [(c, min(layout.block_tokens, share * layout.page(f).tokens)) for c, f in tiers]
+
+    @staticmethod
+    def _token_cost(fmt: Format, head_dim: int) -> float:
+        """Time of a token in a format, in bytes of traffic: its bytes, but no less than what the issue slots allow."""
+        return max(head_dim * (fmt.key_bits + fmt.value_bits) / 8, 0.8 * head_dim)
+
+    def update(self, store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Fill the buffers for `row_blocks[B, NB]` (int32) and `seq_lens[B]` (int32); runs on the current stream."""
+        batch, nc = row_blocks.shape[0], len(self.classes)
+        if batch > self.max_batch or row_blocks.shape[1] > self.max_blocks:
+            raise ValueError(f"plan is for {self.max_batch} x {self.max_blocks}, got {tuple(row_blocks.shape)}")
+        if batch == 0:
+            return
+        _split_kernel[(batch,)](
+            row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, self.lists, self.sizes,
+            self.max_blocks, nc, store.layout.block_tokens, 128, num_warps=4,
+        )
+        _items_kernel[(batch,)](
+            self.sizes, self.weights, self.items, self.ranges, self.column_ranges, batch, self.columns,
+            nc, triton.next_power_of_2(self.max_batch * nc), 32, num_warps=4,
+        )
