@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -24,6 +25,9 @@ def device_facts() -> dict:
 
 
 def commit() -> str:
+    """Of the checkout, or KVC_COMMIT where the tree was copied without its history."""
+    if "KVC_COMMIT" in os.environ:
+        return os.environ["KVC_COMMIT"]
     try:
         return subprocess.check_output(
             ["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True, stderr=subprocess.DEVNULL
