@@ -8,10 +8,9 @@ from pathlib import Path
 from sglang_kvc.stats import HeadMap
 
 CELL_W, CELL_H, GAP = 22, 22, 1
-LEFT, TOP, BOTTOM = 54, 30, 64
+LEFT, TOP, BOTTOM, LEGEND = 54, 30, 44, 24
 # One hue from pale to dark: darker means that more is kept. Empty cells stay readable on white and in print.
 PALE, DARK = (237, 243, 250), (11, 61, 110)
-WORDS = "Share of tokens kept, by layer and KV head"
 
 
 def draw(head_map: HeadMap, path: Path, *, title: str, caption: str, rows: list[tuple[str, str]]) -> None:
@@ -32,23 +31,41 @@ def colour(share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(PALE, DARK))
 
 
+def panels(head_map: HeadMap) -> list[tuple[str, list[list[float]]]]:
+    """What is drawn: kept tokens and, where a lower tier holds some of them, those at high precision."""
+    shown = [("Share of tokens kept, by layer and KV head", head_map.kept)]
+    if head_map.high != head_map.kept:
+        shown.append(("Share of tokens kept at high precision", head_map.high))
+    return shown
+
+
 def svg(head_map: HeadMap) -> str:
     """Layers from left to right, heads from top to bottom; every cell says its numbers when pointed at."""
     layers, heads = head_map.shape
+    shown = panels(head_map)
+    panel_height = TOP + heads * CELL_H + BOTTOM
     width = max(LEFT + layers * CELL_W + 20, 420)
-    height = TOP + heads * CELL_H + BOTTOM
+    height = panel_height * len(shown) + LEGEND
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, sans-serif" font-size="11" fill="#222">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="{LEFT}" y="16" font-size="13">{WORDS}</text>',
     ]
+    for i, (words, shares) in enumerate(shown):
+        out.append(f'<g transform="translate(0 {i * panel_height})">{_panel(head_map, words, shares)}</g>')
+    return "\n".join([*out, _legend(height - LEGEND), "</svg>"])
+
+
+def _panel(head_map: HeadMap, words: str, shares: list[list[float]]) -> str:
+    layers, heads = head_map.shape
+    out = [f'<text x="{LEFT}" y="16" font-size="13">{words}</text>']
     for layer in range(layers):
         for head in range(heads):
             kept, high = head_map.kept[layer][head], head_map.high[layer][head]
             x, y = LEFT + layer * CELL_W, TOP + head * CELL_H
+            fill = colour(shares[layer][head])
             out.append(
-                f'<rect x="{x}" y="{y}" width="{CELL_W - GAP}" height="{CELL_H - GAP}" fill="{colour(kept)}">'
+                f'<rect x="{x}" y="{y}" width="{CELL_W - GAP}" height="{CELL_H - GAP}" fill="{fill}">'
                 f"<title>layer {layer}, head {head}: {100 * kept:.1f} % kept, {100 * high:.1f} % high</title></rect>"
             )
     for head in range(0, heads, _step(heads)):
@@ -60,8 +77,7 @@ def svg(head_map: HeadMap) -> str:
         out.append(f'<text x="{x:.0f}" y="{below + 14}" text-anchor="middle">{layer}</text>')
     out.append(f'<text x="8" y="{TOP + 14}">head</text>')
     out.append(f'<text x="{LEFT}" y="{below + 30}">layer</text>')
-    out.append(_legend(below + 38))
-    return "\n".join([*out, "</svg>"])
+    return "\n".join(out)
 
 
 def _legend(y: float) -> str:
@@ -71,9 +87,7 @@ def _legend(y: float) -> str:
         for i in range(steps)
     ]
     end = LEFT + 34 + steps * 16 + 6
-    return (
-        f'<text x="{LEFT}" y="{y + 10}">0 %</text>' + "".join(cells) + f'<text x="{end}" y="{y + 10}">100 % kept</text>'
-    )
+    return f'<text x="{LEFT}" y="{y + 10}">0 %</text>' + "".join(cells) + f'<text x="{end}" y="{y + 10}">100 %</text>'
 
 
 def _step(n: int) -> int:
@@ -110,14 +124,18 @@ def _png(head_map: HeadMap, path: Path, title: str, caption: str) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     layers, heads = head_map.shape
+    shown = panels(head_map)
     ramp = LinearSegmentedColormap.from_list("kept", [colour(0), colour(1)])
-    figure, axes = pyplot.subplots(figsize=(max(6.0, layers * 0.22 + 2), heads * 0.22 + 2.2), layout="constrained")
-    columns = [[head_map.kept[layer][head] for layer in range(layers)] for head in range(heads)]
-    image = axes.imshow(columns, cmap=ramp, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="layer", ylabel="KV head", title=f"{WORDS}\n{title}: {caption}")
-    axes.title.set_fontsize(9)
-    axes.set_yticks(range(0, heads, _step(heads)))
-    axes.set_xticks(range(0, layers, _step(layers)))
-    figure.colorbar(image, ax=axes, label="share kept", location="bottom", shrink=0.6)
+    size = (max(7.0, layers * 0.22 + 2), (heads * 0.22 + 0.9) * len(shown) + 1.3)
+    figure, grid = pyplot.subplots(len(shown), figsize=size, layout="constrained", squeeze=False)
+    for axes, (words, shares) in zip(grid[:, 0], shown):
+        by_head = [[shares[layer][head] for layer in range(layers)] for head in range(heads)]
+        image = axes.imshow(by_head, cmap=ramp, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes.set_title(words, fontsize=9)
+        axes.set(xlabel="layer", ylabel="KV head")
+        axes.set_yticks(range(0, heads, _step(heads)))
+        axes.set_xticks(range(0, layers, _step(layers)))
+    figure.suptitle(f"{title}\n{caption}", fontsize=8)
+    figure.colorbar(image, ax=grid, location="bottom", shrink=0.6, aspect=40)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -97,8 +97,9 @@ def test_every_scheduler_gets_its_own(serve, tmp_path, capsys):
 def test_svg_is_well_formed_and_shows_every_head():
     root = ET.fromstring(headmap.svg(MAP))
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 4 and "layer 1, head 0: 25.0 % kept, 25.0 % high" in titles
-    tall = HeadMap([[0.5] * 8] * 80, [[0.5] * 8] * 80, 1)
+    assert len(titles) == 8, "kept and high, for 2 layers of 2 heads"
+    assert "layer 1, head 0: 25.0 % kept, 25.0 % high" in titles
+    tall = HeadMap([[0.5] * 8] * 80, [[0.5] * 8] * 80, 1)  # a single tier: a single panel
     assert len(list(ET.fromstring(headmap.svg(tall)).iter("{http://www.w3.org/2000/svg}title"))) == 640
 
 
