@@ -1,0 +1,280 @@
+"""Extend attention: new tokens over their cached prefix, read from pages, and over themselves.
+
+`ExtendAttention` plans once a forward, from the lengths that the host knows, and runs once a layer. A program takes a
+tile of query rows (new token x query head of one group) of one KV head and a part of the prefix, class by class (a
+class is a format and its side of the table), then, in the first part, the new tokens themselves from the dense inputs.
+Parts are joined by log-sum-exp. Nothing grows with the prefix but the list of its blocks.
+"""
+
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import TOKEN, Format
+from ..store import PageStore
+from .extend_body_triton import NEG, causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
+from .extend_plan_triton import ExtendPlan
+
+INTERPRET = triton.knobs.runtime.interpret
+CHUNK = 32  # blocks whose tiles a program lists at a time
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES_EXTEND.md)."""
+
+    rows: int = 128  # query rows a program
+    warps: int = 4
+    tile: int = 64  # keys an iteration
+    stages: int = 2
+    programs_per_sm: int = 2
+
+
+@triton.jit(do_not_specialize=["layer", "scale", "cap", "NB"])
+def _extend_kernel(
+    q, q_stride_n, q_stride_h, k, k_stride_n, k_stride_h, v, v_stride_n, v_stride_h, out, own_o, own_lse,
+    part_o, part_lse, scratch, items, lists, sizes, NB, pages, table, counts, headers, layer, scale, cap,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr, MAX_TILES: tl.constexpr,
+    WIDTH: tl.constexpr, OWN: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):
+    """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. out `[N, Hq, D]` takes items that none is joined with,
+    part_o fp32 `[slots, H, BM, D]` and part_lse fp32 `[slots, H, BM]` (base 2) the others.
+
+    The new tokens themselves: computed here, or (OWN false) own_o `[N, Hq, D]`, own_lse fp32 `[N, Hq]` (base 2) hold
+    that part of the result, which is what the first part of the prefix then starts from.
+    """
+    pid = tl.program_id(0)
+    h = pid % H
+    item = items + (pid // H) * 8
+    request = tl.load(item)
+    start = tl.load(item + 1)
+    row0 = tl.load(item + 2)
+    rows = tl.load(item + 3)
+    part = tl.load(item + 4)
+    parts = tl.load(item + 5)
+    slot = tl.load(item + 6)
+    own = tl.load(item + 7)
+    head = (layer * H + h).to(tl.int64)
+    tile_list = scratch + pid.to(tl.int64) * (CHUNK * MAX_TILES)
+    row = row0 + tl.arange(0, BM)
+    valid = row < rows
+    token = row // G
+    hq = h * G + row % G
+    q_rows = q + (start + token).to(tl.int64) * q_stride_n + hq * q_stride_h
+    acc = ()
+    for _ in tl.static_range(D // WIDTH):
+        acc = acc + (tl.zeros([BM, WIDTH], tl.float32),)
+    m = tl.full([BM], NEG, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    w = tl.arange(0, WIDTH)
+    place = (start + token).to(tl.int64) * (H * G) + hq
+    if not OWN:
+        mine = valid & (own == 1)
+        m = tl.load(own_lse + place, mask=mine, other=NEG)
+        l = tl.where(mine, 1.0, 0.0)
+        acc = ()
+        for j in tl.static_range(D // WIDTH):
+            x = tl.load(own_o + place[:, None] * D + (j * WIDTH + w)[None, :], mask=mine[:, None], other=0.0)
+            acc = acc + (x.to(tl.float32),)
+    for c in tl.static_range(len(CLASSES)):
+        n = tl.load(sizes + request * len(CLASSES) + c)
+        lo = (n.to(tl.int64) * part // parts).to(tl.int32)
+        hi = (n.to(tl.int64) * (part + 1) // parts).to(tl.int32)
+        entries = lists + (request * len(CLASSES) + c).to(tl.int64) * NB
+        first_page = table + head * E + CLASSES[c][3] * (E - 1)
+        if hi > lo:
+            if CLASSES[c][0] == 16:
+                qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
+            else:
+                qc = load_q(q_rows, valid, tl.float16, D, 8 // CLASSES[c][0])
+            for at in range(lo, hi, CHUNK):
+                some = tl.minimum(hi - at, CHUNK)
+                tl.debug_barrier()
+                n_tiles = list_tiles(
+                    tile_list, entries + at, some, counts + head * 2 + CLASSES[c][3], L * H * 2,
+                    CHUNK, TILE, MAX_TILES, CLASSES[c][0] == 16,
+                )
+                tl.debug_barrier()
+                if CLASSES[c][0] == 16:
+                    acc, m, l = plain_tiles(
+                        acc, m, l, qc[0], tile_list, n_tiles, pages, page_bytes, first_page, L * H * E, scale, cap,
+                        D, CLASSES[c][2], CLASSES[c][5], WIDTH, CAPPED, TILE, STAGES, ASM,
+                    )
+                else:
+                    acc, m, l = packed_tiles(
+                        acc, m, l, qc, tile_list, n_tiles, pages, page_bytes, first_page, L * H * E,
+                        headers + head * (2 * D), L * H * 2 * D, scale, cap, D, CLASSES[c][0], CLASSES[c][1],
+                        CLASSES[c][2], 1 - 2 * CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6], WIDTH,
+                        TOKEN_KEYS, CAPPED, TILE, STAGES, ASM,
+                    )
+    if OWN:
+        qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
+        last = (tl.minimum(row0 + BM, rows) + G - 1) // G * own
+        acc, m, l = causal_tiles(
+            acc, m, l, qc[0], k + start.to(tl.int64) * k_stride_n + h * k_stride_h,
+            v + start.to(tl.int64) * v_stride_n + h * v_stride_h, k_stride_n, v_stride_n, token, last, scale, cap,
+            D, WIDTH, CAPPED, TILE, STAGES, ASM,
+        )
+    some = tl.where(l > 0, l, 1.0)
+    if slot < 0:
+        for j in tl.static_range(D // WIDTH):
+            x = (acc[j] / some[:, None]).to(out.dtype.element_ty)
+            tl.store(out + place[:, None] * D + (j * WIDTH + w)[None, :], x, mask=valid[:, None])
+    else:
+        i = (slot.to(tl.int64) * H + h) * BM + tl.arange(0, BM)
+        for j in tl.static_range(D // WIDTH):
+            tl.store(part_o + i[:, None] * D + (j * WIDTH + w)[None, :], acc[j] / some[:, None])
+        tl.store(part_lse + i, tl.where(l > 0, m + tl.log2(some), NEG))
+
+
+@triton.jit
+def _join_kernel(
+    part_o, part_lse, joins, out,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
+):
+    """grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: query start, first row, end row, first slot, slots."""
+    join = joins + tl.program_id(0) * 5
+    h = tl.program_id(2)
+    start = tl.load(join)
+    end = tl.load(join + 2)
+    slot = tl.load(join + 3).to(tl.int64)
+    slots = tl.load(join + 4)
+    within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(join + 1) + within
+    valid = row < end
+    place = (start + row // G).to(tl.int64) * (H * G) + h * G + row % G
+    d = tl.arange(0, D)
+    m = tl.full([ROWS], NEG, tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    for s in range(0, slots):
+        i = ((slot + s) * H + h) * BM + within
+        lse = tl.load(part_lse + i, mask=valid, other=NEG)
+        o = tl.load(part_o + i[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
+        mn = tl.maximum(m, lse)
+        a = tl.exp2(m - mn)
+        b = tl.where(lse > NEG, tl.exp2(lse - mn), 0.0)
+        acc = acc * a[:, None] + o * b[:, None]
+        l = l * a + b
+        m = mn
+    x = acc / tl.where(l > 0, l, 1.0)[:, None]
+    tl.store(out + place[:, None] * D + d[None, :], x.to(out.dtype.element_ty), mask=valid[:, None])
+
+
+class ExtendAttention:
+    """Plan and buffers of the extend attention of one store: `plan` once a forward, `run` for each layer."""
+
+    def __init__(
+        self, store: PageStore, *, query_heads: int, max_blocks: int | None = None, tuning: Tuning | None = None
+    ):
+        """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once."""
+        layout = store.layout
+        if query_heads % layout.heads:
+            raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
+        self.store, self.tuning = store, tuning or Tuning()
+        self.group = query_heads // layout.heads
+        sms = 1
+        if store.device.type == "cuda":
+            sms = torch.cuda.get_device_properties(store.device).multi_processor_count
+        programs = sms * self.tuning.programs_per_sm
+        self._plan = ExtendPlan(store, self.group, self.tuning.rows, programs=programs, max_blocks=max_blocks)
+        self._tile = min(self.tuning.tile, triton.next_power_of_2(layout.block_tokens))
+        self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
+        self._classes = tuple(self._describe(f, side) for f, side in self._plan.classes)
+        self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
+        dev = store.device
+        self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
+        self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
+        self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
+
+    def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
+        """(key bits, value bits, tokens a page, side, key meta, value codes, value meta offsets) for the kernel."""
+        page = self.store.layout.page(fmt)
+        names = ("key_meta", "value_codes", "value_meta")
+        return (fmt.key_bits, fmt.value_bits, page.tokens, side, *(page.offset(n) for n in names))
+
+    def _run_of_features(self, fmt: Format) -> int:
+        """Features in a row that lie in one field, and share a scale, of a value in `fmt`."""
+        d = self.store.layout.head_dim
+        if not fmt.packed:
+            return d
+        field = d * fmt.value_bits // 8
+        return min(field, 32) if fmt.value_bits == 2 else field
+
+    def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
+        """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Copies to the device; does not sync."""
+        self._plan.update(row_blocks, prefix_lens, extend_lens)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Grow the buffers to the plan: bounded by the new tokens of a forward, not by prefixes."""
+        layout, plan = self.store.layout, self._plan
+        words = plan.n_items * layout.heads * CHUNK * self._max_tiles
+        if self._scratch.numel() < words:
+            self._scratch = self._scratch.new_empty(words)
+        rows = plan.n_slots * layout.heads * self.tuning.rows
+        if self._part_lse.numel() < rows:
+            self._part_lse = self._part_lse.new_empty(rows)
+            self._part_o = self._part_o.new_empty(rows * layout.head_dim)
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
+    ) -> torch.Tensor:
+        """`q[N, Hq, D]`, new rows `k`, `v` `[N, H, D]` (any token and head stride) -> `[N, Hq, D]` in q's dtype."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if q.shape[0]:
+            self._attend(layer, q, k, v, out, None, scale, logit_cap)
+        return out
+
+    def _attend(self, layer: int, q, k, v, out, own, scale: float, logit_cap: float) -> None:
+        """Fill `out`; `own` is None, or (output, base-2 LSE) of the new tokens among themselves."""
+        store, layout, plan, t = self.store, self.store.layout, self._plan, self.tuning
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        own_o, own_lse = own or (out, self._part_lse)
+        _extend_kernel[(plan.n_items * layout.heads,)](
+            q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
+            own_o, own_lse, self._part_o, self._part_lse, self._scratch, plan.items, plan.lists, plan.sizes,
+            plan.max_blocks, store.pages, store.table, store.counts, store.headers, layer, scale, logit_cap,
+            layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16, layout.block_tokens,
+            layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width, own is None,
+            layout.key_mode == TOKEN, logit_cap > 0, t.rows, self._tile, t.stages, not INTERPRET, num_warps=t.warps,
+        )  # fmt: skip
+        if plan.n_joins:
+            rows = min(16, t.rows)
+            _join_kernel[(plan.n_joins, t.rows // rows, layout.heads)](
+                self._part_o, self._part_lse, plan.joins, out,
+                layout.heads, self.group, layout.head_dim, t.rows, rows, num_warps=4,
+            )  # fmt: skip
+
+
+def extend_attention_triton(
+    store: PageStore,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_blocks: torch.Tensor,
+    prefix_lens: list[int],
+    extend_lens: list[int],
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """`extend_attention` plus the new rows `k`, `v`: plans and runs at once. A server keeps an `ExtendAttention`."""
+    op = ExtendAttention(store, query_heads=q.shape[1])
+    op.plan(row_blocks.int(), prefix_lens, extend_lens)
+    return op.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)

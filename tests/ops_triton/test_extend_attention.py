@@ -1,0 +1,147 @@
+"""Extend attention under the interpreter against a float64 reading of the same pages."""
+
+import pytest
+import torch
+
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.ops.extend_attention_triton import ExtendAttention, Tuning, extend_attention_triton
+from kvc_kernels.ops.extend_plan_triton import cut_prefixes
+from kvc_kernels.testing import dense_head, random_store
+
+SMALL = Tuning(rows=16, tile=32, programs_per_sm=12)
+
+
+def make_case(ladder, *, group, head_dim=64, key_mode="channel", heads=2, block_tokens=32, dtype=torch.bfloat16,
+              scored=False, rungs=(1, 2, 0, 1, 0, 2), device="cpu", seed=0, layers=2, full=False):
+    """A store of `len(rungs)` blocks with ragged heads (whole ones with `full`)."""
+    rungs = torch.tensor(rungs) % len(ladder)
+    formats = [f for r in ladder for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, key_mode=key_mode, scored=scored)
+    layout = PoolLayout(layers, heads, head_dim, block_tokens, page, key_mode, scored)
+    gen = torch.Generator().manual_seed(seed)
+    shape = (len(rungs), layers, heads)
+    high = torch.randint(0, block_tokens + 1, shape, generator=gen)
+    high[0], high[-1] = 0, block_tokens
+    low = (torch.rand(shape, generator=gen) * (block_tokens - high + 1)).long()
+    one_tier = torch.tensor([r.low is None for r in ladder])[rungs].view(-1, 1, 1)
+    low = torch.where(one_tier, 0, low)
+    if full:
+        high, low = torch.full_like(high, block_tokens), torch.zeros_like(low)
+    counts = torch.stack((high, low), -1)
+    return random_store(layout, ladder, rungs, counts, dtype=dtype, device=device, seed=seed)
+
+
+def reference(store, layer, q, k, v, row_blocks, prefix_lens, extend_lens, *, scale, logit_cap=0.0):
+    """float64 `[N, Hq, D]`."""
+    layout, p, at = store.layout, store.layout.block_tokens, 0
+    group = q.shape[1] // layout.heads
+    q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
+    out = torch.full(q.shape, torch.nan, dtype=torch.float64)
+    for b, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
+        for h in range(layout.heads):
+            ids = [int(row_blocks[b, j]) for j in range(-(-prefix // p))]
+            parts = [dense_head(store, x, layer, h, min(p, prefix - j * p)) for j, x in enumerate(ids)]
+            kc, vc = (torch.cat([x[i] for x in parts] + [y[at : at + new, h]]) for i, y in ((0, k), (1, v)))
+            x = q[at : at + new, h * group : (h + 1) * group]
+            logits = torch.einsum("ngd,sd->gns", x, kc) * scale
+            if logit_cap:
+                logits = logit_cap * torch.tanh(logits / logit_cap)
+            old = len(kc) - new
+            later = torch.arange(len(kc)) - old > torch.arange(new).unsqueeze(1)
+            w = torch.softmax(logits.masked_fill(later, -torch.inf), -1)
+            out[at : at + new, h * group : (h + 1) * group] = torch.einsum("gns,sd->ngd", w, vc)
+        at += new
+    return out
+
+
+def inputs(store, group, tokens, dtype, seed=1, device="cpu"):
+    """Views of one qkv tensor, as a model hands them over."""
+    heads, d = store.layout.heads, store.layout.head_dim
+    gen = torch.Generator(device=device).manual_seed(seed)
+    qkv = torch.randn((tokens, (group + 2) * heads, d), generator=gen, device=device).to(dtype)
+    return qkv.split((group * heads, heads, heads), 1)
+
+
+def error(out, ref):
+    """Relative, per output row: the worst one over the mean norm."""
+    diff = (out.double().cpu() - ref).norm(dim=-1)
+    return float(diff.max() / ref.norm(dim=-1).mean())
+
+
+LADDERS = {
+    "k4v4": (Rung(BF16), Rung(FORMATS["k4v4"])),
+    "k8v8": (Rung(BF16), Rung(FORMATS["k8v8"])),
+    "k2v2": (Rung(BF16), Rung(FORMATS["k2v2"])),
+    "tiers": (Rung(BF16), Rung(FORMATS["k8v4"], FORMATS["k4v2"]), Rung(FORMATS["k4v8"])),
+    "plain": (Rung(BF16),),
+}
+ROWS = torch.tensor([[3, 1, 2, 4, 5], [6, 0, 0, 0, 0], [2, 4, 1, 0, 0]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("key_mode", ["channel", "token"])
+@pytest.mark.parametrize("ladder, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7)])
+def test_formats_groups_and_key_modes(ladder, group, key_mode):
+    store = make_case(LADDERS[ladder], group=group, key_mode=key_mode, scored=group == 2)
+    prefix, new = [4 * 32 - 11, 0, 64], [4, 2, 1]
+    q, k, v = inputs(store, group, sum(new), torch.bfloat16)
+    op = ExtendAttention(store, query_heads=2 * group, tuning=SMALL)
+    op.plan(ROWS, prefix, new)
+    out = op.run(1, q, k, v, scale=0.2)
+    assert error(out, reference(store, 1, q, k, v, ROWS, prefix, new, scale=0.2)) < 0.02
+
+
+def test_one_part_and_many_give_the_same():
+    store = make_case(LADDERS["k4v4"], group=2, rungs=(1, 1, 0, 1, 1, 0))
+    prefix, new = [150, 33], [9, 8]
+    q, k, v = inputs(store, 2, 17, torch.bfloat16)
+    outs = []
+    for programs in (1, 100):
+        op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs))
+        op.plan(ROWS[::2], prefix, new)
+        assert (op._plan.n_joins > 0) == (programs > 1)
+        outs.append(op.run(0, q, k, v, scale=0.1).double())
+    assert error(outs[0], outs[1]) < 0.01
+
+
+def test_logit_cap_fp16_and_strided_rows():
+    store = make_case(LADDERS["k4v4"], group=1, dtype=torch.float16)
+    prefix, new = [100], [20]
+    q, k, v = inputs(store, 1, 20, torch.float16)
+    out = extend_attention_triton(store, 0, q, k, v, ROWS[:1], prefix, new, scale=1.0, logit_cap=5.0)
+    assert error(out, reference(store, 0, q, k, v, ROWS[:1], prefix, new, scale=1.0, logit_cap=5.0)) < 0.01
+
+
+def test_what_another_kernel_found_for_the_new_tokens_is_joined():
+    store = make_case(LADDERS["k4v4"], group=2, full=True)
+    prefix, new = [96, 40], [7, 9]
+    q, k, v = inputs(store, 2, 16, torch.bfloat16)
+    expected = reference(store, 1, q, k, v, ROWS[::2], prefix, new, scale=0.2)
+    own = reference(store, 1, q, k, v, ROWS[::2], [0, 0], new, scale=0.2)
+    lse = torch.empty(16, 4, dtype=torch.float64)
+    for at, n in ((0, 7), (7, 9)):
+        for hq in range(4):
+            logits = q[at : at + n, hq].double() @ k[at : at + n, hq // 2].double().T * 0.2
+            lse[at : at + n, hq] = logits.masked_fill(torch.ones(n, n).triu(1) > 0, -torch.inf).logsumexp(-1)
+    for programs in (1, 100):
+        op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs))
+        op.plan(ROWS[::2], prefix, new)
+        out = torch.full((16, 4, 64), torch.nan, dtype=torch.bfloat16)
+        op._attend(1, q, k, v, out, (own.bfloat16(), (lse / 0.6931471805599453).float()), 0.2, 0.0)
+        assert error(out, expected) < 0.02
+
+
+def test_nothing_stored_and_no_tokens():
+    store = make_case(LADDERS["k4v4"], group=2, rungs=(1, 1, 1, 1, 1, 1))
+    store.counts[1:] = 0
+    q, k, v = inputs(store, 2, 3, torch.bfloat16)
+    out = extend_attention_triton(store, 0, q, k, v, ROWS[:2], [160, 32], [3, 0], scale=0.2)
+    assert error(out, reference(store, 0, q, k, v, ROWS[:2], [160, 32], [3, 0], scale=0.2)) < 0.02
+    none = extend_attention_triton(store, 0, q[:0], k[:0], v[:0], ROWS[:1], [160], [0], scale=0.2)
+    assert none.shape == (0, 4, 64)
+
+
+def test_cuts():
+    assert cut_prefixes([400], [16], 264) == [16]
+    assert cut_prefixes([400, 0], [248, 8], 264) == [1, 1]
+    assert cut_prefixes([400] + [4] * 63, [8] * 64, 264)[0] > 8
+    assert cut_prefixes([], [], 264) == []
