@@ -53,8 +53,8 @@ class Answer:
         return cls(
             text=body.get("text", ""),
             ids=body.get("output_ids", []),
-            prompt_tokens=meta["prompt_tokens"],
-            cached_tokens=meta["cached_tokens"],
+            prompt_tokens=meta.get("prompt_tokens", 0),  # a request aborted early has none
+            cached_tokens=meta.get("cached_tokens", 0),
             finish=meta["finish_reason"] or {},
             logprobs=values("output_token_logprobs"),
             top=tops("output_top_logprobs"),

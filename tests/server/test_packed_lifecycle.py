@@ -49,7 +49,7 @@ class Stream(threading.Thread):
 def test_abort_in_flight(packed, rng):
     """One of three running requests is aborted; the others finish whole, and what was cached stays cached."""
     prompts = [tokens(rng, 3 * BLOCK + 11 * i) for i in range(3)]
-    streams = [Stream(packed, p, 2000 if i == 1 else 60, rid=f"abort-{i}") for i, p in enumerate(prompts)]
+    streams = [Stream(packed, p, 1000 if i == 1 else 40, rid=f"abort-{i}") for i, p in enumerate(prompts)]
     for s in streams:
         s.wait()
     packed.client.post("/abort_request", {"rid": "abort-1"}).raise_for_status()
@@ -82,14 +82,14 @@ def _finish_of(future) -> str:
 
 def test_client_that_hangs_up(packed, rng):
     """A connection closed in mid-answer frees the request; the server is idle soon after (flush succeeds)."""
-    stream = Stream(packed, tokens(rng, 2 * BLOCK), 4000).wait()
+    stream = Stream(packed, tokens(rng, 2 * BLOCK), 1000).wait()
     stream.closing.set()
     stream.join(60)
     packed.client.flush(wait=60)
 
 
 def test_abort_all(packed, rng):
-    streams = [Stream(packed, tokens(rng, 90 + 40 * i), 3000) for i in range(5)]
+    streams = [Stream(packed, tokens(rng, 90 + 40 * i), 600) for i in range(5)]
     for s in streams:
         s.wait()
     packed.client.post("/abort_request", {"abort_all": True}).raise_for_status()

