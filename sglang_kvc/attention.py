@@ -48,6 +48,8 @@ class Attention(Protocol):
 class TorchAttention:
     """Plain torch, request by request. The reference, and what serves without a GPU."""
 
+    append = staticmethod(ops.append)
+
     def __init__(self, store: PageStore, observe: ops.Observe | None):
         self.store, self.observe = store, observe
 
@@ -57,7 +59,7 @@ class TorchAttention:
     plan_extend = plan_decode
 
     def _append(self, layer: int, k, v) -> None:
-        ops.append(self.store, layer, self.snap.write_blocks, self.snap.write_offsets, k, v)
+        self.append(self.store, layer, self.snap.write_blocks, self.snap.write_offsets, k, v)
 
     def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
         self._append(layer, k, v)
@@ -100,11 +102,14 @@ class TritonAttention(TorchAttention):
         self, store: PageStore, observe: ops.Observe | None, *, query_heads: int, max_batch: int, max_blocks: int
     ):
         super().__init__(store, observe)
+        from kvc_kernels.ops.append_triton import append_triton
         from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+        from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
         device = store.device
-        self.kernel = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
-        self.max_blocks = max_blocks
+        self.append = append_triton
+        self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
+        self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks)
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
@@ -116,7 +121,7 @@ class TritonAttention(TorchAttention):
         self.lens[:n].copy_(snap.seq_lens)
         self.write[0, :n].copy_(snap.write_blocks)
         self.write[1, :n].copy_(snap.write_offsets)
-        self.kernel.plan(self.rows[:n], self.lens[:n])
+        self.decoder.plan(self.rows[:n], self.lens[:n])
         self.snap = Snapshot(
             self.rows[:n], self.lens[:n], self.write[0, :n], self.write[1, :n], seq_lens_cpu=snap.seq_lens_cpu
         )
@@ -125,7 +130,17 @@ class TritonAttention(TorchAttention):
         if self.observe is not None:
             return super().decode(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         self._append(layer, k, v)
-        return self.kernel.run(layer, q, scale=scale, logit_cap=logit_cap)
+        return self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
+
+    def plan_extend(self, snap: Snapshot) -> None:
+        self.snap = snap
+        self.extender.plan(snap.row_blocks.int(), snap.prefix_lens_cpu, snap.extend_lens_cpu)
+
+    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+        if self.observe is not None:
+            return super().extend(layer, q, k, v, scale=scale, logit_cap=logit_cap)
+        self._append(layer, k, v)
+        return self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)
 
 
 def make_attention(
