@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 .PHONY: help serve test clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 serve: $(VENV)/.serve
 	@$(BIN)/python -m sglang_kvc.demo_server --port $(PORT) $(ARGS)
