@@ -1,0 +1,75 @@
+"""`compact_triton` on the GPU: bit for bit what `compact` writes, on the GPU and on the CPU."""
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.store import PageStore
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAYERS, TOKENS = 3, 256
+
+
+def make(device, high, low, head_dim, heads, key_mode, scored, dtype, blocks=5):
+    formats = [FORMATS[x] for x in (high, low) if x]
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=TOKENS, key_mode=key_mode, scored=scored)
+    layout = PoolLayout(LAYERS, heads, head_dim, TOKENS, page, key_mode, scored)
+    ladder = (Rung(BF16), Rung(FORMATS[high], FORMATS[low] if low else None))
+    store = PageStore.create(
+        layout, ladder, num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 3, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    store.pages.fill_(171)
+    return store
+
+
+@pytest.mark.parametrize("key_mode", ["channel", "token"])
+@pytest.mark.parametrize(
+    "high, low, head_dim, heads, scored, dtype",
+    [
+        ("k4v4", None, 128, 8, False, torch.bfloat16),
+        ("k4v4", None, 64, 3, True, torch.float16),
+        ("k8v8", None, 128, 2, False, torch.bfloat16),
+        ("k8v4", "k4v2", 128, 8, True, torch.bfloat16),
+        ("k4v8", None, 64, 2, True, torch.bfloat16),
+        ("k2v2", None, 128, 2, True, torch.bfloat16),
+        ("k2v2", None, 64, 1, False, torch.bfloat16),
+        ("k4v2", None, 256, 2, False, torch.bfloat16),
+    ],
+)
+def test_same_bytes(high, low, head_dim, heads, key_mode, scored, dtype):
+    from kvc_kernels.ops.compact_triton import compact_triton
+
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    gen = torch.Generator().manual_seed(seed)
+    blocks = torch.tensor([4, 1, 6, 3])
+    k, v = torch.randn((2, LAYERS, 4 * TOKENS, heads, head_dim), generator=gen)
+    k = k * torch.rand(head_dim, generator=gen) * 8 + 4 * torch.randn(head_dim, generator=gen)
+    tiers = torch.randint(0, 3, (4, LAYERS, heads, TOKENS), generator=gen).to(torch.int8)
+    tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.2] = 0
+    tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.2] = 2
+    stores = []
+    for device, move in (("cpu", ops.compact), ("cuda", ops.compact), ("cuda", compact_triton)):
+        store = make(device, high, low, head_dim, heads, key_mode, scored, dtype)
+        ids = blocks.to(device)
+        ops.take_bf16(store, ids)
+        at = torch.arange(4 * TOKENS, device=device)
+        for layer in range(LAYERS):
+            rows = (x[layer].to(device, dtype) for x in (k, v))
+            ops.append(store, layer, ids[at // TOKENS], at % TOKENS, *rows)
+        if scored:
+            scores = ops.pack.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
+            scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
+        count = move(store, ids, 1, tiers.to(device), from_rung=0)
+        ops.check_invariants(store)
+        stores.append((store, [ops.block_digest(store, b) for b in blocks.tolist()], count.tolist()))
+    for store, digests, count in stores[1:]:
+        assert digests == stores[0][1]
+        assert count == stores[0][2]
+        for name in ("table", "counts", "rung", "ring", "cursor"):
+            assert torch.equal(getattr(store, name).cpu(), getattr(stores[0][0], name)), name

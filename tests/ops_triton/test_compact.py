@@ -1,0 +1,75 @@
+"""`compact_triton` against `compact`: equal digests, tables, rings and page counts."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.ops.compact_triton import compact_triton
+
+from ..ops.support import fill, make_store, random_kv, random_tiers, rungs
+
+BLOCKS = torch.tensor([5, 2, 3])
+
+
+def pair(**options):
+    """Two equal stores with three full blocks; scores are random where there are any."""
+    stores = [make_store(**options) for _ in range(2)]
+    for store in stores:
+        fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
+        if store.layout.scored:
+            page = store.layout.page(store.ladder[0].high)
+            scores = ops.pack.segment(page, store.pages, "scores", torch.float32)
+            scores.uniform_(generator=torch.Generator().manual_seed(7))
+    return stores
+
+
+def same(a, b, blocks=BLOCKS):
+    for block in blocks.tolist():
+        assert ops.block_digest(a, block) == ops.block_digest(b, block)
+    for name in ("table", "counts", "rung", "ring", "cursor"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.parametrize("key_mode", ["channel", "token"])
+@pytest.mark.parametrize("ladder", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
+def test_same_bytes(ladder, key_mode):
+    a, b = pair(
+        ladder=rungs(ladder), head_dim=64, key_mode=key_mode, scored="4" in ladder, layers=1 + (key_mode == "token")
+    )
+    tiers = random_tiers(a, 3, a.ladder[1], np.random.default_rng(2))
+    expected = ops.compact(a, BLOCKS, 1, tiers, from_rung=0)
+    assert torch.equal(compact_triton(b, BLOCKS, 1, tiers, from_rung=0), expected)
+    same(a, b)
+    ops.check_invariants(b)
+
+
+def test_fp16_pages_of_48_tokens_and_hard_values():
+    """A constant channel, ranges below and beyond fp16, ties between codes."""
+    a, b = pair(ladder=rungs("k8v4+k4v2"), head_dim=128, block_tokens=64, scored=True, heads=1, dtype=torch.bfloat16)
+    assert a.layout.page(a.ladder[1].low).tokens == 48
+    for store in (a, b):
+        k, v = random_kv(store, 64, seed=1)
+        k[..., 0], k[..., 1], k[:, 3, :, 2] = 1.5, 1e-9, 3e38
+        k[..., 4] = torch.arange(64).view(1, 64, 1) * 0.5
+        v[:, 5], v[:, 6, :, :7], v[:, 7] = 0, 1e30, torch.arange(128) * 0.5
+        for layer in range(1):
+            ops.append(store, layer, BLOCKS[:1].expand(64), torch.arange(64), k[layer], v[layer])
+    tiers = random_tiers(a, 3, a.ladder[1], np.random.default_rng(5))
+    tiers[0, :, :] = 2
+    tiers[0, :, :, ::3] = 1
+    ops.compact(a, BLOCKS, 1, tiers, from_rung=0)
+    compact_triton(b, BLOCKS, 1, tiers, from_rung=0)
+    same(a, b)
+
+
+def test_packed_blocks_and_no_blocks():
+    a, b = pair(ladder=rungs("k8v8", "k4v4"), head_dim=64)
+    tiers = ops.keep_all(3, a.layout)
+    for store, move in ((a, ops.compact), (b, compact_triton)):
+        move(store, BLOCKS, 1, tiers, from_rung=0)
+        move(store, BLOCKS[:1], 2, tiers[:1], from_rung=1)
+    same(a, b)
+    assert compact_triton(b, BLOCKS[:0], 1, tiers[:0], from_rung=0).numel() == 0
+    with pytest.raises(ValueError):
+        compact_triton(b, BLOCKS, 0, tiers, from_rung=1)
