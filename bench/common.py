@@ -62,7 +62,7 @@ def stock(*extra: str) -> list[str]:
     return args + list(extra)
 
 
-def kvc(name: str = "k4v4", *extra: str, block: int = 256, memory: str = "512MiB") -> list[str]:
+def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str = "512MiB") -> list[str]:
     """The compressed cache. `name`: a packed format, `bf16`, or the policy `quota` or `leankv`."""
     args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), "--kvc-memory", memory]
     if name in ("quota", "leankv"):

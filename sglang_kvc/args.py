@@ -96,7 +96,7 @@ class KvcServerArgs(ServerArgs):
         int | None,
         _option(
             "Tokens in a block, the unit that is shared, compressed and evicted: a multiple of 64 from 64 to 1024. "
-            "Only whole blocks are found again in the prefix cache. Takes the place of --page-size. Default: 256.",
+            "Only whole blocks are found again in the prefix cache. Takes the place of --page-size. Default: 128.",
             number=True,
         ),
         NS("memory"),

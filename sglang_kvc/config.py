@@ -77,7 +77,7 @@ class KvcConfig:
     high: str = "k4v4"
     low: str | None = None
     window: int = 64
-    block_size: int = 256
+    block_size: int = 128
     keep: float = 0.5
     alpha_high: float = 1.0
     alpha_low: float = 0.02

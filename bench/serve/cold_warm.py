@@ -1,6 +1,6 @@
 """Are answers from the cache as good as computed ones, and always the same?
 
-    python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 36] [--block 256]
+    python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 36] [--block 128]
 
 Every prompt is asked cold (after a flush) and at once again, warm; the second must hit the cache exactly
 up to the last block border. *Agreement* is the share of equal tokens over the positions where both runs
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=36)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=8, help="prompts that are asked again and again")
-    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--block", type=int, default=128)
     args = parser.parse_args()
     tok = prompts.tokenizer(common.demo_model())
     asked = texts(tok, args.block, args.prompts)

@@ -1,6 +1,6 @@
 """How much smaller is the cache, by the running server's own account of all its bytes?
 
-    python -m bench.serve.ratio [--formats k4v4,leankv] [--lengths 1024,4096,7936] [--block 256]
+    python -m bench.serve.ratio [--formats k4v4,leankv] [--lengths 1024,4096,7936] [--block 128]
 
 For each format a server gets contexts of real text, one length at a time, and is asked for its account
 while the request is generating: *body* is the packed blocks with page slack, scales, headers, tables and
@@ -87,7 +87,7 @@ def main() -> None:
     )
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--block", type=int, default=128)
     args = parser.parse_args()
     formats, lengths = args.formats.split(","), [int(n) for n in args.lengths.split(",")]
     tok = prompts.tokenizer(common.demo_model())

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("server_args")
 
 def test_kvc_selects_our_parts(parse):
     args = parse("--kv-backend", "kvc")
-    assert (args.attention_backend, args.radix_cache_backend, args.page_size) == ("kvc", "kvc", 256)
+    assert (args.attention_backend, args.radix_cache_backend, args.page_size) == ("kvc", "kvc", 128)
     assert args.prefill_attention_backend is None and args.decode_attention_backend is None
     assert args.cuda_graph_config.prefill.backend == "disabled"
     assert KvcConfig.from_args(args) == KvcConfig(memory=10**9)
