@@ -15,6 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
+from sglang_kvc.policies import POLICIES
 from sglang_kvc.refusals import check_args, check_facts, check_memory, environment_warnings
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,10 @@ def _prepare(args: KvcServerArgs) -> None:
         args.cuda_graph_backend_decode = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU
+    elif POLICIES[config.policy].observes:
+        # Attention is collected in plain torch, which looks at lengths on the host and cannot be captured.
+        logger.warning("--kvc-policy %s collects attention: decode runs without CUDA graphs.", config.policy)
+        args.cuda_graph_backend_decode = "disabled"
 
 
 def _verify(args: KvcServerArgs) -> None:

@@ -106,7 +106,7 @@ def test_contradictions(stock, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"page_size": 256},
+        {"page_size": 128},
         {"chunked_prefill_size": 512},
         {"chunked_prefill_size": -1},
         {"cuda_graph_config": {"decode": {"backend": "full"}}},
