@@ -40,10 +40,10 @@ def test_rows_reused_at_once(exact, tok):
     """Many short requests come and go among long ones, so that finished rows are taken again at once."""
     long = [prompts.cut(tok, prompts.prose(), 150, start=900 * i) for i in range(3)]
     short = [prompts.cut(tok, prompts.prose(), 10 + 7 * i, start=50_000 + 100 * i) for i in range(14)]
-    alone = [exact.client.generate(p, 40, top=3) for p in long]
+    alone = [exact.client.generate(p, 24, top=3) for p in long]
     exact.client.flush()
     mixed = [*long, *short]
-    lengths = [40] * len(long) + [1 + i % 5 for i in range(len(short))]
+    lengths = [24] * len(long) + [1 + i % 5 for i in range(len(short))]
     answers = exact.client.generate_each(mixed, lengths, parallel=7, top=3)
     assert [len(a.ids) for a in answers] == lengths
     assert_same(alone, answers[: len(long)])
@@ -52,9 +52,9 @@ def test_rows_reused_at_once(exact, tok):
 def test_retraction(exact, tok):
     """Retracted requests start over from what the tree kept of them."""
     asked = [prompts.cut(tok, prompts.prose(), 90 + 60 * i, start=1300 * i) for i in range(3)]
-    alone = [exact.client.generate(p, 40, top=3) for p in asked]
+    alone = [exact.client.generate(p, 26, top=3) for p in asked]
     exact.client.flush()
-    answers = exact.client.generate_many(asked, 40, parallel=4, top=3)
+    answers = exact.client.generate_many(asked, 26, parallel=4, top=3)
     assert sum(a.meta["num_retractions"] for a in answers) > 0, "nothing was retracted"
     assert_same(alone, answers)
 
@@ -73,8 +73,8 @@ def test_warm_equals_cold(exact, tok):
     for n in (BLOCK + 5, 4 * BLOCK + 1, 9 * BLOCK + 40):
         prompt = prompts.cut(tok, prompts.chapter("types"), n)
         exact.client.flush()
-        cold = exact.client.generate(prompt, 24, top=3)
-        warm = exact.client.generate(prompt, 24, top=3)
+        cold = exact.client.generate(prompt, 12, top=3)
+        warm = exact.client.generate(prompt, 12, top=3)
         assert (cold.cached_tokens, warm.cached_tokens) == (0, border(n - 1))
         assert_same([cold], [warm])
 
@@ -82,9 +82,9 @@ def test_warm_equals_cold(exact, tok):
 def test_refused_and_aborted_neighbours(exact, tok, rng):
     """The answer beside requests that fail equals the answer alone."""
     prompt = prompts.cut(tok, prompts.chapter("execmodel"), 200)
-    alone = exact.client.generate(prompt, 48, top=3)
+    alone = exact.client.generate(prompt, 20, top=3)
     exact.client.flush()
     bad = [tokens(rng, 9000)] * 3
-    answers = exact.client.generate_each([prompt, *bad], [48] * 4, parallel=4, top=3, may_fail=True)
+    answers = exact.client.generate_each([prompt, *bad], [20] * 4, parallel=4, top=3, may_fail=True)
     assert answers[1:] == [None] * 3
     assert_same([alone], answers[:1])

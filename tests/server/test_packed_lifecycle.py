@@ -124,7 +124,6 @@ def test_refused_requests_cost_the_others_nothing(packed, rng):
         {"input_ids": tokens(rng, 10), "sampling_params": {"temperature": -1}},
         {"input_ids": tokens(rng, 10), "sampling_params": {"max_new_tokens": -5}},
         {"input_ids": []},
-        {"input_ids": [10**7]},
         {"sampling_params": {"max_new_tokens": 4}},
     ]
     codes = [packed.client.post("/generate", body).status_code for body in bad]
