@@ -7,6 +7,7 @@ forward. Between the two there is only the queue, so stream order makes the reus
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field, fields
@@ -257,6 +258,15 @@ class Runtime:
         if compacted:
             self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
 
+    @functools.cached_property
+    def _move(self) -> Callable[..., torch.Tensor]:
+        """The compaction of this device: one kernel on a GPU, plain torch elsewhere; both write the same bytes."""
+        if self.store.device.type == "cuda":
+            from kvc_kernels.ops.compact_triton import compact_triton
+
+            return compact_triton
+        return ops.compact
+
     def _to_device(self, ids: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(ids)
         if self.store.device.type == "cpu":
@@ -279,7 +289,7 @@ class Runtime:
                 self.policy.observe_window,
             )
             tiers = self.policy.plan(evidence, target)
-            counts = ops.compact(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
+            counts = self._move(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
             if not target.exact:
                 host = self._to_host(counts)
                 self.pending.append(PendingCounts(self.step, ids, self.blocks.generation[ids].copy(), host))
