@@ -16,10 +16,10 @@ import triton.language as tl
 from ..layout import TOKEN, Format
 from ..store import PageStore
 from .decode_body_triton import CODE_UNIT, LOG2E, NEG, P_SHIFT, _list_tiles, packed_part, plain_part
-from .decode_plan_triton import DecodePlan
+from .decode_plan_triton import DecodePlan, ladder_classes
 
 INTERPRET = triton.knobs.runtime.interpret
-RESIDENT_WARPS = 8  # of the kernel on one multiprocessor, at 255 registers a thread
+STAGED_BYTES = 9000  # tiles above this are not double-buffered, for 8 programs a multiprocessor would not fit
 CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a block
 
 
@@ -29,9 +29,8 @@ class Tuning:
 
     warps: int = 1
     tile: int = 64
-    stages: int = 3
     plain_tile: int = 16
-    plain_stages: int = 3
+    stages: int = 0  # 0: by the bytes of a tile
     max_registers: int | None = None
 
 
@@ -161,8 +160,7 @@ def _decode_kernel(
     pages, table, counts, headers, NB, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
-    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    STAGES: tl.constexpr, PLAIN_STAGES: tl.constexpr, WARPS: tl.constexpr,
+    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
@@ -189,14 +187,14 @@ def _decode_kernel(
                     _plain_program(
                         q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
                         page_bytes, L * H * E, G, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5], CHUNK,
-                        CAPPED, CLASSES[c][7], PLAIN_STAGES, WARPS, ASM,
+                        CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
                     )
                 else:
                     _packed_program(
                         q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
                         head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
                         CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
-                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], STAGES, WARPS, ASM,
+                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
                     )
 
 
@@ -245,40 +243,66 @@ class DecodeAttention:
         tuning: Tuning | None = None,
         columns: int | None = None,
     ):
+        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave."""
         layout = store.layout
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
-        self.columns = max(8, triton.next_power_of_2(self.group))
-        self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns or self._default_columns())
-        self._classes = tuple(self._describe(f, side) for f, side in self._plan.classes)
+        self._query_columns = max(8, triton.next_power_of_2(self.group))
+        self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
         # Per program: tile words (one more is prefetched), q . zero of a chunk's blocks, pages of each tile.
         tiles = CHUNK * layout.block_tokens // min(c[7] for c in self._classes)
         page_words = max(CHUNK * layout.block_tokens // c[7] * c[8] + c[8] for c in self._classes)
         self._words = tiles + 2
-        self._scratch_words = self._words + CHUNK * self.columns // 2 + (page_words + 3) // 4 * 2
+        self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (page_words + 3) // 4 * 2
+        self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns or self._resident_columns())
         dev, rows = store.device, self._plan.capacity * layout.heads
-        self._scratch = torch.empty(self._plan.columns * layout.heads * self._scratch_words, dtype=torch.int64, device=dev)
+        words = self._plan.columns * layout.heads * self._scratch_words
+        self._scratch = torch.empty(words, dtype=torch.int64, device=dev)
         self._part_o = torch.empty((rows, self.group, layout.head_dim), dtype=torch.float32, device=dev)
         self._part_ml = torch.empty((rows, self.group, 2), dtype=torch.float32, device=dev)
 
-    def _default_columns(self) -> int:
-        """Programs a head so that all programs are resident at once: one wave, and nothing to wait for at its end."""
-        if self.store.device.type != "cuda":
-            return 4
-        sms = torch.cuda.get_device_properties(self.store.device).multi_processor_count
-        return max(1, sms * RESIDENT_WARPS // self.tuning.warps // self.store.layout.heads)
-
     def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
-        """(key bits, value bits, tokens a page, side, offsets of key meta, value codes and value meta, tile, pages that a
-        tile touches) of a class, for the kernel."""
-        page, p = self.store.layout.page(fmt), self.store.layout.block_tokens
+        """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
+        value meta, tile, pages that a tile touches, stages."""
+        page, tune = self.store.layout.page(fmt), self.tuning
         t = page.tokens
-        tile = min(self.tuning.tile if fmt.packed else self.tuning.plain_tile, p)
+        tile = min(tune.tile if fmt.packed else tune.plain_tile, self.store.layout.block_tokens)
         span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
+        tile_bytes = tile * (page.key_row_bytes + page.value_row_bytes)
+        stages = tune.stages or (3 if tile_bytes <= STAGED_BYTES else 2)
         names = ("key_meta", "value_codes", "value_meta")
-        return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span)
+        return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span, stages)
+
+    def _constants(self, capped: bool) -> dict:
+        layout, t = self.store.layout, self.tuning
+        extra = {"maxnreg": t.max_registers} if t.max_registers and not INTERPRET else {}
+        return {
+            "L": layout.layers, "H": layout.heads, "G": self.group, "NQ": self._query_columns,
+            "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
+            "page_bytes": layout.page_bytes, "CLASSES": self._classes, "CHUNK": CHUNK,
+            "SCRATCH": self._scratch_words, "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN,
+            "CAPPED": capped, "WARPS": t.warps, "ASM": not INTERPRET, "num_warps": t.warps, **extra,
+        }  # fmt: skip
+
+    def _resident_columns(self) -> int:
+        """Programs a head that the device holds at once, from what the compiled kernel takes of a multiprocessor."""
+        store, heads = self.store, self.store.layout.heads
+        if store.device.type != "cuda":
+            return 4
+        some = {t: torch.empty(16, dtype=t, device=store.device) for t in (torch.float32, torch.int64, torch.int32)}
+        f, i8, i4 = some.values()
+        q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
+        kernel = _decode_kernel.warmup(
+            q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
+            1, 0, 1.0, 0.0, grid=(1,), **self._constants(False),
+        )  # fmt: skip
+        kernel._init_handles()
+        props = torch.cuda.get_device_properties(store.device)
+        shared = props.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
+        registers = props.regs_per_multiprocessor // (-(-kernel.n_regs // 8) * 8 * 32 * self.tuning.warps)
+        return max(1, min(shared, registers, 32) * props.multi_processor_count // heads)
 
     def plan(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync."""
@@ -288,22 +312,18 @@ class DecodeAttention:
         self, layer: int, q: torch.Tensor, *, scale: float, logit_cap: float = 0.0, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`q[B, Hq, D]` of the planned requests -> `out[B, Hq, D]` in q's dtype."""
-        store, layout, t = self.store, self.store.layout, self.tuning
+        store, plan, heads = self.store, self._plan, self.store.layout.heads
         if out is None:
             out = torch.empty_like(q)
         if q.shape[0] == 0:
             return out
-        plan = self._plan
-        extra = {"maxnreg": t.max_registers} if t.max_registers and not INTERPRET else {}
-        _decode_kernel[(plan.columns * layout.heads,)](
-            q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items, plan.column_ranges,
-            plan.lists, store.pages, store.table, store.counts, store.headers, plan.max_blocks, layer, scale, logit_cap,
-            layout.layers, layout.heads, self.group, self.columns, layout.head_dim, layout.head_pages_bf16,
-            layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._scratch_words, self._words,
-            layout.key_mode == TOKEN, logit_cap > 0, t.stages, t.plain_stages, t.warps, not INTERPRET, num_warps=t.warps, **extra,
+        _decode_kernel[(plan.columns * heads,)](
+            q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items,
+            plan.column_ranges, plan.lists, store.pages, store.table, store.counts, store.headers,
+            plan.max_blocks, layer, scale, logit_cap, **self._constants(logit_cap > 0),
         )  # fmt: skip
         _merge_kernel[(q.shape[0], q.shape[1])](
-            self._part_o, self._part_ml, plan.ranges, out, layout.heads, self.group, layout.head_dim, 8, num_warps=1
+            self._part_o, self._part_ml, plan.ranges, out, heads, self.group, store.layout.head_dim, 8, num_warps=1
         )
         return out
 

@@ -128,11 +128,14 @@ def _tile_pages(tile_pages, i, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _page_pointers(pages, ids, page_bytes, t0, t, TILE: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr):
+def _page_pointers(
+    pages, ids, page_bytes, t0, t, TILE: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr
+):
     """(page pointer, first slot, slots `[TILE]`): token t0 + t lies at slot first + slots of its page.
 
     Where a page holds whole tiles, the pointer is a scalar and `slots` is constant, so that a tile's addresses are one
     base and immediate offsets; else the pointer is a tensor `[TILE]` picked from the few pages that a tile touches.
+    GRAIN divides T: so many tokens are always in one page, which the compiler needs to know to read them as a vector.
     """
     base = pages + ids[0].to(tl.int64) * page_bytes
     first = t0 * 0
@@ -149,8 +152,9 @@ def _page_pointers(pages, ids, page_bytes, t0, t, TILE: tl.constexpr, T: tl.cons
         for k in tl.static_range(1, SPAN):
             base = tl.where(at >= k * T, pages + ids[k].to(tl.int64) * page_bytes, base)
             slots = tl.where(at >= k * T, at - k * T, slots)
-        # True for packed pages, which hold a multiple of 16 tokens; nothing else is read along tokens.
-        slots = tl.max_contiguous(tl.multiple_of(slots, 16), 16)
+        slots = tl.max_contiguous(tl.multiple_of(slots, GRAIN), GRAIN)
+    if SPAN > 1:
+        base = tl.max_constancy(tl.multiple_of(base, 16), GRAIN)
     return base, first, slots
 
 
@@ -211,7 +215,7 @@ def packed_part(
         count = (word & 0xFFF).to(tl.int32)
         t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
         ok = t < count - t0
-        base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN)
+        base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN, 16)
         # Masks have the grain of 16 tokens, that of a vector of values.
         ok16 = tl.max_constancy((t // 16) * 16 < count - t0, 16)
         codes = tl.load(
@@ -305,7 +309,7 @@ def plain_part(
         count = (word & 0xFFF).to(tl.int32)
         t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
         ok = t < count - t0
-        base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN)
+        base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN, 4)
         row = _spread(base.to(tl.pointer_type(q.dtype)) + first * D, SPAN, 1)
         at = (slots * D)[:, None] + d[None, :]
         k = tl.load(row + at, mask=ok[:, None], other=0.0)
