@@ -18,17 +18,22 @@ import triton.language as tl
 from ..layout import TOKEN, Format
 from ..store import PageStore
 from .extend_body_triton import NEG, causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
+from .extend_flashinfer_triton import RaggedPrefill
 from .extend_plan_triton import ExtendPlan
 
 INTERPRET = triton.knobs.runtime.interpret
 CHUNK = 32  # blocks whose tiles a program lists at a time
+# FlashInfer takes the new tokens among themselves where they are this share of the work over the prefix, and this many
+# products a head; below, they cost less as further tiles of our kernel than as another launch.
+OWN_SHARE, OWN_LEAST = 0.2, 256 * 256 / 2
+HOPPER_LEAST_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Tuning:
     """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES_EXTEND.md)."""
 
-    rows: int = 128  # query rows a program
+    rows: int = 64  # query rows a program
     warps: int = 4
     tile: int = 64  # keys an iteration
     stages: int = 2
@@ -169,26 +174,47 @@ def _join_kernel(
 
 
 class ExtendAttention:
-    """Plan and buffers of the extend attention of one store: `plan` once a forward, `run` for each layer."""
+    """Plan and buffers of the extend attention of one store: `plan` once a forward, `run` for each layer.
+
+    The new tokens among themselves are the kernel's own last tiles, or FlashInfer's where they are most of the work.
+    """
 
     def __init__(
-        self, store: PageStore, *, query_heads: int, max_blocks: int | None = None, tuning: Tuning | None = None
+        self,
+        store: PageStore,
+        *,
+        query_heads: int,
+        max_blocks: int | None = None,
+        tuning: Tuning | None = None,
+        flashinfer: bool | None = False,
+        hopper: bool | None = False,
     ):
-        """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once."""
+        """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `flashinfer`, `hopper`:
+        use them or not; None where they can be.
+        """
         layout = store.layout
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
-        sms = 1
+        self._sms = 1
         if store.device.type == "cuda":
-            sms = torch.cuda.get_device_properties(store.device).multi_processor_count
-        programs = sms * self.tuning.programs_per_sm
-        self._plan = ExtendPlan(store, self.group, self.tuning.rows, programs=programs, max_blocks=max_blocks)
+            self._sms = torch.cuda.get_device_properties(store.device).multi_processor_count
+        self._plan = ExtendPlan(store, self.group, max_blocks=max_blocks)
         self._tile = min(self.tuning.tile, triton.next_power_of_2(layout.block_tokens))
         self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
         self._classes = tuple(self._describe(f, side) for f, side in self._plan.classes)
         self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
+        self._hopper = self._ragged = None
+        if hopper or (hopper is None and store.device.type == "cuda"):
+            from . import extend_hopper_triton as module
+
+            if module.supports(store):
+                self._hopper = module.HopperExtend(store, self.group, self._classes)
+        if flashinfer or (flashinfer is None and RaggedPrefill.available(store.device)):
+            self._ragged = RaggedPrefill(
+                store.device, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim, dtype=store.dtype
+            )
         dev = store.device
         self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
@@ -210,16 +236,32 @@ class ExtendAttention:
 
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Copies to the device; does not sync."""
-        self._plan.update(row_blocks, prefix_lens, extend_lens)
-        self._reserve()
+        own = sum(n * n / 2 for n in extend_lens)
+        over_prefix = sum(p * n for p, n in zip(prefix_lens, extend_lens))
+        self._use_ragged = self._ragged is not None and own > max(OWN_SHARE * over_prefix, OWN_LEAST)
+        self._use_pages = over_prefix > 0 or not self._use_ragged
+        if self._use_ragged:
+            self._ragged.plan(extend_lens)
+        if not self._use_pages:
+            return
+        widest = max(extend_lens, default=0) * self.group
+        self._use_hopper = self._hopper is not None and widest > HOPPER_LEAST_ROWS
+        if self._use_hopper:
+            self._rows, programs = 256 if widest > 128 else 128, self._sms
+        else:
+            self._rows, programs = self.tuning.rows, self._sms * self.tuning.programs_per_sm
+        self._plan.update(row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs)
+        self._reserve(0 if self._use_ragged else max(extend_lens, default=0))
 
-    def _reserve(self) -> None:
-        """Grow the buffers to the plan: bounded by the new tokens of a forward, not by prefixes."""
+    def _reserve(self, new: int) -> None:
+        """Grow the buffers to the plan: bounded by the new tokens of a forward but for 8 bytes a tile of the prefix."""
         layout, plan = self.store.layout, self._plan
-        words = plan.n_items * layout.heads * CHUNK * self._max_tiles
+        if self._use_hopper:
+            self._hopper.reserve(plan.n_items, plan.part_blocks, new)
+        words = 0 if self._use_hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles
         if self._scratch.numel() < words:
             self._scratch = self._scratch.new_empty(words)
-        rows = plan.n_slots * layout.heads * self.tuning.rows
+        rows = plan.n_slots * layout.heads * self._rows
         if self._part_lse.numel() < rows:
             self._part_lse = self._part_lse.new_empty(rows)
             self._part_o = self._part_o.new_empty(rows * layout.head_dim)
@@ -235,29 +277,41 @@ class ExtendAttention:
         logit_cap: float = 0.0,
     ) -> torch.Tensor:
         """`q[N, Hq, D]`, new rows `k`, `v` `[N, H, D]` (any token and head stride) -> `[N, Hq, D]` in q's dtype."""
+        if not q.shape[0]:
+            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        own = None
+        if self._use_ragged:
+            own = self._ragged.run(q, k, v, scale=scale, logit_cap=logit_cap, lse=self._use_pages)
+            if not self._use_pages:
+                return own
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if q.shape[0]:
-            self._attend(layer, q, k, v, out, None, scale, logit_cap)
+        self._attend(layer, q, k, v, out, own, scale, logit_cap)
         return out
 
     def _attend(self, layer: int, q, k, v, out, own, scale: float, logit_cap: float) -> None:
         """Fill `out`; `own` is None, or (output, base-2 LSE) of the new tokens among themselves."""
         store, layout, plan, t = self.store, self.store.layout, self._plan, self.tuning
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        own_o, own_lse = own or (out, self._part_lse)
-        _extend_kernel[(plan.n_items * layout.heads,)](
-            q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
-            own_o, own_lse, self._part_o, self._part_lse, self._scratch, plan.items, plan.lists, plan.sizes,
-            plan.max_blocks, store.pages, store.table, store.counts, store.headers, layer, scale, logit_cap,
-            layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16, layout.block_tokens,
-            layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width, own is None,
-            layout.key_mode == TOKEN, logit_cap > 0, t.rows, self._tile, t.stages, not INTERPRET, num_warps=t.warps,
-        )  # fmt: skip
+        if self._use_hopper:
+            self._hopper.launch(
+                plan, self._rows, layer, q, k, v, out, own, self._part_o, self._part_lse, scale, logit_cap
+            )
+        else:
+            own_o, own_lse = own or (out, self._part_lse)
+            _extend_kernel[(plan.n_items * layout.heads,)](
+                q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
+                own_o, own_lse, self._part_o, self._part_lse, self._scratch, plan.items, plan.lists, plan.sizes,
+                plan.max_blocks, store.pages, store.table, store.counts, store.headers, layer, scale, logit_cap,
+                layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
+                layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
+                own is None, layout.key_mode == TOKEN, logit_cap > 0, self._rows, self._tile, t.stages,
+                not INTERPRET, num_warps=t.warps,
+            )  # fmt: skip
         if plan.n_joins:
-            rows = min(16, t.rows)
-            _join_kernel[(plan.n_joins, t.rows // rows, layout.heads)](
+            rows = min(16, self._rows)
+            _join_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
                 self._part_o, self._part_lse, plan.joins, out,
-                layout.heads, self.group, layout.head_dim, t.rows, rows, num_warps=4,
+                layout.heads, self.group, layout.head_dim, self._rows, rows, num_warps=4,
             )  # fmt: skip
 
 

@@ -42,8 +42,8 @@ class ExtendPlan:
     `own` also the new tokens themselves. Its result goes to a slot where others join it, else straight to the output.
     """
 
-    def __init__(self, store: PageStore, group: int, rows: int, *, programs: int, max_blocks: int | None):
-        self.store, self.group, self.rows, self.programs = store, group, rows, programs
+    def __init__(self, store: PageStore, group: int, *, max_blocks: int | None):
+        self.store, self.group = store, group
         self.max_blocks = max_blocks or 0
         self.classes = ladder_classes(store)
         masks = []
@@ -54,16 +54,20 @@ class ExtendPlan:
         self.rung_classes = torch.tensor(masks or [1], dtype=torch.int32, device=store.device)
         self.n_items = self.n_joins = self.n_slots = 0
 
-    def update(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
-        """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device."""
+    def update(
+        self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], *, rows: int, programs: int
+    ) -> None:
+        """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device; `rows` of a query tile, `programs` that
+        the device runs at a time.
+        """
         store, p = self.store, self.store.layout.block_tokens
-        tiles = [-(-n * self.group // self.rows) for n in extend_lens]
+        tiles = [-(-n * self.group // rows) for n in extend_lens]
         blocks = [-(-n // p) if t else 0 for n, t in zip(prefix_lens, tiles)]
-        cuts = cut_prefixes(blocks, [t * store.layout.heads for t in tiles], self.programs)
+        cuts = cut_prefixes(blocks, [t * store.layout.heads for t in tiles], programs)
         items, joins, slots, start = [], [], 0, 0
         for r, (new, parts) in enumerate(zip(extend_lens, cuts)):
             end = new * self.group
-            for first in range(0, end, self.rows):
+            for first in range(0, end, rows):
                 if parts > 1:
                     joins.append((start, first, end, slots, parts))
                 for part in range(parts):
@@ -71,6 +75,7 @@ class ExtendPlan:
                 slots += parts if parts > 1 else 0
             start += new
         self.n_items, self.n_joins, self.n_slots = len(items), len(joins), slots
+        self.part_blocks = max([-(-b // c) for b, c in zip(blocks, cuts)], default=0)
         flat = [x for row in items for x in row] + [x for row in joins for x in row] + list(prefix_lens)
         host = torch.tensor(flat, dtype=torch.int32)
         if store.device.type == "cuda":

@@ -1,0 +1,136 @@
+"""Extend attention on the GPU against float64, for every kernel that may run it."""
+
+import pytest
+import torch
+
+from kvc_kernels.layout import BF16, FORMATS, Rung
+
+from ..ops_triton.test_extend_attention import LADDERS, error, inputs, make_case, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+FORMS = {
+    **LADDERS,
+    "k8v4": (Rung(BF16), Rung(FORMATS["k8v4"])),
+    "k4v8": (Rung(BF16), Rung(FORMATS["k4v8"])),
+    "k4v2": (Rung(BF16), Rung(FORMATS["k4v2"])),
+}
+ROWS = torch.tensor([[9, 4, 2, 7, 11, 5, 3], [1, 6, 8, 0, 0, 0, 0], [10, 2, 12, 4, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0]])
+PREFIX = [6 * 128 + 51, 0, 2 * 128, 7]
+RUNGS = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
+TOLERANCE = 0.02  # of one output row over the mean norm; bf16 outputs alone round by 0.004
+
+
+def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **options):
+    """(worst row's error, output) of one plan and run on poisoned memory."""
+    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+
+    heads = store.layout.heads
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    q, k, v = inputs(store, group, sum(new), store.dtype, seed=seed, device="cuda")
+    op = ExtendAttention(store, query_heads=heads * group, max_blocks=16, **options)
+    op.plan(ROWS[: len(new)].int().cuda(), prefix, new)
+    for buffer in (op._part_o, op._part_lse):
+        buffer.fill_(torch.nan)
+    poison = torch.full_like(q, torch.nan)
+    del poison  # the allocator hands the same memory to the output
+    out = op.run(layer, q, k, v, scale=scale, logit_cap=cap)
+    rows = ROWS[: len(new)]
+    return error(out, reference(store, layer, q, k, v, rows, prefix, new, scale=scale, logit_cap=cap)), out
+
+
+def case(form, group, key_mode="channel", head_dim=128, heads=2, dtype=torch.bfloat16, scored=False):
+    return make_case(
+        FORMS[form], group=group, head_dim=head_dim, key_mode=key_mode, heads=heads, block_tokens=128, dtype=dtype,
+        scored=scored, rungs=RUNGS, device="cuda", seed=torch.seed() % 2**31,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "form, group, head_dim, key_mode, scored",
+    [
+        ("k4v4", 4, 128, "channel", False),
+        ("k4v4", 7, 64, "token", True),
+        ("k8v8", 1, 128, "token", False),
+        ("k2v2", 3, 64, "channel", False),
+        ("k2v2", 4, 128, "token", False),
+        ("tiers", 4, 128, "channel", True),
+        ("tiers", 3, 64, "token", True),
+        ("plain", 4, 128, "channel", False),
+    ],
+)
+def test_triton(form, group, head_dim, key_mode, scored):
+    store = case(form, group, key_mode, head_dim, scored=scored)
+    worst, _ = run(store, group, [70, 33, 1, 20])
+    assert worst < TOLERANCE
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "form, group, key_mode, new",
+    [
+        ("k4v4", 4, "channel", [70, 33, 1, 20]),
+        ("k4v4", 4, "channel", [20, 3, 1, 9]),
+        ("k4v4", 7, "token", [40, 33, 1, 20]),
+        ("k8v8", 1, "channel", [300, 33, 129, 20]),
+        ("k8v4", 3, "token", [70, 33, 1, 20]),
+        ("k4v8", 4, "channel", [64, 64, 64, 64]),
+        ("k4v2", 4, "channel", [70, 33, 1, 20]),
+        ("tiers", 4, "channel", [70, 33, 1, 20]),
+        ("plain", 4, "channel", [70, 33, 1, 20]),
+    ],
+)
+def test_hopper(form, group, key_mode, new):
+    store = case(form, group, key_mode, scored=form == "tiers")
+    worst, _ = run(store, group, new, hopper=True)
+    assert worst < TOLERANCE
+
+
+@needs_hopper
+def test_hopper_fp16_with_capped_logits():
+    store = case("k4v4", 2, dtype=torch.float16)
+    worst, _ = run(store, 2, [70, 33, 1, 20], hopper=True, scale=1.0, cap=5.0)
+    assert worst < TOLERANCE
+
+
+@pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=needs_hopper)])
+def test_same_answer_twice(hopper):
+    """Nothing depends on the order in which programs run."""
+    store = case("k4v4", 4)
+    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+
+    q, k, v = inputs(store, 4, 124, store.dtype, device="cuda")
+    op = ExtendAttention(store, query_heads=8, max_blocks=16, hopper=hopper)
+    op.plan(ROWS.int().cuda(), PREFIX, [70, 33, 1, 20])
+    outs = [op.run(0, q, k, v, scale=0.09) for _ in range(5)]
+    assert all(torch.equal(x, outs[0]) for x in outs)
+
+
+@pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=needs_hopper)])
+def test_flashinfer_for_the_new_tokens(hopper):
+    pytest.importorskip("flashinfer")
+    store = case("k4v4", 4, heads=8)
+    worst, _ = run(store, 4, [600, 33, 200, 1], flashinfer=True, hopper=hopper)
+    assert worst < TOLERANCE
+    worst, _ = run(store, 4, [600, 33, 200, 1], prefix=[0, 0, 0, 0], flashinfer=True, hopper=hopper)
+    assert worst < TOLERANCE
+
+
+def test_no_sync():
+    """Planning and running never wait for the device."""
+    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+
+    store = case("k4v4", 4)
+    q, k, v = inputs(store, 4, 71, store.dtype, device="cuda")
+    op = ExtendAttention(store, query_heads=8, max_blocks=16, hopper=HOPPER)
+    rows = ROWS[:2].int().cuda()
+    for _ in range(2):
+        op.plan(rows, PREFIX[:2], [70, 1])
+        op.run(0, q, k, v, scale=0.09)
+        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
