@@ -21,30 +21,21 @@ from kvc_kernels.testing import reference_decode
 
 
 def suite_tune() -> list[tuple[Workload, Tuning, int]]:
-    """Launch parameters, full blocks; the third of a point is columns (0: default)."""
+    """Engines and launch parameters, full blocks; the third of a point is columns (0: default)."""
     out = []
+    gluon, triton = Tuning("gluon"), Tuning("triton")
+    sizes = [(f, n) for f in ("k8v8", "k8v4", "k4v4") for n in (32, 64)] + [("k4v2", 64), ("k2v2", 64)]
+    for name, tokens in sizes:
+        w = Workload(name, page_bytes=page_bytes_for(name, tokens))
+        for t in (gluon, replace(gluon, max_registers=168), replace(gluon, tile=32), triton):
+            out.append((w, t, 0))
     k4 = Workload("k4v4", page_bytes=page_bytes_for("k4v4", 64))
-    for t, columns in (
-        (Tuning(1, 64, 3), 0), (Tuning(1, 64, 4), 0), (Tuning(1, 64, 5), 115), (Tuning(1, 64, 2), 0),
-        (Tuning(1, 64, 3), 99), (Tuning(1, 64, 3), 264), (Tuning(1, 64, 3), 396),
-        (Tuning(1, 64, 3, max_registers=200), 165), (Tuning(1, 64, 3, max_registers=168), 181),
-        (Tuning(1, 64, 2, max_registers=168), 198), (Tuning(1, 32, 3, max_registers=128), 264),
-        (Tuning(2, 128, 3), 0), (Tuning(2, 128, 3, max_registers=168), 82), (Tuning(2, 128, 2, max_registers=168), 99),
-        (Tuning(2, 64, 3, max_registers=128), 132), (Tuning(4, 128, 3, plain_tile=64, max_registers=128), 66),
-    ):  # fmt: skip
-        out.append((k4, t, columns))
-    for name, size in (
-        ("k8v8", page_bytes_for("k8v8", 64)), ("k8v8", page_bytes_for("k8v8", 32)),
-        ("k8v4", page_bytes_for("k8v4", 64)), ("k8v4", page_bytes_for("k8v4", 32)),
-        ("k4v2", page_bytes_for("k4v2", 64)), ("k2v2", page_bytes_for("k2v2", 64)),
-    ):  # fmt: skip
-        for t, columns in ((Tuning(1, 64, 3), 0), (Tuning(1, 64, 3, max_registers=200), 165),
-                           (Tuning(1, 64, 2), 0), (Tuning(2, 128, 3), 0), (Tuning(2, 128, 2), 0)):  # fmt: skip
-            out.append((Workload(name, page_bytes=size), t, columns))
+    out += [(k4, gluon, c) for c in (99, 297, 445)]
+    out += [(k4, replace(gluon, max_registers=r), 0) for r in (128, 200)]
+    out += [(k4, replace(gluon, tile=32, max_registers=r), 0) for r in (128, 160)]
+    out += [(k4, replace(triton, warps=2, tile=128, plain_tile=32), 0)]
     bf = Workload("bf16", page_bytes=8192)
-    for t in (Tuning(1, 64, 3), Tuning(1, 64, 3, plain_stages=4), Tuning(1, 64, 3, plain_tile=32), Tuning(2, 64, 3),
-              Tuning(2, 64, 3, plain_tile=32)):  # fmt: skip
-        out.append((bf, t, 0))
+    out += [(bf, t, 0) for t in (gluon, replace(gluon, plain_tile=32), triton, replace(triton, plain_tile=32))]
     return out
 
 
@@ -117,7 +108,7 @@ def measure(w: Workload, tunings: list[tuple[Tuning, int]], bandwidth: float) ->
 
 def line(r: dict) -> str:
     w, t = r["workload"], r["tuning"]
-    tune = f"w{t['warps']} t{t['tile']} s{t['stages']} r{t['max_registers'] or '-'} p{t['plain_tile']}"
+    tune = f"{t['engine']:6s} w{t['warps']} t{t['tile']} r{t['max_registers'] or '-'} p{t['plain_tile']}"
     what = (
         f"{w['ladder']:10s} {w['kept']:16s} P{w['block_tokens']} D{w['head_dim']} {w['batch']}x{w['tokens']}"
     )

@@ -18,7 +18,13 @@ from ..store import PageStore
 from .decode_body_triton import CODE_UNIT, LOG2E, NEG, P_SHIFT, _list_tiles, packed_part, plain_part
 from .decode_plan_triton import DecodePlan, ladder_classes
 
+try:
+    from .decode_kernel_gluon_triton import decode_kernel as gluon_kernel
+except ImportError:  # Gluon is experimental in Triton 3.6: without it, or with another interface, the Triton kernel runs
+    gluon_kernel = None
+
 INTERPRET = triton.knobs.runtime.interpret
+GLUON_TILE_BYTES = 12288  # 96 registers a lane
 STAGED_BYTES = 9000  # tiles above this are not double-buffered, for 8 programs a multiprocessor would not fit
 CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a block
 
@@ -27,10 +33,11 @@ CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a b
 class Tuning:
     """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
 
-    warps: int = 1
-    tile: int = 64
+    engine: str = "auto"  # "gluon" where the device has the MMA it is written for, else "triton"
+    warps: int = 1  # triton only
+    tile: int = 0  # tokens; 0: by the bytes of a token
     plain_tile: int = 16
-    stages: int = 0  # 0: by the bytes of a tile
+    stages: int = 0  # triton only; 0: by the bytes of a tile
     max_registers: int | None = None
 
 
@@ -249,13 +256,14 @@ class DecodeAttention:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
+        self.engine = self._choose_engine()
         self._query_columns = max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
-        # Per program: tile words (one more is prefetched), q . zero of a chunk's blocks, pages of each tile.
-        tiles = CHUNK * layout.block_tokens // min(c[7] for c in self._classes)
-        page_words = max(CHUNK * layout.block_tokens // c[7] * c[8] + c[8] for c in self._classes)
-        self._words = tiles + 2
-        self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (page_words + 3) // 4 * 2
+        # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
+        tiles = max(CHUNK * layout.block_tokens // c[7] + 2 for c in self._classes)
+        ids = max((CHUNK * layout.block_tokens // c[7] + 2) * c[8] for c in self._classes)
+        self._words = (tiles + 1) // 2 * 2
+        self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (ids + 3) // 4 * 2
         self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns or self._resident_columns())
         dev, rows = store.device, self._plan.capacity * layout.heads
         words = self._plan.columns * layout.heads * self._scratch_words
@@ -263,28 +271,55 @@ class DecodeAttention:
         self._part_o = torch.empty((rows, self.group, layout.head_dim), dtype=torch.float32, device=dev)
         self._part_ml = torch.empty((rows, self.group, 2), dtype=torch.float32, device=dev)
 
+    def _choose_engine(self) -> str:
+        engine = self.tuning.engine
+        if engine == "auto":
+            cuda = self.store.device.type == "cuda" and torch.version.cuda and not INTERPRET
+            fits = cuda and torch.cuda.get_device_capability(self.store.device) >= (8, 0) and self.group <= 16
+            engine = "gluon" if fits and gluon_kernel is not None else "triton"
+        if engine == "gluon" and gluon_kernel is None:
+            raise RuntimeError("this Triton has no Gluon; take the engine 'triton'")
+        return engine
+
     def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
         """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
-        value meta, tile, pages that a tile touches, stages."""
+        value meta, tile, page ids a tile, stages."""
         page, tune = self.store.layout.page(fmt), self.tuning
-        t = page.tokens
-        tile = min(tune.tile if fmt.packed else tune.plain_tile, self.store.layout.block_tokens)
+        t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
+        tile = tune.plain_tile if not fmt.packed else tune.tile or 64
+        if self.engine == "gluon":
+            # A lane holds a tile of keys and one of values in registers.
+            while fmt.packed and not tune.tile and tile > 16 and tile * token_bytes > GLUON_TILE_BYTES:
+                tile //= 2
+        tile = min(tile, self.store.layout.block_tokens)
+        stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES else 2)
         span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
-        tile_bytes = tile * (page.key_row_bytes + page.value_row_bytes)
-        stages = tune.stages or (3 if tile_bytes <= STAGED_BYTES else 2)
+        if self.engine == "gluon":
+            span = 4
         names = ("key_meta", "value_codes", "value_meta")
         return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span, stages)
 
     def _constants(self, capped: bool) -> dict:
         layout, t = self.store.layout, self.tuning
-        extra = {"maxnreg": t.max_registers} if t.max_registers and not INTERPRET else {}
-        return {
+        out = {
             "L": layout.layers, "H": layout.heads, "G": self.group, "NQ": self._query_columns,
             "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
-            "page_bytes": layout.page_bytes, "CLASSES": self._classes, "CHUNK": CHUNK,
-            "SCRATCH": self._scratch_words, "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN,
-            "CAPPED": capped, "WARPS": t.warps, "ASM": not INTERPRET, "num_warps": t.warps, **extra,
+            "page_bytes": layout.page_bytes, "CLASSES": self._classes, "SCRATCH": self._scratch_words,
+            "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
         }  # fmt: skip
+        if self.engine == "triton":
+            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET}
+        if t.max_registers and not INTERPRET:
+            out["maxnreg"] = t.max_registers
+        return out
+
+    @property
+    def _warps(self) -> int:
+        return 1 if self.engine == "gluon" else self.tuning.warps
+
+    @property
+    def _kernel(self):
+        return gluon_kernel if self.engine == "gluon" else _decode_kernel
 
     def _resident_columns(self) -> int:
         """Programs a head that the device holds at once, from what the compiled kernel takes of a multiprocessor."""
@@ -294,14 +329,14 @@ class DecodeAttention:
         some = {t: torch.empty(16, dtype=t, device=store.device) for t in (torch.float32, torch.int64, torch.int32)}
         f, i8, i4 = some.values()
         q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
-        kernel = _decode_kernel.warmup(
+        kernel = self._kernel.warmup(
             q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
             1, 0, 1.0, 0.0, grid=(1,), **self._constants(False),
         )  # fmt: skip
         kernel._init_handles()
         props = torch.cuda.get_device_properties(store.device)
         shared = props.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
-        registers = props.regs_per_multiprocessor // (-(-kernel.n_regs // 8) * 8 * 32 * self.tuning.warps)
+        registers = props.regs_per_multiprocessor // (-(-kernel.n_regs // 8) * 8 * 32 * self._warps)
         return max(1, min(shared, registers, 32) * props.multi_processor_count // heads)
 
     def plan(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -317,7 +352,9 @@ class DecodeAttention:
             out = torch.empty_like(q)
         if q.shape[0] == 0:
             return out
-        _decode_kernel[(plan.columns * heads,)](
+        if q.dtype != store.dtype:
+            raise ValueError(f"queries are {q.dtype}, the pages hold {store.dtype}")
+        self._kernel[(plan.columns * heads,)](
             q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items,
             plan.column_ranges, plan.lists, store.pages, store.table, store.counts, store.headers,
             plan.max_blocks, layer, scale, logit_cap, **self._constants(logit_cap > 0),
