@@ -29,8 +29,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _allocator(size: int, page_size: int, **kwargs):
     """SGLang asks the platform at every page size; it has an allocator of its own for pages of one token."""
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+    from sglang_kvc.cpu_allocator import TorchPagedAllocator
 
     if page_size == 1:
         return TokenToKVPoolAllocator(size, **kwargs)
-    return PagedTokenToKVPoolAllocator(size, page_size=page_size, **kwargs)
+    return TorchPagedAllocator(size, page_size=page_size, **kwargs)
