@@ -83,7 +83,7 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="a fifth of the prompts")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
-    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block, and of a page of stock")
     parser.add_argument("--chunk", type=int, default=256, help="tokens of a prefill chunk")
     args = parser.parse_args()
 
@@ -93,8 +93,8 @@ def main() -> int:
     # bf16 logits come in steps of 0.125 nat; the last product in fp32 makes a tie a tie.
     extra = ["--chunked-prefill-size", str(args.chunk), "--enable-fp32-lm-head"]
 
-    with common.Server(common.stock(*extra)) as server:
-        reference = Session(server, tok, 1, args.tokens)
+    with common.Server(common.stock("--page-size", str(args.block), *extra)) as server:
+        reference = Session(server, tok, args.block, args.tokens)
         texts = reference.run(singles, dialogues)
     with common.Server(common.kvc("bf16", *extra, block=args.block), env=common.STRICT) as server:
         ours = Session(server, tok, args.block, args.tokens)
