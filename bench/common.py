@@ -72,6 +72,13 @@ def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str = "512MiB
     return args + list(extra)
 
 
+def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]:
+    """`stock` with pages as large as a block, so that both hit at the same borders; else as `kvc`."""
+    if name == "stock":
+        return stock("--page-size", str(block), *extra)
+    return kvc(name, *extra, block=block, memory=memory)
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -61,10 +61,7 @@ def likelihood(server: common.Server, ids: list[int], block: int) -> float:
 
 def measure(fmt: str, model, maker: Maker, args) -> dict:
     extra = ("--enable-fp32-lm-head",)
-    options = (
-        common.stock(*extra) if fmt == "stock" else common.kvc(fmt, *extra, block=args.block, memory="1GB")
-    )
-    block = 1 if fmt == "stock" else args.block
+    options, block = common.either(fmt, *extra, block=args.block), args.block
     out: dict[str, object] = {}
     with common.Server(options, model=model) as server:
         for task, make in (("niah", maker.needles), ("kv", maker.dictionary)):

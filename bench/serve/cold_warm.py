@@ -113,10 +113,7 @@ def warm_warm(server: common.Server, tok, asked: list[list[int]], block: int, to
 
 def measure(fmt: str, tok, args, asked: list[list[int]]) -> dict:
     extra = ("--enable-fp32-lm-head",)
-    options = (
-        common.stock(*extra) if fmt == "stock" else common.kvc(fmt, *extra, block=args.block, memory="1GB")
-    )
-    block = 1 if fmt == "stock" else args.block
+    options, block = common.either(fmt, *extra, block=args.block), args.block
     with common.Server(options) as server:
         cold, warm = cold_warm(server, asked, block, args.tokens)
         some = asked[:: max(1, len(asked) // args.repeat)][: args.repeat]

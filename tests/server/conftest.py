@@ -1,7 +1,7 @@
 """Servers for the tests, started when first asked for; only one is alive at a time.
 
-`KVC_TEST_BACKEND=default` runs the same tests against SGLang's own cache (with pages of one token, the only
-size it has without a GPU): what a test demands of ours, stock must do as well.
+`KVC_TEST_BACKEND=default` runs the same tests against SGLang's own cache with pages of the same size: what a
+test demands of ours, stock must do as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     fmt, extra, memory, env = table[name]
     if STOCK:
         tokens = "2048" if memory == SMALL else "11264"
-        return common.stock("--max-total-tokens", tokens, *extra), {
+        return common.stock("--page-size", str(BLOCK), "--max-total-tokens", tokens, *extra), {
             **common.STRICT,
             **env,
         }
@@ -107,7 +107,7 @@ def tokens(rng: random.Random, n: int) -> list[int]:
 
 def border(n: int) -> int:
     """The last block border that a cached sequence of n tokens can be matched up to."""
-    return n if STOCK else n // BLOCK * BLOCK
+    return n // BLOCK * BLOCK
 
 
 def pytest_collection_modifyitems(items):
