@@ -1,5 +1,7 @@
 """Extend attention under the interpreter against a float64 reading of the same pages."""
 
+import math
+
 import pytest
 import torch
 
@@ -31,12 +33,13 @@ def make_case(ladder, *, group, head_dim=64, key_mode="channel", heads=2, block_
     return random_store(layout, ladder, rungs, counts, dtype=dtype, device=device, seed=seed)
 
 
-def reference(store, layer, q, k, v, row_blocks, prefix_lens, extend_lens, *, scale, logit_cap=0.0):
-    """float64 `[N, Hq, D]`."""
+def reference(store, layer, q, k, v, row_blocks, prefix_lens, extend_lens, *, scale, logit_cap=0.0, lse=False):
+    """float64 `[N, Hq, D]`; with `lse` also the base-2 log-sum-exp `[N, Hq]`."""
     layout, p, at = store.layout, store.layout.block_tokens, 0
     group = q.shape[1] // layout.heads
     q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
     out = torch.full(q.shape, torch.nan, dtype=torch.float64)
+    sums = torch.full(q.shape[:2], torch.nan, dtype=torch.float64)
     for b, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
         for h in range(layout.heads):
             ids = [int(row_blocks[b, j]) for j in range(-(-prefix // p))]
@@ -48,10 +51,12 @@ def reference(store, layer, q, k, v, row_blocks, prefix_lens, extend_lens, *, sc
                 logits = logit_cap * torch.tanh(logits / logit_cap)
             old = len(kc) - new
             later = torch.arange(len(kc)) - old > torch.arange(new).unsqueeze(1)
-            w = torch.softmax(logits.masked_fill(later, -torch.inf), -1)
-            out[at : at + new, h * group : (h + 1) * group] = torch.einsum("gns,sd->ngd", w, vc)
+            logits = logits.masked_fill(later, -torch.inf)
+            heads = slice(h * group, (h + 1) * group)
+            out[at : at + new, heads] = torch.einsum("gns,sd->ngd", torch.softmax(logits, -1), vc)
+            sums[at : at + new, heads] = logits.logsumexp(-1).T / math.log(2)
         at += new
-    return out
+    return (out, sums) if lse else out
 
 
 def inputs(store, group, tokens, dtype, seed=1, device="cpu"):
@@ -99,8 +104,10 @@ def test_one_part_and_many_give_the_same():
         op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs))
         op.plan(ROWS[::2], prefix, new)
         assert (op._plan.n_joins > 0) == (programs > 1)
-        outs.append(op.run(0, q, k, v, scale=0.1).double())
-    assert error(outs[0], outs[1]) < 0.01
+        outs.append(op.run(0, q, k, v, scale=0.1, return_lse=True))
+    assert error(outs[0][0], outs[1][0].double()) < 0.01
+    _, lse = reference(store, 0, q, k, v, ROWS[::2], prefix, new, scale=0.1, lse=True)
+    assert all((x[1] - lse).abs().max() < 0.01 for x in outs)
 
 
 def test_logit_cap_fp16_and_strided_rows():
@@ -116,17 +123,12 @@ def test_what_another_kernel_found_for_the_new_tokens_is_joined():
     prefix, new = [96, 40], [7, 9]
     q, k, v = inputs(store, 2, 16, torch.bfloat16)
     expected = reference(store, 1, q, k, v, ROWS[::2], prefix, new, scale=0.2)
-    own = reference(store, 1, q, k, v, ROWS[::2], [0, 0], new, scale=0.2)
-    lse = torch.empty(16, 4, dtype=torch.float64)
-    for at, n in ((0, 7), (7, 9)):
-        for hq in range(4):
-            logits = q[at : at + n, hq].double() @ k[at : at + n, hq // 2].double().T * 0.2
-            lse[at : at + n, hq] = logits.masked_fill(torch.ones(n, n).triu(1) > 0, -torch.inf).logsumexp(-1)
+    own, lse = reference(store, 1, q, k, v, ROWS[::2], [0, 0], new, scale=0.2, lse=True)
     for programs in (1, 100):
         op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs))
         op.plan(ROWS[::2], prefix, new)
         out = torch.full((16, 4, 64), torch.nan, dtype=torch.bfloat16)
-        op._attend(1, q, k, v, out, (own.bfloat16(), (lse / 0.6931471805599453).float()), 0.2, 0.0)
+        op._attend(1, q, k, v, out, None, (own.bfloat16(), lse.float()), 0.2, 0.0)
         assert error(out, expected) < 0.02
 
 

@@ -43,16 +43,17 @@ class Tuning:
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "NB"])
 def _extend_kernel(
     q, q_stride_n, q_stride_h, k, k_stride_n, k_stride_h, v, v_stride_n, v_stride_h, out, own_o, own_lse,
-    part_o, part_lse, scratch, items, lists, sizes, NB, pages, table, counts, headers, layer, scale, cap,
+    part_o, part_lse, out_lse, scratch, items, lists, sizes, NB, pages, table, counts, headers, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr, MAX_TILES: tl.constexpr,
     WIDTH: tl.constexpr, OWN: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, LSE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. out `[N, Hq, D]` takes items that none is joined with,
-    part_o fp32 `[slots, H, BM, D]` and part_lse fp32 `[slots, H, BM]` (base 2) the others.
+    """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. out `[N, Hq, D]` takes items that none is joined with
+    (and with LSE out_lse fp32 `[N, Hq]`), part_o fp32 `[slots, H, BM, D]` and part_lse fp32 `[slots, H, BM]` the
+    others. All log-sum-exps are to base 2.
 
-    The new tokens themselves: computed here, or (OWN false) own_o `[N, Hq, D]`, own_lse fp32 `[N, Hq]` (base 2) hold
+    The new tokens themselves: computed here, or (OWN false) own_o `[N, Hq, D]`, own_lse fp32 `[N, Hq]` hold
     that part of the result, which is what the first part of the prefix then starts from.
     """
     pid = tl.program_id(0)
@@ -132,6 +133,8 @@ def _extend_kernel(
         for j in tl.static_range(D // WIDTH):
             x = (acc[j] / some[:, None]).to(out.dtype.element_ty)
             tl.store(out + place[:, None] * D + (j * WIDTH + w)[None, :], x, mask=valid[:, None])
+        if LSE:
+            tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
     else:
         i = (slot.to(tl.int64) * H + h) * BM + tl.arange(0, BM)
         for j in tl.static_range(D // WIDTH):
@@ -141,8 +144,8 @@ def _extend_kernel(
 
 @triton.jit
 def _join_kernel(
-    part_o, part_lse, joins, out,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
+    part_o, part_lse, joins, out, out_lse,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr,
 ):
     """grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: query start, first row, end row, first slot, slots."""
     join = joins + tl.program_id(0) * 5
@@ -169,8 +172,11 @@ def _join_kernel(
         acc = acc * a[:, None] + o * b[:, None]
         l = l * a + b
         m = mn
-    x = acc / tl.where(l > 0, l, 1.0)[:, None]
+    some = tl.where(l > 0, l, 1.0)
+    x = acc / some[:, None]
     tl.store(out + place[:, None] * D + d[None, :], x.to(out.dtype.element_ty), mask=valid[:, None])
+    if LSE:
+        tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
 
 
 class ExtendAttention:
@@ -275,43 +281,50 @@ class ExtendAttention:
         *,
         scale: float,
         logit_cap: float = 0.0,
-    ) -> torch.Tensor:
-        """`q[N, Hq, D]`, new rows `k`, `v` `[N, H, D]` (any token and head stride) -> `[N, Hq, D]` in q's dtype."""
-        if not q.shape[0]:
-            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        own = None
-        if self._use_ragged:
-            own = self._ragged.run(q, k, v, scale=scale, logit_cap=logit_cap, lse=self._use_pages)
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`q[N, Hq, D]`, new rows `k`, `v` `[N, H, D]` (any token and head stride) -> `[N, Hq, D]` in q's dtype.
+
+        With `return_lse` also the log-sum-exp to base 2, fp32 `[N, Hq]`.
+        """
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        if q.shape[0]:
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            own = None
+            if self._use_ragged:
+                own = self._ragged.run(
+                    q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or self._use_pages
+                )
             if not self._use_pages:
                 return own
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._attend(layer, q, k, v, out, own, scale, logit_cap)
-        return out
+            self._attend(layer, q, k, v, out, lse, own, scale, logit_cap)
+        return (out, lse) if return_lse else out
 
-    def _attend(self, layer: int, q, k, v, out, own, scale: float, logit_cap: float) -> None:
-        """Fill `out`; `own` is None, or (output, base-2 LSE) of the new tokens among themselves."""
+    def _attend(self, layer: int, q, k, v, out, lse, own, scale: float, logit_cap: float) -> None:
+        """Fill `out`, and `lse` if given; `own` is None, or (output, LSE) of the new tokens among themselves."""
         store, layout, plan, t = self.store, self.store.layout, self._plan, self.tuning
+        out_lse = self._part_lse if lse is None else lse
         if self._use_hopper:
             self._hopper.launch(
-                plan, self._rows, layer, q, k, v, out, own, self._part_o, self._part_lse, scale, logit_cap
+                plan, self._rows, layer, q, k, v, out, lse, own, self._part_o, self._part_lse, scale, logit_cap
             )
         else:
             own_o, own_lse = own or (out, self._part_lse)
             _extend_kernel[(plan.n_items * layout.heads,)](
                 q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
-                own_o, own_lse, self._part_o, self._part_lse, self._scratch, plan.items, plan.lists, plan.sizes,
-                plan.max_blocks, store.pages, store.table, store.counts, store.headers, layer, scale, logit_cap,
-                layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
+                own_o, own_lse, self._part_o, self._part_lse, out_lse, self._scratch, plan.items, plan.lists,
+                plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, layer, scale,
+                logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
                 layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
                 own is None, layout.key_mode == TOKEN, logit_cap > 0, self._rows, self._tile, t.stages,
-                not INTERPRET, num_warps=t.warps,
+                lse is not None, not INTERPRET, num_warps=t.warps,
             )  # fmt: skip
         if plan.n_joins:
             rows = min(16, self._rows)
             _join_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
-                self._part_o, self._part_lse, plan.joins, out,
-                layout.heads, self.group, layout.head_dim, self._rows, rows, num_warps=4,
+                self._part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
+                self._rows, rows, lse is not None, num_warps=4,
             )  # fmt: skip
 
 

@@ -111,8 +111,8 @@ def _probabilities(s, word, m, token, scale, cap, L_S: gl.constexpr, CAPPED: gl.
 @gluon.jit
 def _attend_partition(
     half, words, n, q_smem, k_smem, v_smem, bars, item, slot_row, q, q_stride_n, q_stride_h, out, own_o, own_lse,
-    part_o, part_lse, scale, cap, h, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
-    OWN: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr,
+    part_o, part_lse, out_lse, scale, cap, h, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
+    OWN: gl.constexpr, CAPPED: gl.constexpr, STAGES: gl.constexpr, LSE: gl.constexpr,
 ):
     """Rows half * R .. of the program's tile against all tiles of keys; `slot_row`: its row in part_lse, or -1.
 
@@ -190,24 +190,26 @@ def _attend_partition(
         some = gl.where(l[g] > 0, l[g], 1.0)
         x = o[g] * gl.convert_layout(1.0 / some, gl.SliceLayout(1, L_O))[:, None]
         row = first + g * 64 + r
+        total = gl.where(l[g] > 0, m[g] + gl.log2(some), NEG)
         if slot_row < 0:
             place = (start + row // G).to(gl.int64) * (H * G) + h * G + row % G
             to = out + place[:, None] * D + d[None, :]
             gl.store(to, x.to(out.dtype.element_ty), mask=(row < rows)[:, None])
+            if LSE:
+                gl.store(out_lse + place, gl.convert_layout(total, gl.SliceLayout(1, L_O)), mask=row < rows)
         else:
             base = slot_row.to(gl.int64) + half * R + g * 64
             gl.store(part_o + (base + r)[:, None] * D + d[None, :], x)
-            total = gl.where(l[g] > 0, m[g] + gl.log2(some), NEG)
             gl.store(part_lse + base + gl.arange(0, 64, gl.SliceLayout(1, L_S)), total)
 
 
 @gluon.jit(do_not_specialize=["layer", "scale", "cap", "stride"])
 def extend_hopper_kernel(
     q, q_stride_n, q_stride_h, k, k_stride_n, k_stride_h, v, v_stride_n, v_stride_h, out, own_o, own_lse,
-    part_o, part_lse, words, n_words, stride, items, pages, table, headers, layer, scale, cap,
+    part_o, part_lse, out_lse, words, n_words, stride, items, pages, table, headers, layer, scale, cap,
     LH: gl.constexpr, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, E: gl.constexpr, page_bytes: gl.constexpr,
     CLASSES: gl.constexpr, OWN: gl.constexpr, TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr, R: gl.constexpr,
-    STAGES: gl.constexpr, ATTEND_REGS: gl.constexpr, UNPACK_REGS: gl.constexpr,
+    STAGES: gl.constexpr, LSE: gl.constexpr, ATTEND_REGS: gl.constexpr, UNPACK_REGS: gl.constexpr,
 ):
     """grid (items * H,); arguments as in `_extend_kernel`, tiles from `tile_words_kernel`. 3 warpgroups."""
     pid = gl.program_id(0)
@@ -244,11 +246,11 @@ def extend_hopper_kernel(
         [
             (_attend_partition, (
                 0, mine, n, q_smem, k_smem, v_smem, bars, item, slot_row, q, q_stride_n, q_stride_h, out, own_o,
-                own_lse, part_o, part_lse, scale, cap, h, H, G, D, R, OWN, CAPPED, STAGES,
+                own_lse, part_o, part_lse, out_lse, scale, cap, h, H, G, D, R, OWN, CAPPED, STAGES, LSE,
             )),
             (_attend_partition, (
                 1, mine, n, q_smem, k_smem, v_smem, bars, item, slot_row, q, q_stride_n, q_stride_h, out, own_o,
-                own_lse, part_o, part_lse, scale, cap, h, H, G, D, R, OWN, CAPPED, STAGES,
+                own_lse, part_o, part_lse, out_lse, scale, cap, h, H, G, D, R, OWN, CAPPED, STAGES, LSE,
             )),
             (unpack_partition, (
                 mine, n, raw, k_smem, v_smem, bars, pages, table + head * E, LH * E, headers + head * (2 * D),
@@ -292,7 +294,7 @@ class HopperExtend:
         if self.words.numel() < programs * tiles:
             self.words = self.words.new_empty(programs * tiles)
 
-    def launch(self, plan, rows: int, layer: int, q, k, v, out, own, part_o, part_lse, scale, logit_cap) -> None:
+    def launch(self, plan, rows: int, layer: int, q, k, v, out, lse, own, part_o, part_lse, scale, logit_cap) -> None:
         store, g = self.store, self.store.layout
         grid, lh = (plan.n_items * g.heads,), g.layers * g.heads
         tile_words_kernel[grid](
@@ -303,8 +305,9 @@ class HopperExtend:
         own_o, own_lse = own or (out, part_lse)
         extend_hopper_kernel[grid](
             q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out, own_o,
-            own_lse, part_o, part_lse, self.words, self.n_words, self.stride, plan.items, store.pages, store.table,
-            store.headers, layer, scale, logit_cap, lh, g.heads, self.group, g.head_dim, g.head_pages_bf16,
-            g.page_bytes, self.classes, own is None, g.key_mode == TOKEN, logit_cap > 0, rows // 2, STAGES,
-            ATTEND_REGS, UNPACK_REGS, num_warps=4, maxnreg=MAX_REGS,
+            own_lse, part_o, part_lse, part_lse if lse is None else lse, self.words, self.n_words, self.stride,
+            plan.items, store.pages, store.table, store.headers, layer, scale, logit_cap, lh, g.heads, self.group,
+            g.head_dim, g.head_pages_bf16, g.page_bytes, self.classes, own is None, g.key_mode == TOKEN,
+            logit_cap > 0, rows // 2, STAGES, lse is not None, ATTEND_REGS, UNPACK_REGS, num_warps=4,
+            maxnreg=MAX_REGS,
         )  # fmt: skip
