@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import copy_bandwidth, time_graph, write_json
+from common import cold_layers, copy_bandwidth, time_graph, write_json
 
 HEADS, GROUP = 8, 4
 
@@ -20,9 +20,9 @@ def flashinfer(batch: int, tokens: int, dim: int, dtype: torch.dtype, page: int,
 
     dev = "cuda"
     total = batch * tokens // page
-    kv = [
-        torch.randn((total, page, HEADS, dim), dtype=torch.bfloat16, device=dev).to(dtype) for _ in range(2)
-    ]
+    layers = cold_layers(2 * total * page * HEADS * dim * dtype.itemsize)
+    shape = (2, total, page, HEADS, dim)
+    kv = [torch.randn(shape, dtype=torch.bfloat16, device=dev).to(dtype) for _ in range(layers)]
     q = torch.randn((batch, HEADS * GROUP, dim), dtype=torch.bfloat16, device=dev)
     indptr = torch.arange(batch + 1, dtype=torch.int32, device=dev) * (tokens // page)
     indices = torch.randperm(total, device=dev).int()
@@ -36,7 +36,7 @@ def flashinfer(batch: int, tokens: int, dim: int, dtype: torch.dtype, page: int,
         indptr, indices, last, HEADS * GROUP, HEADS, dim, page, q_data_type=torch.bfloat16, kv_data_type=dtype
     )
     out = torch.empty_like(q)
-    return time_graph(lambda: wrapper.run(q, tuple(kv), out=out))
+    return time_graph(lambda i: wrapper.run(q, tuple(kv[i % layers]), out=out), inner=max(10, layers))
 
 
 def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> float:
@@ -45,7 +45,9 @@ def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> floa
 
     dev, splits = "cuda", 8
     total = batch * tokens
-    k, v = (torch.randn((total, HEADS, dim), dtype=torch.bfloat16, device=dev).to(dtype) for _ in range(2))
+    layers = cold_layers(2 * total * HEADS * dim * dtype.itemsize)
+    shape = (2, total, HEADS, dim)
+    kv = [torch.randn(shape, dtype=torch.bfloat16, device=dev).to(dtype) for _ in range(layers)]
     q = torch.randn((batch, HEADS * GROUP, dim), dtype=torch.bfloat16, device=dev)
     indptr = torch.arange(batch + 1, dtype=torch.int32, device=dev) * tokens
     indices = torch.randperm(total, device=dev)
@@ -57,9 +59,10 @@ def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> floa
     lse = torch.empty((batch, HEADS * GROUP, splits), dtype=torch.float32, device=dev)
     out = torch.empty_like(q)
     return time_graph(
-        lambda: decode_attention_fwd(
-            q, k, v, out, indptr, indices, logits, lse, num, splits, dim**-0.5, 1.0, 1.0
-        )
+        lambda i: decode_attention_fwd(
+            q, *kv[i % layers], out, indptr, indices, logits, lse, num, splits, dim**-0.5, 1.0, 1.0
+        ),
+        inner=max(10, layers),
     )
 
 
@@ -68,6 +71,7 @@ def main() -> None:
     ap.add_argument("--out", default="")
     ap.add_argument("--warm", action="store_true")
     ap.add_argument("--shapes", default="64x8192,16x32768")
+    ap.add_argument("--quick", action="store_true", help="bf16 and its fastest forms only")
     ap.add_argument("--dims", default="128,64")
     args = ap.parse_args()
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
@@ -79,10 +83,13 @@ def main() -> None:
         for batch, tokens in shapes if dim == 128 else shapes[:1]:
             for name, dtype in (("bf16", torch.bfloat16), ("fp8_e4m3", torch.float8_e4m3fn)):
                 size = batch * tokens * HEADS * dim * 2 * (2 if name == "bf16" else 1)
+                if args.quick and name == "fp8_e4m3":
+                    continue
                 runs = {f"flashinfer_page{p}_tc": (flashinfer, (p, True)) for p in (1, 16)}
-                if name == "bf16":
+                if name == "bf16" and not args.quick:
                     runs["flashinfer_page16"] = (flashinfer, (16, False))
-                runs["sglang_triton"] = (sglang_triton, ())
+                if not args.quick:
+                    runs["sglang_triton"] = (sglang_triton, ())
                 for kernel, (fn, extra) in runs.items():
                     try:
                         ms = fn(batch, tokens, dim, dtype, *extra)

@@ -50,16 +50,16 @@ def write_json(path: str | pathlib.Path, rows: list[dict], **facts) -> None:
 
 
 def time_graph(fn, *, inner: int = 10, outer: int = 7) -> float:
-    """Median milliseconds of `fn`, from replays of a CUDA graph that holds it `inner` times."""
+    """Median milliseconds of `fn(i)`, i = 0 .. inner - 1, from replays of a CUDA graph that holds these calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        fn()
+        fn(0)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(inner):
-            fn()
+        for i in range(inner):
+            fn(i)
     graph.replay()
     torch.cuda.synchronize()
     times = []
@@ -105,6 +105,8 @@ class Workload:
     group: int = 4
     head_dim: int = 128
     key_mode: str = "channel"
+    layers: int = 1  # more than one where a layer would stay in the L2 cache from run to run
+    long: int = 0  # tokens of the first request, where it is longer than the others
 
     @property
     def formats(self):
@@ -124,17 +126,17 @@ class Workload:
             key_mode=self.key_mode,
             scored=False,
         )
-        return PoolLayout(1, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
+        return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
 
     def counts(self, blocks: int, gen: torch.Generator) -> torch.Tensor:
-        """int `[blocks, 1, H, 2]`. "full", "uniform:M:W[:R]" (M +- W percent of P, rounded up to R tokens), or
-        "mix:M:W:m:w" (both tiers uniform)."""
+        """int `[blocks, L, H, 2]`. "full", "uniform:M:W[:R]" (M +- W percent of P, rounded up to R tokens), 
+        "mix:M:W:m:w" (both tiers uniform), or "heads:A:B" (head by head from A to B percent)."""
         kind, *args = self.kept.split(":")
         p = self.block_tokens
-        out = torch.zeros((blocks, 1, self.heads, 2), dtype=torch.int64)
+        out = torch.zeros((blocks, self.layers, self.heads, 2), dtype=torch.int64)
 
         def uniform(mean: str, width: str) -> torch.Tensor:
-            u = torch.rand((blocks, 1, self.heads), generator=gen) * 2 - 1
+            u = torch.rand((blocks, self.layers, self.heads), generator=gen) * 2 - 1
             return ((float(mean) + float(width) * u) * p / 100).round().long().clamp(0, p)
 
         if kind == "full":
@@ -144,6 +146,9 @@ class Workload:
             out[..., 0] = ((n + grain - 1) // grain * grain).clamp(max=p)
         elif kind == "mix":
             out[..., 0], out[..., 1] = uniform(*args[:2]), uniform(*args[2:])
+        elif kind == "heads":
+            share = torch.linspace(float(args[0]), float(args[1]), self.heads)
+            out[..., 0] = (share * p / 100).round().long()
         else:
             raise ValueError(self.kept)
         return out
@@ -152,35 +157,43 @@ class Workload:
         """(store, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`, stored bytes without slack)."""
         batch, tokens = batch or self.batch, tokens or self.tokens
         gen = torch.Generator().manual_seed(seed)
-        nb = -(-tokens // self.block_tokens)
-        n = batch * nb
+        lens = torch.full((batch,), tokens)
+        lens[0] = self.long or tokens
+        p = self.block_tokens
+        nb = -(-lens // p)
+        n = int(nb.sum())
         ladder = self.rungs()
-        rung = min(rung, len(ladder) - 1)
-        rungs = torch.full((n,), rung)
-        rows = 1 + torch.randperm(n, generator=gen).view(batch, nb)
-        if tokens % self.block_tokens:
-            rungs[rows[:, -1] - 1] = 0
+        rungs = torch.full((n,), min(rung, len(ladder) - 1))
+        ids = 1 + torch.randperm(n, generator=gen)
+        rows = torch.zeros((batch, int(nb.max())), dtype=torch.int32)
+        for i, some in enumerate(ids.split(nb.tolist())):
+            rows[i, : len(some)] = some
+            if lens[i] % p:
+                rungs[some[-1] - 1] = 0
         counts = self.counts(n, gen)
         store = random_store(self.layout(), ladder, rungs, counts, device="cuda", seed=seed)
-        lens = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
-        size = self.stored_bytes(counts, rungs, tokens, batch)
-        return store, rows.int().cuda(), lens, size
+        plain = rungs == 0
+        plain_tokens = int(plain.sum()) * p - int(((-lens) % p).sum())
+        size = self.stored_bytes(counts[~plain], plain_tokens)  # of one layer
+        return store, rows.cuda(), lens.int().cuda(), size
 
-    def stored_bytes(self, counts: torch.Tensor, rungs: torch.Tensor, tokens: int, batch: int) -> int:
+    def stored_bytes(self, counts: torch.Tensor, plain_tokens: int) -> int:
         """Bytes of codes, metadata, headers, table entries and counts that a perfect kernel reads."""
         layout = self.layout()
-        plain = (rungs == 0).sum().item()
-        tail = tokens % self.block_tokens or self.block_tokens
-        total = plain * self.heads * (tail if rungs.max() else self.block_tokens) * 4 * self.head_dim
-        packed = (rungs > 0).nonzero().squeeze(1)
-        for side, f in enumerate(self.formats if len(packed) else []):
+        total = plain_tokens * self.heads * 4 * self.head_dim
+        for side, f in enumerate(self.formats if len(counts) else []):
             page = layout.page(f)
             per = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
             per += 4 if self.key_mode == "token" else 0
-            n = counts[packed][..., side]
+            n = counts[:, 0, :, side]
             total += int(n.sum()) * per + int((-(-n // page.tokens)).sum()) * 4
-            total += len(packed) * self.heads * (layout.header_bytes + 2)
+            total += len(counts) * self.heads * (layout.header_bytes + 2)
         return total
+
+
+def cold_layers(size: int) -> int:
+    """Layers of `size` bytes to cycle through so that none is found in the L2 cache (60 MB)."""
+    return max(1, min(32, -(-240_000_000 // size)))
 
 
 def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128, key_mode: str = "channel") -> int:

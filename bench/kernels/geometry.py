@@ -15,7 +15,8 @@ import time
 from dataclasses import asdict, replace
 
 import torch
-from common import Workload, copy_bandwidth, page_bytes_for, time_graph, write_json
+from common import Workload, cold_layers, copy_bandwidth, page_bytes_for, time_graph, write_json
+
 from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
 from kvc_kernels.testing import reference_decode
 
@@ -64,7 +65,29 @@ def suite_geometry() -> list[tuple[Workload, Tuning, int]]:
     return out
 
 
-SUITES = {"tune": suite_tune, "geometry": suite_geometry}
+def suite_grid() -> list[tuple[Workload, Tuning, int]]:
+    """Batches and lengths, uneven lengths and heads, group sizes."""
+    out = []
+    k4 = Workload("k4v4", page_bytes=page_bytes_for("k4v4", 64))
+    shapes = [(b, t) for b in (1, 4, 16, 64, 256) for t in (1024, 4096, 8192, 32768, 131072) if b * t <= 1 << 20]
+    for batch, tokens in shapes:
+        small, large = (cold_layers(batch * tokens * 8 * n) for n in (132, 512))
+        out.append((replace(k4, batch=batch, tokens=tokens, layers=small), Tuning(), 0))
+        out.append((replace(k4, batch=batch, tokens=tokens + 100, layers=small), Tuning(), 0))
+        bf = Workload("bf16", page_bytes=8192, batch=batch, tokens=tokens, layers=large)
+        out.append((bf, Tuning(), 0))
+    out.append((replace(k4, tokens=1024, long=65536), Tuning(), 0))
+    out.append((replace(k4, tokens=1024), Tuning(), 0))
+    for columns in (0, 297, 594):
+        out.append((replace(k4, kept="heads:10:90"), Tuning(), columns))
+    out.append((replace(k4, kept="heads:50:50"), Tuning(), 0))
+    for group in (1, 2, 6, 7, 8, 12, 16):
+        out.append((replace(k4, group=group), Tuning(), 0))
+    out.append((replace(k4, batch=16, tokens=32768), Tuning(), 0))
+    return out
+
+
+SUITES = {"tune": suite_tune, "geometry": suite_geometry, "grid": suite_grid}
 
 
 def check(w: Workload, t: Tuning) -> float:
@@ -94,8 +117,10 @@ def measure(w: Workload, tunings: list[tuple[Tuning, int]], bandwidth: float) ->
         )  # fmt: skip
         op.plan(rows, lens)
         y = torch.empty_like(q)
-        ms = time_graph(lambda: op.run(0, q, scale=w.head_dim**-0.5, out=y))
-        plan_ms = time_graph(lambda: op.plan(rows, lens))
+        ms = time_graph(
+            lambda i, op=op, y=y: op.run(i % w.layers, q, scale=w.head_dim**-0.5, out=y), inner=max(10, w.layers)
+        )
+        plan_ms = time_graph(lambda i, op=op: op.plan(rows, lens))
         row = {
             "workload": asdict(w), "tuning": asdict(t), "items": op._plan.columns, "ms": ms, "plan_ms": plan_ms,
             "bytes": size, "of_copy": size / (ms * 1e-3) / bandwidth, "nan": bool(y.isnan().any()),
@@ -113,7 +138,7 @@ def line(r: dict) -> str:
         f"{w['ladder']:10s} {w['kept']:16s} P{w['block_tokens']} D{w['head_dim']} {w['batch']}x{w['tokens']}"
     )
     return (
-        f"{what} T{r['tokens_a_page']} {tune} items {r['items']}: {r['ms'] * 1e3:7.1f} us"
+        f"{what} G{w['group']} T{r['tokens_a_page']} {tune} columns {r['items']}: {r['ms'] * 1e3:7.1f} us"
         f"  {100 * r['of_copy']:5.1f} % of copy  plan {r['plan_ms'] * 1e3:.1f} us{'  NaN!' if r['nan'] else ''}"
     )
 
@@ -128,7 +153,7 @@ def main() -> None:
     points = SUITES[args.suite]()
     small = {}
     for w, t, _ in points:
-        small.setdefault((replace(w, batch=2, tokens=0), t), None)
+        small.setdefault((replace(w, batch=2, tokens=0, long=0, layers=2), t), None)
     if args.shard:
         i, n = map(int, args.shard.split("/"))
         for w, t in list(small)[i::n]:

@@ -5,6 +5,7 @@ format and its side of the table. So every program knows one precision at compil
 and low pages run side by side in one launch. Their results are merged by log-sum-exp.
 """
 
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from .decode_plan_triton import DecodePlan, ladder_classes
 
 try:
     from .decode_kernel_gluon_triton import decode_kernel as gluon_kernel
-except ImportError:  # Gluon is experimental in Triton 3.6: without it, or with another interface, the Triton kernel runs
+except ImportError:  # Gluon is experimental in Triton 3.6; without it the Triton kernel runs
     gluon_kernel = None
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -65,8 +66,8 @@ def _zero_products(
 def _plain_program(
     q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap, page_bytes: tl.constexpr,
     ROW_STRIDE: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr, ASM: tl.constexpr,
+    SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
 ):
     """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table."""
     d = tl.arange(0, D)
@@ -95,9 +96,9 @@ def _plain_program(
 def _packed_program(
     q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
     page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr, KMETA: tl.constexpr,
-    VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
+    KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr,
+    CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
 ):
     """One item of packed blocks in one format; `head` = layer * H + KV head."""
     DK: tl.constexpr = D * KB // 8

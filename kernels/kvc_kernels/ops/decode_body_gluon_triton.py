@@ -1,5 +1,6 @@
 """The tile loops of the Gluon decode kernel; layouts and orders are explained in `decode_tiles_gluon_triton`."""
 
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -55,7 +56,7 @@ def list_tiles(
 
     `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). `table` points
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
-    words int64 `[tiles + 2]`: block << 32 | j << 24 | first token << 12 | tokens of the block, j the place in the chunk.
+    words int64 `[tiles + 2]`: block << 32 | j << 24 | first token << 12 | tokens of the block, j its place in the chunk.
     tile_pages int32 `[tiles + 2, 4]`: page of each run of TILE / 4 tokens. Two tiles of page 0 end the lists, for the
     loop reads ahead, and page 0 backs what lies behind a block's tokens, so that no load needs a mask.
     """
@@ -151,8 +152,8 @@ def packed_part(
 
     acc: fp32 `[rows, NQ]` per row part and tensor of `nested` or `crumbs`, in units of 2^-24; rows = D*VB/8, or 32 (one
     value group) if VB is 2. zacc fp32 `[16, NQ]`: row g is the sum of p * zero of value group g, row GROUPS that of p.
-    m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field) (per-token keys:
-    the difference to the one before, as `nested` wants it).
+    m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field) (with per-token
+    keys the difference to the one before, as `nested` wants it).
 
     Loads run ahead of their use: keys and headers of the next tile start when this tile's keys are spent, its values
     when the tile begins, page ids a tile before that.
@@ -263,7 +264,8 @@ def packed_part(
         next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
         next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
 
-        zeros = gl.where((m_group < GROUPS)[:, None, None], zeros, gl.where((m_group == GROUPS)[:, None, None], ONES, 0))
+        ones = gl.where(m_group == GROUPS, ONES, 0)[:, None, None]
+        zeros = gl.where((m_group < GROUPS)[:, None, None], zeros, ones)
         if live < TILE:
             s = gl.where((2 * (place >> 3) < live - lane_token)[:, None], s, NEG)
             zeros = zeros & _pair_mask((m_pair * 2)[None, None, :], (live - m_run * W)[None, :, None])

@@ -4,6 +4,7 @@ Both bodies compute S^T = K . q^T and O^T = V^T . p^T, so that the query group i
 GQA > 8 pays for 16 columns; with the group on the 16-row side, softmax and PV did twice the work on padding.
 """
 
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations
 
 import triton
@@ -114,7 +115,8 @@ def _list_tiles(
     row = table + (e >> 32) * table_stride
     for k in tl.static_range(SPAN):
         entry = i * TILE // T + k
-        page = tl.load(row[:, None] + STEP * entry[None, :], mask=used & ((entry * T)[None, :] < count[:, None]), other=0)
+        live = used & ((entry * T)[None, :] < count[:, None])
+        page = tl.load(row[:, None] + STEP * entry[None, :], mask=live, other=0)
         tl.store(tile_pages + to * SPAN + k, page, mask=used)
     return tl.sum(tiles, 0)
 
@@ -185,10 +187,11 @@ def packed_part(
 ):
     """Add `n_tiles` tiles of packed tokens to the running softmax.
 
-    acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `_nested` or `_crumbs`, in units of 2^-24.
+    acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `_nested` or `_crumbs`, in units of
+    2^-24.
     m fp32 `[NQ]`; l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero that are reduced over
-    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j) (per-token keys:
-    the difference to the one before, as `_nested` wants it). `headers` is at this layer and head.
+    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j) (with per-token
+    keys the difference to the one before, as `_nested` wants it). `headers` is at this layer and head.
     """
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8

@@ -1,5 +1,6 @@
 """The decode kernel in Gluon: same work lists, scratch and results as `decode_attention_triton`, one warp a program."""
 
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -31,7 +32,7 @@ def _plain_program(
     page_bytes: gl.constexpr, ROW_STRIDE: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr,
     T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table; out, ml: part's rows."""
+    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table; out, ml: its results."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     k = gl.arange(0, D, layout=gl.SliceLayout(1, B_OP))
     g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP))

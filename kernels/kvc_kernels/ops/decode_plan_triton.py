@@ -62,8 +62,8 @@ def _items_kernel(
     """grid (B,). Deal the cost of all lists, laid end to end, to `columns` equal columns, cutting at block borders.
 
     A column's part of one list is an item, int32 `[items, 4]`; items are in the order of lists and of columns alike, so
-    requests and columns both own ranges of them. Each program adds up the same totals over the padded `[WIDTH]` = B * NC
-    sizes: that is cheaper than a third launch. Columns are no narrower than a block, hence no empty items.
+    requests and columns both own ranges of them. Each program adds up the same totals over the B * NC sizes, padded to
+    `[WIDTH]`: that is cheaper than a third launch. Columns are no narrower than a block, hence no empty items.
     """
     b = tl.program_id(0)
     i = tl.arange(0, WIDTH)

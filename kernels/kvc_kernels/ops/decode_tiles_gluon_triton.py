@@ -1,15 +1,15 @@
 """Register layouts of the Gluon decode kernel: pages go from global memory into MMA operands without shared memory.
 
 A program is one warp, a tile TILE tokens. Lane = 4 * r + c, r = 0..7, c = 0..3, as in the fragments of m16n8k16. Both
-products sum over an index whose order is free (features in QK, tokens in PV), and the row order of K is free as well; so
-the order is chosen such that each lane's share of a fragment is what a 16-byte load brings:
+products sum over an index whose order is free (features in QK, tokens in PV), and so is the row order of K: they are
+chosen such that each lane's share of a fragment is what a 16-byte load brings:
 
 - QK: S^T = K . q^T with K as A operand (rows: tokens) and q as B (columns: up to 8 or 16 queries). Of a token's codes,
   lane c takes 16 consecutive bytes (of each 64). Row 8 * n + r is token (r // 2) * W + 2 * n + r % 2, W = TILE / 4: so
   all tokens of a lane lie in one run of W, hence in one page, whatever the page size.
-- PV: O^T = V^T . p^T with V^T as A operand (rows: byte rows of the page) and p as B. Lane c takes the W consecutive tokens
-  c * W .. of a row.
-- S^T comes out with tokens along r and queries along c, p^T is needed the other way round: one `movmatrix` per 8 tokens.
+- PV: O^T = V^T . p^T with V^T as A operand (rows: byte rows of the page) and p as B. Lane c takes the W consecutive
+  tokens c * W .. of a row.
+- S^T comes out with tokens along r and queries along c, p^T is needed the other way round: a `movmatrix` per 8 tokens.
 
 "order" below always means: [8 * n + 2 * c + e] <-> token c * W + 2 * n + e, and for features (k-step, half h, c, e) <->
 byte (chunk, c, k-step, h, e). Where a helper says so, its reshapes and permutes only rename registers
@@ -37,7 +37,7 @@ def _registers(count: int, axis: int, rank: int, step: int = 1) -> list[list[int
 
 @gluon.constexpr_function
 def lane_words(row_bytes: int) -> int:
-    """int32 words that a lane takes of each chunk of a row: 4 (16 bytes), less where the row is shorter than 64 bytes."""
+    """int32 words that a lane takes of each chunk of a row: 4 (16 bytes), or less where a row has under 64 bytes."""
     return min(16, row_bytes // 4) // 4
 
 
@@ -156,7 +156,7 @@ def nested(x, BITS: gl.constexpr):
 
 @gluon.jit
 def crumbs(x):
-    """As `nested` for 2-bit values, but tensor j is field j alone, worth code * 2^(2j - 24): each has its own weight."""
+    """As `nested` for 2-bit values, but tensor j is field j alone, worth code * 2^(2j - 24): each needs its own weight."""
     x = gl.join(x, x)
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         "{.reg .b32 a, b; prmt.b32 a, $8, 0, 0x4140; prmt.b32 b, $8, 0, 0x4342;"
@@ -267,7 +267,7 @@ def transpose_p(p, TILE: gl.constexpr, NQ: gl.constexpr, dtype: gl.constexpr):
             "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t;}",
             "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    # The asm exchanged rows and columns of each 8 x 8 block: [n, r, block, c] now holds (query r, tokens 2c and 2c + 1).
+    # The asm transposed each 8 x 8 block: [n, r, block, c] now holds (query r, tokens 2c and 2c + 1).
     y = gl.reshape(pairs(y, dtype), [TILE // 8, 8, NQ // 8, 4, 2])
     y = gl.reshape(gl.permute(y, [0, 3, 4, 2, 1]), [TILE, NQ])
     return gl.convert_layout(y, B_OP, assert_trivial=True)
