@@ -190,8 +190,8 @@ def packed_part(
     acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `_nested` or `_crumbs`, in units of
     2^-24.
     m fp32 `[NQ]`; l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero that are reduced over
-    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j) (with per-token
-    keys the difference to the one before, as `_nested` wants it). `headers` is at this layer and head.
+    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j) (per-token
+    keys: the difference to the one before, as `_nested` wants it). `headers` is at this layer and head.
     """
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8

@@ -32,7 +32,7 @@ def _plain_program(
     page_bytes: gl.constexpr, ROW_STRIDE: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr,
     T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table; out, ml: its results."""
+    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table; out, ml: results."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     k = gl.arange(0, D, layout=gl.SliceLayout(1, B_OP))
     g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP))

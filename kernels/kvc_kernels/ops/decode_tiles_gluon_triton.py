@@ -156,7 +156,7 @@ def nested(x, BITS: gl.constexpr):
 
 @gluon.jit
 def crumbs(x):
-    """As `nested` for 2-bit values, but tensor j is field j alone, worth code * 2^(2j - 24): each needs its own weight."""
+    """As `nested` for 2-bit values, but tensor j is field j alone, worth code * 2^(2j - 24): weights differ."""
     x = gl.join(x, x)
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         "{.reg .b32 a, b; prmt.b32 a, $8, 0, 0x4140; prmt.b32 b, $8, 0, 0x4342;"
