@@ -1,0 +1,71 @@
+"""Column sums on the GPU against the scores that the torch reference collects there."""
+
+import copy
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.store import PageStore
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PREFIX, NEW = [900, 0, 256], [77, 300, 130]
+ROWS = torch.tensor([[12, 1, 4, 6, 9, 3, 2, 8], [5, 7, 10, 0, 0, 0, 0, 0], [13, 11, 14, 15, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(
+    "high, low, group, head_dim, key_mode",
+    [("k4v4", None, 4, 128, "channel"), ("k8v4", "k4v2", 7, 64, "token"), ("k8v4", "k4v2", 1, 128, "channel")],
+)
+def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, window):
+    from kvc_kernels.ops.compact_triton import compact_triton
+    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+
+    heads, p = 2, 128
+    formats = [FORMATS[x] for x in (high, low) if x]
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=p, key_mode=key_mode, scored=True)
+    layout = PoolLayout(2, heads, head_dim, p, page, key_mode, True)
+    ladder = (Rung(BF16), Rung(formats[0], formats[1] if low else None))
+    store = PageStore.create(
+        layout, ladder, num_pages=1 + 40 * layout.block_pages_bf16, num_blocks=20, dtype=torch.bfloat16, device="cuda"
+    )
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+    rows = ROWS.int().cuda()
+    new_k, new_v = [], []
+    for r in range(3):
+        total = PREFIX[r] + NEW[r]
+        blocks = rows[r, : -(-total // p)].long()
+        ops.take_bf16(store, blocks)
+        at = torch.arange(total, device="cuda")
+        for layer in range(2):
+            k, v = torch.randn((2, total, heads, head_dim), generator=gen, device="cuda").bfloat16()
+            ops.append(store, layer, blocks[at // p], at % p, k, v)
+        new_k.append(k[PREFIX[r] :])
+        new_v.append(v[PREFIX[r] :])
+    full = torch.cat((rows[0, :7], rows[2, :2])).long()
+    tiers = torch.randint(0, 3, (9, 2, heads, p), generator=gen, device="cuda").to(torch.int8)
+    compact_triton(store, full, 1, tiers, from_rung=0)
+    q = torch.randn((sum(NEW), heads * group, head_dim), generator=gen, device="cuda").bfloat16()
+    scale, observe = head_dim**-0.5, ops.Observe(window)
+    mine = copy.copy(store)
+    mine.pages = store.pages.clone()
+    expected = ops.extend_attention(store, 1, q, rows, PREFIX, NEW, scale=scale, observe=observe)
+    attend = ExtendAttention(mine, query_heads=heads * group)
+    attend.plan(rows, PREFIX, NEW)
+    out, lse = attend.run(1, q, torch.cat(new_k), torch.cat(new_v), scale=scale, return_lse=True)
+    assert (out - expected).float().norm() < 0.02 * expected.float().norm()
+    op = ReceivedAttention(mine, query_heads=heads * group, observe=observe)
+    op.plan(rows, PREFIX, NEW)
+    op.add(1, q, lse, scale=scale)
+    blocks = ROWS.flatten().unique()[1:].cuda()
+    a, b = (ops.block_scores(s, blocks) for s in (store, mine))
+    assert a[:, 1].max() > 0.02
+    assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
