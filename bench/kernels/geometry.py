@@ -87,7 +87,25 @@ def suite_grid() -> list[tuple[Workload, Tuning, int]]:
     return out
 
 
-SUITES = {"tune": suite_tune, "geometry": suite_geometry, "grid": suite_grid}
+def suite_main() -> list[tuple[Workload, Tuning, int]]:
+    """The targets' points: every format full, half pruned, the two-tier mix, head_dim 64; both engines."""
+    gluon, triton = Tuning("gluon"), Tuning("triton")
+    out = []
+    for name, tokens in (("k8v8", 32), ("k8v4", 32), ("k4v4", 64), ("k4v2", 64), ("k2v2", 64)):
+        out.append((Workload(name, page_bytes=page_bytes_for(name, tokens)), gluon, 0))
+    k4 = Workload("k4v4", page_bytes=page_bytes_for("k4v4", 64))
+    half = replace(k4, kept="uniform:50:12")
+    mix = Workload("k8v4+k4v2", "mix:35:12:40:12", page_bytes=page_bytes_for("k8v4", 32))
+    big = replace(mix, page_bytes=page_bytes_for("k8v4", 64))
+    d64 = replace(k4, head_dim=64, page_bytes=page_bytes_for("k4v4", 64, 64))
+    bf = Workload("bf16", page_bytes=8192)
+    out += [(k4, replace(gluon, max_registers=168), 0), (k4, triton, 0), (half, gluon, 0), (half, triton, 0)]
+    out += [(mix, gluon, 0), (big, gluon, 0), (replace(big, block_tokens=512), gluon, 0), (mix, triton, 0)]
+    out += [(d64, gluon, 0), (bf, gluon, 0), (bf, triton, 0), (replace(k4, batch=16, tokens=32768), gluon, 0)]
+    return out
+
+
+SUITES = {"main": suite_main, "tune": suite_tune, "geometry": suite_geometry, "grid": suite_grid}
 
 
 def check(w: Workload, t: Tuning) -> float:
