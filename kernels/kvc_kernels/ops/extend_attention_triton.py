@@ -105,7 +105,7 @@ def _extend_kernel(
                 tl.debug_barrier()
                 n_tiles = list_tiles(
                     tile_list, entries + at, some, counts + head * 2 + CLASSES[c][3], L * H * 2,
-                    CHUNK, TILE, MAX_TILES, CLASSES[c][0] == 16,
+                    CHUNK, TILE, MAX_TILES, CLASSES[c][0] == 16, 0,
                 )
                 tl.debug_barrier()
                 if CLASSES[c][0] == 16:

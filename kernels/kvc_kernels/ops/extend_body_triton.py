@@ -108,12 +108,12 @@ def dequant(x, s, z, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def list_tiles(
     scratch, entries, n, counts, counts_stride,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, FROM_LIST: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, FROM_LIST: tl.constexpr, MARK: tl.constexpr,
 ):
     """Write the tiles of `n` <= CHUNK blocks to `scratch` and return their number.
 
     `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). A tile is
-    block << 32 | first token << 12 | tokens of the block. So the loop over tiles is flat, ragged blocks cost no empty
+    block << 32 | MARK << 24 | first token << 12 | tokens of the block. So the loop over tiles is flat, ragged blocks cost no empty
     iterations and loads are pipelined across blocks. MAX_TILES: tiles of a block, rounded up to a power of two.
     """
     j = tl.arange(0, CHUNK)
@@ -125,7 +125,7 @@ def list_tiles(
     tiles = tl.where(j < n, (count + TILE - 1) // TILE, 0)
     at = tl.cumsum(tiles, 0) - tiles
     i = tl.arange(0, MAX_TILES)
-    head = ((e >> 32) << 32) | count.to(tl.int64)
+    head = ((e >> 32) << 32) | (MARK << 24) | count.to(tl.int64)
     word = head[:, None] | ((i * TILE).to(tl.int64) << 12)[None, :]
     tl.store(scratch + at[:, None] + i[None, :], word, mask=i[None, :] < tiles[:, None])
     return tl.sum(tiles, 0)

@@ -60,7 +60,7 @@ def tile_words_kernel(
             some = tl.minimum(hi - at, CHUNK)
             total += list_tiles(
                 to + total, entries + at, some, counts + head * 2 + CLASSES[c][3], LH * 2, CHUNK, 64, MAX_TILES,
-                CLASSES[c][0] == 16, c << 24,
+                CLASSES[c][0] == 16, c,
             )
     if OWN:
         if tl.load(item + 7) == 1:
