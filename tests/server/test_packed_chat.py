@@ -62,7 +62,10 @@ def test_question_about_a_long_text(packed, tok):
 def test_json_schema(packed):
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 20}, "population": {"type": "integer"}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "population": {"type": "integer", "minimum": 0, "maximum": 99_999_999},  # a small model never ends a number
+        },
         "required": ["name", "population"],
         "additionalProperties": False,
     }
