@@ -1,6 +1,6 @@
 """Are answers from the cache as good as computed ones, and always the same?
 
-    python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 36] [--block 128]
+    python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 24] [--block 128]
 
 Every prompt is asked cold (after a flush) and at once again, warm; the second must hit the cache exactly
 up to the last block border. *Agreement* is the share of equal tokens over the positions where both runs
@@ -30,8 +30,8 @@ SEQUENCE_SCOPE = ("leankv",)
 
 
 def texts(tok, block: int, count: int) -> list[list[int]]:
-    """Passages spread over the reference, of lengths that put the last hit at every border up to 3000."""
-    borders = range(block, 3000, block)
+    """Passages spread over the reference, of lengths that put the last hit at every border up to 2400."""
+    borders = range(block, 2400, block)
     lengths = [borders[i % len(borders)] + 20 + 29 * i % (block - 40) for i in range(count)]
     return [prompts.cut(tok, prompts.prose(), n, start=2900 * i) for i, n in enumerate(lengths)]
 
@@ -128,9 +128,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--prompts", type=int, default=36)
+    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeat", type=int, default=8, help="prompts that are asked again and again")
+    parser.add_argument("--repeat", type=int, default=5, help="prompts that are asked again and again")
     parser.add_argument("--block", type=int, default=128)
     args = parser.parse_args()
     tok = prompts.tokenizer(common.demo_model())

@@ -107,8 +107,8 @@ def kl(server: common.Server, quick: bool, notes: dict) -> None:
     tok = prompts.tokenizer(server.model)
     samples = [prompts.cut(tok, prompts.prose(), 500 + 90 * i, start=5000 * i) for i in range(8)]
     kl_test_utils.get_input_ids = lambda *args, **kwargs: samples
-    new = {"kl_div_prefill_max_new_tokens": 48, "kl_div_decode_max_new_tokens": 48}
-    few = {"kl_div_max_samples": 3, "kl_div_prefill_max_new_tokens": 16, "kl_div_decode_max_new_tokens": 16}
+    new = {"kl_div_prefill_max_new_tokens": 48, "kl_div_decode_max_new_tokens": 96}
+    few = {"kl_div_max_samples": 3, "kl_div_prefill_max_new_tokens": 16, "kl_div_decode_max_new_tokens": 80}
     numbers = {"kl_div_thres": KL_THRESHOLD, "kl_div_max_samples": 8, **new}
     mixin("kl_divergence_kit:KLDivergenceMixin", numbers, few)(server, quick, notes)
 
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"of {','.join(KITS)}")
     parser.add_argument("--format", default="k4v4", help="a packed format, bf16, quota, leankv; or stock")
     parser.add_argument("--block", type=int, default=64)
-    parser.add_argument("--memory", default="128MiB", help="little, so that the radix kit meets eviction")
+    parser.add_argument("--memory", default="192MiB", help="little, so that the radix kit meets eviction")
     args = parser.parse_args()
 
     names = args.only.split(",") if args.only else list(KITS)

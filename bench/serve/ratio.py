@@ -26,7 +26,8 @@ DECODED = 6  # tokens generated before looking: the prompt's blocks are packed i
 
 def in_flight(server: common.Server, prompt: list[int]) -> dict:
     """The server's account while this prompt's request is generating."""
-    payload = server.client.payload(prompt, 200, stream=True, rid="looked-at")
+    rid = f"looked-at-{len(prompt)}"  # of its own, so that no abort of an earlier request can meet it
+    payload = server.client.payload(prompt, 200, stream=True, rid=rid)
     looked: list[dict] = []
     with requests.post(server.url + "/generate", json=payload, stream=True, timeout=3600) as response:
         for line in response.iter_lines(decode_unicode=True):
@@ -37,7 +38,7 @@ def in_flight(server: common.Server, prompt: list[int]) -> dict:
                 looked.append(server.client.stats())
                 # From another thread, because the answer to this request must be read on.
                 threading.Thread(
-                    target=server.client.post, args=("/abort_request", {"rid": "looked-at"})
+                    target=server.client.post, args=("/abort_request", {"rid": rid})
                 ).start()
     assert looked, "the request ended before the server was asked"
     return looked[0]
