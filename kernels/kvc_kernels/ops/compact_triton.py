@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
-from ..layout import BF16, TOKEN, Format, PoolLayout
+from ..layout import BF16, TOKEN, Format, PoolLayout, Rung
 from ..store import PageStore
 from .compact import _table_rows, check_rung, compact
 from .compact_pack_triton import pack_kernel
@@ -26,6 +28,15 @@ def _constants(layout: PoolLayout, fmt: Format | None) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+@functools.lru_cache
+def _prepared(layout: PoolLayout, to: Rung) -> tuple[tuple[int, ...], ...]:
+    """Constants of the uncompressed pages, and of both tiers; checked once, for it is much Python."""
+    check_rung(layout, to)
+    bf16 = layout.page(BF16)
+    source = (bf16.tokens, bf16.offset("value_codes"), bf16.offset("scores"))
+    return source, _constants(layout, to.high), _constants(layout, to.low)
+
+
 def compact_triton(
     store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor, *, from_rung: int
 ) -> torch.Tensor:
@@ -37,8 +48,8 @@ def compact_triton(
     to, n = store.ladder[to_rung], blocks.numel()
     if store.ladder[from_rung].high.packed or not to.high.packed or not n:
         return compact(store, blocks, to_rung, tiers, from_rung=from_rung)
-    check_rung(layout, to)
-    p, bf16 = layout.block_tokens, layout.page(BF16)
+    source, high_constants, low_constants = _prepared(layout, to)
+    p = layout.block_tokens
     m = n * layout.layers * layout.heads
     old = store.table[blocks].view(m, -1)
     tiers = tiers.reshape(m, p)
@@ -52,13 +63,13 @@ def compact_triton(
     pack_kernel[(m,)](
         store.pages, old, ids, held, blocks, tiers.contiguous(), order, store.headers,
         store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p,
-        triton.next_power_of_2(p), layout.page_bytes, bf16.tokens, bf16.offset("value_codes"), bf16.offset("scores"),
-        _constants(layout, to.high), _constants(layout, to.low), layout.key_mode == TOKEN, layout.scored, 32,
-        num_warps=4,
+        triton.next_power_of_2(p), layout.page_bytes, *source, high_constants, low_constants,
+        layout.key_mode == TOKEN, layout.scored, 32, num_warps=4,
     )  # fmt: skip
     store.table[blocks] = _table_rows(ids, high, low).view(n, *store.table.shape[1:])
     store.counts[blocks] = counts.to(torch.int16).view(n, *store.counts.shape[1:])
-    store.rung[blocks] = to_rung
+    # Assigning a number through an index would copy it from the host and wait.
+    store.rung.index_fill_(0, blocks.long(), to_rung)
     all_high = torch.full_like(high, layout.head_pages_bf16)
     return_pages(store, table_order(old, all_high, torch.zeros_like(all_high)), all_high)
     return (high + low).view(n, -1).sum(1).to(torch.int32)

@@ -25,7 +25,7 @@ INTERPRET = triton.knobs.runtime.interpret
 CHUNK = 32  # blocks whose tiles a program lists at a time
 # FlashInfer takes the new tokens among themselves where they are this share of the work over the prefix, and this many
 # products a head; below, they cost less as further tiles of our kernel than as another launch.
-OWN_SHARE, OWN_LEAST = 0.2, 256 * 256 / 2
+OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
 HOPPER_LEAST_ROWS = 32
 
 
@@ -192,8 +192,8 @@ class ExtendAttention:
         query_heads: int,
         max_blocks: int | None = None,
         tuning: Tuning | None = None,
-        flashinfer: bool | None = False,
-        hopper: bool | None = False,
+        flashinfer: bool | None = None,
+        hopper: bool | None = None,
     ):
         """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `flashinfer`, `hopper`:
         use them or not; None where they can be.
@@ -217,8 +217,8 @@ class ExtendAttention:
 
             if module.supports(store):
                 self._hopper = module.HopperExtend(store, self.group, self._classes)
-        if flashinfer or (flashinfer is None and RaggedPrefill.available(store.device)):
-            self._ragged = RaggedPrefill(
+        if flashinfer or flashinfer is None:
+            self._ragged = RaggedPrefill.create(
                 store.device, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim, dtype=store.dtype
             )
         dev = store.device

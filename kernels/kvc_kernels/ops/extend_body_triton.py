@@ -108,13 +108,15 @@ def dequant(x, s, z, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def list_tiles(
     scratch, entries, n, counts, counts_stride,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, FROM_LIST: tl.constexpr, MARK: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, FROM_LIST: tl.constexpr,
+    MARK: tl.constexpr,
 ):
     """Write the tiles of `n` <= CHUNK blocks to `scratch` and return their number.
 
     `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). A tile is
-    block << 32 | MARK << 24 | first token << 12 | tokens of the block. So the loop over tiles is flat, ragged blocks cost no empty
-    iterations and loads are pipelined across blocks. MAX_TILES: tiles of a block, rounded up to a power of two.
+    block << 32 | MARK << 24 | first token << 12 | tokens of the block. So the loop over tiles is flat, ragged blocks
+    cost no empty iterations and loads are pipelined across blocks. MAX_TILES: tiles of a block, rounded up to a power
+    of two.
     """
     j = tl.arange(0, CHUNK)
     e = tl.load(entries + j, mask=j < n, other=0)

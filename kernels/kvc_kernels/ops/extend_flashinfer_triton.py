@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 try:
@@ -22,9 +24,24 @@ class RaggedPrefill:
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self.planned: tuple[float, float] | None = None
 
-    @staticmethod
-    def available(device: torch.device) -> bool:
-        return device.type == "cuda" and BatchPrefillWithRaggedKVCacheWrapper is not None
+    @classmethod
+    def create(cls, device: torch.device, **options) -> RaggedPrefill | None:
+        """None where FlashInfer cannot serve: no GPU, not installed, or its kernels cannot be built.
+
+        One token is run at once, so that building them takes time at the start and not in the first request.
+        """
+        if device.type != "cuda" or BatchPrefillWithRaggedKVCacheWrapper is None:
+            return None
+        try:
+            made = cls(device, **options)
+            made.plan([1])
+            query_heads, heads, head_dim = made.heads
+            q, k = (torch.zeros((1, n, head_dim), dtype=made.dtype, device=device) for n in (query_heads, heads))
+            made.run(q, k, k, scale=1.0, logit_cap=0.0, lse=True)
+        except Exception as error:
+            warnings.warn(f"FlashInfer does not work here, prefill goes through Triton: {error}", stacklevel=2)
+            return None
+        return made
 
     def plan(self, extend_lens: list[int]) -> None:
         self.starts = torch.tensor([0, *extend_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
