@@ -14,11 +14,16 @@ pytestmark = [
 LAYERS, TOKENS = 3, 256
 
 
-def make(device, high, low, head_dim, heads, key_mode, scored, dtype, blocks=5):
-    formats = [FORMATS[x] for x in (high, low) if x]
+def rung(names):
+    high, *low = (FORMATS[x] for x in names.split("+"))
+    return Rung(high, low[0] if low else None)
+
+
+def make(device, specs, head_dim, heads, key_mode, scored, dtype, blocks=5):
+    formats = [FORMATS[x] for spec in specs for x in spec.split("+")]
     page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=TOKENS, key_mode=key_mode, scored=scored)
     layout = PoolLayout(LAYERS, heads, head_dim, TOKENS, page, key_mode, scored)
-    ladder = (Rung(BF16), Rung(FORMATS[high], FORMATS[low] if low else None))
+    ladder = (Rung(BF16), *(rung(x) for x in specs))
     store = PageStore.create(
         layout, ladder, num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 3, dtype=dtype,
         device=device,
@@ -29,19 +34,20 @@ def make(device, high, low, head_dim, heads, key_mode, scored, dtype, blocks=5):
 
 @pytest.mark.parametrize("key_mode", ["channel", "token"])
 @pytest.mark.parametrize(
-    "high, low, head_dim, heads, scored, dtype",
+    "specs, head_dim, heads, scored, dtype",
     [
-        ("k4v4", None, 128, 8, False, torch.bfloat16),
-        ("k4v4", None, 64, 3, True, torch.float16),
-        ("k8v8", None, 128, 2, False, torch.bfloat16),
-        ("k8v4", "k4v2", 128, 8, True, torch.bfloat16),
-        ("k4v8", None, 64, 2, True, torch.bfloat16),
-        ("k2v2", None, 128, 2, True, torch.bfloat16),
-        ("k2v2", None, 64, 1, False, torch.bfloat16),
-        ("k4v2", None, 256, 2, False, torch.bfloat16),
+        (["k4v4"], 128, 8, False, torch.bfloat16),
+        (["k4v4"], 64, 3, True, torch.float16),
+        (["k8v8", "k4v4", "k2v2"], 128, 2, False, torch.bfloat16),
+        (["k8v4+k4v2", "k8v4+k4v2"], 128, 8, True, torch.bfloat16),
+        (["k4v8", "k4v2"], 64, 2, True, torch.bfloat16),
+        (["k8v4+k4v2", "k2v2"], 128, 2, True, torch.bfloat16),
+        (["k2v2", "k2v2"], 64, 1, False, torch.bfloat16),
+        (["k4v2"], 256, 2, False, torch.bfloat16),
     ],
 )
-def test_same_bytes(high, low, head_dim, heads, key_mode, scored, dtype):
+def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
+    """From uncompressed down every rung of the ladder, with random tiers at each step."""
     from kvc_kernels.ops.compact_triton import compact_triton
 
     seed = torch.seed() % 2**31
@@ -50,12 +56,16 @@ def test_same_bytes(high, low, head_dim, heads, key_mode, scored, dtype):
     blocks = torch.tensor([4, 1, 6, 3])
     k, v = torch.randn((2, LAYERS, 4 * TOKENS, heads, head_dim), generator=gen)
     k = k * torch.rand(head_dim, generator=gen) * 8 + 4 * torch.randn(head_dim, generator=gen)
-    tiers = torch.randint(0, 3, (4, LAYERS, heads, TOKENS), generator=gen).to(torch.int8)
-    tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.2] = 0
-    tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.2] = 2
+    plans = []
+    for spec in specs:
+        tiers = torch.randint(0, 3, (4, LAYERS, heads, TOKENS), generator=gen).to(torch.int8)
+        tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.2] = 0
+        tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.4] = 2
+        # Tiers only go down; a rung without a low format drops what was low.
+        plans.append(torch.minimum(tiers, plans[-1]) if plans and "+" in spec else tiers)
     stores = []
     for device, move in (("cpu", ops.compact), ("cuda", ops.compact), ("cuda", compact_triton)):
-        store = make(device, high, low, head_dim, heads, key_mode, scored, dtype)
+        store = make(device, specs, head_dim, heads, key_mode, scored, dtype)
         ids = blocks.to(device)
         ops.take_bf16(store, ids)
         at = torch.arange(4 * TOKENS, device=device)
@@ -65,11 +75,34 @@ def test_same_bytes(high, low, head_dim, heads, key_mode, scored, dtype):
         if scored:
             scores = ops.pack.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
-        count = move(store, ids, 1, tiers.to(device), from_rung=0)
-        ops.check_invariants(store)
-        stores.append((store, [ops.block_digest(store, b) for b in blocks.tolist()], count.tolist()))
-    for store, digests, count in stores[1:]:
-        assert digests == stores[0][1]
-        assert count == stores[0][2]
+        seen = []
+        for i, tiers in enumerate(plans):
+            count = move(store, ids, i + 1, tiers.to(device), from_rung=i)
+            ops.check_invariants(store)
+            seen.append(([ops.block_digest(store, b) for b in blocks.tolist()], count.tolist()))
+        stores.append((store, seen))
+    for store, seen in stores[1:]:
+        assert seen == stores[0][1]
         for name in ("table", "counts", "rung", "ring", "cursor"):
             assert torch.equal(getattr(store, name).cpu(), getattr(stores[0][0], name)), name
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_no_sync(source):
+    """A compaction is queued without waiting for the device."""
+    from kvc_kernels.ops.compact_triton import compact_triton
+
+    store = make("cuda", ["k8v4+k4v2", "k8v4+k4v2"], 64, 2, "channel", True, torch.bfloat16)
+    first, second = torch.tensor([1, 4], device="cuda"), torch.tensor([3, 5], device="cuda")
+    tiers = torch.randint(0, 3, (2, LAYERS, 2, TOKENS), device="cuda").to(torch.int8)
+    for ids in (first, second):
+        ops.take_bf16(store, ids)
+        if source:
+            compact_triton(store, ids, 1, tiers, from_rung=0)
+    compact_triton(store, first, source + 1, tiers, from_rung=source)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compact_triton(store, second, source + 1, tiers, from_rung=source)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -63,13 +63,29 @@ def test_fp16_pages_of_48_tokens_and_hard_values():
     same(a, b)
 
 
-def test_packed_blocks_and_no_blocks():
-    a, b = pair(ladder=rungs("k8v8", "k4v4"), head_dim=64)
-    tiers = ops.keep_all(3, a.layout)
-    for store, move in ((a, ops.compact), (b, compact_triton)):
-        move(store, BLOCKS, 1, tiers, from_rung=0)
-        move(store, BLOCKS[:1], 2, tiers[:1], from_rung=1)
+MOVES = [("k8v8", "k4v4"), ("k8v8", "k2v2"), ("k4v4", "k4v2"), ("k8v4+k4v2", "k8v4+k4v2"), ("k8v4+k4v2", "k4v2")]
+
+
+@pytest.mark.parametrize("key_mode", ["channel", "token"])
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("source, target", MOVES)
+def test_packed_blocks(source, target, scored, key_mode):
+    a, b = pair(ladder=rungs(source, target), head_dim=64, key_mode=key_mode, scored=scored, heads=1, layers=2)
+    gen = np.random.default_rng(9)
+    tiers = random_tiers(a, 3, a.ladder[1], gen)
+    for store in (a, b):
+        ops.compact(store, BLOCKS, 1, tiers, from_rung=0)
+    held = ops.block_tiers(a, BLOCKS, 1)
+    less = random_tiers(a, 3, a.ladder[2], gen, ceiling=held)
+    expected = ops.compact(a, BLOCKS, 2, less, from_rung=1)
+    assert torch.equal(compact_triton(b, BLOCKS, 2, less, from_rung=1), expected)
     same(a, b)
-    assert compact_triton(b, BLOCKS[:0], 1, tiers[:0], from_rung=0).numel() == 0
+    ops.check_invariants(b)
+
+
+def test_no_blocks_and_no_such_rung():
+    store, _ = pair(ladder=rungs("k8v8", "k4v4"), head_dim=64)
+    tiers = ops.keep_all(3, store.layout)
+    assert compact_triton(store, BLOCKS[:0], 1, tiers[:0], from_rung=0).numel() == 0
     with pytest.raises(ValueError):
-        compact_triton(b, BLOCKS, 0, tiers, from_rung=1)
+        compact_triton(store, BLOCKS, 0, tiers, from_rung=1)

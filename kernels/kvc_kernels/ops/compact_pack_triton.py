@@ -61,6 +61,46 @@ def token_ranges(x, STEPS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def write_values(
+    page, i, held, valid, v, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, VB: tl.constexpr, T: tl.constexpr,
+    VOFF: tl.constexpr, VMETA: tl.constexpr,
+):
+    """Quantise values, pieces `[N, W]` of tokens in slots i, and write their codes (transposed) and metas."""
+    DV: tl.constexpr = D * VB // 8
+    GROUPS: tl.constexpr = D // 32 if VB == 2 else 1
+    w = tl.arange(0, W)
+    vs, vz = token_ranges(v, (1 << VB) - 1, GROUPS)
+    for g in tl.static_range(GROUPS):
+        meta = (page + VMETA).to(tl.pointer_type(tl.float16)) + 2 * g * T + i
+        tl.store(meta, tl.where(valid, vs[g], 0.0), mask=held)
+        tl.store(meta + T, tl.where(valid, vz[g], 0.0), mask=held)
+    for r in tl.static_range(DV // W):
+        packed = tl.zeros([N, W], tl.int32)
+        for f in tl.static_range(8 // VB):
+            s = tl.broadcast_to(vs[(f * DV + r * W) * GROUPS // D].to(tl.float32)[:, None], (N, W))
+            z = tl.broadcast_to(vz[(f * DV + r * W) * GROUPS // D].to(tl.float32)[:, None], (N, W))
+            packed |= encode(v[f * (DV // W) + r], s, z, VB) << (VB * f)
+        packed = tl.where(valid[:, None], packed, 0)
+        at = page + VOFF + (r * W + w)[None, :] * T + i[:, None]
+        tl.store(at, packed.to(tl.uint8), mask=held[:, None])
+
+
+@triton.jit
+def write_evidence(page, i, held, valid, score, token, SOFF: tl.constexpr, POFF: tl.constexpr):
+    """Scores and positions of the tokens in slots i."""
+    tl.store((page + SOFF).to(tl.pointer_type(tl.float32)) + i, tl.where(valid, score, 0.0), mask=held)
+    place = tl.where(valid, token, 0).to(tl.int16)
+    tl.store((page + POFF).to(tl.pointer_type(tl.int16)) + i, place, mask=held)
+
+
+@triton.jit
+def clear_slack(page, USED: tl.constexpr, page_bytes: tl.constexpr, SLACK: tl.constexpr):
+    """Zeros behind the last segment; SLACK is their number rounded up to a power of two."""
+    rest = tl.arange(0, SLACK)
+    tl.store(page + USED + rest, tl.zeros([SLACK], tl.uint8), mask=rest < page_bytes - USED)
+
+
+@triton.jit
 def write_tier(
     pages, row_table, ids, n_pages, n, order, row_scale, row_zero, like,
     page_bytes: tl.constexpr, D: tl.constexpr, T0: tl.constexpr, VOFF0: tl.constexpr, SOFF0: tl.constexpr,
@@ -76,11 +116,8 @@ def write_tier(
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
     NKF: tl.constexpr = 8 // KB
-    NVF: tl.constexpr = 8 // VB
     W: tl.constexpr = 32 if VB == 2 and DV > 32 else DV
-    GROUPS: tl.constexpr = D // 32 if VB == 2 else 1
     dk = tl.arange(0, DK)
-    w = tl.arange(0, W)
     i = tl.arange(0, TP)
     for j in range(0, n_pages):
         held = i < T
@@ -112,28 +149,12 @@ def write_tier(
         tl.store(page + i[:, None] * DK + dk[None, :], packed.to(tl.uint8), mask=held[:, None])
 
         v = load_rows(rows + VOFF0 // 2, valid, D, W)
-        vs, vz = token_ranges(v, (1 << VB) - 1, GROUPS)
-        for g in tl.static_range(GROUPS):
-            meta = (page + VMETA).to(tl.pointer_type(tl.float16)) + 2 * g * T + i
-            tl.store(meta, tl.where(valid, vs[g], 0.0), mask=held)
-            tl.store(meta + T, tl.where(valid, vz[g], 0.0), mask=held)
-        for r in tl.static_range(DV // W):
-            packed = tl.zeros([TP, W], tl.int32)
-            for f in tl.static_range(NVF):
-                s = tl.broadcast_to(vs[(f * DV + r * W) * GROUPS // D].to(tl.float32)[:, None], (TP, W))
-                z = tl.broadcast_to(vz[(f * DV + r * W) * GROUPS // D].to(tl.float32)[:, None], (TP, W))
-                packed |= encode(v[f * (DV // W) + r], s, z, VB) << (VB * f)
-            packed = tl.where(valid[:, None], packed, 0)
-            at = page + VOFF + (r * W + w)[None, :] * T + i[:, None]
-            tl.store(at, packed.to(tl.uint8), mask=held[:, None])
+        write_values(page, i, held, valid, v, TP, W, D, VB, T, VOFF, VMETA)
         if SCORED:
             score = tl.load((base + SOFF0).to(tl.pointer_type(tl.float32)) + token % T0, mask=valid, other=0.0)
-            tl.store((page + SOFF).to(tl.pointer_type(tl.float32)) + i, score, mask=held)
-            place = tl.where(valid, token, 0).to(tl.int16)
-            tl.store((page + POFF).to(tl.pointer_type(tl.int16)) + i, place, mask=held)
+            write_evidence(page, i, held, valid, score, token, SOFF, POFF)
         if USED < page_bytes:
-            rest = tl.arange(0, SLACK)
-            tl.store(page + USED + rest, tl.zeros([SLACK], tl.uint8), mask=rest < page_bytes - USED)
+            clear_slack(page, USED, page_bytes, SLACK)
 
 
 @triton.jit
