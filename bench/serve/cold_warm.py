@@ -149,13 +149,10 @@ def main() -> None:
         row["rows"] = [{**r, "kl": [round(x, 6) for x in r["kl"]]} for r in got["rows"]]
         out[fmt] = row
         print(fmt, {k: v for k, v in row.items() if k != "rows"}, flush=True)
-    numbers = {
-        "block": args.block,
-        "answer_tokens": args.tokens,
-        "lengths": [len(x) for x in asked],
-        "formats": out,
-    }
-    common.write_result(NAME, numbers, scores=scores(out))
+        # After each format, so that a run that is cut short leaves what it has.
+        lengths = [len(x) for x in asked]
+        numbers = {"block": args.block, "answer_tokens": args.tokens, "lengths": lengths, "formats": out}
+        common.write_result(NAME, numbers, scores=scores(out))
 
 
 def scores(out: dict) -> dict[str, tuple[float, str]]:
