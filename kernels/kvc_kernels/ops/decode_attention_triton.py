@@ -34,7 +34,7 @@ CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a b
 class Tuning:
     """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
 
-    engine: str = "auto"  # "gluon" where the device has the MMA it is written for, else "triton"
+    engine: str = "triton"  # or "gluon", see NOTES.md
     warps: int = 1  # triton only
     tile: int = 0  # tokens; 0: by the bytes of a token
     plain_tile: int = 16
@@ -273,14 +273,14 @@ class DecodeAttention:
         self._part_ml = torch.empty((rows, self.group, 2), dtype=torch.float32, device=dev)
 
     def _choose_engine(self) -> str:
-        engine = self.tuning.engine
-        if engine == "auto":
-            cuda = self.store.device.type == "cuda" and torch.version.cuda and not INTERPRET
-            fits = cuda and torch.cuda.get_device_capability(self.store.device) >= (8, 0) and self.group <= 16
-            engine = "gluon" if fits and gluon_kernel is not None else "triton"
-        if engine == "gluon" and gluon_kernel is None:
-            raise RuntimeError("this Triton has no Gluon; take the engine 'triton'")
-        return engine
+        if self.tuning.engine == "gluon":
+            if gluon_kernel is None:
+                raise RuntimeError("no Gluon in this Triton; take the engine 'triton'")
+            if self.group > 16:
+                raise ValueError("the engine 'gluon' takes groups of up to 16 query heads")
+        elif self.tuning.engine != "triton":
+            raise ValueError(f"engine {self.tuning.engine!r}")
+        return self.tuning.engine
 
     def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
         """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
@@ -337,8 +337,9 @@ class DecodeAttention:
         kernel._init_handles()
         props = torch.cuda.get_device_properties(store.device)
         shared = props.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
-        registers = props.regs_per_multiprocessor // (-(-kernel.n_regs // 8) * 8 * 32 * self._warps)
-        return max(1, min(shared, registers, 32) * props.multi_processor_count // heads)
+        # Each of the four partitions of a multiprocessor has a quarter of the registers, for whole warps.
+        warps = 4 * (props.regs_per_multiprocessor // 4 // (-(-kernel.n_regs // 8) * 8 * 32))
+        return max(1, min(shared, warps // self._warps, 32) * props.multi_processor_count // heads)
 
     def plan(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync."""

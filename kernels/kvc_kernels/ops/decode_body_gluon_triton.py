@@ -188,6 +188,9 @@ def packed_part(
     k_at = (k_token * (DK // 4))[None, :, None] + k_word[None, None, :]
     v_at = (v_row * (T // 4))[:, None, None] + v_word[None, None, :]
     m_at = gl.minimum(m_group, GROUPS - 1)[:, None, None] * T + m_pair[None, None, :]
+    blank = gl.zeros([8, 4, W // 2], gl.int32, layout=LM)
+    ones = gl.where((m_group == GROUPS)[:, None, None], ONES, blank)
+    eighth = gl.where((m_group + 8 == GROUPS)[:, None, None], ONES, blank)
     column = gl.arange(0, NQ, layout=COLUMN)
     place = gl.arange(0, TILE, layout=ROW)
     # Compared with 2 * (place >> 3), a constant of each register: the token's place in its lane's run.
@@ -264,7 +267,6 @@ def packed_part(
         next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
         next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
 
-        ones = gl.where(m_group == GROUPS, ONES, 0)[:, None, None]
         zeros = gl.where((m_group < GROUPS)[:, None, None], zeros, ones)
         if live < TILE:
             s = gl.where((2 * (place >> 3) < live - lane_token)[:, None], s, NEG)
@@ -283,7 +285,7 @@ def packed_part(
         keep = gl.exp2(m - top)[None, :]
         m = top
         p = transpose_p(p, TILE, NQ, gl.float16)
-        zacc = mma_v2(meta_operand(zeros, TILE), p, zacc * keep)
+        zacc = mma_v2(meta_operand(zeros, eighth, TILE), p, zacc * keep)
         acc_next = ()
         for r in gl.static_range(PARTS):
             fields = crumbs(values[r]) if VB == 2 else nested(values[r], VB)

@@ -107,10 +107,32 @@ def header_rows_layout(blocks: int, row_bytes: int):
     )
 
 
+@gluon.constexpr_function
+def _doubled(layout):
+    """A linear layout with one more dimension of 2, whose elements are neighbours in a lane's registers."""
+    return gl.DistributedLinearLayout(
+        [[0] * len(layout.shape) + [1]] + [[*b, 0] for b in layout.reg_bases],
+        [[*b, 0] for b in layout.lane_bases],
+        [],
+        [],
+        [*layout.shape, 2],
+    )
+
+
+@gluon.jit
+def _twice(x):
+    """`[..]` -> `[.., 2]`, both the same register: what asm needs to turn one 32-bit word into two 16-bit elements.
+
+    `join` puts its dimension behind the other registers, but asm packs neighbours.
+    """
+    layout: gl.constexpr = _doubled(gl.to_linear_layout(x.type.layout, x.type.shape))
+    return gl.convert_layout(gl.join(x, x), layout, assert_trivial=True)
+
+
 @gluon.jit
 def pairs(x, dtype: gl.constexpr = gl.float16):
     """int32 `[..]` -> two 16-bit floats `[.., 2]`, in place."""
-    x = gl.join(x, x)
+    x = _twice(x)
     if dtype == gl.float16:
         y = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
     else:
@@ -127,7 +149,7 @@ def nested(x, BITS: gl.constexpr):
     F[n-1-j] - F[n-j]; the difference is taken in the query, or in the output at the very end. So two PRMT spread four
     bytes, and only the further tensors cost an AND per two elements: half an instruction a code at 4 bits.
     """
-    x = gl.join(x, x)
+    x = _twice(x)
     if BITS == 8:
         a, b = gl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;",
@@ -157,7 +179,7 @@ def nested(x, BITS: gl.constexpr):
 @gluon.jit
 def crumbs(x):
     """As `nested` for 2-bit values, but tensor j is field j alone, worth code * 2^(2j - 24): weights differ."""
-    x = gl.join(x, x)
+    x = _twice(x)
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         "{.reg .b32 a, b; prmt.b32 a, $8, 0, 0x4140; prmt.b32 b, $8, 0, 0x4342;"
         " and.b32 $0, a, 0x00030003; and.b32 $1, b, 0x00030003;"
@@ -239,10 +261,11 @@ def plain_feature_of(row):
 
 
 @gluon.jit
-def meta_operand(x, TILE: gl.constexpr):
-    """A operand `[16, TILE]` from int32 pairs `[8, 4, W / 2]`; rows 8..15 are 0."""
-    y = gl.reshape(gl.permute(pairs(x), [0, 2, 1, 3]), [8, TILE])
-    y = gl.reshape(gl.permute(gl.join(y, gl.zeros_like(y)), [2, 0, 1]), [16, TILE])
+def meta_operand(lower, upper, TILE: gl.constexpr):
+    """A operand `[16, TILE]` from int32 pairs `[8, 4, W / 2]` of rows 0..7 and of rows 8..15."""
+    lower = gl.reshape(gl.permute(pairs(lower), [0, 2, 1, 3]), [8, TILE])
+    upper = gl.reshape(gl.permute(pairs(upper), [0, 2, 1, 3]), [8, TILE])
+    y = gl.reshape(gl.permute(gl.join(lower, upper), [2, 0, 1]), [16, TILE])
     return gl.convert_layout(y, A_OP, assert_trivial=True)
 
 
