@@ -126,7 +126,10 @@ KITS = {
     "hit": Kit("cache_hit_kit", cache_hit),
     "abort": Kit("abort_timeout_kit, abort all", mixin("abort_timeout_kit:AbortAllMixin", ABORT)),
     "pause": Kit(
-        "pause_generation_kit", mixin("pause_generation_kit:PauseResumeInPlaceMixin", PAUSE, PAUSE_QUICK)
+        "pause_generation_kit",
+        mixin("pause_generation_kit:PauseResumeInPlaceMixin", PAUSE, PAUSE_QUICK),
+        # It wants some text from every request; the demo model sometimes ends at its first token.
+        args=(*RUNNING, "--preferred-sampling-params", '{"min_new_tokens": 4}'),
     ),
     "kl": Kit("kl_divergence_kit", kl),
     "json": Kit("json_constrained_kit", mixin("json_constrained_kit:JSONConstrainedMixin")),
