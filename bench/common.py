@@ -223,6 +223,15 @@ def commit() -> str:
     )
 
 
+COMMIT_AT_START = commit()
+
+
+def measured_commit() -> str:
+    """The commit; both, where the code changed while it was measured: servers started late ran the later one."""
+    now = commit()
+    return now if now == COMMIT_AT_START else f"{COMMIT_AT_START}..{now}"
+
+
 def command_line() -> str:
     """How this measurement was started, as one would type it at the repository root."""
     main = sys.modules["__main__"]
@@ -240,7 +249,7 @@ def write_result(
     record = {
         "name": name,
         "command": command_line(),
-        "commit": commit(),
+        "commit": measured_commit(),
         "device": device_name(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "scores": {k: {"value": v, "unit": u} for k, (v, u) in (scores or {}).items()},
