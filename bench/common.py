@@ -227,7 +227,7 @@ COMMIT_AT_START = commit()
 
 
 def measured_commit() -> str:
-    """The commit; both, where the code changed while it was measured: servers started late ran the later one."""
+    """The commit; both, where the code changed while it was measured: late servers ran the later one."""
     now = commit()
     return now if now == COMMIT_AT_START else f"{COMMIT_AT_START}..{now}"
 
