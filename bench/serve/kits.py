@@ -143,7 +143,7 @@ KITS = {
     ),
     "waiting": Kit(
         "abort_timeout_kit, waiting timeout",
-        mixin("abort_timeout_kit:WaitingTimeoutMixin", {"waiting_timeout_max_new_tokens": 250}),
+        mixin("abort_timeout_kit:WaitingTimeoutMixin", {"waiting_timeout_max_new_tokens": 120}),
         env={"SGLANG_REQ_WAITING_TIMEOUT": "2"},
         args=("--max-running-requests", "1"),
     ),
