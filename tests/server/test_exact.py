@@ -16,7 +16,7 @@ from bench.compare import match
 
 from .conftest import BLOCK, border, tokens
 
-# Stock SGLang stays below half of these with the same prompts.
+# With room: kvc and stock at other prefix hits (other matrix shapes) parted by 0.09, drifted by 0.12 nat.
 TIE = 0.2  # nats between the two candidates where two answers part
 DRIFT = 0.4  # nats between the two runs' log-probabilities of one token, at most
 
