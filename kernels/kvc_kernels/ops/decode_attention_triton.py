@@ -38,7 +38,7 @@ class Tuning:
     warps: int = 1  # triton only
     tile: int = 0  # tokens; 0: by the bytes of a token
     plain_tile: int = 16
-    stages: int = 0  # 0: by the bytes of a tile
+    stages: int = 0  # triton only; 0: by the bytes of a tile
     max_registers: int | None = None
 
 
@@ -260,9 +260,9 @@ class DecodeAttention:
         self.engine = self._choose_engine()
         self._query_columns = max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
-        # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; up to four more tiles are read ahead.
-        tiles = max(CHUNK * layout.block_tokens // c[7] + 4 for c in self._classes)
-        ids = max((CHUNK * layout.block_tokens // c[7] + 4) * c[8] for c in self._classes)
+        # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
+        tiles = max(CHUNK * layout.block_tokens // c[7] + 2 for c in self._classes)
+        ids = max((CHUNK * layout.block_tokens // c[7] + 2) * c[8] for c in self._classes)
         self._words = (tiles + 1) // 2 * 2
         self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (ids + 3) // 4 * 2
         self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns or self._resident_columns())
@@ -296,9 +296,7 @@ class DecodeAttention:
         stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES else 2)
         span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
         if self.engine == "gluon":
-            span, stages = 4, max(2, min(4, tune.stages or 2))
-            if page.value_groups > 4:
-                raise ValueError("the engine 'gluon' takes up to 4 value groups; use 'triton'")
+            span = 4
         names = ("key_meta", "value_codes", "value_meta")
         return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span, stages)
 

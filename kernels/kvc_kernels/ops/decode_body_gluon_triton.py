@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .decode_tiles_gluon_triton import (
     A_OP,
@@ -14,7 +14,6 @@ from .decode_tiles_gluon_triton import (
     LANE,
     MMA,
     ROW,
-    copy_layout,
     crumbs,
     feature_column,
     feature_rows,
@@ -26,11 +25,8 @@ from .decode_tiles_gluon_triton import (
     meta_operand,
     nested,
     pairs,
-    part_of,
     plain_value_layout,
     plain_value_operand,
-    queue_layout,
-    rows_layout,
     token_layout,
     token_weights,
     transpose_p,
@@ -60,8 +56,8 @@ def list_tiles(
 
     `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). `table` points
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
-    words int64 `[tiles + 4]`: block << 32 | j << 24 | first token << 12 | tokens of the block; j: place in the chunk.
-    tile_pages int32 `[tiles + 4, 4]`: page of each run of TILE / 4 tokens. Four tiles of page 0 end the lists, for the
+    words int64 `[tiles + 2]`: block << 32 | j << 24 | first token << 12 | tokens of the block; j: place in the chunk.
+    tile_pages int32 `[tiles + 2, 4]`: page of each run of TILE / 4 tokens. Two tiles of page 0 end the lists, for the
     loop reads ahead, and page 0 backs what lies behind a block's tokens, so that no load needs a mask.
     """
     j = gl.arange(0, CHUNK, layout=LANE)
@@ -90,8 +86,8 @@ def list_tiles(
                     t = i * TILE + k * (TILE // 4)
                     page = gl.load(row + STEP * (t // T), mask=t < count, other=0)
                     gl.store(tile_pages + (at + i) * 4 + k, page, mask=used)
-    gl.store(words + total + j, gl.zeros([CHUNK], gl.int64, layout=LANE), mask=j < 4)
-    gl.store(tile_pages + total * 4 + j, gl.zeros([CHUNK], gl.int32, layout=LANE), mask=j < 16)
+    gl.store(words + total + j, gl.zeros([CHUNK], gl.int64, layout=LANE), mask=j < 2)
+    gl.store(tile_pages + total * 4 + j, gl.zeros([CHUNK], gl.int32, layout=LANE), mask=j < 8)
     return total
 
 
@@ -146,98 +142,55 @@ def _capped(x, cap):
 
 
 @gluon.jit
-def _copy_packed(
-    queue, stage, word, tile_pages, i, pages, page_bytes, headers, header_stride,
-    DK: gl.constexpr, DV: gl.constexpr, T: gl.constexpr, VOFF: gl.constexpr, VMETA: gl.constexpr,
-    GROUPS: gl.constexpr, TOKEN_KEYS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of tile i, whose word is `word`, into place `stage` of the queue; one group of copies."""
-    W: gl.constexpr = TILE // 4
-    LK: gl.constexpr = key_layout(TILE, DK)
-    LV: gl.constexpr = value_layout(TILE, DV)
-    META_ROWS: gl.constexpr = queue[2].shape[1]
-    LM: gl.constexpr = copy_layout([META_ROWS, 4, W // 2])
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
-    first = _first(word)
-    run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LK)))
-    token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
-    column = gl.arange(0, DK // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LK)))
-    base, slot = _run_pointer(pages, gl.load(tile_pages + i * 4 + run), page_bytes, first, run, TILE, T)
-    at = (token * (DK // 4))[None, :, None] + column[None, None, :]
-    async_copy.async_copy_global_to_shared(
-        queue[0].index(stage), (base + slot * DK).to(WORD, bitcast=True)[:, None, None] + at
-    )
-    run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LV)))
-    row = gl.arange(0, DV, layout=gl.SliceLayout(1, gl.SliceLayout(2, LV)))
-    column = gl.arange(0, W // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LV)))
-    base, slot = _run_pointer(pages, gl.load(tile_pages + i * 4 + run), page_bytes, first, run, TILE, T)
-    at = (row * (T // 4))[:, None, None] + column[None, None, :]
-    async_copy.async_copy_global_to_shared(
-        queue[1].index(stage), (base + (VOFF + slot)).to(WORD, bitcast=True)[None, :, None] + at
-    )
-    run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LM)))
-    row = gl.arange(0, META_ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LM)))
-    column = gl.arange(0, W // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LM)))
-    base, slot = _run_pointer(pages, gl.load(tile_pages + i * 4 + run), page_bytes, first, run, TILE, T)
-    at = (gl.minimum(row, 2 * GROUPS - 1) * (T // 2))[:, None, None] + column[None, None, :]
-    async_copy.async_copy_global_to_shared(
-        queue[2].index(stage), (base + (VMETA + 2 * slot)).to(WORD, bitcast=True)[None, :, None] + at
-    )
-    if not TOKEN_KEYS:
-        FIELDS: gl.constexpr = queue[3].shape[1]
-        LH: gl.constexpr = copy_layout([FIELDS, DK // 2])
-        field = gl.arange(0, FIELDS, layout=gl.SliceLayout(1, LH))
-        column = gl.arange(0, DK // 2, layout=gl.SliceLayout(0, LH))
-        header = (headers + (word >> 32) * header_stride).to(WORD, bitcast=True)
-        async_copy.async_copy_global_to_shared(
-            queue[3].index(stage), header + ((field * (DK // 2))[:, None] + column[None, :])
-        )
-    async_copy.commit_group()
-
-
-@gluon.jit
 def packed_part(
     acc, zacc, m, q, qsum, words, tile_pages, qz_scratch, n_tiles, pages, page_bytes, headers, header_stride,
     scale, cap, D: gl.constexpr, NQ: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr,
     KMETA: gl.constexpr, VOFF: gl.constexpr, VMETA: gl.constexpr, TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr,
-    TILE: gl.constexpr, STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     """Add `n_tiles` tiles of packed tokens to the running softmax.
 
-    acc: fp32 `[rows, NQ]` per tensor of `nested` or `crumbs`, in units of 2^-24; rows = D*VB/8. zacc fp32 `[16, NQ]`: row
-    `zero_row(g)` is the sum of p * zero of value group g, row 8 that of p. m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands
-    per field, highest first, holding q * 2^(-KB*field) (with per-token keys the difference to the one before, as `nested`
-    wants it).
+    acc: fp32 `[rows, NQ]` per row part and tensor of `nested` or `crumbs`, in units of 2^-24; rows = D*VB/8, or 32 (one
+    value group) if VB is 2. zacc fp32 `[16, NQ]`: row g is the sum of p * zero of value group g, row GROUPS that of p.
+    m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field) (with per-token
+    keys the difference to the one before, as `nested` wants it).
 
-    Tiles pass through a queue of STAGES places in shared memory: copies of tile i + STAGES - 1 start when tile i begins.
+    Loads run ahead of their use: keys and headers of the next tile start when this tile's keys are spent, its values
+    when the tile begins, page ids a tile before that.
     """
     DK: gl.constexpr = D * KB // 8
     DV: gl.constexpr = D * VB // 8
     NKF: gl.constexpr = 8 // KB
     NVF: gl.constexpr = 8 // VB
     W: gl.constexpr = TILE // 4
+    ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32
+    PARTS: gl.constexpr = DV // ROWS
     GROUPS: gl.constexpr = D // 32 if VB == 2 else 1
-    META_ROWS: gl.constexpr = 2 if GROUPS == 1 else 8
+    ROW_GROUP: gl.constexpr = D if VB > 2 else 32
     LK: gl.constexpr = key_layout(TILE, DK)
-    LV: gl.constexpr = value_layout(TILE, DV)
+    LV: gl.constexpr = value_layout(TILE, ROWS)
     LM: gl.constexpr = meta_layout(TILE)
     LT: gl.constexpr = token_layout(TILE)
     LH: gl.constexpr = header_layout(DK)
-    queue = (
-        gl.allocate_shared_memory(gl.int32, [STAGES, 4, W, DK // 4], queue_layout(LK)),
-        gl.allocate_shared_memory(gl.int32, [STAGES, DV, 4, W // 4], queue_layout(LV)),
-        gl.allocate_shared_memory(gl.int32, [STAGES, META_ROWS, 4, W // 2], rows_layout(3)),
-        gl.allocate_shared_memory(gl.int32, [STAGES, NKF, DK // 2], rows_layout(2)),
-    )
+    WORD: gl.constexpr = gl.pointer_type(gl.int32)
+    k_run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LK)))
+    v_run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LV)))
     m_run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LM)))
     t_run = gl.arange(0, 4, layout=gl.SliceLayout(1, LT))
-    m_row = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, LM)))
+    k_token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
+    k_word = gl.arange(0, DK // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LK)))
+    v_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LV)))
+    v_word = gl.arange(0, W // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LV)))
+    m_group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, LM)))
     m_pair = gl.arange(0, W // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LM)))
     t_pair = gl.arange(0, W // 2, layout=gl.SliceLayout(0, LT))
-    k_run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LK)))
-    k_token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
+    h_word = gl.arange(0, DK // 2, layout=LH)
+    k_at = (k_token * (DK // 4))[None, :, None] + k_word[None, None, :]
+    v_at = (v_row * (T // 4))[:, None, None] + v_word[None, None, :]
+    m_at = gl.minimum(m_group, GROUPS - 1)[:, None, None] * T + m_pair[None, None, :]
     blank = gl.zeros([8, 4, W // 2], gl.int32, layout=LM)
-    ones = gl.where((m_row == 0)[:, None, None], ONES, blank)
+    ones = gl.where((m_group == GROUPS)[:, None, None], ONES, blank)
+    eighth = gl.where((m_group + 8 == GROUPS)[:, None, None], ONES, blank)
     column = gl.arange(0, NQ, layout=COLUMN)
     place = gl.arange(0, TILE, layout=ROW)
     # Compared with 2 * (place >> 3), a constant of each register: the token's place in its lane's run.
@@ -248,57 +201,73 @@ def packed_part(
     if CAPPED:
         c = c / LOG2E
 
-    for t in gl.static_range(STAGES - 1):
-        _copy_packed(
-            queue, t, gl.load(words + t), tile_pages, t, pages, page_bytes, headers, header_stride,
-            DK, DV, T, VOFF, VMETA, GROUPS, TOKEN_KEYS, TILE,
-        )  # fmt: skip
     word = gl.load(words)
-    ahead = gl.load(words + (STAGES - 1))
+    k_base, k_slot = _run_pointer(pages, gl.load(tile_pages + k_run), page_bytes, _first(word), k_run, TILE, T)
+    v_ids = gl.load(tile_pages + v_run)
+    codes = gl.load((k_base + k_slot * DK).to(WORD, bitcast=True)[:, None, None] + k_at)
+    header = ()
+    if not TOKEN_KEYS:
+        for k in gl.static_range(NKF):
+            at = headers + (word >> 32) * header_stride + (NKF - 1 - k) * DK
+            header = header + (gl.load(at.to(WORD, bitcast=True) + h_word),)
+        qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
+    next_word = gl.load(words + 1)
+    next_k_ids = gl.load(tile_pages + 4 + k_run)
+    next_v_ids = gl.load(tile_pages + 4 + v_run)
     for i in range(n_tiles):
-        stage = i % STAGES
-        async_copy.wait_group(STAGES - 2)
-        # Lanes read each other's metadata; and the place that is filled next was read in the last iteration.
-        gl.thread_barrier()
-        _copy_packed(
-            queue, (i + STAGES - 1) % STAGES, ahead, tile_pages, i + STAGES - 1, pages, page_bytes, headers,
-            header_stride, DK, DV, T, VOFF, VMETA, GROUPS, TOKEN_KEYS, TILE,
-        )  # fmt: skip
-        ahead = gl.load(words + i + STAGES)
+        first = _first(word)
         live = _live(word)
-        fields = nested(queue[0].index(stage).load(LK), KB)
+        v_base, v_slot = _run_pointer(pages, v_ids, page_bytes, first, v_run, TILE, T)
+        values = ()
+        for r in gl.static_range(PARTS):
+            at = (v_base + (VOFF + r * ROWS * T) + v_slot).to(WORD, bitcast=True)
+            values = values + (gl.load(at[None, :, None] + v_at),)
+        m_ids = gl.convert_layout(v_ids, gl.SliceLayout(0, gl.SliceLayout(2, LM)), assert_trivial=True)
+        m_base, m_slot = _run_pointer(pages, m_ids, page_bytes, first, m_run, TILE, T)
+        zeros = gl.load((m_base + (VMETA + 2 * T) + 2 * m_slot).to(WORD, bitcast=True)[None, :, None] + m_at)
+        t_ids = gl.convert_layout(v_ids, gl.SliceLayout(1, LT), assert_trivial=True)
+        t_base, t_slot = _run_pointer(pages, t_ids, page_bytes, first, t_run, TILE, T)
+        weights = ()
+        for g in gl.static_range(GROUPS):
+            at = (t_base + (VMETA + 4 * g * T) + 2 * t_slot).to(WORD, bitcast=True)
+            weights = weights + (gl.load(at[:, None] + t_pair[None, :]),)
+
+        fields = nested(codes, KB)
         s = gl.zeros([TILE, NQ], gl.float32, layout=MMA)
         if TOKEN_KEYS:
             for k in gl.static_range(NKF):
                 s = mma_v2(key_operand(fields[k], TILE, DK), q[k], s)
-            base, slot = _run_pointer(
-                pages, gl.load(tile_pages + i * 4 + k_run), page_bytes, _first(word), k_run, TILE, T
-            )
-            k_meta = (base + (KMETA + 2 * slot)).to(gl.pointer_type(gl.float16), bitcast=True)
+            k_meta = (k_base + (KMETA + 2 * k_slot)).to(gl.pointer_type(gl.float16), bitcast=True)
             s = _scale_rows(s, k_meta, k_token, qsum, c, T, TILE)
         else:
-            qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
             above = gl.zeros([DK, NQ], gl.float16, layout=B_OP)
             for k in gl.static_range(NKF):
-                header = part_of(queue[3].index(stage), (NKF - 1 - k) * (DK // 2), LH)
-                mine = q[k] * feature_column(pairs(header), DK)[:, None]
+                mine = q[k] * feature_column(pairs(header[k]), DK)[:, None]
                 s = mma_v2(key_operand(fields[k], TILE, DK), mine if k == 0 else mine - above, s)
                 above = mine
             if CAPPED:
                 s = s * c + qz[None, :]
         if CAPPED:
             s = _capped(s, cap) * LOG2E
-        word = gl.load(words + i + 1)
+        if not TOKEN_KEYS:
+            zero_part = qz
 
-        meta = queue[2].index(stage)
-        if GROUPS == 1:
-            row = gl.convert_layout(part_of(meta, 2 * W, LT), gl.SliceLayout(0, LM), assert_trivial=True)
-            zeros = gl.expand_dims(row, 0) + blank
-        else:
-            zeros = part_of(meta, 0, LM)
-        weights = ()
-        for g in gl.static_range(GROUPS):
-            weights = weights + (part_of(meta, 4 * g * W, LT),)
+        # The next tile's keys.
+        word = next_word
+        k_base, k_slot = _run_pointer(pages, next_k_ids, page_bytes, _first(word), k_run, TILE, T)
+        codes = gl.load((k_base + k_slot * DK).to(WORD, bitcast=True)[:, None, None] + k_at)
+        header = ()
+        if not TOKEN_KEYS:
+            for k in gl.static_range(NKF):
+                at = headers + (word >> 32) * header_stride + (NKF - 1 - k) * DK
+                header = header + (gl.load(at.to(WORD, bitcast=True) + h_word),)
+            qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
+        v_ids = next_v_ids
+        next_word = gl.load(words + i + 2)
+        next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
+        next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
+
+        zeros = gl.where((m_group < GROUPS)[:, None, None], zeros, ones)
         if live < TILE:
             s = gl.where((2 * (place >> 3) < live - lane_token)[:, None], s, NEG)
             zeros = zeros & _pair_mask((m_pair * 2)[None, None, :], (live - m_run * W)[None, :, None])
@@ -311,32 +280,20 @@ def packed_part(
             p = gl.exp2(s - (top - P_SHIFT)[None, :])
         else:
             # The maximum of the raw products is enough (c > 0): one FMA an element serves scale, zero and maximum.
-            top = gl.maximum(m, gl.max(s, 0) * c + qz)
-            p = gl.exp2(s * c + (qz - top + P_SHIFT)[None, :])
+            top = gl.maximum(m, gl.max(s, 0) * c + zero_part)
+            p = gl.exp2(s * c + (zero_part - top + P_SHIFT)[None, :])
         keep = gl.exp2(m - top)[None, :]
         m = top
         p = transpose_p(p, TILE, NQ, gl.float16)
-        zacc = mma_v2(meta_operand(zeros, ones, TILE), p, zacc * keep)
-        values = queue[1].index(stage).load(LV)
-        fields = crumbs(values) if VB == 2 else nested(values, VB)
+        zacc = mma_v2(meta_operand(zeros, eighth, TILE), p, zacc * keep)
         acc_next = ()
-        for f in gl.static_range(NVF):
-            operand = value_operand(fields[f], DV, TILE)
-            if VB == 2 and DV < 32:
-                # Head_dim 64: two fields share a group.
-                weight = p * token_weights(weights[f * DV // 32], TILE)[:, None]
-            else:
-                weight = p * token_weights(weights[f % GROUPS], TILE)[:, None]
-            acc_next = acc_next + (mma_v2(operand, weight, acc[f] * keep),)
+        for r in gl.static_range(PARTS):
+            fields = crumbs(values[r]) if VB == 2 else nested(values[r], VB)
+            for f in gl.static_range(NVF):
+                weight = p * token_weights(weights[(f * DV + r * ROWS) // ROW_GROUP], TILE)[:, None]
+                acc_next = acc_next + (mma_v2(value_operand(fields[f], ROWS, TILE), weight, acc[r * NVF + f] * keep),)
         acc = acc_next
-    async_copy.wait_group(0)
     return acc, zacc, m
-
-
-@gluon.constexpr_function
-def zero_row(group: int, groups: int) -> int:
-    """Row of `zacc` with the sum of p * zero of a value group: metadata rows are scale, zero of each group in turn."""
-    return 0 if groups == 1 else 2 * group + 1
 
 
 @gluon.jit
@@ -352,72 +309,52 @@ def _scale_rows(s, k_meta, k_token, qsum, c, T: gl.constexpr, TILE: gl.constexpr
 
 
 @gluon.jit
-def _copy_plain(
-    queue, stage, word, tile_pages, i, pages, page_bytes,
-    D: gl.constexpr, T: gl.constexpr, VOFF: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of tile i into place `stage` of the queue; one group of copies."""
-    W: gl.constexpr = TILE // 4
-    LK: gl.constexpr = key_layout(TILE, D * 2)
-    LV: gl.constexpr = plain_value_layout(TILE, D)
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
-    run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LK)))
-    token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
-    column = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LK)))
-    base, slot = _run_pointer(pages, gl.load(tile_pages + i * 4 + run), page_bytes, _first(word), run, TILE, T)
-    at = (token * (D // 2))[None, :, None] + column[None, None, :]
-    async_copy.async_copy_global_to_shared(
-        queue[0].index(stage), (base + slot * (2 * D)).to(WORD, bitcast=True)[:, None, None] + at
-    )
-    run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LV)))
-    token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LV)))
-    column = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LV)))
-    base, slot = _run_pointer(pages, gl.load(tile_pages + i * 4 + run), page_bytes, _first(word), run, TILE, T)
-    at = (token * (D // 2))[None, :, None] + column[None, None, :]
-    async_copy.async_copy_global_to_shared(
-        queue[1].index(stage), (base + (VOFF + slot * (2 * D))).to(WORD, bitcast=True)[:, None, None] + at
-    )
-    async_copy.commit_group()
-
-
-@gluon.jit
 def plain_part(
     acc, lacc, m, q, words, tile_pages, n_tiles, pages, page_bytes, scale, cap,
     D: gl.constexpr, NQ: gl.constexpr, T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr,
-    TILE: gl.constexpr, STAGES: gl.constexpr, dtype: gl.constexpr,
+    TILE: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, rows as in `plain_value_operand`; lacc fp32
     `[16, NQ]`, every row the sum of p; q B operand `[D, NQ]` in the model's dtype."""
     W: gl.constexpr = TILE // 4
     LK: gl.constexpr = key_layout(TILE, D * 2)
     LV: gl.constexpr = plain_value_layout(TILE, D)
-    queue = (
-        gl.allocate_shared_memory(gl.int32, [STAGES, 4, W, D // 2], queue_layout(LK)),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 4, W, D // 2], queue_layout(LV)),
-    )
+    WORD: gl.constexpr = gl.pointer_type(gl.int32)
+    k_run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LK)))
     v_run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LV)))
+    k_token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
+    k_word = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LK)))
     v_token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LV)))
+    v_word = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LV)))
+    k_at = (k_token * (D // 2))[None, :, None] + k_word[None, None, :]
+    v_at = (v_token * (D // 2))[None, :, None] + v_word[None, None, :]
     place = gl.arange(0, TILE, layout=ROW)
     lane_token = (place & 1) + ((place >> 1) & 3) * W
     ones = gl.full([16, TILE], 1.0, dtype, layout=A_OP)
     c = scale * LOG2E
-    for t in gl.static_range(STAGES - 1):
-        _copy_plain(queue, t, gl.load(words + t), tile_pages, t, pages, page_bytes, D, T, VOFF, TILE)
+
     word = gl.load(words)
-    ahead = gl.load(words + (STAGES - 1))
+    k_base, k_slot = _run_pointer(pages, gl.load(tile_pages + k_run), page_bytes, _first(word), k_run, TILE, T)
+    v_ids = gl.load(tile_pages + v_run)
+    keys = gl.load((k_base + k_slot * (2 * D)).to(WORD, bitcast=True)[:, None, None] + k_at)
+    next_word = gl.load(words + 1)
+    next_k_ids = gl.load(tile_pages + 4 + k_run)
+    next_v_ids = gl.load(tile_pages + 4 + v_run)
     for i in range(n_tiles):
-        stage = i % STAGES
-        async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
-        _copy_plain(
-            queue, (i + STAGES - 1) % STAGES, ahead, tile_pages, i + STAGES - 1, pages, page_bytes, D, T, VOFF, TILE
-        )
-        ahead = gl.load(words + i + STAGES)
         live = _live(word)
-        word = gl.load(words + i + 1)
+        v_base, v_slot = _run_pointer(pages, v_ids, page_bytes, _first(word), v_run, TILE, T)
+        values = gl.load((v_base + (VOFF + v_slot * (2 * D))).to(WORD, bitcast=True)[:, None, None] + v_at)
         s = gl.zeros([TILE, NQ], gl.float32, layout=MMA)
-        s = mma_v2(key_operand(pairs(queue[0].index(stage).load(LK), dtype), TILE, D, True), q, s)
-        values = queue[1].index(stage).load(LV)
+        s = mma_v2(key_operand(pairs(keys, dtype), TILE, D, True), q, s)
+
+        word = next_word
+        k_base, k_slot = _run_pointer(pages, next_k_ids, page_bytes, _first(word), k_run, TILE, T)
+        keys = gl.load((k_base + k_slot * (2 * D)).to(WORD, bitcast=True)[:, None, None] + k_at)
+        v_ids = next_v_ids
+        next_word = gl.load(words + i + 2)
+        next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
+        next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
+
         if CAPPED:
             s = _capped(s * scale, cap) * LOG2E
         else:
@@ -433,5 +370,4 @@ def plain_part(
         p = transpose_p(p, TILE, NQ, dtype)
         lacc = mma_v2(ones, p, lacc * keep)
         acc = mma_v2(plain_value_operand(values, D, TILE, dtype), p, acc * keep)
-    async_copy.wait_group(0)
     return acc, lacc, m

@@ -16,7 +16,6 @@ from .decode_body_gluon_triton import (
     packed_part,
     plain_part,
     zero_products,
-    zero_row,
 )
 from .decode_tiles_gluon_triton import B_OP, COLUMN, MMA, ROW, feature_of, plain_feature_of
 
@@ -31,7 +30,7 @@ def _finish(ml, column, m, l, G: gl.constexpr):
 def _plain_program(
     q_ptr, q_stride_h, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap,
     page_bytes: gl.constexpr, ROW_STRIDE: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr,
-    T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table; out, ml: results."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -50,7 +49,7 @@ def _plain_program(
         gl.thread_barrier()
         acc, lacc, m = plain_part(
             acc, lacc, m, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
-            D, NQ, T, VOFF, CAPPED, TILE, STAGES, dtype,
+            D, NQ, T, VOFF, CAPPED, TILE, dtype,
         )  # fmt: skip
         gl.thread_barrier()
     feature = plain_feature_of(gl.arange(0, D, layout=ROW))
@@ -65,11 +64,11 @@ def _packed_program(
     cap, page_bytes: gl.constexpr, LH: gl.constexpr, E: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr,
     D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, SIDE: gl.constexpr, KMETA: gl.constexpr,
     VOFF: gl.constexpr, VMETA: gl.constexpr, TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One item of packed blocks in one format; `head` = layer * H + KV head."""
     DK: gl.constexpr = D * KB // 8
     DV: gl.constexpr = D * VB // 8
+    ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32
     GROUPS: gl.constexpr = D // 32 if VB == 2 else 1
     ROW_GROUP: gl.constexpr = D if VB > 2 else 32
     NKF: gl.constexpr = 8 // KB
@@ -91,8 +90,8 @@ def _packed_program(
             q = q + (u.to(gl.float16),)
     qsum = gl.convert_layout(qsum, COLUMN)
     acc = ()
-    for _ in gl.static_range(NVF):
-        acc = acc + (gl.zeros([DV, NQ], gl.float32, layout=MMA),)
+    for _ in gl.static_range(DV // ROWS * NVF):
+        acc = acc + (gl.zeros([ROWS, NQ], gl.float32, layout=MMA),)
     zacc = gl.zeros([16, NQ], gl.float32, layout=MMA)
     m = gl.full([NQ], NEG, gl.float32, layout=COLUMN)
     row = table + head * E + SIDE * (E - 1)
@@ -109,30 +108,26 @@ def _packed_program(
         gl.thread_barrier()
         acc, zacc, m = packed_part(
             acc, zacc, m, q, qsum, words, tile_pages, qz, tiles, pages, page_bytes, header, LH * 2 * D, scale, cap,
-            D, NQ, KB, VB, T, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES,
+            D, NQ, KB, VB, T, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE,
         )  # fmt: skip
         gl.thread_barrier()
     column = gl.arange(0, NQ, layout=COLUMN)
-    rows = gl.arange(0, DV, layout=ROW)
+    rows = gl.arange(0, ROWS, layout=ROW)
     sixteen = gl.arange(0, 16, layout=ROW)
-    for f in gl.static_range(NVF):
-        zero = _row(zacc, sixteen, zero_row(f * DV // ROW_GROUP, GROUPS))
-        if VB == 2:
-            field = acc[f]
-        elif f == NVF - 1:
-            # `nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
-            field = acc[0] - acc[1] if VB == 4 else acc[0]
-        else:
-            field = acc[1]
-        o = field * (CODE_UNIT / (1 << (VB * f))) + zero[None, :]
-        gl.store(out + (column * D)[None, :] + (f * DV + rows)[:, None], o, mask=(column < G)[None, :])
-    _finish(ml, column, m, _row(zacc, sixteen, 8), G)
-
-
-@gluon.jit
-def _row(x, rows, row: gl.constexpr):
-    """Row `row` of an accumulator `[16, NQ]`."""
-    return gl.sum(gl.where((rows == row)[:, None], x, 0.0), 0)
+    for r in gl.static_range(DV // ROWS):
+        for f in gl.static_range(NVF):
+            zero = gl.sum(gl.where((sixteen == (f * DV + r * ROWS) // ROW_GROUP)[:, None], zacc, 0.0), 0)
+            if VB == 2:
+                field = acc[r * NVF + f]
+            elif f == NVF - 1:
+                # `nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
+                field = acc[0] - acc[1] if VB == 4 else acc[0]
+            else:
+                field = acc[1]
+            o = field * (CODE_UNIT / (1 << (VB * f))) + zero[None, :]
+            at = out + (column * D)[None, :] + (f * DV + r * ROWS + rows)[:, None]
+            gl.store(at, o, mask=(column < G)[None, :])
+    _finish(ml, column, m, gl.sum(gl.where((sixteen == GROUPS)[:, None], zacc, 0.0), 0), G)
 
 
 @gluon.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
@@ -166,12 +161,12 @@ def decode_kernel(
                     _plain_program(
                         q_row, q_stride_h, out, ml, words, tile_pages, entries, blocks, pages, table, head * E,
                         scale, cap, page_bytes, L * H * E, G, NQ, D, CLASSES[c][2], CLASSES[c][5], CAPPED,
-                        CLASSES[c][7], CLASSES[c][9],
+                        CLASSES[c][7],
                     )  # fmt: skip
                 else:
                     _packed_program(
                         q_row, q_stride_h, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts,
                         headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][0], CLASSES[c][1],
                         CLASSES[c][2], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6], TOKEN_KEYS,
-                        CAPPED, CLASSES[c][7], CLASSES[c][9],
+                        CAPPED, CLASSES[c][7],
                     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Layouts of the Gluon decode kernel: codes go from pages into MMA operands without any exchange between lanes.
+"""Register layouts of the Gluon decode kernel: pages go from global memory into MMA operands without shared memory.
 
 A program is one warp, a tile TILE tokens. Lane = 4 * r + c, r = 0..7, c = 0..3, as in the fragments of m16n8k16. Both
 products sum over an index whose order is free (features in QK, tokens in PV), and so is the row order of K: they are
@@ -10,8 +10,6 @@ chosen such that each lane's share of a fragment is what a 16-byte load brings:
 - PV: O^T = V^T . p^T with V^T as A operand (rows: byte rows of the page) and p as B. Lane c takes the W consecutive
   tokens c * W .. of a row.
 - S^T comes out with tokens along r and queries along c, p^T is needed the other way round: a `movmatrix` per 8 tokens.
-
-So a lane copies just those 16 bytes to shared memory that it will read itself: shared memory is a queue of tiles, no more.
 
 "order" below always means: [8 * n + 2 * c + e] <-> token c * W + 2 * n + e, and for features (k-step, half h, c, e) <->
 byte (chunk, c, k-step, h, e). Where a helper says so, its reshapes and permutes only rename registers
@@ -74,56 +72,12 @@ def plain_value_layout(tile: int, dim: int):
 
 @gluon.constexpr_function
 def meta_layout(tile: int):
-    """int32 `[8, 4, W / 2]`: row of value metadata (lanes r), run of tokens, two fp16."""
+    """int32 `[8, 4, W / 2]`: value group (lanes r), run of tokens, two fp16."""
     w = tile // 8
     registers = _registers(w, 2, 3)
     return gl.DistributedLinearLayout(
         registers, [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [], [], [8, 4, w]
     )
-
-
-@gluon.constexpr_function
-def copy_layout(shape: list[int]):
-    """int32 of any shape (powers of two): 16 bytes a lane, lanes along the rows; spare lanes repeat others."""
-    bits = [[1 << i if a == axis else 0 for a in range(len(shape))]
-            for axis in reversed(range(len(shape))) for i in range(shape[axis].bit_length() - 1)]  # fmt: skip
-    vector = min(2, shape[-1].bit_length() - 1)
-    lanes = bits[vector : vector + 5]
-    lanes += [[0] * len(shape)] * (5 - len(lanes))
-    return gl.DistributedLinearLayout(bits[:vector] + bits[vector + 5 :], lanes, [], [], list(shape))
-
-
-@gluon.constexpr_function
-def queue_layout(layout):
-    """Shared memory in which every lane's 16 bytes follow those of the lane before: no bank conflicts, no exchange."""
-    vector = 0
-    while vector < 2 and vector < len(layout.reg_bases) and layout.reg_bases[vector][-1] == 1 << vector:
-        vector += 1
-    return gl.SharedLinearLayout(layout.reg_bases[:vector] + layout.lane_bases + layout.reg_bases[vector:], [], 16)
-
-
-@gluon.constexpr_function
-def flat(layout):
-    """The same layout over one dimension, rows laid end to end."""
-
-    def place(base: list[int]) -> list[int]:
-        at = 0
-        for size, x in zip(layout.shape, base):
-            at = at * size + x
-        return [at]
-
-    size = 1
-    for n in layout.shape:
-        size *= n
-    return gl.DistributedLinearLayout(
-        [place(b) for b in layout.reg_bases], [place(b) for b in layout.lane_bases], [], [], [size]
-    )
-
-
-@gluon.constexpr_function
-def rows_layout(rank: int):
-    """Shared memory in plain row order."""
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.constexpr_function
@@ -304,14 +258,6 @@ def plain_value_operand(x, D: gl.constexpr, TILE: gl.constexpr, dtype: gl.conste
 def plain_feature_of(row):
     """Feature at row `row` of `plain_value_operand`."""
     return (row >> 6) * 64 + (row & 7) * 8 + ((row >> 3) & 7)
-
-
-@gluon.jit
-def part_of(memory, start: gl.constexpr, layout: gl.constexpr):
-    """Elements from `start` on of shared memory in plain row order, as a tensor of `layout`."""
-    line: gl.constexpr = flat(layout)
-    x = memory.reshape([memory.numel]).slice(start, line.shape[0]).load(line)
-    return gl.convert_layout(gl.reshape(x, layout.shape), layout, assert_trivial=True)
 
 
 @gluon.jit
