@@ -96,9 +96,10 @@ class TestCpuPlatform:
         assert (module, name) == ("sglang_kvc.cpu_platform_class", "TorchCpuPlatform")
 
     def test_gives_sglang_what_it_asks_for(self):
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.platforms.interface import SRTPlatform
 
+        from sglang_kvc.cpu_allocator import TorchPagedAllocator
         from sglang_kvc.cpu_platform_class import TorchCpuPlatform
 
         platform = TorchCpuPlatform()
@@ -108,4 +109,4 @@ class TestCpuPlatform:
         assert platform.get_mha_kv_pool_cls().__name__ == "MHATokenToKVPool"
         rest = dict(dtype=None, device="cpu", kvcache=None, need_sort=False)
         assert type(platform.get_paged_allocator_cls()(64, page_size=1, **rest)) is TokenToKVPoolAllocator
-        assert type(platform.get_paged_allocator_cls()(64, page_size=16, **rest)) is PagedTokenToKVPoolAllocator
+        assert type(platform.get_paged_allocator_cls()(64, page_size=16, **rest)) is TorchPagedAllocator
