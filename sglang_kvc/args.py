@@ -90,7 +90,11 @@ class KvcServerArgs(ServerArgs):
     ] = None
     kvc_window: A[
         int | None,
-        _option("Number of latest tokens of a sequence that stay uncompressed. Default: 64.", number=True),
+        _option(
+            "Number of latest tokens of a sequence that stay uncompressed. Default: 64; 0 with policy quantise, whose "
+            "answers then do not depend on what was cached.",
+            number=True,
+        ),
         NS("memory"),
     ] = None
     kvc_block_size: A[

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.layout import Format
 from kvc_kernels.store import PageStore
 
 
@@ -50,8 +51,8 @@ class TorchAttention:
 
     append = staticmethod(ops.append)
 
-    def __init__(self, store: PageStore, observe: ops.Observe | None):
-        self.store, self.observe = store, observe
+    def __init__(self, store: PageStore, observe: ops.Observe | None, stored_as: Format | None = None):
+        self.store, self.observe, self.stored_as = store, observe, stored_as
 
     def plan_decode(self, snap: Snapshot) -> None:
         self.snap = snap
@@ -89,6 +90,7 @@ class TorchAttention:
             scale=scale,
             logit_cap=logit_cap,
             observe=self.observe,
+            stored_as=self.stored_as,
         )
 
 
@@ -96,6 +98,7 @@ class TritonAttention(TorchAttention):
     """Triton kernels over static buffers: a decode step can be captured in a CUDA graph.
 
     Where a kernel is missing for what the policy needs (collecting attention), the torch reference runs on the device.
+    The new tokens of a prompt see each other as they are, not as they will be stored.
     """
 
     def __init__(
@@ -144,10 +147,16 @@ class TritonAttention(TorchAttention):
 
 
 def make_attention(
-    store: PageStore, observe: ops.Observe | None, *, query_heads: int, max_batch: int, max_blocks: int
+    store: PageStore,
+    observe: ops.Observe | None,
+    stored_as: Format | None,
+    *,
+    query_heads: int,
+    max_batch: int,
+    max_blocks: int,
 ) -> Attention:
     if store.device.type == "cuda":
         return TritonAttention(
             store, observe, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
         )
-    return TorchAttention(store, observe)
+    return TorchAttention(store, observe, stored_as)

@@ -29,6 +29,7 @@ class KvcAttnBackend(AttentionBackend):
         self.attention = make_attention(
             self.runtime.store,
             self.runtime.observe,
+            self.runtime.policy.stored_as(),
             query_heads=runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
             max_batch=rows,
             max_blocks=-(-columns // self.block_tokens),

@@ -76,7 +76,7 @@ class KvcConfig:
     policy: str = "quantise"
     high: str = "k4v4"
     low: str | None = None
-    window: int = 64
+    window: int = 0
     block_size: int = 128
     keep: float = 0.5
     alpha_high: float = 1.0
@@ -99,6 +99,7 @@ class KvcConfig:
         if given.get("high") == BASE and "low" not in given:
             # Nothing is ever packed, so no policy has anything to decide: the same ladder under one name.
             return cls(**{**given, "policy": "quantise"}).validate()
+        given.setdefault("window", _policies()[policy].default_window)
         return cls(**{**policy_options(policy), **given}).validate()
 
     def validate(self) -> KvcConfig:

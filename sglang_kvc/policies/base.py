@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import PoolLayout, Rung
+from kvc_kernels.layout import Format, PoolLayout, Rung
 from kvc_kernels.store import PageStore
 
 BLOCK, SEQUENCE = "block", "sequence"
@@ -66,6 +66,8 @@ class Policy:
     observes: ClassVar[bool] = False
     # Whether packed blocks are planned again as their sequence grows.
     replans: ClassVar[bool] = False
+    # Latest tokens of a running sequence that stay uncompressed, unless the user says otherwise.
+    default_window: ClassVar[int] = 64
 
     @property
     def observe_window(self) -> int | None:
@@ -79,6 +81,10 @@ class Policy:
     def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
         """Rungs from high to low; rung 0 is uncompressed."""
         raise NotImplementedError
+
+    def stored_as(self) -> Format | None:
+        """The format that every token of a packed block will have, None where that is decided by what they hold."""
+        return None
 
     def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]` that the blocks shall have at `rung`. Never above their present tier."""

@@ -8,16 +8,21 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from kvc_kernels.layout import BF16, FORMATS, Format, PoolLayout, Rung
 
 from .base import Evidence, Policy
 
 
 @dataclass(frozen=True)
 class Quantise(Policy):
-    """`high` is the packed format; "bf16" compresses nothing (the honest base: same memory layout, exact values)."""
+    """`high` is the packed format; "bf16" compresses nothing (the honest base: same memory layout, exact values).
+
+    A prompt's queries see the blocks before their own as they will be stored, and with no window a decode step does so
+    too: what a block holds is then a function of the tokens up to its end, whichever of them were cached.
+    """
 
     name: ClassVar[str] = "quantise"
+    default_window: ClassVar[int] = 0
     high: str = "k4v4"
 
     def formats(self) -> list[str]:
@@ -27,6 +32,10 @@ class Quantise(Policy):
         bottom = Rung(BF16, pages=layout.block_pages_bf16)
         fmt = FORMATS[self.high]
         return (bottom, Rung(fmt, pages=layout.block_pages(fmt))) if fmt.packed else (bottom,)
+
+    def stored_as(self) -> Format | None:
+        fmt = FORMATS[self.high]
+        return fmt if fmt.packed else None
 
     def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
         return ops.keep_all(len(evidence.blocks), evidence.layout).to(evidence.blocks.device)

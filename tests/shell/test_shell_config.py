@@ -18,7 +18,7 @@ def resolve(**options) -> KvcConfig:
 def test_defaults():
     assert resolve() == KvcConfig()
     c = resolve()
-    assert (c.policy, c.high, c.low, c.window, c.block_size) == ("quantise", "k4v4", None, 64, 128)
+    assert (c.policy, c.high, c.low, c.window, c.block_size) == ("quantise", "k4v4", None, 0, 128)
     assert (c.key_mode, c.page_bytes, c.memory) == ("channel", None, None)
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..layout import Format
 from ..store import PageStore
 from .gather import Part, PlainPart, request_parts
 from .observe import Observe, observe_decode, observe_extend
+from .stored import as_stored
 from .weights import MAX_ELEMENTS, causal_mask, query_weights, softmax
 
 # The CPU kernel tiles queries by 256 from 768 on (by 64 or 32 below) and a row's bits depend on the rows of its tile.
@@ -75,11 +77,16 @@ def extend_attention(
     scale: float,
     logit_cap: float = 0.0,
     observe: Observe | None = None,
+    stored_as: Format | None = None,
 ) -> torch.Tensor:
     """New tokens of B requests, `q[N, Hq, D]` with `extend_lens[B]` rows each -> `[N, Hq, D]`, causal.
 
     Row j of request i stands at position prefix_lens[i] + j and sees all tokens up to its own; new K/V were appended
     before, to uncompressed blocks. Other arguments as in `decode_attention`.
+
+    With `stored_as`, the format that every block will be packed in whole, a query sees the blocks before its own as
+    they will be stored and its own block as it is. Then a token's output depends on the tokens before it alone, not
+    on which of them were cached, and not on how the prompt was cut into chunks.
     """
     prefixes = prefix_lens.tolist() if isinstance(prefix_lens, torch.Tensor) else prefix_lens
     p = store.layout.block_tokens
@@ -92,7 +99,11 @@ def extend_attention(
             continue
         nb = -(-(prefix + new) // p)
         parts = request_parts(store, layer, row_blocks[i, :nb], rungs[i][:nb], prefix + new)
-        out[at : at + new] = _extend_one(store, q[at : at + new], parts, new, scale, logit_cap, observe)
+        rows = q[at : at + new]
+        if stored_as is None:
+            out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap, observe)
+        else:
+            out[at : at + new] = _extend_stored(store, rows, parts, stored_as, scale, logit_cap)
         at += new
     return out
 
@@ -148,6 +159,33 @@ def _extend_one(
         sizes = [x[0].shape[1] for x in dense]
         observe_extend(store, parts, sizes, query, k, valid, scale, logit_cap, observe.window)
     return out.movedim(1, 0)
+
+
+def _extend_stored(
+    store: PageStore, q: torch.Tensor, parts: list[Part], fmt: Format, scale: float, logit_cap: float
+) -> torch.Tensor:
+    """`q[new, Hq, D]` of one request against its parts, block by block -> `[new, Hq, D]`.
+
+    The last part is the uncompressed one: it holds the open block, and blocks that wait to be packed.
+    """
+    p, new, plain = store.layout.block_tokens, q.shape[0], parts[-1]
+    dense = [x.dense(q.dtype) for x in parts]
+    k, v = (x[0].clone() if len(x) == 1 else torch.cat(x, 1) for x in zip(*dense))
+    base = k.shape[1] - plain.slots  # where the uncompressed tokens begin: at a block border, in sequence order
+    whole = plain.slots // p
+    stored = as_stored(store.layout, fmt, *(x[:, : whole * p].unflatten(1, (whole, p)) for x in (plain.k, plain.v)))
+    query, out, done = q.movedim(0, 1), torch.empty_like(q), 0
+    for j in range(-(-plain.slots // p)):
+        begin, end = base + j * p, min(base + (j + 1) * p, k.shape[1])
+        rows = new - (k.shape[1] - end) - done
+        if rows > 0:
+            args = query[:, done : done + rows], k[:, :end], v[:, :end], None, scale
+            o = _explicit(*args, logit_cap) if logit_cap > 0 else _sdpa_masked(*args[:3], None, scale)
+            out[done : done + rows] = o.movedim(1, 0)
+            done += rows
+        if j < whole:
+            k[:, begin:end], v[:, begin:end] = (x[:, j].to(q.dtype) for x in stored)
+    return out
 
 
 def stored_mask(parts: list[Part], sizes: list[int]) -> torch.Tensor | None:
