@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from bench import prompts
+from bench.compare import match
+
 from .conftest import BLOCK, STOCK, border, tokens
+
+DRIFT = 0.05  # nats between the log-probabilities of one token of two runs
+
+
+@pytest.fixture(scope="module")
+def tok(servers):
+    from bench.common import demo_model
+
+    return prompts.tokenizer(demo_model())
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 66, 128, 129, 130, 192, 193, 257, 400])
@@ -124,3 +136,29 @@ def test_blocks_are_really_packed(packed, rng):
     assert stats["tokens"] == stats["packed_tokens"]
     assert stats["ratio_body"] > 3.0
     assert stats["occupancy"] >= 0.85
+
+
+def test_warm_answers_equal_cold_ones(packed, tok):
+    """Packed blocks depend on the tokens before them alone, so a hit changes nothing: prompts cut at and off borders."""
+    for n in (BLOCK + 5, 4 * BLOCK, 7 * BLOCK + 40, 9 * BLOCK + 1):
+        prompt = prompts.cut(tok, prompts.chapter("types"), n)
+        packed.client.flush()
+        cold = packed.client.generate(prompt, 24, top=3)
+        warm = packed.client.generate(prompt, 24, top=3)
+        assert (cold.cached_tokens, warm.cached_tokens) == (0, border(n - 1))
+        found = match(cold, warm)
+        assert found.same and found.drift < DRIFT, found.to_dict()
+
+
+def test_answers_as_prompts(packed, tok):
+    """Blocks that decoding filled are hit by a longer prompt, and agree with blocks that a prefill filled."""
+    prompt = prompts.cut(tok, prompts.chapter("assignment"), 3 * BLOCK + 10)
+    answer = packed.client.generate(prompt, 2 * BLOCK, logprobs=True)
+    longer = [*prompt, *answer.ids, *prompts.cut(tok, prompts.chapter("assignment"), 20, start=600)]
+    warm = packed.client.generate(longer, 16, top=3)
+    assert warm.cached_tokens == 5 * BLOCK
+    packed.client.flush()
+    cold = packed.client.generate(longer, 16, top=3)
+    assert cold.cached_tokens == 0
+    found = match(cold, warm)
+    assert found.same and found.drift < DRIFT, found.to_dict()
