@@ -1,11 +1,11 @@
 """Do SGLang's own test kits pass against a server with the compressed cache, under strict memory checks?
 
-    python -m bench.serve.kits [--quick] [--only radix,abort] [--format k4v4] [--block 64]
+    python -m bench.serve.kits [--quick] [--only radix,abort] [--format k4v4] [--block 64] [--nodes 400]
 
 Each kit runs unmodified as a client of our server (`sglang.test.kits`). The server checks its memory
 account in every step (SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY). After each kit the server must be
 alive, its log free of errors, and, once flushed, every page free again: the radix kit, for one, checks
-status codes only. `--quick` asks for fewer nodes, clients and tokens. On a CPU several kits get smaller
+status codes only. Results are added to those of earlier runs with the same settings. `--quick` asks for fewer nodes, clients and tokens. On a CPU several kits get smaller
 numbers than they were written for; the result file says which.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import json
 import random
 import sys
 import time
@@ -27,24 +28,25 @@ import requests
 from bench import common, prompts
 
 NAME = "serve/kits"
+NODES = 400  # what the kit itself takes
 RUNNING = ("--max-running-requests", "16")
 
 
 @dataclass(frozen=True)
 class Kit:
-    """One kit. `run(server, quick, notes)` raises where it fails and notes the numbers that it used."""
+    """One kit. `run(server, args, notes)` raises where it fails and notes the numbers that it used."""
 
     name: str
-    run: Callable[[common.Server, bool, dict], None]
+    run: Callable[[common.Server, argparse.Namespace, dict], None]
     env: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = RUNNING
 
 
-def radix(server: common.Server, quick: bool, notes: dict) -> None:
+def radix(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
     """A random tree of prompts, all sent at once: splits, evictions and duplicates in any order."""
     from sglang.test.kits import radix_cache_server_kit as kit
 
-    notes.update(nodes=40 if quick else 400, chunk=64 if quick else 256)
+    notes.update(nodes=40 if args.quick else args.nodes, chunk=64 if args.quick else 256)
     random.seed(7)
     # The kit's own caller sends prompts longer than this model's context, too.
     nodes = [x for x in kit.gen_radix_tree(notes["nodes"], notes["chunk"]) if len(x["input_ids"]) < 6000]
@@ -58,12 +60,12 @@ def radix(server: common.Server, quick: bool, notes: dict) -> None:
     assert set(reasons) <= {"length", "stop"}, reasons
 
 
-def cache_hit(server: common.Server, quick: bool, notes: dict) -> None:
+def cache_hit(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
     """Multi-turn: each round must hit all of the round before, up to a block border; 5 blocks a turn."""
     from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 
     numbers = {"num_clients": 6, "num_rounds": 4, "request_length": 5 * 64 + 9, "output_length": 40}
-    if quick:
+    if args.quick:
         numbers.update(num_clients=2, num_rounds=2, output_length=16)
     notes.update(numbers)
     with _offline_requests():
@@ -76,13 +78,13 @@ def mixin(
     numbers: dict | None = None,
     quick_numbers: dict | None = None,
     skip: dict[str, str] | None = None,
-) -> Callable[[common.Server, bool, dict], None]:
+) -> Callable[[common.Server, argparse.Namespace, dict], None]:
     """A kit written as a mix-in of unittest classes. `skip`: test -> why the model cannot pass it."""
 
-    def run(server: common.Server, quick: bool, notes: dict) -> None:
+    def run(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
         module, name = path.split(":")
         kit = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
-        used = {**(numbers or {}), **((quick_numbers or {}) if quick else {})}
+        used = {**(numbers or {}), **((quick_numbers or {}) if args.quick else {})}
         notes.update(used)
         attributes = {"base_url": server.url, "model": server.model, "process": server.process, **used}
         case = type("KitTest", (kit, unittest.TestCase), attributes)
@@ -99,7 +101,7 @@ def mixin(
     return run
 
 
-def kl(server: common.Server, quick: bool, notes: dict) -> None:
+def kl(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
     """Log-probabilities of a generated answer, cached against computed anew."""
     from sglang.test import kl_test_utils
 
@@ -110,7 +112,7 @@ def kl(server: common.Server, quick: bool, notes: dict) -> None:
     new = {"kl_div_prefill_max_new_tokens": 48, "kl_div_decode_max_new_tokens": 96}
     few = {"kl_div_max_samples": 3, "kl_div_prefill_max_new_tokens": 16, "kl_div_decode_max_new_tokens": 80}
     numbers = {"kl_div_thres": KL_THRESHOLD, "kl_div_max_samples": 8, **new}
-    mixin("kl_divergence_kit:KLDivergenceMixin", numbers, few)(server, quick, notes)
+    mixin("kl_divergence_kit:KLDivergenceMixin", numbers, few)(server, args, notes)
 
 
 KL_THRESHOLD = 0.02
@@ -179,7 +181,7 @@ def _offline_requests():
         cache_hit_kit.sample_random_requests = kept
 
 
-def run_kit(kit: Kit, server: common.Server, quick: bool) -> dict:
+def run_kit(kit: Kit, server: common.Server, args: argparse.Namespace) -> dict:
     """One kit and the checks behind it."""
     server.client.flush()
     start = server.client.when_idle().get("pages_free")
@@ -188,7 +190,7 @@ def run_kit(kit: Kit, server: common.Server, quick: bool) -> dict:
     notes: dict = {}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            kit.run(server, quick, notes)
+            kit.run(server, args, notes)
         problem = _after(server, start, before)
     except Exception as e:
         problem = f"{type(e).__name__}: {e}"
@@ -221,6 +223,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"of {','.join(KITS)}")
     parser.add_argument("--format", default="k4v4", help="a packed format, bf16, quota, leankv; or stock")
     parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--nodes", type=int, default=NODES, help="prompts of the radix kit")
     parser.add_argument("--memory", default="192MiB", help="little, so that the radix kit meets eviction")
     args = parser.parse_args()
 
@@ -238,7 +241,8 @@ def main() -> int:
                     server.stop()
                 server, started = common.Server(options, env={**common.STRICT, **kit.env}), (options, kit.env)
                 server.start()
-            rows.append(run_kit(kit, server, args.quick))
+            rows.append(run_kit(kit, server, args))
+            _write(args, rows[-1])
             state = "passed" if rows[-1]["passed"] else "FAILED"
             print(
                 f"{kit.name:45} {state} {rows[-1]['seconds']:8.1f} s  {rows[-1]['problem'][:300]}", flush=True
@@ -247,10 +251,18 @@ def main() -> int:
         if server is not None:
             server.stop()
     passed = sum(r["passed"] for r in rows)
-    name = f"{NAME}_{args.format}_p{args.block}" + ("_quick" if args.quick else "")
-    common.write_result(name, {"passed": passed, "of": len(rows), "kits": rows})
     print(f"{passed} of {len(rows)} kits passed")
     return 0 if passed == len(rows) else 1
+
+
+def _write(args, row: dict) -> None:
+    """After each kit, so that a run that is cut short leaves what it has; a kit that ran before is replaced."""
+    name = f"{NAME}_{args.format}_p{args.block}" + ("_quick" if args.quick else "")
+    row |= {"commit": common.commit(), "command": common.command_line()}
+    path = common.RESULTS / f"{name}.json"
+    earlier = json.loads(path.read_text())["numbers"]["kits"] if path.exists() else []
+    kits = [*(r for r in earlier if r["kit"] != row["kit"]), row]
+    common.write_result(name, {"passed": sum(r["passed"] for r in kits), "of": len(kits), "kits": kits})
 
 
 if __name__ == "__main__":

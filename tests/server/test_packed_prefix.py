@@ -139,7 +139,7 @@ def test_blocks_are_really_packed(packed, rng):
 
 
 def test_warm_answers_equal_cold_ones(packed, tok):
-    """Packed blocks depend on the tokens before them alone, so a hit changes nothing: prompts cut at and off borders."""
+    """Packed blocks depend on the tokens before them alone, so a hit changes nothing."""
     for n in (BLOCK + 5, 4 * BLOCK, 7 * BLOCK + 40, 9 * BLOCK + 1):
         prompt = prompts.cut(tok, prompts.chapter("types"), n)
         packed.client.flush()
