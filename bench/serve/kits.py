@@ -5,8 +5,9 @@
 Each kit runs unmodified as a client of our server (`sglang.test.kits`). The server checks its memory
 account in every step (SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY). After each kit the server must be
 alive, its log free of errors, and, once flushed, every page free again: the radix kit, for one, checks
-status codes only. Results are added to those of earlier runs with the same settings. `--quick` asks for fewer nodes, clients and tokens. On a CPU several kits get smaller
-numbers than they were written for; the result file says which.
+status codes only. Results are added to those of earlier runs with the same settings. `--quick` asks for
+fewer nodes, clients and tokens. On a CPU several kits get smaller numbers than they were written for; the
+result file says which.
 """
 
 from __future__ import annotations
