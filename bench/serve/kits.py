@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import requests
 
 from bench import common, prompts
+from bench.compare import TIE, match
 
 NAME = "serve/kits"
 NODES = 400  # what the kit itself takes
@@ -59,6 +60,29 @@ def radix(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
     assert response.status_code == 200, response.text[:300]
     reasons = [a["meta_info"]["finish_reason"]["type"] for a in response.json()]
     assert set(reasons) <= {"length", "stop"}, reasons
+    if args.format not in ("stock", "quota", "leankv"):
+        notes["content"] = _content(server, [x["input_ids"] for x in nodes])
+
+
+def _content(server: common.Server, asked: list[list[int]]) -> dict:
+    """What the tree holds after all this gives the answers that an empty cache gives: the kit itself does not look."""
+    long = [ids for ids in asked if len(ids) > 300]
+    some = long[:: max(1, len(long) // 12)]
+    warm = [server.client.generate(ids, 4, top=5) for ids in some]
+    cold = []
+    for ids in some:
+        server.client.flush()
+        cold.append(server.client.generate(ids, 4, top=5))
+    pairs = [match(a, b) for a, b in zip(cold, warm)]
+    notes = {
+        "prompts": len(some),
+        "hit_tokens": sum(a.cached_tokens for a in warm),
+        "same": sum(m.same for m in pairs),
+        "drift": max(m.drift for m in pairs),
+    }
+    assert notes["hit_tokens"], "nothing of the tree was left to look at"
+    assert all(m.ok and m.drift < TIE for m in pairs), [m.to_dict() for m in pairs if not m.ok]
+    return notes
 
 
 def cache_hit(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
