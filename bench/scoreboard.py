@@ -29,6 +29,9 @@ COLUMNS = {
     "serve.ratio_4k": "smaller than bf16, a request of 4k tokens",
     "serve.cold_warm_agreement": "tokens equal from the cache and computed",
 }
+MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.5b": "Qwen2.5-Coder-1.5B"}
+TASKS = {"niah": "8 needles", "kv": "dictionary", "nll": "likelihood"}
+QUALITY = {f"quality.{m}.{t}": f"{name}, {task}" for m, name in MODELS.items() for t, task in TASKS.items()}
 SINGLES = {
     "serve.occupancy": "token slots of packed pages that hold a token, worst format",
     "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",
@@ -61,22 +64,24 @@ def shown(row: dict) -> str:
     return f"{row['value']:.2f}x" if unit.startswith("x") else f"{row['value']:.3f} {unit}"
 
 
+def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
+    """A table with a column for each of `names` that is on the board and a line for each format."""
+    columns = [c for c in names if any(name.startswith(c + ".") for name in board)]
+    if not columns:
+        return []
+    lines = ["| format | " + " | ".join(names[c] for c in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for fmt in FORMATS:
+        cells = [shown(board[f"{c}.{fmt}"]) if f"{c}.{fmt}" in board else "" for c in columns]
+        if any(cells):
+            lines.append(f"| {'stock SGLang' if fmt == 'stock' else fmt} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
 def tables(board: dict[str, dict]) -> str:
     """Markdown: one line per format, then the single figures, then where they were measured."""
-    columns = [c for c in COLUMNS if any(name.startswith(c + ".") for name in board)]
-    lines = []
-    if columns:
-        lines += [
-            "| format | " + " | ".join(COLUMNS[c] for c in columns) + " |",
-            "|---" * (len(columns) + 1) + "|",
-        ]
-        for fmt in FORMATS:
-            cells = [shown(board[f"{c}.{fmt}"]) if f"{c}.{fmt}" in board else "" for c in columns]
-            if any(cells):
-                lines.append(f"| {'stock SGLang' if fmt == 'stock' else fmt} | " + " | ".join(cells) + " |")
-        lines.append("")
+    lines = [*_by_format(board, COLUMNS), *_by_format(board, QUALITY)]
     singles = [name for name in SINGLES if name in board]
-    grouped = {f"{c}.{fmt}" for c in COLUMNS for fmt in FORMATS}
+    grouped = {f"{c}.{fmt}" for c in (*COLUMNS, *QUALITY) for fmt in FORMATS}
     others = [name for name in board if name not in SINGLES and name not in grouped]
     if singles or others:
         lines += ["| figure | value |", "|---|---|"]

@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--contexts", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=7)
     args = parser.parse_args()
     model = fetch.MODELS[args.model]()
@@ -123,8 +123,21 @@ def main() -> None:
         reference = got if fmt == "stock" else reference
         raw[fmt], rows[fmt] = got, summary(got, None if fmt == "stock" else reference)
         print(fmt, rows[fmt], flush=True)
-    settings = {k: getattr(args, k) for k in ("model", "contexts", "length", "block")}
-    common.write_result(f"{NAME}/{args.model}_{args.length}", {**settings, "formats": rows, "raw": raw})
+        # After each format, so that a run that is cut short leaves what it has.
+        settings = {k: getattr(args, k) for k in ("model", "contexts", "length", "block")}
+        numbers = {**settings, "formats": rows, "raw": raw}
+        common.write_result(f"{NAME}/{args.model}_{args.length}", numbers, scores=scores(args.model, rows))
+
+
+def scores(model: str, rows: dict[str, dict]) -> dict[str, tuple[float, str]]:
+    out = {}
+    for fmt, row in rows.items():
+        for task in TASKS:
+            if task in row:
+                nll = task == "nll"
+                value, unit = (row[task]["nats"], "nats") if nll else (row[task]["em"], "share of questions")
+                out[f"quality.{model}.{task}.{fmt}"] = (value, unit)
+    return out
 
 
 if __name__ == "__main__":
