@@ -21,8 +21,8 @@ class Snapshot:
     already be rewriting a finished request's row for another.
 
     `row_blocks` `[B, NB]` block ids of each request, `seq_lens` `[B]` with the new tokens counted; `write_blocks` and
-    `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; the last two are
-    None while decoding.
+    `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; those
+    behind the first are None while decoding.
     """
 
     row_blocks: torch.Tensor
@@ -32,6 +32,7 @@ class Snapshot:
     seq_lens_cpu: list[int]
     prefix_lens_cpu: list[int] | None = None
     extend_lens_cpu: list[int] | None = None
+    exact_cpu: list[bool] | None = None  # requests whose blocks stay as they are
 
 
 class Attention(Protocol):
@@ -90,8 +91,14 @@ class TorchAttention:
             scale=scale,
             logit_cap=logit_cap,
             observe=self.observe,
-            stored_as=self.stored_as,
+            stored_as=self._stored_as(),
         )
+
+
+    def _stored_as(self) -> list[Format | None]:
+        """For each request of this forward: as what its full blocks are seen."""
+        exact = self.snap.exact_cpu or [False] * len(self.snap.seq_lens_cpu)
+        return [None if asked else self.stored_as for asked in exact]
 
 
 class TritonAttention(TorchAttention):

@@ -66,7 +66,8 @@ class KvcAttnBackend(AttentionBackend):
         extend = [int(n) for n in fb.extend_seq_lens_cpu]
         prefix = [n - e for n, e in zip(lens, extend)]
         write = fb.out_cache_loc // p, fb.out_cache_loc % p
-        return Snapshot(row_blocks, fb.seq_lens, *write, lens, prefix, extend)
+        exact = [rid in self.runtime.exact_requests for rid in fb.rids] if fb.rids else None
+        return Snapshot(row_blocks, fb.seq_lens, *write, lens, prefix, extend, exact)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The attention's buffers are static and sized for every row already."""

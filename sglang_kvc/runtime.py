@@ -100,6 +100,7 @@ class Runtime:
     step: int = 0  # forwards launched; stamps counts that are still under way
     processed: int = 0  # forwards whose results the CPU has seen
     pending: deque[PendingCounts] = field(default_factory=deque)
+    exact_requests: set[str] = field(default_factory=set)  # ids of running requests that asked for lossless blocks
     # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     _exact_need: int | None = None
@@ -235,6 +236,7 @@ class Runtime:
             torch.cuda.synchronize(self.store.device)
         self.log.clear()
         self.pending.clear()
+        self.exact_requests.clear()
         self.blocks.reset()
         self.ledger.reset()
         self.store.reset()

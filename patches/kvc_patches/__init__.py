@@ -15,6 +15,7 @@ MODULES = (
     "invariants",
     "memory_pool",
     "metrics",
+    "requests",
     "scheduler",
     "triton_support",
 )

@@ -31,7 +31,9 @@ def around_running_offset(orig, self, req):
     from sglang_kvc.allocator import KvcAllocator
 
     growth, allocator = orig(self, req), self.token_to_kv_pool_allocator
-    return allocator.runtime.growth_tokens(growth) if isinstance(allocator, KvcAllocator) else growth
+    if not isinstance(allocator, KvcAllocator) or req.kvc.exact:
+        return growth
+    return allocator.runtime.growth_tokens(growth)
 
 
 def register() -> None:

@@ -35,7 +35,7 @@ def pack(store, row):
 
 def extend(store, row, q, prefix, end, cap=0.0):
     fmt = store.ladder[1].high
-    args = dict(scale=SCALE, logit_cap=cap, stored_as=fmt)
+    args = dict(scale=SCALE, logit_cap=cap, stored_as=[fmt])
     return ops.extend_attention(store, 0, q[prefix:end], row[None], [prefix], [end - prefix], **args)
 
 
@@ -111,6 +111,6 @@ def test_batch_does_not_matter():
     alone = [extend(store, row, q, a, b) for a, b in ((0, 100), (128, LENGTH))]
     both = ops.extend_attention(
         store, 0, torch.cat((q[:100], q[128:])), row.expand(2, -1), [0, 128], [100, LENGTH - 128],
-        scale=SCALE, stored_as=FORMATS["k4v4"],
+        scale=SCALE, stored_as=[FORMATS["k4v4"]] * 2,
     )  # fmt: skip
     assert torch.equal(both, torch.cat(alone))

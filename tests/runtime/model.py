@@ -6,6 +6,7 @@ prefix, was overwritten, or lost its pages shows as a wrong row.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from sglang_kvc.allocator import KvcAllocator
 from sglang_kvc.blocks import Blocks
 from sglang_kvc.config import KvcConfig
 from sglang_kvc.ledger import Ledger
+from sglang_kvc.levels import LOSSLESS, namespace
 from sglang_kvc.radix_cache import KvcRadixCache
 from sglang_kvc.runtime import Runtime, make_policy
 from sglang_kvc.sizing import size_pool
@@ -69,18 +71,20 @@ class ToyServer:
         self.allocator = KvcAllocator(self.runtime, pool, "cpu")
         self.tree = KvcRadixCache(CacheInitParams(disable, self.rows, self.allocator, P), self.runtime)
         self.running: list[Request] = []
+        self.ids = itertools.count()
 
     # ---- what the scheduler does
 
-    def admit(self, tokens: list[int], chunk: int | None = None) -> Request | None:
-        """Prefill `tokens` (in chunks of `chunk`); None when there is no memory or no row."""
+    def admit(self, tokens: list[int], chunk: int | None = None, level: str | None = None) -> Request | None:
+        """Prefill `tokens` (in chunks of `chunk`) at a level; None when there is no memory or no row."""
         if not self.rows.free:
             return None
         req = Request(
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
-            req_pool_idx=None, fill=len(tokens),
+            req_pool_idx=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
         )
-        key = RadixKey(req.origin_input_ids, None, limit=len(tokens) - 1)
+        req.extra_key = namespace(None, level) if level else None
+        key = RadixKey(req.origin_input_ids, req.extra_key, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
         req.cache_protected_len = len(match.device_indices)
@@ -186,6 +190,8 @@ class ToyServer:
         for i, block in enumerate(req.kvc.blocks):
             mine = tokens[i * P : (i + 1) * P]
             assert self.rows.req_to_token[req.req_pool_idx, i * P] == block * P
+            if req.kvc_level == LOSSLESS:
+                assert int(self.runtime.store.rung[block]) == 0
             want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(mine))]))
             got, _, tier = ops.load_dense(self.runtime.store, 0, torch.tensor([block]))
             if self.runtime.config.policy == "quota" and self.runtime.store.rung[block] > 0:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_kvc.levels import LOSSLESS
 from tests.runtime.model import P, ToyServer
 
 PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks that prompts are put together from
@@ -20,10 +21,15 @@ def machine(**options):
             self.server = ToyServer(**options)
             self.salt = 0
 
-        @rule(pieces=st.lists(st.integers(0, 3), max_size=3), tail=st.integers(1, P - 1), chunk=st.booleans())
-        def admit(self, pieces, tail, chunk):
+        @rule(
+            pieces=st.lists(st.integers(0, 3), max_size=3),
+            tail=st.integers(1, P - 1),
+            chunk=st.booleans(),
+            level=st.sampled_from([None, None, LOSSLESS]),
+        )
+        def admit(self, pieces, tail, chunk, level):
             prompt = [t for p in pieces for t in PIECES[p]] + [7] * tail
-            self.server.admit(prompt, chunk=P if chunk else None)
+            self.server.admit(prompt, chunk=P if chunk else None, level=level)
 
         @rule(who=st.integers(0, 7), steps=st.integers(1, P + 8), fresh=st.booleans())
         def decode(self, who, steps, fresh):
@@ -136,3 +142,21 @@ def test_decode_needs_no_spare_block():
     with server.allocator.for_requests([req], 0):
         server.tree.evict(EvictParams(num_tokens=100 * P))
     assert server.tree.evictable_size_ == before
+
+
+def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
+    server = ToyServer(high="k4v4")
+    prompt = [*PIECES[0], *PIECES[1]]
+    packed = server.admit([*prompt, 1])
+    exact = server.admit([*prompt, 1], level=LOSSLESS)
+    assert not set(packed.kvc.blocks) & set(exact.kvc.blocks)
+    for _ in range(2 * P):
+        assert server.decode(packed, 9) and server.decode(exact, 9)
+    blocks = [list(r.kvc.blocks) for r in (packed, exact)]
+    server.finish(packed)
+    server.finish(exact)
+    server.runtime.flush()
+    rungs = [server.runtime.store.rung[b].tolist() for b in blocks]
+    assert rungs == [[1, 1, 1, 1, -1], [0, 0, 0, 0, -1]]
+    assert server.admit([*prompt, 2], level=LOSSLESS).kvc.blocks[:2] == blocks[1][:2]
+    assert not server.runtime.exact_requests - {"2"}

@@ -77,16 +77,16 @@ def extend_attention(
     scale: float,
     logit_cap: float = 0.0,
     observe: Observe | None = None,
-    stored_as: Format | None = None,
+    stored_as: list[Format | None] | None = None,
 ) -> torch.Tensor:
     """New tokens of B requests, `q[N, Hq, D]` with `extend_lens[B]` rows each -> `[N, Hq, D]`, causal.
 
     Row j of request i stands at position prefix_lens[i] + j and sees all tokens up to its own; new K/V were appended
     before, to uncompressed blocks. Other arguments as in `decode_attention`.
 
-    With `stored_as`, the format that every block will be packed in whole, a query sees the blocks before its own as
-    they will be stored and its own block as it is. Then a token's output depends on the tokens before it alone, not
-    on which of them were cached, and not on how the prompt was cut into chunks.
+    With `stored_as[i]`, the format that every block of request i will be packed in whole, a query sees the blocks
+    before its own as they will be stored and its own block as it is. Then a token's output depends on the tokens
+    before it alone, not on which of them were cached, and not on how the prompt was cut into chunks.
     """
     prefixes = prefix_lens.tolist() if isinstance(prefix_lens, torch.Tensor) else prefix_lens
     p = store.layout.block_tokens
@@ -100,10 +100,11 @@ def extend_attention(
         nb = -(-(prefix + new) // p)
         parts = request_parts(store, layer, row_blocks[i, :nb], rungs[i][:nb], prefix + new)
         rows = q[at : at + new]
-        if stored_as is None:
+        fmt = stored_as[i] if stored_as else None
+        if fmt is None:
             out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap, observe)
         else:
-            out[at : at + new] = _extend_stored(store, rows, parts, stored_as, scale, logit_cap)
+            out[at : at + new] = _extend_stored(store, rows, parts, fmt, scale, logit_cap)
         at += new
     return out
 
