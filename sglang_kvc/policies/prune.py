@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -84,16 +85,19 @@ class Prune(Policy):
         least, most = heads * self.floor_pages(layout), layout.block_pages(fmt)
         if self.budget is None:
             return min(most, max(least, round(self.keep * most)))
-        allowed = Budget.parse(self.budget).pages(layout)
+        budget = Budget.parse(self.budget)
+        allowed = budget.pages(layout)
         for pages in range(most, least - 1, -1):
             if self.block_pages(layout, pages) <= allowed:
                 return pages
-        best = self.block_pages(layout, least)
+        fewest = self.block_pages(layout, least)
+        best = f"{math.floor(100 * smaller(layout, fewest)) / 100}x"
+        if budget.ratio is None:
+            best = f"{math.ceil(token_bytes(layout, fewest))}"
+        why = "each head keeps at least a page" if self.low is None else "no token is dropped"
         raise ValueError(
-            f"--kvc-budget {self.budget} cannot be met with {'+'.join(self.formats())}, because "
-            f"{'each head keeps at least a page' if self.low is None else 'no token is dropped'}, which makes "
-            f"{token_bytes(layout, best):.0f} bytes per token ({smaller(layout, best):.2f}x); choose that, fewer bits, "
-            f"or a larger --kvc-block-size"
+            f"--kvc-budget {self.budget} cannot be met with {'+'.join(self.formats())}, because {why}, which makes "
+            f"{best}; choose that, a format of fewer bits, or a smaller --kvc-page-bytes"
         )
 
     def block_pages(self, layout: PoolLayout, high_pages: int) -> int:

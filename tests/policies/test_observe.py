@@ -54,7 +54,7 @@ def test_what_is_packed_is_not_skipped():
 
 @pytest.mark.parametrize("wrong", [{"reduce": "mean"}, {"power": 3}, {"skip": -1}, {"window": 0}])
 def test_what_cannot_be_collected(wrong):
-    with pytest.raises(ValueError, match="collect"):
+    with pytest.raises(ValueError, match="attention is collected"):
         ops.Observe(**wrong)
 
 

@@ -34,7 +34,9 @@ class Observe:
     def __post_init__(self) -> None:
         known = self.reduce in REDUCE and self.power in (1, 2)
         if not known or self.skip < 0 or (self.window is not None and self.window < 1):
-            raise ValueError(f"attention cannot be collected like that: {self}")
+            raise ValueError(
+                f"attention is collected from 1 query or more, to the power 1 or 2, and reduced by {', '.join(REDUCE)}"
+            )
 
     def raised(self, weights: torch.Tensor) -> torch.Tensor:
         """Probabilities to the power, in place where that is not 1."""

@@ -21,10 +21,10 @@ class Scorer:
     It declares what it needs, and nothing else is collected: `observe` (attention, then the scope is `sequence`) and
     `needs` (tensors of the calibration file). `score` sees all due blocks, layers and heads at once.
 
-    What later scorers want is carried by that: per-layer statistics (CAKE) are reductions of the scores, which a share
-    may read, too; worst cases over queries (DefensiveKV) and recurrence intervals (LazyEviction) are other rules of
-    `Observe` for the one number that travels with a token, with `Evidence.lengths` as the clock; chosen heads
-    (CompressKV) and pseudo queries (DapQ) are tensors of the calibration file.
+    What later scorers want is carried by that: per-layer statistics (CAKE) are reductions of the sums, which a share
+    may read, too; worst cases over queries (DefensiveKV) and recurrence (LazyEviction: last time and longest interval
+    in one word) are other rules of `Observe` for the number that travels with a token, with `Evidence.lengths` as the
+    clock; chosen heads (CompressKV) and pseudo queries (DapQ) are tensors of the calibration file.
     """
 
     name: ClassVar[str]
