@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 from .blocks import State
+from .policies.budget import RING_ENTRY_BYTES
 from .stats import HeadMap, KvcStats
 
 if TYPE_CHECKING:
     from kvc_kernels.layout import Rung
 
     from .runtime import Runtime
-
-RING_ENTRY_BYTES = 4
 
 
 def rung_name(rung: Rung) -> str:

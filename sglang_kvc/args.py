@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
-from sglang_kvc.policies import POLICIES
+from sglang_kvc.policies import SCORERS, SHARES, make_policy
 from sglang_kvc.refusals import check_args, check_facts, check_memory, environment_warnings
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,9 @@ class KvcServerArgs(ServerArgs):
         str | None,
         _option(
             f"What is kept, and how precisely: {listed(policy_names())}. 'quantise' (default) keeps every token in one "
-            "compact format. 'quota' also drops a fixed share of the pages. 'leankv' keeps, demotes or drops each "
-            "token of each head by the attention that it receives."
+            "compact format. 'leankv' keeps, demotes or drops each token of each head by the attention that it "
+            "receives. 'prune' keeps a fixed share of the pages: those that --kvc-scorer ranks first, shared out by "
+            "--kvc-share. The others are 'prune' with other defaults."
         ),
         NS("memory"),
     ] = None
@@ -79,13 +80,16 @@ class KvcServerArgs(ServerArgs):
         str | None,
         _option(
             f"Page format of the important tokens, named by the bits of keys and values: {listed(FORMATS)}. 'bf16' "
-            "compresses nothing. Default: k4v4; k8v4 with policy leankv."
+            "compresses nothing. Default: k4v4; k8v4 with policy leankv; what was published with the others."
         ),
         NS("memory"),
     ] = None
     kvc_low: A[
         str | None,
-        _option("Page format of the less important tokens, below --kvc-high. Default: k4v2 with policy leankv."),
+        _option(
+            "Page format of the less important tokens, below --kvc-high. With policy prune they are then kept, not "
+            "dropped. Default: k4v2 with policy leankv, k2v2 with mikv."
+        ),
         NS("memory"),
     ] = None
     kvc_window: A[
@@ -108,7 +112,44 @@ class KvcServerArgs(ServerArgs):
     ] = None
     kvc_keep: A[
         float | None,
-        _option("Policy quota: share of a block's pages that is kept, above 0 and up to 1. Default: 0.5.", number=True),
+        _option("Policy prune: share of a block's pages that is kept, above 0 and up to 1. Default: 0.5.", number=True),
+        NS("memory"),
+    ] = None
+    kvc_budget: A[
+        str | None,
+        _option(
+            "Policy prune, in the place of --kvc-keep: how small packed tokens shall be, everything counted: at least "
+            "so many times smaller than bf16, like 4x, or at most so many bytes per token (on each GPU), like 1200."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_scorer: A[
+        str | None,
+        _option(
+            f"Policy prune: how important a token is for a head: {listed(SCORERS)}. Settings may follow, like "
+            "snapkv:window=64,pool=5. Default: keydiff."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_share: A[
+        str | None,
+        _option(
+            f"Policy prune: how a block's pages are shared out among layers and heads: {listed(SHARES)}. Settings may "
+            "follow, like ada:floor=0.3. Default: global."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_sinks: A[
+        int | None,
+        _option("Policy prune: first tokens of a sequence that are never dropped. Default: 4.", number=True),
+        NS("memory"),
+    ] = None
+    kvc_calibration: A[
+        str | None,
+        _option(
+            "Policy prune: file with statistics of the model, for scorer expected-attention and share xkv "
+            "(safetensors)."
+        ),
         NS("memory"),
     ] = None
     kvc_alpha_high: A[
@@ -219,7 +260,7 @@ def _prepare(args: KvcServerArgs) -> None:
         args.cuda_graph_backend_decode = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU
-    elif POLICIES[config.policy].observes:
+    elif make_policy(config).observes:
         # Attention is collected in plain torch, which looks at lengths on the host and cannot be captured.
         logger.warning("--kvc-policy %s collects attention: decode runs without CUDA graphs.", config.policy)
         args.cuda_graph_backend_decode = "disabled"

@@ -70,7 +70,8 @@ class KvcConfig:
 
     `high` and `low` are page formats by name; `low` is None when the ladder has a single packed format. `memory` is
     the size of the page pool in bytes, `page_bytes` the size of a page; None leaves both to the pool. `observe` is
-    "all" or the number of last queries whose attention is counted.
+    "all" or the number of last queries whose attention is counted. `budget` (`4x`, or bytes per token) takes the place
+    of `keep`; `scorer` and `share` are names, perhaps with settings (`snapkv:window=64`); `calibration` is a file.
     """
 
     policy: str = "quantise"
@@ -85,6 +86,11 @@ class KvcConfig:
     key_mode: str = CHANNEL
     page_bytes: int | None = None
     memory: int | None = None
+    budget: str | None = None
+    scorer: str = "keydiff"
+    share: str = "global"
+    sinks: int = 0
+    calibration: str | None = None
 
     @classmethod
     def from_args(cls, args: Any) -> KvcConfig:
@@ -96,6 +102,11 @@ class KvcConfig:
         policy = given.get("policy", cls.policy)
         _check_policy(policy)
         _check_unread(policy, given)
+        if "keep" in given and "budget" in given:
+            raise ConfigError(
+                f"{flag('keep')} and {flag('budget')} contradict each other, because a budget decides what share of "
+                f"the pages is kept; drop one of them."
+            )
         if given.get("high") == BASE and "low" not in given:
             # Nothing is ever packed, so no policy has anything to decide: the same ladder under one name.
             return cls(**{**given, "policy": "quantise"}).validate()
@@ -108,6 +119,7 @@ class KvcConfig:
         _check_formats(self)
         _check_sizes(self)
         _check_scores(self)
+        _check_parts(self)
         return self
 
     @property
@@ -123,14 +135,16 @@ class KvcConfig:
         """One short line for logs: policy, formats, and the settings that this policy reads."""
         tiers = self.high + (f"+{self.low}" if self.low else "")
         reads = [o for o in policy_options(self.policy) if o not in ("high", "low")]
-        extra = "".join(f", {o} {getattr(self, o)}" for o in reads)
+        if self.budget is not None:
+            reads = [o for o in reads if o != "keep"]
+        extra = "".join(f", {o} {getattr(self, o)}" for o in reads if getattr(self, o) is not None)
         return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}, keys per {self.key_mode}"
 
     def with_options(self, **changes: Any) -> KvcConfig:
         return replace(self, **changes).validate()
 
 
-_INTEGERS = ("window", "block_size", "page_bytes")
+_INTEGERS = ("window", "block_size", "page_bytes", "sinks")
 _NUMBERS = ("keep", "alpha_high", "alpha_low")
 
 
@@ -162,7 +176,7 @@ def _coerce(name: str, value: Any) -> Any:
                 f"{flag(name)} {value!r} is not a number of queries; give 'all' or a whole number from 1, like 32."
             )
         return int(text)
-    return str(value).lower()
+    return str(value) if name == "calibration" else str(value).lower()
 
 
 def _check_policy(policy: str) -> None:
@@ -176,6 +190,7 @@ def _check_unread(policy: str, given: dict[str, Any]) -> None:
     for option in given:
         users = [p for p in policy_names() if option in policy_options(p)]
         if users and policy not in users:
+            users = [p for p in users if not _policies()[p].preset]
             raise ConfigError(
                 f"{flag(option)} has no effect with policy {policy}, which does not read it; "
                 f"drop it or choose {flag('policy')} {listed(users)}."
@@ -233,6 +248,11 @@ def _check_scores(c: KvcConfig) -> None:
             f"{flag('keep')} {c.keep:g} is out of range, because it is the share of a block's pages that stays; "
             f"choose a number above 0 and up to 1, like 0.5."
         )
+    if c.sinks < 0 or c.sinks > c.block_size:
+        raise ConfigError(
+            f"{flag('sinks')} {c.sinks} is out of range, because it counts tokens at the start of a sequence's first "
+            f"block of {c.block_size}; choose 0 to {c.block_size}, like 4."
+        )
     if c.alpha_low < 0:
         raise ConfigError(
             f"{flag('alpha_low')} {c.alpha_low:g} is negative, but attention is not; choose 0 or more, like 0.02."
@@ -244,14 +264,71 @@ def _check_scores(c: KvcConfig) -> None:
         )
 
 
-def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
-    """The part of the page size that depends on the model: a page must hold one group of tokens in every format."""
-    if config.page_bytes is None:
+def _check_parts(c: KvcConfig) -> None:
+    """What a composed policy is made of: its parts exist, and the calibration file holds what they need."""
+    if "scorer" not in policy_options(c.policy):
         return
-    scored = bool(getattr(_policies().get(config.policy), "observes", False))
-    for fmt in (BF16, *config.formats):
-        if PageLayout(fmt, head_dim, config.page_bytes, config.key_mode, scored).tokens == 0:
+    from sglang_kvc.policies import make_policy
+    from sglang_kvc.policies.budget import Budget
+    from sglang_kvc.policies.calibration import tensor_names
+
+    policy = make_policy(c)
+    try:
+        needs = policy.needs
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    if c.budget is not None:
+        try:
+            Budget.parse(c.budget)
+        except ValueError as e:
+            raise ConfigError(
+                f"{flag('budget')} {e}; give how many times smaller than bf16 the cache shall be, like 4x, or the "
+                f"bytes that a token may take, like 1200."
+            ) from None
+    what = f"{flag('scorer')} {c.scorer} with {flag('share')} {c.share}"
+    if c.calibration is None:
+        if needs:
+            raise ConfigError(
+                f"{what} needs statistics of the model ({listed(needs)}) and no file was given; add "
+                f"{flag('calibration')} FILE, or choose another."
+            )
+        return
+    if not needs:
+        raise ConfigError(
+            f"{flag('calibration')} has no effect on {what}, which needs no statistics; drop it, or choose "
+            f"{flag('scorer')} expected-attention."
+        )
+    try:
+        missing = set(needs) - tensor_names(c.calibration)
+    except ValueError as e:
+        raise ConfigError(
+            f"{flag('calibration')} {c.calibration} cannot be used, because {e}; give a safetensors file with "
+            f"{listed(needs)}."
+        ) from None
+    if missing:
+        raise ConfigError(
+            f"{flag('calibration')} {c.calibration} cannot be used, because it holds no {listed(sorted(missing))}, "
+            f"which {what} needs; give a file that does."
+        )
+
+
+def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
+    """What depends on the model's head size: a page must hold a group of tokens in every format, and a ratio given as
+    budget must be possible.
+    """
+    from sglang_kvc.policies import make_policy
+    from sglang_kvc.sizing import make_layout
+
+    policy = make_policy(config)
+    for fmt in (BF16, *config.formats) if config.page_bytes is not None else ():
+        if PageLayout(fmt, head_dim, config.page_bytes, config.key_mode, policy.observes).tokens == 0:
             raise ConfigError(
                 f"{flag('page_bytes')} {config.page_bytes} is too small for {fmt.name} at this model's head size "
                 f"{head_dim}; choose a larger page, or drop the option to have the best size chosen."
             )
+    if (config.budget or "").endswith("x"):
+        try:
+            # The same for every number of layers and heads: both sides grow with it.
+            policy.high_pages(make_layout(config, policy, layers=1, heads=1, head_dim=head_dim))
+        except ValueError as e:
+            raise ConfigError(f"{e}.") from None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_kvc.config import ConfigError, KvcConfig, check_geometry
+from sglang_kvc.policies import make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
 SUPPORTED_HEAD_DIMS = (32, 64, 128, 256)
@@ -189,6 +190,11 @@ def check_args(args: Any, config: KvcConfig) -> None:
         raise ConfigError(
             f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
             f"must end at the end of a block; choose {-(-chunk // config.block_size) * config.block_size}."
+        )
+    if config.calibration is not None and "query_mean" in make_policy(config).needs and _above_one(args.tp_size):
+        raise ConfigError(
+            f"--tp-size {args.tp_size} cannot be served with the query statistics of --kvc-calibration, because the "
+            f"file holds all heads and a rank does not know which are its own; use --tp-size 1 or another --kvc-scorer."
         )
     if _prefill_graph(args.cuda_graph_config) not in (None, "disabled"):
         raise ConfigError(

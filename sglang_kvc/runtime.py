@@ -10,14 +10,14 @@ import contextlib
 import functools
 import time
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, PoolLayout, choose_page_bytes
+from kvc_kernels.layout import PoolLayout
 from kvc_kernels.store import PageStore
 
 from .accounting import head_map, measure
@@ -25,8 +25,8 @@ from .blocks import Blocks, State
 from .config import KvcConfig
 from .ledger import Ledger
 from .oplog import Compact, OpLog, Release, Take
-from .policies import POLICIES, SEQUENCE, Evidence, Policy
-from .sizing import Sizing, size_pool
+from .policies import SEQUENCE, Evidence, Policy, make_policy
+from .sizing import Sizing, make_layout, size_pool
 from .stats import HeadMap, KvcStats
 
 if TYPE_CHECKING:
@@ -65,25 +65,6 @@ class PendingCounts:
     counts: torch.Tensor
 
 
-def make_policy(config: KvcConfig) -> Policy:
-    cls = POLICIES[config.policy]
-    return cls(**{name: getattr(config, name) for name in (f.name for f in fields(cls))})
-
-
-def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
-    """The pool's geometry; page bytes are searched unless the user fixed them."""
-    page_bytes = config.page_bytes or choose_page_bytes(
-        [FORMATS[f] for f in policy.formats()],
-        head_dim=head_dim,
-        block_tokens=config.block_size,
-        key_mode=config.key_mode,
-        scored=policy.observes,
-    )
-    return PoolLayout(
-        layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes
-    )
-
-
 @dataclass
 class Runtime:
     """See the module docstring. All block ids that cross its interface are CPU ints or numpy arrays."""
@@ -117,9 +98,11 @@ class Runtime:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Runtime:
-        """Size and allocate everything. Raises ValueError (one sentence) if `num_bytes` is too small."""
+        """Size and allocate everything. ValueError (one sentence) if `num_bytes` is too small or the policy does not
+        fit the model."""
         policy = make_policy(config)
         layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
+        policy.check(layout)
         ladder = policy.ladder(layout)
         sizing = size_pool(num_bytes, layout, ladder)
         store = PageStore.create(
@@ -288,7 +271,7 @@ class Runtime:
                 self._to_device(op.starts[at : at + wave]),
                 self._to_device(op.lengths[at : at + wave]),
                 op.from_rung,
-                self.policy.observe_window,
+                self.observe.window if self.observe else None,
             )
             tiers = self.policy.plan(evidence, target)
             counts = self._move(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
@@ -349,4 +332,4 @@ class Runtime:
 
     @property
     def observe(self) -> ops.Observe | None:
-        return ops.Observe(self.policy.observe_window) if self.policy.observes else None
+        return self.policy.collects

@@ -1,15 +1,34 @@
-"""From a byte budget to numbers of pages and blocks."""
+"""From a byte budget to numbers of pages and blocks, and the geometry of both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvc_kernels.layout import PoolLayout, Rung
+from kvc_kernels.layout import FORMATS, PoolLayout, Rung, choose_page_bytes
+
+if TYPE_CHECKING:
+    from .config import KvcConfig
+    from .policies import Policy
 
 # Blocks that a threshold rung may shrink to at most: bounds the tables, which cost bytes even for empty heads.
 MAX_BLOCK_RATIO = 8.0
 # Part of the pages that is never handed out: the destinations of one wave of compactions are drawn from it.
 RESERVE_PART = 1 / 32
+
+
+def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
+    """The pool's geometry; page bytes are searched unless the user fixed them."""
+    page_bytes = config.page_bytes or choose_page_bytes(
+        [FORMATS[f] for f in policy.formats()],
+        head_dim=head_dim,
+        block_tokens=config.block_size,
+        key_mode=config.key_mode,
+        scored=policy.observes,
+    )
+    return PoolLayout(
+        layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes
+    )
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""What a policy is: a scorer (how important is a token for a head), a budget and a ladder."""
+"""What a policy is, and what it may look at when it plans."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import Format, PoolLayout, Rung
 from kvc_kernels.store import PageStore
+
+if TYPE_CHECKING:
+    from .calibration import Calibration
 
 BLOCK, SEQUENCE = "block", "sequence"
 
@@ -20,6 +23,8 @@ class Evidence:
 
     `starts[n]` is the position in the sequence of each block's first token; `lengths[n]` the length N of the sequence
     that pushed the block out of its window while generating, 0 when the prompt phase did. All are at `from_rung`.
+    `window`: attention was collected from the last w queries of each forward, None from all. `calibration` is what a
+    policy loaded for this model, if it needs any.
     """
 
     store: PageStore
@@ -28,15 +33,15 @@ class Evidence:
     lengths: torch.Tensor
     from_rung: int = 0
     window: int | None = None
+    calibration: Calibration | None = None
 
     @property
     def layout(self) -> PoolLayout:
         return self.store.layout
 
-    def keys(self) -> torch.Tensor:
-        """Post-RoPE keys as stored, fp32 `[n, L, H, P, D]`."""
-        layers = [ops.load_dense(self.store, i, self.blocks)[0] for i in range(self.layout.layers)]
-        return torch.stack(layers, dim=1)
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (with their rotary embedding) and values of one layer as stored, fp32 `[n, H, P, D]` each."""
+        return ops.load_dense(self.store, layer, self.blocks, self.from_rung)[:2]
 
     def tiers(self) -> torch.Tensor:
         """int8 `[n, L, H, P]`: 2 high, 1 low, 0 pruned; all 2 while a block is uncompressed."""
@@ -45,6 +50,10 @@ class Evidence:
     def significance(self) -> torch.Tensor:
         """Mean attention probability that each token received from later queries, fp32 `[n, L, H, P]`."""
         return ops.significance(self.store, self.blocks, self.window, self.from_rung)
+
+    def received(self) -> torch.Tensor:
+        """Attention that each token received, added up as the policy's `Observe` says, fp32 `[n, L, H, P]`."""
+        return ops.block_scores(self.store, self.blocks, self.from_rung)
 
     def positions(self) -> torch.Tensor:
         """Position of every token in its sequence, fp32 `[n, P]`."""
@@ -56,30 +65,38 @@ class Evidence:
 class Policy:
     """Base of all policies. A subclass is one file and one line in `registry.POLICIES`.
 
+    Its fields are the settings that it reads from `KvcConfig`, under the same names; their defaults are its own.
     `scope` says what a block's content depends on: "block" (its own rows and the policy alone: safe to share under the
     prefix cache) or "sequence" (attention by later tokens of the request that filled it).
     """
 
     name: ClassVar[str]
     scope: ClassVar[Literal["block", "sequence"]] = BLOCK
-    # Whether attention must be collected while queries are alive, into the scores segment of the pages.
-    observes: ClassVar[bool] = False
     # Whether packed blocks are planned again as their sequence grows.
     replans: ClassVar[bool] = False
     # Latest tokens of a running sequence that stay uncompressed, unless the user says otherwise.
     default_window: ClassVar[int] = 64
+    # Whether this is a composition under a name of its own: messages then suggest what it is composed of.
+    preset: ClassVar[bool] = False
 
     @property
-    def observe_window(self) -> int | None:
-        """Collect from the last w queries of each forward only; None collects from all."""
+    def collects(self) -> ops.Observe | None:
+        """The attention to collect while queries are alive, into the scores segment of the pages; None: none."""
         return None
+
+    @property
+    def observes(self) -> bool:
+        return self.collects is not None
 
     def formats(self) -> list[str]:
         """Names of the packed formats that the ladder uses, high first."""
         raise NotImplementedError
 
+    def check(self, layout: PoolLayout) -> None:
+        """ValueError, in one sentence, when the policy cannot serve a model of this geometry."""
+
     def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
-        """Rungs from high to low; rung 0 is uncompressed."""
+        """Rungs from high to low; rung 0 is uncompressed. ValueError when there is no such ladder."""
         raise NotImplementedError
 
     def stored_as(self) -> Format | None:

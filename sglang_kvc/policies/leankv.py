@@ -25,7 +25,6 @@ class LeanKV(Policy):
 
     name: ClassVar[str] = "leankv"
     scope: ClassVar[str] = SEQUENCE
-    observes: ClassVar[bool] = True
     replans: ClassVar[bool] = True
     high: str = "k8v4"
     low: str = "k4v2"
@@ -34,8 +33,8 @@ class LeanKV(Policy):
     observe: str | int = "all"
 
     @property
-    def observe_window(self) -> int | None:
-        return None if self.observe == "all" else int(self.observe)
+    def collects(self) -> ops.Observe:
+        return ops.Observe(None if self.observe == "all" else int(self.observe))
 
     def formats(self) -> list[str]:
         return [self.high, self.low]

@@ -24,6 +24,7 @@ from sglang_kvc.blocks import Blocks
 from sglang_kvc.config import KvcConfig
 from sglang_kvc.ledger import Ledger
 from sglang_kvc.levels import LOSSLESS, namespace
+from sglang_kvc.policies import Prune
 from sglang_kvc.radix_cache import KvcRadixCache
 from sglang_kvc.runtime import Runtime, make_policy
 from sglang_kvc.sizing import size_pool
@@ -194,8 +195,8 @@ class ToyServer:
                 assert int(self.runtime.store.rung[block]) == 0
             want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(mine))]))
             got, _, tier = ops.load_dense(self.runtime.store, 0, torch.tensor([block]))
-            if self.runtime.config.policy == "quota" and self.runtime.store.rung[block] > 0:
-                continue  # pruned without positions: which row is which cannot be told from the page
+            if isinstance(self.runtime.policy, Prune) and self.runtime.store.rung[block] > 0:
+                continue  # chosen without positions: which row is which cannot be told from the page
             tolerance = 0.0 if self.runtime.store.rung[block] == 0 else 0.6
             kept = tier[0, :, : len(mine)] > 0
             error = (got[0, :, : len(mine)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)

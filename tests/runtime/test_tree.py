@@ -73,6 +73,7 @@ def machine(**options):
         pytest.param({"high": "k4v4"}, id="k4v4"),
         pytest.param({"high": "k8v8", "window": 0}, id="k8v8-window0"),
         pytest.param({"policy": "quota", "keep": 0.5}, id="quota"),
+        pytest.param({"policy": "prune", "share": "ada", "low": "k2v2", "sinks": 4}, id="two-tiers"),
         pytest.param({"policy": "leankv", "high": "k8v4", "low": "k4v2"}, id="leankv"),
         pytest.param({"high": "k4v4", "disable": True}, id="no-radix"),
     ],

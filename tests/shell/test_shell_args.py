@@ -84,6 +84,20 @@ def test_command_line_yaml_and_keywords_agree(parse, model, tmp_path):
         assert {k: getattr(args, k) for k in ALL} == ALL
 
 
+def test_a_composed_policy_by_flags(parse):
+    given = {
+        "kvc_policy": "prune",
+        "kvc_scorer": "snapkv:window=64,pool=5",
+        "kvc_share": "ada:floor=0.3",
+        "kvc_budget": "1200",
+        "kvc_sinks": 8,
+    }
+    args = parse("--kv-backend", "kvc", *flags(given))
+    assert {k: getattr(args, k) for k in given} == given
+    config = KvcConfig.from_args(args)
+    assert {f"kvc_{k}": getattr(config, k) for k in ("policy", "scorer", "share", "budget", "sinks")} == given
+
+
 def test_pickle_asdict_and_a_second_resolution(parse):
     args = parse("--kv-backend", "kvc", *flags(ALL))
     as_dict = dataclasses.asdict(args)

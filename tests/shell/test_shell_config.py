@@ -10,6 +10,27 @@ from sglang_kvc.config import ConfigError, KvcConfig, check_geometry, parse_byte
 
 from .conftest import one_sentence
 
+# Policies that read statistics of the model.
+CALIBRATED = {"xkv": ("layer_shares",), "ada-expected": ("query_mean", "query_covariance")}
+
+
+@pytest.fixture(scope="module")
+def statistics(tmp_path_factory) -> str:
+    """A calibration file for 2 layers, 4 query heads of size 64; upper case, because a path is not a name."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = str(tmp_path_factory.mktemp("Statistics") / "Model.safetensors")
+    save_file(
+        {
+            "query_mean": torch.zeros(2, 4, 64),
+            "query_covariance": torch.zeros(2, 4, 64, 64),
+            "layer_shares": torch.tensor([0.75, 0.25]),
+        },
+        path,
+    )
+    return path
+
 
 def resolve(**options) -> KvcConfig:
     return KvcConfig.from_args(SimpleNamespace(**{f"kvc_{k}": v for k, v in options.items()}))
@@ -29,11 +50,46 @@ def test_each_policy_starts_from_its_own_defaults():
     assert resolve(policy="leankv", high="k8v8").low == "k4v2"
 
 
-def test_every_policy_reads_only_known_settings():
+def test_every_policy_reads_only_known_settings(statistics):
     known = set(KvcConfig().to_dict())
     for name in policy_names():
         assert set(policy_options(name)) <= known
-        assert resolve(policy=name).summary().startswith(name)
+        file = {"calibration": statistics} if name in CALIBRATED else {}
+        assert resolve(policy=name, **file).summary().startswith(name)
+
+
+def test_parts_of_a_composed_policy(statistics):
+    c = resolve(policy="prune", scorer="snapkv:window=64,pool=5", share="Ada:floor=0.3", sinks="8", budget="4X")
+    assert (c.scorer, c.share, c.sinks, c.budget) == ("snapkv:window=64,pool=5", "ada:floor=0.3", 8, "4x")
+    assert "budget 4x" in c.summary() and "keep" not in c.summary() and "None" not in c.summary()
+    assert resolve(policy="prune", budget=1200).budget == "1200"
+    assert resolve(policy="minikv").high == "k2v2" and resolve(policy="minikv").window == 128
+    assert resolve(policy="ada-expected", calibration=statistics).calibration == statistics
+
+
+@pytest.mark.parametrize("policy", CALIBRATED)
+def test_statistics_are_asked_for(policy, statistics, tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    other, text = tmp_path / "other.safetensors", tmp_path / "text"
+    save_file({"something": torch.zeros(1)}, str(other))
+    text.write_text("no tensors")
+    for path in (None, tmp_path / "absent", text, other):
+        with pytest.raises(ConfigError) as e:
+            resolve(policy=policy, calibration=path)
+        assert "--kvc-calibration" in one_sentence(str(e.value))
+    with pytest.raises(ConfigError) as e:
+        resolve(policy="snapkv", calibration=statistics)
+    assert "no effect" in one_sentence(str(e.value))
+
+
+def test_a_ratio_that_no_plan_can_reach():
+    check_geometry(resolve(policy="prune", budget="6x"), head_dim=64)
+    for budget in ("40x", "1000x"):
+        with pytest.raises(ConfigError) as e:
+            check_geometry(resolve(policy="prune", budget=budget), head_dim=64)
+        assert "--kvc-budget" in one_sentence(str(e.value))
 
 
 @pytest.mark.parametrize("policy", policy_names())
@@ -84,6 +140,26 @@ WRONG = [
     ({"policy": "quota", "keep": 1.01}, "--kvc-keep"),
     ({"policy": "quota", "keep": "half"}, "--kvc-keep"),
     ({"policy": "quota", "keep": float("nan")}, "--kvc-keep"),
+    ({"policy": "prune", "keep": 0.5, "budget": "4x"}, "--kvc-budget"),
+    ({"policy": "prune", "budget": "small"}, "--kvc-budget"),
+    ({"policy": "prune", "budget": "0x"}, "--kvc-budget"),
+    ({"policy": "prune", "budget": "-100"}, "--kvc-budget"),
+    ({"budget": "4x"}, "--kvc-budget"),
+    ({"policy": "leankv", "scorer": "h2o"}, "--kvc-scorer"),
+    ({"policy": "prune", "scorer": "magic"}, "--kvc-scorer"),
+    ({"policy": "prune", "scorer": "snapkv:width=3"}, "--kvc-scorer"),
+    ({"policy": "prune", "scorer": "keydiff:width=3"}, "--kvc-scorer"),
+    ({"policy": "prune", "scorer": "snapkv:window=much"}, "--kvc-scorer"),
+    ({"policy": "prune", "scorer": "snapkv:pool=4"}, "--kvc-scorer"),
+    ({"policy": "prune", "scorer": "snapkv:window=0"}, "--kvc-scorer"),
+    ({"policy": "prune", "scorer": "kv-compress:power=3"}, "--kvc-scorer"),
+    ({"policy": "prune", "share": "magic"}, "--kvc-share"),
+    ({"policy": "prune", "share": "pyramid:beta=0.5"}, "--kvc-share"),
+    ({"policy": "prune", "share": "ada:compete=maybe"}, "--kvc-share"),
+    ({"policy": "prune", "sinks": -1}, "--kvc-sinks"),
+    ({"policy": "prune", "sinks": 129}, "--kvc-sinks"),
+    ({"policy": "prune", "calibration": "somewhere"}, "--kvc-calibration"),
+    ({"policy": "prune", "low": "k8v8"}, "--kvc-low"),
     ({"policy": "leankv", "alpha_low": 2}, "--kvc-alpha-low"),
     ({"policy": "leankv", "alpha_low": -0.1}, "--kvc-alpha-low"),
     ({"policy": "leankv", "alpha_high": "inf"}, "--kvc-alpha-high"),

@@ -123,6 +123,14 @@ def test_what_is_served(stock, changes):
     check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig())
 
 
+def test_query_statistics_are_those_of_one_rank(stock):
+    config = KvcConfig(policy="prune", scorer="expected-attention", calibration="statistics.safetensors")
+    check_args(SimpleNamespace(**stock), config)
+    with pytest.raises(ConfigError) as e:
+        check_args(SimpleNamespace(**{**stock, "tp_size": 2}), config)
+    assert "--tp-size 2" in one_sentence(str(e.value))
+
+
 def test_memory_beyond_the_device():
     config = KvcConfig(memory=10**12)
     check_memory(config, None)

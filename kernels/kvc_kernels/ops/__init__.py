@@ -4,13 +4,16 @@ from .append import append
 from .attention import decode_attention, extend_attention
 from .compact import compact
 from .dense import block_digest, block_scores, block_tiers, load_dense
+from .importance import expected_attention, future_keys, hashed_scores, keydiff, pool_scores
 from .observe import Observe, note_observers, significance
 from .plan import keep_all, quota, threshold
 from .ring import block_head_pages, check_invariants, release, take_bf16
+from .shares import apportion, greedy_allocation, pyramid, retention_curves, spread
 
 __all__ = [
     "Observe",
     "append",
+    "apportion",
     "block_digest",
     "block_head_pages",
     "block_scores",
@@ -18,13 +21,22 @@ __all__ = [
     "check_invariants",
     "compact",
     "decode_attention",
+    "expected_attention",
     "extend_attention",
+    "future_keys",
+    "greedy_allocation",
+    "hashed_scores",
     "keep_all",
+    "keydiff",
     "load_dense",
     "note_observers",
+    "pool_scores",
+    "pyramid",
     "quota",
     "release",
+    "retention_curves",
     "significance",
+    "spread",
     "take_bf16",
     "threshold",
 ]

@@ -45,12 +45,14 @@ def dequantise_source(s: _Source, header: torch.Tensor | None) -> tuple[torch.Te
     return k, quant.dequantise_tokens(s.rows.values, s.rows.value_meta.movedim(1, -1))
 
 
-def load_dense(store: PageStore, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def load_dense(
+    store: PageStore, layer: int, blocks: torch.Tensor, rung: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K, V fp32 `[n, H, P, D]` and tier int8 `[n, H, P]` (2 high, 1 low, 0 pruned) of `blocks[n]` of one layer.
 
     Pruned tokens read as 0. Layouts without scores store no positions: their tokens come in stored order
     (high, then low), with tier 0 behind them. In an open bf16 block the slots that were never written hold
-    anything.
+    anything. Give `rung` when all blocks share a known one: then nothing is read on the host.
     """
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
@@ -58,15 +60,15 @@ def load_dense(store: PageStore, layer: int, blocks: torch.Tensor) -> tuple[torc
     v = torch.zeros_like(k)
     tier = torch.zeros((n, g.heads, p), dtype=torch.int8, device=store.device)
 
-    def fill(rung, ids):
+    def fill(r, ids):
         table = store.table[ids, layer].flatten(0, 1)
-        if rung == 0:
+        if r == 0:
             rows = read_bf16(store, table)
             parts = rows.keys.float(), rows.values.float(), torch.full_like(tier[0, :1, :1], HIGH)
             return (
                 x.expand(table.shape[0], *x.shape[1:]).reshape(ids.numel(), g.heads, -1, *x.shape[2:]) for x in parts
             )
-        placed = tier_slots(store, store.ladder[rung], table, store.counts[ids, layer].flatten(0, 1).long())
+        placed = tier_slots(store, store.ladder[r], table, store.counts[ids, layer].flatten(0, 1).long())
         header = store.headers[ids, layer].flatten(0, 1) if g.key_mode == CHANNEL else None
         dense = [dequantise_source(s, header) for s in read_tiers(store, placed)]
         slots = token_slots(placed, p)
@@ -79,7 +81,7 @@ def load_dense(store: PageStore, layer: int, blocks: torch.Tensor) -> tuple[torc
         out.append(slot_tiers(slots, placed[0].valid.shape[1]).unflatten(0, (-1, g.heads)))
         return out
 
-    _by_rung(store, blocks, None, [k, v, tier], fill)
+    _by_rung(store, blocks, rung, [k, v, tier], fill)
     return k, v, tier
 
 

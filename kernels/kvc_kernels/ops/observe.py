@@ -1,4 +1,4 @@
-"""Attention that tokens receive, collected while queries are alive (LeanKV section 4: significance)."""
+"""Attention that tokens receive, collected while queries are alive: sums of probabilities, as a scorer wants them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,60 @@ from .dense import block_scores
 from .gather import Part
 from .weights import MAX_ELEMENTS, query_weights
 
+REDUCE = ("max", "sum", "squares")
+
 
 @dataclass(frozen=True)
 class Observe:
-    """Collect from all new queries of a forward, or from the last `window` of every request's."""
+    """Which probabilities are collected, and how those of one forward become one number a token and KV head.
+
+    Queries: all new ones of a forward, or the last `window` of every request's. What a query pays its own token never
+    counts; with `skip` v neither does what it pays the v - 1 tokens before it (KV-Compress, equation 19: queries
+    i >= j + v), as far as those are still uncompressed, which a window of v tokens ensures.
+
+    Each probability is raised to `power` (1 or 2) and summed over queries; then the G query heads of a KV head are
+    reduced by `max`, `sum`, or `squares` (the sum of squares). Forwards add up. ValueError for other values.
+    """
 
     window: int | None = None
+    reduce: str = "max"
+    power: int = 1
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        known = self.reduce in REDUCE and self.power in (1, 2)
+        if not known or self.skip < 0 or (self.window is not None and self.window < 1):
+            raise ValueError(
+                f"attention is collected from 1 query or more, to the power 1 or 2, and reduced by {', '.join(REDUCE)}"
+            )
+
+    def raised(self, weights: torch.Tensor) -> torch.Tensor:
+        """Probabilities to the power, in place where that is not 1."""
+        return weights if self.power == 1 else weights.square_()
+
+    def reduced(self, received: torch.Tensor) -> torch.Tensor:
+        """`[H, G, S]` -> `[H, S]`."""
+        if self.reduce == "max":
+            return received.amax(1)
+        return (received if self.reduce == "sum" else received.square()).sum(1)
+
+    @property
+    def nearest(self) -> int:
+        """Tokens before a query's position, its own included, whose probability is left out."""
+        return max(1, self.skip)
 
 
-def observe_decode(store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...]) -> None:
-    """Add one query's probabilities, max over the query heads of a KV head; `weights` fp32 `[H, G, S]` a part.
+def observe_decode(
+    store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], observe: Observe
+) -> None:
+    """Add one query's probabilities, reduced as `observe` says; `weights` fp32 `[H, G, S]` a part.
 
     What the query pays its own token, the last one, is left out.
     """
     for i, (part, w) in enumerate(zip(parts, weights)):
-        received = w.amax(1)
+        received = observe.reduced(w if observe.power == 1 else w.square())
         if i == len(parts) - 1:
-            received[:, -1] = 0
+            received[:, -observe.nearest :] = 0
         part.add_scores(store, received)
 
 
@@ -40,23 +77,25 @@ def observe_extend(
     valid: torch.Tensor | None,
     scale: float,
     logit_cap: float,
-    window: int | None,
+    observe: Observe,
 ) -> None:
-    """Add the column sums of the chosen queries' probabilities, max over the query heads of a KV head.
+    """Add the column sums of the chosen queries' probabilities, reduced over the query heads of a KV head.
 
     `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes` dense tokens of each part. The diagonal (a
-    token's attention to itself) is left out.
+    token's attention to itself) is left out, and the diagonals below it that `observe.skip` names.
     """
     new, slots = q.shape[1], k.shape[1]
-    first = 0 if window is None else max(0, new - window)
+    first = 0 if observe.window is None else max(0, new - observe.window)
+    plain = slots - sizes[-1]  # only the uncompressed part, the last, lies in sequence order
     step = max(1, MAX_ELEMENTS // (slots * q.shape[0]))
     total = torch.zeros((k.shape[0], q.shape[0] // k.shape[0], slots), device=q.device)
     for at in range(first, new, step):
         rows = min(step, new - at)
         w = query_weights(q, k, valid, at, rows, scale, logit_cap)
-        w.diagonal(slots - new + at, dim1=-2, dim2=-1).zero_()
-        total += w.sum(-2)
-    for part, received in zip(parts, total.amax(1).split(sizes, -1)):
+        for back in range(observe.nearest):
+            w[..., plain:].diagonal(sizes[-1] - new + at - back, dim1=-2, dim2=-1).zero_()
+        total += observe.raised(w).sum(-2)
+    for part, received in zip(parts, observe.reduced(total).split(sizes, -1)):
         part.add_scores(store, received)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from ..layout import PoolLayout
@@ -23,30 +26,61 @@ def _ranks(values: torch.Tensor, member: torch.Tensor | None = None) -> torch.Te
     return torch.empty_like(order).scatter_(-1, order, place)
 
 
-def quota(scores: torch.Tensor, pages: int, page_tokens: int, floor_pages: int = 1) -> torch.Tensor:
+def quota(
+    scores: torch.Tensor,
+    pages: int | Sequence[int],
+    page_tokens: int,
+    floor_pages: int | Sequence[int] = 1,
+) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` (2 or 0) with exactly `pages` pages of `page_tokens` tokens kept per block.
 
-    `scores` fp32 `[n, L, H, P]`, higher is kept; a token that is no longer stored should come as -inf. Heads and layers
-    compete in units of pages (KV-Compress, section 4.2): a head's tokens are sorted by score (ties by position), page j
-    is its tokens j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, the
-    rest go to the pages worth most, ties by (layer, head, page). ValueError when `pages` is less than the floors or
-    more than the block has.
+    `scores` fp32 `[n, L, H, P]`, higher is kept; a token that is no longer stored should come as -inf. Heads compete in
+    units of pages (KV-Compress, section 4.2): a head's tokens are sorted by score (ties by position), page j is its
+    tokens j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, the rest go to
+    the pages worth most, ties by (layer, head, page).
+
+    Who competes with whom: with one number all heads of all layers; with L numbers the heads of each layer, for that
+    layer's pages; with L * H numbers (layer by layer) nobody: each head keeps that many. `floor_pages` is one number,
+    or one for each of these groups. ValueError when a group's pages are less than its floors or more than it has.
     """
     n, layers, heads, tokens = scores.shape
     per_head = -(-tokens // page_tokens)
-    floor = min(floor_pages, per_head)
-    rest = pages - layers * heads * floor
-    if rest < 0 or pages > layers * heads * per_head:
-        least, most = layers * heads * floor, layers * heads * per_head
-        raise ValueError(f"a quota of {pages} pages is not within {least}..{most} for this block")
+    shares = [pages] if isinstance(pages, int) else list(pages)
+    floors = [floor_pages] * len(shares) if isinstance(floor_pages, int) else list(floor_pages)
+    floors = [min(f, per_head) for f in floors]
+    if len(shares) not in (1, layers, layers * heads) or len(floors) != len(shares):
+        raise ValueError(f"{len(shares)} quotas and {len(floors)} floors for {layers} layers of {heads} heads")
+    members = layers * heads // len(shares)
+    for share, floor in zip(shares, floors):
+        if not members * floor <= share <= members * per_head:
+            where = "this block" if len(shares) == 1 else f"{members} of its heads"
+            least, most = members * floor, members * per_head
+            raise ValueError(f"a quota of {share} pages is not within {least}..{most} for {where}")
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    worth = ranked[..., floor * page_tokens :: page_tokens].reshape(n, -1)
+    worth = ranked[..., ::page_tokens].reshape(n, len(shares), members * per_head)
+    share, floor = (_column(tuple(x), scores.device) for x in (shares, floors))
     # A head's pages are worth less and less, and ties go to the lower page: those chosen are always a prefix.
-    won = (_ranks(worth) < rest).view(n, layers, heads, per_head - floor).sum(-1)
-    kept = ((won + floor) * page_tokens).unsqueeze(-1)
+    page = torch.arange(members * per_head, device=scores.device) % per_head
+    won = _ranks_behind(worth, (page < floor).expand(worth.shape)) < share
+    kept = (won.view(n, layers, heads, per_head).sum(-1) * page_tokens).unsqueeze(-1)
     place = torch.arange(tokens, device=scores.device)
     tiers = torch.where(place < kept, HIGH, PRUNED).to(torch.int8)
     return torch.empty_like(tiers).scatter_(-1, order, tiers)
+
+
+@functools.lru_cache(maxsize=64)
+def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 `[1, groups, 1]`; kept, because a copy to the device for every plan would be one too many."""
+    return torch.tensor(numbers, device=device).view(1, -1, 1)
+
+
+def _ranks_behind(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Rank along the last dim: those of bool `first`, then the others, each best value first."""
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    behind = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
+    order = order.gather(-1, behind)
+    place = torch.arange(values.shape[-1], device=values.device).expand(order.shape)
+    return torch.empty_like(order).scatter_(-1, order, place)
 
 
 def _tier_pages(tiers: torch.Tensor, high_tokens: int, low_tokens: int) -> torch.Tensor:

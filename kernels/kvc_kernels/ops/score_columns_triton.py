@@ -157,6 +157,8 @@ class ReceivedAttention:
         layout = store.layout
         if not layout.scored:
             raise ValueError("this layout keeps no scores")
+        if observe != Observe(observe.window):
+            raise ValueError(f"the kernel sums plain probabilities and takes the largest head, not {observe}")
         self.store, self.window = store, observe.window
         self.group = query_heads // layout.heads
         self.tile, self.queries = min(tile, triton.next_power_of_2(layout.block_tokens)), queries

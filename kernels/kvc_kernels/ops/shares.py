@@ -1,0 +1,82 @@
+"""How many pages each layer and head gets before any score is known: whole numbers, on the CPU, the same every time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+
+
+def apportion(weights: Sequence[float], total: int, least: int, most: int) -> list[int]:
+    """Whole numbers in `least`..`most` that add up to `total`, in proportion to `weights` as nearly as that allows.
+
+    Webster's method above the floor: the next unit goes to the largest weight / (have + 1/2), ties to who has least.
+    ValueError when `total` cannot be met.
+    """
+    n = len(weights)
+    if not n * least <= total <= n * most:
+        raise ValueError(f"{total} units are not within {n * least}..{n * most} for {n} shares of {least}..{most}")
+    have = [least] * n
+    queue = [(-w / (least + 0.5), least, i) for i, w in enumerate(weights) if least < most]
+    heapq.heapify(queue)
+    for _ in range(total - n * least):
+        *_, i = heapq.heappop(queue)
+        have[i] += 1
+        if have[i] < most:
+            heapq.heappush(queue, (-weights[i] / (have[i] + 0.5), have[i], i))
+    return have
+
+
+def spread(total: int, n: int) -> list[int]:
+    """`total` units over `n` heads, none more than one above another, the larger ones evenly spaced."""
+    return [(i + 1) * total // n - i * total // n for i in range(n)]
+
+
+def pyramid(layers: int, average: float, most: float, beta: float) -> list[float]:
+    """Units of each layer on PyramidKV's straight line, from the first layer to the last; their mean is `average`.
+
+    The last layer gets average / beta, the first 2 * average - average / beta; where a layer cannot use that much the
+    first gets `most` and the last what keeps the mean. beta 1 is uniform.
+    """
+    last = average / beta
+    first = 2 * average - last
+    if first > most:
+        first, last = most, 2 * average - most
+    return [first + (last - first) * i / max(1, layers - 1) for i in range(layers)]
+
+
+def retention_curves(importance: torch.Tensor) -> torch.Tensor:
+    """XKV's importance retention (equation 4): share of a layer's importance in its best s + 1 units, fp64 `[L, S]`.
+
+    `importance` `[L, S]`, not negative; a layer without any retains all with its first unit.
+    """
+    best = importance.double().sort(dim=-1, descending=True).values.cumsum(-1)
+    total = best[:, -1:]
+    return torch.where(total > 0, best / total.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
+
+
+def greedy_allocation(curves: torch.Tensor, total: int, least: int = 0) -> list[int]:
+    """XKV's Algorithm 1: units of each layer, `total` together, that maximise the sum of retained importance.
+
+    `curves` `[L, S]`: importance that layer l retains with s + 1 units. The next unit goes to the layer that gains most
+    by it, ties to the first. That is optimal because gains never grow (curves are concave: best units come first, and
+    means of such curves are concave, too). Every layer gets `least`. ValueError for curves that are not, or when
+    `total` is not within L * least .. L * S.
+    """
+    layers, units = curves.shape
+    gains = torch.diff(curves.double(), dim=-1, prepend=curves.new_zeros((layers, 1), dtype=torch.float64))
+    if (torch.diff(gains, dim=-1) > 1e-6).any():
+        raise ValueError("a retention curve must be concave: each further unit retains no more than the one before")
+    if not layers * least <= total <= layers * units:
+        raise ValueError(f"{total} units are not within {layers * least}..{layers * units} for these curves")
+    rows = gains.tolist()
+    have = [least] * layers
+    queue = [(-rows[i][least], i) for i in range(layers) if least < units]
+    heapq.heapify(queue)
+    for _ in range(total - layers * least):
+        _, i = heapq.heappop(queue)
+        have[i] += 1
+        if have[i] < units:
+            heapq.heappush(queue, (-rows[i][have[i]], i))
+    return have

@@ -1,0 +1,54 @@
+"""KV-Compress (arXiv 2410.00161, sections 4.1 and 4.3): squared attention, over a window or over all queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvc_kernels import ops
+
+from .base import Scorer, check_pool
+
+
+@dataclass(frozen=True)
+class KvCompress(Scorer):
+    """KVC-w: `s_i = max_{|t-i| <= pool/2} sum_{j > L-w} sum_h A_hjt^2`, w = 8, pool = 7 (equations 8 and 10, squared).
+
+    `power` 1 gives the plain sums that the paper compares with. Decode steps add their squares (equation 20).
+
+    Assumed: in a chunked prompt the last w queries of each chunk count. Pooling sees the block alone, and what decode
+    steps added, too, where the paper pools the prompt's sums only.
+    """
+
+    name: ClassVar[str] = "kv-compress"
+    window: int = 8
+    skip: int = 0
+    power: int = 2
+    pool: int = 7
+
+    def __post_init__(self) -> None:
+        check_pool(self.pool)
+        super().__post_init__()
+
+    @property
+    def observe(self) -> ops.Observe:
+        return ops.Observe(self.window or None, "sum", self.power, self.skip)
+
+    def score(self, evidence) -> torch.Tensor:
+        return ops.pool_scores(evidence.received(), self.pool)
+
+
+@dataclass(frozen=True)
+class KvCompressFull(KvCompress):
+    """KVC-full: `s_i = sum_{j >= i+v} sum_h A_hji^2` with v = 10 (equation 19): near queries say little of far ones.
+
+    Assumed: no pooling, which the paper names for KVC-w only. Tokens that were packed already are not skipped; a window
+    of at least v tokens keeps that from happening within one request.
+    """
+
+    name: ClassVar[str] = "kv-compress-full"
+    window: int = 0
+    skip: int = 10
+    pool: int = 1

@@ -1,0 +1,31 @@
+"""LeanKV's significance (DiffKV, arXiv 2412.03131, section 4) as a scorer for quotas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvc_kernels import ops
+
+from .base import Scorer
+
+
+@dataclass(frozen=True)
+class MeanAttention(Scorer):
+    """`s_i = 1/|J| sum_{j in J} max_h A_hji` over the queries j behind token i, h the query heads of a KV head.
+
+    With `window` w only the last w queries of each forward are in J; 0 means all. Assumed: the maximum is taken of a
+    forward's sum over queries, not for each query, which is the same for one query (decode).
+    """
+
+    name: ClassVar[str] = "mean-attention"
+    window: int = 0
+
+    @property
+    def observe(self) -> ops.Observe:
+        return ops.Observe(self.window or None)
+
+    def score(self, evidence) -> torch.Tensor:
+        return evidence.significance()

@@ -1,0 +1,136 @@
+"""A small world to plan in: a prompt that ran through attention, its blocks, and a calibration of its geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import PoolLayout
+from kvc_kernels.store import PageStore
+from sglang_kvc.policies import Evidence, Policy, Prune
+
+L, H, G, D, P = 2, 2, 2, 32, 64  # layers, KV heads, query heads of each, head size, tokens of a block
+PAGE_BYTES = 1200  # 16 tokens of k8v8 or k4v4, 32 of k2v2, 8 of bf16
+PROMPT, DECODED = 3 * P + 10, 2
+SCALE = D**-0.5
+
+
+def rows(seed: int = 0, tokens: int = PROMPT + DECODED) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q `[L, tokens, H * G, D]`, K and V `[L, tokens, H, D]` in bf16; keys with per-channel biases."""
+    gen = torch.Generator().manual_seed(seed)
+    q = torch.randn(L, tokens, H * G, D, generator=gen)
+    k = torch.randn(L, tokens, H, D, generator=gen) + torch.randn(D, generator=gen)
+    v = torch.randn(L, tokens, H, D, generator=gen) * (0.5 + torch.rand(L, tokens, H, 1, generator=gen))
+    return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+def statistics(folder) -> str:
+    """A calibration file with everything that a scorer or share may need."""
+    from safetensors.torch import save_file
+
+    gen = torch.Generator().manual_seed(5)
+    half = torch.randn(L, H * G, D, D, generator=gen) / D**0.5
+    tensors = {
+        "query_mean": torch.randn(L, H * G, D, generator=gen),
+        "query_covariance": half @ half.transpose(-1, -2),
+        "rotary_frequencies": 100.0 ** -(torch.arange(D // 2) / (D // 2)),
+        "layer_shares": torch.tensor([0.7, 0.3]),
+    }
+    path = str(folder / "statistics.safetensors")
+    save_file(tensors, path)
+    return path
+
+
+@dataclass
+class World:
+    """A store in which a prompt has been prefilled and a few tokens decoded, all of it uncompressed."""
+
+    policy: Policy
+    store: PageStore
+    row: torch.Tensor  # block ids of the sequence
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def make(cls, policy: Policy, seed: int = 0, first_block: int = 1, change_after: int | None = None) -> World:
+        """`change_after`: tokens from there on, and all queries, are those of another seed."""
+        q, k, v = rows(seed)
+        if change_after is not None:
+            q, k2, v2 = rows(seed + 1)
+            k[:, change_after:], v[:, change_after:] = k2[:, change_after:], v2[:, change_after:]
+        layout = PoolLayout(L, H, D, P, PAGE_BYTES, scored=policy.observes)
+        policy.check(layout)
+        store = PageStore.create(
+            layout,
+            policy.ladder(layout),
+            num_pages=10 * layout.block_pages_bf16,
+            num_blocks=10,
+            dtype=torch.bfloat16,
+            device="cpu",
+        )
+        row = torch.arange(first_block, first_block + 4)
+        ops.take_bf16(store, row)
+        world = cls(policy, store, row, q, k, v)
+        world.forward(0, PROMPT)
+        for i in range(DECODED):
+            world.forward(PROMPT + i, 1)
+        return world
+
+    def forward(self, prefix: int, new: int) -> None:
+        at = torch.arange(prefix, prefix + new)
+        observe = self.policy.collects
+        kw = {"scale": SCALE, "observe": observe}
+        for layer in range(L):
+            ops.append(self.store, layer, self.row[at // P], at % P, self.k[layer, at], self.v[layer, at])
+            if new == 1:
+                lens = torch.tensor([prefix + 1])
+                ops.decode_attention(self.store, layer, self.q[layer, at], self.row[None], lens, **kw)
+            else:
+                ops.extend_attention(self.store, layer, self.q[layer, at], self.row[None], [prefix], [new], **kw)
+        if observe is not None:
+            ops.note_observers(self.store, self.row[None], [prefix], [new], observe.window)
+
+    def evidence(self, which=(0, 1, 2), lengths: int = 0) -> Evidence:
+        which = torch.tensor(which)
+        window = self.policy.collects.window if self.policy.observes else None
+        return Evidence(
+            self.store, self.row[which], which * P, torch.full_like(which, lengths), from_rung=0, window=window
+        )
+
+    def tiers(self, which=(0, 1, 2)) -> torch.Tensor:
+        return self.policy.plan(self.evidence(which), self.store.ladder[1])
+
+    # ---- references, from the rows alone
+
+    def attention(self) -> np.ndarray:
+        """A[l, h, i, j]: what query i of query head h pays token j, fp64, causal, without compression."""
+        q, k = (x.double().numpy() for x in (self.q, self.k))
+        n = q.shape[1]
+        out = np.zeros((L, H * G, n, n))
+        for l in range(L):
+            for h in range(H * G):
+                for i in range(n):
+                    e = np.exp(SCALE * (k[l, : i + 1, h // G] @ q[l, i, h]))
+                    out[l, h, i, : i + 1] = e / e.sum()
+        return out
+
+
+def by_block(scores: np.ndarray) -> np.ndarray:
+    """`[L, H, tokens]` of a sequence -> `[3, L, H, P]`, its full blocks."""
+    return scores[..., : 3 * P].reshape(L, H, 3, P).transpose(2, 0, 1, 3)
+
+
+def score(world: World) -> np.ndarray:
+    """What the scorer of the world's policy says, `[3, L, H, P]`."""
+    policy = world.policy
+    assert isinstance(policy, Prune)
+    from dataclasses import replace
+
+    from sglang_kvc.policies.calibration import load
+
+    stats = load(policy.calibration, torch.device("cpu")) if policy.needs else None
+    return policy.scorer_part.score(replace(world.evidence(), calibration=stats)).double().numpy()

@@ -1,0 +1,91 @@
+"""The one knob: what a target in bytes buys, and how one that cannot be met is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import PoolLayout
+from sglang_kvc.policies import Prune
+from sglang_kvc.policies.budget import Budget, smaller, token_bytes
+from sglang_kvc.policies.calibration import check_shapes, load
+from sglang_kvc.runtime import Runtime
+
+from ..shell.conftest import one_sentence
+from .support import D, H, L, P, World, statistics
+
+LAYOUT = PoolLayout(4, 2, 64, 128, 2304)
+
+
+@pytest.mark.parametrize("text, want", [("4x", Budget(4.0)), ("3.5 X", Budget(3.5)), ("1200", Budget(None, 1200.0))])
+def test_text(text, want):
+    assert Budget.parse(text) == want
+
+
+@pytest.mark.parametrize("text", ["", "x", "4y", "-4x", "0", "1e3", "four"])
+def test_wrong_text(text):
+    with pytest.raises(ValueError, match="neither"):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize("formats", ["k4v4", "k8v8", "k2v2", "k8v4+k4v2", "k4v4+k2v2"])
+@pytest.mark.parametrize("ratio", [2, 3, 4, 6])
+def test_the_most_pages_that_the_budget_pays_for(formats, ratio):
+    high, low = [*formats.split("+"), None][:2]
+    bf16 = 4 * LAYOUT.layers * LAYOUT.heads * LAYOUT.head_dim
+    plans = [Prune(high=high, low=low, budget=text) for text in (f"{ratio}x", str(bf16 / ratio))]
+    try:
+        pages = {p.high_pages(LAYOUT) for p in plans}
+    except ValueError as e:
+        assert "--kvc-budget" in one_sentence(f"{e}.")
+        least = plans[0].block_pages(LAYOUT, plans[0].floor_pages(LAYOUT) * LAYOUT.layers * LAYOUT.heads)
+        assert smaller(LAYOUT, least) < ratio
+        return
+    (n,) = pages
+    held = plans[0].block_pages(LAYOUT, n)
+    assert smaller(LAYOUT, held) >= ratio and token_bytes(LAYOUT, held) <= bf16 / ratio
+    if n < LAYOUT.block_pages(plans[0].ladder(LAYOUT)[1].high):
+        assert smaller(LAYOUT, plans[0].block_pages(LAYOUT, n + 1)) < ratio
+
+
+def test_the_account_agrees():
+    """Bytes per token of a packed block, by the store that holds it."""
+    policy = Prune(budget="5x")
+    world = World.make(policy)
+    layout = world.store.layout
+    pages = ops.compact(world.store, world.row[:3], 1, world.tiers(), from_rung=0)
+    held = int(pages[0]) * (layout.page_bytes + world.store.ring.element_size()) + layout.block_meta_bytes
+    assert token_bytes(layout, int(pages[0])) == held / P
+    assert 4 * L * H * D * P / held >= 5
+
+
+def test_a_budget_that_asks_for_nothing_keeps_everything():
+    assert (World.make(Prune(budget="1.5x")).tiers() == 2).all()
+
+
+def test_the_runtime_refuses_what_cannot_be(tmp_path):
+    from sglang_kvc.config import KvcConfig
+
+    size = {"num_bytes": 1 << 26, "layers": L, "heads": H, "head_dim": D, "dtype": torch.bfloat16, "device": "cpu"}
+    with pytest.raises(ValueError, match="--kvc-budget 3 cannot be met") as e:
+        Runtime.build(KvcConfig(policy="prune", budget="3"), **size)
+    one_sentence(f"{e.value}.")
+    other = {**size, "layers": 3}
+    parts = {"scorer": "expected-attention", "share": "ada", "calibration": statistics(tmp_path)}
+    config = KvcConfig(policy="ada-expected", **parts)
+    with pytest.raises(ValueError, match=r"--kvc-calibration .* does not fit") as e:
+        Runtime.build(config, **other)
+    one_sentence(f"{e.value}.")
+    assert Runtime.build(config, **size).policy.scope == "block"
+
+
+def test_shapes_of_statistics(tmp_path):
+    path = statistics(tmp_path)
+    layout = PoolLayout(L, H, D, P, 1152)
+    names = ("query_mean", "query_covariance", "layer_shares")
+    check_shapes(path, names, layout)
+    for other in (PoolLayout(L + 1, H, D, P, 1152), PoolLayout(L, 3, D, P, 1152), PoolLayout(L, H, 2 * D, P, 1152)):
+        with pytest.raises(ValueError, match="does not fit"):
+            check_shapes(path, names, other)
+    assert load(path, torch.device("cpu")) is load(path, torch.device("cpu"))

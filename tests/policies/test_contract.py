@@ -1,0 +1,117 @@
+"""What every scorer, share and policy must keep, whatever it does: taken from the registries, so a new one is tested
+by its line there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from sglang_kvc.policies import BLOCK, POLICIES, SCORERS, SHARES, Policy, Prune
+from sglang_kvc.runtime import make_policy
+
+from .support import H, L, P, World, statistics
+
+SINKS = 5
+CASES: dict[str, Policy] = {name: cls() for name, cls in POLICIES.items()}
+CASES["sinks of more than a page"] = Prune(sinks=20, keep=0.1)
+for name in SCORERS:
+    CASES |= {f"scorer {name}, keep {k}": Prune(scorer=name, keep=k, sinks=SINKS) for k in (0.3, 0.5)}
+for name in SHARES:
+    CASES |= {f"share {name}, keep {k}": Prune(share=name, keep=k, sinks=SINKS) for k in (0.01, 0.7, 1)}
+    CASES[f"share {name}, low"] = Prune(share=name, low="k2v2", sinks=SINKS)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> str:
+    return statistics(tmp_path_factory.mktemp("statistics"))
+
+
+@pytest.fixture(params=CASES, ids=str)
+def policy(request, file) -> Policy:
+    policy = CASES[request.param]
+    if isinstance(policy, Prune) and policy.needs:
+        return type(policy)(**{f.name: getattr(policy, f.name) for f in fields(policy)} | {"calibration": file})
+    return policy
+
+
+def pages(world: World, tiers: torch.Tensor) -> torch.Tensor:
+    """Pages `[n, L, H]` that the tiers take at the ladder's packed rung."""
+    total = torch.zeros(tiers.shape[:3], dtype=torch.int64)
+    rung = world.store.ladder[1]
+    for tier, fmt in ((2, rung.high), (1, rung.low)):
+        if fmt is not None:
+            total += -(-(tiers == tier).sum(-1) // world.store.layout.page(fmt).tokens)
+    return total
+
+
+def test_contract(policy):
+    world = World.make(policy)
+    rung = world.store.ladder[1]
+    tiers = world.tiers()
+    assert tiers.dtype == torch.int8 and tiers.shape == (3, L, H, P)
+    assert set(tiers.unique().tolist()) <= ({0, 2} if rung.low is None else {0, 1, 2})
+
+    # Deterministic, and each block's plan is its own: not a matter of who is planned with it, or in which order.
+    assert torch.equal(world.tiers(), tiers)
+    assert torch.equal(world.tiers((2, 0, 1)), tiers[[2, 0, 1]])
+    assert torch.equal(world.tiers((1,)), tiers[1:2])
+
+    # Pages: what the rung says, by the plan and by the store that carries it out.
+    planned = pages(world, tiers)
+    by_block = planned.sum((1, 2))
+    assert (by_block == rung.pages).all() if rung.exact else (by_block <= rung.pages).all()
+    if isinstance(policy, Prune):
+        assert (planned >= 1).all()
+        assert (tiers[0, :, :, : policy.sinks] == 2).all()
+        if policy.low is not None:
+            assert (tiers > 0).all()
+    moved = ops.compact(world.store, world.row[:3], 1, tiers, from_rung=0)
+    assert moved.tolist() == by_block.tolist()
+    ops.check_invariants(world.store)
+
+
+def test_block_scope_means_the_blocks_own_rows(policy):
+    """Other tokens behind a block, other queries, other block ids: the same plan, and a scope that says otherwise."""
+    first = World.make(policy)
+    other = World.make(policy, first_block=5, change_after=P)
+    assert not torch.equal(first.q, other.q)
+    same = torch.equal(first.tiers((0,)), other.tiers((0,)))
+    if policy.scope == BLOCK:
+        assert same and not policy.observes
+    else:
+        assert policy.observes
+
+
+def test_settings_reach_the_policy(policy):
+    from types import SimpleNamespace
+
+    from sglang_kvc.config import KvcConfig
+
+    given = {f"kvc_{f.name}": getattr(policy, f.name) for f in fields(policy)}
+    config = KvcConfig.from_args(SimpleNamespace(kvc_policy=policy.name, **given, kvc_page_bytes=None))
+    assert make_policy(config) == policy
+
+
+@pytest.mark.parametrize("registry", [SCORERS, SHARES, POLICIES], ids=["scorers", "shares", "policies"])
+def test_registered_under_their_names(registry):
+    for name, cls in registry.items():
+        assert cls.name == name == name.lower() and cls.__doc__.strip()
+        assert hash(cls()) == hash(cls())
+
+
+def test_the_scorer_of_the_readme(monkeypatch):
+    """The example of one's own policy works as printed: a file, a line, a name on the command line."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    code = next(x for x in re.findall(r"```python\n(.*?)```", readme, re.S) if "RowScorer" in x)
+    module = {"__name__": "sglang_kvc.policies.scorers.own", "__package__": "sglang_kvc.policies.scorers"}
+    exec(compile(code, "README.md", "exec", dont_inherit=True), module)
+    (cls,) = (x for x in module.values() if getattr(x, "__module__", "") == module["__name__"])
+    monkeypatch.setitem(SCORERS, cls.name, cls)
+    test_contract(Prune(scorer=cls.name, share="ada"))
+    test_block_scope_means_the_blocks_own_rows(Prune(scorer=f"{cls.name}:power=2"))

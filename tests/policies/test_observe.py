@@ -1,0 +1,62 @@
+"""What is collected while queries are alive: windows, powers, reductions, and who is too near to count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+
+from ..ops.test_attention import dense, reference, request
+
+
+@pytest.mark.parametrize("skip", [0, 1, 10])
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("reduce", ["max", "sum", "squares"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_scores_against_the_attention_matrix(window, reduce, power, skip):
+    """A prefill in two chunks and two decode steps; between them the first block is packed."""
+    store, row, _ = request("k4v4", scored=True, length=170, packed=0)
+    observe = ops.Observe(window, reduce, power, skip)
+    want = np.zeros((2, 170))
+    for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
+        if step == 2:
+            ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_rung=0)
+        end = prefix + new
+        k, v, held = dense(store, row, 170)
+        q = torch.randn(new, 6, 64, generator=torch.Generator().manual_seed(step))
+        _, p = reference(q, k[:, :end], v[:, :end], held[:, :end], 0.125, 0.0)
+        kw = {"scale": 0.125, "observe": observe}
+        if new == 1:
+            ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)
+        else:
+            ops.extend_attention(store, 0, q, row[None], [prefix], [new], **kw)
+        received = np.zeros((6, 170))
+        for i in range(prefix if window is None else max(prefix, end - window), end):
+            for j in range(i - max(1, skip) + 1):
+                received[:, j] += p[:, i - prefix, j].double().numpy() ** power
+        for h in range(2):
+            group = received[3 * h : 3 * h + 3]
+            want[h] += {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0)}[reduce]
+    got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_packed_is_not_skipped():
+    """Packed tokens lie in no order: the near ones among them count, and none that is far is left out."""
+    store, row, _ = request("k4v4", scored=True, length=64 + 3, packed=1)
+    q = torch.randn(3, 6, 64)
+    ops.extend_attention(store, 0, q, row[None], [64], [3], scale=0.125, observe=ops.Observe(None, "sum", 1, 20))
+    scores, held = ops.block_scores(store, row)[:, 0], ops.block_tiers(store, row)[:, 0] > 0
+    assert torch.equal(scores[0] > 0, held[0]) and (scores[1, :, :3] == 0).all()
+
+
+@pytest.mark.parametrize("wrong", [{"reduce": "mean"}, {"power": 3}, {"skip": -1}, {"window": 0}])
+def test_what_cannot_be_collected(wrong):
+    with pytest.raises(ValueError, match="attention is collected"):
+        ops.Observe(**wrong)
+
+
+def test_default_is_plain_sums_and_the_largest_head():
+    assert ops.Observe() == ops.Observe(None, "max", 1, 0)

@@ -1,0 +1,161 @@
+"""Every scorer against its paper's equation, token by token in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from sglang_kvc.policies import Prune
+
+from .support import DECODED, PROMPT, SCALE, D, G, H, L, P, World, by_block, score, statistics
+
+N = PROMPT + DECODED
+FORWARDS = [(0, PROMPT), *((PROMPT + i, PROMPT + i + 1) for i in range(DECODED))]
+
+
+def heads(kv: int) -> range:
+    return range(kv * G, (kv + 1) * G)
+
+
+def pooled(scores: np.ndarray, size: int, best) -> np.ndarray:
+    """Each token's `best` of those within its block and size // 2 of it; `[L, H, N]`, whole blocks only."""
+    out = np.zeros_like(scores)
+    for j in range(3 * P):
+        near = [t for t in range(j - size // 2, j + size // 2 + 1) if t // P == j // P and t >= 0]
+        out[..., j] = best(scores[..., near], -1)
+    return out
+
+
+def summed(a: np.ndarray, window: int | None, power: int, skip: int) -> np.ndarray:
+    """sum over chosen queries i >= j + max(1, skip) and over a KV head's query heads of A_hij^power."""
+    out = np.zeros((L, H, N))
+    for first, last in FORWARDS:
+        for i in range(first if window is None else max(first, last - window), last):
+            for j in range(i + 1):
+                if i - j >= max(1, skip):
+                    for kv in range(H):
+                        out[:, kv, j] += sum(a[:, h, i, j] ** power for h in heads(kv))
+    return out
+
+
+@pytest.fixture(scope="module")
+def attention() -> np.ndarray:
+    return World.make(Prune()).attention()
+
+
+def check(scorer: str, want: np.ndarray, **options) -> None:
+    got = score(World.make(Prune(scorer=scorer, **options)))
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scorer, window, power, skip, pool, best",
+    [
+        ("h2o", None, 1, 0, 1, np.max),
+        ("snapkv", 32, 1, 0, 7, np.max),
+        ("snapkv:window=16,pool=5,kind=mean", 16, 1, 0, 5, np.mean),
+        ("kv-compress", 8, 2, 0, 7, np.max),
+        ("kv-compress:power=1", 8, 1, 0, 7, np.max),
+        ("kv-compress-full", None, 2, 10, 1, np.max),
+    ],
+)
+def test_summed_attention(attention, scorer, window, power, skip, pool, best):
+    check(scorer, by_block(pooled(summed(attention, window, power, skip), pool, best)))
+
+
+def test_recent_tokens_come_before_heavy_hitters(attention):
+    got = score(World.make(Prune(scorer="h2o:recent=0.25")))
+    want = by_block(summed(attention, None, 1, 0))
+    np.testing.assert_allclose(got[..., : 3 * P // 4], want[..., : 3 * P // 4], rtol=2e-4, atol=1e-6)
+    assert got[..., 3 * P // 4 :].min() > got[..., : 3 * P // 4].max()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_mean_attention(attention, window):
+    total, seen = np.zeros((L, H, N)), np.zeros(N)
+    for first, last in FORWARDS:
+        chosen = range(first if window is None else max(first, last - window), last)
+        for kv in range(H):
+            sums = np.stack([sum(attention[:, h, i] * (np.arange(N) < i) for i in chosen) for h in heads(kv)])
+            total[:, kv] += sums.max(0)
+        # With a window only queries behind the whole block are counted.
+        seen += [sum(i > (j if window is None else j // P * P + P - 1) for i in chosen) for j in range(N)]
+    check("mean-attention" + (f":window={window}" if window else ""), by_block(total / np.maximum(seen, 1)))
+
+
+def test_keydiff():
+    k = World.make(Prune()).k.double().numpy()
+    want = np.zeros((3, L, H, P))
+    for b, l, h in np.ndindex(3, L, H):
+        block = k[l, b * P : (b + 1) * P, h]
+        unit = block / np.linalg.norm(block, axis=1, keepdims=True)
+        anchor = unit.mean(0)
+        for i in range(P):
+            want[b, l, h, i] = -unit[i] @ anchor / np.linalg.norm(anchor)
+    check("keydiff", want)
+
+
+def test_streaming_llm_and_random():
+    got = score(World.make(Prune(scorer="streaming-llm")))
+    assert (np.diff(got, axis=-1) > 0).all() and (got == got[:1, :1, :1]).all()
+    got = score(World.make(Prune(scorer="random")))
+    assert len(np.unique(got)) == got.size and abs(got.mean() - 0.5) < 0.05
+    # The same everywhere, for ever: the hash of position 70, layer 1, head 0, computed by hand.
+    x = (70 * 0x9E3779B1 + 2 * 0x85EBCA77) % 2**32
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = ((x ^ (x >> shift)) * factor) % 2**32
+    assert got[1, 1, 0, 70 - P] == (x >> 8) / 2**24
+
+
+def rotation(position: int, frequencies: np.ndarray) -> np.ndarray:
+    """The matrix of the rotary embedding, halves paired."""
+    r, half = np.eye(D), len(frequencies)
+    for j, f in enumerate(frequencies):
+        c, s = np.cos(position * f), np.sin(position * f)
+        r[j, j] = r[half + j, half + j] = c
+        r[j, half + j], r[half + j, j] = -s, s
+    return r
+
+
+@pytest.mark.parametrize("covariance", ["true", "false"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_expected_attention(tmp_path, covariance, rotated):
+    from safetensors.torch import load_file, save_file
+
+    path, horizon, epsilon = statistics(tmp_path), 16, 0.02
+    stats = load_file(path)
+    if rotated:
+        del stats["rotary_frequencies"]
+        save_file(stats, path := str(tmp_path / "rotated.safetensors"))
+    mu, cov = (stats[n].double().numpy() for n in ("query_mean", "query_covariance"))
+    spec = f"expected-attention:epsilon={epsilon},horizon={horizon},covariance={covariance}"
+    world = World.make(Prune(scorer=spec, calibration=path))
+    k, v = world.k.double().numpy(), world.v.double().numpy()
+    want = np.zeros((3, L, H, P))
+    for b, l, h in np.ndindex(3, L, H):
+        r = np.eye(D)
+        if not rotated:
+            f = stats["rotary_frequencies"].double().numpy()
+            r = np.mean([rotation(t, f) for t in range((b + 1) * P, (b + 1) * P + horizon)], 0)
+        at, share = range(b * P, (b + 1) * P), np.zeros(P)
+        for g in heads(h):
+            m, s = r @ mu[l, g], r @ cov[l, g] @ r.T
+            z = np.array([SCALE * m @ k[l, i, h] + SCALE**2 / 2 * k[l, i, h] @ s @ k[l, i, h] for i in at])
+            if covariance == "false":
+                z = np.array([SCALE * m @ k[l, i, h] for i in at])
+            share += np.exp(z) / np.exp(z).sum() / G
+        want[b, l, h] = (share + epsilon) * np.linalg.norm(v[l, at, h], axis=-1)
+    np.testing.assert_allclose(score(world), want, rtol=2e-3)
+
+
+def test_expected_attention_is_an_expectation():
+    """exp(mu.k + k S k / 2) is the mean of exp(q.k) over normal queries: sampled."""
+    gen = torch.Generator().manual_seed(0)
+    keys, half = torch.randn(1, 1, 8, 4, generator=gen), torch.randn(4, 4, generator=gen) / 3
+    mu = torch.randn(1, 4, generator=gen)
+    q = mu + torch.randn(200_000, 4, generator=gen) @ half.T
+    want = torch.exp(q @ keys[0, 0].T).mean(0)
+    got = ops.expected_attention(keys, torch.ones(1, 1, 8, 1), mu, (half @ half.T)[None], 0.0, 1.0)
+    assert torch.allclose(got[0, 0], want / want.sum(), rtol=0.05)

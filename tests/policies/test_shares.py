@@ -1,0 +1,138 @@
+"""How pages are shared out: whole numbers that add up, each way against its definition."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvc_kernels import ops
+from sglang_kvc.policies import SHARES
+
+from ..ops.test_plan import slow_quota
+
+T = 16
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_apportion_adds_up_within_bounds_and_is_proportional(data):
+    n = data.draw(st.integers(1, 6))
+    least = data.draw(st.integers(0, 3))
+    most = data.draw(st.integers(least, 12))
+    total = data.draw(st.integers(n * least, n * most))
+    weights = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    got = ops.apportion(weights, total, least, most)
+    assert sum(got) == total and all(least <= x <= most for x in got)
+    for (a, wa), (b, wb) in itertools.permutations(zip(got, weights), 2):
+        assert wa < wb or a >= b - 1 or a == most  # who weighs as much gets as much, to within one
+        # Webster: no unit should rather have gone to another, unless a bound held it.
+        if a > least and b < most and wb:
+            assert wa * (2 * b + 1) >= wb * (2 * a - 1)
+
+
+def test_apportion_refuses_what_does_not_fit():
+    for total in (3, 9):
+        with pytest.raises(ValueError, match=r"4\.\.8"):
+            ops.apportion([1, 1], total, 2, 4)
+
+
+@pytest.mark.parametrize("total, n", [(7, 3), (6, 3), (0, 4), (5, 8), (9, 1)])
+def test_spread(total, n):
+    got = ops.spread(total, n)
+    assert sum(got) == total and len(got) == n and max(got) - min(got) <= 1
+
+
+def test_pyramid_is_a_line_with_the_mean_asked_for():
+    line = ops.pyramid(5, 10, 100, beta=4)
+    assert line == pytest.approx([17.5, 13.75, 10, 6.25, 2.5])
+    # The first layer cannot use more than it has: the last keeps the mean.
+    assert ops.pyramid(3, 10, 12, beta=20) == pytest.approx([12, 10, 8])
+    assert ops.pyramid(1, 10, 12, beta=1) == [10]
+
+
+def test_retention_is_what_the_best_units_hold():
+    curves = ops.retention_curves(torch.tensor([[1.0, 5, 2], [0, 0, 0]]))
+    assert torch.allclose(curves, torch.tensor([[5 / 8, 7 / 8, 1], [1, 1, 1]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("least", [0, 1])
+def test_greedy_is_the_best_of_all_allocations(seed, least):
+    curves = ops.retention_curves(torch.rand(3, 5, generator=torch.Generator().manual_seed(seed)) ** 3)
+    held = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
+    for total in range(3 * least, 16):
+        got = ops.greedy_allocation(curves, total, least)
+        assert sum(got) == total and min(got) >= least
+        every = [x for x in itertools.product(range(least, 6), repeat=3) if sum(x) == total]
+        best = max(sum(held[l, n] for l, n in enumerate(x)) for x in every)
+        assert sum(held[l, n] for l, n in enumerate(got)) == pytest.approx(best)
+
+
+def test_greedy_refuses_what_it_cannot_do_best():
+    with pytest.raises(ValueError, match="concave"):
+        ops.greedy_allocation(torch.tensor([[0.1, 0.9]]), 1)
+    with pytest.raises(ValueError, match=r"0\.\.2"):
+        ops.greedy_allocation(torch.tensor([[0.6, 0.9]]), 3)
+
+
+# ---- who competes with whom
+
+
+def pages_of(tiers: torch.Tensor) -> np.ndarray:
+    """Pages `[n, L, H]`."""
+    return ((tiers == 2).sum(-1) + T - 1).div(T, rounding_mode="floor").numpy()
+
+
+def draw(seed: int, layers: int = 3, heads: int = 2, tokens: int = 64) -> torch.Tensor:
+    """Few distinct values, so that ties abound."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 5, (2, layers, heads, tokens)).astype(np.float32))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_are_quotas_of_their_own(seed):
+    scores = draw(seed)
+    by_layer, floors = [3, 8, 5], [0, 2, 1]
+    tiers = ops.quota(scores, by_layer, T, floors)
+    for n, (i, (share, floor)) in itertools.product(range(2), enumerate(zip(by_layer, floors))):
+        assert np.array_equal(tiers[n, i].numpy(), slow_quota(scores[n, i : i + 1].numpy(), share, T, floor)[0])
+    by_head = [1, 4, 2, 0, 3, 2]
+    tiers = ops.quota(scores, by_head, T, 0)
+    assert pages_of(tiers).reshape(2, -1).tolist() == [by_head, by_head]
+    for n, i in itertools.product(range(2), range(6)):
+        l, h = divmod(i, 2)
+        want = slow_quota(scores[n, l : l + 1, h : h + 1].numpy(), by_head[i], T, 0)[0, 0]
+        assert np.array_equal(tiers[n, l, h].numpy(), want)
+
+
+def test_groups_are_checked():
+    for shares, floors in (([4, 4], 1), ([4, 4, 4], [1]), ([1, 4, 4], 1), ([9, 4, 4], 1)):
+        with pytest.raises(ValueError, match="quota"):
+            ops.quota(draw(0), shares, T, floors)
+
+
+@pytest.mark.parametrize("pages", [6, 11, 17, 24])
+def test_ways(pages):
+    scores, plans = draw(7), {}
+    statistics = {"layer_shares": torch.tensor([1.0, 1.0, 6.0])}
+    for name, cls in SHARES.items():
+        plans[name] = pages_of(cls().plan(scores, pages, T, 1, statistics))
+        assert (plans[name].sum((1, 2)) == pages).all() and (plans[name] >= 1).all(), name
+    assert plans["uniform"].max() - plans["uniform"].min() <= 1
+    layers = plans["pyramid"][0].sum(-1)
+    assert (np.diff(layers) <= 0).all() and (pages in (6, 24) or layers[0] > layers[2])
+    layers = plans["ada"].sum(-1)
+    assert layers.max() - layers.min() <= 1
+    layers = plans["xkv"][0].sum(-1)
+    assert layers[2] == layers.max() and (pages in (6, 24) or layers[2] > layers[0])
+
+
+def test_ada_gives_a_head_that_matters_more_but_leaves_the_other_its_floor():
+    scores = draw(3, layers=1, tokens=160)
+    scores[:, :, 1] += 10
+    plan = {floor: pages_of(SHARES["ada"](floor=floor).plan(scores, 10, T, 1, None))[0, 0] for floor in (0, 0.4, 1)}
+    assert {k: v.tolist() for k, v in plan.items()} == {0: [1, 9], 0.4: [2, 8], 1: [5, 5]}
