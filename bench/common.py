@@ -25,6 +25,7 @@ from typing import Any
 import requests
 
 from bench.client import Client
+from kvc_kernels.layout import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -63,12 +64,13 @@ def stock(*extra: str) -> list[str]:
 
 
 def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str = "512MiB") -> list[str]:
-    """The compressed cache. `name`: a packed format, `bf16`, or the policy `quota` or `leankv`."""
+    """The compressed cache. `name`: a page format, or a policy and its settings: `snapkv+budget=4x+high=k4v4`."""
     args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), "--kvc-memory", memory]
-    if name in ("quota", "leankv"):
-        args += ["--kvc-policy", name]
-    else:
-        args += ["--kvc-policy", "quantise", "--kvc-high", name]
+    head, *settings = name.split("+")
+    args += ["--kvc-policy", "quantise", "--kvc-high", head] if head in FORMATS else ["--kvc-policy", head]
+    for setting in settings:
+        option, value = setting.split("=", 1)
+        args += ["--kvc-" + option.replace("_", "-"), value]
     return args + list(extra)
 
 
