@@ -21,8 +21,9 @@ class Snapshot:
     already be rewriting a finished request's row for another.
 
     `row_blocks` `[B, NB]` block ids of each request, `seq_lens` `[B]` with the new tokens counted; `write_blocks` and
-    `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; the last two are
-    None while decoding.
+    `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; the last three are
+    None while decoding. `waiting_cpu[B]`: places of the full blocks of each prefix that are uncompressed as yet; None
+    where there are none or nobody asks.
     """
 
     row_blocks: torch.Tensor
@@ -32,6 +33,7 @@ class Snapshot:
     seq_lens_cpu: list[int]
     prefix_lens_cpu: list[int] | None = None
     extend_lens_cpu: list[int] | None = None
+    waiting_cpu: list[list[int]] | None = None
 
 
 class Attention(Protocol):
@@ -98,13 +100,19 @@ class TritonAttention(TorchAttention):
     """Triton kernels over static buffers: a decode step can be captured in a CUDA graph.
 
     Where a kernel is missing for what the policy needs (collecting attention), the torch reference runs on the device.
-    The new tokens of a prompt see each other as they are, not as they will be stored.
     """
 
     def __init__(
-        self, store: PageStore, observe: ops.Observe | None, *, query_heads: int, max_batch: int, max_blocks: int
+        self,
+        store: PageStore,
+        observe: ops.Observe | None,
+        stored_as: Format | None = None,
+        *,
+        query_heads: int,
+        max_batch: int,
+        max_blocks: int,
     ):
-        super().__init__(store, observe)
+        super().__init__(store, observe, stored_as)
         from kvc_kernels.ops.append_triton import append_triton
         from kvc_kernels.ops.decode_attention_triton import DecodeAttention
         from kvc_kernels.ops.extend_attention_triton import ExtendAttention
@@ -112,7 +120,9 @@ class TritonAttention(TorchAttention):
         device = store.device
         self.append = append_triton
         self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
-        self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks)
+        self.extender = ExtendAttention(
+            store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as
+        )
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
@@ -137,7 +147,7 @@ class TritonAttention(TorchAttention):
 
     def plan_extend(self, snap: Snapshot) -> None:
         self.snap = snap
-        self.extender.plan(snap.row_blocks.int(), snap.prefix_lens_cpu, snap.extend_lens_cpu)
+        self.extender.plan(snap.row_blocks.int(), snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu)
 
     def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
         if self.observe is not None:
@@ -157,6 +167,6 @@ def make_attention(
 ) -> Attention:
     if store.device.type == "cuda":
         return TritonAttention(
-            store, observe, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
+            store, observe, stored_as, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
         )
     return TorchAttention(store, observe, stored_as)

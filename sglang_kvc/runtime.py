@@ -12,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from .stats import HeadMap, KvcStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .sequence import Sequence
 
 _current: Runtime | None = None
 
@@ -100,6 +103,8 @@ class Runtime:
     step: int = 0  # forwards launched; stamps counts that are still under way
     processed: int = 0  # forwards whose results the CPU has seen
     pending: deque[PendingCounts] = field(default_factory=deque)
+    # Running requests by id, for the plan of a forward, which sees ids only; an entry goes with its sequence.
+    sequences: WeakValueDictionary[str, Sequence] = field(default_factory=WeakValueDictionary)
     # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     _exact_need: int | None = None
@@ -228,6 +233,15 @@ class Runtime:
         self.blocks.state[due] = State.PACKED
         self.blocks.rung[due] = to_rung
         self.counters.compactions += len(due)
+
+    def waiting(self, rids: list[str], prefix_lens: list[int]) -> list[list[int]]:
+        """Places of the full blocks of each request's prefix that stay uncompressed once the queue has been flushed."""
+        out = []
+        for rid, length in zip(rids, prefix_lens):
+            seq = self.sequences.get(rid)  # none in the engine's own warm-up
+            whole = [] if seq is None else seq.blocks[: length // self.layout.block_tokens]
+            out.append(np.flatnonzero(self.blocks.state[whole] == State.OPEN).tolist() if whole else [])
+        return out
 
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""

@@ -24,6 +24,7 @@ def around_alloc_for_extend(orig, batch):
             done = req.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: done // p]
             req.kvc = Sequence.admit(allocator.runtime, blocks, done)
+        allocator.runtime.sequences[req.rid] = req.kvc
     need = allocator.blocks_missing(batch.reqs, batch.seq_lens_cpu.tolist()) * p
     with allocator.for_requests(batch.reqs, need):
         return orig(batch)

@@ -6,6 +6,7 @@ prefix, was overwritten, or lost its pages shows as a wrong row.
 
 from __future__ import annotations
 
+import uuid
 from array import array
 from types import SimpleNamespace
 
@@ -77,7 +78,8 @@ class ToyServer:
         if not self.rows.free:
             return None
         req = Request(
-            origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
+            rid=uuid.uuid4().hex, origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None,
+            priority=0, kvc=None,
             req_pool_idx=None, fill=len(tokens),
         )
         key = RadixKey(req.origin_input_ids, None, limit=len(tokens) - 1)

@@ -55,10 +55,17 @@ class ExtendPlan:
         self.n_items = self.n_joins = self.n_slots = 0
 
     def update(
-        self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], *, rows: int, programs: int
+        self,
+        row_blocks: torch.Tensor,
+        prefix_lens: list[int],
+        extend_lens: list[int],
+        *,
+        rows: int,
+        programs: int,
+        skip_full: bool = False,
     ) -> None:
         """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device; `rows` of a query tile, `programs` that
-        the device runs at a time.
+        the device runs at a time. With `skip_full` whole uncompressed blocks of the prefix are left out.
         """
         store, p = self.store, self.store.layout.block_tokens
         tiles = [-(-n * self.group // rows) for n in extend_lens]
@@ -89,5 +96,5 @@ class ExtendPlan:
         if tiles:
             _split_kernel[(len(tiles),)](
                 row_blocks, row_blocks.stride(0), lens, store.rung, self.rung_classes, self.lists, self.sizes,
-                self.max_blocks, nc, p, 128, num_warps=4,
+                self.max_blocks, nc, p, 128, skip_full, num_warps=4,
             )  # fmt: skip
