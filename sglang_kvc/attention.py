@@ -99,7 +99,8 @@ class TorchAttention:
 class TritonAttention(TorchAttention):
     """Triton kernels over static buffers: a decode step can be captured in a CUDA graph.
 
-    Where a kernel is missing for what the policy needs (collecting attention), the torch reference runs on the device.
+    With `observe`, a second launch a layer collects the attention that stored tokens receive, from the first one's
+    log-sum-exp.
     """
 
     def __init__(
@@ -126,6 +127,12 @@ class TritonAttention(TorchAttention):
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
+        self.received = None
+        if observe is not None:
+            from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+
+            self.received = ReceivedAttention(store, query_heads=query_heads, observe=observe, max_batch=max_batch)
+            self.lse = torch.empty((max_batch, query_heads), dtype=torch.float32, device=device)
 
     def plan_decode(self, snap: Snapshot) -> None:
         """Copy the step into the static buffers and cut it into work items; nothing here waits for the device."""
@@ -135,25 +142,34 @@ class TritonAttention(TorchAttention):
         self.write[0, :n].copy_(snap.write_blocks)
         self.write[1, :n].copy_(snap.write_offsets)
         self.decoder.plan(self.rows[:n], self.lens[:n])
+        if self.received is not None:
+            self.received.plan_decode(self.rows[:n], self.lens[:n])
         self.snap = Snapshot(
             self.rows[:n], self.lens[:n], self.write[0, :n], self.write[1, :n], seq_lens_cpu=snap.seq_lens_cpu
         )
 
     def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
-        if self.observe is not None:
-            return super().decode(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         self._append(layer, k, v)
-        return self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
+        if self.received is None:
+            return self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
+        lse = self.lse[: len(q)]
+        out = self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap, lse=lse)
+        self.received.add(layer, q, lse, scale=scale, logit_cap=logit_cap)
+        return out
 
     def plan_extend(self, snap: Snapshot) -> None:
-        self.snap = snap
-        self.extender.plan(snap.row_blocks.int(), snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu)
+        self.snap, rows = snap, snap.row_blocks.int()
+        self.extender.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu)
+        if self.received is not None:
+            self.received.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu)
 
     def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
-        if self.observe is not None:
-            return super().extend(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         self._append(layer, k, v)
-        return self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)
+        if self.received is None:
+            return self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)
+        out, lse = self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap, return_lse=True)
+        self.received.add(layer, q, lse, scale=scale, logit_cap=logit_cap)
+        return out
 
 
 def make_attention(

@@ -62,7 +62,7 @@ def decode_attention(
             o = torch.stack([x.weigh(w) for x, w in zip(parts, spans)]).sum(0)
             out[i] = o.view(-1, q.shape[-1]).to(q.dtype)
         if observe is not None:
-            observe_decode(store, parts, spans)
+            observe_decode(store, parts, spans, observe)
     return out
 
 
@@ -157,7 +157,7 @@ def _extend_one(
         out = _sdpa_masked(query, k, v, valid, scale)
     if observe is not None:
         sizes = [x[0].shape[1] for x in dense]
-        observe_extend(store, parts, sizes, query, k, valid, scale, logit_cap, observe.window)
+        observe_extend(store, parts, sizes, query, k, valid, scale, logit_cap, observe)
     return out.movedim(1, 0)
 
 

@@ -11,21 +11,40 @@ from .dense import block_scores
 from .gather import Part
 from .weights import MAX_ELEMENTS, query_weights
 
+REDUCTIONS = ("max", "sum", "squares")
+
 
 @dataclass(frozen=True)
 class Observe:
-    """Collect from all new queries of a forward, or from the last `window` of every request's."""
+    """Collect from all new queries of a forward, or from the last `window` of every request's.
+
+    `reduce`: what becomes of the G query heads of a KV head, each with its sum over a request's queries of one forward:
+    their maximum, their sum, or the sum of their squares.
+    """
 
     window: int | None = None
+    reduce: str = "max"
+
+    def __post_init__(self):
+        if self.reduce not in REDUCTIONS:
+            raise ValueError(f"{self.reduce!r} is none of {', '.join(REDUCTIONS)}")
+
+    def over_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """`[H, G, S]` -> `[H, S]`."""
+        if self.reduce == "max":
+            return x.amax(1)
+        return (x if self.reduce == "sum" else x.square()).sum(1)
 
 
-def observe_decode(store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...]) -> None:
-    """Add one query's probabilities, max over the query heads of a KV head; `weights` fp32 `[H, G, S]` a part.
+def observe_decode(
+    store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], observe: Observe
+) -> None:
+    """Add one query's probabilities, reduced over the query heads of a KV head; `weights` fp32 `[H, G, S]` a part.
 
     What the query pays its own token, the last one, is left out.
     """
     for i, (part, w) in enumerate(zip(parts, weights)):
-        received = w.amax(1)
+        received = observe.over_heads(w)
         if i == len(parts) - 1:
             received[:, -1] = 0
         part.add_scores(store, received)
@@ -40,15 +59,15 @@ def observe_extend(
     valid: torch.Tensor | None,
     scale: float,
     logit_cap: float,
-    window: int | None,
+    observe: Observe,
 ) -> None:
-    """Add the column sums of the chosen queries' probabilities, max over the query heads of a KV head.
+    """Add the column sums of the chosen queries' probabilities, reduced over the query heads of a KV head.
 
     `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes` dense tokens of each part. The diagonal (a
     token's attention to itself) is left out.
     """
     new, slots = q.shape[1], k.shape[1]
-    first = 0 if window is None else max(0, new - window)
+    first = 0 if observe.window is None else max(0, new - observe.window)
     step = max(1, MAX_ELEMENTS // (slots * q.shape[0]))
     total = torch.zeros((k.shape[0], q.shape[0] // k.shape[0], slots), device=q.device)
     for at in range(first, new, step):
@@ -56,7 +75,7 @@ def observe_extend(
         w = query_weights(q, k, valid, at, rows, scale, logit_cap)
         w.diagonal(slots - new + at, dim1=-2, dim2=-1).zero_()
         total += w.sum(-2)
-    for part, received in zip(parts, total.amax(1).split(sizes, -1)):
+    for part, received in zip(parts, observe.over_heads(total).split(sizes, -1)):
         part.add_scores(store, received)
 
 
