@@ -16,8 +16,9 @@ import triton.language as tl
 
 from ..layout import TOKEN, Format
 from ..store import PageStore
-from .decode_body_triton import CODE_UNIT, LOG2E, NEG, P_SHIFT, _list_tiles, packed_part, plain_part
+from .decode_body_triton import P_SHIFT, _list_tiles, packed_part, plain_part
 from .decode_plan_triton import DecodePlan, ladder_classes
+from .unpack_triton import CODE_UNIT, LOG2E, NEG
 
 try:
     from .decode_kernel_gluon_triton import decode_kernel as gluon_kernel
@@ -152,7 +153,7 @@ def _packed_program(
             if VB == 2:
                 field = acc[r * 4 + f]
             elif f == 8 // VB - 1:
-                # `_nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
+                # `nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
                 field = acc[0] - acc[1] if VB == 4 else acc[0]
             else:
                 field = acc[1]

@@ -17,10 +17,11 @@ import triton.language as tl
 
 from ..layout import TOKEN, Format
 from ..store import PageStore
-from .extend_body_triton import NEG, causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
+from .extend_body_triton import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
 from .extend_flashinfer_triton import RaggedPrefill
 from .extend_plan_triton import ExtendPlan
 from .extend_stored_triton import StagedExtend
+from .unpack_triton import NEG
 
 INTERPRET = triton.knobs.runtime.interpret
 CHUNK = 32  # blocks whose tiles a program lists at a time

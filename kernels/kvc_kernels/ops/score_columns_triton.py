@@ -6,7 +6,7 @@ scores of the block's slots. Of several requests that share a block, the program
 their order. So no slot has two writers, no atomics are needed and no order decides.
 """
 
-# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
+
 from __future__ import annotations
 
 import torch
@@ -16,8 +16,9 @@ import triton.language as tl
 from ..layout import TOKEN
 from ..store import PageStore
 from .decode_plan_triton import ladder_classes
-from .extend_body_triton import LOG2E, capped, dequant, load_q, locate
+from .extend_body_triton import load_q, locate
 from .observe import Observe
+from .unpack_triton import LOG2E, capped, dequant, key_scales
 
 INTERPRET = triton.knobs.runtime.interpret
 PROGRAMS = 4096  # about as many a launch, so that long requests are spread over the device
@@ -222,20 +223,7 @@ def _packed_keys(
     DK: tl.constexpr = D * KB // 8
     dk = tl.arange(0, DK)
     codes = tl.load((base + slot * DK)[:, None] + dk[None, :], mask=live[:, None], other=0)
-    ks = ()
-    kz = ()
-    if TOKEN_KEYS:
-        meta = (base + KMETA).to(tl.pointer_type(tl.float16)) + slot
-        one = tl.load(meta, mask=live, other=0.0)[:, None]
-        two = tl.load(meta + T, mask=live, other=0.0)[:, None]
-        for _ in tl.static_range(8 // KB):
-            ks = ks + (one,)
-            kz = kz + (two,)
-    else:
-        for f in tl.static_range(8 // KB):
-            grid = tl.load(header + f * DK + dk).to(tl.float32) * (255 // ((1 << KB) - 1))
-            ks = ks + (grid.to(tl.float16)[None, :],)
-            kz = kz + (tl.load(header + D + f * DK + dk)[None, :],)
+    ks, kz = key_scales(base, slot, header, live, KB, T, KMETA, D, TOKEN_KEYS)
     return dequant(codes, ks, kz, KB, ASM)
 
 
