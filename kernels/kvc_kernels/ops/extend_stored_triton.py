@@ -130,11 +130,12 @@ class StagedExtend:
             self.prefill.plan(groups.tokens, groups.first, groups.count)
             request, prefix, tokens = groups.runs()
         sees = [x for pair in zip(groups.first, groups.count) for x in pair]
-        host = torch.tensor([x for pair in groups.staged for x in pair] + sees + request, dtype=torch.int32)
+        # `sees` comes first: at any other place its alignment would vary, and with it the compiled kernel.
+        host = torch.tensor(sees + [x for pair in groups.staged for x in pair] + request, dtype=torch.int32)
         if self.store.device.type == "cuda":
             host = host.pin_memory()
         whole = host.to(self.store.device, non_blocking=True)
-        items, sees, index = whole.split((2 * len(groups.staged), len(sees), len(request)))
+        sees, items, index = whole.split((len(sees), 2 * len(groups.staged), len(request)))
         self.sees = sees.view(-1, 2)
         self.rows.plan(row_blocks, items.view(-1, 2))
         n = sum(tokens)
