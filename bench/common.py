@@ -243,9 +243,12 @@ def command_line() -> str:
 
 
 def write_result(
-    name: str, numbers: dict[str, Any], *, scores: dict[str, tuple[float, str]] | None = None
+    name: str, numbers: dict[str, Any], *, scores: dict[str, tuple[float, str]] | None = None, quiet: bool = False
 ) -> Path:
-    """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> (value, unit)."""
+    """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> (value, unit).
+
+    `quiet` for what is not the last word: a long run writes what it has after every part.
+    """
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
@@ -258,6 +261,8 @@ def write_result(
         "numbers": numbers,
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
+    if quiet:
+        return path
     for key, (value, unit) in (scores or {}).items():
         print(f"{key:40} {value:.4f} {unit}")
     print(f"written: {path.relative_to(ROOT)}")

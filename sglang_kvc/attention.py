@@ -21,8 +21,10 @@ class Snapshot:
     already be rewriting a finished request's row for another.
 
     `row_blocks` `[B, NB]` block ids of each request, `seq_lens` `[B]` with the new tokens counted; `write_blocks` and
-    `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; those
-    behind the first are None while decoding.
+    `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; those behind the
+    first are None while decoding. `exact_cpu[B]`: requests whose blocks stay as they are; None where there are none.
+    `waiting_cpu[B]`: places of the full blocks of each prefix that are uncompressed as yet; None where there are none
+    or nobody asks.
     """
 
     row_blocks: torch.Tensor
@@ -32,7 +34,8 @@ class Snapshot:
     seq_lens_cpu: list[int]
     prefix_lens_cpu: list[int] | None = None
     extend_lens_cpu: list[int] | None = None
-    exact_cpu: list[bool] | None = None  # requests whose blocks stay as they are
+    exact_cpu: list[bool] | None = None
+    waiting_cpu: list[list[int]] | None = None
 
 
 class Attention(Protocol):
@@ -94,7 +97,6 @@ class TorchAttention:
             stored_as=self._stored_as(),
         )
 
-
     def _stored_as(self) -> list[Format | None]:
         """For each request of this forward: as what its full blocks are seen."""
         exact = self.snap.exact_cpu or [False] * len(self.snap.seq_lens_cpu)
@@ -104,14 +106,21 @@ class TorchAttention:
 class TritonAttention(TorchAttention):
     """Triton kernels over static buffers: a decode step can be captured in a CUDA graph.
 
-    Where a kernel is missing for what the policy needs (collecting attention), the torch reference runs on the device.
-    The new tokens of a prompt see each other as they are, not as they will be stored.
+    With `observe`, a second launch a layer collects the attention that stored tokens receive, from the first one's
+    log-sum-exp; what that kernel cannot collect the torch reference does, on the device.
     """
 
     def __init__(
-        self, store: PageStore, observe: ops.Observe | None, *, query_heads: int, max_batch: int, max_blocks: int
+        self,
+        store: PageStore,
+        observe: ops.Observe | None,
+        stored_as: Format | None = None,
+        *,
+        query_heads: int,
+        max_batch: int,
+        max_blocks: int,
     ):
-        super().__init__(store, observe)
+        super().__init__(store, observe, stored_as)
         from kvc_kernels.ops.append_triton import append_triton
         from kvc_kernels.ops.decode_attention_triton import DecodeAttention
         from kvc_kernels.ops.extend_attention_triton import ExtendAttention
@@ -119,10 +128,19 @@ class TritonAttention(TorchAttention):
         device = store.device
         self.append = append_triton
         self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
-        self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks)
+        self.extender = ExtendAttention(
+            store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as
+        )
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
+        self.received = None
+        from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+
+        self.plain = observe is not None and not ReceivedAttention.takes(observe)
+        if observe is not None and not self.plain:
+            self.received = ReceivedAttention(store, query_heads=query_heads, observe=observe, max_batch=max_batch)
+            self.lse = torch.empty((max_batch, query_heads), dtype=torch.float32, device=device)
 
     def plan_decode(self, snap: Snapshot) -> None:
         """Copy the step into the static buffers and cut it into work items; nothing here waits for the device."""
@@ -132,25 +150,38 @@ class TritonAttention(TorchAttention):
         self.write[0, :n].copy_(snap.write_blocks)
         self.write[1, :n].copy_(snap.write_offsets)
         self.decoder.plan(self.rows[:n], self.lens[:n])
+        if self.received is not None:
+            self.received.plan_decode(self.rows[:n], self.lens[:n])
         self.snap = Snapshot(
             self.rows[:n], self.lens[:n], self.write[0, :n], self.write[1, :n], seq_lens_cpu=snap.seq_lens_cpu
         )
 
     def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
-        if self.observe is not None:
+        if self.plain:
             return super().decode(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         self._append(layer, k, v)
-        return self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
+        if self.received is None:
+            return self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
+        lse = self.lse[: len(q)]
+        out = self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap, lse=lse)
+        self.received.add(layer, q, lse, scale=scale, logit_cap=logit_cap)
+        return out
 
     def plan_extend(self, snap: Snapshot) -> None:
-        self.snap = snap
-        self.extender.plan(snap.row_blocks.int(), snap.prefix_lens_cpu, snap.extend_lens_cpu)
+        self.snap, rows = snap, snap.row_blocks.int()
+        self.extender.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu, snap.exact_cpu)
+        if self.received is not None:
+            self.received.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu)
 
     def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
-        if self.observe is not None:
+        if self.plain:
             return super().extend(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         self._append(layer, k, v)
-        return self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)
+        if self.received is None:
+            return self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)
+        out, lse = self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap, return_lse=True)
+        self.received.add(layer, q, lse, scale=scale, logit_cap=logit_cap)
+        return out
 
 
 def make_attention(
@@ -164,6 +195,6 @@ def make_attention(
 ) -> Attention:
     if store.device.type == "cuda":
         return TritonAttention(
-            store, observe, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
+            store, observe, stored_as, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
         )
     return TorchAttention(store, observe, stored_as)

@@ -132,7 +132,6 @@ class KvcRadixCache(RadixCache):
             self.runtime.queue_due(due, length=self._decoded(req))
         self.runtime.free(seq.blocks[kept:])
         req.kvc = None
-        self.runtime.exact_requests.discard(req.rid)
         if not self.disable and req.last_node is not None:
             self.dec_lock_ref(req.last_node)
 

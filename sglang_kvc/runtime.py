@@ -12,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from .stats import HeadMap, KvcStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .sequence import Sequence
 
 _current: Runtime | None = None
 
@@ -81,7 +84,8 @@ class Runtime:
     step: int = 0  # forwards launched; stamps counts that are still under way
     processed: int = 0  # forwards whose results the CPU has seen
     pending: deque[PendingCounts] = field(default_factory=deque)
-    exact_requests: set[str] = field(default_factory=set)  # ids of running requests that asked for lossless blocks
+    # Running requests by id, for the plan of a forward, which sees ids only; an entry goes with its sequence.
+    sequences: WeakValueDictionary[str, Sequence] = field(default_factory=WeakValueDictionary)
     # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     _exact_need: int | None = None
@@ -213,13 +217,25 @@ class Runtime:
         self.blocks.rung[due] = to_rung
         self.counters.compactions += len(due)
 
+    def exact(self, rids: list[str]) -> list[bool]:
+        """Which requests asked for lossless blocks."""
+        return [(seq := self.sequences.get(rid)) is not None and seq.exact for rid in rids]
+
+    def waiting(self, rids: list[str], prefix_lens: list[int]) -> list[list[int]]:
+        """Places of the full blocks of each request's prefix that stay uncompressed once the queue has been flushed."""
+        out = []
+        for rid, length in zip(rids, prefix_lens):
+            seq = self.sequences.get(rid)  # none in the engine's own warm-up
+            whole = [] if seq is None else seq.blocks[: length // self.layout.block_tokens]
+            out.append(np.flatnonzero(self.blocks.state[whole] == State.OPEN).tolist() if whole else [])
+        return out
+
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""
         if self.store.device.type == "cuda":
             torch.cuda.synchronize(self.store.device)
         self.log.clear()
         self.pending.clear()
-        self.exact_requests.clear()
         self.blocks.reset()
         self.ledger.reset()
         self.store.reset()

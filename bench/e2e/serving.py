@@ -1,20 +1,25 @@
 """End to end: output tokens/s of the compressed cache beside stock bf16 and fp8, same machine, same KV memory, one run.
 
     python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
+    python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # the constrained runs alone
 
 Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
 Unconstrained: bf16 and ours with all memory that SGLang would take, at several concurrencies. Load comes from
 `sglang.bench_serving` (random token ids). Random weights prove speed, never quality.
+
+The result file is written after every load. To measure in several calls, `--only NAMES --append` adds servers to the
+file of an earlier one on the same commit and device.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 
-from bench.common import Server, write_result
+from bench.common import RESULTS, Server, device_name, measured_commit, write_result
 
 FIGURES = {
     "output_tok_s": r"Output token throughput \(tok/s\):\s+([\d.]+)",
@@ -27,7 +32,7 @@ FIGURES = {
 }
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", required=True)
     p.add_argument("--load-format", default="auto")
@@ -40,8 +45,13 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--stock-backend", default="flashinfer", help="stock SGLang's best attention backend here")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
     p.add_argument("--server-args", default="", help="more options for every server")
+    p.add_argument("--quick", action="store_true", help="no unconstrained runs")
+    p.add_argument("--append", action="store_true", help="keep what the result file holds of other servers")
     p.add_argument("--name", default="e2e/serving")
-    return p.parse_args()
+    a = p.parse_args(argv)
+    if a.quick:
+        a.concurrency = ""
+    return a
 
 
 def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
@@ -79,9 +89,30 @@ def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, 
     return {name: float(m[1]) for name, p in FIGURES.items() if (m := re.search(p, done.stdout))}
 
 
+def earlier(a: argparse.Namespace) -> dict[str, dict]:
+    """The numbers of an earlier call; refused where they are of another commit or device."""
+    path = RESULTS / f"{a.name}.json"
+    if not (a.append and path.exists()):
+        return {}
+    record = json.loads(path.read_text())
+    for field, now in (("commit", measured_commit()), ("device", device_name())):
+        if record[field] != now:
+            raise SystemExit(f"error: {path.name} holds {field} {record[field]}, not {now}: leave --append out")
+    return record["numbers"]
+
+
+def table(numbers: dict[str, dict]) -> str:
+    """The runs side by side."""
+    columns = [c for c in FIGURES if any(c in n for n in numbers.values())]
+    lines = [f"{'run':24}" + "".join(f"{c:>16}" for c in columns)]
+    for name, run in numbers.items():
+        lines.append(f"{name:24}" + "".join(f"{run[c]:16.1f}" if c in run else " " * 16 for c in columns))
+    return "\n".join(lines)
+
+
 def main() -> None:
     a = arguments()
-    numbers: dict[str, dict] = {}
+    numbers = earlier(a)
     for name, (options, concurrencies) in servers(a).items():
         with Server(options, model=a.model) as server:
             load(server, a, 8, 8, 16)  # compile and warm up
@@ -92,8 +123,10 @@ def main() -> None:
                 kvc = server.client.stats() if name.startswith("kvc") else None
                 numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc}
                 print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
+                write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
             for line in server.errors():
                 print(name, line)
+    print(table(numbers))
     write_result(a.name, numbers, scores=scores(numbers, a))
 
 

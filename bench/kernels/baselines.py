@@ -1,8 +1,9 @@
 """Stock decode attention on the same shapes: FlashInfer (bf16, fp8_e4m3; pages of 1 and 16 tokens) and SGLang's Triton.
 
-    python bench/kernels/baselines.py --out FILE.json [--warm] [--shapes 64x8192,16x32768]
+    python -m bench.kernels.baselines [--out FILE.json] [--warm] [--shapes 64x8192,16x32768]
 
 Needs flashinfer and sglang importable. `--warm` only compiles. Tokens lie in random slots (pages of 1) or random pages.
+`bench.kernels.decode` times the same functions beside our kernel.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import cold_layers, copy_bandwidth, time_graph, write_json
+
+from .common import RESULTS, Budget, Results, cold_layers, copy_bandwidth, table, time_graph
 
 HEADS, GROUP = 8, 4
+DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+COLUMNS = {"kernel": "", "kv": "", "batch": "", "tokens": "", "head_dim": "", "ms": ".3f", "of_copy": ".1%"}
 
 
 def flashinfer(batch: int, tokens: int, dim: int, dtype: torch.dtype, page: int, tensor_cores: bool) -> float:
@@ -66,50 +70,57 @@ def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> floa
     )
 
 
-def main() -> None:
-    ap = argparse.ArgumentParser()
-    ap.add_argument("--out", default="")
+def kernels(kv: str, *, quick: bool) -> dict:
+    """name -> (function, further arguments); with `quick` only the forms that were found fastest."""
+    runs = {f"flashinfer_page{p}_tc": (flashinfer, (p, True)) for p in (1, 16)}
+    if not quick:
+        if kv == "bf16":
+            runs["flashinfer_page16"] = (flashinfer, (16, False))
+        runs["sglang_triton"] = (sglang_triton, ())
+    return runs
+
+
+def measure(batch: int, tokens: int, dim: int, kv: str, bandwidth: float, *, quick: bool) -> list[dict]:
+    """Rows of all kernels that run here; one that does not is named and left out."""
+    rows = []
+    size = batch * tokens * HEADS * dim * 2 * DTYPES[kv].itemsize
+    for kernel, (fn, extra) in kernels(kv, quick=quick).items():
+        try:
+            ms = fn(batch, tokens, dim, DTYPES[kv], *extra)
+        except Exception as e:
+            print(f"{kernel} {kv} {batch}x{tokens} D{dim}: {type(e).__name__} {str(e)[-200:]}", flush=True)
+            continue
+        torch.cuda.empty_cache()
+        row = dict(kernel=kernel, kv=kv, batch=batch, tokens=tokens, head_dim=dim, ms=ms, bytes=size)
+        rows.append({**row, "of_copy": size / (ms * 1e-3) / bandwidth})
+    return rows
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("--out", default=str(RESULTS / "baselines.json"))
     ap.add_argument("--warm", action="store_true")
     ap.add_argument("--shapes", default="64x8192,16x32768")
-    ap.add_argument("--quick", action="store_true", help="bf16 and its fastest forms only")
+    ap.add_argument("--quick", action="store_true", help="FlashInfer's fastest forms only")
     ap.add_argument("--dims", default="128,64")
-    args = ap.parse_args()
-    shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
-    if args.warm:
-        shapes = [(2, 64)]
-    bandwidth = copy_bandwidth()
-    rows = []
+    ap.add_argument("--seconds", type=float, default=220)
+    args = ap.parse_args(argv)
+    args.shapes = [(2, 64)] if args.warm else [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    budget, bandwidth = Budget(args.seconds), copy_bandwidth()
+    results = Results("/dev/null" if args.warm else args.out, copy_bytes_per_s=bandwidth)
     for dim in map(int, args.dims.split(",")):
-        for batch, tokens in shapes if dim == 128 else shapes[:1]:
-            for name, dtype in (("bf16", torch.bfloat16), ("fp8_e4m3", torch.float8_e4m3fn)):
-                size = batch * tokens * HEADS * dim * 2 * (2 if name == "bf16" else 1)
-                if args.quick and name == "fp8_e4m3":
-                    continue
-                runs = {f"flashinfer_page{p}_tc": (flashinfer, (p, True)) for p in (1, 16)}
-                if name == "bf16" and not args.quick:
-                    runs["flashinfer_page16"] = (flashinfer, (16, False))
-                if not args.quick:
-                    runs["sglang_triton"] = (sglang_triton, ())
-                for kernel, (fn, extra) in runs.items():
-                    try:
-                        ms = fn(batch, tokens, dim, dtype, *extra)
-                    except Exception as e:
-                        print(
-                            f"{kernel} {name} {batch}x{tokens} D{dim}: {type(e).__name__} {str(e)[-200:]}",
-                            flush=True,
-                        )
-                        continue
-                    torch.cuda.empty_cache()
-                    of_copy = size / (ms * 1e-3) / bandwidth
-                    rows.append(
-                        {"kernel": kernel, "kv": name, "batch": batch, "tokens": tokens, "head_dim": dim, "ms": ms,
-                         "bytes": size, "of_copy": of_copy}
-                    )  # fmt: skip
-                    if not args.warm:
-                        print(f"{kernel:20s} {name:9s} {batch}x{tokens} D{dim}: {ms * 1e3:7.1f} us"
-                              f"  {100 * of_copy:5.1f} % of copy", flush=True)  # fmt: skip
-    if args.out:
-        write_json(args.out, rows, copy_bytes_per_s=bandwidth)
+        for batch, tokens in args.shapes if dim == 128 else args.shapes[:1]:
+            for kv in DTYPES:
+                if not budget.over(f"{kv} {batch}x{tokens} D{dim}"):
+                    results.add(*measure(batch, tokens, dim, kv, bandwidth, quick=args.quick))
+    print(table(results.rows, COLUMNS))
+    budget.show()
+    results.show()
 
 
 if __name__ == "__main__":

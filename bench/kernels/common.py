@@ -8,18 +8,20 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import torch
 
+from kvc_kernels.layout import BF16, FORMATS, PageLayout, PoolLayout, Rung, align_up, choose_page_bytes
+from kvc_kernels.testing import random_store
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "kernels")]
-
-from kvc_kernels.layout import BF16, FORMATS, PageLayout, PoolLayout, Rung, align_up, choose_page_bytes  # noqa: E402
-from kvc_kernels.testing import random_store  # noqa: E402
-
+RESULTS = ROOT / "bench" / "results" / "kernels"
 
 def device_facts() -> dict:
+    if not torch.cuda.is_available():
+        return {"name": "CPU"}
     p = torch.cuda.get_device_properties(0)
     return {"name": p.name, "sms": p.multi_processor_count, "memory_gib": round(p.total_memory / 2**30, 1)}
 
@@ -36,17 +38,76 @@ def commit() -> str:
         return "unknown"
 
 
-def write_json(path: str | pathlib.Path, rows: list[dict], **facts) -> None:
-    body = {
-        "command": " ".join(sys.argv),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device_facts(),
-        "torch": torch.__version__,
-        **facts,
-        "rows": rows,
-    }
-    pathlib.Path(path).write_text(json.dumps(body, indent=1))
+class Results:
+    """A result file that grows: written anew after every row, so that a run that is cut off leaves what it found.
+
+    `scores` (name -> value, unit) is what `bench/scoreboard.py` collects.
+    """
+
+    def __init__(self, path: str | pathlib.Path, **facts):
+        self.path, self.facts = pathlib.Path(path), facts
+        self.rows: list[dict] = []
+        self.scores: dict[str, dict] = {}
+
+    def add(self, *rows: dict) -> None:
+        self.rows += rows
+        self.write()
+
+    def score(self, scores: dict[str, tuple[float, str]]) -> None:
+        self.scores |= {name: {"value": value, "unit": unit} for name, (value, unit) in scores.items()}
+        self.write()
+
+    def write(self) -> None:
+        facts = device_facts()
+        body = {
+            "command": command_line(),
+            "commit": commit(),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "device": facts["name"],
+            "device_facts": facts,
+            "torch": torch.__version__,
+            **self.facts,
+            "scores": self.scores,
+            "rows": self.rows,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(body, indent=1) + "\n")
+
+    def show(self) -> None:
+        for name, score in self.scores.items():
+            print(f"{name:32} {score['value']:8.4f} {score['unit']}")
+        print(f"written: {self.path}", flush=True)
+
+
+def command_line() -> str:
+    """How this measurement was started, as one would type it at the root of the repository."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return " ".join(["python", *(["-m", spec.name] if spec else [sys.argv[0]]), *sys.argv[1:]])
+
+
+class Budget:
+    """Seconds that a run may take; points that come too late are left out, and named."""
+
+    def __init__(self, seconds: float):
+        self.end, self.left_out = time.monotonic() + seconds, []
+
+    def over(self, point: str) -> bool:
+        late = time.monotonic() > self.end
+        if late:
+            self.left_out.append(point)
+        return late
+
+    def show(self) -> None:
+        if self.left_out:
+            print(f"left out for want of time: {', '.join(self.left_out)}")
+
+
+def table(rows: list[dict], columns: dict[str, str]) -> str:
+    """Text with a header and a line a row; `columns`: key -> format, absent values stay blank."""
+    lines = [list(columns)]
+    lines += [["" if r.get(c) is None else format(r[c], f) for c, f in columns.items()] for r in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join("  ".join(x.rjust(w) for x, w in zip(line, widths)) for line in lines)
 
 
 def time_graph(fn, *, inner: int = 10, outer: int = 7) -> float:

@@ -1,8 +1,11 @@
 """Compaction of a prompt's blocks in all layers and heads: the kernel, its plan, and plain torch beside it.
 
-    python -m bench.kernels.compaction [--tokens 16384] [--layers 32] [--formats k4v4,k8v4+k4v2] [--out FILE]
+    python -m bench.kernels.compaction [--tokens 16384] [--layers 32] [--formats k4v4,k8v4+k4v2] [--seconds 220]
 
 8 KV heads, head_dim 128. The floor is every K/V row read once and every packed byte written once, at copy bandwidth.
+The share of prefill is that of a whole prompt's blocks in the prefill of an 8B-shaped model (`layer.py`); the share of
+decoding that of `--batch` requests at `--context` tokens, each of which fills a block in as many steps as it has
+tokens, every one moved by a launch of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +15,20 @@ import time
 
 import torch
 
-from .common import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes, copy_bandwidth, write_json
+from .common import (
+    BF16,
+    FORMATS,
+    RESULTS,
+    Budget,
+    PoolLayout,
+    Results,
+    Rung,
+    Workload,
+    choose_page_bytes,
+    copy_bandwidth,
+    table,
+    time_graph,
+)
 
 HEADS, DIM = 8, 128
 
@@ -75,43 +91,6 @@ def once(store, ids, tiers, move, repeats: int) -> tuple[float, float]:
     return sorted(device)[repeats // 2], sorted(host)[repeats // 2]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--formats", default="k4v4,k8v4,k8v4+k4v2")
-    parser.add_argument("--out", default="bench/results/kernels/compaction.json")
-    args = parser.parse_args()
-    from kvc_kernels import ops
-    from kvc_kernels.ops.compact_triton import compact_triton
-
-    bandwidth, rows = copy_bandwidth(), []
-    for names in args.formats.split(","):
-        for blocks in (args.tokens // args.block, 8):
-            store, ids, tiers = build(names, args.layers, blocks, args.block)
-            once(store, ids, tiers, compact_triton, 1)
-            ours, launch = once(store, ids, tiers, compact_triton, 5)
-            pages = int((store.table[ids] > 0).sum())
-            digest = ops.block_digest(store, int(ids[0]))
-            refill(store, ids)
-            rows_read = blocks * args.block * args.layers * HEADS * DIM * 4
-            floor = (rows_read + pages * store.layout.page_bytes) / bandwidth * 1e3
-            once(store, ids, tiers, ops.compact, 1)
-            torch_ms, _ = once(store, ids, tiers, ops.compact, 1)
-            row = dict(
-                format=names, blocks=blocks, block_tokens=args.block, layers=args.layers, ms=ours, launch_ms=launch,
-                floor_ms=floor, torch_ms=torch_ms, digest_of_one_block=digest,
-            )  # fmt: skip
-            if len(names.split("+")) == 1:
-                row["quota_plan_ms"] = plan_time(store, ids, args)
-            rows.append(row)
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-            del store
-            torch.cuda.empty_cache()
-    write_json(args.out, rows, copy_bytes_s=bandwidth)
-
-
 def plan_time(store, ids, args) -> float:
     """Milliseconds of a quota plan that keeps half of the pages, from random scores."""
     from kvc_kernels import ops
@@ -129,6 +108,100 @@ def plan_time(store, ids, args) -> float:
         b.synchronize()
         times.append(a.elapsed_time(b))
     return sorted(times)[1]
+
+
+def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
+    """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device."""
+    from kvc_kernels import ops
+    from kvc_kernels.ops.compact_triton import compact_triton
+
+    store, ids, tiers = build(names, args.layers, blocks, args.block)
+    once(store, ids, tiers, compact_triton, 1)
+    ours, launch = once(store, ids, tiers, compact_triton, 5)
+    pages = int((store.table[ids] > 0).sum())
+    digest = ops.block_digest(store, int(ids[0]))
+    rows_read = blocks * args.block * args.layers * HEADS * DIM * 4
+    floor = (rows_read + pages * store.layout.page_bytes) / bandwidth * 1e3
+    row = dict(
+        case="compact", format=names, blocks=blocks, block_tokens=args.block, layers=args.layers, ms=ours,
+        launch_ms=launch, floor_ms=floor, digest_of_one_block=digest,
+    )  # fmt: skip
+    if blocks > 1:
+        once(store, ids, tiers, ops.compact, 1)
+        row["torch_ms"], _ = once(store, ids, tiers, ops.compact, 1)
+    if len(names.split("+")) == 1:
+        refill(store, ids)
+        row["quota_plan_ms"] = plan_time(store, ids, args)
+    return row
+
+
+def model_times(args) -> list[dict]:
+    """Milliseconds of a whole prefill and of a decode step of an 8B-shaped model, from one layer's."""
+    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+
+    from . import layer
+
+    store, rows, lens, _ = Workload("k4v4", block_tokens=args.block, batch=args.batch, tokens=args.context).build()
+    q = torch.randn((args.batch, layer.GROUP * HEADS, DIM), device="cuda").bfloat16()
+    op = DecodeAttention(store, max_batch=args.batch, max_blocks=rows.shape[1], query_heads=q.shape[1])
+    op.plan(rows, lens)
+    attention = time_graph(lambda _: op.run(0, q, scale=DIM**-0.5))
+    step = layer.LAYERS * (attention + layer.products_ms(args.batch))
+    del store
+    torch.cuda.empty_cache()
+    return [
+        dict(case="model", name="prefill", tokens=args.tokens, ms=layer.LAYERS * layer.prefill_ms(args.tokens)),
+        dict(case="model", name="decode step", batch=args.batch, tokens=args.context, ms=step),
+    ]
+
+
+def scores(rows: list[dict], batch: int) -> dict[str, tuple[float, str]]:
+    """Of the first format: the prompt's blocks over its prefill, and a step's share of blocks over the step."""
+    moves = [r for r in rows if r["case"] == "compact"]
+    whole = {r["name"]: r["ms"] for r in rows if r["case"] == "model"}
+    if not moves or len(whole) < 2:
+        return {}
+    mine = {r["blocks"]: r for r in moves if r["format"] == moves[0]["format"]}
+    prompt, out = mine[max(mine)], {}
+    out["compaction.prefill_overhead"] = (prompt["ms"] / whole["prefill"], "share of prefill")
+    if 1 in mine:
+        # Blocks fill at random steps, so most come alone; the host's launches count where they take longer.
+        cost = max(mine[1]["ms"], mine[1]["launch_ms"]) * batch / mine[1]["block_tokens"]
+        out["compaction.decode_overhead"] = (cost / whole["decode step"], "share of a decode step")
+    return out
+
+
+COLUMNS = {"case": "", "format": "", "name": "", "blocks": "", "ms": ".3f", "launch_ms": ".3f", "floor_ms": ".3f",
+           "torch_ms": ".1f", "quota_plan_ms": ".3f"}  # fmt: skip
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--formats", default="k4v4,k8v4,k8v4+k4v2")
+    parser.add_argument("--seconds", type=float, default=220)
+    parser.add_argument("--out", default=str(RESULTS / "compaction.json"))
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = arguments()
+    budget, bandwidth = Budget(args.seconds), copy_bandwidth()
+    results = Results(args.out, copy_bytes_per_s=bandwidth)
+    results.add(*model_times(args))
+    for names in args.formats.split(","):
+        for blocks in (args.tokens // args.block, 8, 1):
+            if not budget.over(f"{names}, {blocks} blocks"):
+                results.add(measure(names, blocks, args, bandwidth))
+                torch.cuda.empty_cache()
+    results.score(scores(results.rows, args.batch))
+    print(table(results.rows, COLUMNS))
+    budget.show()
+    results.show()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Extend attention over a long cached prefix in packed pages, beside FlashInfer over bf16 pages of the same lengths.
 
-    python -m bench.kernels.extend [--prefix 102400] [--new 64,1024] [--format k4v4] [--block 128] [--out FILE]
+    python -m bench.kernels.extend [--prefix 102400] [--new 64,1024] [--format k4v4] [--block 128] [--seconds 220]
 
 One layer of 8 KV heads, GQA 4, head_dim 128. FlashInfer runs with each backend and page size named in `BASELINES`; the
-best counts. Every variant is checked against float64 on a short prefix first, with fresh random inputs.
+best counts. Every variant is checked against float64 on a short prefix first, with fresh random inputs. Then a prompt
+without a prefix, seen exactly and as stored, and what collecting attention adds to a prefill of `--score` tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 
 import torch
 
-from .common import Workload, copy_bandwidth, time_graph, write_json
+from .common import RESULTS, Budget, Results, Workload, choose_page_bytes, copy_bandwidth, table, time_graph
 
 BASELINES = (("fa2", 1), ("fa2", 16), ("fa3", 1))
 HEADS, GROUP, DIM = 8, 4, 128
@@ -112,71 +113,140 @@ def reference(store, q, k, v, rows, prefix: int) -> torch.Tensor:
 
 
 def fresh_prompt(new: int) -> list[dict]:
-    """No prefix at all: FlashInfer's ragged prefill, which serves it, and the kernels' own tiles."""
+    """No prefix at all: FlashInfer's ragged prefill, which serves it, the kernels' own tiles, and blocks as stored."""
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
     work, rows = Workload("k4v4", block_tokens=128), []
-    store = work.build(batch=1, tokens=256)[0]
+    store, blocks, _, _ = work.build(batch=1, tokens=new, rung=0)
     q, k, v = new_rows(new)
-    none = torch.zeros((1, 1), dtype=torch.int32, device="cuda")
-    for name, options in {**variants(), "flashinfer ragged": dict(flashinfer=True)}.items():
+    fmt = store.ladder[1].high
+    more = {"flashinfer ragged": dict(flashinfer=True), "as stored": dict(flashinfer=True, stored_as=fmt)}
+    for name, options in {**variants(), **more, "as stored, triton": dict(flashinfer=False, stored_as=fmt)}.items():
         op = ExtendAttention(store, query_heads=HEADS * GROUP, **options)
-        op.plan(none, [0], [new])
+        op.plan(blocks, [0], [new])
         ms = timed(lambda op=op: op.run(0, q, k, v, scale=SCALE))
         rows.append(dict(case="no prefix", prefix=0, new=new, name=name, ms=ms))
-        print(f"no prefix, {new} new: {name:20} {ms:8.3f} ms", flush=True)
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def collecting(tokens: int) -> list[dict]:
+    """What adding up received attention costs in a prompt of `tokens`, beside one layer's prefill: the last 64 queries
+    observe, or all."""
+    from kvc_kernels import ops
+    from kvc_kernels.layout import PoolLayout
+    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+    from kvc_kernels.testing import random_store
+
+    from . import layer
+
+    base = Workload("k8v4+k4v2", block_tokens=128)
+    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, key_mode="channel", scored=True)
+    layout = PoolLayout(1, HEADS, DIM, 128, page, "channel", True)
+    n = tokens // 128
+    counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
+    store = random_store(layout, base.rungs(), torch.zeros(n, dtype=torch.int64), counts, device="cuda")
+    blocks = (1 + torch.randperm(n)).int().cuda()[None]
+    q = torch.randn((tokens, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
+    lse = torch.full((tokens, HEADS * GROUP), 20.0, device="cuda")
+    rows = [dict(case="score", name="prefill of one layer", new=tokens, ms=layer.prefill_ms(tokens))]
+    for window in (64, None):
+        op = ReceivedAttention(store, query_heads=HEADS * GROUP, observe=ops.Observe(window))
+        op.plan(blocks, [0], [tokens])
+        ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
+        rows.append(dict(case="score", name=f"window {window}", new=tokens, ms=ms))
+    return rows
+
+
+def over_prefix(work: Workload, good: set[str], prefix: int, new: int, bandwidth: float, rate: float) -> list[dict]:
+    """FlashInfer over bf16 pages, then ours over packed ones."""
+    ops = 4 * new * HEADS * GROUP * DIM * (prefix + new / 2)
+    base, ours, size = {}, {}, 0
+    for backend, page in BASELINES:
+        try:
+            base[f"flashinfer {backend} page {page}"] = timed(flashinfer_paged(backend, page, prefix, new))
+        except Exception as error:
+            print(f"flashinfer {backend} page {page}: {type(error).__name__} {str(error)[:200]}", flush=True)
+        torch.cuda.empty_cache()
+    for name in sorted(good):
+        fn, size, store = run_ours(work, prefix, new, variants()[name], check=False)
+        ours[name] = timed(fn)
+        del fn, store
+    best = min(base.values(), default=math.nan)
+    floor = dict(bytes_ms=size / bandwidth * 1e3, ops_ms=ops / rate * 1e3)
+    return [
+        dict(case="prefix", prefix=prefix, new=new, name=name, ms=ms, vs_flashinfer=ms / best, tflops=ops / ms / 1e9)
+        | floor
+        | dict(ours=name in ours)
+        for name, ms in {**base, **ours}.items()
+    ]
+
+
+def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
+    """The scoreboard's figures: times over FlashInfer's, of our fastest variant, and the share that collecting adds."""
+    out = {}
+    for new, name in ((64, "64"), (1024, "1k")):
+        ratios = [r["vs_flashinfer"] for r in rows if r["case"] == "prefix" and r["new"] == new and r["ours"]]
+        if ratios and not math.isnan(min(ratios)):
+            out[f"extend.vs_bf16.{name}"] = (min(ratios), "time over FlashInfer bf16")
+    times = {r["name"]: r["ms"] for r in rows if r["case"] == "score"}
+    if len(times) > 1:
+        whole = times["prefill of one layer"]
+        out["score.prefill_overhead"] = (times["window 64"] / whole, "share of prefill, window 64")
+        if "window None" in times:
+            out["score.prefill_overhead_all"] = (times["window None"] / whole, "share of prefill, all queries")
+    return out
+
+
+COLUMNS = {"case": "", "name": "", "prefix": "", "new": "", "ms": ".3f", "vs_flashinfer": ".2f", "tflops": ".0f",
+           "bytes_ms": ".3f", "ops_ms": ".3f", "worst_row_error": ".4f"}  # fmt: skip
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prefix", type=int, default=102400)
     parser.add_argument("--new", default="64,1024")
     parser.add_argument("--format", default="k4v4")
     parser.add_argument("--kept", default="full")
     parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--fresh", type=int, default=8192)
-    parser.add_argument("--out", default="bench/results/kernels/extend.json")
-    args = parser.parse_args()
-    work = Workload(args.format, args.kept, block_tokens=args.block)
+    parser.add_argument("--fresh", type=int, default=8192, help="tokens of the prompt without a prefix; 0: none")
+    parser.add_argument("--score", type=int, default=16384, help="tokens of the prompt that is observed; 0: none")
+    parser.add_argument("--seconds", type=float, default=220)
+    parser.add_argument("--out", default=str(RESULTS / "extend.json"))
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = arguments()
+    work, budget = Workload(args.format, args.kept, block_tokens=args.block), Budget(args.seconds)
     bandwidth, rate = copy_bandwidth(), matmul_rate()
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
-    rows = []
+    results = Results(
+        args.out, format=args.format, kept=args.kept, copy_bytes_per_s=bandwidth, matmul_ops_per_s=rate
+    )
     for name, options in variants().items():
         try:
             worst = run_ours(work, 1500, 100, options, check=True)
         except Exception as error:
             print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
             continue
-        rows.append(dict(case="check", name=name, worst_row_error=worst))
-        print(f"{name}: worst row error {worst:.4f}", flush=True)
-    good = {r["name"] for r in rows if r["worst_row_error"] < 0.02}
-    for new in map(int, args.new.split(",")):
-        ops = 4 * new * HEADS * GROUP * DIM * (args.prefix + new / 2)
-        base = {}
-        for backend, page in BASELINES:
-            try:
-                base[f"flashinfer {backend} page {page}"] = timed(flashinfer_paged(backend, page, args.prefix, new))
-            except Exception as error:
-                print(f"flashinfer {backend} page {page}: {type(error).__name__} {str(error)[:200]}", flush=True)
-        best = min(base.values(), default=math.nan)
-        ours = {}
-        for name in good:
-            fn, size, store = run_ours(work, args.prefix, new, variants()[name], check=False)
-            ours[name] = timed(fn)
-            del fn, store
-        floor = dict(bytes_ms=size / bandwidth * 1e3, ops_ms=ops / rate * 1e3)
-        for name, ms in {**base, **ours}.items():
-            row = dict(case="prefix", prefix=args.prefix, new=new, name=name, ms=ms, vs_flashinfer=ms / best, **floor)
-            rows.append({**row, "tflops": ops / ms / 1e9})
-            print(
-                f"{new} new: {name:24} {ms:8.3f} ms {ops / ms / 1e9:5.0f} TFLOP/s, {ms / best:.2f}x of FlashInfer; "
-                f"floors {floor['bytes_ms']:.3f} (bytes) {floor['ops_ms']:.3f} (operations)",
-                flush=True,
-            )
+        results.add(dict(case="check", name=name, worst_row_error=worst))
+    good = {r["name"] for r in results.rows if r["worst_row_error"] < 0.02}
+    jobs = {f"{n} new": lambda n=n: over_prefix(work, good, args.prefix, n, bandwidth, rate)
+            for n in map(int, args.new.split(","))}  # fmt: skip
+    if args.score:
+        jobs["scores"] = lambda: collecting(args.score)
     if args.fresh:
-        rows += fresh_prompt(args.fresh)
-    write_json(args.out, rows, format=args.format, kept=args.kept, copy_bytes_s=bandwidth, matmul_ops_s=rate)
+        jobs["no prefix"] = lambda: fresh_prompt(args.fresh)
+    for name, job in jobs.items():
+        if not budget.over(name):
+            try:
+                results.add(*job())
+            except Exception as error:
+                print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
+    results.score(scores(results.rows))
+    print(table(results.rows, COLUMNS))
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s")
+    budget.show()
+    results.show()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Which block size, page size, tile and counts does decode attention like? Checks, then times, every point.
 
-    python bench/kernels/geometry.py SUITE --out FILE.json [--jobs 12]
+    python -m bench.kernels.geometry SUITE [--out FILE.json] [--jobs 12] [--seconds 220]
 
 Each distinct kernel is first compiled and checked on a small store against float64, in parallel processes that fill
-the compile cache, then all points are timed one after another.
+the compile cache, then all points are timed one after another. The figures of the scoreboard come
+from `bench.kernels.decode`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import time
 from dataclasses import asdict, replace
 
 import torch
-from common import Workload, cold_layers, copy_bandwidth, page_bytes_for, time_graph, write_json
 
 from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
 from kvc_kernels.testing import reference_decode
+
+from .common import RESULTS, Budget, Results, Workload, copy_bandwidth, page_bytes_for, time_graph
 
 
 def suite_tune() -> list[tuple[Workload, Tuning, int]]:
@@ -65,28 +67,6 @@ def suite_geometry() -> list[tuple[Workload, Tuning, int]]:
     return out
 
 
-def suite_grid() -> list[tuple[Workload, Tuning, int]]:
-    """Batches and lengths, uneven lengths and heads, group sizes."""
-    out = []
-    k4 = Workload("k4v4", page_bytes=page_bytes_for("k4v4", 64))
-    shapes = [(b, t) for b in (1, 4, 16, 64, 256) for t in (1024, 4096, 8192, 32768, 131072) if b * t <= 1 << 20]
-    for batch, tokens in shapes:
-        small, large = (cold_layers(batch * tokens * 8 * n) for n in (132, 512))
-        out.append((replace(k4, batch=batch, tokens=tokens, layers=small), Tuning(), 0))
-        out.append((replace(k4, batch=batch, tokens=tokens + 100, layers=small), Tuning(), 0))
-        bf = Workload("bf16", page_bytes=8192, batch=batch, tokens=tokens, layers=large)
-        out.append((bf, Tuning(), 0))
-    out.append((replace(k4, tokens=1024, long=65536), Tuning(), 0))
-    out.append((replace(k4, tokens=1024), Tuning(), 0))
-    for columns in (0, 297, 594):
-        out.append((replace(k4, kept="heads:10:90"), Tuning(), columns))
-    out.append((replace(k4, kept="heads:50:50"), Tuning(), 0))
-    for group in (1, 2, 6, 7, 8, 12, 16):
-        out.append((replace(k4, group=group), Tuning(), 0))
-    out.append((replace(k4, batch=16, tokens=32768), Tuning(), 0))
-    return out
-
-
 def suite_main() -> list[tuple[Workload, Tuning, int]]:
     """The targets' points: every format full, half pruned, the two-tier mix, head_dim 64; both engines."""
     gluon, triton = Tuning("gluon"), Tuning("triton")
@@ -105,7 +85,7 @@ def suite_main() -> list[tuple[Workload, Tuning, int]]:
     return out
 
 
-SUITES = {"main": suite_main, "tune": suite_tune, "geometry": suite_geometry, "grid": suite_grid}
+SUITES = {"main": suite_main, "tune": suite_tune, "geometry": suite_geometry}
 
 
 def check(w: Workload, t: Tuning) -> float:
@@ -164,7 +144,8 @@ def line(r: dict) -> str:
 def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("suite", choices=SUITES)
-    ap.add_argument("--out", required=True)
+    ap.add_argument("--out", default="", help="default: bench/results/kernels/geometry_SUITE.json")
+    ap.add_argument("--seconds", type=float, default=220)
     ap.add_argument("--jobs", type=int, default=12)
     ap.add_argument("--shard", help="i/n: only check this part (used by the parallel first pass)")
     args = ap.parse_args()
@@ -187,7 +168,7 @@ def main() -> None:
         return
     started = time.time()
     jobs = [
-        subprocess.Popen([sys.executable, __file__, args.suite, "--out", "-", "--shard", f"{i}/{args.jobs}"])
+        subprocess.Popen([sys.executable, "-m", "bench.kernels.geometry", args.suite, "--shard", f"{i}/{args.jobs}"])
         for i in range(min(args.jobs, len(small)))
     ]
     for job in jobs:
@@ -198,14 +179,19 @@ def main() -> None:
     grouped: dict[Workload, list] = {}
     for w, t, items in points:
         grouped.setdefault(w, []).append((t, items))
-    rows = []
+    results = Results(args.out or RESULTS / f"geometry_{args.suite}.json", copy_bytes_per_s=bandwidth)
+    budget = Budget(args.seconds - (time.time() - started))
     for w, tunings in grouped.items():
+        if budget.over(f"{w.ladder} {w.kept} P{w.block_tokens}"):
+            continue
         try:
-            rows += measure(w, tunings, bandwidth)
+            results.add(*measure(w, tunings, bandwidth))
         except Exception as e:
             print(f"{w}: FAILED {type(e).__name__} {str(e)[-300:]}", flush=True)
         torch.cuda.empty_cache()
-    write_json(args.out, rows, copy_bytes_per_s=bandwidth)
+    print("\n".join(line(r) for r in sorted(results.rows, key=lambda r: r["ms"])))
+    budget.show()
+    results.show()
 
 
 if __name__ == "__main__":

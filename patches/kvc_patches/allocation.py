@@ -26,8 +26,7 @@ def around_alloc_for_extend(orig, batch):
             blocks = tree.path_blocks(req.last_node)[: done // p]
             exact = getattr(req, "kvc_level", None) == LOSSLESS
             req.kvc = Sequence.admit(allocator.runtime, blocks, done, exact=exact)
-            if exact:
-                allocator.runtime.exact_requests.add(req.rid)
+        allocator.runtime.sequences[req.rid] = req.kvc
     need = allocator.blocks_missing(batch.reqs, batch.seq_lens_cpu.tolist()) * p
     with allocator.for_requests(batch.reqs, need):
         return orig(batch)

@@ -69,3 +69,50 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, w
     a, b = (ops.block_scores(s, blocks) for s in (store, mine))
     assert a[:, 1].max() > 0.02
     assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
+
+
+@pytest.mark.parametrize("reduce", ["max", "squares"])
+@pytest.mark.parametrize("ladder, group, key_mode", [("k4v4", 4, "channel"), ("k8v4+k4v2", 7, "token")])
+def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
+    """Two replays of one CUDA graph collect twice what the reference finds in one step; blocks are shared."""
+    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+
+    from ..ops_triton.test_score import ROWS as SHARED
+    from ..ops_triton.test_score import SCALE, TOTAL, queries, stored_case
+
+    store, mine = (
+        PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(s).items()})
+        for s in stored_case(ladder, key_mode)
+    )
+    q, observe = queries(3, 2 * group).cuda(), ops.Observe(reduce=reduce)
+    rows, lens = SHARED.cuda(), torch.tensor(TOTAL, dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, observe=observe)
+    attend = DecodeAttention(mine, max_batch=3, max_blocks=4, query_heads=2 * group)
+    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=3)
+    lse = torch.empty((3, 2 * group), device="cuda")
+    pages = mine.pages.clone()
+
+    def step():
+        attend.run(1, q, scale=SCALE, lse=lse)
+        op.add(1, q, lse, scale=SCALE)
+
+    attend.plan(rows, lens)
+    op.plan_decode(rows, lens)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    mine.pages.copy_(pages)
+    graph.replay()
+    graph.replay()
+    blocks = SHARED.flatten().unique().long()
+    blocks = blocks[store.rung.cpu()[blocks] >= 0].cuda()
+    a, b = (ops.block_scores(s, blocks) for s in (store, mine))
+    assert a[:, 1].max() > 0.02
+    assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)

@@ -11,7 +11,10 @@ from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
 from sglang_kvc.blocks import Blocks, State
 from sglang_kvc.ledger import Ledger
 from sglang_kvc.oplog import Compact, OpLog, Release, Take
+from sglang_kvc.sequence import Sequence
 from sglang_kvc.sizing import size_pool
+
+from .model import make_runtime
 
 BLOCKS = 10
 IDS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5, unique=True).map(np.array)
@@ -107,3 +110,16 @@ def test_sizing_refuses_what_cannot_serve():
     lay = layout()
     with pytest.raises(ValueError, match=r"fewer than 4 uncompressed blocks.*give at least \d+ MiB"):
         size_pool(10 << 20, lay, (Rung(BF16, pages=lay.block_pages_bf16),))
+
+
+def test_waiting_names_the_full_blocks_of_a_prefix_that_stay_uncompressed():
+    runtime = make_runtime()
+    seq = Sequence([])
+    seq.extend(runtime, runtime.take([0, 64, 128]))
+    runtime.sequences["a"] = seq
+    assert runtime.waiting(["a", "unknown"], [150, 64]) == [[0, 1], []]
+    runtime.queue_due(seq.slide(runtime, 96 + 32))
+    assert runtime.waiting(["a"], [150]) == [[1]]
+    assert runtime.waiting(["a"], [127]) == [[]]
+    del seq
+    assert not runtime.sequences

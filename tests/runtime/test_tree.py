@@ -160,4 +160,4 @@ def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
     rungs = [server.runtime.store.rung[b].tolist() for b in blocks]
     assert rungs == [[1, 1, 1, 1, -1], [0, 0, 0, 0, -1]]
     assert server.admit([*prompt, 2], level=LOSSLESS).kvc.blocks[:2] == blocks[1][:2]
-    assert not server.runtime.exact_requests - {"2"}
+    assert server.runtime.exact(["0", "1", "2"]) == [False, False, True]

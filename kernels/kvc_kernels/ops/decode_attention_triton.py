@@ -16,8 +16,9 @@ import triton.language as tl
 
 from ..layout import TOKEN, Format
 from ..store import PageStore
-from .decode_body_triton import CODE_UNIT, LOG2E, NEG, P_SHIFT, _list_tiles, packed_part, plain_part
+from .decode_body_triton import P_SHIFT, _list_tiles, packed_part, plain_part
 from .decode_plan_triton import DecodePlan, ladder_classes
+from .unpack_triton import CODE_UNIT, LOG2E, NEG
 
 try:
     from .decode_kernel_gluon_triton import decode_kernel as gluon_kernel
@@ -152,7 +153,7 @@ def _packed_program(
             if VB == 2:
                 field = acc[r * 4 + f]
             elif f == 8 // VB - 1:
-                # `_nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
+                # `nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
                 field = acc[0] - acc[1] if VB == 4 else acc[0]
             else:
                 field = acc[1]
@@ -207,9 +208,13 @@ def _decode_kernel(
 
 
 @triton.jit
-def _merge_kernel(part_o, part_ml, ranges, out, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                  STEP: tl.constexpr):
-    """grid (B, H * G). Sum of a request's partial results, weighted by 2^(m - max m)."""
+def _merge_kernel(
+    part_o, part_ml, ranges, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """grid (B, H * G). Sum of a request's partial results, weighted by 2^(m - max m); with LSE also the log-sum-exp to
+    base 2, fp32 `[B, H * G]`.
+    """
     b = tl.program_id(0)
     hq = tl.program_id(1)
     h = hq // G
@@ -236,6 +241,8 @@ def _merge_kernel(part_o, part_ml, ranges, out, H: tl.constexpr, G: tl.constexpr
     # A head with every token pruned, or a row without tokens, gives 0 rather than NaN.
     result = acc / tl.where(total > 0, total, 1.0)
     tl.store(out + (b * (H * G) + hq).to(tl.int64) * D + d, result.to(out.dtype.element_ty))
+    if LSE:
+        tl.store(out_lse + b * (H * G) + hq, tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), NEG))
 
 
 class DecodeAttention:
@@ -346,9 +353,18 @@ class DecodeAttention:
         self._plan.update(self.store, row_blocks, seq_lens)
 
     def run(
-        self, layer: int, q: torch.Tensor, *, scale: float, logit_cap: float = 0.0, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`q[B, Hq, D]` of the planned requests -> `out[B, Hq, D]` in q's dtype."""
+        """`q[B, Hq, D]` of the planned requests -> `out[B, Hq, D]` in q's dtype. The log-sum-exp to base 2 goes to
+        `lse` fp32 `[B, Hq]`, if given.
+        """
         store, plan, heads = self.store, self._plan, self.store.layout.heads
         if out is None:
             out = torch.empty_like(q)
@@ -362,8 +378,9 @@ class DecodeAttention:
             plan.max_blocks, layer, scale, logit_cap, **self._constants(logit_cap > 0),
         )  # fmt: skip
         _merge_kernel[(q.shape[0], q.shape[1])](
-            self._part_o, self._part_ml, plan.ranges, out, heads, self.group, store.layout.head_dim, 8, num_warps=1
-        )
+            self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, heads, self.group,
+            store.layout.head_dim, 8, lse is not None, num_warps=1,
+        )  # fmt: skip
         return out
 
 

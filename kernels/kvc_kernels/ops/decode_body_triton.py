@@ -10,78 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A code c, put into the low bits of an fp16 word, is the subnormal c * 2^-24: exact, and one AND per two codes is
-# the whole conversion. The factor goes into the softmax scale and the final store. Products are formed and summed
-# in fp32 by the MMA, where neither 2^-24 nor the place of a nibble (2^4, 2^2) loses a bit.
-CODE_UNIT: tl.constexpr = tl.constexpr(16777216.0)
+from .unpack_triton import CODE_UNIT, LOG2E, NEG, capped, crumbs, nested
+
 # p is kept times 2^5 so that p * value_scale stays clear of fp16 subnormals; a value scale may reach 2047.
 P_SHIFT: tl.constexpr = tl.constexpr(5.0)
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-NEG: tl.constexpr = tl.constexpr(-1.0e30)
-
-
-@triton.jit
-def _nested(x, BITS: tl.constexpr, ASM: tl.constexpr):
-    """uint8 codes [M, N] -> 8/BITS fp16 tensors [M, N] F0, F1, ..: the byte without its 0, 1, .. highest fields.
-
-    In units of 2^-24. Field j is worth F[n-1-j] - F[n-j]; that difference is taken on the small side of the product
-    (the query) or at the very end (the output). So the whole byte serves as it is: two PRMT spread four bytes over two
-    registers, and only the other tensors cost an AND per two elements (4 bits: half an instruction a code).
-    """
-    if ASM:
-        if BITS == 8:
-            return (
-                tl.inline_asm_elementwise(
-                    "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;",
-                    "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
-                ),
-            )
-        elif BITS == 4:
-            a, b = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $4, 0, 0x4140; prmt.b32 $1, $4, 0, 0x4342;"
-                " and.b32 $2, $0, 0x000f000f; and.b32 $3, $1, 0x000f000f;",
-                "=&r,=&r,=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-            )
-            return (a, b)
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $8, 0, 0x4140; prmt.b32 $1, $8, 0, 0x4342;"
-                " and.b32 $2, $0, 0x003f003f; and.b32 $3, $1, 0x003f003f;"
-                " and.b32 $4, $0, 0x000f000f; and.b32 $5, $1, 0x000f000f;"
-                " and.b32 $6, $0, 0x00030003; and.b32 $7, $1, 0x00030003;",
-                "=&r,=&r,=r,=r,=r,=r,=r,=r,r", [x],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
-            )
-            return (a, b, c, d)
-    else:
-        out = ()
-        for k in tl.static_range(8 // BITS):
-            out = out + ((x & (0xFF >> (BITS * k))).to(tl.int16).to(tl.float16, bitcast=True),)
-        return out
-
-
-@triton.jit
-def _crumbs(x, ASM: tl.constexpr):
-    """uint8 2-bit codes [M, N] -> 4 fp16 tensors [M, N]; field j is worth code * 2^(2j - 24).
-
-    2-bit values have a scale for each group of features, so that their fields cannot share a weight as in `_nested`.
-    """
-    if ASM:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "{.reg .b32 a, b; prmt.b32 a, $8, 0, 0x4140; prmt.b32 b, $8, 0, 0x4342;"
-            " and.b32 $0, a, 0x00030003; and.b32 $1, b, 0x00030003;"
-            " and.b32 $2, a, 0x000c000c; and.b32 $3, b, 0x000c000c;"
-            " and.b32 $4, a, 0x00300030; and.b32 $5, b, 0x00300030;"
-            " and.b32 $6, a, 0x00c000c0; and.b32 $7, b, 0x00c000c0;}",
-            "=r,=r,=r,=r,=r,=r,=r,=r,r", [x],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
-        )
-        return (a, b, c, d)
-    else:
-        out = ()
-        for j in tl.static_range(4):
-            out = out + ((x & (3 << (2 * j))).to(tl.int16).to(tl.float16, bitcast=True),)
-        return out
 
 
 @triton.jit
@@ -172,12 +104,6 @@ def _spread(base, SPAN: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _capped(x, cap):
-    """cap * tanh(x / cap), through exp2 because tl has no tanh; exact to fp32 rounding at both ends."""
-    return cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E / cap)) + 1.0))
-
-
-@triton.jit
 def packed_part(
     acc, m, l, zs, q, qsum, words, tile_pages, qz_scratch, n_tiles,
     pages, page_bytes, headers, header_stride, scale, cap,
@@ -187,11 +113,11 @@ def packed_part(
 ):
     """Add `n_tiles` tiles of packed tokens to the running softmax.
 
-    acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `_nested` or `_crumbs`, in units of
+    acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `nested` or `crumbs`, in units of
     2^-24.
     m fp32 `[NQ]`; l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero that are reduced over
     rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j) (per-token
-    keys: the difference to the one before, as `_nested` wants it). `headers` is at this layer and head.
+    keys: the difference to the one before, as `nested` wants it). `headers` is at this layer and head.
     """
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
@@ -238,13 +164,13 @@ def packed_part(
         word = tl.load(words + i + 1)
         ids = _tile_pages(tile_pages, i + 1, SPAN)
 
-        kf = _nested(codes, KB, ASM)
+        kf = nested(codes, KB, ASM)
         s = tl.zeros([TILE, NQ], tl.float32)
         if TOKEN_KEYS:
             for k in tl.static_range(NKF):
                 s = tl.dot(kf[k], q[k], s)
         else:
-            # Query of the highest field first; each further tensor of `_nested` holds the difference to the one before.
+            # Query of the highest field first; each further tensor of `nested` holds the difference to the one before.
             above = tl.zeros([DK, NQ], tl.float16)
             for k in tl.static_range(NKF):
                 ks = tl.load(headers + block * header_stride + (NKF - 1 - k) * DK + dk)
@@ -260,14 +186,14 @@ def packed_part(
             kzero = tl.load(kmeta + T, mask=ok16, other=0.0).to(tl.float32) * (c / CODE_UNIT)
             s = s * kscale[:, None] + kzero[:, None] * qsum[None, :]
             if CAPPED:
-                s = _capped(s, cap) * LOG2E
+                s = capped(s, cap) * LOG2E
             s = tl.where(ok[:, None], s, NEG)
             mn = tl.maximum(m, tl.max(s, 0))
             p = tl.exp2(s - (mn - P_SHIFT)[None, :])
         else:
             qz = tl.load(qz_scratch + j24 * NQ + heads)
             if CAPPED:
-                s = _capped(s * c + qz[None, :], cap) * LOG2E
+                s = capped(s * c + qz[None, :], cap) * LOG2E
                 s = tl.where(ok[:, None], s, NEG)
                 mn = tl.maximum(m, tl.max(s, 0))
                 p = tl.exp2(s - (mn - P_SHIFT)[None, :])
@@ -287,7 +213,7 @@ def packed_part(
         p16 = p.to(tl.float16)
         acc_next = ()
         for r in tl.static_range(PARTS):
-            vf = _crumbs(values[r], ASM) if VB == 2 else _nested(values[r], VB, ASM)
+            vf = crumbs(values[r], ASM) if VB == 2 else nested(values[r], VB, ASM)
             for j in tl.static_range(NVF):
                 weight = p16 * tl.where(ok, vscale[(j * DV + r * ROWS) // ROW_GROUP], 0.0)[:, None]
                 acc_next = acc_next + (tl.dot(vf[j], weight, acc[r * NVF + j] * a[None, :]),)
@@ -324,7 +250,7 @@ def plain_part(
             v = v.to(tl.float32)
         s = tl.dot(k, q.to(k.dtype))
         if CAPPED:
-            s = _capped(s * scale, cap) * LOG2E
+            s = capped(s * scale, cap) * LOG2E
         else:
             s = s * c
         s = tl.where(ok[:, None], s, NEG)

@@ -22,12 +22,13 @@ def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
 
 @triton.jit(do_not_specialize=["NB"])
 def _split_kernel(
-    row_blocks, row_stride, seq_lens, rung, rung_classes, lists, sizes,
-    NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
+    row_blocks, row_stride, seq_lens, rung, rung_classes, skip, lists, sizes,
+    NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, SKIP_FULL: tl.constexpr,
 ):
     """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
 
-    `rung_classes` int32 `[rungs]`: bit c is set where a block at this rung holds tokens of class c.
+    `rung_classes` int32 `[rungs]`: bit c is set where a block at this rung holds tokens of class c. With SKIP_FULL
+    whole uncompressed blocks (class 0) are left out where `skip` int32 `[B]` says so: they are read from elsewhere.
     """
     b = tl.program_id(0)
     seq_len = tl.load(seq_lens + b)
@@ -41,6 +42,8 @@ def _split_kernel(
             bits = tl.load(rung_classes + r, mask=j < nb, other=0)
             hit = ((bits >> c) & 1) * (j < nb).to(tl.int32)
             tokens = tl.minimum(seq_len - j * P, P).to(tl.int64)
+            if SKIP_FULL and c == 0:
+                hit = hit * ((tokens < P) | (tl.load(skip + b) == 0)).to(tl.int32)
             to = found + tl.cumsum(hit, 0) - hit
             tl.store(lists + (b.to(tl.int64) * NC + c) * NB + to, (block << 32) | tokens, mask=hit == 1)
             found += tl.sum(hit, 0)
@@ -166,8 +169,8 @@ class DecodePlan:
         if batch == 0:
             return
         _split_kernel[(batch,)](
-            row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, self.lists, self.sizes,
-            self.max_blocks, nc, store.layout.block_tokens, 128, num_warps=4,
+            row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, seq_lens, self.lists, self.sizes,
+            self.max_blocks, nc, store.layout.block_tokens, 128, False, num_warps=4,
         )
         _items_kernel[(batch,)](
             self.sizes, self.weights, self.items, self.ranges, self.column_ranges, batch, self.columns,

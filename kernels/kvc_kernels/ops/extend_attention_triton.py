@@ -17,9 +17,11 @@ import triton.language as tl
 
 from ..layout import TOKEN, Format
 from ..store import PageStore
-from .extend_body_triton import NEG, causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
+from .extend_body_triton import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
 from .extend_flashinfer_triton import RaggedPrefill
 from .extend_plan_triton import ExtendPlan
+from .extend_stored_triton import StagedExtend
+from .unpack_triton import NEG
 
 INTERPRET = triton.knobs.runtime.interpret
 CHUNK = 32  # blocks whose tiles a program lists at a time
@@ -43,18 +45,20 @@ class Tuning:
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "NB"])
 def _extend_kernel(
     q, q_stride_n, q_stride_h, k, k_stride_n, k_stride_h, v, v_stride_n, v_stride_h, out, own_o, own_lse,
-    part_o, part_lse, out_lse, scratch, items, lists, sizes, NB, pages, table, counts, headers, layer, scale, cap,
+    part_o, part_lse, out_lse, scratch, items, lists, sizes, NB, pages, table, counts, headers, staged, staged_k,
+    staged_v, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr, MAX_TILES: tl.constexpr,
     WIDTH: tl.constexpr, OWN: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, LSE: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, STAGED: tl.constexpr, LSE: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. out `[N, Hq, D]` takes items that none is joined with
     (and with LSE out_lse fp32 `[N, Hq]`), part_o fp32 `[slots, H, BM, D]` and part_lse fp32 `[slots, H, BM]` the
     others. All log-sum-exps are to base 2.
 
     The new tokens themselves: computed here, or (OWN false) own_o `[N, Hq, D]`, own_lse fp32 `[N, Hq]` hold
-    that part of the result, which is what the first part of the prefix then starts from.
+    that part of the result, which is what the first part of the prefix then starts from. With STAGED, a request also
+    sees staged int32 `[requests, 2]` (first slot, slots) of staged_k, staged_v `[slots, P, H, D]`, whole.
     """
     pid = tl.program_id(0)
     h = pid % H
@@ -120,6 +124,14 @@ def _extend_kernel(
                         CLASSES[c][2], 1 - 2 * CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6], WIDTH,
                         TOKEN_KEYS, CAPPED, TILE, STAGES, ASM,
                     )
+    if STAGED:
+        qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
+        n = tl.load(staged + request * 2 + 1) * P * own
+        at = tl.load(staged + request * 2).to(tl.int64) * (P * H * D) + h * D
+        acc, m, l = causal_tiles(
+            acc, m, l, qc[0], staged_k + at, staged_v + at, H * D, H * D, token * 0 + n, n, scale, cap,
+            D, WIDTH, CAPPED, TILE, STAGES, ASM,
+        )
     if OWN:
         qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
         last = (tl.minimum(row0 + BM, rows) + G - 1) // G * own
@@ -194,9 +206,10 @@ class ExtendAttention:
         tuning: Tuning | None = None,
         flashinfer: bool | None = None,
         hopper: bool | None = None,
+        stored_as: Format | None = None,
     ):
         """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `flashinfer`, `hopper`:
-        use them or not; None where they can be.
+        use them or not; None where they can be. `stored_as`: as in `ops.extend_attention`.
         """
         layout = store.layout
         if query_heads % layout.heads:
@@ -222,6 +235,9 @@ class ExtendAttention:
                 store.device, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim, dtype=store.dtype
             )
         dev = store.device
+        self._staged = None
+        if stored_as is not None:
+            self._staged = StagedExtend(store, stored_as, self._ragged, query_heads=query_heads)
         self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
         self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
@@ -240,23 +256,48 @@ class ExtendAttention:
         field = d * fmt.value_bits // 8
         return min(field, 32) if fmt.value_bits == 2 else field
 
-    def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
-        """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Copies to the device; does not sync."""
+    def plan(
+        self,
+        row_blocks: torch.Tensor,
+        prefix_lens: list[int],
+        extend_lens: list[int],
+        waiting: list[list[int]] | None = None,
+        exact: list[bool] | None = None,
+    ) -> None:
+        """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Copies to the device; does not sync.
+
+        `waiting[B]`, with `stored_as`: places of the full blocks of each prefix that are uncompressed as yet;
+        `exact[B]`: requests whose blocks are seen as they are all the same.
+        """
+        self._stages = False
+        if self._staged is not None:
+            row_blocks, prefix_lens, extend_lens = self._staged.plan(
+                row_blocks, prefix_lens, extend_lens, waiting, exact
+            )
+            self._stages = self._staged.groups is not None
         own = sum(n * n / 2 for n in extend_lens)
         over_prefix = sum(p * n for p, n in zip(prefix_lens, extend_lens))
-        self._use_ragged = self._ragged is not None and own > max(OWN_SHARE * over_prefix, OWN_LEAST)
+        if self._stages:
+            self._use_ragged = self._staged.prefill is not None
+        else:
+            self._use_ragged = self._ragged is not None and own > max(OWN_SHARE * over_prefix, OWN_LEAST)
+            if self._use_ragged:
+                self._ragged.plan(extend_lens)
         self._use_pages = over_prefix > 0 or not self._use_ragged
-        if self._use_ragged:
-            self._ragged.plan(extend_lens)
         if not self._use_pages:
             return
         widest = max(extend_lens, default=0) * self.group
-        self._use_hopper = self._hopper is not None and widest > HOPPER_LEAST_ROWS
+        # The warp-specialised kernel knows no staged blocks; what lies in pages it takes with them or without.
+        staged_here = self._stages and not self._use_ragged
+        self._use_hopper = self._hopper is not None and widest > HOPPER_LEAST_ROWS and not staged_here
         if self._use_hopper:
             self._rows, programs = 256 if widest > 128 else 128, self._sms
         else:
             self._rows, programs = self.tuning.rows, self._sms * self.tuning.programs_per_sm
-        self._plan.update(row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs)
+        self._plan.update(
+            row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs,
+            skip_full=self._staged.skips if self._stages else None,
+        )
         self._reserve(0 if self._use_ragged else max(extend_lens, default=0))
 
     def _reserve(self, new: int) -> None:
@@ -292,13 +333,19 @@ class ExtendAttention:
         if q.shape[0]:
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
             own = None
-            if self._use_ragged:
+            if self._stages:
+                self._staged.fill(layer)
+            if self._stages and self._use_ragged:
+                into = None if self._use_pages else (out, lse)
+                own = self._staged.own(q, k, v, into, scale=scale, logit_cap=logit_cap)
+            elif self._use_ragged:
                 own = self._ragged.run(
                     q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or self._use_pages
                 )
-            if not self._use_pages:
+            if self._use_pages:
+                self._attend(layer, q, k, v, out, lse, own, scale, logit_cap)
+            elif not self._stages:
                 return own
-            self._attend(layer, q, k, v, out, lse, own, scale, logit_cap)
         return (out, lse) if return_lse else out
 
     def _attend(self, layer: int, q, k, v, out, lse, own, scale: float, logit_cap: float) -> None:
@@ -311,14 +358,16 @@ class ExtendAttention:
             )
         else:
             own_o, own_lse = own or (out, self._part_lse)
+            staged = self._stages and own is None
+            rows = (self._staged.sees, self._staged.rows.k, self._staged.rows.v) if staged else (plan.sizes, k, v)
             _extend_kernel[(plan.n_items * layout.heads,)](
                 q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
                 own_o, own_lse, self._part_o, self._part_lse, out_lse, self._scratch, plan.items, plan.lists,
-                plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, layer, scale,
+                plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, *rows, layer, scale,
                 logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
                 layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
                 own is None, layout.key_mode == TOKEN, logit_cap > 0, self._rows, self._tile, t.stages,
-                lse is not None, not INTERPRET, num_warps=t.warps,
+                staged, lse is not None, not INTERPRET, num_warps=t.warps,
             )  # fmt: skip
         if plan.n_joins:
             rows = min(16, self._rows)

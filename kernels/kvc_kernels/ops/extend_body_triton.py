@@ -14,95 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-NEG: tl.constexpr = tl.constexpr(-1.0e30)
-
-
-@triton.jit
-def _plain_codes(x, BITS: tl.constexpr, FIELD: tl.constexpr, s, z):
-    """fp16 of field FIELD of bytes x: code * s + z, for the interpreter."""
-    code = (x >> (BITS * FIELD)) & ((1 << BITS) - 1)
-    return (code.to(tl.float32) * s.to(tl.float32) + z.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
-def dequant8(x, s, z, ASM: tl.constexpr):
-    """uint8 codes [M, N] -> fp16 code * s + z; fp16 s, z of the same shape. 3 instructions for 2 elements."""
-    if not ASM:
-        return _plain_codes(x, 8, 0, s, z)
-    # 0x64cc is the fp16 number 1024 + c; the FMA rounds once.
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 a, b, m; mov.b32 m, 0xe400e400;"
-        " prmt.b32 a, $2, 0x64646464, 0x4140; prmt.b32 b, $2, 0x64646464, 0x4342;"
-        " add.f16x2 a, a, m; add.f16x2 b, b, m; fma.rn.f16x2 $0, a, $3, $5; fma.rn.f16x2 $1, b, $4, $6;}",
-        "=r,=r,r,r,r,r,r", [x, s, z], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def dequant4(x, s0, z0, s1, z1, ASM: tl.constexpr):
-    """Both fields of bytes [M, N] as fp16: code * s + z. 3.5 instructions for 2 elements."""
-    if not ASM:
-        return _plain_codes(x, 4, 0, s0, z0), _plain_codes(x, 4, 1, s1, z1)
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 a, b, c, d, m, n, k; mov.b32 m, 0xe400e400; mov.b32 n, 0x2c002c00; mov.b32 k, 0xd400d400;"
-        " prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
-        " lop3.b32 c, a, 0x000f000f, 0x64006400, 0xea; lop3.b32 d, b, 0x000f000f, 0x64006400, 0xea;"
-        " lop3.b32 a, a, 0x00f000f0, 0x64006400, 0xea; lop3.b32 b, b, 0x00f000f0, 0x64006400, 0xea;"
-        " add.f16x2 c, c, m; add.f16x2 d, d, m; fma.rn.f16x2 a, a, n, k; fma.rn.f16x2 b, b, n, k;"
-        " fma.rn.f16x2 $0, c, $5, $7; fma.rn.f16x2 $1, d, $6, $8;"
-        " fma.rn.f16x2 $2, a, $9, $11; fma.rn.f16x2 $3, b, $10, $12;}",
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [x, s0, z0, s1, z1],
-        dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _dequant2_half(x, s0, z0, s1, z1, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """Fields 0 and 1, or 2 and 3 (HIGH), of bytes with four 2-bit codes."""
-    if not ASM:
-        return _plain_codes(x, 2, 2 * HIGH, s0, z0), _plain_codes(x, 2, 2 * HIGH + 1, s1, z1)
-    # 1024 + 4^f * c becomes c by one FMA: times 4^-f, minus 1024 * 4^-f.
-    if HIGH:
-        CONST: tl.constexpr = (
-            "mov.b32 m, 0x2c002c00; mov.b32 k, 0xd400d400; mov.b32 n, 0x24002400; mov.b32 l, 0xcc00cc00;"
-            " mov.b32 p, 0x00300030; mov.b32 q, 0x00c000c0;"
-        )
-    else:
-        CONST: tl.constexpr = (
-            "mov.b32 m, 0x3c003c00; mov.b32 k, 0xe400e400; mov.b32 n, 0x34003400; mov.b32 l, 0xdc00dc00;"
-            " mov.b32 p, 0x00030003; mov.b32 q, 0x000c000c;"
-        )
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 a, b, c, d, m, n, k, l, p, q; " + CONST + " prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
-        " lop3.b32 c, a, p, 0x64006400, 0xea; lop3.b32 d, b, p, 0x64006400, 0xea;"
-        " lop3.b32 a, a, q, 0x64006400, 0xea; lop3.b32 b, b, q, 0x64006400, 0xea;"
-        " fma.rn.f16x2 c, c, m, k; fma.rn.f16x2 d, d, m, k; fma.rn.f16x2 a, a, n, l; fma.rn.f16x2 b, b, n, l;"
-        " fma.rn.f16x2 $0, c, $5, $7; fma.rn.f16x2 $1, d, $6, $8;"
-        " fma.rn.f16x2 $2, a, $9, $11; fma.rn.f16x2 $3, b, $10, $12;}",
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [x, s0, z0, s1, z1],
-        dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def dequant(x, s, z, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Bytes [M, N] -> 8 / BITS fp16 tensors [M, N]; `s`, `z` are tuples of fp16 tensors that broadcast to it."""
-    shape: tl.constexpr = x.shape
-    s2 = ()
-    z2 = ()
-    for f in tl.static_range(8 // BITS):
-        s2 = s2 + (tl.broadcast_to(s[f], shape),)
-        z2 = z2 + (tl.broadcast_to(z[f], shape),)
-    if BITS == 8:
-        return (dequant8(x, s2[0], z2[0], ASM),)
-    elif BITS == 4:
-        a, b = dequant4(x, s2[0], z2[0], s2[1], z2[1], ASM)
-        return (a, b)
-    else:
-        a, b = _dequant2_half(x, s2[0], z2[0], s2[1], z2[1], False, ASM)
-        c, d = _dequant2_half(x, s2[2], z2[2], s2[3], z2[3], True, ASM)
-        return (a, b, c, d)
+from .unpack_triton import LOG2E, NEG, capped, dequant, key_scales
 
 
 @triton.jit
@@ -145,12 +57,6 @@ def locate(pages, row, page_bytes, t0, count, t, T: tl.constexpr, STEP: tl.const
     page = tl.max_constancy(page, RUN)
     slot = tl.max_contiguous(tl.multiple_of(t0 + t - e * T, RUN), RUN)
     return pages + page * page_bytes, slot
-
-
-@triton.jit
-def capped(x, cap):
-    """cap * tanh(x / cap), through exp2 because tl has no tanh; right at both ends."""
-    return cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E / cap)) + 1.0))
 
 
 @triton.jit
@@ -214,22 +120,7 @@ def packed_tiles(
         for g in tl.static_range(GROUPS):
             vs = vs + (tl.load(meta + 2 * g * T, mask=ok, other=0.0)[None, :],)
             vz = vz + (tl.load(meta + (2 * g + 1) * T, mask=ok, other=0.0)[None, :],)
-        ks = ()
-        kz = ()
-        if TOKEN_KEYS:
-            kmeta = (base + KMETA).to(tl.pointer_type(tl.float16)) + slot
-            one = tl.load(kmeta, mask=ok, other=0.0)[:, None]
-            two = tl.load(kmeta + T, mask=ok, other=0.0)[:, None]
-            for _ in tl.static_range(NKF):
-                ks = ks + (one,)
-                kz = kz + (two,)
-        else:
-            at = header + block * header_stride + dk
-            for f in tl.static_range(NKF):
-                # On the grid of KB bits the scale is 1, 17 or 85 times as large.
-                grid = tl.load(at + f * DK).to(tl.float32) * (255 // ((1 << KB) - 1))
-                ks = ks + (grid.to(tl.float16)[None, :],)
-                kz = kz + (tl.load(at + (D + f * DK))[None, :],)
+        ks, kz = key_scales(base, slot, header + block * header_stride, ok, KB, T, KMETA, D, TOKEN_KEYS)
         k = dequant(codes, ks, kz, KB, ASM)
         s = tl.dot(q[0], tl.trans(k[0]))
         for f in tl.static_range(1, NKF):

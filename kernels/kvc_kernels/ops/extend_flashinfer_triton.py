@@ -1,4 +1,4 @@
-"""New tokens among themselves by FlashInfer's ragged prefill, where it can be imported."""
+"""New tokens among themselves, and over staged blocks, by FlashInfer's prefill where it can be imported."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import warnings
 import torch
 
 try:
-    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 except Exception:  # not installed, or broken by the versions around it: the Triton kernels do without
-    BatchPrefillWithRaggedKVCacheWrapper = None
+    BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper = None
 
 WORKSPACE_BYTES = 128 << 20
 
@@ -47,8 +47,8 @@ class RaggedPrefill:
         self.starts = torch.tensor([0, *extend_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.planned = None
 
-    def run(self, q, k, v, *, scale: float, logit_cap: float, lse: bool):
-        """Output `[N, Hq, D]`, and with `lse` also the base-2 log-sum-exp fp32 `[N, Hq]`."""
+    def run(self, q, k, v, *, scale: float, logit_cap: float, lse: bool, into: tuple | None = None):
+        """Output `[N, Hq, D]`, and with `lse` also the base-2 log-sum-exp fp32 `[N, Hq]`; both written to `into`."""
         if self.planned != (scale, logit_cap):
             # Host tensors: nothing has to be read back from the device.
             self.wrapper.plan(
@@ -56,4 +56,63 @@ class RaggedPrefill:
                 logits_soft_cap=logit_cap or None, q_data_type=self.dtype,
             )  # fmt: skip
             self.planned = (scale, logit_cap)
+        if into is not None:
+            return self.wrapper.run(q, k, v, out=into[0], lse=into[1], return_lse=True)
         return self.wrapper.run(q, k, v, return_lse=lse)
+
+
+class StagedPrefill:
+    """Attention of runs of new tokens over whole blocks in dense buffers, without a mask.
+
+    The buffers `k`, `v` `[slots, P, H, D]` are a page store of FlashInfer's, with a page a block: what a run sees is a
+    list of slots, and lists of different runs may share them.
+    """
+
+    def __init__(self, like: RaggedPrefill, device: torch.device, page: int):
+        self.heads, self.dtype, self.page, self.device = like.heads, like.dtype, page, device
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.planned: tuple[float, float] | None = None
+
+    @classmethod
+    def create(cls, like: RaggedPrefill | None, device: torch.device, page: int) -> StagedPrefill | None:
+        """None where FlashInfer cannot serve; tried at once as `RaggedPrefill.create` does it, with one run that sees
+        nothing."""
+        if like is None:
+            return None
+        try:
+            made = cls(like, device, page)
+            made.plan([1, 1], [0, 0], [0, 1])
+            query_heads, heads, head_dim = made.heads
+            q = torch.zeros((2, query_heads, head_dim), dtype=made.dtype, device=device)
+            k = torch.zeros((1, page, heads, head_dim), dtype=made.dtype, device=device)
+            made.run(q, k, k, (torch.empty_like(q), q.new_empty((2, query_heads), dtype=torch.float32)),
+                     scale=1.0, logit_cap=0.0)  # fmt: skip
+        except Exception as error:
+            warnings.warn(f"FlashInfer's paged prefill does not work here: {error}", stacklevel=2)
+            return None
+        return made
+
+    def plan(self, tokens: list[int], first: list[int], count: list[int]) -> None:
+        """Runs of `tokens[i]` new tokens see slots first[i] .. first[i] + count[i] - 1; host lists."""
+
+        def starts(x):
+            return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+        indices = [torch.arange(a, a + n, dtype=torch.int32) for a, n in zip(first, count)]
+        host = torch.cat(indices)
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        indices = host.to(self.device, non_blocking=True)
+        last = torch.tensor([self.page if n else 0 for n in count], dtype=torch.int32)
+        self.lists, self.planned = (starts(tokens), starts(count), indices, last), None
+
+    def run(self, q, k, v, into: tuple, *, scale: float, logit_cap: float) -> None:
+        """Output and base-2 log-sum-exp (-inf where a run sees nothing) into `into`."""
+        if self.planned != (scale, logit_cap):
+            self.wrapper.plan(
+                *self.lists, *self.heads, self.page, causal=False, sm_scale=scale, logits_soft_cap=logit_cap or None,
+                q_data_type=self.dtype,
+            )  # fmt: skip
+            self.planned = (scale, logit_cap)
+        self.wrapper.run(q, (k, v), out=into[0], lse=into[1], return_lse=True)

@@ -55,10 +55,17 @@ class ExtendPlan:
         self.n_items = self.n_joins = self.n_slots = 0
 
     def update(
-        self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], *, rows: int, programs: int
+        self,
+        row_blocks: torch.Tensor,
+        prefix_lens: list[int],
+        extend_lens: list[int],
+        *,
+        rows: int,
+        programs: int,
+        skip_full: list[bool] | None = None,
     ) -> None:
         """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device; `rows` of a query tile, `programs` that
-        the device runs at a time.
+        the device runs at a time. Where `skip_full[B]` whole uncompressed blocks of the prefix are left out.
         """
         store, p = self.store, self.store.layout.block_tokens
         tiles = [-(-n * self.group // rows) for n in extend_lens]
@@ -77,17 +84,19 @@ class ExtendPlan:
         self.n_items, self.n_joins, self.n_slots = len(items), len(joins), slots
         self.part_blocks = max([-(-b // c) for b, c in zip(blocks, cuts)], default=0)
         flat = [x for row in items for x in row] + [x for row in joins for x in row] + list(prefix_lens)
+        flat += [int(x) for x in skip_full or [False] * len(prefix_lens)]
         host = torch.tensor(flat, dtype=torch.int32)
         if store.device.type == "cuda":
             host = host.pin_memory()
         whole = host.to(store.device, non_blocking=True)
-        self.items, self.joins, lens = whole.split((8 * len(items), 5 * len(joins), len(prefix_lens)))
+        n = len(prefix_lens)
+        self.items, self.joins, lens, skip = whole.split((8 * len(items), 5 * len(joins), n, n))
         self.max_blocks = max(self.max_blocks, triton.next_power_of_2(row_blocks.shape[1]))
         nc = len(self.classes)
         self.lists = torch.empty((len(tiles), nc, self.max_blocks), dtype=torch.int64, device=store.device)
         self.sizes = torch.empty((len(tiles), nc), dtype=torch.int32, device=store.device)
         if tiles:
             _split_kernel[(len(tiles),)](
-                row_blocks, row_blocks.stride(0), lens, store.rung, self.rung_classes, self.lists, self.sizes,
-                self.max_blocks, nc, p, 128, num_warps=4,
+                row_blocks, row_blocks.stride(0), lens, store.rung, self.rung_classes, skip, self.lists, self.sizes,
+                self.max_blocks, nc, p, 128, skip_full is not None, num_warps=4,
             )  # fmt: skip

@@ -1,0 +1,211 @@
+"""Decode attention beside the stock kernels in one run: the scoreboard's `decode.*` figures.
+
+    python -m bench.kernels.decode targets|grid|uneven [--seconds 220] [--block 128] [--page-tokens 0] [--out FILE]
+
+8 KV heads, GQA 4, head_dim 128 unless a row says otherwise. `targets`: every format at 64 x 8K and 16 x 32K against the
+fastest stock kernel over bf16 and over fp8_e4m3. `grid`: k4v4 against FlashInfer over bf16 for 1 .. 256 requests of
+1K .. 128K tokens. `uneven`: lengths, heads, groups and head_dim, by time per stored byte against an even case. Each
+kernel is checked against float64 first, on fresh random bytes. FlashInfer compiles at its first use; let
+`bench.kernels.baselines --warm` do that before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import time
+from dataclasses import replace
+
+import torch
+
+from kvc_kernels.ops.decode_attention_triton import Tuning
+
+from . import baselines, geometry
+from .common import RESULTS, Budget, Results, Workload, cold_layers, copy_bandwidth, page_bytes_for, table
+
+SHAPES = ((64, 8192), (16, 32768))
+BATCHES, TOKENS, MOST = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768, 131072), 1 << 20
+WRONG = 4e-3  # relative error that no correct kernel reaches: a bf16 output rounds by 1.1e-3
+SLACK_MS = 0.003
+
+
+def workloads(block: int, page_tokens: int) -> dict[str, Workload]:
+    """name -> what is stored. `page_tokens` of the (high) format; 0: pages as the server chooses them."""
+
+    def make(ladder: str, kept: str = "full") -> Workload:
+        size = page_bytes_for(ladder.split("+")[0], page_tokens) if page_tokens else 0
+        return Workload(ladder, kept, block, size)
+
+    out = {name: make(name) for name in ("k8v8", "k8v4", "k4v4", "k4v2")}
+    out["k4v4_half"] = make("k4v4", "uniform:50:12")
+    out["mix"] = make("k8v4+k4v2", "mix:35:12:40:12")
+    return out
+
+
+def targets(args) -> list[tuple[str, Workload]]:
+    return [
+        (name, replace(w, batch=batch, tokens=tokens))
+        for batch, tokens in SHAPES
+        for name, w in workloads(args.block, args.page_tokens).items()
+    ]
+
+
+def grid(args) -> list[tuple[str, Workload]]:
+    k4 = workloads(args.block, args.page_tokens)["k4v4"]
+    return [
+        # A few layers, so that a small cache is not found in L2.
+        ("k4v4", replace(k4, batch=b, tokens=t, layers=cold_layers(b * t * 8 * 132)))
+        for t in TOKENS
+        for b in BATCHES
+        if b * t <= MOST
+    ]
+
+
+def uneven(args) -> list[tuple[str, Workload]]:
+    """Names of the form case/even: the even case's time per byte is what the others are held against."""
+    k4 = workloads(args.block, args.page_tokens)["k4v4"]
+    size = page_bytes_for("k4v4", args.page_tokens, 64) if args.page_tokens else 0
+    narrow = replace(k4, head_dim=64, page_bytes=size)
+    lengths = replace(k4, tokens=2048, layers=4)
+    out = [("base/base", k4), ("lengths even/lengths even", lengths)]
+    out += [("one 64K of 64/lengths even", replace(lengths, tokens=1024, long=65536))]
+    out += [("heads even/heads even", replace(k4, kept="heads:50:50"))]
+    out += [("heads 10..90 %/heads even", replace(k4, kept="heads:10:90"))]
+    out += [(f"group {g}/base", replace(k4, group=g)) for g in (1, 6, 7, 8, 16)]
+    return [*out, ("head_dim 64/base", narrow)]
+
+
+SUITES = {"targets": targets, "grid": grid, "uneven": uneven}
+
+
+def check(points: list[tuple[str, Workload]], jobs: int) -> list[dict]:
+    """Compile each kernel and hold it against float64, in processes that fill the compile cache."""
+    small = dict.fromkeys(replace(w, batch=2, tokens=0, long=0, layers=2) for _, w in points)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(small)), context) as pool:
+        errors = pool.map(geometry.check, small, [Tuning()] * len(small))
+        rows = [dict(case="check", ladder=w.ladder, group=w.group, error=e) for w, e in zip(small, errors)]
+    bad = [r for r in rows if not r["error"] < WRONG]
+    if bad:
+        raise SystemExit(f"wrong answers, nothing timed: {bad}")
+    return rows
+
+
+def ours(name: str, w: Workload, bandwidth: float) -> dict:
+    row = geometry.measure(w, [(Tuning(), 0)], bandwidth)[0]
+    torch.cuda.empty_cache()
+    kept = {x: row[x] for x in ("ms", "plan_ms", "bytes", "of_copy", "nan", "workload")}
+    return dict(case="ours", name=name, batch=w.batch, tokens=w.tokens, **kept)
+
+
+def run(args, results: Results, budget: Budget, bandwidth: float) -> None:
+    points = SUITES[args.suite](args)
+    results.add(*check(points, args.jobs))
+    kinds = {"targets": ("bf16", "fp8_e4m3"), "grid": ("bf16",), "uneven": ()}[args.suite]
+    shapes = dict.fromkeys((w.batch, w.tokens) for _, w in points)
+    for batch, tokens in shapes:
+        if budget.over(f"{batch}x{tokens}"):
+            continue
+        quick = args.suite == "grid"
+        for kv in kinds:
+            stock = baselines.measure(batch, tokens, 128, kv, bandwidth, quick=quick)
+            results.add(*(dict(case="stock", name=r.pop("kernel"), **r) for r in stock))
+        for name, w in points:
+            if (w.batch, w.tokens) == (batch, tokens):
+                try:
+                    results.add(ours(name, w, bandwidth))
+                except Exception as e:
+                    print(f"{name} {batch}x{tokens}: {type(e).__name__} {str(e)[-300:]}", flush=True)
+
+
+def best_stock(rows: list[dict]) -> dict[tuple[str, int, int], float]:
+    """(kv, batch, tokens) -> milliseconds of the fastest stock kernel."""
+    out: dict[tuple[str, int, int], float] = {}
+    for r in rows:
+        if r["case"] == "stock":
+            key = r["kv"], r["batch"], r["tokens"]
+            out[key] = min(out.get(key, r["ms"]), r["ms"])
+    return out
+
+
+def compared(rows: list[dict]) -> list[dict]:
+    """Our rows with what the stock kernels of the same shape, or the even case, make of them."""
+    stock, out = best_stock(rows), []
+    mine = [r for r in rows if r["case"] == "ours" and not r["nan"]]
+    per_byte = {r["name"].split("/")[0]: r["ms"] / r["bytes"] for r in mine}
+    for r in mine:
+        line = {k: r[k] for k in ("name", "batch", "tokens", "ms", "of_copy")}
+        for kv, short in (("bf16", "bf16"), ("fp8_e4m3", "fp8")):
+            other = stock.get((kv, r["batch"], r["tokens"]))
+            if other:
+                line |= {f"{short}_ms": other, f"vs_{short}": other / r["ms"]}
+        case, _, even = r["name"].partition("/")
+        if even in per_byte:
+            line |= {"name": case, "per_byte": per_byte[case] / per_byte[even]}
+        out.append(line)
+    return out
+
+
+def scores(suite: str, rows: list[dict]) -> dict[str, tuple[float, str]]:
+    """The scoreboard's figures: the worst of all shapes that were measured."""
+    lines, out = compared(rows), {}
+    if suite == "targets":
+        for name in dict.fromkeys(r["name"] for r in lines):
+            mine = [r for r in lines if r["name"] == name]
+            for kv in ("bf16", "fp8"):
+                ratios = [r[f"vs_{kv}"] for r in mine if f"vs_{kv}" in r]
+                if ratios:
+                    unit = f"x fastest stock {kv}, worst of {len(ratios)} shapes"
+                    out[f"decode.vs_{kv}.{name}"] = (min(ratios), unit)
+            if name == "k8v4":
+                out["decode.bandwidth.k8v4"] = (min(r["of_copy"] for r in mine), "share of copy bandwidth")
+    if suite == "grid":
+        ratios = [1 / r["vs_bf16"] for r in lines if "vs_bf16" in r]
+        if ratios:
+            out["decode.worst_vs_bf16"] = (max(ratios), f"time over FlashInfer bf16, worst of {len(ratios)} points")
+    if suite == "uneven":
+        ratios = [r["per_byte"] for r in lines if "per_byte" in r]
+        if ratios:
+            out["decode.worst_uneven"] = (max(ratios), "time per byte over the even case")
+    return out
+
+
+COLUMNS = {
+    "name": "", "batch": "", "tokens": "", "ms": ".4f", "of_copy": ".1%", "bf16_ms": ".4f", "vs_bf16": ".2f",
+    "fp8_ms": ".4f", "vs_fp8": ".2f", "per_byte": ".2f",
+}  # fmt: skip
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("suite", choices=SUITES)
+    ap.add_argument("--out", default="", help="default: bench/results/kernels/decode_SUITE.json")
+    ap.add_argument("--seconds", type=float, default=220)
+    ap.add_argument("--jobs", type=int, default=12)
+    ap.add_argument("--block", type=int, default=128)
+    ap.add_argument("--page-tokens", type=int, default=0)
+    args = ap.parse_args(argv)
+    args.out = args.out or str(RESULTS / f"decode_{args.suite}.json")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    budget, began = Budget(args.seconds), time.monotonic()
+    bandwidth = copy_bandwidth()
+    results = Results(args.out, copy_bytes_per_s=bandwidth)
+    run(args, results, budget, bandwidth)
+    results.score(scores(args.suite, results.rows))
+    lines = compared(results.rows)
+    print(table(lines, COLUMNS))
+    if args.suite == "grid":
+        slow = [r for r in lines if "bf16_ms" in r and r["ms"] > max(1.03 * r["bf16_ms"], r["bf16_ms"] + SLACK_MS)]
+        print(f"points slower than bf16 by more than 3 % and 3 us: {len(slow)}")
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, {time.monotonic() - began:.0f} s")
+    budget.show()
+    results.show()
+
+
+if __name__ == "__main__":
+    main()
