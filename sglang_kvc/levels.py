@@ -27,6 +27,11 @@ def level_of(custom_params: Any) -> str | None:
     return level
 
 
+def is_lossless(req: Any) -> bool:
+    """Whether SGLang's request asked for exact blocks; false for one that never passed its queue."""
+    return getattr(req, "kvc_level", None) == LOSSLESS
+
+
 def namespace(extra_key: str | None, level: str) -> str:
     """SGLang's `extra_key` (cache salt, LoRA) with the level added."""
     return f"{extra_key or ''}|{PARAMETER}={level}"

@@ -13,7 +13,7 @@ ALLOCATION = "sglang.srt.mem_cache.allocation"
 
 def around_alloc_for_extend(orig, batch):
     from sglang_kvc.allocator import KvcAllocator
-    from sglang_kvc.levels import LOSSLESS
+    from sglang_kvc.levels import is_lossless
     from sglang_kvc.sequence import Sequence
 
     allocator = batch.token_to_kv_pool_allocator
@@ -24,8 +24,7 @@ def around_alloc_for_extend(orig, batch):
         if getattr(req, "kvc", None) is None:
             done = req.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: done // p]
-            exact = getattr(req, "kvc_level", None) == LOSSLESS
-            req.kvc = Sequence.admit(allocator.runtime, blocks, done, exact=exact)
+            req.kvc = Sequence.admit(allocator.runtime, blocks, done, exact=is_lossless(req))
         allocator.runtime.sequences[req.rid] = req.kvc
     need = allocator.blocks_missing(batch.reqs, batch.seq_lens_cpu.tolist()) * p
     with allocator.for_requests(batch.reqs, need):
