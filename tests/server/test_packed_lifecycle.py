@@ -12,16 +12,16 @@ import requests
 
 from bench.client import RequestRefused
 
-from .conftest import BLOCK, STOCK, border, tokens
+from .conftest import BLOCK, ROWS, STOCK, border, tokens
 
 
 class Stream(threading.Thread):
     """A streaming request in the background: `begun` is set at its first token, `events` are its chunks."""
 
-    def __init__(self, server, prompt, n, rid=None):
+    def __init__(self, server, prompt, n, **options):
         super().__init__(daemon=True)
         self.url = server.url + "/generate"
-        self.payload = server.client.payload(prompt, n, stream=True, **({"rid": rid} if rid else {}))
+        self.payload = server.client.payload(prompt, n, stream=True, **options)
         self.begun = threading.Event()
         self.events: list[dict] = []
         self.closing = threading.Event()
@@ -33,6 +33,7 @@ class Stream(threading.Thread):
                 if line.startswith("data: {"):
                     self.events.append(json.loads(line[6:]))
                     self.begun.set()
+                    self.last = time.monotonic()
                 if self.closing.is_set():
                     return
 
@@ -147,3 +148,17 @@ def test_memory_after_everything(packed, rng):
         s.join(60)
     packed.client.flush()
     assert packed.client.when_idle()["pages_free"] == start
+
+
+def test_urgent_request_preempts_others(packed, rng):
+    """All rows are taken by patient requests: an urgent one ends before them, and the one it displaced ends whole."""
+    patient = [Stream(packed, tokens(rng, BLOCK + 9 * i), 2 * BLOCK, priority=0) for i in range(ROWS)]
+    for s in patient:
+        s.wait()
+    urgent = Stream(packed, tokens(rng, 2 * BLOCK + 5), 6, priority=100)
+    for s in (urgent, *patient):
+        s.join(300)
+    assert urgent.finish == "length" and urgent.last < min(s.last for s in patient)
+    counts = [s.events[-1]["meta_info"] for s in patient]
+    assert [c["completion_tokens"] for c in counts] == [2 * BLOCK] * ROWS
+    assert sum(c["num_retractions"] for c in counts) == 1
