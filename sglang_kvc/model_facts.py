@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sglang_kvc.identity import identity_of
 from sglang_kvc.refusals import ModelFacts
 
 # Architectures that attend in both directions or keep no KV cache; SGLang has no flag for them in ModelConfig.
@@ -50,6 +51,7 @@ def from_model_config(mc: Any) -> ModelFacts:
         v_head_dim=int(mc.v_head_dim),
         dtype=str(mc.dtype).removeprefix("torch."),
         kv_scales=_has_kv_scales(hf),
+        identity=identity_of(hf),
     )
 
 

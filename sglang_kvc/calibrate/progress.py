@@ -1,0 +1,32 @@
+"""Where a calibration is: a percentage and what is being done, on stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+
+class Progress:
+    """Counts steps (one layer of one pass each). A terminal sees one line a phase, rewritten; a log one line a tenth.
+
+    `total` 0 prints nothing.
+    """
+
+    def __init__(self, total: int = 0, out: TextIO | None = None):
+        self.total, self.done = total, 0
+        self.out = sys.stderr if out is None else out
+        self._said: tuple[str, int] = ("", -1)
+
+    def step(self, phase: str, layer: int, layers: int) -> None:
+        """Layer `layer` (from 0) of `layers` of this phase is done."""
+        if not self.total:
+            return
+        self.done += 1
+        percent = min(100, 100 * self.done // self.total)
+        line = f"[{percent:3d} %] {phase}: layer {layer + 1} of {layers}"
+        last = layer + 1 == layers
+        if self.out.isatty():
+            print(f"\r{line}\033[K", end="\n" if last else "", file=self.out, flush=True)
+        elif last or self._said != (phase, percent // 10):
+            print(line, file=self.out, flush=True)
+        self._said = (phase, percent // 10)
