@@ -42,24 +42,32 @@ class Identity:
 
 
 def identity_of(hf_config: Any) -> Identity:
-    """From a transformers config; sizes that it does not have (models that cannot be served) are 0."""
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    heads = int(getattr(text, "num_attention_heads", 0) or 0)
-    head_dim = getattr(text, "head_dim", None) or (int(getattr(text, "hidden_size", 0) or 0) // heads if heads else 0)
+    """From a transformers config; sizes that it does not have, or has by layer, are 0 (such models are not served)."""
+    try:
+        text = hf_config.get_text_config()
+    except (AttributeError, ValueError):  # not transformers' own class, or several parts that read text
+        text = hf_config
+    heads = _size(text, "num_attention_heads")
+    head_dim = _size(text, "head_dim") or (_size(text, "hidden_size") // heads if heads else 0)
     architectures = getattr(hf_config, "architectures", None) or ("unknown",)
     return Identity(
         architecture=architectures[0],
-        layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        layers=_size(text, "num_hidden_layers"),
         heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(head_dim),
-        fingerprint=_fingerprint(text, int(head_dim)),
+        kv_heads=_size(text, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        fingerprint=_fingerprint(text, head_dim),
     )
+
+
+def _size(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
 
 
 def _fingerprint(text: Any, head_dim: int) -> str:
     """12 hex digits of the SHA-256 of the fields that matter."""
-    known: dict[str, Any] = {name: getattr(text, name, None) for name in _FIELDS}
+    known: dict[str, Any] = {name: str(getattr(text, name, None)) for name in _FIELDS}
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope if isinstance(rope, dict) else {}
     scaling = getattr(text, "rope_scaling", None)

@@ -49,7 +49,7 @@ def run(
 
     device = _device(device)
     model, ids = load(model_path, words, tokens)
-    result = calibrate(model.to(device), torch.tensor(ids, device=device), progress=Progress(1))
+    result = calibrate(model.to(device), torch.tensor(ids, device=device), progress=Progress(sys.stderr))
     result.save(out)
     if picture is not None:
         plot.draw(result, Path(picture))

@@ -69,7 +69,7 @@ def calibrate(
     passes = 1 + len(formats.KEY_MODES) * len(formats.PACKED)
     passes += 1 + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
     progress = progress or Progress()
-    progress.total *= passes * layers
+    progress.begin(passes * layers)
     # Predictions from the second block on, whose queries see a packed block, at an even distance.
     scored = torch.arange(block, n - 1, -(-(n - 1 - block) // MOST_SCORED), device=ids.device)
     shape = (layers, identity.kv_heads, identity.head_dim)
@@ -98,6 +98,7 @@ def calibrate(
     del exact
     chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
 
+    progress.end()
     stacked = torch.stack(curves)
     tensors = {**queries.tensors(), "layer_shares": layer_shares(stacked), "retention_curves": stacked.float()}
     if frequencies is not None:

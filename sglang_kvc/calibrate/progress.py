@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TextIO
 
 
 class Progress:
     """Counts steps (one layer of one pass each). A terminal sees one line a phase, rewritten; a log one line a tenth.
 
-    `total` 0 prints nothing.
+    Without `out`, and before `begin`, nothing is printed.
     """
 
-    def __init__(self, total: int = 0, out: TextIO | None = None):
-        self.total, self.done = total, 0
-        self.out = sys.stderr if out is None else out
+    def __init__(self, out: TextIO | None = None):
+        self.out, self.total, self.done = out, 0, 0
         self._said: tuple[str, int] = ("", -1)
+
+    def begin(self, total: int) -> None:
+        """So many steps are to come."""
+        self.total, self.done = total, 0
 
     def step(self, phase: str, layer: int, layers: int) -> None:
         """Layer `layer` (from 0) of `layers` of this phase is done."""
-        if not self.total:
+        if self.out is None or not self.total:
             return
         self.done += 1
         percent = min(100, 100 * self.done // self.total)
@@ -30,3 +32,8 @@ class Progress:
         elif last or self._said != (phase, percent // 10):
             print(line, file=self.out, flush=True)
         self._said = (phase, percent // 10)
+
+    def end(self) -> None:
+        """Steps that turned out not to be needed count as done."""
+        if self.out is not None and self.done < self.total:
+            print("[100 %] done", file=self.out, flush=True)
