@@ -63,6 +63,7 @@ def from_configurator(configurator: Any) -> ModelFacts:
     masks = {getattr(m.attn_type, "value", m.attn_type) for m in layers}
     return replace(
         facts,
+        identity=None,  # was compared when the arguments were checked; building a model may complete its config
         mla=facts.mla or bool(configurator.use_mla_backend),
         hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa) or (window is not None and window > 0),
         hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,
