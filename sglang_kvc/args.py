@@ -147,8 +147,9 @@ class KvcServerArgs(ServerArgs):
     kvc_calibration: A[
         str | None,
         _option(
-            "Policy prune: file with statistics of the model, for scorer expected-attention and share xkv "
-            "(safetensors)."
+            "File that sglang-kvc calibrate wrote for this model. Formats that it saw break the model are refused; "
+            "its recommended format and LeanKV's thresholds become the defaults; scorer expected-attention and share "
+            "xkv read their statistics from it."
         ),
         NS("memory"),
     ] = None

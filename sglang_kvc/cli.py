@@ -1,4 +1,4 @@
-"""The `sglang-kvc` command: `inspect` a running server, fetch the `demo` model."""
+"""The `sglang-kvc` command: `inspect` a running server, `calibrate` a model, fetch the `demo` model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def parser() -> argparse.ArgumentParser:
     look.add_argument("--api-key", help="the server's --api-key, if it has one")
     look.add_argument("--json", action="store_true", help="print the raw figures as JSON")
     look.add_argument("--map", metavar="FILE", help="draw kept tokens by layer and head; .html, .svg or .png")
+    measure = commands.add_parser("calibrate", help="measure on a text what compression does to a model")
+    measure.add_argument("--model-path", required=True, metavar="DIR", help="the model's folder, or its name on a hub")
+    measure.add_argument("--text", required=True, metavar="FILE", help="text like that which will be served, UTF-8")
+    measure.add_argument(
+        "--out", default="calibration.safetensors", metavar="FILE", help="for --kvc-calibration (default: %(default)s)"
+    )
+    measure.add_argument("--tokens", type=int, default=4096, help="tokens of the text that are read (%(default)s)")
+    measure.add_argument("--device", default="auto", help="cuda, cpu or auto: the GPU if there is one")
+    measure.add_argument("--plot", metavar="FILE", help="draw what was found, as .png")
     commands.add_parser("demo", help="fetch the demo model once and print its folder")
     return top
 
@@ -24,6 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.command == "demo":
         return demo.main()
+    if args.command == "calibrate":
+        # Imported here: torch and transformers take seconds, which the other commands do not need.
+        from sglang_kvc.calibrate import command
+
+        return command.main(args)
     try:
         return inspect.run(args.url, api_key=args.api_key, as_json=args.json, map_file=args.map)
     except inspect.InspectError as e:

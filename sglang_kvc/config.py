@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvc_kernels.layout import BF16, CHANNEL, FORMATS, TOKEN, Format, PageLayout
+from sglang_kvc import guard
 
 KEY_MODES = (CHANNEL, TOKEN)
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
@@ -111,7 +112,8 @@ class KvcConfig:
             # Nothing is ever packed, so no policy has anything to decide: the same ladder under one name.
             return cls(**{**given, "policy": "quantise"}).validate()
         given.setdefault("window", _policies()[policy].default_window)
-        return cls(**{**policy_options(policy), **given}).validate()
+        options = policy_options(policy)
+        return cls(**{**options, **guard.defaults(policy, options, given), **given}).validate()
 
     def validate(self) -> KvcConfig:
         """Raise `ConfigError` at the first setting that makes no sense; returns self."""
@@ -120,6 +122,7 @@ class KvcConfig:
         _check_sizes(self)
         _check_scores(self)
         _check_parts(self)
+        _check_verdicts(self)
         return self
 
     @property
@@ -294,10 +297,7 @@ def _check_parts(c: KvcConfig) -> None:
             )
         return
     if not needs:
-        raise ConfigError(
-            f"{flag('calibration')} has no effect on {what}, which needs no statistics; drop it, or choose "
-            f"{flag('scorer')} expected-attention."
-        )
+        return
     try:
         missing = set(needs) - tensor_names(c.calibration)
     except ValueError as e:
@@ -309,6 +309,19 @@ def _check_parts(c: KvcConfig) -> None:
         raise ConfigError(
             f"{flag('calibration')} {c.calibration} cannot be used, because it holds no {listed(sorted(missing))}, "
             f"which {what} needs; give a file that does."
+        )
+
+
+def _check_verdicts(c: KvcConfig) -> None:
+    """A calibration file has a say in the formats; one that has not, and that nothing else reads, is refused."""
+    if c.calibration is None or guard.check_formats(c):
+        return
+    from sglang_kvc.policies import make_policy
+
+    if not make_policy(c).needs:
+        raise ConfigError(
+            f"{flag('calibration')} {c.calibration} has no effect with policy {c.policy}, which needs no statistics, "
+            f"and the file judges no formats; drop it, or {guard.AGAIN}."
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sglang_kvc.identity import identity_of
 from sglang_kvc.refusals import ModelFacts
 
 # Architectures that attend in both directions or keep no KV cache; SGLang has no flag for them in ModelConfig.
@@ -50,6 +51,7 @@ def from_model_config(mc: Any) -> ModelFacts:
         v_head_dim=int(mc.v_head_dim),
         dtype=str(mc.dtype).removeprefix("torch."),
         kv_scales=_has_kv_scales(hf),
+        identity=identity_of(hf),
     )
 
 
@@ -61,6 +63,7 @@ def from_configurator(configurator: Any) -> ModelFacts:
     masks = {getattr(m.attn_type, "value", m.attn_type) for m in layers}
     return replace(
         facts,
+        identity=None,  # was compared when the arguments were checked; building a model may complete its config
         mla=facts.mla or bool(configurator.use_mla_backend),
         hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa) or (window is not None and window > 0),
         hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_kvc import guard
 from sglang_kvc.config import ConfigError, KvcConfig, check_geometry
+from sglang_kvc.identity import Identity
 from sglang_kvc.policies import make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
@@ -245,6 +247,7 @@ class ModelFacts:
     v_head_dim: int = 128
     dtype: str = "bfloat16"
     kv_scales: bool = False
+    identity: Identity | None = None
 
 
 _MODEL = "serve it with --kv-backend default"
@@ -342,6 +345,7 @@ def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
     for refusal in MODEL_REFUSALS:
         if refusal.when(facts):
             raise refusal.error(facts.name)
+    guard.check_identity(config, facts.identity)
     check_geometry(config, head_dim=facts.head_dim)
 
 

@@ -88,6 +88,11 @@ class Policy:
     def observes(self) -> bool:
         return self.collects is not None
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Tensors that the calibration file must hold."""
+        return ()
+
     def formats(self) -> list[str]:
         """Names of the packed formats that the ladder uses, high first."""
         raise NotImplementedError

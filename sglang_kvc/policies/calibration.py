@@ -7,7 +7,8 @@
 | `rotary_frequencies` | `[R/2]`          | radians per position; then queries are those before the rotation    |
 | `layer_shares`       | `[L]`            | share of the kept pages that each layer gets, in any unit           |
 
-Read as fp32. A file may hold more, and less where nothing asks for it.
+Read as fp32. A file may hold more, and less where nothing asks for it. `sglang-kvc calibrate` writes all of them, also
+`retention_curves` `[L, P]` (what the shares were made from), and in the metadata its `findings`.
 """
 
 from __future__ import annotations

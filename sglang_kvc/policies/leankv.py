@@ -31,6 +31,7 @@ class LeanKV(Policy):
     alpha_high: float = 1.0
     alpha_low: float = 0.02
     observe: str | int = "all"
+    calibration: str | None = None  # judges formats and sets defaults; no plan reads it
 
     @property
     def collects(self) -> ops.Observe:

@@ -24,6 +24,7 @@ class Quantise(Policy):
     name: ClassVar[str] = "quantise"
     default_window: ClassVar[int] = 0
     high: str = "k4v4"
+    calibration: str | None = None  # judges formats and sets defaults; no plan reads it
 
     def formats(self) -> list[str]:
         return [self.high]

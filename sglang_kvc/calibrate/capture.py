@@ -1,0 +1,69 @@
+"""A model's attention, taken over: every layer hands its rotated q, k and v to a function of ours and goes on with
+what that returns.
+
+By transformers' attention interface (version 5: `AttentionInterface.register`, a function that is called with
+`(module, query, key, value, attention_mask, scaling=, ...)`); nothing of the model is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+NAME = "kvc_calibrate"
+# layer, q [Hq, n, D], k [H, n, D], v [H, n, D], scale -> output [Hq, n, D]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+# Arguments of transformers that make attention something else than softmax(q.k) over all tokens before.
+_OTHER_KINDS = ("sliding_window", "softcap", "s_aux")
+
+_active: list[Attend] = []
+
+
+class CalibrateError(RuntimeError):
+    """Nothing can be calibrated; the message says why and what to do."""
+
+
+def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    if any(kwargs.get(name) is not None for name in _OTHER_KINDS) or query.shape[0] != 1:
+        raise CalibrateError(
+            "this model's layers do not all attend to every earlier token by a plain softmax, and such models cannot "
+            "be served compressed; serve it with --kv-backend default"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _active[-1](module.layer_idx, query[0], key[0], value[0], scale)
+    return out.transpose(0, 1).unsqueeze(0).contiguous(), None
+
+
+@contextlib.contextmanager
+def attending(model: torch.nn.Module, attend: Attend) -> Iterator[None]:
+    """Within it every attention layer of `model` is `attend`, for batches of one sequence without a cache."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _dispatch)
+    config = model.config
+    before = config._attn_implementation
+    model.set_attn_implementation(NAME)
+    _active.append(attend)
+    try:
+        yield
+    finally:
+        _active.pop()
+        model.set_attn_implementation(before)
+
+
+@torch.inference_mode()
+def run(
+    model: torch.nn.Module, ids: torch.Tensor, attend: Attend, scored: torch.Tensor, first: int = 0
+) -> torch.Tensor:
+    """Logits `[len(scored), V]`, in the model's dtype, of tokens `ids` `[n]` at positions first .. first + n - 1.
+
+    `scored` int64: indices into `ids` whose successors are predicted.
+    """
+    positions = torch.arange(first, first + len(ids), device=ids.device)
+    with attending(model, attend):
+        out = model(
+            ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, logits_to_keep=scored
+        )
+    return out.logits[0]

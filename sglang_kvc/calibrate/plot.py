@@ -1,0 +1,64 @@
+"""Three pictures of a calibration: what each format costs and loses, retention curves, shares of the layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .capture import CalibrateError
+
+if TYPE_CHECKING:
+    from .passes import Calibration
+
+MARKS = {"channel": ("o", -11), "token": ("x", 4)}  # and where a label stands, so that near ones do not overlap
+LEAST_KL = 1e-5  # nats; what is below is drawn there, on a logarithmic axis
+
+
+def check(path: str) -> None:
+    """CalibrateError, in one sentence, when nothing can be drawn there."""
+    if Path(path).suffix.lower() != ".png":
+        raise CalibrateError(f"--plot {path} has no known ending; use .png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise CalibrateError(
+            "--plot needs matplotlib, which is not installed; run: pip install 'sglang-kvc[plots]', or drop --plot"
+        ) from None
+
+
+def draw(found: Calibration, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from .formats import BREAKS_MEAN, OK_MEAN
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    for mode, (mark, below) in MARKS.items():
+        rows = [r for r in found.formats if r.key_mode == mode]
+        sizes, kl = [r.token_bytes for r in rows], [max(r.difference.kl_mean, LEAST_KL) for r in rows]
+        left.scatter(sizes, kl, marker=mark, label=f"keys per {mode}")
+        for r, x, y in zip(rows, sizes, kl):
+            left.annotate(r.format, (x, y), xytext=(4, below), textcoords="offset points", fontsize=8)
+    for limit, words in ((OK_MEAN, "ok below"), (BREAKS_MEAN, "breaks above")):
+        left.axhline(limit, color="grey", linewidth=0.8, linestyle="--")
+        left.annotate(words, (0.99, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    left.set(yscale="log", xlabel="bytes per token", ylabel="KL to bf16, nats per token", title="Formats")
+    left.legend(fontsize=8)
+
+    curves = found.tensors["retention_curves"]
+    ramp = pyplot.get_cmap("viridis")
+    for i, curve in enumerate(curves.tolist()):
+        middle.plot(range(1, len(curve) + 1), curve, color=ramp(i / max(1, len(curves) - 1)), linewidth=0.9)
+    shades = pyplot.cm.ScalarMappable(cmap=ramp, norm=pyplot.Normalize(0, max(1, len(curves) - 1)))
+    figure.colorbar(shades, ax=middle, label="layer")
+    middle.set(xlabel="tokens kept of a block", ylabel="attention retained", title="Importance retention")
+
+    shares = found.tensors["layer_shares"].tolist()
+    right.bar(range(len(shares)), shares)
+    right.axhline(1 / len(shares), color="grey", linewidth=0.8, linestyle="--")
+    right.set(xlabel="layer", ylabel="share of the kept tokens", title="Layer shares (dashed: uniform)")
+    figure.suptitle(f"{found.identity}; {found.settings['tokens']} tokens", fontsize=9)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

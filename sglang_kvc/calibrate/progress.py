@@ -1,0 +1,39 @@
+"""Where a calibration is: a percentage and what is being done, on stderr."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+
+class Progress:
+    """Counts steps (one layer of one pass each). A terminal sees one line a phase, rewritten; a log one line a tenth.
+
+    Without `out`, and before `begin`, nothing is printed.
+    """
+
+    def __init__(self, out: TextIO | None = None):
+        self.out, self.total, self.done = out, 0, 0
+        self._said: tuple[str, int] = ("", -1)
+
+    def begin(self, total: int) -> None:
+        """So many steps are to come."""
+        self.total, self.done = total, 0
+
+    def step(self, phase: str, layer: int, layers: int) -> None:
+        """Layer `layer` (from 0) of `layers` of this phase is done."""
+        if self.out is None or not self.total:
+            return
+        self.done += 1
+        percent = min(100, 100 * self.done // self.total)
+        line = f"[{percent:3d} %] {phase}: layer {layer + 1} of {layers}"
+        last = layer + 1 == layers
+        if self.out.isatty():
+            print(f"\r{line}\033[K", end="\n" if last else "", file=self.out, flush=True)
+        elif last or self._said != (phase, percent // 10):
+            print(line, file=self.out, flush=True)
+        self._said = (phase, percent // 10)
+
+    def end(self) -> None:
+        """Steps that turned out not to be needed count as done."""
+        if self.out is not None and self.done < self.total:
+            print("[100 %] done", file=self.out, flush=True)

@@ -1,0 +1,78 @@
+"""Which model it is: what a calibration file and a server compare before the one trusts the other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# What changes keys, values or queries. Paths, dtypes and token ids do not enter: they differ between copies.
+_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_ROPE_FIELDS = ("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A model as its config file shows it; weights are not looked at, so that a fine-tune has its base's identity."""
+
+    architecture: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    fingerprint: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.architecture} with {self.layers} layers, {self.heads} heads of size {self.head_dim}, "
+            f"{self.kv_heads} of K and V, config {self.fingerprint}"
+        )
+
+
+def identity_of(hf_config: Any) -> Identity:
+    """From a transformers config; sizes that it does not have, or has by layer, are 0 (such models are not served)."""
+    try:
+        text = hf_config.get_text_config()
+    except (AttributeError, ValueError):  # not transformers' own class, or several parts that read text
+        text = hf_config
+    heads = _size(text, "num_attention_heads")
+    head_dim = _size(text, "head_dim") or (_size(text, "hidden_size") // heads if heads else 0)
+    architectures = getattr(hf_config, "architectures", None) or ("unknown",)
+    return Identity(
+        architecture=architectures[0],
+        layers=_size(text, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_size(text, "num_key_value_heads") or heads,
+        head_dim=head_dim,
+        fingerprint=_fingerprint(text, head_dim),
+    )
+
+
+def _size(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _fingerprint(text: Any, head_dim: int) -> str:
+    """12 hex digits of the SHA-256 of the fields that matter."""
+    known: dict[str, Any] = {name: str(getattr(text, name, None)) for name in _FIELDS}
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope if isinstance(rope, dict) else {}
+    scaling = getattr(text, "rope_scaling", None)
+    merged = {"rope_theta": getattr(text, "rope_theta", None), **(scaling if isinstance(scaling, dict) else {}), **rope}
+    # As text of one form: a theta may be read as 10000 or 10000.0.
+    known |= {name: float(merged[name]) for name in _ROPE_FIELDS if isinstance(merged.get(name), (int, float))}
+    known |= {"rope_type": merged.get("rope_type") or merged.get("type") or "default", "head_dim": head_dim}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,118 @@
+"""The command from a model folder and a text to a file that a server reads, and what it refuses."""
+
+from __future__ import annotations
+
+import builtins
+import io
+
+import pytest
+import torch
+
+from sglang_kvc import cli
+from sglang_kvc.calibrate import command
+from sglang_kvc.calibrate.progress import Progress
+from sglang_kvc.identity import identity_of
+from sglang_kvc.policies import calibration, findings
+from sglang_kvc.policies.quantise import Quantise
+from sglang_kvc.sizing import make_layout
+
+from .conftest import DIM, KV_HEADS, LAYERS, VOCAB, make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model as on a disk, with a tokenizer of a word a token, and a text of 600 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    out = tmp_path_factory.mktemp("model")
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(out)
+    make_model("llama").to(torch.bfloat16).save_pretrained(out)
+    numbers = torch.randint(0, VOCAB, (600,), generator=torch.Generator().manual_seed(7)).tolist()
+    (out / "text.txt").write_text(" ".join(f"w{i}" for i in numbers))
+    return out
+
+
+def calibrate(folder, *more: str) -> int:
+    base = ["calibrate", "--model-path", str(folder), "--text", str(folder / "text.txt"), "--device", "cpu"]
+    return cli.main([*base, *more])
+
+
+def test_from_text_to_file(folder, tmp_path, capsys):
+    out, picture = tmp_path / "found.safetensors", tmp_path / "found.png"
+    assert calibrate(folder, "--out", str(out), "--plot", str(picture), "--tokens", "560") == 0
+    printed = capsys.readouterr()
+    assert "recommended" in printed.out and str(out) in printed.out
+    assert "[100 %]" in printed.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    found = findings.read(str(out))
+    from transformers import AutoConfig
+
+    assert found.identity == identity_of(AutoConfig.from_pretrained(folder))
+    assert (found.settings["tokens"], found.settings["dtype"]) == (560, "bfloat16")
+    assert len(found.formats) == 12
+    stats = calibration.load(str(out), torch.device("cpu"))
+    assert stats["query_mean"].shape == (LAYERS, 4, DIM)
+    assert stats["rotary_frequencies"].shape == (DIM // 2,)
+    from sglang_kvc.config import KvcConfig
+
+    layout = make_layout(KvcConfig(), Quantise(), layers=LAYERS, heads=KV_HEADS, head_dim=DIM)
+    calibration.check_shapes(str(out), ("query_mean", "query_covariance", "layer_shares"), layout)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (("--tokens", "4000"), "choose 1024 or less"),
+        (("--tokens", "300"), "longer text"),
+        (("--text", "absent.txt"), "cannot be read"),
+        (("--model-path", "/absent"), "cannot be read"),
+        (("--device", "tpu"), "is not there"),
+        (("--out", "/absent/file"), "does not exist"),
+        (("--plot", "picture.jpeg"), ".png"),
+    ],
+    ids=str,
+)
+def test_refusals(folder, capsys, more, words):
+    assert calibrate(folder, *more) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and words in last and ";" in last
+
+
+def test_without_matplotlib(folder, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def no_matplotlib(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+    assert calibrate(folder, "--plot", "picture.png") == 1
+    assert "sglang-kvc[plots]" in capsys.readouterr().err
+
+
+def test_models_that_cannot_be_served(folder):
+    config = make_model("llama").config
+    for changes, words in (({"head_dim": 48}, "heads of size 48"), ({"layer_types": ["sliding_attention"]}, "sliding")):
+        for name, value in changes.items():
+            setattr(config, name, value)
+        with pytest.raises(command.CalibrateError, match=words):
+            command.check_config(config, 100)
+
+
+def test_progress_counts_to_the_end():
+    out = io.StringIO()
+    progress = Progress(out)
+    progress.begin(20)
+    for phase in ("one", "two"):
+        for layer in range(10):
+            progress.step(phase, layer, 10)
+    lines = out.getvalue().splitlines()
+    assert lines[-1] == "[100 %] two: layer 10 of 10" and "[ 50 %] one: layer 10 of 10" in lines
+    Progress(out).step("nothing", 0, 1)
+    assert out.getvalue().splitlines() == lines

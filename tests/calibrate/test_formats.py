@@ -1,0 +1,126 @@
+"""Formats and thresholds are judged by what they do to predictions."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kvc_kernels.layout import FORMATS
+from kvc_kernels.ops import quant
+from kvc_kernels.ops.stored import as_stored
+from sglang_kvc.calibrate import formats, thresholds
+from sglang_kvc.calibrate.attend import by_block, causal
+from sglang_kvc.calibrate.formats import Difference, compare, verdict
+from sglang_kvc.calibrate.passes import calibrate
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.policies.leankv import LeanKV
+from sglang_kvc.sizing import make_layout
+
+from .conftest import BLOCK, DIM, HEADS, KV_HEADS, LAYERS, TOKENS, make_model
+
+SHAPE = (LAYERS, KV_HEADS, DIM)
+
+
+def rows(seed: int = 0):
+    gen = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(h, TOKENS, DIM, generator=gen) for h in (HEADS, KV_HEADS, KV_HEADS))
+
+
+def test_exact_predictions_differ_in_nothing():
+    logits = torch.randn(300, 50)
+    assert compare(logits, logits.clone(), torch.arange(300) % 50) == Difference(0.0, 0.0, 0.0, 1.0)
+
+
+def test_the_difference_of_predictions():
+    p, q = torch.tensor([[0.5, 0.5], [0.9, 0.1]]), torch.tensor([[0.25, 0.75], [0.9, 0.1]])
+    got = compare(p.log(), q.log(), torch.tensor([1, 0]))
+    kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert got.kl_mean == pytest.approx(kl / 2, abs=1e-6)
+    assert got.kl_p99 == pytest.approx(0.99 * kl, abs=1e-6)
+    assert got.nll_delta == pytest.approx(math.log(0.5 / 0.75) / 2, abs=1e-6)
+    assert got.top1_equal == 0.5
+
+
+@pytest.mark.parametrize(
+    "mean, p99, expected",
+    [(0.0, 0.0, "ok"), (0.02, 0.2, "ok"), (0.021, 0.1, "loses"), (0.01, 0.3, "loses"), (0.21, 0.3, "breaks")],
+)
+def test_verdicts(mean, p99, expected):
+    assert verdict(Difference(mean, p99, 0.0, 1.0)) == expected
+    assert verdict(Difference(math.nan, p99, 0.0, 1.0)) == "breaks"
+
+
+def test_a_query_sees_its_own_block_as_it_is_and_earlier_ones_as_stored():
+    layout, _ = formats.layout_for("k2v2", "channel", SHAPE, BLOCK)
+    q, k, v = rows()
+    got = by_block(q, k, v, DIM**-0.5, layout, FORMATS["k2v2"])
+    exact = by_block(q, k, v, DIM**-0.5, layout, None)
+    torch.testing.assert_close(got[:, :BLOCK], exact[:, :BLOCK], rtol=0, atol=0)
+    for at in (BLOCK, 3 * BLOCK + 5, TOKENS - 1):
+        begin = at // BLOCK * BLOCK
+        packed = as_stored(layout, FORMATS["k2v2"], *(x[:, :begin].unflatten(1, (-1, BLOCK)) for x in (k, v)))
+        keys, values = (torch.cat((a.flatten(1, 2), b[:, begin : at + 1]), 1) for a, b in zip(packed, (k, v)))
+        expected = causal(q[:, at : at + 1], keys, values, DIM**-0.5)
+        torch.testing.assert_close(got[:, at : at + 1], expected, rtol=1e-5, atol=1e-5)
+    assert (got - exact)[:, BLOCK:].abs().max() > 0.01
+
+
+def test_every_format_is_measured(found):
+    seen = {(r.format, r.key_mode): r for r in found.formats}
+    assert set(seen) == {(f, m) for f in FORMATS if f != "bf16" for m in ("channel", "token")}
+    for mode in ("channel", "token"):
+        by_bits = [seen[f, mode] for f in ("k8v8", "k4v4", "k2v2")]
+        assert by_bits[0].difference.kl_mean < by_bits[1].difference.kl_mean < by_bits[2].difference.kl_mean
+        assert by_bits[0].token_bytes > by_bits[1].token_bytes > by_bits[2].token_bytes
+        best = found.findings().recommended[mode]
+        fine = [r for r in found.formats if r.key_mode == mode and r.verdict == "ok"]
+        assert best == (min(fine, key=lambda r: r.token_bytes).format if fine else "bf16")
+    assert formats.recommended([], "channel") == "bf16"
+
+
+def test_a_large_key_bias_breaks_keys_per_token(ids):
+    model = make_model("qwen2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # The pair that turns slowest, so that the bias stays in its channel.
+            layer.self_attn.k_proj.bias.view(KV_HEADS, DIM)[:, DIM // 2 - 1] += 200
+    found = {(r.format, r.key_mode): r for r in calibrate(model, ids, block=BLOCK).formats}
+    channel, token = found["k4v8", "channel"], found["k4v8", "token"]
+    assert token.difference.kl_mean > 10 * channel.difference.kl_mean
+    assert token.verdict == "breaks" != channel.verdict
+
+
+def test_thresholds(found):
+    t, tried = found.chosen, found.tried
+    first = [r for r in tried if r.alpha_low == 0]
+    assert [r.alpha_high for r in first] == list(thresholds.ALPHA_HIGH)
+    assert all(r.pruned == 0 and r.high + r.low == pytest.approx(1) for r in first)
+    assert all(a.high >= b.high for a, b in pairwise(first))
+    fine = [r.alpha_high for r in first if r.difference.kl_mean <= thresholds.LOSS]
+    assert t.alpha_high == max(fine, default=0)
+    assert (t.high, t.low, t.key_mode) == ("k8v4", "k4v2", "channel")
+    second = [r for r in tried if r.alpha_low > 0]
+    assert [r.alpha_low for r in second] == (list(thresholds.ALPHA_LOW) if fine else [])
+    assert t.alpha_low in (0.0, *thresholds.ALPHA_LOW)
+
+
+def test_a_block_of_two_tiers_is_quantised_under_the_header_of_what_it_keeps():
+    policy = LeanKV()
+    config = KvcConfig(policy="leankv", block_size=BLOCK, high=policy.high, low=policy.low)
+    layout = make_layout(config, policy, layers=1, heads=KV_HEADS, head_dim=DIM)
+    _, k, v = (x[:, : TOKENS // BLOCK * BLOCK] for x in rows(3))
+    k[:, 7] += 30  # an outlier that is dropped must not widen the others' range
+    tiers = torch.randint(0, 3, k.shape[:2], generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    tiers[:, 7] = 0
+    keys, values = thresholds.stored_rows(k, v, tiers, layout, policy)
+    blocks, kept = k.unflatten(1, (-1, BLOCK)), (tiers != 0).unflatten(1, (-1, BLOCK))
+    header = quant.key_header(blocks, kept)
+    for name, tier in ((policy.high, 2), (policy.low, 1)):
+        fmt, mine = FORMATS[name], tiers == tier
+        expected = quant.dequantise_keys(quant.quantise_keys(blocks, header, fmt.key_bits), header, fmt.key_bits)
+        torch.testing.assert_close(keys[mine], expected.flatten(1, 2)[mine], rtol=0, atol=0)
+        codes = quant.quantise_tokens(v, fmt.value_bits, layout.page(fmt).value_groups)
+        torch.testing.assert_close(values[mine], quant.dequantise_tokens(*codes)[mine], rtol=0, atol=0)

@@ -1,0 +1,152 @@
+"""What a calibration file decides about a server: defaults, and the sentence for what it forbids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang_kvc.config import ConfigError, KvcConfig
+from sglang_kvc.identity import Identity, identity_of
+from sglang_kvc.policies.findings import KEY, Chosen, Findings, read
+from sglang_kvc.refusals import ModelFacts, check_facts
+
+from .conftest import one_sentence
+
+MODEL = Identity("LlamaForCausalLM", 2, 4, 2, 64, "0123456789ab")
+VERDICTS = {
+    "channel": {"k8v8": "ok", "k8v4": "ok", "k4v8": "ok", "k4v4": "ok", "k4v2": "loses", "k2v2": "breaks"},
+    "token": {"k8v8": "ok", "k8v4": "ok", "k4v8": "breaks", "k4v4": "breaks", "k4v2": "breaks", "k2v2": "breaks"},
+}
+FINDINGS = Findings(
+    identity=MODEL,
+    settings={"tokens": 2048, "block_size": 128},
+    formats=tuple(
+        {"format": name, "key_mode": mode, "token_bytes": 1.0, "kl_mean": 0.5, "verdict": verdict}
+        for mode, formats in VERDICTS.items()
+        for name, verdict in formats.items()
+    ),
+    recommended={"channel": "k4v2", "token": "k8v4"},
+    thresholds=Chosen(3.0, 0.06, "k8v4", "k4v2", "channel"),
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(**changes)` -> a file with these findings; `metadata` takes their place."""
+
+    def make(metadata=None, **changes) -> str:
+        path = str(tmp_path / f"Calibration-{len(list(tmp_path.iterdir()))}.safetensors")
+        tensors = {
+            "query_mean": torch.zeros(2, 4, 64),
+            "query_covariance": torch.zeros(2, 4, 64, 64),
+            "layer_shares": torch.tensor([0.75, 0.25]),
+        }
+        save_file(tensors, path, metadata=metadata or replace(FINDINGS, **changes).metadata())
+        return path
+
+    return make
+
+
+def resolve(**options) -> KvcConfig:
+    return KvcConfig.from_args(SimpleNamespace(**{f"kvc_{k}": v for k, v in options.items()}))
+
+
+def refused(**options) -> str:
+    with pytest.raises(ConfigError) as e:
+        resolve(**options)
+    return one_sentence(str(e.value))
+
+
+def test_findings_survive_the_file(write):
+    assert read(write()) == FINDINGS
+
+
+def test_the_recommended_format_is_the_default(write):
+    file = write()
+    assert resolve(calibration=file).high == "k4v2"
+    assert resolve(calibration=file, key_mode="token").high == "k8v4"
+    assert resolve(calibration=file, high="k8v8").high == "k8v8"
+    assert resolve(calibration=file, policy="snapkv").high == "k8v8"
+    exact = write(recommended={"channel": "bf16", "token": "bf16"})
+    assert (resolve(calibration=exact).high, resolve(calibration=exact).formats) == ("bf16", ())
+
+
+def test_thresholds_are_defaults_for_their_ladder(write):
+    file = write()
+
+    def alphas(**options):
+        c = resolve(policy="leankv", calibration=file, **options)
+        return c.alpha_high, c.alpha_low
+
+    assert alphas() == (3.0, 0.06)
+    assert alphas(alpha_high=2) == (2.0, 0.02) and alphas(alpha_low=0.1) == (1.0, 0.1)
+    assert alphas(high="k8v8") == (1.0, 0.02)
+    assert alphas(high="k8v4", low="k4v2") == (3.0, 0.06)
+    never = write(thresholds=Chosen(0.0, 0.0, "k8v4", "k4v2", "channel"))
+    assert resolve(policy="leankv", calibration=never).alpha_high == 0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"high": "k2v2"}, "--kvc-high k2v2"),
+        ({"high": "k4v4", "key_mode": "token"}, "keys per token"),
+        ({"policy": "leankv", "low": "k2v2"}, "--kvc-low k2v2"),
+        ({"policy": "leankv", "key_mode": "token"}, "--kvc-low k4v2"),
+        ({"policy": "minikv"}, "--kvc-high k2v2"),
+        ({"policy": "ada-expected", "high": "k2v2"}, "--kvc-high k2v2"),
+    ],
+    ids=str,
+)
+def test_a_format_that_breaks_the_model_is_refused(write, options, words):
+    sentence = refused(calibration=write(), **options)
+    assert words in sentence and "breaks this model" in sentence and "--kvc-calibration" in sentence
+    assert resolve(**{**options, "policy": "quantise", "low": None}).high  # without the file it is served
+
+
+def test_what_only_loses_is_served(write):
+    assert resolve(calibration=write(), high="k4v2").high == "k4v2"
+    assert resolve(calibration=write(), policy="prune", high="k4v2").high == "k4v2"
+
+
+def test_findings_of_another_version(write):
+    later = json.dumps({**json.loads(FINDINGS.metadata()[KEY]), "version": 99})
+    for text in (later, "{}", "[1]", "no json"):
+        assert "another version" in refused(calibration=write(metadata={KEY: text}))
+
+
+def test_a_file_that_judges_nothing(write, tmp_path):
+    plain = write(metadata={"format": "pt"})
+    for policy in ("quantise", "leankv", "prune"):
+        assert "no effect" in refused(policy=policy, calibration=plain)
+    assert "cannot be read" in refused(calibration=str(tmp_path / "absent"))
+    assert resolve(policy="xkv", calibration=plain).policy == "xkv"
+
+
+def test_the_file_of_another_model(write):
+    config = resolve(calibration=write())
+    check_facts(ModelFacts("LlamaForCausalLM", head_dim=64, v_head_dim=64, identity=MODEL), config)
+    for change in ({"layers": 3}, {"kv_heads": 4}, {"fingerprint": "ba9876543210"}, {"architecture": "OtherModel"}):
+        facts = ModelFacts("LlamaForCausalLM", head_dim=64, v_head_dim=64, identity=replace(MODEL, **change))
+        with pytest.raises(ConfigError) as e:
+            check_facts(facts, config)
+        assert "was made for" in one_sentence(str(e.value))
+
+
+def test_a_server_knows_its_model(parse, model, make_model, write, capsys):
+    """The identity that transformers shows to the calibration is the one that SGLang shows to the server."""
+    from transformers import AutoConfig
+
+    file = write(identity=identity_of(AutoConfig.from_pretrained(model)))
+    args = parse("--kv-backend", "kvc", "--kvc-calibration", file)
+    assert KvcConfig.from_args(args).high == "k4v2"
+    for changes in ({"num_hidden_layers": 3}, {"rope_theta": 500000.0}, {"vocab_size": 999}):
+        with pytest.raises(SystemExit):
+            parse("--kv-backend", "kvc", "--kvc-calibration", file, model_path=make_model(**changes))
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "was made for" in one_sentence(last) and "sglang-kvc calibrate" in last
