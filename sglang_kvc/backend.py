@@ -25,12 +25,11 @@ class KvcAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.runtime = pool.runtime
         self.block_tokens = self.runtime.layout.block_tokens
-        self.stored_as = self.runtime.policy.stored_as()
         rows, columns = runner.req_to_token_pool.req_to_token.shape
         self.attention = make_attention(
             self.runtime.store,
             self.runtime.observe,
-            self.stored_as,
+            self.runtime.policy.stored_as(),
             query_heads=runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
             max_batch=rows,
             max_blocks=-(-columns // self.block_tokens),
@@ -69,8 +68,11 @@ class KvcAttnBackend(AttentionBackend):
         write = fb.out_cache_loc // p, fb.out_cache_loc % p
         rids = fb.rids or []
         exact = self.runtime.exact(rids)
-        waiting = self.runtime.waiting(rids, prefix) if self.stored_as is not None else None
-        return Snapshot(row_blocks, fb.seq_lens, *write, lens, prefix, extend, exact or None, waiting or None)
+        waiting = self.runtime.waiting(rids, prefix) if self.attention.stored_as is not None else []
+        return Snapshot(
+            row_blocks, fb.seq_lens, *write, lens, prefix, extend,
+            exact if any(exact) else None, waiting if any(waiting) else None,
+        )  # fmt: skip
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """The attention's buffers are static and sized for every row already."""
