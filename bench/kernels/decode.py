@@ -1,6 +1,7 @@
 """Decode attention beside the stock kernels in one run: the scoreboard's `decode.*` figures.
 
-    python -m bench.kernels.decode targets|grid|uneven [--seconds 220] [--block 128] [--page-tokens 0] [--out FILE]
+    python -m bench.kernels.decode targets|grid|uneven [--seconds 220] [--block 128] [--page-tokens 0]
+        [--engine triton|gluon] [--out FILE]
 
 8 KV heads, GQA 4, head_dim 128 unless a row says otherwise. `targets`: every format at 64 x 8K and 16 x 32K against the
 fastest stock kernel over bf16 and over fp8_e4m3. `grid`: k4v4 against FlashInfer over bf16 for 1 .. 256 requests of
@@ -79,12 +80,12 @@ def uneven(args) -> list[tuple[str, Workload]]:
 SUITES = {"targets": targets, "grid": grid, "uneven": uneven}
 
 
-def check(points: list[tuple[str, Workload]], jobs: int) -> list[dict]:
+def check(points: list[tuple[str, Workload]], jobs: int, tuning: Tuning) -> list[dict]:
     """Compile each kernel and hold it against float64, in processes that fill the compile cache."""
     small = dict.fromkeys(replace(w, batch=2, tokens=0, long=0, layers=2) for _, w in points)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(small)), context) as pool:
-        errors = pool.map(geometry.check, small, [Tuning()] * len(small))
+        errors = pool.map(geometry.check, small, [tuning] * len(small))
         rows = [dict(case="check", ladder=w.ladder, group=w.group, error=e) for w, e in zip(small, errors)]
     bad = [r for r in rows if not r["error"] < WRONG]
     if bad:
@@ -92,8 +93,8 @@ def check(points: list[tuple[str, Workload]], jobs: int) -> list[dict]:
     return rows
 
 
-def ours(name: str, w: Workload, bandwidth: float) -> dict:
-    row = geometry.measure(w, [(Tuning(), 0)], bandwidth)[0]
+def ours(name: str, w: Workload, bandwidth: float, tuning: Tuning) -> dict:
+    row = geometry.measure(w, [(tuning, 0)], bandwidth)[0]
     torch.cuda.empty_cache()
     kept = {x: row[x] for x in ("ms", "plan_ms", "bytes", "of_copy", "nan", "workload")}
     return dict(case="ours", name=name, batch=w.batch, tokens=w.tokens, **kept)
@@ -101,7 +102,8 @@ def ours(name: str, w: Workload, bandwidth: float) -> dict:
 
 def run(args, results: Results, budget: Budget, bandwidth: float) -> None:
     points = SUITES[args.suite](args)
-    results.add(*check(points, args.jobs))
+    tuning = Tuning(engine=args.engine)
+    results.add(*check(points, args.jobs, tuning))
     kinds = {"targets": ("bf16", "fp8_e4m3"), "grid": ("bf16",), "uneven": ()}[args.suite]
     shapes = dict.fromkeys((w.batch, w.tokens) for _, w in points)
     for batch, tokens in shapes:
@@ -114,7 +116,7 @@ def run(args, results: Results, budget: Budget, bandwidth: float) -> None:
         for name, w in points:
             if (w.batch, w.tokens) == (batch, tokens):
                 try:
-                    results.add(ours(name, w, bandwidth))
+                    results.add(ours(name, w, bandwidth, tuning))
                 except Exception as e:
                     print(f"{name} {batch}x{tokens}: {type(e).__name__} {str(e)[-300:]}", flush=True)
 
@@ -185,8 +187,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap.add_argument("--jobs", type=int, default=12)
     ap.add_argument("--block", type=int, default=128)
     ap.add_argument("--page-tokens", type=int, default=0)
+    ap.add_argument("--engine", choices=("triton", "gluon"), default="triton", help="gluon is an experiment: NOTES.md")
     args = ap.parse_args(argv)
-    args.out = args.out or str(RESULTS / f"decode_{args.suite}.json")
+    form = "" if args.engine == "triton" else "_" + args.engine
+    args.out = args.out or str(RESULTS / f"decode_{args.suite}{form}.json")
     return args
 
 
