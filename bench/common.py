@@ -212,7 +212,10 @@ def device_name() -> str:
 
 
 def commit() -> str:
-    """The commit of the code measured, with a mark where measured files differ from it."""
+    """The commit of the code measured, with a mark where measured files differ from it; KVC_COMMIT where the tree was
+    copied without its history."""
+    if "KVC_COMMIT" in os.environ:
+        return os.environ["KVC_COMMIT"]
     code = ["sglang_kvc", "kernels", "patches", "bench/*.py"]
 
     def git(*args: str) -> str:
