@@ -11,6 +11,7 @@ import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -250,9 +251,9 @@ class Runtime:
         compacted = False
         for op in self.log.drain():
             if isinstance(op, Take):
-                ops.take_bf16(self.store, self._to_device(op.blocks))
+                self._ring.take_bf16(self.store, self._to_device(op.blocks))
             elif isinstance(op, Release):
-                ops.release(self.store, self._to_device(op.blocks))
+                self._ring.release(self.store, self._to_device(op.blocks))
             else:
                 self._compact(op)
                 compacted = True
@@ -267,6 +268,15 @@ class Runtime:
 
             return compact_triton
         return ops.compact
+
+    @functools.cached_property
+    def _ring(self) -> ModuleType:
+        """Taking and returning of whole blocks on this device: a few kernels on a GPU, plain torch elsewhere."""
+        if self.store.device.type == "cuda":
+            from kvc_kernels.ops import ring_triton
+
+            return ring_triton
+        return ops
 
     def _to_device(self, ids: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(ids)

@@ -26,7 +26,9 @@ def _half_range(lo: torch.Tensor, hi: torch.Tensor, steps: int) -> tuple[torch.T
     """fp16 (scale, zero) of fp32 ranges [lo, hi] cut into `steps` steps."""
     lo = lo.clamp(-HALF_MAX, HALF_MAX)
     hi = hi.clamp(-HALF_MAX, HALF_MAX)
-    return ((hi - lo) / steps).half(), lo.half()
+    # By a tensor: CUDA multiplies by the reciprocal of a plain number, and where the quotient lies between two fp16
+    # numbers (17 scales of a grid that was quantised before), that rounds to the other one.
+    return ((hi - lo) / torch.full((), steps, dtype=hi.dtype, device=hi.device)).half(), lo.half()
 
 
 def _encode(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
