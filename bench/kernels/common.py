@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvc_kernels.layout import BF16, FORMATS, PageLayout, PoolLayout, Rung, align_up, choose_page_bytes
+from kvc_kernels import layout
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.testing import random_store
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -186,6 +187,7 @@ class Workload:
             block_tokens=self.block_tokens,
             key_mode=self.key_mode,
             scored=False,
+            whole=self.kept == "full",
         )
         return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
 
@@ -259,5 +261,4 @@ def cold_layers(size: int) -> int:
 
 def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128, key_mode: str = "channel") -> int:
     """The size of a page that holds just `tokens` tokens of `fmt`."""
-    page = PageLayout(FORMATS[fmt], head_dim, 1 << 24, key_mode, False)
-    return align_up(page._segments(tokens)["end"][0], 16)
+    return layout.page_bytes_for(FORMATS[fmt], tokens, head_dim=head_dim, key_mode=key_mode, scored=False)

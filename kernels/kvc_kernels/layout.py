@@ -12,6 +12,7 @@ from functools import cached_property
 
 SEGMENT_ALIGN = 16  # bytes; the widest vector load of a GPU thread
 TOKEN_MULTIPLE = 16  # tokens of a packed page come in whole MMA rows, so that a tile never straddles a vector
+WHOLE_PAGE_TOKENS = 64  # see bench/kernels/NOTES.md, geometry
 VALUE_GROUP_2BIT = 32  # features that share a scale at 2 bits (MiniKV section 4.1; 4 and 8 bits use one group)
 CHANNEL, TOKEN = "channel", "token"  # key modes: scale and zero per channel over a block, or per token (LeanKV)
 
@@ -186,14 +187,25 @@ class PoolLayout:
         return self.layers * self.heads * per_head + 1 + 4
 
 
+def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, key_mode: str, scored: bool) -> int:
+    """The size of a page that holds just `tokens` tokens of `fmt`."""
+    page = PageLayout(fmt, head_dim, 1 << 30, key_mode, scored)
+    return align_up(page._segments(tokens)["end"][0], 16)
+
+
 def choose_page_bytes(
-    formats: list[Format], *, head_dim: int, block_tokens: int, key_mode: str, scored: bool
+    formats: list[Format], *, head_dim: int, block_tokens: int, key_mode: str, scored: bool, whole: bool = False
 ) -> int:
     """The page size that loses the fewest bytes to slack in the worst packed format of `formats`.
 
     Searched over sizes that hold 8..16 bf16 tokens, in steps of 16 bytes; ties go to the smaller page. With a single
     packed format the last page of a whole block counts too; with two tiers the counts are ragged and do not.
+    `whole`: every token of a block has the one packed format, no page is ever part-filled, and the size is what decode
+    is fastest at: one tile of WHOLE_PAGE_TOKENS tokens, loaded behind a single page id.
     """
+    if whole and len(formats) == 1 and formats[0].packed:
+        tokens = min(WHOLE_PAGE_TOKENS, block_tokens)
+        return page_bytes_for(formats[0], tokens, head_dim=head_dim, key_mode=key_mode, scored=scored)
     best, best_waste = 0, float("inf")
     bf16_token = 4 * head_dim + (4 if scored else 0)
     packed = [f for f in formats if f.packed] or [BF16]
