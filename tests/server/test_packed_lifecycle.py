@@ -162,3 +162,11 @@ def test_urgent_request_preempts_others(packed, rng):
     counts = [s.events[-1]["meta_info"] for s in patient]
     assert [c["completion_tokens"] for c in counts] == [2 * BLOCK] * ROWS
     assert sum(c["num_retractions"] for c in counts) == 1
+
+
+def test_a_profile_can_be_taken(packed, rng, tmp_path):
+    """SGLang asks the platform what there is to trace, in the scheduler."""
+    body = {"num_steps": 2, "activities": ["CPU"], "output_dir": str(tmp_path)}
+    packed.client.post("/start_profile", body).raise_for_status()
+    packed.client.generate(tokens(rng, 20), 8)
+    assert list(tmp_path.rglob("*.json*"))
