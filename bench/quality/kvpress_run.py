@@ -1,0 +1,301 @@
+"""The same questions as `bench.quality.run` through NVIDIA's kvpress: what pruning loses without a server.
+
+    python bench/quality/kvpress_run.py --model-path DIR --model qwen-0.5b --essays FILE --out FILE
+        [--device cuda|cpu] [--length 2048] [--contexts 13] [--presses NAME,..] [--keep 0.5,0.25,0.125]
+        [--scope sequence|block|chunk] [--block 128] [--parallel 6] [--seconds 200]
+
+One context is compressed once, then every question is asked against the same cache: greedy, exact match. `full`, the
+cache as it is, is the check of this harness; answers that turned are counted against it. `--scope` says what a press
+sees: `sequence`, all of the context, is kvpress as it is; the others are explained at `kvpress_presses.Blocks`.
+
+It runs in an environment of its own (`pip install kvpress==0.5.5 "transformers<5.3"`) and imports nothing of SGLang.
+`bench.quality.fetch` makes the model's folder and the essays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import queue
+import shlex
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # started as a script
+    sys.path.append(str(ROOT))
+
+from bench.quality.tasks import Context, Maker, right  # noqa: E402
+
+DEFAULT = "ada-expected,expected-eps,expected,keydiff,snapkv,h2o,pyramidkv,streaming-llm,random"
+GRACE = 20  # seconds after the deadline for the contexts that are under way
+
+
+class Asker:
+    """One model that answers questions about compressed contexts."""
+
+    def __init__(self, path: str, device: str):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        # Importing the presses also patches the attention functions, which AdaKV needs.
+        from bench.quality import kvpress_presses
+
+        disable_progress_bar()
+        self.torch, self.presses, self.device = torch, kvpress_presses, device
+        self.tok = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
+        self.model.to(device).eval()
+        # As on the server: with logits in bf16 many answers would hang on the order of equal ones.
+        self.head = self.model.lm_head.weight.float()
+        self.layers = [layer.self_attn for layer in self.model.model.layers]
+        for layer in self.layers:
+            layer.register_forward_pre_hook(fit_mask, with_kwargs=True)
+
+    def measure(self, cell: dict, contexts: dict[str, list[Context]], tokens: int, deadline: float) -> dict:
+        """Right and wrong of each question, for as many contexts as there is time for."""
+        press = self.presses.build(cell["press"], cell["keep"], cell["scope"], cell["block"])
+        self.model.set_attn_implementation("eager" if cell["press"] in self.presses.EAGER else "sdpa")
+        began, kept = time.monotonic(), []
+        answers: dict[str, list[list[bool]]] = {task: [] for task in contexts}
+        for number in range(len(next(iter(contexts.values())))):
+            if time.time() > deadline:
+                break
+            for task, made in contexts.items():
+                self.torch.manual_seed(number)  # `random` chooses anew for each layer and context
+                found, share = self.ask(made[number], press, tokens)
+                answers[task].append(found)
+                kept.append(share)
+        row = {**cell, "kept": sum(kept) / len(kept) if kept else None, "contexts": len(kept) // len(contexts)}
+        for task, found in answers.items():
+            flat = [x for one in found for x in one]
+            em = sum(flat) / len(flat) if flat else None
+            row[task] = {"right": sum(flat), "of": len(flat), "em": em, "answers": found}
+        return {**row, "seconds": round(time.monotonic() - began, 2)}
+
+    def ask(self, context: Context, press, tokens: int) -> tuple[list[bool], float]:
+        """Whether each answer is right, and the share of keys and values that is kept."""
+        from transformers import DynamicCache
+
+        with self.torch.inference_mode():
+            for layer in self.layers:
+                layer.masked_key_indices = None
+            cache = DynamicCache()
+            with press(self.model) if press else contextlib.nullcontext():
+                self.forward(context.ids, cache, 0)
+            sizes = [layer.keys.shape[2] for layer in cache.layers]
+            heads = cache.layers[0].keys.shape[1]
+            hidden = sum(len(x.masked_key_indices[2]) for x in self.layers if x.masked_key_indices is not None)
+            share = (heads * sum(sizes) - hidden) / (heads * len(sizes) * len(context.ids))
+            out = []
+            for question in context.questions:
+                out.append(self.answer(question, cache, len(context.ids), tokens))
+                for layer, size in zip(cache.layers, sizes):
+                    layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
+        return out, share
+
+    def answer(self, question, cache, position: int, tokens: int) -> bool:
+        """Positions go on behind the uncompressed context. Ends as soon as the answer is right or cannot be."""
+        new, got = list(question.ask), []
+        for _ in range(tokens):
+            got.append(self.forward(new, cache, position))
+            position, new = position + len(new), got[-1:]
+            text = self.tok.decode(got, skip_special_tokens=True)
+            if right(question.answer, text) or not could_be_right(question.answer, text):
+                break
+        return right(question.answer, text)
+
+    def forward(self, ids, cache, position: int) -> int:
+        """Append `ids` to the cache; the most likely next token."""
+        ids = self.torch.tensor([ids], device=self.device)
+        at = self.torch.arange(position, position + ids.shape[1], device=self.device)[None]
+        states = self.model.model(input_ids=ids, position_ids=at, past_key_values=cache).last_hidden_state
+        return int((self.head @ states[0, -1].float()).argmax())
+
+
+def fit_mask(module, args, kwargs):
+    """transformers makes one mask, as long as the first layer's cache; a pyramid's other layers hold fewer tokens.
+
+    Every token of the past may be seen, so the end of the mask is each layer's own.
+    """
+    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    if mask is None or cache is None:
+        return None
+    length = cache.get_seq_length(module.layer_idx) + kwargs["hidden_states"].shape[1]
+    return args, {**kwargs, "attention_mask": mask[..., -length:]}
+
+
+def could_be_right(answer: str, text: str) -> bool:
+    return answer.startswith(text.strip().lstrip('"'))
+
+
+def work(args, contexts, todo, results, deadline: float) -> None:
+    """One process: takes cells until none are left or the time is up."""
+    try:
+        import torch
+
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.parallel))
+        asker = Asker(args.model_path, args.device)
+        results.put((None, {"stand_ins": asker.presses.STAND_INS}))
+    except Exception:
+        results.put((None, {"error": traceback.format_exc()}))
+        return
+    while (item := todo.get()) is not None:
+        number, cell = item
+        if time.time() > deadline:
+            results.put((number, {**cell, "error": "no time left"}))
+            continue
+        try:
+            row = asker.measure(cell, contexts, args.answer_tokens, deadline)
+        except Exception as e:
+            traceback.print_exc()
+            row = {**cell, "error": f"{type(e).__name__}: {e}"}
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+        results.put((number, row))
+
+
+def turned(row: dict, full: dict, tasks) -> None:
+    """Count the answers that are right with the full cache and wrong here, and the other way round."""
+    for task in tasks:
+        pairs = [(a, b) for x, y in zip(full[task]["answers"], row[task]["answers"]) for a, b in zip(x, y)]
+        row[task]["right_to_wrong"] = sum(a and not b for a, b in pairs)
+        row[task]["wrong_to_right"] = sum(b and not a for a, b in pairs)
+
+
+def commit() -> str:
+    """Of the checkout, or KVC_COMMIT where the tree was copied without its history."""
+    if "KVC_COMMIT" in os.environ:
+        return os.environ["KVC_COMMIT"]
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def device_name(device: str) -> str:
+    if device != "cuda":
+        return f"CPU, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def describe(args, contexts: dict[str, list[Context]]) -> dict:
+    import torch
+    import transformers
+
+    settings = {k: getattr(args, k) for k in ("model", "length", "contexts", "scope", "block", "answer_tokens")}
+    digest = hashlib.sha256(repr(contexts).encode()).hexdigest()[:16]
+    versions = {"kvpress": "0.5.5", "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "name": "quality/kvpress",
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "device": device_name(args.device),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions,
+        "settings": {**settings, "contexts_digest": digest},
+    }
+
+
+def collect(args, cells: list[dict], contexts: dict[str, list[Context]], record: dict, deadline: float) -> dict:
+    """Start the processes and write the file after every cell; what is missing at the end is recorded as an error."""
+    context = multiprocessing.get_context("spawn")
+    todo, results = context.Queue(), context.Queue()
+    for item in [*enumerate(cells), *[None] * args.parallel]:
+        todo.put(item)
+    common = (args, contexts, todo, results, deadline)
+    workers = [context.Process(target=work, args=common, daemon=True) for _ in range(args.parallel)]
+    for worker in workers:
+        worker.start()
+    rows: dict[int, dict] = {}
+    while len(rows) < len(cells) and time.time() < deadline + GRACE:
+        alive = any(worker.is_alive() for worker in workers)
+        try:
+            number, row = results.get(timeout=1)
+        except queue.Empty:
+            if alive:
+                continue
+            break
+        if number is None and "error" in row:
+            record.setdefault("failed_processes", []).append(row["error"])
+        elif number is None:
+            record.update(row)
+        else:
+            rows[number] = row
+            show(row, contexts)
+        write(args.out, record, cells, rows, contexts)
+    for worker in workers:
+        if len(rows) == len(cells):
+            worker.join(GRACE)
+        worker.terminate()
+    missing = {n: {**cell, "error": "no result"} for n, cell in enumerate(cells) if n not in rows}
+    write(args.out, record, cells, rows | missing, contexts)
+    return rows
+
+
+def write(out: Path, record: dict, cells: list[dict], rows: dict[int, dict], contexts) -> None:
+    full = next((r for r in rows.values() if r["press"] == "full" and "error" not in r), None)
+    ordered = [rows[n] for n in range(len(cells)) if n in rows]
+    for row in ordered:
+        if full and row is not full and "error" not in row:
+            turned(row, full, contexts)
+    temporary = out.with_suffix(".part")
+    temporary.write_text(json.dumps({**record, "rows": ordered}, indent=1) + "\n")
+    temporary.rename(out)
+
+
+def show(row: dict, tasks) -> None:
+    name = f"{row['press']:14} keep {row['keep']:<6}"
+    if "error" in row:
+        print(name, row["error"], flush=True)
+    elif row["kept"] is not None:
+        scores = "  ".join(f"{t} {row[t]['right']}/{row[t]['of']} {row[t]['em']:.3f}" for t in tasks)
+        print(name, f"kept {row['kept']:.3f}  {scores}  {row['seconds']} s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--model", required=True, help="its name in the results")
+    parser.add_argument("--essays", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--contexts", type=int, default=13)
+    parser.add_argument("--presses", default=DEFAULT, help=f"of {DEFAULT},knorm; `full` is always run")
+    parser.add_argument("--keep", default="0.5,0.25,0.125")
+    parser.add_argument("--scope", default="sequence", choices=("sequence", "block", "chunk"))
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--answer-tokens", type=int, default=7)
+    parser.add_argument("--parallel", type=int, default=6, help="processes that share the device")
+    parser.add_argument("--seconds", type=float, default=200)
+    args = parser.parse_args()
+    deadline = time.time() + args.seconds
+    presses = args.presses.split(",")
+    if unknown := set(presses) - {*DEFAULT.split(","), "knorm", "full"}:
+        parser.error(f"no such presses: {', '.join(sorted(unknown))}")
+
+    from transformers import AutoTokenizer
+
+    maker = Maker(AutoTokenizer.from_pretrained(args.model_path), args.essays.read_text())
+    made = {"niah": maker.needles, "kv": maker.dictionary}
+    contexts = {task: [make(i, args.length) for i in range(args.contexts)] for task, make in made.items()}
+    names = [("full", 1.0)] + [(p, float(k)) for k in args.keep.split(",") for p in presses if p != "full"]
+    cells = [{"press": p, "keep": k, "scope": args.scope, "block": args.block} for p, k in names]
+    args.parallel = min(args.parallel, len(cells))
+    rows = collect(args, cells, contexts, describe(args, contexts), deadline)
+    return int(any("error" in row for row in rows.values()) or len(rows) < len(cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
