@@ -55,7 +55,8 @@ class Blocks(kvpress.BasePress):
 
     A block is scored with all that is known at its end: the hidden states and positions of the tokens before it, and
     of its keys and values only its own. So what is kept of a block is the same for every sequence that has it as its
-    prefix, as in a shared cache. The tokens behind the last whole block stay as they are, as on the server.
+    prefix, as in a shared cache. The tokens behind the last whole block stay as they are, as on the server: compare by
+    the share that was kept. Over blocks of 128 PyramidKV falls back to SnapKV.
 
     kvpress has two wrappers of its own. `ChunkPress` (scope `chunk`) scores a block from its own hidden states as if it
     began the sequence, takes score presses only, and fails on short ends; it agrees with this class where a score

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import datetime
 import hashlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -190,12 +191,9 @@ def device_name(device: str) -> str:
 
 
 def describe(args, contexts: dict[str, list[Context]]) -> dict:
-    import torch
-    import transformers
-
     settings = {k: getattr(args, k) for k in ("model", "length", "contexts", "scope", "block", "answer_tokens")}
-    digest = hashlib.sha256(repr(contexts).encode()).hexdigest()[:16]
-    versions = {"kvpress": "0.5.5", "torch": torch.__version__, "transformers": transformers.__version__}
+    settings["contexts_digest"] = hashlib.sha256(repr(contexts).encode()).hexdigest()[:16]
+    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers", "tokenizers")}
     return {
         "name": "quality/kvpress",
         "command": shlex.join(["python", *sys.argv]),
@@ -203,7 +201,7 @@ def describe(args, contexts: dict[str, list[Context]]) -> dict:
         "device": device_name(args.device),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions,
-        "settings": {**settings, "contexts_digest": digest},
+        "settings": settings,
     }
 
 
