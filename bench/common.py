@@ -8,6 +8,7 @@ A result file says what was run, on which commit and device, and when; `bench/sc
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -63,13 +64,17 @@ def stock(*extra: str) -> list[str]:
     return args + list(extra)
 
 
-def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str = "512MiB") -> list[str]:
-    """The compressed cache. `name`: a page format, or a policy and its settings: `snapkv+budget=4x+high=k4v4`."""
-    args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), "--kvc-memory", memory]
+def kvc_settings(name: str) -> dict[str, str]:
+    """A page format, or a policy and its settings, as `snapkv+budget=4x+high=k4v4`."""
     head, *settings = name.split("+")
-    args += ["--kvc-policy", "quantise", "--kvc-high", head] if head in FORMATS else ["--kvc-policy", head]
-    for setting in settings:
-        option, value = setting.split("=", 1)
+    out = {"policy": "quantise", "high": head} if head in FORMATS else {"policy": head}
+    return out | {k.replace("-", "_"): v for k, v in (setting.split("=", 1) for setting in settings)}
+
+
+def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = "512MiB") -> list[str]:
+    """The compressed cache, of the format or policy `name` (`kvc_settings`); no `memory`: what `extra` says."""
+    args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), *(["--kvc-memory", memory] if memory else [])]
+    for option, value in kvc_settings(name).items():
         args += ["--kvc-" + option.replace("_", "-"), value]
     return args + list(extra)
 
@@ -94,12 +99,17 @@ class Server:
     """One server process, as a context manager; all its output goes to `log`."""
 
     def __init__(
-        self, args: list[str], *, model: Path | str | None = None, env: dict[str, str] | None = None
+        self,
+        args: list[str],
+        *,
+        model: Path | str | None = None,
+        env: dict[str, str] | None = None,
+        port: int | None = None,
     ):
         model = model or demo_model()
         if model is None:
             raise ServerError("The demo model is not there; make it with: python -m sglang_kvc.demo")
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = str(model)
         self.args = list(args)
@@ -148,6 +158,12 @@ class Server:
     @property
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    def kill(self) -> None:
+        """End it at once, from any thread; whoever waits for an answer gets an error."""
+        if (process := self.process) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """End the server and all its child processes."""
@@ -246,13 +262,18 @@ def command_line() -> str:
 
 
 def write_result(
-    name: str, numbers: dict[str, Any], *, scores: dict[str, tuple[float, str]] | None = None, quiet: bool = False
+    name: str,
+    numbers: dict[str, Any],
+    *,
+    scores: dict[str, tuple[float, str]] | None = None,
+    quiet: bool = False,
+    path: Path | None = None,
 ) -> Path:
     """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> (value, unit).
 
-    `quiet` for what is not the last word: a long run writes what it has after every part.
+    `quiet` for what is not the last word: a long run writes what it has after every part. `path`: another file.
     """
-    path = RESULTS / f"{name}.json"
+    path = (path or RESULTS / f"{name}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "name": name,
@@ -263,10 +284,13 @@ def write_result(
         "scores": {k: {"value": v, "unit": u} for k, (v, u) in (scores or {}).items()},
         "numbers": numbers,
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    # At once: a run that is cut off must not leave half a file.
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.replace(path)
     if quiet:
         return path
     for key, (value, unit) in (scores or {}).items():
         print(f"{key:40} {value:.4f} {unit}")
-    print(f"written: {path.relative_to(ROOT)}")
+    print(f"written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return path

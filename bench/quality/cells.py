@@ -1,0 +1,115 @@
+"""What is measured: every policy at every size, the most telling first, and what the configuration refuses of it.
+
+A *cell* is one server configuration. Its name is that of `common.kvc`: a format (`k4v4`), or a policy and its
+settings (`snapkv+budget=4x+high=k4v4`); `stock` and `stock-fp8` are SGLang's own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+from bench import common
+from kvc_kernels.layout import FORMATS
+from sglang_kvc.config import ConfigError, KvcConfig
+from sglang_kvc.identity import Identity
+from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.presets import PRESETS
+from sglang_kvc.policies.registry import POLICIES
+from sglang_kvc.sizing import make_layout
+
+STOCK, FP8 = "stock", "stock-fp8"
+BUDGETS = ("4x", "8x", "2x")
+# The most telling first; presets that this list does not know follow.
+FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "streaming-llm", "pyramid", "minikv")
+FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
+QUANTISED = ("k8v8", "k4v2", "k2v2")
+
+
+def names() -> list[str]:
+    """All cells, by importance. Many are refused: see `refusal`."""
+    presets = [p.name for p in PRESETS]
+    presets = [n for n in FIRST if n in presets] + [n for n in presets if n not in FIRST]
+    out = [STOCK, "k4v4", "k8v4", FP8, "bf16", *QUANTISED, "leankv"]
+    out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # which drops nothing, and so meets few budgets
+    out += [_named(p, b, "k4v4") for b in ("4x", "8x") for p in presets]
+    out += [_named(p, b, None) for b in ("8x", "2x") for p in presets]
+    # The same format for all, which tells methods apart; and quantisation and pruning together, deeper.
+    out += [_named(p, b, "k8v8") for b in BUDGETS for p in presets]
+    out += [_named(p, "8x", high) for high in ("k4v2", "k2v2") for p in presets]
+    return list(dict.fromkeys(n for n in out if n))
+
+
+def _named(policy: str, budget: str, high: str | None) -> str | None:
+    if high and policy in FIXED_FORMATS:
+        return None
+    own = POLICIES[policy]().high
+    return f"{policy}+budget={budget}" + (f"+high={high}" if high and high != own else "")
+
+
+def chosen(wanted: str) -> list[str]:
+    """`all`, or names separated by commas; a policy's name stands for all of its cells."""
+    everything = names()
+    if wanted == "all":
+        return everything
+    out: list[str] = []
+    for name in wanted.split(","):
+        mine = [n for n in everything if n.split("+")[0] == name]
+        out += mine if mine and name not in everything else [name]
+    return list(dict.fromkeys(out))
+
+
+def needs_calibration(name: str) -> bool:
+    if name in (STOCK, FP8):
+        return False
+    settings = common.kvc_settings(name)
+    fields = {k: v for k, v in settings.items() if k in ("scorer", "share")}
+    policy = POLICIES.get(settings["policy"])
+    return policy is not None and bool(policy(**fields).needs)
+
+
+def refusal(name: str, identity: Identity, block: int, calibration: Path | None) -> str | None:
+    """Why this cell is not measured, in a sentence; None for one that is. Asks the server's own configuration."""
+    if name in (STOCK, FP8):
+        return None
+    settings = common.kvc_settings(name)
+    if needs_calibration(name):
+        settings["calibration"] = str(calibration) if calibration else None
+    given = SimpleNamespace(**{f"kvc_{k}": v for k, v in settings.items()}, kvc_block_size=block)
+    try:
+        config = KvcConfig.from_args(given)
+        policy = make_policy(config)
+        shape = {"layers": identity.layers, "heads": identity.kv_heads, "head_dim": identity.head_dim}
+        layout = make_layout(config, policy, **shape)
+        policy.check(layout)
+    except (ConfigError, ValueError) as e:
+        return str(e)
+    if config.budget and policy.high_pages(layout) == layout.block_pages(FORMATS[config.high]):
+        return f"Nothing is dropped at {config.budget}: it would be {config.high} of every token."
+    return None
+
+
+def attempts(name: str, args, port: int) -> Iterator[list[str]]:
+    """Options of the server, and then of others that would do where it does not start: the reference must exist."""
+    # Cells share the device: all have the same bytes, and no CUDA graphs, whose capture takes longer than the tasks.
+    common_options = ["--enable-fp32-lm-head", "--max-total-tokens", str(args.tokens), "--nccl-port", str(port + 1)]
+    common_options += ["--skip-server-warmup"]
+    gpu = args.device == "cuda"
+    if gpu:
+        common_options += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
+        common_options += ["--mem-fraction-static", "0.85"]  # no server takes so much: --max-total-tokens is less
+        common_options += ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
+        common_options += ["--chunked-prefill-size", "8192"]
+    if name not in (STOCK, FP8):
+        if needs_calibration(name):
+            common_options += ["--kvc-calibration", str(args.calibration)]
+        yield common.kvc(name, *common_options, block=args.block, memory=None)
+        return
+    fp8 = ["--kv-cache-dtype", "fp8_e4m3"] if name == FP8 else []
+    pages = ["--page-size", str(args.block)]
+    if not gpu:
+        yield common.stock(*pages, *fp8, *common_options)
+        return
+    for backend, page in (("flashinfer", pages), ("flashinfer", []), ("triton", pages)):
+        yield common.stock("--attention-backend", backend, *page, *fp8, *common_options)

@@ -1,0 +1,118 @@
+"""Table and plots of what `bench.quality.policies` measured, from its result file alone.
+
+    python -m bench.quality.pareto bench/results/quality/policies_qwen-0.5b_2048.json [--over running]
+
+Quality over bytes per token, one point a cell: best is up and to the left. The line is the front: what no other cell
+beats in both. `body` counts packed blocks, `running` all of a request of the measured length, both with all overheads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+OVER = {"body": ("bytes_body", "ratio_body"), "running": ("bytes", "ratio")}
+# task -> what the axis says, how a row is read, whether more is better
+PANELS = {
+    "8 needles, exact match": (lambda r: r["niah"]["em"], True),
+    "dictionary, exact match": (lambda r: r["kv"]["em"], True),
+    "KL to bf16, mean nats per token": (lambda r: r["kl"]["mean"] if r.get("kl") else None, False),
+}
+LEAST_KL = 1e-4  # the bottom of a logarithmic axis
+
+
+def table(rows: dict[str, dict], head: bool = True) -> str:
+    """One line a cell."""
+    lines = []
+    if head:
+        lines.append(
+            f"{'cell':36} {'B/token':>8} {'body':>6} {'e2e':>6} {'kept':>6} {'packed':>6}  {'needles':>13}  "
+            f"{'dictionary':>13}  {'NLL diff':>8} {'KL mean':>8} {'KL p99':>8}"
+        )
+    for name, r in rows.items():
+        kl, packed = r.get("kl") or {}, r["packed"]
+        line = f"{name:36} {r['bytes_body']:8.0f} {r['ratio_body']:5.2f}x {r['ratio']:5.2f}x {100 * r['kept']:4.0f} % "
+        line += f"{'' if packed is None else f'{100 * packed:.0f} %':>6}  "
+        for task in ("niah", "kv"):
+            t = r[task]
+            flips = f"-{t['right_to_wrong']}+{t['wrong_to_right']}" if "right_to_wrong" in t else ""
+            line += f"{100 * t['em']:5.1f} % {flips:>6} "
+        line += "".join(f" {x:8.4f}" if x is not None else " " * 9 for x in (r["nll"].get("delta"), *_kl(kl)))
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _kl(kl: dict) -> tuple[float | None, float | None]:
+    return kl.get("mean"), kl.get("p99")
+
+
+def front(points: dict[str, tuple[float, float]], more: bool) -> list[str]:
+    """Names that no other has fewer bytes and better quality than, from few bytes to many."""
+    out, best = [], None
+    for name in sorted(points, key=lambda n: (points[n][0], -points[n][1] if more else points[n][1])):
+        y = points[name][1]
+        if best is None or (y > best if more else y < best):
+            best = y
+            out.append(name)
+    return out
+
+
+def plot(record: dict, png: Path, over: str = "body") -> None:
+    """One panel a measure; colours are policies, labels the settings."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    numbers, (field, _) = record["numbers"], OVER[over]
+    rows = numbers["cells"]
+    families = list(dict.fromkeys(_family(n) for n in rows))
+    colours = dict(zip(families, pyplot.get_cmap("tab20").colors * 2))
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(7 * len(PANELS), 7.5), layout="constrained")
+    for axis, (title, (read, more)) in zip(axes, PANELS.items()):
+        points = {n: (r[field], read(r)) for n, r in rows.items() if read(r) is not None}
+        if not more:
+            points = {n: (x, max(y, LEAST_KL)) for n, (x, y) in points.items() if n != numbers["reference"]}
+            axis.set_yscale("log")
+        for family in families:
+            mine = {n: p for n, p in points.items() if _family(n) == family}
+            if mine:
+                axis.scatter(*zip(*mine.values()), color=colours[family], label=family, s=46, zorder=3)
+        best = front(points, more)
+        axis.plot(*zip(*(points[n] for n in best)), color="0.6", linewidth=1, zorder=1) if best else None
+        for n in best:
+            axis.annotate(n, points[n], fontsize=7, xytext=(4, 4), textcoords="offset points")
+        axis.set(title=title, xlabel=f"bytes per token, {over}", xscale="log")
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8, loc="lower right")
+    figure.suptitle(f"{numbers['model']}, contexts of {numbers['length']} tokens, {record['device']}")
+    figure.savefig(png, dpi=110)
+    pyplot.close(figure)
+
+
+def _family(name: str) -> str:
+    """The policy of a cell; formats of every token are one family."""
+    policy = name.split("+")[0]
+    return "quantise" if policy == "bf16" or re.fullmatch(r"k\d+v\d+", policy) else policy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--over", choices=list(OVER), default="body")
+    parser.add_argument("--png", type=Path, help="default: beside the result file")
+    args = parser.parse_args()
+    record = json.loads(args.results.read_text())
+    print(table(record["numbers"]["cells"]))
+    png = args.png or args.results.with_name(f"{args.results.stem}_{args.over}.png")
+    plot(record, png, args.over)
+    print(f"written: {png}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""Every policy at every size, through the server: what is lost, and what it costs in true bytes.
+
+    python -m bench.quality.policies --model qwen-0.5b --calibration FILE     # once, on a GPU: some 5 minutes
+    python -m bench.quality.policies --model smollm2 --device cpu --length 600 --contexts 1 --cells snapkv --parallel 1
+
+Each cell (`bench.quality.cells`) is a server of its own; several share the device. The tasks are those of
+`bench.quality.run`: contexts are sent first, and questions only when their blocks are packed, so that nothing is known
+of a question when its context is compressed. All contexts of a task are resident at once, and questions are asked
+concurrently. Flips and KL are against stock SGLang in bf16, KL from the best candidates of the scored tokens.
+
+A cell that fails is recorded with the end of its log; the result file is written after each cell. `--resume` takes
+finished cells from it. Behind `--seconds` no cell begins, and `--grace` later the last ones are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import json
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench import common, prompts
+from bench.compare import kl_top, percentile
+from bench.quality import cells, fetch, pareto
+from bench.quality.run import SCORED, summary
+from bench.quality.tasks import Context, Maker, right
+from bench.serve.ratio import in_flight
+from sglang_kvc.identity import Identity, identity_of
+
+TOP = 20  # candidates of each scored token that are compared
+REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
+PORTS = range(21000, 32000, 16)  # below those that the system gives to outgoing connections
+STATS = ("ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens_by_tier")
+Tops = list[list[dict[int, float]]]  # passage, token -> log-probabilities of the best candidates
+
+
+class CellError(RuntimeError):
+    """A server that answers, but not as the measurement needs it."""
+
+
+@dataclasses.dataclass
+class Work:
+    """What every cell is asked; made once."""
+
+    niah: list[Context]
+    kv: list[Context]
+    passages: list[list[int]]
+
+    @classmethod
+    def of(cls, maker: Maker, contexts: int, length: int) -> Work:
+        many = range(contexts)
+        passages = [maker.passage(i, length + SCORED + 1) for i in many]
+        return cls([maker.needles(i, length) for i in many], [maker.dictionary(i, length) for i in many], passages)
+
+
+# ---- one cell
+
+
+def settle(server: common.Server, full_tokens: int, seconds: float = 20) -> dict:
+    """The account once nothing changes any more, with the share of the full blocks that are packed then."""
+    last, until = server.client.stats(), time.monotonic() + seconds
+    while last and time.monotonic() < until:
+        time.sleep(0.1)
+        now = server.client.stats()
+        if now == last:
+            break
+        last = now
+    return {k: last[k] for k in STATS} | {"packed": last["packed_tokens"] / full_tokens} if last else {}
+
+
+def load(server: common.Server, prefixes: list, block: int) -> dict:
+    """Send all prefixes, one after the other: what attention a policy collects must not depend on who else runs."""
+    server.client.flush()
+    for ids in prefixes:
+        server.client.generate(ids, 1)
+    return settle(server, sum(len(ids) // block * block for ids in prefixes))
+
+
+def ask(server: common.Server, contexts: list[Context], args) -> tuple[list[list[bool]], dict]:
+    """All questions about all contexts: whether each answer is right, by context; and the account before them."""
+    account = load(server, [c.ids for c in contexts], args.block)
+    asked = [(c, q) for c in contexts for q in c.questions]
+
+    def one(pair) -> bool:
+        context, question = pair
+        answer = server.client.generate([*context.ids, *question.ask], args.answer_tokens)
+        hit = len(context.ids) // args.block * args.block
+        if answer.cached_tokens < hit:
+            raise CellError(f"{context.name}: {answer.cached_tokens} tokens cached, not {hit}")
+        return right(question.answer, answer.text)
+
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        found = iter(list(pool.map(one, asked)))
+    return [[next(found) for _ in c.questions] for c in contexts], account
+
+
+def likelihood(server: common.Server, passages: list[list[int]], block: int) -> tuple[list[float], Tops, dict]:
+    """Nats per token of the ends of all passages, their best candidates, and the account (see `run.likelihood`)."""
+    begin = len(passages[0]) - SCORED - 1
+    account = load(server, [p[:begin] for p in passages], block)
+    nats, tops = [], []
+    for ids in passages:
+        answer = server.client.generate(ids, 1, input_from=begin, top=TOP)
+        if not begin // block * block - block <= answer.cached_tokens <= begin or not answer.cached_tokens:
+            raise CellError(f"likelihood: {answer.cached_tokens} tokens cached before {begin}")
+        if not len(answer.input_logprobs) == len(answer.input_top) == SCORED:
+            raise CellError(f"likelihood: {len(answer.input_logprobs)}, {len(answer.input_top)} positions")
+        nats.append(-statistics.fmean(answer.input_logprobs))
+        tops.append(answer.input_top)
+    return nats, tops, account
+
+
+def measure(server: common.Server, work: Work, args, out: dict) -> Tops:
+    """Fill `out` as results come, so that a cell that is cut off leaves what it has; returns the best candidates."""
+    out["accounts"] = {}
+    for task in ("niah", "kv"):
+        out[task], out["accounts"][task] = ask(server, getattr(work, task), args)
+    out["nll"], tops, out["accounts"]["nll"] = likelihood(server, work.passages, args.block)
+    if server.client.stats():
+        server.client.flush()
+        running = in_flight(server, list(work.niah[0].ids))
+        out["accounts"]["running"] = {k: running[k] for k in STATS}
+    return tops
+
+
+# ---- many cells
+
+
+class Harness:
+    """Cells in threads, a few at a time; all that is found lies here, under one lock."""
+
+    def __init__(self, args, identity: Identity, work: Work, raw: dict[str, dict], tops: dict[str, Tops]):
+        self.args, self.identity, self.work = args, identity, work
+        self.raw, self.tops = raw, tops  # of an earlier run
+        self.failed: dict[str, list[dict]] = {}
+        self.refused: dict[str, str] = {}
+        self.left: list[str] = []  # not begun before the deadline
+        self.lock, self.began = threading.RLock(), time.monotonic()
+        self.running: dict[str, tuple[float, common.Server]] = {}
+        self.ports = (p for p in PORTS if _free(p, p + 1, p + 2, p + 3))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def run(self, names: list[str]) -> None:
+        for name in names:
+            if why := cells.refusal(name, self.identity, self.args.block, self.args.calibration):
+                self.refused[name] = why
+                print(f"{name}: left out. {why}", flush=True)
+        threading.Thread(target=self.watch, daemon=True).start()
+        with ThreadPoolExecutor(self.args.parallel) as pool:
+            list(pool.map(self.cell, [n for n in names if n not in self.refused and n not in self.raw]))
+
+    def watch(self) -> None:
+        """End the servers of cells that take too long, and all of them behind the grace."""
+        while True:
+            time.sleep(1)
+            with self.lock:
+                over = self.seconds > self.args.seconds + self.args.grace
+                late = [s for t, s in self.running.values() if over or time.monotonic() - t > self.args.cell_seconds]
+            for server in late:
+                server.kill()
+
+    def cell(self, name: str) -> None:
+        """One cell, in a thread of its own; nothing that happens to it may stop the others."""
+        if self.seconds > self.args.seconds:
+            self.left.append(name)
+            return
+        with self.lock:
+            port = next(self.ports)
+        for options in cells.attempts(name, self.args, port):
+            out: dict = {"options": options}
+            try:
+                self.attempt(name, options, port, out)
+                break
+            except Exception as e:
+                known = isinstance(e, common.ServerError | CellError)
+                out["error"] = (str(e) if known else traceback.format_exc())[-4000:]
+                self.failed.setdefault(name, []).append(out)
+                print(f"{name}: failed. {out['error'].splitlines()[-1]}", flush=True)
+            if self.seconds > self.args.seconds or out["seconds"]["start"]:
+                break  # other options are for a server that does not start
+            port += 2
+        try:
+            self.report(name)
+        except Exception:
+            traceback.print_exc()
+
+    def attempt(self, name: str, options: list[str], port: int, out: dict) -> None:
+        server = common.Server(options, model=self.args.model_path, port=port)
+        began = time.monotonic()
+        out["seconds"] = {"start": None}
+        with self.lock:
+            self.running[name] = (began, server)
+        try:
+            server.start()
+            up = time.monotonic()
+            out["seconds"]["start"] = up - began
+            tops = measure(server, self.work, self.args, out)
+            out["seconds"]["tasks"] = time.monotonic() - up
+            out |= {"log_errors": server.errors()[:10], "commit": common.commit()}
+            with self.lock:
+                self.raw[name], self.tops[name] = out, tops
+        except BaseException:
+            out["log"] = server.tail(60)[-8000:] if server.log.exists() else ""
+            raise
+        finally:
+            with self.lock:
+                del self.running[name]
+            server.kill()  # at once: nothing of it is wanted any more
+            server.stop()
+
+    # ---- results
+
+    def report(self, name: str | None = None) -> Path:
+        """Write the result file; with `name`, after this cell."""
+        with self.lock:
+            reference = next((n for n in (cells.STOCK, "bf16") if n in self.raw), None)
+            for other in self.tops:
+                self._compare(other, reference)
+            rows = {n: self.row(n, reference) for n in sorted(self.raw, key=_order(cells.names()))}
+            if name in rows:
+                print(pareto.table({name: rows[name]}, head=False), f"{self.seconds:6.0f} s", flush=True)
+            if name == reference is not None:
+                self.args.reference.write_bytes(gzip.compress(json.dumps(self.tops[name]).encode()))
+            keys = ("model", "length", "contexts", "block", "answer_tokens", "parallel", "concurrency", "tokens")
+            numbers = {k: getattr(self.args, k) for k in keys} | {"wall_seconds": self.seconds, "reference": reference}
+            numbers |= {"cells": rows, "refused": self.refused, "failed": self.failed, "not_begun": self.left}
+            return common.write_result(self.args.name, numbers | {"raw": self.raw}, quiet=True, path=self.args.out)
+
+    def _compare(self, name: str, reference: str | None) -> None:
+        """KL of every scored token against the reference; once, because it takes its time."""
+        if reference not in self.tops or self.raw[name].get("kl", {}).get("reference") == reference:
+            return
+        pairs = zip(self.tops[reference], self.tops[name])
+        kl = [x for theirs, mine in pairs for x in kl_top(theirs, mine)]
+        found = {"mean": statistics.fmean(kl), "p99": percentile(kl, 0.99), "max": max(kl), "tokens": len(kl)}
+        self.raw[name]["kl"] = {"reference": reference, **found}
+
+    def row(self, name: str, reference: str | None) -> dict:
+        """What the table shows of one cell."""
+        got = self.raw[name]
+        plain = 4 * self.identity.layers * self.identity.kv_heads * self.identity.head_dim  # bytes a token, K and V
+        out = summary({**got, "ratio": None}, self.raw[reference] if reference not in (None, name) else None)
+        accounts = [a for a in got["accounts"].values() if a]
+        if accounts:
+            tiers, running = got["accounts"]["niah"]["tokens_by_tier"], got["accounts"]["running"]
+            packed = tiers["high"] + tiers["low"] + tiers["pruned"]
+            out |= {"kept": (tiers["high"] + tiers["low"]) / packed if packed else 1.0}
+            out |= {"packed": min(a["packed"] for a in accounts if "packed" in a)}
+            body = got["accounts"]["niah"]["bytes_per_token_body"] or running["bytes_per_token"]
+            out |= {"bytes_body": body, "bytes": running["bytes_per_token"]}
+        else:
+            size = plain / 2 if name == cells.FP8 else plain  # scales are one a tensor
+            out |= {"kept": 1.0, "packed": None, "bytes_body": size, "bytes": size}
+        return out | {"ratio_body": plain / out["bytes_body"], "ratio": plain / out["bytes"], "kl": got.get("kl")}
+
+
+def _free(*ports: int) -> bool:
+    for port in ports:
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+    return True
+
+
+def _order(names: list[str]):
+    return lambda name: (names.index(name) if name in names else len(names), name)
+
+
+# ---- the command
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="smollm2", choices=list(fetch.MODELS))
+    p.add_argument("--model-path", type=Path, help="its folder, where it is not in the cache folder")
+    p.add_argument("--essays", type=Path, help="text file of the essays, likewise")
+    p.add_argument("--calibration", type=Path, help="file of sglang-kvc calibrate, for ada-expected and xkv")
+    p.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    p.add_argument("--length", type=int, default=2048)
+    p.add_argument("--contexts", type=int, default=13, help="of each task; 8 questions each")
+    p.add_argument("--cells", default="all", help="names, separated by commas; a policy's name means all of its cells")
+    p.add_argument("--parallel", type=int, default=6, help="servers at a time")
+    p.add_argument("--concurrency", type=int, default=16, help="questions at a time, of one server")
+    p.add_argument("--seconds", type=float, default=280, help="no cell begins later")
+    p.add_argument("--grace", type=float, default=90, help="seconds for the last ones to end")
+    p.add_argument("--cell-seconds", type=float, help="a cell that takes longer is ended (GPU: 240, CPU: 7200)")
+    p.add_argument("--block", type=int, default=128)
+    p.add_argument("--answer-tokens", type=int, default=7)
+    p.add_argument("--resume", action="store_true", help="take cells from the result file if they are in it")
+    p.add_argument("--list", action="store_true", help="only say what would be measured")
+    p.add_argument("--out", type=Path, help="result file (default: bench/results/quality/policies_MODEL_LENGTH.json)")
+    a = p.parse_args(argv)
+    if a.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    a.device = "cuda" if common.has_gpu() else "cpu"
+    a.cell_seconds = a.cell_seconds or (240 if a.device == "cuda" else 7200)
+    a.model_path = (a.model_path or fetch.MODELS[a.model]()).resolve()  # servers run in a folder of their own
+    a.name = f"quality/policies_{a.model}_{a.length}"
+    a.out = a.out or common.RESULTS / f"{a.name}.json"
+    a.reference = a.out.with_suffix(".reference.json.gz")
+    # All contexts of a task, uncompressed, with room for scores and tables, and what is asked at a time.
+    a.tokens = int(1.4 * a.contexts * (a.length + SCORED + a.block)) + a.concurrency * REPLY + 4096
+    return a
+
+
+def earlier(a: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
+    """Cells of an earlier run with the same settings: answers are greedy, so they do not age."""
+    if not (a.resume and a.out.exists()):
+        return {}, {}
+    numbers = json.loads(a.out.read_text())["numbers"]
+    if any(numbers[k] != getattr(a, k) for k in ("model", "length", "contexts", "block", "answer_tokens")):
+        return {}, {}
+    raw, reference = numbers["raw"], numbers["reference"]
+    if not a.reference.exists():
+        return {n: got for n, got in raw.items() if n != reference}, {}  # its candidates are wanted again
+    tops = json.loads(gzip.decompress(a.reference.read_bytes()))
+    return raw, {reference: [[{int(t): v for t, v in token.items()} for token in passage] for passage in tops]}
+
+
+def statistics_only(file: Path, folder: Path) -> Path:
+    """The calibration file without its verdicts: what it warns of is what is measured."""
+    from safetensors.torch import load_file, save_file
+
+    out = folder / "statistics.safetensors"
+    save_file(load_file(file), out)
+    return out
+
+
+def main() -> int:
+    a = arguments()
+    from transformers import AutoConfig
+
+    identity = identity_of(AutoConfig.from_pretrained(a.model_path))
+    with tempfile.TemporaryDirectory(prefix="kvc-policies-") as folder:
+        if a.calibration:
+            a.calibration = statistics_only(a.calibration, Path(folder))
+        names = cells.chosen(a.cells)
+        if a.list:
+            for name in names:
+                print(f"{name:40} {cells.refusal(name, identity, a.block, a.calibration) or ''}")
+            return 0
+        maker = Maker(prompts.tokenizer(a.model_path), (a.essays or fetch.essays()).read_text())
+        harness = Harness(a, identity, Work.of(maker, a.contexts, a.length), *earlier(a))
+        harness.run(names)
+        path = harness.report()
+    record = json.loads(path.read_text())
+    print(pareto.table(record["numbers"]["cells"]))
+    for name, failures in harness.failed.items():
+        print(f"{name}: {'failed' if name not in harness.raw else 'began with other options'}. "
+              f"{failures[-1]['error'].strip().splitlines()[-1]}")
+    if harness.left:
+        print(f"not begun: {', '.join(harness.left)}")
+    print(f"written: {path}")
+    return 0 if harness.raw else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
