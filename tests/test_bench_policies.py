@@ -1,0 +1,123 @@
+"""The quality harness without a server: its cells, what it refuses, and that a broken cell stops no other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import common
+from bench.quality import cells, pareto, policies
+from sglang_kvc.identity import Identity
+from sglang_kvc.policies.presets import PRESETS
+
+MODEL = Identity("LlamaForCausalLM", layers=4, heads=4, kv_heads=2, head_dim=64, fingerprint="none")
+
+
+def refusal(name: str, calibration=None) -> str | None:
+    return cells.refusal(name, MODEL, 128, calibration)
+
+
+def test_every_preset_is_measured_at_some_size(tmp_path):
+    file = calibration(tmp_path)
+    measured = {n.split("+")[0] for n in cells.names() if refusal(n, file) is None}
+    assert {p.name for p in PRESETS} <= measured
+    assert len(cells.names()) == len(set(cells.names()))
+
+
+def test_refusals_say_why():
+    assert "Nothing is dropped" in refusal("quota+budget=2x")
+    assert "no token is dropped" in refusal("mikv+budget=8x")
+    assert "no file was given" in refusal("xkv+budget=4x")
+    assert refusal("stock") is refusal("quota+budget=4x") is None
+
+
+def test_a_policy_stands_for_its_cells():
+    assert cells.chosen("stock,snapkv")[:2] == ["stock", "snapkv+budget=4x"]
+    assert cells.chosen("mikv") == ["mikv"]
+    assert cells.chosen("prune+keep=0.25") == ["prune+keep=0.25"]
+
+
+def test_settings_of_a_name_become_options():
+    options = common.kvc("snapkv+budget=4x+high=k4v4", memory=None)
+    assert "--kvc-memory" not in options
+    assert options[-6:] == ["--kvc-policy", "snapkv", "--kvc-budget", "4x", "--kvc-high", "k4v4"]
+
+
+def test_the_front_is_what_nothing_beats():
+    points = {"big": (10.0, 1.0), "small": (2.0, 0.5), "worse": (3.0, 0.4), "same": (3.0, 0.5)}
+    assert pareto.front(points, more=True) == ["small", "big"]
+    assert pareto.front({"a": (1, 0.2), "b": (2, 0.3), "c": (3, 0.1)}, more=False) == ["a", "c"]
+
+
+class FakeServer(common.Server):
+    """Answers nothing; the cells of one policy do not start."""
+
+    def start(self):
+        if "quota" in self.args:
+            raise common.ServerError("the server ended with code 1:\nno such thing")
+
+    def errors(self):
+        return []
+
+
+def fake_measure(server, work, args, out):
+    if "random" in server.args:
+        raise policies.CellError("too few tokens cached")
+    shift = 0.0 if "default" in server.args else 0.1
+    out |= {"accounts": {}, "niah": [[True, not shift]], "kv": [[True, False]], "nll": [3.0 + shift]}
+    return [[{7: -0.1 - shift, 8: -2.5}]]
+
+
+@pytest.fixture
+def harness(monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "Server", FakeServer)
+    monkeypatch.setattr(policies, "measure", fake_measure)
+    argv = ["--model-path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "found.json"), "--parallel", "2"]
+    a = policies.arguments(argv)
+    return policies.Harness(a, MODEL, None, {}, {})
+
+
+def test_a_cell_that_fails_stops_no_other(harness, tmp_path):
+    harness.run(["k4v4", "quota+budget=4x", "random+budget=4x", "xkv+budget=4x", "stock"])
+    record = json.loads(harness.report().read_text())
+    numbers = record["numbers"]
+    assert list(numbers["cells"]) == ["stock", "k4v4"] and numbers["reference"] == "stock"
+    assert set(numbers["failed"]) == {"quota+budget=4x", "random+budget=4x"}
+    assert set(numbers["refused"]) == {"xkv+budget=4x"}
+    row = numbers["cells"]["k4v4"]
+    assert row["niah"]["right_to_wrong"] == 1 and row["nll"]["delta"] == pytest.approx(0.1)
+    assert row["kl"]["mean"] > 0 == numbers["cells"]["stock"]["kl"]["mean"]
+    assert "k4v4" in pareto.table(numbers["cells"])
+    pytest.importorskip("matplotlib")
+    pareto.plot(record, tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 10_000
+
+
+def test_a_run_goes_on_where_it_ended(harness):
+    harness.run(["stock", "k4v4"])
+    a = harness.args
+    a.resume = True
+    again = policies.Harness(a, MODEL, None, *policies.earlier(a))
+    assert set(again.raw) == {"stock", "k4v4"} and set(again.tops) == {"stock"}
+    again.run(["stock", "k4v4", "k8v8"])
+    assert again.raw["k8v8"]["kl"]["reference"] == "stock"
+
+
+def test_nothing_begins_behind_the_deadline(harness):
+    harness.args.seconds = -1
+    harness.run(["stock"])
+    assert harness.left == ["stock"] and not harness.raw
+
+
+def calibration(folder):
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {
+        "query_mean": torch.zeros(MODEL.layers, MODEL.heads, MODEL.head_dim),
+        "query_covariance": torch.zeros(MODEL.layers, MODEL.heads, MODEL.head_dim, MODEL.head_dim),
+        "layer_shares": torch.ones(MODEL.layers),
+    }
+    save_file(tensors, folder / "calibration.safetensors")
+    return folder / "calibration.safetensors"
