@@ -19,6 +19,7 @@ import dataclasses
 import gzip
 import json
 import os
+import signal
 import socket
 import statistics
 import tempfile
@@ -146,7 +147,7 @@ class Harness:
         self.left: list[str] = []  # not begun before the deadline
         self.lock, self.began = threading.RLock(), time.monotonic()
         self.running: dict[str, tuple[float, common.Server]] = {}
-        self.ports = (p for p in PORTS if _free(p, p + 1, p + 2, p + 3))
+        self.ports = (p for p in PORTS if _free(*range(p, p + 6)))  # two for each attempt at a server
 
     @property
     def seconds(self) -> float:
@@ -160,6 +161,12 @@ class Harness:
         threading.Thread(target=self.watch, daemon=True).start()
         with ThreadPoolExecutor(self.args.parallel) as pool:
             list(pool.map(self.cell, [n for n in names if n not in self.refused and n not in self.raw]))
+
+    def abandon(self, *_) -> None:
+        """This process is told to end: its servers, in sessions of their own, would outlive it."""
+        for _, server in list(self.running.values()):
+            server.kill()
+        os._exit(1)
 
     def watch(self) -> None:
         """End the servers of cells that take too long, and all of them behind the grace."""
@@ -355,15 +362,21 @@ def main() -> int:
             return 0
         maker = Maker(prompts.tokenizer(a.model_path), (a.essays or fetch.essays()).read_text())
         harness = Harness(a, identity, Work.of(maker, a.contexts, a.length), *earlier(a))
+        signal.signal(signal.SIGTERM, harness.abandon)
+        signal.signal(signal.SIGINT, harness.abandon)
         harness.run(names)
         path = harness.report()
     record = json.loads(path.read_text())
     print(pareto.table(record["numbers"]["cells"]))
     for name, failures in harness.failed.items():
-        print(f"{name}: {'failed' if name not in harness.raw else 'began with other options'}. "
-              f"{failures[-1]['error'].strip().splitlines()[-1]}")
+        what = "failed" if name not in harness.raw else "began with other options"
+        print(f"{name}: {what}. {failures[-1]['error'].strip().splitlines()[-1]}")
     if harness.left:
         print(f"not begun: {', '.join(harness.left)}")
+    try:
+        pareto.plot(record, path.with_name(f"{path.stem}_body.png"))
+    except ImportError:
+        print("no plot: matplotlib is not installed; python -m bench.quality.pareto FILE makes it elsewhere")
     print(f"written: {path}")
     return 0 if harness.raw else 1
 
