@@ -65,7 +65,7 @@ def plot(record: dict, png: Path, over: str = "body") -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     numbers, (field, _) = record["numbers"], OVER[over]
     rows = numbers["cells"]
@@ -86,6 +86,7 @@ def plot(record: dict, png: Path, over: str = "body") -> None:
         for n in best:
             axis.annotate(n, points[n], fontsize=7, xytext=(4, 4), textcoords="offset points")
         axis.set(title=title, xlabel=f"bytes per token, {over}", xscale="log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
         axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
