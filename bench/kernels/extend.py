@@ -231,7 +231,7 @@ def main() -> None:
         results.add(dict(case="check", name=name, worst_row_error=worst))
     good = {r["name"] for r in results.rows if r["worst_row_error"] < 0.02}
     jobs = {f"{n} new": lambda n=n: over_prefix(work, good, args.prefix, n, bandwidth, rate)
-            for n in map(int, args.new.split(","))}  # fmt: skip
+            for n in map(int, filter(None, args.new.split(",")))}  # fmt: skip
     if args.score:
         jobs["scores"] = lambda: collecting(args.score)
     if args.fresh:
