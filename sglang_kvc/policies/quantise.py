@@ -39,4 +39,5 @@ class Quantise(Policy):
         return fmt if fmt.packed else None
 
     def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
-        return ops.keep_all(len(evidence.blocks), evidence.layout).to(evidence.blocks.device)
+        # Made where it is used: a copy from the host would wait for all that the stream has queued.
+        return ops.keep_all(len(evidence.blocks), evidence.layout, evidence.blocks.device)
