@@ -22,17 +22,32 @@ OUT = RESULTS / "scoreboard.json"
 README = ROOT / "README.md"
 MARK = "<!-- scoreboard -->"
 FIELDS = ("command", "commit", "device", "date")
-FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "quota", "leankv", "stock")
+FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "quota", "leankv", "stock")
+TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35 % k8v4, 40 % k4v2, rest pruned"}
 # Scores are grouped by the part of the name before the format; the rest of the names are listed one by one.
 COLUMNS = {
     "serve.ratio_body": "smaller than bf16, packed blocks",
     "serve.ratio_4k": "smaller than bf16, a request of 4k tokens",
     "serve.cold_warm_agreement": "tokens equal from the cache and computed",
 }
+DECODE = {
+    "decode.vs_bf16": "decode attention against the fastest stock kernel, bf16 KV",
+    "decode.vs_fp8": "against the fastest stock kernel, fp8 KV",
+}
 MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.5b": "Qwen2.5-Coder-1.5B"}
 TASKS = {"niah": "8 needles", "kv": "dictionary", "nll": "likelihood"}
 QUALITY = {f"quality.{m}.{t}": f"{name}, {task}" for m, name in MODELS.items() for t, task in TASKS.items()}
 SINGLES = {
+    "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out)",
+    "e2e.vs_fp8": "the same against stock fp8",
+    "e2e.unconstrained_vs_bf16": "output tokens/s against stock bf16 with memory to spare, worst concurrency",
+    "decode.bandwidth.k8v4": "bytes that decode attention over k8v4 moves, against a plain copy",
+    "extend.vs_bf16.64": "time of 64 new tokens over 100K cached in k4v4, against FlashInfer over bf16",
+    "extend.vs_bf16.1k": "time of 1024 new tokens, likewise",
+    "score.prefill_overhead": "attention collected by the last 64 queries of a 16K prompt, of its prefill",
+    "score.prefill_overhead_all": "attention collected by all queries, likewise",
+    "compaction.prefill_overhead": "compaction of a 16K prompt, of its prefill",
+    "compaction.decode_overhead": "compaction while decoding 64 sequences, of a step",
     "serve.occupancy": "token slots of packed pages that hold a token, worst format",
     "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",
     "serve.page_hash_match": "packed blocks with equal bytes whatever their history",
@@ -61,7 +76,7 @@ def shown(row: dict) -> str:
     unit = row["unit"]
     if unit.startswith("share"):
         return f"{100 * row['value']:.1f} %"
-    return f"{row['value']:.2f}x" if unit.startswith("x") else f"{row['value']:.3f} {unit}"
+    return f"{row['value']:.2f}x" if unit.startswith(("x", "time over")) else f"{row['value']:.3f} {unit}"
 
 
 def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
@@ -73,15 +88,15 @@ def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
     for fmt in FORMATS:
         cells = [shown(board[f"{c}.{fmt}"]) if f"{c}.{fmt}" in board else "" for c in columns]
         if any(cells):
-            lines.append(f"| {'stock SGLang' if fmt == 'stock' else fmt} | " + " | ".join(cells) + " |")
+            lines.append(f"| {TITLES.get(fmt, fmt)} | " + " | ".join(cells) + " |")
     return [*lines, ""]
 
 
 def tables(board: dict[str, dict]) -> str:
     """Markdown: one line per format, then the single figures, then where they were measured."""
-    lines = [*_by_format(board, COLUMNS), *_by_format(board, QUALITY)]
+    lines = [*_by_format(board, COLUMNS), *_by_format(board, DECODE), *_by_format(board, QUALITY)]
     singles = [name for name in SINGLES if name in board]
-    grouped = {f"{c}.{fmt}" for c in (*COLUMNS, *QUALITY) for fmt in FORMATS}
+    grouped = {f"{c}.{fmt}" for c in (*COLUMNS, *DECODE, *QUALITY) for fmt in FORMATS}
     others = [name for name in board if name not in SINGLES and name not in grouped]
     if singles or others:
         lines += ["| figure | value |", "|---|---|"]

@@ -14,12 +14,6 @@ from kvc_kernels import ops
 from kvc_kernels.layout import Format
 from kvc_kernels.store import PageStore
 
-# Checked under Triton's interpreter only. A server on a GPU uses neither before its tests have passed on one
-# (tests/gpu/test_stored_gpu.py, tests/gpu/test_score_gpu.py): until then a prompt's new tokens see each other exactly,
-# and attention is collected in plain torch.
-STAGED_PREFILL_ON_GPU = True
-COLLECTING_KERNELS_ON_GPU = True
-
 
 @dataclass
 class Snapshot:
@@ -130,7 +124,6 @@ class TritonAttention(TorchAttention):
         query_heads: int,
         max_batch: int,
         max_blocks: int,
-        collecting_kernels: bool = True,
     ):
         super().__init__(store, observe, stored_as)
         from kvc_kernels.ops.append_triton import append_triton
@@ -149,7 +142,7 @@ class TritonAttention(TorchAttention):
         self.received = None
         from kvc_kernels.ops.score_columns_triton import ReceivedAttention
 
-        self.plain = observe is not None and not (collecting_kernels and ReceivedAttention.takes(observe))
+        self.plain = observe is not None and not ReceivedAttention.takes(observe)
         if observe is not None and not self.plain:
             self.received = ReceivedAttention(store, query_heads=query_heads, observe=observe, max_batch=max_batch)
             self.lse = torch.empty((max_batch, query_heads), dtype=torch.float32, device=device)
@@ -209,10 +202,9 @@ def make_attention(
         return TritonAttention(
             store,
             observe,
-            stored_as if STAGED_PREFILL_ON_GPU else None,
+            stored_as,
             query_heads=query_heads,
             max_batch=max_batch,
             max_blocks=max_blocks,
-            collecting_kernels=COLLECTING_KERNELS_ON_GPU,
         )
     return TorchAttention(store, observe, stored_as)
