@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvc_kernels.layout import Format, PoolLayout
-from kvc_kernels.ops.stored import as_stored
 from kvc_kernels.ops.weights import causal_mask
+
+# K, V of whole blocks [H, NB, P, D] -> what reading them back gives.
+Stored = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def causal(
@@ -23,26 +26,22 @@ def causal(
 
 
 def by_block(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    layout: PoolLayout,
-    fmt: Format | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, block: int, stored: Stored | None
 ) -> torch.Tensor:
-    """A query sees the blocks before its own as they will be stored in `fmt`, and its own as it is; None: all as is.
+    """A query sees the blocks before its own as they will be `stored`, and its own as it is; None: all as is.
 
-    The same order of sums for every format, so that an exact pass differs from another in nothing but the rows.
+    The same order of sums for everything that is stored, so that an exact pass differs from another in nothing but the
+    rows.
     """
-    p, n = layout.block_tokens, q.shape[1]
+    p, n = block, q.shape[1]
     whole = n // p
-    if fmt is not None:
-        stored = as_stored(layout, fmt, *(x[:, : whole * p].unflatten(1, (whole, p)) for x in (k, v)))
+    if stored is not None:
+        later = stored(*(x[:, : whole * p].unflatten(1, (whole, p)) for x in (k, v)))
         k, v = k.clone(), v.clone()
     out = torch.empty_like(q)
     for j in range(-(-n // p)):
         begin, end = j * p, min((j + 1) * p, n)
         out[:, begin:end] = causal(q[:, begin:end], k[:, :end], v[:, :end], scale)
-        if fmt is not None and j < whole:
-            k[:, begin:end], v[:, begin:end] = stored[0][:, j], stored[1][:, j]
+        if stored is not None and j < whole:
+            k[:, begin:end], v[:, begin:end] = later[0][:, j], later[1][:, j]
     return out

@@ -17,12 +17,14 @@ The NLL alone would not do: predictions can change and remain as good on average
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from kvc_kernels.layout import CHANNEL, FORMATS, TOKEN, PoolLayout
+from kvc_kernels.ops.stored import as_stored
 from sglang_kvc.config import KvcConfig
 from sglang_kvc.policies import make_policy
 from sglang_kvc.policies.budget import token_bytes
@@ -125,7 +127,7 @@ def measure(
             layout, size = layout_for(name, key_mode, shape, block)
 
             def attend(layer, q, k, v, scale, layout=layout, name=name, key_mode=key_mode):
-                result = by_block(q, k, v, scale, layout, FORMATS[name])
+                result = by_block(q, k, v, scale, block, functools.partial(as_stored, layout, FORMATS[name]))
                 progress.step(f"{name}, keys per {key_mode}", layer, shape[0])
                 return result
 

@@ -73,7 +73,6 @@ def calibrate(
     # Predictions from the second block on, whose queries see a packed block, at an even distance.
     scored = torch.arange(block, n - 1, -(-(n - 1 - block) // MOST_SCORED), device=ids.device)
     shape = (layers, identity.kv_heads, identity.head_dim)
-    layout, _ = formats.layout_for("k8v8", "channel", shape, block)
 
     prompt = Prompt.of(layers)
     prompt_tokens = 3 * n // 4 // block * block
@@ -89,7 +88,7 @@ def calibrate(
         early, late = received(q, k, scale, (prompt_tokens, n))
         prompt.add(layer, k, v, early[..., :prompt_tokens])
         curves[layer] = retention(late.sum(1), block)
-        out = by_block(q, k, v, scale, layout, None)
+        out = by_block(q, k, v, scale, block, None)
         progress.step("capture", layer, layers)
         return out
 

@@ -25,7 +25,7 @@ def captured(model, ids):
 
     def attend(layer, q, k, v, scale):
         rows[layer] = (q, k, v)
-        return by_block(q, k, v, scale, LAYOUT, None)
+        return by_block(q, k, v, scale, LAYOUT.block_tokens, None)
 
     logits = run(model, ids, attend, torch.arange(len(ids)))
     return rows, logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from itertools import pairwise
 
@@ -56,8 +57,10 @@ def test_verdicts(mean, p99, expected):
 def test_a_query_sees_its_own_block_as_it_is_and_earlier_ones_as_stored():
     layout, _ = formats.layout_for("k2v2", "channel", SHAPE, BLOCK)
     q, k, v = rows()
-    got = by_block(q, k, v, DIM**-0.5, layout, FORMATS["k2v2"])
-    exact = by_block(q, k, v, DIM**-0.5, layout, None)
+    got = by_block(
+        q, k, v, DIM**-0.5, layout.block_tokens, functools.partial(as_stored, layout, FORMATS["k2v2"])
+    )
+    exact = by_block(q, k, v, DIM**-0.5, layout.block_tokens, None)
     torch.testing.assert_close(got[:, :BLOCK], exact[:, :BLOCK], rtol=0, atol=0)
     for at in (BLOCK, 3 * BLOCK + 5, TOKENS - 1):
         begin = at // BLOCK * BLOCK

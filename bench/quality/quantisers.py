@@ -1,0 +1,140 @@
+"""Which ways to quantise keys and values earn their place? Predictions beside those of the exact cache, by KL.
+
+    python -m bench.quality.quantisers [--model smollm2|qwen-0.5b|qwen-1.5b] [--tokens 1024] [--block 128]
+
+Simulated in a Hugging Face model, so that ways can be compared that no page stores: every query sees the blocks before
+its own quantised and its own as it is. One side is quantised at a time, the other stays exact. Scales and zeros are
+fp16, as in a page; `offset` subtracts each channel's mean over another text, computed once; `H` rotates by a Hadamard
+matrix along head_dim first. `bits` counts scales and zeros; static offsets cost nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import torch
+
+from bench import common
+from bench.quality import fetch
+from sglang_kvc.calibrate import command
+from sglang_kvc.calibrate.attend import by_block
+from sglang_kvc.calibrate.capture import run
+from sglang_kvc.calibrate.formats import compare
+
+Rows = torch.Tensor  # [H, NB, P, D]
+Quantiser = Callable[[Rows, torch.Tensor], Rows]  # rows and the layer's offset [H, 1, 1, D] -> rows as read back
+
+
+def affine(x: Rows, bits: int, dim: int) -> Rows:
+    """Round to 2^bits levels between the least and the greatest along `dim`."""
+    lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    scale = ((hi - lo) / (2**bits - 1)).half().float()
+    zero = lo.half().float()
+    codes = ((x - zero) / scale.masked_fill(scale == 0, torch.inf)).round().clamp(0, 2**bits - 1)
+    return codes * scale + zero
+
+
+def per_channel(x: Rows, offset: torch.Tensor, *, bits: int) -> Rows:
+    return affine(x, bits, -2)
+
+
+def per_token(x: Rows, offset: torch.Tensor, *, bits: int, group: int = 0) -> Rows:
+    group = group or x.shape[-1]
+    return affine(x.unflatten(-1, (-1, group)), bits, -1).flatten(-2)
+
+
+def e4m3(x: Rows, offset: torch.Tensor) -> Rows:
+    """As stock SGLang stores fp8 without calibrated scales."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def minus_offset(x: Rows, offset: torch.Tensor, *, inner: Quantiser) -> Rows:
+    return inner(x - offset, offset) + offset
+
+
+def rotated(x: Rows, offset: torch.Tensor, *, inner: Quantiser) -> Rows:
+    h = hadamard(x.shape[-1]).to(x.device)
+    return inner(x @ h, offset) @ h.T
+
+
+def hadamard(n: int) -> torch.Tensor:
+    """Sylvester's matrix over sqrt(n), n a power of two."""
+    h = torch.ones(1, 1)
+    while h.shape[0] < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h / n**0.5
+
+
+def ways(side: str, head_dim: int, block: int) -> Iterator[tuple[str, float, Quantiser]]:
+    """(name, bits an element, quantiser) of keys or values."""
+    part = functools.partial
+
+    def token(bits: int, group: int = 0) -> float:
+        return bits + 32 / (group or head_dim)
+
+    for bits in (8, 4, 2) if side == "keys" else (8, 4):
+        yield f"int{bits} per token", token(bits), part(per_token, bits=bits)
+    if side == "values":
+        for group in (16, 32, 64, 0):
+            if group < head_dim:
+                yield f"int2 in groups of {group or head_dim}", token(2, group), part(per_token, bits=2, group=group)
+        yield "fp8 e4m3", 8, e4m3
+        return
+    for bits in (8, 4, 2):
+        yield f"int{bits} per channel of a block", bits + 32 / block, part(per_channel, bits=bits)
+    four = part(per_token, bits=4)
+    yield "int4 per token in groups of 32", token(4, 32), part(per_token, bits=4, group=32)
+    yield "int4 per token, H", token(4), part(rotated, inner=four)
+    yield "int4 per token, offset", token(4), part(minus_offset, inner=four)
+    yield "int4 per token, offset, H", token(4), part(minus_offset, inner=part(rotated, inner=four))
+    yield "fp8 e4m3", 8, e4m3
+    yield "fp8 e4m3, offset", 8, part(minus_offset, inner=e4m3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", choices=list(fetch.MODELS))
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--block", type=int, default=128)
+    args = parser.parse_args()
+    n, block = args.tokens, args.block
+    model, both = command.load(str(fetch.MODELS[args.model]()), fetch.essays().read_text(), 3 * n)
+    # The offset's text is not the one that is measured.
+    other, ids = torch.tensor(both[:n]), torch.tensor(both[-n:])
+    scored = torch.arange(block, n - 1)
+    offsets: dict[int, torch.Tensor] = {}
+
+    def watch(layer, q, k, v, scale):
+        offsets[layer] = k.float().mean(1)[:, None, None]
+        return by_block(q, k, v, scale, block, None)
+
+    def plain(layer, q, k, v, scale):
+        return by_block(q, k, v, scale, block, None)
+
+    run(model, other, watch, scored[:1])
+    exact = run(model, ids, plain, scored)
+    head_dim, rows = next(iter(offsets.values())).shape[-1], []
+    for side in ("keys", "values"):
+        for name, bits, quantise in ways(side, head_dim, block):
+
+            def attend(layer, q, k, v, scale, side=side, quantise=quantise):
+                def stored(keys, values):
+                    x = keys if side == "keys" else values
+                    x = quantise(x.float(), offsets[layer]).to(x.dtype)
+                    return (x, values) if side == "keys" else (keys, x)
+
+                return by_block(q, k, v, scale, block, stored)
+
+            found = compare(exact, run(model, ids, attend, scored), ids[scored + 1])
+            rows.append({"side": side, "name": name, "bits": bits, **asdict(found)})
+            kl = f"KL mean {found.kl_mean:.4f}  p99 {found.kl_p99:.3f}"
+            print(f"{side:7} {name:32} {bits:6.2f} bits  {kl}", flush=True)
+            numbers = {"model": args.model, "tokens": n, "block": block, "rows": rows}
+            common.write_result(f"quality/quantisers_{args.model}", numbers, quiet=True)
+
+
+if __name__ == "__main__":
+    main()
