@@ -144,6 +144,14 @@ class KvcServerArgs(ServerArgs):
         _option("Policy prune: first tokens of a sequence that are never dropped. Default: 4.", number=True),
         NS("memory"),
     ] = None
+    kvc_levels: A[
+        str | None,
+        _option(
+            "Policy quantise: formats that single requests may ask for instead, separated by commas: "
+            'custom_params {"kvc": "k8v4"}. {"kvc": "lossless"} always works. Default: none.'
+        ),
+        NS("memory"),
+    ] = None
     kvc_calibration: A[
         str | None,
         _option(

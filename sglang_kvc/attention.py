@@ -22,9 +22,9 @@ class Snapshot:
 
     `row_blocks` `[B, NB]` block ids of each request, `seq_lens` `[B]` with the new tokens counted; `write_blocks` and
     `write_offsets` `[N]` where each new token goes. The `_cpu` lists say the same without a sync; those behind the
-    first are None while decoding. `exact_cpu[B]`: requests whose blocks stay as they are; None where there are none.
-    `waiting_cpu[B]`: places of the full blocks of each prefix that are uncompressed as yet; None where there are none
-    or nobody asks.
+    first are None while decoding. `stored_as[B]`: as what each request's full blocks are seen by queries behind them,
+    None as they are; no list at all: as the server's policy has it. `waiting_cpu[B]`: places of the full blocks of each
+    prefix that are uncompressed as yet; None where there are none or nobody asks.
     """
 
     row_blocks: torch.Tensor
@@ -34,14 +34,15 @@ class Snapshot:
     seq_lens_cpu: list[int]
     prefix_lens_cpu: list[int] | None = None
     extend_lens_cpu: list[int] | None = None
-    exact_cpu: list[bool] | None = None
+    stored_as: list[Format | None] | None = None
     waiting_cpu: list[list[int]] | None = None
 
 
 class Attention(Protocol):
     """`q[N, Hq, D]`, `k` and `v` `[N, H, D]` -> `[N, Hq, D]`; new rows are written to their pages on the way.
 
-    `stored_as`: as what a prompt's queries see full blocks before their own, None where they see them as they are.
+    `stored_as`: as what a prompt's queries see full blocks before their own by the server's policy, None where they see
+    them as they are.
     """
 
     stored_as: Format | None
@@ -104,8 +105,7 @@ class TorchAttention:
 
     def _stored_as(self) -> list[Format | None]:
         """For each request of this forward: as what its full blocks are seen."""
-        exact = self.snap.exact_cpu or [False] * len(self.snap.seq_lens_cpu)
-        return [None if asked else self.stored_as for asked in exact]
+        return self.snap.stored_as or [self.stored_as] * len(self.snap.seq_lens_cpu)
 
 
 class TritonAttention(TorchAttention):
@@ -174,7 +174,11 @@ class TritonAttention(TorchAttention):
 
     def plan_extend(self, snap: Snapshot) -> None:
         self.snap, rows = snap, snap.row_blocks.int()
-        self.extender.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu, snap.exact_cpu)
+        # One format is staged. Requests at another level see their own new blocks as they are.
+        exact = [f is not self.stored_as for f in self._stored_as()]
+        self.extender.plan(
+            rows, snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu, exact if any(exact) else None
+        )
         if self.received is not None:
             self.received.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu)
 

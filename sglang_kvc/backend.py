@@ -29,7 +29,7 @@ class KvcAttnBackend(AttentionBackend):
         self.attention = make_attention(
             self.runtime.store,
             self.runtime.observe,
-            self.runtime.policy.stored_as(),
+            self.runtime.policy.stored_as(self.runtime.policy.rung_of(None)),
             query_heads=runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
             max_batch=rows,
             max_blocks=-(-columns // self.block_tokens),
@@ -67,11 +67,11 @@ class KvcAttnBackend(AttentionBackend):
         prefix = [n - e for n, e in zip(lens, extend)]
         write = fb.out_cache_loc // p, fb.out_cache_loc % p
         rids = fb.rids or []
-        exact = self.runtime.exact(rids)
-        waiting = self.runtime.waiting(rids, prefix) if self.attention.stored_as is not None else []
+        stored_as = self.runtime.stored_as(rids)
+        waiting = self.runtime.waiting(rids, prefix) if any(stored_as) else []
         return Snapshot(
             row_blocks, fb.seq_lens, *write, lens, prefix, extend,
-            exact if any(exact) else None, waiting if any(waiting) else None,
+            stored_as or None, waiting if any(waiting) else None,
         )  # fmt: skip
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvc_kernels.layout import BF16, CHANNEL, FORMATS, TOKEN, Format, PageLayout
-from sglang_kvc import guard
+from sglang_kvc import guard, levels
 
 KEY_MODES = (CHANNEL, TOKEN)
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
@@ -72,7 +72,8 @@ class KvcConfig:
     `high` and `low` are page formats by name; `low` is None when the ladder has a single packed format. `memory` is
     the size of the page pool in bytes, `page_bytes` the size of a page; None leaves both to the pool. `observe` is
     "all" or the number of last queries whose attention is counted. `budget` (`4x`, or bytes per token) takes the place
-    of `keep`; `scorer` and `share` are names, perhaps with settings (`snapkv:window=64`); `calibration` is a file.
+    of `keep`; `scorer` and `share` are names, perhaps with settings (`snapkv:window=64`); `calibration` is a file;
+    `levels` are the formats, separated by commas, that single requests may ask for.
     """
 
     policy: str = "quantise"
@@ -92,6 +93,7 @@ class KvcConfig:
     share: str = "global"
     sinks: int = 0
     calibration: str | None = None
+    levels: str | None = None
 
     @classmethod
     def from_args(cls, args: Any) -> KvcConfig:
@@ -128,7 +130,7 @@ class KvcConfig:
     @property
     def formats(self) -> tuple[Format, ...]:
         """The packed formats of the ladder, from high to low; empty for the bf16 base."""
-        names = [self.high] + ([self.low] if self.low else [])
+        names = [self.high, *([self.low] if self.low else []), *levels.names(self.levels)]
         return tuple(FORMATS[n] for n in names if FORMATS[n].packed)
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,6 +207,14 @@ def _check_formats(c: KvcConfig) -> None:
         value = getattr(c, name)
         if value is not None and value not in FORMATS:
             raise ConfigError(f"{flag(name)} {value!r} is not a page format; choose {listed(FORMATS)}.")
+    offered = levels.names(c.levels)
+    for name in offered:
+        if name not in FORMATS or not FORMATS[name].packed or name == c.high or offered.count(name) > 1:
+            packed = [n for n, f in FORMATS.items() if f.packed and n != c.high]
+            raise ConfigError(
+                f"{flag('levels')} {c.levels} cannot be offered, because {name!r} is not another packed format; list "
+                f"some of {listed(packed)}, each once (lossless is always there)."
+            )
     if c.key_mode not in KEY_MODES:
         raise ConfigError(f"{flag('key_mode')} {c.key_mode!r} is not a key mode; choose {listed(KEY_MODES)}.")
     if c.low is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvc_kernels.layout import CHANNEL
 from sglang_kvc.identity import Identity
+from sglang_kvc.levels import names
 
 if TYPE_CHECKING:
     from sglang_kvc.config import KvcConfig
@@ -57,7 +58,8 @@ def check_formats(config: KvcConfig) -> bool:
     found = findings(config.calibration)
     if found is None:
         return False
-    for option, name in (("high", config.high), ("low", config.low)):
+    offered = (("levels", name) for name in names(config.levels))
+    for option, name in (("high", config.high), ("low", config.low), *offered):
         record = found.of(name, config.key_mode) if name else None
         if record and record["verdict"] == BREAKS:
             best = found.recommended.get(config.key_mode)

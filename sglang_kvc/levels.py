@@ -1,4 +1,5 @@
-"""What a single request may ask of the cache, in SGLang's `custom_params`: `{"kvc": "lossless"}`.
+"""What a single request may ask of the cache, in SGLang's `custom_params`: `{"kvc": "lossless"}`, or a format that the
+server offers with `--kvc-levels`: `{"kvc": "k8v4"}`.
 
 A level is a namespace of the radix tree: blocks of different levels are never shared, so an exact request never reads a
 packed block and a cheap one never keeps an exact block alive.
@@ -6,30 +7,38 @@ packed block and a cheap one never keeps an exact block alive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PARAMETER = "kvc"
 LOSSLESS = "lossless"
-LEVELS = {LOSSLESS: "nothing of it is ever compressed"}
 
 
-def level_of(custom_params: Any) -> str | None:
-    """The level that a request asks for, None for the server's policy. ValueError (one sentence) for another value."""
+def names(text: str | None) -> tuple[str, ...]:
+    """The formats that `--kvc-levels` lists."""
+    return tuple(name.strip() for name in (text or "").lower().split(",") if name.strip())
+
+
+def level_of(custom_params: Any, offered: Sequence[str] = (), default: str | None = None) -> str | None:
+    """The level that a request asks for, None for the server's policy, which the name of its own format is, too.
+    ValueError (one sentence) for another value."""
     if not isinstance(custom_params, dict) or custom_params.get(PARAMETER) is None:
         return None
     level = custom_params[PARAMETER]
-    if not isinstance(level, str) or level not in LEVELS:
-        known = ", ".join(f'"{name}" ({what})' for name, what in LEVELS.items())
-        raise ValueError(
-            f'custom_params["{PARAMETER}"] is {level!r}, which is not a level of the compressed cache; give {known}, '
-            "or leave it out for what the server was started with."
-        )
-    return level
+    if isinstance(level, str) and level in (LOSSLESS, *offered):
+        return level
+    if default is not None and level == default:
+        return None
+    more = "".join(f', "{name}"' for name in offered)
+    raise ValueError(
+        f'custom_params["{PARAMETER}"] is {level!r}, which is not a level of the compressed cache; give "{LOSSLESS}" '
+        f"(nothing of it is ever compressed){more}, or leave it out for what the server was started with."
+    )
 
 
-def is_lossless(req: Any) -> bool:
-    """Whether SGLang's request asked for exact blocks; false for one that never passed its queue."""
-    return getattr(req, "kvc_level", None) == LOSSLESS
+def level(req: Any) -> str | None:
+    """What SGLang's request asked for; None for one that never passed its queue."""
+    return getattr(req, "kvc_level", None)
 
 
 def namespace(extra_key: str | None, level: str) -> str:

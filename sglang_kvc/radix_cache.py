@@ -128,8 +128,7 @@ class KvcRadixCache(RadixCache):
             matched = self._insert_blocks(req, key, row, seq.blocks[:n], chunked=False) // self.page_size
             self.runtime.free(seq.blocks[seq.shared : matched])
             kept, due = n, due + seq.blocks[max(matched, seq.shared) : n]
-        if not seq.exact:
-            self.runtime.queue_due(due, length=self._decoded(req))
+        self.runtime.queue_due(due, seq.rung, length=self._decoded(req))
         self.runtime.free(seq.blocks[kept:])
         req.kvc = None
         if not self.disable and req.last_node is not None:
@@ -160,9 +159,7 @@ class KvcRadixCache(RadixCache):
             req.last_node = node
             req.prefix_indices = torch.cat([slots, row[len(slots) :]]) if len(slots) < len(row) else slots
         if not (chunked and self.runtime.prompt_at_once):
-            left = seq.slide(self.runtime, len(tokens))
-            if not seq.exact:
-                self.runtime.queue_due(left)
+            self.runtime.queue_due(seq.slide(self.runtime, len(tokens)), seq.rung)
 
     def _key(self, req, tokens) -> RadixKey:
         return RadixKey(tokens, req.extra_key, is_bigram=self.is_eagle).page_aligned(self.page_size)

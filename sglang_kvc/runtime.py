@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import PoolLayout
+from kvc_kernels.layout import Format, PoolLayout
 from kvc_kernels.store import PageStore
 
 from .accounting import head_map, measure
@@ -141,12 +141,12 @@ class Runtime:
         """Available after evicting all unlocked blocks: one joint floor, two would lose a block."""
         return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
 
-    def growth_tokens(self, tokens: float) -> float:
+    def growth_tokens(self, tokens: float, rung: int = 1) -> float:
         """Uncompressed tokens whose memory a sequence needs to grow by `tokens`: what leaves the window is packed."""
         p, ladder = self.layout.block_tokens, self.store.ladder
-        if tokens <= p or len(ladder) == 1:
+        if tokens <= p or not 0 < rung < len(ladder):
             return tokens
-        return p + (tokens - p) * ladder[1].pages / self.layout.block_pages_bf16
+        return p + (tokens - p) * ladder[rung].pages / self.layout.block_pages_bf16
 
     @contextlib.contextmanager
     def exact_need(self, tokens: int):
@@ -185,16 +185,16 @@ class Runtime:
         self.ledger.drop(array)
         self.log.push(Release(array))
 
-    def queue_due(self, ids: list[int] | np.ndarray, length: int = 0) -> int:
-        """Queue those of `ids` that are uncompressed, complete and in nobody's window; returns how many.
+    def queue_due(self, ids: list[int] | np.ndarray, rung: int = 1, length: int = 0) -> int:
+        """Queue those of `ids` that are uncompressed, complete and in nobody's window for `rung`; returns how many.
 
         `ids` must be blocks that are full. `length` is N of the sequence while generating, 0 in the prompt phase.
         """
-        if len(self.store.ladder) == 1:
+        if not 0 < rung < len(self.store.ladder):
             return 0
         array = np.asarray(ids, dtype=np.int64)
         due = array[(self.blocks.state[array] == State.OPEN) & (self.blocks.pins[array] == 0)]
-        self._queue(due, from_rung=0, to_rung=1, length=length)
+        self._queue(due, from_rung=0, to_rung=rung, length=length)
         return len(due)
 
     def replan(self, ids: list[int] | np.ndarray, length: int) -> int:
@@ -218,9 +218,10 @@ class Runtime:
         self.blocks.rung[due] = to_rung
         self.counters.compactions += len(due)
 
-    def exact(self, rids: list[str]) -> list[bool]:
-        """Which requests asked for lossless blocks."""
-        return [(seq := self.sequences.get(rid)) is not None and seq.exact for rid in rids]
+    def stored_as(self, rids: list[str]) -> list[Format | None]:
+        """For each request: as what its full blocks are seen by queries behind them, None as they are."""
+        found = (self.sequences.get(rid) for rid in rids)  # none in the engine's own warm-up
+        return [self.policy.stored_as(1 if seq is None else seq.rung) for seq in found]
 
     def waiting(self, rids: list[str], prefix_lens: list[int]) -> list[list[int]]:
         """Places of the full blocks of each request's prefix that stay uncompressed once the queue has been flushed."""

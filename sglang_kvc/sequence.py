@@ -13,19 +13,19 @@ from .runtime import Runtime
 class Sequence:
     """Blocks of a request in order, the first `shared` of them owned by the radix tree (locked by the request).
 
-    Blocks from index `pinned_from` on lie in the request's window or are not full yet: they stay uncompressed. With
-    `exact`, which a request asks for, no block of it is ever compacted.
+    Blocks from index `pinned_from` on lie in the request's window or are not full yet: they stay uncompressed. The
+    others go to `rung`, which its level says; 0: no block of it is ever compacted.
     """
 
     blocks: list[int]
     shared: int = 0
     pinned_from: int = 0
-    exact: bool = False
+    rung: int = 1
 
     @classmethod
-    def admit(cls, runtime: Runtime, prefix_blocks: np.ndarray, length: int, exact: bool = False) -> Sequence:
+    def admit(cls, runtime: Runtime, prefix_blocks: np.ndarray, length: int, rung: int = 1) -> Sequence:
         """A request starts with `length` cached tokens in `prefix_blocks`."""
-        seq = cls(prefix_blocks.tolist(), shared=len(prefix_blocks), exact=exact)
+        seq = cls(prefix_blocks.tolist(), shared=len(prefix_blocks), rung=rung)
         seq.pinned_from = min(len(seq.blocks), max(0, length - runtime.config.window) // runtime.layout.block_tokens)
         runtime.blocks.users[prefix_blocks] += 1
         runtime.blocks.pins[prefix_blocks[seq.pinned_from :]] += 1

@@ -29,13 +29,14 @@ def around_add_chunked_req(orig, self, req):
 def around_running_offset(orig, self, req):
     """Room that a running request may still need: one more open block in full, what grows beyond it packed."""
     from sglang_kvc.allocator import KvcAllocator
-    from sglang_kvc.levels import is_lossless
+    from sglang_kvc.levels import level
 
     growth, allocator = orig(self, req), self.token_to_kv_pool_allocator
     # Asked of the request, not of its sequence: one that just ended is still in the batch, without a sequence.
-    if not isinstance(allocator, KvcAllocator) or is_lossless(req):
+    if not isinstance(allocator, KvcAllocator):
         return growth
-    return allocator.runtime.growth_tokens(growth)
+    runtime = allocator.runtime
+    return runtime.growth_tokens(growth, runtime.policy.rung_of(level(req)))
 
 
 def register() -> None:

@@ -13,7 +13,7 @@ ALLOCATION = "sglang.srt.mem_cache.allocation"
 
 def around_alloc_for_extend(orig, batch):
     from sglang_kvc.allocator import KvcAllocator
-    from sglang_kvc.levels import is_lossless
+    from sglang_kvc.levels import level
     from sglang_kvc.sequence import Sequence
 
     allocator = batch.token_to_kv_pool_allocator
@@ -24,7 +24,7 @@ def around_alloc_for_extend(orig, batch):
         if getattr(req, "kvc", None) is None:
             done = req.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: done // p]
-            req.kvc = Sequence.admit(allocator.runtime, blocks, done, exact=is_lossless(req))
+            req.kvc = Sequence.admit(allocator.runtime, blocks, done, allocator.runtime.policy.rung_of(level(req)))
         allocator.runtime.sequences[req.rid] = req.kvc
     need = allocator.blocks_missing(batch.reqs, batch.seq_lens_cpu.tolist()) * p
     with allocator.for_requests(batch.reqs, need):
@@ -40,10 +40,10 @@ def around_alloc_for_decode(orig, batch, token_per_req):
     runtime, lengths = allocator.runtime, batch.seq_lens_cpu.tolist()
     for req, length in zip(batch.reqs, lengths):
         left = req.kvc.slide(runtime, length)
-        if left and not req.kvc.exact:
+        if left and req.kvc.rung:
             if runtime.policy.replans:
                 runtime.replan(req.kvc.blocks[: req.kvc.pinned_from], length)
-            runtime.queue_due(left, length)
+            runtime.queue_due(left, req.kvc.rung, length)
     need = allocator.blocks_missing(batch.reqs, [n + token_per_req for n in lengths]) * allocator.page_size
     with allocator.for_requests(batch.reqs, need):
         return orig(batch, token_per_req)

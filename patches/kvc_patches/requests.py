@@ -14,32 +14,36 @@ QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 
 
 def before_verify(self, vocab_size):
-    if not self.custom_params or not _served():
+    args = _served()
+    if not self.custom_params or args is None:
         return
-    from sglang_kvc.levels import level_of
+    from sglang_kvc.levels import level_of, names
 
-    level_of(self.custom_params)
+    # Of the default format only the scheduler knows; its name is accepted where it was given.
+    level_of(self.custom_params, names(args.kvc_levels), args.kvc_high)
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
-    from sglang_kvc.levels import level_of, namespace
+    from sglang_kvc.levels import level_of, names, namespace
     from sglang_kvc.runtime import current
 
     if current() is None or hasattr(req, "kvc_level"):
         return
-    req.kvc_level = level_of(req.sampling_params.custom_params)
+    config = current().config
+    req.kvc_level = level_of(req.sampling_params.custom_params, names(config.levels), config.high)
     if req.kvc_level:
         req.extra_key = namespace(req.extra_key, req.kvc_level)
 
 
-def _served() -> bool:
-    """Whether this server's cache is ours; the tokenizer process has no pool that could tell."""
+def _served():
+    """The server's arguments if its cache is ours, else None; the tokenizer process has no pool that could tell."""
     from sglang.srt.runtime_context import get_server_args
 
     try:
-        return getattr(get_server_args(), "kv_backend", "default") == "kvc"
+        args = get_server_args()
     except ValueError:  # not set: a process that serves nothing
-        return False
+        return None
+    return args if getattr(args, "kv_backend", "default") == "kvc" else None
 
 
 def register() -> None:

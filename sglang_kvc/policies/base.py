@@ -10,6 +10,7 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.layout import Format, PoolLayout, Rung
 from kvc_kernels.store import PageStore
+from sglang_kvc.levels import LOSSLESS
 
 if TYPE_CHECKING:
     from .calibration import Calibration
@@ -104,8 +105,13 @@ class Policy:
         """Rungs from high to low; rung 0 is uncompressed. ValueError when there is no such ladder."""
         raise NotImplementedError
 
-    def stored_as(self) -> Format | None:
-        """The format that every token of a packed block will have, None where that is decided by what they hold."""
+    def rung_of(self, level: str | None) -> int:
+        """The rung that blocks of a request go to: 0 stays uncompressed. `level`: see `sglang_kvc.levels`."""
+        return 0 if level == LOSSLESS else 1
+
+    def stored_as(self, rung: int = 1) -> Format | None:
+        """The format that every token of a block at `rung` will have, None where that is decided by what they hold,
+        and at rung 0."""
         return None
 
     def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:

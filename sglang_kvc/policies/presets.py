@@ -9,18 +9,26 @@ from __future__ import annotations
 from dataclasses import field, make_dataclass
 from typing import Any
 
+from .base import Policy
 from .prune import Prune
+from .quantise import Quantise
 
 
-def preset(name: str, doc: str, *, window: int = Prune.default_window, **defaults: Any) -> type[Prune]:
-    """`Prune` with other defaults, under a name of its own."""
+def preset(
+    name: str, doc: str, *, base: type[Policy] = Prune, window: int | None = None, **defaults: Any
+) -> type[Policy]:
+    """`base` with other defaults, under a name of its own."""
+    window = base.default_window if window is None else window
     namespace = {"name": name, "default_window": window, "preset": True, "__doc__": doc, "__module__": __name__}
-    changed = [(key, Prune.__annotations__[key], field(default=value)) for key, value in defaults.items()]
+    changed = [(key, base.__annotations__[key], field(default=value)) for key, value in defaults.items()]
     title = "".join(word.capitalize() for word in name.split("-"))
-    return make_dataclass(title, changed, bases=(Prune,), namespace=namespace, frozen=True)
+    return make_dataclass(title, changed, bases=(base,), namespace=namespace, frozen=True)
 
 
-PRESETS: tuple[type[Prune], ...] = (
+PRESETS: tuple[type[Policy], ...] = (
+    preset("safe", "8-bit keys, 4-bit values, nothing dropped.", base=Quantise, high="k8v4"),
+    preset("balanced", "4 bits, nothing dropped; what is served unless told otherwise.", base=Quantise, high="k4v4"),
+    preset("max", "4 bits and half of the pages, those of KeyDiff: `quota` under another name.", sinks=0),
     preset("quota", "KeyDiff, ranked over all layers and heads; needs keys only.", sinks=0),
     preset(
         "kv-compress",

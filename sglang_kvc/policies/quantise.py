@@ -9,6 +9,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, Format, PoolLayout, Rung
+from sglang_kvc.levels import names
 
 from .base import Evidence, Policy
 
@@ -24,19 +25,23 @@ class Quantise(Policy):
     name: ClassVar[str] = "quantise"
     default_window: ClassVar[int] = 0
     high: str = "k4v4"
+    levels: str | None = None  # formats that single requests may ask for instead
     calibration: str | None = None  # judges formats and sets defaults; no plan reads it
 
     def formats(self) -> list[str]:
-        return [self.high]
+        return [name for name in (self.high, *names(self.levels)) if FORMATS[name].packed]
 
     def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
-        bottom = Rung(BF16, pages=layout.block_pages_bf16)
-        fmt = FORMATS[self.high]
-        return (bottom, Rung(fmt, pages=layout.block_pages(fmt))) if fmt.packed else (bottom,)
+        """Uncompressed, the server's format, and those of the levels: a block goes to one of them and stays there."""
+        packed = (FORMATS[name] for name in self.formats())
+        return (Rung(BF16, pages=layout.block_pages_bf16), *(Rung(f, pages=layout.block_pages(f)) for f in packed))
 
-    def stored_as(self) -> Format | None:
-        fmt = FORMATS[self.high]
-        return fmt if fmt.packed else None
+    def rung_of(self, level: str | None) -> int:
+        found = self.high if level is None else level
+        return 1 + self.formats().index(found) if found in self.formats() else 0
+
+    def stored_as(self, rung: int = 1) -> Format | None:
+        return FORMATS[self.formats()[rung - 1]] if 0 < rung <= len(self.formats()) else None
 
     def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
         # Made where it is used: a copy from the host would wait for all that the stream has queued.

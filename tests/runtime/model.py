@@ -197,7 +197,10 @@ class ToyServer:
             got, _, tier = ops.load_dense(self.runtime.store, 0, torch.tensor([block]))
             if isinstance(self.runtime.policy, Prune) and self.runtime.store.rung[block] > 0:
                 continue  # chosen without positions: which row is which cannot be told from the page
-            tolerance = 0.0 if self.runtime.store.rung[block] == 0 else 0.6
+            rung = self.runtime.store.ladder[int(self.runtime.store.rung[block])]
+            bits = min(f.key_bits for f in (rung.high, rung.low) if f is not None)
+            # Half a step of the range of 15 that rows have, and the rounding of the scale.
+            tolerance = 0.0 if not rung.high.packed else 0.1 + 7.5 / (2**bits - 1)
             kept = tier[0, :, : len(mine)] > 0
             error = (got[0, :, : len(mine)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)
             assert not kept.any() or error[kept].max() <= tolerance

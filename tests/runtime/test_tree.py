@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_kvc.levels import LOSSLESS
+from kvc_kernels.layout import FORMATS
+from sglang_kvc.levels import LOSSLESS, names
 from tests.runtime.model import P, ToyServer
 
 PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks that prompts are put together from
@@ -25,7 +26,7 @@ def machine(**options):
             pieces=st.lists(st.integers(0, 3), max_size=3),
             tail=st.integers(1, P - 1),
             chunk=st.booleans(),
-            level=st.sampled_from([None, None, LOSSLESS]),
+            level=st.sampled_from([None, None, LOSSLESS, *names(options.get("levels"))]),
         )
         def admit(self, pieces, tail, chunk, level):
             prompt = [t for p in pieces for t in PIECES[p]] + [7] * tail
@@ -72,6 +73,7 @@ def machine(**options):
         pytest.param({"high": "bf16"}, id="bf16"),
         pytest.param({"high": "k4v4"}, id="k4v4"),
         pytest.param({"high": "k8v8", "window": 0}, id="k8v8-window0"),
+        pytest.param({"high": "k4v4", "levels": "k8v4,k2v2", "window": 0}, id="levels"),
         pytest.param({"policy": "quota", "keep": 0.5}, id="quota"),
         pytest.param({"policy": "prune", "share": "ada", "low": "k2v2", "sinks": 4}, id="two-tiers"),
         pytest.param({"policy": "leankv", "high": "k8v4", "low": "k4v2"}, id="leankv"),
@@ -160,4 +162,27 @@ def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
     rungs = [server.runtime.store.rung[b].tolist() for b in blocks]
     assert rungs == [[1, 1, 1, 1, -1], [0, 0, 0, 0, -1]]
     assert server.admit([*prompt, 2], level=LOSSLESS).kvc.blocks[:2] == blocks[1][:2]
-    assert server.runtime.exact(["0", "1", "2"]) == [False, False, True]
+    assert server.runtime.stored_as(["0", "1", "2"]) == [FORMATS["k4v4"], FORMATS["k4v4"], None]
+
+
+def test_levels_go_to_rungs_of_their_own():
+    server = ToyServer(high="k4v4", levels="k8v4,k2v2", window=0)
+    asked = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
+    reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in asked}
+    seen = server.runtime.stored_as([r.rid for r in reqs.values()])
+    assert [f and f.name for f in seen] == ["k4v4", "k8v4", "k2v2", None]
+    server.runtime.flush()
+    for level, rung in asked.items():
+        assert server.runtime.store.rung[reqs[level].kvc.blocks[:2]].tolist() == [rung] * 2
+    server.check()
+    for req in reqs.values():
+        server.finish(req)
+    again = server.admit([*PIECES[0], *PIECES[1], 2], level="k2v2")
+    assert again.cache_protected_len == 2 * P and server.runtime.store.rung[again.kvc.blocks[:2]].tolist() == [3, 3]
+
+
+def test_a_server_that_compresses_on_request_only():
+    server = ToyServer(high="bf16", levels="k4v4", window=0)
+    plain, small = (server.admit([*PIECES[0], 1], level=level) for level in (None, "k4v4"))
+    server.runtime.flush()
+    assert [server.runtime.store.rung[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]

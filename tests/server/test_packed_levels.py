@@ -10,7 +10,7 @@ from bench import prompts
 from bench.client import RequestRefused
 from bench.compare import match
 
-from .conftest import BLOCK, STOCK, border, tokens
+from .conftest import BLOCK, LEVEL, STOCK, border, tokens
 
 TIE = 0.2  # nats; products of other shapes round otherwise
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
@@ -50,6 +50,24 @@ def test_lossless_and_packed_in_one_batch(packed, servers):
     # The level matters: the same prompt at the other level gives other numbers.
     other = packed.client.generate(asked[1], 12, top=3)
     assert other.cached_tokens == 0 and other.logprobs != together[1].logprobs
+
+
+def test_a_format_of_ones_own(packed, rng):
+    """Blocks of a request at another level are stored as that says, and found again at that level alone."""
+    mine = {"custom_params": {"kvc": LEVEL}}
+    packed.client.flush()
+    prompt = tokens(rng, 4 * BLOCK + 7)
+    cold = packed.client.generate(prompt, 12, top=3, sampling=mine)
+    stats = packed.client.when_idle()
+    assert stats["blocks_by_rung"] == {"bf16": 0, "k4v4": 0, LEVEL: 4}
+    warm = packed.client.generate(prompt, 12, top=3, sampling=mine)
+    assert warm.cached_tokens == 4 * BLOCK
+    found = match(cold, warm)
+    assert found.same and found.drift < 1e-3, found.to_dict()
+    # The name of the server's own format is what every request gets.
+    packed.client.generate(prompt, 4, sampling={"custom_params": {"kvc": "k4v4"}})
+    assert packed.client.generate(prompt, 4).cached_tokens == 4 * BLOCK
+    assert packed.client.when_idle()["blocks_by_rung"] == {"bf16": 0, "k4v4": 4, LEVEL: 4}
 
 
 @pytest.mark.parametrize("level", ["best", 3, ["lossless"]])
