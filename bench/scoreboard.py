@@ -37,6 +37,7 @@ DECODE = {
 MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.5b": "Qwen2.5-Coder-1.5B"}
 TASKS = {"niah": "8 needles", "kv": "dictionary", "nll": "likelihood"}
 QUALITY = {f"quality.{m}.{t}": f"{name}, {task}" for m, name in MODELS.items() for t, task in TASKS.items()}
+PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
 SINGLES = {
     "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out)",
     "e2e.vs_fp8": "the same against stock fp8",
@@ -92,12 +93,37 @@ def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
     return [*lines, ""]
 
 
+def _presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
+    """What is recommended against bf16, model by model; and the names of the figures in it."""
+    columns = {"ratio_body": "smaller, packed blocks"}
+    for model, title in MODELS.items():
+        columns |= {f"{model}.niah.delta": f"{title}, 8 needles", f"{model}.kv.delta": f"{title}, dictionary"}
+        columns |= {f"{model}.kl_p99": f"{title}, KL p99"}
+    used = {f"quality.{p}.{c}" for p in PRESETS for c in columns} & set(board)
+    columns = {c: t for c, t in columns.items() if any(f"quality.{p}.{c}" in used for p in PRESETS)}
+    if not used:
+        return [], used
+    lines = ["| preset | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    for preset, title in PRESETS.items():
+        rows = [board.get(f"quality.{preset}.{c}") for c in columns]
+        if any(rows):
+            lines.append(f"| {title} | " + " | ".join(_change(r) if r else "" for r in rows) + " |")
+    return [*lines, ""], used
+
+
+def _change(row: dict) -> str:
+    if row["unit"].startswith("points"):
+        return f"{row['value']:+.1f} points"
+    return f"{row['value']:.2f}" if row["unit"].startswith("nats") else shown(row)
+
+
 def tables(board: dict[str, dict]) -> str:
     """Markdown: one line per format, then the single figures, then where they were measured."""
-    lines = [*_by_format(board, COLUMNS), *_by_format(board, DECODE), *_by_format(board, QUALITY)]
+    presets, of_presets = _presets(board)
+    lines = [*_by_format(board, COLUMNS), *_by_format(board, DECODE), *_by_format(board, QUALITY), *presets]
     singles = [name for name in SINGLES if name in board]
     grouped = {f"{c}.{fmt}" for c in (*COLUMNS, *DECODE, *QUALITY) for fmt in FORMATS}
-    others = [name for name in board if name not in SINGLES and name not in grouped]
+    others = [name for name in board if name not in SINGLES and name not in grouped | of_presets]
     if singles or others:
         lines += ["| figure | value |", "|---|---|"]
         lines += [f"| {SINGLES[name]} | {shown(board[name])} |" for name in singles]

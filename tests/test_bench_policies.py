@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +22,32 @@ def refusal(name: str, calibration=None) -> str | None:
 def test_every_preset_is_measured_at_some_size(tmp_path):
     file = calibration(tmp_path)
     measured = {n.split("+")[0] for n in cells.names() if refusal(n, file) is None}
-    assert {p.name for p in PRESETS} <= measured
+    assert {p.name for p in PRESETS} <= measured | set(cells.RECOMMENDED)
+    assert set(cells.RECOMMENDED.values()) <= set(cells.names())
     assert len(cells.names()) == len(set(cells.names()))
+
+
+def test_what_is_recommended_is_what_is_measured():
+    """`max` keeps as many pages as the cell that stands for it."""
+    from sglang_kvc.config import KvcConfig
+    from sglang_kvc.policies import make_policy
+    from sglang_kvc.sizing import make_layout
+
+    def pages(**options):
+        policy = make_policy(KvcConfig.from_args(SimpleNamespace(**options)))
+        return policy.high_pages(make_layout(KvcConfig(), policy, layers=24, heads=2, head_dim=64))
+
+    assert pages(kvc_policy="max") == pages(kvc_policy="quota", kvc_budget="8x")
+    assert make_policy(KvcConfig.from_args(SimpleNamespace(kvc_policy="safe"))).high == "k8v4"
+
+
+def test_points_lost_reach_the_scoreboard():
+    def row(right):
+        return {"niah": {"em": right / 24, "of": 24}, "ratio_body": 3.6, "kl": {"p99": 0.04}}
+
+    found = cells.scores({"stock": row(24), "k4v4": row(18)}, "smollm2")
+    assert found["quality.balanced.smollm2.niah.delta"] == (-25.0, "points of 24 questions")
+    assert found["quality.balanced.smollm2.kl_p99"][0] == 0.04 and "quality.safe.ratio_body" not in found
 
 
 def test_refusals_say_why():

@@ -23,13 +23,15 @@ STOCK, FP8 = "stock", "stock-fp8"
 BUDGETS = ("4x", "8x", "2x")
 # The most telling first; presets that this list does not know follow.
 FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "streaming-llm", "pyramid", "minikv")
+# What the README recommends, as the cells that it is; `max` keeps the pages that a budget of 8x leaves.
+RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "quota+budget=8x", "fp8": FP8}
 FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
 QUANTISED = ("k8v8", "k4v2", "k2v2")
 
 
 def names() -> list[str]:
     """All cells, by importance. Many are refused: see `refusal`."""
-    presets = [p.name for p in PRESETS]
+    presets = [p.name for p in PRESETS if p.name not in RECOMMENDED]
     presets = [n for n in FIRST if n in presets] + [n for n in presets if n not in FIRST]
     out = [STOCK, "k4v4", "k8v4", FP8, "bf16", *QUANTISED, "leankv"]
     out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # which drops nothing, and so meets few budgets
@@ -46,6 +48,23 @@ def _named(policy: str, budget: str, high: str | None) -> str | None:
         return None
     own = POLICIES[policy]().high
     return f"{policy}+budget={budget}" + (f"+high={high}" if high and high != own else "")
+
+
+def scores(rows: dict[str, dict], model: str) -> dict[str, tuple[float, str]]:
+    """The scoreboard's figures, of what is recommended and of stock fp8 beside it: points lost, KL, bytes."""
+    out: dict[str, tuple[float, str]] = {}
+    for name, cell in RECOMMENDED.items():
+        if cell not in rows or STOCK not in rows:
+            continue
+        row = rows[cell]
+        for task in ("niah", "kv"):
+            if task in row and task in rows[STOCK]:
+                delta = 100 * (row[task]["em"] - rows[STOCK][task]["em"])
+                out[f"quality.{name}.{model}.{task}.delta"] = (delta, f"points of {row[task]['of']} questions")
+        if row.get("kl"):
+            out[f"quality.{name}.{model}.kl_p99"] = (row["kl"]["p99"], "nats a token, from the 20 best candidates")
+        out[f"quality.{name}.ratio_body"] = (row["ratio_body"], "x smaller than bf16")
+    return out
 
 
 def chosen(wanted: str) -> list[str]:

@@ -243,7 +243,9 @@ class Harness:
             keys = ("model", "length", "contexts", "block", "answer_tokens", "parallel", "concurrency", "tokens")
             numbers = {k: getattr(self.args, k) for k in keys} | {"wall_seconds": self.seconds, "reference": reference}
             numbers |= {"cells": rows, "refused": self.refused, "failed": self.failed, "not_begun": self.left}
-            return common.write_result(self.args.name, numbers | {"raw": self.raw}, quiet=True, path=self.args.out)
+            scores = cells.scores(rows, self.args.model)
+            numbers["raw"] = self.raw
+            return common.write_result(self.args.name, numbers, scores=scores, quiet=True, path=self.args.out)
 
     def _compare(self, name: str, reference: str | None) -> None:
         """KL of every scored token against the reference; once, because it takes its time."""
