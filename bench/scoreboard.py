@@ -22,7 +22,8 @@ OUT = RESULTS / "scoreboard.json"
 README = ROOT / "README.md"
 MARK = "<!-- scoreboard -->"
 FIELDS = ("command", "commit", "device", "date")
-FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "quota", "leankv", "stock")
+FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "quota", "max", "leankv")
+FORMATS += ("stock",)
 TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35 % k8v4, 40 % k4v2, rest pruned"}
 # Scores are grouped by the part of the name before the format; the rest of the names are listed one by one.
 COLUMNS = {
@@ -38,6 +39,11 @@ MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.
 TASKS = {"niah": "8 needles", "kv": "dictionary", "nll": "likelihood"}
 QUALITY = {f"quality.{m}.{t}": f"{name}, {task}" for m, name in MODELS.items() for t, task in TASKS.items()}
 PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
+# The same figure under the name that a preset gives it.
+ALIASES = {
+    f"quality.{preset}.ratio_4k": f"serve.ratio_4k.{cell}"
+    for preset, cell in (("safe", "k8v4"), ("balanced", "k4v4"), ("max", "max"))
+}
 SINGLES = {
     "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out)",
     "e2e.vs_fp8": "the same against stock fp8",
@@ -69,6 +75,7 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
             row = {"value": score["value"], "unit": score["unit"], **{f: record[f] for f in FIELDS}}
             if name not in board or row["date"] > board[name]["date"]:
                 board[name] = row
+    board |= {name: board[other] for name, other in ALIASES.items() if other in board}
     return dict(sorted(board.items()))
 
 
@@ -95,7 +102,7 @@ def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
 
 def _presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     """What is recommended against bf16, model by model; and the names of the figures in it."""
-    columns = {"ratio_body": "smaller, packed blocks"}
+    columns = {"ratio_body": "smaller, packed blocks", "ratio_4k": "smaller, 4k tokens"}
     for model, title in MODELS.items():
         columns |= {f"{model}.niah.delta": f"{title}, 8 needles", f"{model}.kv.delta": f"{title}, dictionary"}
         columns |= {f"{model}.kl_p99": f"{title}, KL p99"}
