@@ -63,7 +63,8 @@ def scores(rows: dict[str, dict], model: str) -> dict[str, tuple[float, str]]:
                 out[f"quality.{name}.{model}.{task}.delta"] = (delta, f"points of {row[task]['of']} questions")
         if row.get("kl"):
             out[f"quality.{name}.{model}.kl_p99"] = (row["kl"]["p99"], "nats a token, from the 20 best candidates")
-        out[f"quality.{name}.ratio_body"] = (row["ratio_body"], "x smaller than bf16")
+        if row.get("ratio_body"):
+            out[f"quality.{name}.ratio_body"] = (row["ratio_body"], "x smaller than bf16")
     return out
 
 

@@ -17,7 +17,7 @@ import math
 import statistics
 
 from bench import common, prompts
-from bench.quality import fetch
+from bench.quality import cells, fetch
 from bench.quality.tasks import Context, Maker, right
 
 NAME = "quality"
@@ -147,7 +147,7 @@ def scores(model: str, rows: dict[str, dict]) -> dict[str, tuple[float, str]]:
                 nll = task == "nll"
                 value, unit = (row[task]["nats"], "nats") if nll else (row[task]["em"], "share of questions")
                 out[f"quality.{model}.{task}.{fmt}"] = (value, unit)
-    return out
+    return out | cells.scores(rows, model)
 
 
 if __name__ == "__main__":
