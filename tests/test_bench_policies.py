@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -28,17 +29,16 @@ def test_every_preset_is_measured_at_some_size(tmp_path):
 
 
 def test_what_is_recommended_is_what_is_measured():
-    """`max` keeps as many pages as the cell that stands for it."""
     from sglang_kvc.config import KvcConfig
     from sglang_kvc.policies import make_policy
-    from sglang_kvc.sizing import make_layout
 
-    def pages(**options):
-        policy = make_policy(KvcConfig.from_args(SimpleNamespace(**options)))
-        return policy.high_pages(make_layout(KvcConfig(), policy, layers=24, heads=2, head_dim=64))
+    def plan(name: str):
+        settings = {f"kvc_{k}": v for k, v in common.kvc_settings(name).items()}
+        policy = make_policy(KvcConfig.from_args(SimpleNamespace(**settings)))
+        return {f.name: getattr(policy, f.name) for f in fields(policy)}
 
-    assert pages(kvc_policy="max") == pages(kvc_policy="quota", kvc_budget="8x")
-    assert make_policy(KvcConfig.from_args(SimpleNamespace(kvc_policy="safe"))).high == "k8v4"
+    for preset in ("safe", "balanced", "max"):
+        assert plan(preset) == plan(cells.RECOMMENDED[preset])
 
 
 def test_points_lost_reach_the_scoreboard():

@@ -23,8 +23,8 @@ STOCK, FP8 = "stock", "stock-fp8"
 BUDGETS = ("4x", "8x", "2x")
 # The most telling first; presets that this list does not know follow.
 FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "streaming-llm", "pyramid", "minikv")
-# What the README recommends, as the cells that it is; `max` keeps the pages that a budget of 8x leaves.
-RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "quota+budget=8x", "fp8": FP8}
+# What the README recommends, as the cells that it is.
+RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "quota+keep=0.5", "fp8": FP8}
 FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
 QUANTISED = ("k8v8", "k4v2", "k2v2")
 
@@ -33,7 +33,7 @@ def names() -> list[str]:
     """All cells, by importance. Many are refused: see `refusal`."""
     presets = [p.name for p in PRESETS if p.name not in RECOMMENDED]
     presets = [n for n in FIRST if n in presets] + [n for n in presets if n not in FIRST]
-    out = [STOCK, "k4v4", "k8v4", FP8, "bf16", *QUANTISED, "leankv"]
+    out = [*dict.fromkeys([STOCK, *RECOMMENDED.values()]), "bf16", *QUANTISED, "leankv"]
     out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # which drops nothing, and so meets few budgets
     out += [_named(p, b, "k4v4") for b in ("4x", "8x") for p in presets]
     out += [_named(p, b, None) for b in ("8x", "2x") for p in presets]

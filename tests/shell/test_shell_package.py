@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import bench.quality.report
 import bench.scoreboard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,3 +28,8 @@ def test_scoreboard_and_readme_show_the_committed_results():
     board = bench.scoreboard.collect()
     readme = bench.scoreboard.README.read_text()
     assert bench.scoreboard.render(readme, board) == readme, "stale: run python -m bench.scoreboard"
+
+
+def test_the_quality_page_shows_the_committed_results():
+    page = bench.quality.report.DOC.read_text()
+    assert bench.quality.report.render(page) == page, "stale: run python -m bench.quality.report"
