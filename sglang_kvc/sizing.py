@@ -25,7 +25,7 @@ def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, h
         block_tokens=config.block_size,
         key_mode=config.key_mode,
         scored=policy.observes,
-        whole=policy.stored_as() is not None,  # and one format
+        whole=policy.stored_as() is not None,
     )
     return PoolLayout(
         layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes

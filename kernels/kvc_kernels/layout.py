@@ -200,12 +200,26 @@ def choose_page_bytes(
 
     Searched over sizes that hold 8..16 bf16 tokens, in steps of 16 bytes; ties go to the smaller page. With a single
     packed format the last page of a whole block counts too; with two tiers the counts are ragged and do not.
-    `whole`: every token of a block has the one packed format, no page is ever part-filled, and the size is what decode
-    is fastest at: one tile of WHOLE_PAGE_TOKENS tokens, loaded behind a single page id.
+    `whole`: every token of a block has one format, mostly the first of `formats`. Then the page holds just 64, 32 or 16
+    tokens of that one: as many as cost the others least, and the most of equals, because a tile of WHOLE_PAGE_TOKENS
+    tokens behind a single page id is what decode is fastest at.
     """
-    if whole and len(formats) == 1 and formats[0].packed:
-        tokens = min(WHOLE_PAGE_TOKENS, block_tokens)
-        return page_bytes_for(formats[0], tokens, head_dim=head_dim, key_mode=key_mode, scored=scored)
+    if whole and formats[0].packed:
+        steps = [t for t in (WHOLE_PAGE_TOKENS, 32, 16) if block_tokens % t == 0]
+        sizes = [page_bytes_for(formats[0], t, head_dim=head_dim, key_mode=key_mode, scored=scored) for t in steps]
+
+        def cost(size: int) -> float:
+            """Bytes of a block in the format that this size suits least, over what its codes and scales need."""
+            worst = 1.0
+            for f in formats[1:]:
+                page = PageLayout(f, head_dim, size, key_mode, scored)
+                if not page.tokens:
+                    return float("inf")
+                held = -(-block_tokens // page.tokens) * size
+                worst = max(worst, held / (page.used_bytes / page.tokens * block_tokens))
+            return worst
+
+        return min(sizes, key=cost)
     best, best_waste = 0, float("inf")
     bf16_token = 4 * head_dim + (4 if scored else 0)
     packed = [f for f in formats if f.packed] or [BF16]
