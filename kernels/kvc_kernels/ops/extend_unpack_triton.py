@@ -227,10 +227,13 @@ def unpack_partition(
     """
     k_full, k_empty, v_full, v_empty = bars
     raw_k, raw_v, raw_m, raw_h = raw
+    # A program without tiles (a request without a prefix, its new tokens done elsewhere) must not read the list: what
+    # lies there would be taken for a block.
+    some = n > 0
     last = gl.maximum(n - 1, 0)
-    next_word = gl.load(words, mask=n > 0, other=15 << 24)
+    next_word = gl.load(words, mask=some, other=15 << 24)
     by_token, by_run, by_meta = _pages_of(next_word, table, row_stride, E, CLASSES)
-    after = gl.load(words + gl.minimum(1, last))
+    after = gl.load(words + gl.minimum(1, last), mask=some, other=15 << 24)
     for i in range(-(RING - 1), n):
         # Everyone sees tile i, and is done with tile i - 1, whose place in the ring is filled next.
         async_copy.wait_group(RING - 2)
@@ -248,7 +251,7 @@ def unpack_partition(
         async_copy.commit_group()
         next_word = after
         by_token, by_run, by_meta = _pages_of(next_word, table, row_stride, E, CLASSES)
-        after = gl.load(words + gl.minimum(j + 2, last))
+        after = gl.load(words + gl.minimum(j + 2, last), mask=some, other=15 << 24)
         if i >= 0:
             word = gl.load(words + i)
             cls = ((word >> 24) & 15).to(gl.int32)
