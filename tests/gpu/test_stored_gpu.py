@@ -51,17 +51,23 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
 
     store, _, _ = case(spec, mode)
     fmt = store.ladder[1].high
-    items = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 0]], dtype=torch.int32, device="cuda")
+    # Row, place; slot as stored, slot as it is, tokens.
+    items = [[0, 1, 2, 4, 128], [0, 2, 0, 5, 128], [1, 0, 1, -1, 128], [2, 0, 3, 6, 20]]
+    slots, items = [2, 0, 1, 3], torch.tensor([[*x, 0, 0, 0] for x in items], dtype=torch.int32, device="cuda")
     rows = StoredRows(store, fmt)
-    rows.plan(ROWS.cuda(), items)
+    rows.plan(ROWS.cuda(), items, 7)
     blocks = ROWS.cuda()[items[:, 0].long(), items[:, 1].long()].long()
     for layer in (0, 1):
         k, v, _ = ops.load_dense(store, layer, blocks)
         rows.k.fill_(torch.nan)
         rows.v.fill_(torch.nan)
         rows.fill(layer)
-        for got, x in zip((rows.k, rows.v), as_stored(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))):
-            assert torch.equal(got.transpose(1, 2), x)
+        want = as_stored(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
+        for got, x, plain in zip((rows.k, rows.v), want, (k, v)):
+            assert torch.equal(got[slots].transpose(1, 2), x)
+            assert torch.equal(got[4:6].transpose(1, 2), plain[:2].to(store.dtype))
+            assert torch.equal(got[6, :20].transpose(0, 1), plain[3, :, :20].to(store.dtype))
+            assert not got[6, 20:].any()
 
 
 @pytest.mark.parametrize("flashinfer", [True, False])
@@ -113,6 +119,20 @@ def test_nothing_before_the_chunk(flashinfer):
     out = op.run(0, q, k, v, scale=SCALE)
     seen = [store.ladder[1].high] * len(new)
     want = ops.extend_attention(store, 0, q, rows, [0, 0], new, scale=SCALE, stored_as=seen)
+    assert error(out, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("flashinfer", [True, False])
+def test_exact_requests_beside_others(flashinfer):
+    if flashinfer:
+        pytest.importorskip("flashinfer")
+    store, k, v = case("k4v4")
+    q, fmt, exact = queries(4 * HEADS, DIM), store.ladder[1].high, [False, True, False, True, True]
+    op = make(store, 4 * HEADS, flashinfer=flashinfer)
+    op.plan(ROWS.cuda(), PREFIX, NEW, WAITING, exact)
+    out = op.run(0, q, k[0], v[0], scale=SCALE)
+    seen = [None if x else fmt for x in exact]
+    want = ops.extend_attention(store, 0, q, ROWS.cuda(), PREFIX, NEW, scale=SCALE, stored_as=seen)
     assert error(out, want) < TOLERANCE
 
 

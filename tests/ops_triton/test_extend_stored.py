@@ -53,14 +53,20 @@ def error(out, ref):
     return float(((out.double() - ref).norm(dim=-1) / norm.clamp(min=norm.mean())).max())
 
 
+def items_of(places):
+    """Items of `StoredRows`, of four blocks: all as stored, out of order; two, and 20 tokens of one, as they are."""
+    slots = [[2, 4, P], [0, 5, P], [1, -1, P], [3, 6, 20]]
+    return torch.tensor([[*a, *b, 0, 0, 0] for a, b in zip(places, slots)], dtype=torch.int32)
+
+
 @pytest.mark.parametrize("mode", ["channel", "token"])
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
 def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
     store, _, _ = request_case(spec, mode)
     fmt = store.ladder[1].high
-    items = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 0]], dtype=torch.int32)
+    items, slots = items_of([[0, 1], [0, 2], [1, 0], [2, 0]]), [2, 0, 1, 3]
     rows = StoredRows(store, fmt)
-    rows.plan(ROWS, items)
+    rows.plan(ROWS, items, 7)
     rows.k.fill_(torch.nan)
     rows.v.fill_(torch.nan)
     blocks = ROWS[items[:, 0].long(), items[:, 1].long()].long()
@@ -68,28 +74,28 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
         k, v, _ = ops.load_dense(store, layer, blocks)
         want = as_stored(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
         rows.fill(layer)
-        for got, x in zip((rows.k, rows.v), want):
-            assert torch.equal(got.transpose(1, 2), x)
+        for got, x, plain in zip((rows.k, rows.v), want, (k, v)):
+            assert torch.equal(got[slots].transpose(1, 2), x)
+            assert torch.equal(got[4:6].transpose(1, 2), plain[:2].to(store.dtype))
+            assert torch.equal(got[6, :20].transpose(0, 1), plain[3, :, :20].to(store.dtype))
+            assert not got[6, 20:].any()
 
 
 class Dense:
-    """Stands in for FlashInfer: `plan` and `run` of both of its wrappers, in plain torch."""
+    """Stands in for `StagedPrefill`: `plan` and `run` in plain torch."""
 
-    heads, dtype = (0, 0, 0), torch.bfloat16
+    def plan(self, tokens, slots, last):
+        self.runs = list(zip(tokens, slots, last))
 
-    def plan(self, tokens, first=None, count=None):
-        self.tokens, self.first, self.count = tokens, first, count
-
-    def run(self, q, k, v, into=None, *, scale, logit_cap, lse=True):
+    def run(self, q, k, v, into, *, scale, logit_cap):
         at = 0
-        for i, n in enumerate(self.tokens):
-            mine = slice(at, at + n)
-            if self.first is None:
-                keys, values, seen = k[mine], v[mine], torch.ones(n, n).tril().bool()
-            else:
-                some = slice(self.first[i], self.first[i] + self.count[i])
-                keys, values, seen = k[some].flatten(0, 1), v[some].flatten(0, 1), True
-            into[0][mine], into[1][mine] = self.attend(q[mine], keys, values, seen, scale, logit_cap)
+        for n, slots, last in self.runs:
+            keys, values = (x[slots].flatten(0, 1)[: (len(slots) - 1) * P + last] for x in (k, v))
+            seen = torch.ones(n, len(keys)).tril(len(keys) - n).bool()
+            out, lse = self.attend(q[at : at + n], keys, values, seen, scale, logit_cap)
+            into[0][at : at + n] = out
+            if into[1] is not None:
+                into[1][at : at + n] = lse
             at += n
 
     @staticmethod
@@ -97,8 +103,7 @@ class Dense:
         group = q.shape[1] // k.shape[1]
         logits = torch.einsum("nhgd,shd->nhgs", q.float().unflatten(1, (-1, group)), k.float()) * scale
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        if seen is not True:
-            logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
         out = torch.einsum("nhgs,shd->nhgd", logits.softmax(-1), v.float()).flatten(1, 2)
         return out.to(q.dtype), logits.logsumexp(-1).flatten(1) / torch.log(torch.tensor(2.0))
 
@@ -109,7 +114,7 @@ def make(store, group, *, programs=12, fake=False):
         stored_as=store.ladder[1].high,
     )  # fmt: skip
     if fake:
-        op._staged.ragged, op._staged.prefill = Dense(), Dense()
+        op._staged.prefill = Dense()
     return op
 
 
@@ -195,7 +200,13 @@ def test_groups():
     assert groups.first == [0, 0, 0, 2, 2, 5]
     assert groups.count == [0, 1, 2, 2, 3, 0]
     assert groups.staged == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert groups.runs() == ([0, 0, 1, 2], [45, 32, 64, 10], [19, 41, 40, 5])
+    assert groups.runs() == ([0, 1, 2], [32, 64, 0], [60, 40, 5])
+    slots, last, items = groups.lists()
+    assert slots == [[5], [0, 6], [0, 1, 7], [2, 3, 8], [2, 3, 4, 9], [10]]
+    assert last == [32, 32, 9, 32, 8, 15]
+    # (request, place, slot as stored, slot as it is, tokens)
+    assert items[:3] == [(0, 1, 0, 5, 32), (0, 2, 1, 6, 32), (1, 0, 2, -1, 32)]
+    assert items[3:] == [(1, 1, 3, -1, 32), (1, 2, 4, 8, 32), (0, 3, -1, 7, 9), (1, 3, -1, 9, 8), (2, 0, -1, 10, 15)]
 
 
 def test_groups_of_exact_requests():
@@ -203,3 +214,8 @@ def test_groups_of_exact_requests():
     assert (groups.request, groups.tokens) == ([0, 1, 1], [60, 32, 8])
     assert (groups.prefix, groups.first, groups.count) == ([45, 64, 64], [0, 0, 0], [0, 2, 3])
     assert groups.staged == [(1, 0), (1, 1), (1, 2)]
+    slots, last, items = groups.lists()
+    assert slots == [[3, 4, 5], [0, 1, 6], [0, 1, 2, 7]]
+    assert last == [9, 32, 8]
+    assert (0, 1, -1, 3, 32) in items and (0, 3, -1, 5, 9) in items and (1, 2, 2, 6, 32) in items
+    assert groups.runs() == ([0, 1], [32, 64], [60, 40])

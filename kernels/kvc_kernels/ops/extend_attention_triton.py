@@ -337,7 +337,7 @@ class ExtendAttention:
                 self._staged.fill(layer)
             if self._stages and self._use_ragged:
                 into = None if self._use_pages else (out, lse)
-                own = self._staged.own(q, k, v, into, scale=scale, logit_cap=logit_cap)
+                own = self._staged.own(q, into, scale=scale, logit_cap=logit_cap)
             elif self._use_ragged:
                 own = self._ragged.run(
                     q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or self._use_pages

@@ -62,7 +62,7 @@ class RaggedPrefill:
 
 
 class StagedPrefill:
-    """Attention of runs of new tokens over whole blocks in dense buffers, without a mask.
+    """Causal attention of runs of new tokens over blocks in dense buffers, the last of which ends with the run.
 
     The buffers `k`, `v` `[slots, P, H, D]` are a page store of FlashInfer's, with a page a block: what a run sees is a
     list of slots, and lists of different runs may share them.
@@ -82,7 +82,7 @@ class StagedPrefill:
             return None
         try:
             made = cls(like, device, page)
-            made.plan([1, 1], [0, 0], [0, 1])
+            made.plan([1, 1], [[0], [0, 0]], [1, page])
             query_heads, heads, head_dim = made.heads
             q = torch.zeros((2, query_heads, head_dim), dtype=made.dtype, device=device)
             k = torch.zeros((1, page, heads, head_dim), dtype=made.dtype, device=device)
@@ -93,26 +93,27 @@ class StagedPrefill:
             return None
         return made
 
-    def plan(self, tokens: list[int], first: list[int], count: list[int]) -> None:
-        """Runs of `tokens[i]` new tokens see slots first[i] .. first[i] + count[i] - 1; host lists."""
+    def plan(self, tokens: list[int], slots: list[list[int]], last: list[int]) -> None:
+        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens, whose last
+        ones it is; host lists."""
 
         def starts(x):
             return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
-        indices = [torch.arange(a, a + n, dtype=torch.int32) for a, n in zip(first, count)]
-        host = torch.cat(indices)
+        host = torch.tensor([x for some in slots for x in some], dtype=torch.int32)
         if self.device.type == "cuda":
             host = host.pin_memory()
         indices = host.to(self.device, non_blocking=True)
-        last = torch.tensor([self.page if n else 0 for n in count], dtype=torch.int32)
-        self.lists, self.planned = (starts(tokens), starts(count), indices, last), None
+        counts = [len(some) for some in slots]
+        self.lists = (starts(tokens), starts(counts), indices, torch.tensor(last, dtype=torch.int32))
+        self.planned = None
 
     def run(self, q, k, v, into: tuple, *, scale: float, logit_cap: float) -> None:
-        """Output and base-2 log-sum-exp (-inf where a run sees nothing) into `into`."""
+        """Output, and the base-2 log-sum-exp if it is not None, into `into`."""
         if self.planned != (scale, logit_cap):
             self.wrapper.plan(
-                *self.lists, *self.heads, self.page, causal=False, sm_scale=scale, logits_soft_cap=logit_cap or None,
+                *self.lists, *self.heads, self.page, causal=True, sm_scale=scale, logits_soft_cap=logit_cap or None,
                 q_data_type=self.dtype,
             )  # fmt: skip
             self.planned = (scale, logit_cap)
-        self.wrapper.run(q, (k, v), out=into[0], lse=into[1], return_lse=True)
+        self.wrapper.run(q, (k, v), out=into[0], lse=into[1], return_lse=into[1] is not None)

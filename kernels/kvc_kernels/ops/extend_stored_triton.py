@@ -1,10 +1,11 @@
-"""New tokens that see earlier blocks as they will be stored and their own as it is: the cut into groups, and the join.
+"""New tokens that see earlier blocks as they will be stored and their own as it is: the cut into groups.
 
 A *group* is the new tokens of one block of one request. It attends to three disjoint sets of tokens: those of its own
-block (exact; the new ones causally), the blocks before it that are packed already or lie open in front of it (from
-pages), and the *staged* ones: full blocks before it that are still uncompressed, be it that this forward fills them or
-that they wait to be packed. Staged blocks of a request lie in consecutive slots of `StoredRows`, so that what a group
-sees of them is one run of rows.
+block (exact, causally), the blocks before it that are packed already (from pages), and the *staged* ones: full blocks
+before it that are still uncompressed, be it that this forward fills them or that they wait to be packed. Staged blocks
+of a request lie in consecutive slots of `StoredRows`. With FlashInfer the group's own block has a slot there, too, so
+that all but the packed pages is one causal call over a list of slots; else the plain kernel takes the new tokens as
+they come.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import triton
-import triton.language as tl
 
 from ..layout import Format
 from ..store import PageStore
@@ -25,8 +24,10 @@ from .stored_triton import StoredRows
 class Groups:
     """Lists on the host, an entry a group in the order of the new tokens; `staged` has one a slot."""
 
+    p: int  # tokens of a block
     request: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # new tokens
+    begin: list[int] = field(default_factory=list)  # tokens before the first of them
     prefix: list[int] = field(default_factory=list)  # tokens before the chunk that it reads from pages, or staged
     first: list[int] = field(default_factory=list)  # its first staged block's slot
     count: list[int] = field(default_factory=list)  # staged blocks that it sees
@@ -44,74 +45,62 @@ class Groups:
         """`waiting[B]`: places of full blocks of each prefix that are uncompressed; p: tokens of a block. An `exact`
         request is one group: its blocks are never packed, so it sees all of them as they are.
         """
-        out = cls()
+        out = cls(p)
         for r, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
             if not new:
                 continue
             if exact and exact[r]:
-                out._add(r, new, prefix, len(out.staged), 0)
+                out._add(r, new, prefix, prefix, len(out.staged), 0)
                 continue
             slot, before = len(out.staged), sorted(waiting[r]) if waiting else []
-            begin, end = prefix // p, (prefix + new - 1) // p
-            out.staged += [(r, j) for j in (*before, *range(begin, end))]
-            for j in range(begin, end + 1):
-                tokens = min((j + 1) * p, prefix + new) - max(j * p, prefix)
+            first, last = prefix // p, (prefix + new - 1) // p
+            out.staged += [(r, j) for j in (*before, *range(first, last))]
+            for j in range(first, last + 1):
+                begin = max(j * p, prefix)
+                tokens = min((j + 1) * p, prefix + new) - begin
                 # The cached tokens of the block that the chunk begins in are exact for that block alone.
-                out._add(r, tokens, prefix if j == begin else begin * p, slot, len(before) + j - begin)
+                out._add(r, tokens, begin, prefix if j == first else first * p, slot, len(before) + j - first)
         return out
 
-    def _add(self, request: int, tokens: int, prefix: int, first: int, count: int) -> None:
+    def _add(self, request: int, tokens: int, begin: int, prefix: int, first: int, count: int) -> None:
         self.request.append(request)
         self.tokens.append(tokens)
+        self.begin.append(begin)
         self.prefix.append(prefix)
         self.first.append(first)
         self.count.append(count)
 
+    def lists(self) -> tuple[list[list[int]], list[int], list[tuple[int, ...]]]:
+        """Slots of each group's staged and own blocks, tokens in its last one, and the items of `StoredRows`.
+
+        A group's own blocks are those of its new tokens, from their first token on, cached or new: slots behind the
+        staged ones.
+        """
+        slots, last, at = [], [], len(self.staged)
+        places = {x: [*x, slot, -1, self.p] for slot, x in enumerate(self.staged)}
+        for r, tokens, begin, first, count in zip(self.request, self.tokens, self.begin, self.first, self.count):
+            end = begin + tokens
+            own = range(begin // self.p, -(-end // self.p))
+            for j in own:
+                item = places.setdefault((r, j), [r, j, -1, -1, 0])
+                item[3:] = at + j - own.start, min(self.p, end - j * self.p)
+            slots.append([*range(first, first + count), *range(at, at + len(own))])
+            last.append(end - own[-1] * self.p)
+            at += len(own)
+        return slots, last, [tuple(x) for x in places.values()]
+
     def runs(self) -> tuple[list[int], list[int], list[int]]:
-        """(request, prefix, new tokens) of neighbouring groups that read the same from pages: at most 2 a request."""
+        """(request, tokens before its first own block, new tokens) of each request: what is left to read from pages,
+        where own blocks have slots."""
         request, prefix, tokens = [], [], []
-        for r, n, t in zip(self.request, self.prefix, self.tokens):
-            if request and (request[-1], prefix[-1]) == (r, n):
-                tokens[-1] += t
+        for r, n, begin in zip(self.request, self.tokens, self.begin):
+            if request and request[-1] == r:
+                tokens[-1] += n
             else:
                 request.append(r)
-                prefix.append(n)
-                tokens.append(t)
+                prefix.append(begin // self.p * self.p)
+                tokens.append(n)
         return request, prefix, tokens
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _join_kernel(
-    a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr
-):
-    """grid (rows / ROWS,). All `[rows, D]`, LSE (base 2) fp32 `[rows]`; b may have seen nothing (LSE -inf)."""
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, D)
-    live = i < rows
-    la = tl.load(a_lse + i, mask=live, other=0.0)
-    lb = tl.load(b_lse + i, mask=live, other=float("-inf"))
-    top = tl.maximum(la, lb)
-    wa = tl.exp2(la - top)
-    wb = tl.exp2(lb - top)
-    at = i[:, None] * D + d[None, :]
-    x = tl.load(a + at, mask=live[:, None], other=0.0).to(tl.float32)
-    y = tl.load(b + at, mask=(live & (wb > 0))[:, None], other=0.0).to(tl.float32)
-    total = wa + wb
-    mixed = (x * wa[:, None] + y * wb[:, None]) / total[:, None]
-    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=live[:, None])
-    if LSE:
-        tl.store(out_lse + i, top + tl.log2(total), mask=live)
-
-
-def join(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor, out, out_lse) -> None:
-    """Attention over two disjoint sets of tokens -> over both; contiguous `[N, Hq, D]` and base-2 LSE fp32 `[N, Hq]`.
-
-    `out`, `out_lse` may be `a`, `a_lse`; `out_lse` may be None.
-    """
-    rows, dim = a_lse.numel(), a.shape[-1]
-    _join_kernel[(triton.cdiv(rows, 16),)](
-        a, a_lse, b, b_lse, out, a_lse if out_lse is None else out_lse, rows, dim, 16, out_lse is not None, num_warps=4
-    )
 
 
 class StagedExtend:
@@ -120,14 +109,14 @@ class StagedExtend:
     """
 
     def __init__(self, store: PageStore, fmt: Format, ragged: RaggedPrefill | None, *, query_heads: int):
-        self.store, self.query_heads, self.ragged = store, query_heads, ragged
+        self.store, self.query_heads = store, query_heads
         self.rows = StoredRows(store, fmt)
         self.prefill = StagedPrefill.create(ragged, store.device, store.layout.block_tokens)
         self.groups: Groups | None = None
         self.skips: list[bool] = []
         self.sees = torch.zeros((0, 2), dtype=torch.int32, device=store.device)
-        self._o = torch.empty((2, 0, query_heads, store.layout.head_dim), dtype=store.dtype, device=store.device)
-        self._lse = torch.empty((2, 0, query_heads), dtype=torch.float32, device=store.device)
+        self._o = torch.empty((0, query_heads, store.layout.head_dim), dtype=store.dtype, device=store.device)
+        self._lse = torch.empty((0, query_heads), dtype=torch.float32, device=store.device)
 
     def plan(
         self,
@@ -147,40 +136,40 @@ class StagedExtend:
         self.groups = groups if groups.staged else None
         if self.groups is None:
             return row_blocks, prefix_lens, extend_lens
-        request, prefix, tokens = groups.request, groups.prefix, groups.tokens
-        if self.prefill is not None:
-            self.ragged.plan(groups.tokens)
-            self.prefill.plan(groups.tokens, groups.first, groups.count)
+        if self.prefill is None:
+            request, prefix, tokens = groups.request, groups.prefix, groups.tokens
+            items = [(r, j, slot, -1, groups.p) for slot, (r, j) in enumerate(groups.staged)]
+            slots = len(items)
+        else:
             request, prefix, tokens = groups.runs()
+            pages, last, items = groups.lists()
+            slots = pages[-1][-1] + 1
+            self.prefill.plan(groups.tokens, pages, last)
         self.skips = [not (exact and exact[r]) for r in request]
         sees = [x for pair in zip(groups.first, groups.count) for x in pair]
-        # `sees` comes first: at any other place its alignment would vary, and with it the compiled kernel.
-        host = torch.tensor(sees + [x for pair in groups.staged for x in pair] + request, dtype=torch.int32)
+        # Rows of eight come first: behind anything else their alignment would vary, and with it the compiled kernel.
+        flat = [x for item in items for x in (*item, 0, 0, 0)]
+        host = torch.tensor(flat + sees + request, dtype=torch.int32)
         if self.store.device.type == "cuda":
             host = host.pin_memory()
         whole = host.to(self.store.device, non_blocking=True)
-        sees, items, index = whole.split((len(sees), 2 * len(groups.staged), len(request)))
+        flat, sees, index = whole.split((len(flat), len(sees), len(request)))
         self.sees = sees.view(-1, 2)
-        self.rows.plan(row_blocks, items.view(-1, 2))
+        self.rows.plan(row_blocks, flat.view(-1, 8), slots)
         n = sum(tokens)
-        if self.prefill is not None and self._lse.shape[1] < n:
-            self._o = self._o.new_empty((2, n, *self._o.shape[2:]))
-            self._lse = self._lse.new_empty((2, n, self.query_heads))
+        if self.prefill is not None and len(self._lse) < n:
+            self._o, self._lse = (x.new_empty((n, *x.shape[1:])) for x in (self._o, self._lse))
         return row_blocks.index_select(0, index), prefix, tokens
 
     def fill(self, layer: int) -> None:
         """Stage the blocks of this layer; its new rows were appended before."""
         self.rows.fill(layer)
 
-    def own(self, q, k, v, into: tuple | None, *, scale: float, logit_cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE of the new tokens over their own blocks' new tokens and the staged blocks.
+    def own(self, q: torch.Tensor, into: tuple | None, *, scale: float, logit_cap: float):
+        """Output and LSE of the new tokens over their own blocks and the staged ones.
 
         Into `into` (the LSE may be None), or into buffers that the next call writes again.
         """
-        n = q.shape[0]
-        (exact, staged), (exact_lse, staged_lse) = self._o[:, :n], self._lse[:, :n]
-        self.ragged.run(q, k, v, scale=scale, logit_cap=logit_cap, lse=True, into=(exact, exact_lse))
-        self.prefill.run(q, self.rows.k, self.rows.v, (staged, staged_lse), scale=scale, logit_cap=logit_cap)
-        out, lse = into or (exact, exact_lse)
-        join(exact, exact_lse, staged, staged_lse, out, lse)
-        return out, lse
+        into = into or (self._o[: len(q)], self._lse[: len(q)])
+        self.prefill.run(q, self.rows.k, self.rows.v, into, scale=scale, logit_cap=logit_cap)
+        return into

@@ -11,7 +11,8 @@ from ..store import PageStore
 from .compact_pack_triton import encode, half_range
 
 INTERPRET = triton.knobs.runtime.interpret
-STEP = 32  # tokens a program holds at a time
+HELD = 16384  # key elements that a program holds: 64 registers a lane
+V_STEP = 64  # tokens whose values a program takes
 
 
 @triton.jit
@@ -34,60 +35,96 @@ def _by_token(x, BITS: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, D
     return tl.reshape(encode(x, s, z, BITS).to(tl.float32) * s + z, (STEP, D))
 
 
+@triton.jit
+def _rows_of(pages, entries, t, live, page_bytes: tl.constexpr, T: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
+    """Pointers `[N]` to the key rows of tokens t."""
+    page = tl.load(entries + t // T, mask=live, other=0).to(tl.int64)
+    return (pages + page * page_bytes).to(tl.pointer_type(dtype)) + (t % T) * D
+
+
+@triton.jit
+def _keys(
+    pages, entries, out, stored, exact, tokens, page_bytes: tl.constexpr, dtype: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, TOKEN_KEYS: tl.constexpr, STEP: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Keys of one head of one block, STEP tokens at a time. `out` at this head; see `_stored_kernel`."""
+    d = tl.arange(0, D)
+    t = tl.arange(0, STEP)
+    lo = tl.full([D], float("inf"), tl.float32)
+    hi = tl.full([D], float("-inf"), tl.float32)
+    x = tl.zeros([STEP, D], tl.float32)
+    for t0 in tl.static_range(0, P, STEP):
+        live = t0 + t < P
+        rows = _rows_of(pages, entries, t0 + t, live, page_bytes, T, D, dtype)
+        raw = tl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        if exact >= 0:
+            at = out + ((exact * P + t0 + t) * (H * D))[:, None] + d[None, :]
+            # What lies behind a block's tokens may spell NaN.
+            tl.store(at, tl.where((t0 + t < tokens)[:, None], raw, 0.0).to(dtype), mask=live[:, None])
+        x = raw.to(tl.float32)
+        lo = tl.minimum(lo, tl.min(tl.where(live[:, None], x, float("inf")), 0))
+        hi = tl.maximum(hi, tl.max(tl.where(live[:, None], x, float("-inf")), 0))
+    if stored >= 0:
+        scale, zero = half_range(lo, hi, 255)
+        # On the grid of KB bits the scale is 1, 17 or 85 times as large: exact in fp32.
+        grid = scale.to(tl.float32) * (255 // ((1 << KB) - 1))
+        s = tl.broadcast_to(grid[None, :], (STEP, D))
+        z = tl.broadcast_to(zero.to(tl.float32)[None, :], (STEP, D))
+        for t0 in tl.static_range(0, P, STEP):
+            live = t0 + t < P
+            if STEP < P:  # else the rows are still here
+                rows = _rows_of(pages, entries, t0 + t, live, page_bytes, T, D, dtype)
+                x = tl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+            if TOKEN_KEYS:
+                y = _by_token(x, KB, 1, STEP, D)
+            else:
+                y = encode(x, s, z, KB).to(tl.float32) * s + z
+            at = out + ((stored * P + t0 + t) * (H * D))[:, None] + d[None, :]
+            tl.store(at, _round(y, dtype, ASM), mask=live[:, None])
+
+
 @triton.jit(do_not_specialize=["layer", "row_stride"])
 def _stored_kernel(
     pages, table, row_blocks, row_stride, items, k_out, v_out, layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr,
     T: tl.constexpr, VOFF: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GROUPS: tl.constexpr,
-    TOKEN_KEYS: tl.constexpr, STEP: tl.constexpr, ASM: tl.constexpr,
+    TOKEN_KEYS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, ASM: tl.constexpr,
 ):
-    """grid (n, H): one head of one block. items int32 `[n, 2]`: row of row_blocks, place in it. Outputs
-    `[n, P, H, D]` in the model dtype.
+    """grid (n, H, 1 + P / V_STEP): keys of one head of one block, or V_STEP of its values. items int32 `[n, 8]`: row of
+    row_blocks, place in it, slot of the rows as stored, slot of the rows as they are (either may be -1), tokens of the
+    block. Outputs `[slots, P, H, D]` in the model dtype.
     """
-    i = tl.program_id(0).to(tl.int64)
+    item = items + tl.program_id(0) * 8
     h = tl.program_id(1)
-    request = tl.load(items + 2 * i).to(tl.int64)
-    block = tl.load(row_blocks + request * row_stride + tl.load(items + 2 * i + 1)).to(tl.int64)
+    block = tl.load(row_blocks + tl.load(item).to(tl.int64) * row_stride + tl.load(item + 1)).to(tl.int64)
+    stored = tl.load(item + 2).to(tl.int64)
+    exact = tl.load(item + 3).to(tl.int64)
+    tokens = tl.load(item + 4)
     entries = table + ((block * L + layer) * H + h) * E
-    dtype = k_out.dtype.element_ty
-    t = tl.arange(0, STEP)
-    d = tl.arange(0, D)
-    scale = tl.zeros([D], tl.float16)
-    zero = tl.zeros([D], tl.float16)
-    if not TOKEN_KEYS:
-        lo = tl.full([D], float("inf"), tl.float32)
-        hi = tl.full([D], float("-inf"), tl.float32)
-        for t0 in range(0, P, STEP):
-            live = t0 + t < P
-            page = tl.load(entries + (t0 + t) // T, mask=live, other=0).to(tl.int64)
-            rows = (pages + page * page_bytes).to(tl.pointer_type(dtype)) + ((t0 + t) % T) * D
-            k = tl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-            lo = tl.minimum(lo, tl.min(tl.where(live[:, None], k, float("inf")), 0))
-            hi = tl.maximum(hi, tl.max(tl.where(live[:, None], k, float("-inf")), 0))
-        scale, zero = half_range(lo, hi, 255)
-    for t0 in range(0, P, STEP):
-        live = t0 + t < P
-        page = tl.load(entries + (t0 + t) // T, mask=live, other=0).to(tl.int64)
-        rows = (pages + page * page_bytes).to(tl.pointer_type(dtype)) + ((t0 + t) % T) * D
-        k = tl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        v = tl.load((rows + VOFF // 2)[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        if TOKEN_KEYS:
-            k = _by_token(k, KB, 1, STEP, D)
-        else:
-            # On the grid of KB bits the scale is 1, 17 or 85 times as large: exact in fp32.
-            grid = scale.to(tl.float32) * (255 // ((1 << KB) - 1))
-            s = tl.broadcast_to(grid[None, :], (STEP, D))
-            z = tl.broadcast_to(zero.to(tl.float32)[None, :], (STEP, D))
-            k = encode(k, s, z, KB).to(tl.float32) * s + z
-        v = _by_token(v, VB, GROUPS, STEP, D)
-        to = ((i * P + t0 + t) * H + h)[:, None] * D + d[None, :]
-        tl.store(k_out + to, _round(k, dtype, ASM), mask=live[:, None])
-        tl.store(v_out + to, _round(v, dtype, ASM), mask=live[:, None])
+    dtype: tl.constexpr = k_out.dtype.element_ty
+    if tl.program_id(2) == 0:
+        _keys(
+            pages, entries, k_out + h * D, stored, exact, tokens, page_bytes, dtype, H, D, P, T, KB, TOKEN_KEYS, K_STEP,
+            ASM,
+        )
+    else:
+        d = tl.arange(0, D)
+        t = (tl.program_id(2) - 1) * V_STEP + tl.arange(0, V_STEP)
+        live = t < P
+        rows = _rows_of(pages, entries, t, live, page_bytes, T, D, dtype)
+        raw = tl.load((rows + VOFF // 2)[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        at = v_out + h * D + (t.to(tl.int64) * (H * D))[:, None] + d[None, :]
+        if exact >= 0:
+            tl.store(at + exact * (P * H * D), tl.where((t < tokens)[:, None], raw, 0.0).to(dtype), mask=live[:, None])
+        if stored >= 0:
+            y = _by_token(raw.to(tl.float32), VB, GROUPS, V_STEP, D)
+            tl.store(at + stored * (P * H * D), _round(y, dtype, ASM), mask=live[:, None])
 
 
 class StoredRows:
-    """The rows of some uncompressed full blocks as `as_stored` gives them, bit for bit: `plan` once a forward, `fill`
-    once a layer, after its rows were appended.
+    """Rows of some uncompressed blocks as `as_stored` gives them, bit for bit, and as they are: `plan` once a forward,
+    `fill` once a layer, after its rows were appended.
 
     `k`, `v` `[slots, P, H, D]` in the model dtype hold one layer at a time; they grow to the most blocks of a forward.
     """
@@ -98,21 +135,24 @@ class StoredRows:
         shape = (2, 0, g.block_tokens, g.heads, g.head_dim)
         self.k, self.v = torch.empty(shape, dtype=store.dtype, device=store.device)
 
-    def plan(self, row_blocks: torch.Tensor, items: torch.Tensor) -> None:
-        """Slot i takes block `row_blocks[items[i, 0], items[i, 1]]`; int32 on the device, `items` `[n, 2]`."""
+    def plan(self, row_blocks: torch.Tensor, items: torch.Tensor, slots: int) -> None:
+        """Of block `row_blocks[items[i, 0], items[i, 1]]` slot items[i, 2] takes the rows as stored, slot items[i, 3]
+        the first items[i, 4] as they are and zeros behind them; -1 is no slot. int32 `[n, 8]` on the device.
+        """
         self._rows, self._items, self.n = row_blocks, items, len(items)
-        if self.k.shape[0] < self.n:
-            self.k, self.v = self.k.new_empty((2, self.n, *self.k.shape[1:]))
+        if self.k.shape[0] < slots:
+            self.k, self.v = self.k.new_empty((2, slots, *self.k.shape[1:]))
 
     def fill(self, layer: int) -> None:
         store, g, fmt = self.store, self.store.layout, self.format
         if not self.n:
             return
-        plain = g.page(BF16)
+        plain, whole = g.page(BF16), triton.next_power_of_2(g.block_tokens)
+        k_step, v_step = min(whole, HELD // g.head_dim), min(whole, V_STEP)
         # Without fused multiply-add, for the reference multiplies and adds one after the other.
-        _stored_kernel[(self.n, g.heads)](
+        _stored_kernel[(self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step))](
             store.pages, store.table, self._rows, self._rows.stride(0), self._items, self.k, self.v, layer, g.layers,
             g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes, plain.tokens,
             plain.offset("value_codes"), fmt.key_bits, fmt.value_bits, g.page(fmt).value_groups, g.key_mode == TOKEN,
-            STEP, not INTERPRET, num_warps=4, enable_fp_fusion=False,
+            k_step, v_step, not INTERPRET, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
