@@ -19,8 +19,10 @@ from ..layout import TOKEN, Format
 from ..store import PageStore
 from .extend_body_triton import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
 from .extend_flashinfer_triton import RaggedPrefill
+from .extend_join_triton import join_parts_kernel
 from .extend_plan_triton import ExtendPlan
 from .extend_stored_triton import StagedExtend
+from .extend_unpacked_triton import UnpackedPrefix
 from .unpack_triton import NEG
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -154,43 +156,6 @@ def _extend_kernel(
         tl.store(part_lse + i, tl.where(l > 0, m + tl.log2(some), NEG))
 
 
-@triton.jit
-def _join_kernel(
-    part_o, part_lse, joins, out, out_lse,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr,
-):
-    """grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: query start, first row, end row, first slot, slots."""
-    join = joins + tl.program_id(0) * 5
-    h = tl.program_id(2)
-    start = tl.load(join)
-    end = tl.load(join + 2)
-    slot = tl.load(join + 3).to(tl.int64)
-    slots = tl.load(join + 4)
-    within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(join + 1) + within
-    valid = row < end
-    place = (start + row // G).to(tl.int64) * (H * G) + h * G + row % G
-    d = tl.arange(0, D)
-    m = tl.full([ROWS], NEG, tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    for s in range(0, slots):
-        i = ((slot + s) * H + h) * BM + within
-        lse = tl.load(part_lse + i, mask=valid, other=NEG)
-        o = tl.load(part_o + i[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
-        mn = tl.maximum(m, lse)
-        a = tl.exp2(m - mn)
-        b = tl.where(lse > NEG, tl.exp2(lse - mn), 0.0)
-        acc = acc * a[:, None] + o * b[:, None]
-        l = l * a + b
-        m = mn
-    some = tl.where(l > 0, l, 1.0)
-    x = acc / some[:, None]
-    tl.store(out + place[:, None] * D + d[None, :], x.to(out.dtype.element_ty), mask=valid[:, None])
-    if LSE:
-        tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
-
-
 class ExtendAttention:
     """Plan and buffers of the extend attention of one store: `plan` once a forward, `run` for each layer.
 
@@ -207,9 +172,11 @@ class ExtendAttention:
         flashinfer: bool | None = None,
         hopper: bool | None = None,
         stored_as: Format | None = None,
+        whole: bool | None = None,
     ):
         """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `flashinfer`, `hopper`:
-        use them or not; None where they can be. `stored_as`: as in `ops.extend_attention`.
+        use them or not; None where they can be. `stored_as`: as in `ops.extend_attention`. `whole`: packed blocks keep
+        all of their tokens; with `stored_as` they do.
         """
         layout = store.layout
         if query_heads % layout.heads:
@@ -238,6 +205,9 @@ class ExtendAttention:
         self._staged = None
         if stored_as is not None:
             self._staged = StagedExtend(store, stored_as, self._ragged, query_heads=query_heads)
+        self._unpacked = None
+        if stored_as is not None if whole is None else whole:
+            self._unpacked = UnpackedPrefix.create(store, self._classes, self._ragged)
         self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
         self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
@@ -269,7 +239,7 @@ class ExtendAttention:
         `waiting[B]`, with `stored_as`: places of the full blocks of each prefix that are uncompressed as yet;
         `exact[B]`: requests whose blocks are seen as they are all the same.
         """
-        self._stages = False
+        self._stages = self._use_unpacked = False
         if self._staged is not None:
             row_blocks, prefix_lens, extend_lens = self._staged.plan(
                 row_blocks, prefix_lens, extend_lens, waiting, exact
@@ -284,7 +254,7 @@ class ExtendAttention:
             if self._use_ragged:
                 self._ragged.plan(extend_lens)
         self._use_pages = over_prefix > 0 or not self._use_ragged
-        if not self._use_pages:
+        if not self._use_pages or self._plan_unpacked(row_blocks, prefix_lens, extend_lens):
             return
         widest = max(extend_lens, default=0) * self.group
         # The warp-specialised kernel knows no staged blocks; what lies in pages it takes with them or without.
@@ -299,6 +269,17 @@ class ExtendAttention:
             skip_full=self._staged.skips if self._stages else None,
         )
         self._reserve(0 if self._use_ragged else max(extend_lens, default=0))
+
+    def _plan_unpacked(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> bool:
+        """Whether packed blocks are unpacked for FlashInfer in this forward; it then has the new tokens, too."""
+        if self._unpacked is None or (self._stages and not self._use_ragged):
+            return False
+        skip = self._staged.waits if self._stages else None
+        self._use_unpacked = self._unpacked.plan(row_blocks, prefix_lens, extend_lens, skip)
+        if self._use_unpacked and not self._use_ragged:
+            self._use_ragged = True
+            self._ragged.plan(extend_lens)
+        return self._use_unpacked
 
     def _reserve(self, new: int) -> None:
         """Grow the buffers to the plan: bounded by the new tokens of a forward but for 8 bytes a tile of the prefix."""
@@ -342,7 +323,9 @@ class ExtendAttention:
                 own = self._ragged.run(
                     q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or self._use_pages
                 )
-            if self._use_pages:
+            if self._use_unpacked:
+                self._unpacked.run(layer, q, own, out, lse, scale=scale, logit_cap=logit_cap)
+            elif self._use_pages:
                 self._attend(layer, q, k, v, out, lse, own, scale, logit_cap)
             elif not self._stages:
                 return own
@@ -371,7 +354,7 @@ class ExtendAttention:
             )  # fmt: skip
         if plan.n_joins:
             rows = min(16, self._rows)
-            _join_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
+            join_parts_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
                 self._part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
                 self._rows, rows, lse is not None, num_warps=4,
             )  # fmt: skip

@@ -62,15 +62,18 @@ class RaggedPrefill:
 
 
 class StagedPrefill:
-    """Causal attention of runs of new tokens over blocks in dense buffers, the last of which ends with the run.
+    """Attention of runs of new tokens over blocks in dense buffers: causal, where the last block ends with the run.
 
     The buffers `k`, `v` `[slots, P, H, D]` are a page store of FlashInfer's, with a page a block: what a run sees is a
     list of slots, and lists of different runs may share them.
     """
 
-    def __init__(self, like: RaggedPrefill, device: torch.device, page: int):
-        self.heads, self.dtype, self.page, self.device = like.heads, like.dtype, page, device
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    def __init__(self, like: RaggedPrefill, device: torch.device, page: int, *, causal: bool = True, workspace=None):
+        """`workspace` of another one, for runs that follow each other on one stream."""
+        self.heads, self.dtype, self.page, self.device, self.causal = like.heads, like.dtype, page, device, causal
+        if workspace is None:
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.workspace = workspace
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self.planned: tuple[float, float] | None = None
 
@@ -94,8 +97,8 @@ class StagedPrefill:
         return made
 
     def plan(self, tokens: list[int], slots: list[list[int]], last: list[int]) -> None:
-        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens, whose last
-        ones it is; host lists."""
+        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens: if causal,
+        it is the last of these itself. Host lists."""
 
         def starts(x):
             return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -112,8 +115,8 @@ class StagedPrefill:
         """Output, and the base-2 log-sum-exp if it is not None, into `into`."""
         if self.planned != (scale, logit_cap):
             self.wrapper.plan(
-                *self.lists, *self.heads, self.page, causal=True, sm_scale=scale, logits_soft_cap=logit_cap or None,
-                q_data_type=self.dtype,
+                *self.lists, *self.heads, self.page, causal=self.causal, sm_scale=scale,
+                logits_soft_cap=logit_cap or None, q_data_type=self.dtype,
             )  # fmt: skip
             self.planned = (scale, logit_cap)
         self.wrapper.run(q, (k, v), out=into[0], lse=into[1], return_lse=into[1] is not None)

@@ -114,6 +114,7 @@ class StagedExtend:
         self.prefill = StagedPrefill.create(ragged, store.device, store.layout.block_tokens)
         self.groups: Groups | None = None
         self.skips: list[bool] = []
+        self.waits: list[list[int]] = []
         self.sees = torch.zeros((0, 2), dtype=torch.int32, device=store.device)
         self._o = torch.empty((0, query_heads, store.layout.head_dim), dtype=store.dtype, device=store.device)
         self._lse = torch.empty((0, query_heads), dtype=torch.float32, device=store.device)
@@ -128,7 +129,8 @@ class StagedExtend:
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         """What to read from pages: rows of blocks int32 `[B', NB]`, prefix and new tokens `[B']` of runs of new tokens.
 
-        `skips[B']` then says whose whole uncompressed blocks are staged, hence not to be read from pages.
+        `skips[B']` then says whose whole uncompressed blocks are staged, hence not to be read from pages; `waits[B']`
+        are their places.
         `groups` is None, and the arguments come back, where no query sees a staged block. Does not sync. `sees` int32
         `[B', 2]`: first slot and number of the staged blocks of each run, where FlashInfer does not take them.
         """
@@ -146,6 +148,7 @@ class StagedExtend:
             slots = pages[-1][-1] + 1
             self.prefill.plan(groups.tokens, pages, last)
         self.skips = [not (exact and exact[r]) for r in request]
+        self.waits = [waiting[r] if waiting and skips else [] for r, skips in zip(request, self.skips)]
         sees = [x for pair in zip(groups.first, groups.count) for x in pair]
         # Rows of eight come first: behind anything else their alignment would vary, and with it the compiled kernel.
         flat = [x for item in items for x in (*item, 0, 0, 0)]

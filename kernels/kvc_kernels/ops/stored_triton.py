@@ -16,7 +16,7 @@ V_STEP = 64  # tokens whose values a program takes
 
 
 @triton.jit
-def _round(x, dtype: tl.constexpr, ASM: tl.constexpr):
+def round_to(x, dtype: tl.constexpr, ASM: tl.constexpr):
     """fp32 to the nearest number of the model dtype, ties to even."""
     if not ASM and dtype == tl.bfloat16:  # the interpreter cuts the low bits off
         bits = x.to(tl.int32, bitcast=True)
@@ -81,7 +81,7 @@ def _keys(
             else:
                 y = encode(x, s, z, KB).to(tl.float32) * s + z
             at = out + ((stored * P + t0 + t) * (H * D))[:, None] + d[None, :]
-            tl.store(at, _round(y, dtype, ASM), mask=live[:, None])
+            tl.store(at, round_to(y, dtype, ASM), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["layer", "row_stride"])
@@ -119,7 +119,7 @@ def _stored_kernel(
             tl.store(at + exact * (P * H * D), tl.where((t < tokens)[:, None], raw, 0.0).to(dtype), mask=live[:, None])
         if stored >= 0:
             y = _by_token(raw.to(tl.float32), VB, GROUPS, V_STEP, D)
-            tl.store(at + stored * (P * H * D), _round(y, dtype, ASM), mask=live[:, None])
+            tl.store(at + stored * (P * H * D), round_to(y, dtype, ASM), mask=live[:, None])
 
 
 class StoredRows:
