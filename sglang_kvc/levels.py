@@ -19,10 +19,15 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").lower().split(",") if name.strip())
 
 
+def asks(custom_params: Any) -> bool:
+    """Whether a request says anything about its level."""
+    return isinstance(custom_params, dict) and custom_params.get(PARAMETER) is not None
+
+
 def level_of(custom_params: Any, offered: Sequence[str] = (), default: str | None = None) -> str | None:
-    """The level that a request asks for, None for the server's policy, which the name of its own format is, too.
-    ValueError (one sentence) for another value."""
-    if not isinstance(custom_params, dict) or custom_params.get(PARAMETER) is None:
+    """The level that a request asks for, None for the server's policy. `default`: the format whose name asks for that,
+    too (`Policy.own_level`). ValueError (one sentence) for another value."""
+    if not asks(custom_params):
         return None
     level = custom_params[PARAMETER]
     if isinstance(level, str) and level in (LOSSLESS, *offered):

@@ -7,6 +7,9 @@ the tree.
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -14,23 +17,20 @@ QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 
 
 def before_verify(self, vocab_size):
-    args = _served()
-    if not self.custom_params or args is None:
-        return
-    from sglang_kvc.levels import level_of, names
+    from sglang_kvc.levels import asks, level_of
 
-    # Of the default format only the scheduler knows; its name is accepted where it was given.
-    level_of(self.custom_params, names(args.kvc_levels), args.kvc_high)
+    if asks(self.custom_params) and (args := _served()) is not None:
+        level_of(self.custom_params, *_levels_of_args(args))
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
     from sglang_kvc.levels import level_of, names, namespace
     from sglang_kvc.runtime import current
 
-    if current() is None or hasattr(req, "kvc_level"):
+    if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
-    config = current().config
-    req.kvc_level = level_of(req.sampling_params.custom_params, names(config.levels), config.high)
+    offered, own = names(runtime.config.levels), runtime.policy.own_level
+    req.kvc_level = level_of(req.sampling_params.custom_params, offered, own)
     if req.kvc_level:
         req.extra_key = namespace(req.extra_key, req.kvc_level)
 
@@ -44,6 +44,24 @@ def _served():
     except ValueError:  # not set: a process that serves nothing
         return None
     return args if getattr(args, "kv_backend", "default") == "kvc" else None
+
+
+def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
+    """What the scheduler has of its pool: the formats on offer, and the one that is served without asking."""
+    from sglang_kvc.args import KVC_OPTIONS
+
+    return _resolved(tuple((name, getattr(args, name)) for name in KVC_OPTIONS))
+
+
+@functools.lru_cache(maxsize=4)
+def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...], str | None]:
+    """By the values of the options: to resolve them may read a calibration file, which no request should wait for."""
+    from sglang_kvc.config import KvcConfig
+    from sglang_kvc.levels import names
+    from sglang_kvc.policies import make_policy
+
+    config = KvcConfig.from_args(SimpleNamespace(**dict(options)))
+    return names(config.levels), make_policy(config).own_level
 
 
 def register() -> None:

@@ -109,6 +109,12 @@ class Policy:
         """The rung that blocks of a request go to: 0 stays uncompressed. `level`: see `sglang_kvc.levels`."""
         return 0 if level == LOSSLESS else 1
 
+    @property
+    def own_level(self) -> str | None:
+        """The format whose name a request may give for what the server does anyway; None where that is more than to
+        store all tokens in one format."""
+        return None
+
     def stored_as(self, rung: int = 1) -> Format | None:
         """The format that every token of a block at `rung` will have, None where that is decided by what they hold,
         and at rung 0."""

@@ -40,6 +40,10 @@ class Quantise(Policy):
         found = self.high if level is None else level
         return 1 + self.formats().index(found) if found in self.formats() else 0
 
+    @property
+    def own_level(self) -> str:
+        return self.high
+
     def stored_as(self, rung: int = 1) -> Format | None:
         return FORMATS[self.formats()[rung - 1]] if 0 < rung <= len(self.formats()) else None
 

@@ -1,0 +1,93 @@
+"""Which names a request may give as its level: the process that takes requests and the scheduler agree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvc_patches import requests
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.policies import make_policy
+
+from .conftest import one_sentence
+
+pytestmark = pytest.mark.usefixtures("server_args")
+
+
+@pytest.fixture
+def serve(parse, monkeypatch):
+    """`serve(*options)` -> ask(level), by both processes of such a server; the level that the scheduler notes."""
+
+    def start(*options):
+        args = parse("--kv-backend", "kvc", *options)
+        config = KvcConfig.from_args(args)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+        runtime = SimpleNamespace(config=config, policy=make_policy(config))
+        monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
+
+        def ask(level):
+            sampling = SimpleNamespace(custom_params={"kvc": level})
+            req = SimpleNamespace(sampling_params=sampling, extra_key=None)
+            try:
+                requests.before_verify(sampling, 1000)
+            except ValueError:
+                with pytest.raises(ValueError):
+                    requests.before_add_request_to_queue(None, req)
+                raise
+            requests.before_add_request_to_queue(None, req)
+            return req.kvc_level
+
+        return ask
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "options, own",
+    [
+        ("", "k4v4"),
+        ("--kvc-high k8v4", "k8v4"),
+        ("--kvc-policy safe", "k8v4"),
+        ("--kvc-high bf16 --kvc-levels k4v4", "bf16"),
+        ("--kvc-high K4V4 --kvc-levels k8v4", "k4v4"),
+    ],
+)
+def test_the_name_of_the_only_format_asks_for_nothing(serve, options, own):
+    ask = serve(*options.split())
+    assert ask(own) is None and ask(None) is None
+    assert ask("lossless") == "lossless"
+    with pytest.raises(ValueError, match="'k2v2', which is not"):
+        ask("k2v2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--kvc-policy quota --kvc-high k4v4",
+        "--kvc-policy quota",
+        "--kvc-policy prune --kvc-keep 1",
+        "--kvc-policy mikv",
+        "--kvc-policy leankv --kvc-high k4v4 --kvc-low k4v2",
+    ],
+)
+def test_a_format_is_not_what_a_pruning_server_serves(serve, options):
+    ask = serve(*options.split())
+    with pytest.raises(ValueError) as e:
+        ask("k4v4")
+    assert "not a level" in one_sentence(str(e.value))
+    assert ask("lossless") == "lossless" and ask(None) is None
+
+
+def test_formats_on_offer(serve):
+    ask = serve("--kvc-levels", "k8v4,k2v2")
+    assert [ask(x) for x in ("k8v4", "k2v2", "k4v4", None)] == ["k8v4", "k2v2", None, None]
+
+
+def test_settings_are_resolved_once(serve, monkeypatch):
+    requests._resolved.cache_clear()
+    ask, seen = serve("--kvc-levels", "k8v4"), []
+    resolve = KvcConfig.from_args
+    monkeypatch.setattr(KvcConfig, "from_args", lambda args: seen.append(1) or resolve(args))
+    assert ask("k8v4") == ask("k8v4") == "k8v4"
+    assert len(seen) == 1
