@@ -220,8 +220,9 @@ class Runtime:
 
     def stored_as(self, rids: list[str]) -> list[Format | None]:
         """For each request: as what its full blocks are seen by queries behind them, None as they are."""
-        found = (self.sequences.get(rid) for rid in rids)  # none in the engine's own warm-up
-        return [self.policy.stored_as(1 if seq is None else seq.rung) for seq in found]
+        found = (self.sequences.get(rid) for rid in rids)
+        default = self.policy.rung_of(None)  # of the engine's own warm-up, which asks for no level
+        return [self.policy.stored_as(default if seq is None else seq.rung) for seq in found]
 
     def waiting(self, rids: list[str], prefix_lens: list[int]) -> list[list[int]]:
         """Places of the full blocks of each request's prefix that stay uncompressed once the queue has been flushed."""

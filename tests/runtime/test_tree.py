@@ -186,3 +186,5 @@ def test_a_server_that_compresses_on_request_only():
     plain, small = (server.admit([*PIECES[0], 1], level=level) for level in (None, "k4v4"))
     server.runtime.flush()
     assert [server.runtime.store.rung[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]
+    # An unknown request asks for nothing.
+    assert server.runtime.stored_as([plain.rid, small.rid, "warm-up"]) == [None, FORMATS["k4v4"], None]
