@@ -18,7 +18,8 @@ STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
 # Enough for some 2,000 uncompressed tokens of the demo model: little, so that the tests meet eviction too.
 SMALL = "48MiB"
 ROWS = 8  # requests that run at a time
-LEVEL = "k8v4"  # what single requests may ask for beside k4v4
+LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k4v4
+LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
 
@@ -28,14 +29,14 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     chunk = ["--chunked-prefill-size", "128", FP32_HEAD]
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
     table = {
-        "packed": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
+        "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
+        "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
         "exact": ("bf16", chunk, SMALL, retract),
         "unshared": ("k4v4", [*chunk, "--disable-radix-cache"], SMALL, {}),
     }
     fmt, extra, memory, env = table[name]
     if STOCK:
         tokens = "2048" if memory == SMALL else "11264"
-        extra = [x for x in extra if x not in ("--kvc-levels", LEVEL)]
         return common.stock("--page-size", str(BLOCK), "--max-total-tokens", tokens, *extra), {
             **common.STRICT,
             **env,
@@ -90,6 +91,11 @@ def packed(servers):
 
 
 @pytest.fixture
+def levels(servers):
+    yield from _healthy(servers, "levels")
+
+
+@pytest.fixture
 def exact(servers):
     yield from _healthy(servers, "exact")
 
@@ -117,7 +123,7 @@ def border(n: int) -> int:
 def pytest_collection_modifyitems(items):
     """With `pytest -n` all tests of one server go to one worker (needs `--dist loadgroup`)."""
     for item in items:
-        used = {"packed", "exact", "unshared"} & set(getattr(item, "fixturenames", ()))
+        used = {"packed", "levels", "exact", "unshared"} & set(getattr(item, "fixturenames", ()))
         if used:
             item.add_marker(pytest.mark.xdist_group("server-" + min(used)))
             item.add_marker(pytest.mark.server)

@@ -1,0 +1,62 @@
+"""Requests at levels of their own, beside others, on a server that offers another format."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bench import prompts
+from bench.client import RequestRefused
+from bench.common import demo_model
+from bench.compare import match
+
+from .conftest import BLOCK, LEVEL, LOSSLESS, STOCK, tokens
+
+TIE = 0.2  # nats; products of other shapes round otherwise
+MINE = {"custom_params": {"kvc": LEVEL}}
+pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
+
+
+def test_all_levels_in_one_batch(levels):
+    """Each answers as it does alone."""
+    client, tok = levels.client, prompts.tokenizer(demo_model())
+    asked = [prompts.cut(tok, prompts.prose(), 150 + 40 * i, start=3000 * i) for i in range(3)]
+    wanted = [{}, LOSSLESS, MINE]
+    alone = []
+    for ids, level in zip(asked, wanted):
+        client.flush()
+        alone.append(client.generate(ids, 8, top=3, sampling=level))
+    client.flush()
+    with ThreadPoolExecutor(3) as pool:
+        ask = lambda ids, level: client.generate(ids, 8, top=3, sampling=level)  # noqa: E731
+        together = list(pool.map(ask, asked, wanted))
+    for a, b in zip(alone, together):
+        found = match(a, b)
+        assert (found.same or found.gap <= TIE) and found.drift < TIE, found.to_dict()
+    # The level matters: the same prompt at another one gives other numbers.
+    for ids, before in zip(asked[1:], together[1:]):
+        other = client.generate(ids, 8, top=3)
+        assert other.cached_tokens == 0 and other.logprobs != before.logprobs
+
+
+def test_a_format_of_ones_own(levels, rng):
+    """Blocks of a request at another level are stored as that says, and found again at that level alone."""
+    client = levels.client
+    prompt = tokens(rng, 4 * BLOCK + 7)
+    cold = client.generate(prompt, 12, top=3, sampling=MINE)
+    assert client.when_idle()["blocks_by_rung"] == {"bf16": 0, "k4v4": 0, LEVEL: 4}
+    warm = client.generate(prompt, 12, top=3, sampling=MINE)
+    assert warm.cached_tokens == 4 * BLOCK
+    found = match(cold, warm)
+    assert found.same and found.drift < 1e-3, found.to_dict()
+    # The name of the server's own format is what every request gets.
+    client.generate(prompt, 4, sampling={"custom_params": {"kvc": "k4v4"}})
+    assert client.generate(prompt, 4).cached_tokens == 4 * BLOCK
+    assert client.when_idle()["blocks_by_rung"] == {"bf16": 0, "k4v4": 4, LEVEL: 4}
+
+
+def test_what_is_on_offer_is_named(levels, rng):
+    with pytest.raises(RequestRefused, match=LEVEL) as refused:
+        levels.client.generate(tokens(rng, 20), 4, sampling={"custom_params": {"kvc": "k2v2"}})
+    assert refused.value.status == 400

@@ -1,0 +1,32 @@
+"""Requests that ask for exact blocks on a server that packs and offers nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.client import RequestRefused
+
+from .conftest import BLOCK, LEVEL, LOSSLESS, STOCK, border, tokens
+
+pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
+
+
+def test_lossless_blocks_are_kept_and_shared_only_among_their_like(packed, rng):
+    prompt = tokens(rng, 4 * BLOCK + 7)
+    first = packed.client.generate(prompt, 2 * BLOCK, sampling=LOSSLESS)
+    stats = packed.client.when_idle()
+    assert stats["packed_tokens"] == 0 and stats["tokens"] == 6 * BLOCK
+    again = packed.client.generate(prompt, 4, sampling=LOSSLESS)
+    assert again.cached_tokens == border(len(prompt) - 1)
+    assert again.ids == first.ids[:4]
+    assert packed.client.generate(prompt, 4).cached_tokens == 0
+    assert packed.client.when_idle()["packed_tokens"] == 4 * BLOCK
+
+
+@pytest.mark.parametrize("level", ["best", 3, ["lossless"], LEVEL])
+def test_unknown_level_is_refused(packed, rng, level):
+    with pytest.raises(RequestRefused) as refused:
+        packed.client.generate(tokens(rng, 20), 4, sampling={"custom_params": {"kvc": level}})
+    assert refused.value.status == 400
+    assert "not a level of the compressed cache" in str(refused.value)
+    assert len(packed.client.generate(tokens(rng, 20), 4).ids) == 4
