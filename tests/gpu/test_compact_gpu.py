@@ -7,6 +7,8 @@ from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.store import PageStore
 
+from ..ops.support import free_pages
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -86,12 +88,6 @@ def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
         for name in ("table", "counts", "rung", "cursor"):
             assert torch.equal(getattr(store, name).cpu(), getattr(stores[0][0], name)), name
         assert torch.equal(free_pages(store).cpu(), free_pages(stores[0][0]))
-
-
-def free_pages(store):
-    """In the order in which they will be taken."""
-    head, tail = store.cursor.tolist()
-    return store.ring[torch.arange(head, tail, device=store.device) % store.ring.numel()]
 
 
 @pytest.mark.parametrize("source", [0, 1])

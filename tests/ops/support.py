@@ -92,6 +92,12 @@ def random_tiers(store: PageStore, n: int, rung: Rung, gen: np.random.Generator,
     return tiers if ceiling is None else torch.minimum(tiers, ceiling)
 
 
+def free_pages(store: PageStore) -> torch.Tensor:
+    """In the order in which they will be taken."""
+    head, tail = store.cursor.tolist()
+    return store.ring[torch.arange(head, tail, device=store.device) % store.ring.numel()]
+
+
 # ---- reference of one head
 
 

@@ -7,7 +7,7 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.ops.compact_triton import compact_triton
 
-from ..ops.support import fill, make_store, random_kv, random_tiers, rungs
+from ..ops.support import fill, free_pages, make_store, random_kv, random_tiers, rungs
 
 BLOCKS = torch.tensor([5, 2, 3])
 
@@ -30,12 +30,6 @@ def same(a, b, blocks=BLOCKS):
     for name in ("table", "counts", "rung", "cursor"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert torch.equal(free_pages(a), free_pages(b))
-
-
-def free_pages(store):
-    """In the order in which they will be taken."""
-    head, tail = store.cursor.tolist()
-    return store.ring[torch.arange(head, tail) % store.ring.numel()]
 
 
 @pytest.mark.parametrize("key_mode", ["channel", "token"])

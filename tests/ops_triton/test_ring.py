@@ -8,8 +8,7 @@ from kvc_kernels import ops
 from kvc_kernels.ops import ring_triton
 from kvc_kernels.ops.compact_triton import compact_triton
 
-from ..ops.support import make_store, random_tiers, rungs
-from .test_compact import free_pages
+from ..ops.support import free_pages, make_store, random_tiers, rungs
 
 LADDERS = [("k4v4",), ("k8v4+k4v2", "k4v2")]
 
