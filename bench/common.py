@@ -26,9 +26,9 @@ from typing import Any
 import requests
 
 from bench.client import Client
+from bench.revision import ROOT, commit
 from kvc_kernels.layout import FORMATS
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 START_TIMEOUT = 600  # a first start compiles; a shared machine is slow
 STOP_TIMEOUT = 20
@@ -225,23 +225,6 @@ def device_name() -> str:
     except OSError:
         pass
     return f"CPU, {len(os.sched_getaffinity(0))} cores, {name}"
-
-
-def commit() -> str:
-    """The commit of the code measured, with a mark where measured files differ from it; KVC_COMMIT where the tree was
-    copied without its history."""
-    if "KVC_COMMIT" in os.environ:
-        return os.environ["KVC_COMMIT"]
-    code = ["sglang_kvc", "kernels", "patches", "bench/*.py"]
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
-
-    return git("rev-parse", "--short=12", "HEAD") + (
-        "+changes" if git("status", "--porcelain", "--", *code) else ""
-    )
 
 
 COMMIT_AT_START = commit()

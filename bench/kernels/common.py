@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
+from bench.revision import ROOT, commit
 from kvc_kernels import layout
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.testing import random_store
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "kernels"
+
 
 def device_facts() -> dict:
     if not torch.cuda.is_available():
         return {"name": "CPU"}
     p = torch.cuda.get_device_properties(0)
     return {"name": p.name, "sms": p.multi_processor_count, "memory_gib": round(p.total_memory / 2**30, 1)}
-
-
-def commit() -> str:
-    """Of the checkout, or KVC_COMMIT where the tree was copied without its history."""
-    if "KVC_COMMIT" in os.environ:
-        return os.environ["KVC_COMMIT"]
-    try:
-        return subprocess.check_output(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True, stderr=subprocess.DEVNULL
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 class Results:
@@ -192,7 +179,7 @@ class Workload:
         return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
 
     def counts(self, blocks: int, gen: torch.Generator) -> torch.Tensor:
-        """int `[blocks, L, H, 2]`. "full", "uniform:M:W[:R]" (M +- W percent of P, rounded up to R tokens), 
+        """int `[blocks, L, H, 2]`. "full", "uniform:M:W[:R]" (M +- W percent of P, rounded up to R tokens),
         "mix:M:W:m:w" (both tiers uniform), or "heads:A:B" (head by head from A to B percent)."""
         kind, *args = self.kept.split(":")
         p = self.block_tokens

@@ -25,7 +25,6 @@ import os
 import platform
 import queue
 import shlex
-import subprocess
 import sys
 import time
 import traceback
@@ -36,6 +35,7 @@ if str(ROOT) not in sys.path:  # started as a script
     sys.path.append(str(ROOT))
 
 from bench.quality.tasks import Context, Maker, right  # noqa: E402
+from bench.revision import commit  # noqa: E402
 
 DEFAULT = "ada-expected,expected-eps,expected,keydiff,snapkv,h2o,pyramidkv,streaming-llm,random"
 GRACE = 20  # seconds after the deadline for the contexts that are under way
@@ -172,14 +172,6 @@ def turned(row: dict, full: dict, tasks) -> None:
         pairs = [(a, b) for x, y in zip(full[task]["answers"], row[task]["answers"]) for a, b in zip(x, y)]
         row[task]["right_to_wrong"] = sum(a and not b for a, b in pairs)
         row[task]["wrong_to_right"] = sum(b and not a for a, b in pairs)
-
-
-def commit() -> str:
-    """Of the checkout, or KVC_COMMIT where the tree was copied without its history."""
-    if "KVC_COMMIT" in os.environ:
-        return os.environ["KVC_COMMIT"]
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def device_name(device: str) -> str:
