@@ -133,9 +133,7 @@ class TritonAttention(TorchAttention):
         device = store.device
         self.append = append_triton
         self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
-        self.extender = ExtendAttention(
-            store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as
-        )
+        self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
@@ -202,13 +200,8 @@ def make_attention(
     max_batch: int,
     max_blocks: int,
 ) -> Attention:
-    if store.device.type == "cuda":
-        return TritonAttention(
-            store,
-            observe,
-            stored_as,
-            query_heads=query_heads,
-            max_batch=max_batch,
-            max_blocks=max_blocks,
-        )
-    return TorchAttention(store, observe, stored_as)
+    if store.device.type != "cuda":
+        return TorchAttention(store, observe, stored_as)
+    return TritonAttention(
+        store, observe, stored_as, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
+    )

@@ -26,10 +26,11 @@ class KvcAttnBackend(AttentionBackend):
         self.runtime = pool.runtime
         self.block_tokens = self.runtime.layout.block_tokens
         rows, columns = runner.req_to_token_pool.req_to_token.shape
+        policy = self.runtime.policy
         self.attention = make_attention(
             self.runtime.store,
-            self.runtime.observe,
-            self.runtime.policy.stored_as(self.runtime.policy.rung_of(None)),
+            policy.collects,
+            policy.stored_as(policy.rung_of(None)),
             query_heads=runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
             max_batch=rows,
             max_blocks=-(-columns // self.block_tokens),
