@@ -18,11 +18,11 @@ from ..store import PageStore
 
 
 class Exchange(NamedTuple):
-    """What m rows gave and got; E entries a table row."""
+    """What m rows gave and got; E entries a table row. No `ids` and no `old` of a release."""
 
-    ids: torch.Tensor  # int32 [m, E]: pages taken, high then low, page 0 behind them
+    ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 behind them
     held: torch.Tensor  # int64 [2, m]: how many, high and low
-    old: torch.Tensor  # int32 [m, E]: the table rows before
+    old: torch.Tensor | None  # int32 [m, E]: the table rows before
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
 
 
@@ -171,13 +171,15 @@ def _swap(
 ) -> Exchange:
     layout, n = store.layout, blocks.numel()
     rows, entries, padded = _constants(layout)
-    m, p, gets = n * rows, layout.block_tokens, rung > 0
+    m, p, gets = n * rows, layout.block_tokens, rung > 0  # a release gets nothing, and keeps no record of what it gave
     ladder = tuple(_tokens_a_page(layout, r) for r in store.ladder)
     held = torch.empty((4, m), dtype=torch.int64, device=store.device)
     need = torch.empty((2, m), dtype=torch.int64, device=store.device)
-    if counts is None:
-        counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
-    ids, old = torch.empty((2, m, entries), dtype=torch.int32, device=store.device)
+    ids = old = None
+    if gets:
+        ids, old = torch.empty((2, m, entries), dtype=torch.int32, device=store.device)
+        if counts is None:
+            counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
     pages = torch.empty(n, dtype=torch.int32, device=store.device)
     _count_kernel[(m,)](
         counts if tiers is None else tiers, counts, blocks, store.rung, store.counts, held, need, m, rows, entries, p,
