@@ -116,3 +116,22 @@ def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
     a, b = (ops.block_scores(s, blocks) for s in (store, mine))
     assert a[:, 1].max() > 0.02
     assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_a_captured_step_serves_later_ones(reduce):
+    """All that a layer runs while attention is collected, as a server captures it."""
+    from ..ops_triton.test_engine import replays
+
+    def capture(step):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        return out, graph.replay
+
+    replays(capture, ops.Observe(reduce=reduce), "cuda")

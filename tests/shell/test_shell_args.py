@@ -34,18 +34,44 @@ def test_cpu_is_served_without_more_options(parse):
     assert chosen.max_running_requests == 7 and chosen.kvc_memory is None
 
 
-def test_gpu_keeps_overlap_and_decode_graphs():
+@pytest.fixture
+def on_a_gpu():
+    """The arguments as they are prepared for a GPU, which need not be there."""
     from sglang_kvc.args import KvcServerArgs, _prepare
 
-    args = object.__new__(KvcServerArgs)
-    for f in dataclasses.fields(KvcServerArgs):
-        has_default = f.default is not dataclasses.MISSING
-        object.__setattr__(args, f.name, f.default if has_default else None)
-    object.__setattr__(args, "device", "cuda")
-    _prepare(args)
+    def prepare(**options):
+        args = object.__new__(KvcServerArgs)
+        for f in dataclasses.fields(KvcServerArgs):
+            has_default = f.default is not dataclasses.MISSING
+            object.__setattr__(args, f.name, f.default if has_default else None)
+        for name, value in {"device": "cuda", **options}.items():
+            object.__setattr__(args, name, value)
+        _prepare(args)
+        return args
+
+    return prepare
+
+
+def test_gpu_keeps_overlap_and_decode_graphs(on_a_gpu):
+    args = on_a_gpu()
     assert args.max_running_requests == 256 and not args.disable_overlap_schedule
     assert args.cuda_graph_backend_decode is None and args.cuda_graph_backend_prefill == "disabled"
     assert args.kvc_memory is None
+
+
+@pytest.mark.parametrize("options", [{"policy": "leankv"}, {"policy": "h2o"}, {"policy": "leankv", "observe": "16"}])
+def test_gpu_keeps_decode_graphs_where_kernels_collect_attention(on_a_gpu, options, caplog):
+    args = on_a_gpu(**{f"kvc_{k}": v for k, v in options.items()})
+    assert args.cuda_graph_backend_decode is None and "CUDA graphs" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "kv-compress"}, {"policy": "prune", "scorer": "kv-compress:power=1,skip=8"}]
+)
+def test_gpu_has_no_decode_graphs_where_plain_torch_collects(on_a_gpu, options, caplog):
+    args = on_a_gpu(**{f"kvc_{k}": v for k, v in options.items()})
+    assert args.cuda_graph_backend_decode == "disabled"
+    assert "without CUDA graphs" in one_sentence(caplog.messages[-1])
 
 
 ALL = {
