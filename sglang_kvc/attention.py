@@ -47,7 +47,15 @@ class Attention(Protocol):
 
     stored_as: Format | None
 
-    def plan_decode(self, snap: Snapshot) -> None: ...
+    def plan_decode(
+        self,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: list[int],
+    ) -> Snapshot:
+        """Take the snapshot of a decode step: rows `req_pool_indices[B]` of `req_to_token[R, C]`."""
+        ...
 
     def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor: ...
 
@@ -60,14 +68,30 @@ class TorchAttention:
     """Plain torch, request by request. The reference, and what serves without a GPU."""
 
     append = staticmethod(ops.append)
+    copy_step = staticmethod(ops.decode_snapshot)
 
     def __init__(self, store: PageStore, observe: ops.Observe | None, stored_as: Format | None = None):
         self.store, self.observe, self.stored_as = store, observe, stored_as
 
-    def plan_decode(self, snap: Snapshot) -> None:
-        self.snap = snap
+    def _buffers(self, requests: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where a decode step is copied to: rows, lengths and write targets as `ops.decode_snapshot` has them."""
+        device = self.store.device
+        return (
+            torch.empty((requests, blocks), dtype=torch.int32, device=device),
+            torch.empty(requests, dtype=torch.int32, device=device),
+            torch.empty((2, requests), dtype=torch.int64, device=device),
+        )
 
-    plan_extend = plan_decode
+    def plan_decode(self, req_to_token, req_pool_indices, seq_lens, seq_lens_cpu) -> Snapshot:
+        n, p = len(seq_lens), self.store.layout.block_tokens
+        columns = -(-max(seq_lens_cpu) // p)
+        rows, lens, write = buffers = self._buffers(n, columns)
+        self.copy_step(req_to_token, req_pool_indices, seq_lens, *buffers, block_tokens=p, columns=columns)
+        self.snap = Snapshot(rows[:n, :columns], lens[:n], write[0, :n], write[1, :n], seq_lens_cpu)
+        return self.snap
+
+    def plan_extend(self, snap: Snapshot) -> None:
+        self.snap = snap
 
     def _append(self, layer: int, k, v) -> None:
         self.append(self.store, layer, self.snap.write_blocks, self.snap.write_offsets, k, v)
@@ -128,10 +152,11 @@ class TritonAttention(TorchAttention):
         super().__init__(store, observe, stored_as)
         from kvc_kernels.ops.append_triton import append_triton
         from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+        from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
         from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
         device = store.device
-        self.append = append_triton
+        self.append, self.copy_step = append_triton, decode_snapshot_triton
         self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
         self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
@@ -145,19 +170,18 @@ class TritonAttention(TorchAttention):
             self.received = ReceivedAttention(store, query_heads=query_heads, observe=observe, max_batch=max_batch)
             self.lse = torch.empty((max_batch, query_heads), dtype=torch.float32, device=device)
 
-    def plan_decode(self, snap: Snapshot) -> None:
+    def _buffers(self, requests: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.rows, self.lens, self.write
+
+    def plan_decode(self, req_to_token, req_pool_indices, seq_lens, seq_lens_cpu) -> Snapshot:
         """Copy the step into the static buffers and cut it into work items; nothing here waits for the device."""
-        n, columns = snap.row_blocks.shape
-        self.rows[:n, :columns].copy_(snap.row_blocks)
-        self.lens[:n].copy_(snap.seq_lens)
-        self.write[0, :n].copy_(snap.write_blocks)
-        self.write[1, :n].copy_(snap.write_offsets)
-        self.decoder.plan(self.rows[:n], self.lens[:n])
+        snap = super().plan_decode(req_to_token, req_pool_indices, seq_lens, seq_lens_cpu)
+        # Whole rows: what a captured step takes from their shape must not depend on the lengths.
+        rows = self.rows[: len(seq_lens)]
+        self.decoder.plan(rows, snap.seq_lens)
         if self.received is not None:
-            self.received.plan_decode(self.rows[:n], self.lens[:n])
-        self.snap = Snapshot(
-            self.rows[:n], self.lens[:n], self.write[0, :n], self.write[1, :n], seq_lens_cpu=snap.seq_lens_cpu
-        )
+            self.received.plan_decode(rows, snap.seq_lens)
+        return snap
 
     def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
         if self.plain:

@@ -45,25 +45,23 @@ class KvcAttnBackend(AttentionBackend):
         fb = forward_batch
         if fb.forward_mode.is_idle():
             return
-        snap = self._snapshot(fb)
         if fb.forward_mode.is_decode():
-            self.attention.plan_decode(snap)
+            snap = self.attention.plan_decode(
+                self.req_to_token_pool.req_to_token, fb.req_pool_indices, fb.seq_lens, fb.seq_lens_cpu.tolist()
+            )
         else:
+            snap = self._extend_snapshot(fb)
             self.attention.plan_extend(snap)
         if self.runtime.observe is not None and not in_capture:
             extend = snap.extend_lens_cpu or [1] * len(snap.seq_lens_cpu)
             prefix = [n - e for n, e in zip(snap.seq_lens_cpu, extend)]
             ops.note_observers(self.runtime.store, snap.row_blocks, prefix, extend, self.runtime.observe.window)
 
-    def _snapshot(self, fb) -> Snapshot:
+    def _extend_snapshot(self, fb) -> Snapshot:
         p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()
         # Only the first slot of every block is read; the rest of a block follows from it.
         starts = self.req_to_token_pool.req_to_token[:, ::p]
         row_blocks = starts[fb.req_pool_indices, : -(-max(lens) // p)] // p
-        if fb.forward_mode.is_decode():
-            last = fb.seq_lens.long() - 1
-            write = row_blocks.gather(1, (last // p)[:, None])[:, 0], last % p
-            return Snapshot(row_blocks, fb.seq_lens, *write, lens)
         extend = [int(n) for n in fb.extend_seq_lens_cpu]
         prefix = [n - e for n, e in zip(lens, extend)]
         write = fb.out_cache_loc // p, fb.out_cache_loc % p

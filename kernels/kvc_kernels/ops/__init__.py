@@ -3,6 +3,7 @@
 from .append import append
 from .attention import decode_attention, extend_attention
 from .compact import compact
+from .decode_snapshot import decode_snapshot
 from .dense import block_digest, block_scores, block_tiers, load_dense
 from .importance import expected_attention, future_keys, hashed_scores, keydiff, pool_scores
 from .observe import Observe, note_observers, significance
@@ -21,6 +22,7 @@ __all__ = [
     "check_invariants",
     "compact",
     "decode_attention",
+    "decode_snapshot",
     "expected_attention",
     "extend_attention",
     "future_keys",
