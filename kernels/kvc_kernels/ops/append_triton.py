@@ -10,7 +10,8 @@ from ..layout import BF16
 from ..store import PageStore
 
 
-@triton.jit(do_not_specialize=["head0"])
+# A decode step's offsets lie behind its blocks, an extend's in a tensor of their own: one kernel takes both.
+@triton.jit(do_not_specialize=["head0"], do_not_specialize_on_alignment=["blocks", "offsets"])
 def _append_kernel(
     pages, table, blocks, offsets, k, v, like, head0, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
     page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, H: tl.constexpr, D: tl.constexpr,

@@ -20,18 +20,20 @@ def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
     return out
 
 
-@triton.jit(do_not_specialize=["NB"])
+# Decode steps and extends of every size share one compiled kernel: no address or stride may choose another.
+@triton.jit(do_not_specialize=["NB", "row_stride"], do_not_specialize_on_alignment=["row_blocks", "seq_lens", "skip"])
 def _split_kernel(
     row_blocks, row_stride, seq_lens, rung, rung_classes, skip, lists, sizes,
-    NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, SKIP_FULL: tl.constexpr,
+    NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
 ):
     """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
 
-    `rung_classes` int32 `[rungs]`: bit c is set where a block at this rung holds tokens of class c. With SKIP_FULL
-    whole uncompressed blocks (class 0) are left out where `skip` int32 `[B]` says so: they are read from elsewhere.
+    `rung_classes` int32 `[rungs]`: bit c is set where a block at this rung holds tokens of class c. Whole
+    uncompressed blocks (class 0) are left out where `skip` int32 `[B]` is not 0: they are read from elsewhere.
     """
     b = tl.program_id(0)
     seq_len = tl.load(seq_lens + b)
+    keep_full = tl.load(skip + b) == 0
     nb = tl.minimum((seq_len + P - 1) // P, NB)
     for c in tl.static_range(NC):
         found = tl.zeros([], tl.int32)
@@ -42,8 +44,8 @@ def _split_kernel(
             bits = tl.load(rung_classes + r, mask=j < nb, other=0)
             hit = ((bits >> c) & 1) * (j < nb).to(tl.int32)
             tokens = tl.minimum(seq_len - j * P, P).to(tl.int64)
-            if SKIP_FULL and c == 0:
-                hit = hit * ((tokens < P) | (tl.load(skip + b) == 0)).to(tl.int32)
+            if c == 0:
+                hit = hit * ((tokens < P) | keep_full).to(tl.int32)
             to = found + tl.cumsum(hit, 0) - hit
             tl.store(lists + (b.to(tl.int64) * NC + c) * NB + to, (block << 32) | tokens, mask=hit == 1)
             found += tl.sum(hit, 0)
@@ -130,6 +132,7 @@ class DecodePlan:
         self.max_batch, self.max_blocks = max_batch, max_blocks
         self.columns = max(1, min(columns, max_batch * max_blocks))
         self.capacity = self.columns + max_batch * nc
+        self._no_skip = torch.zeros(max_batch, dtype=torch.int32, device=dev)
         self.lists = torch.zeros((max_batch, nc, max_blocks), dtype=torch.int64, device=dev)
         self.sizes = torch.zeros((max_batch, nc), dtype=torch.int32, device=dev)
         self.items = torch.zeros((self.capacity, 4), dtype=torch.int32, device=dev)
@@ -169,8 +172,8 @@ class DecodePlan:
         if batch == 0:
             return
         _split_kernel[(batch,)](
-            row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, seq_lens, self.lists, self.sizes,
-            self.max_blocks, nc, store.layout.block_tokens, 128, False, num_warps=4,
+            row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, self._no_skip, self.lists,
+            self.sizes, self.max_blocks, nc, store.layout.block_tokens, 128, num_warps=4,
         )
         _items_kernel[(batch,)](
             self.sizes, self.weights, self.items, self.ranges, self.column_ranges, batch, self.columns,

@@ -98,5 +98,5 @@ class ExtendPlan:
         if tiles:
             _split_kernel[(len(tiles),)](
                 row_blocks, row_blocks.stride(0), lens, store.rung, self.rung_classes, skip, self.lists, self.sizes,
-                self.max_blocks, nc, p, 128, skip_full is not None, num_warps=4,
+                self.max_blocks, nc, p, 128, num_warps=4,
             )  # fmt: skip

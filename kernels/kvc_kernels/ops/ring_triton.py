@@ -33,7 +33,7 @@ def _tokens_a_page(layout: PoolLayout, rung: Rung) -> tuple[int, int]:
     return layout.page(rung.high).tokens, layout.page(rung.low).tokens if rung.low else 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _count_kernel(
     tiers, new_counts, blocks, rung, counts, held, need, m,
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, TO: tl.constexpr, LADDER: tl.constexpr,
@@ -81,7 +81,7 @@ def _count_kernel(
     tl.store(need + m + row, (old_high + old_low).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _exchange_kernel(
     ring, cursor, table, counts, blocks, held, need, ends, new_counts, ids, old_rows, m, size,
     LH: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, GETS: tl.constexpr,
@@ -120,7 +120,7 @@ def _exchange_kernel(
     tl.store(table + entry * E + e, fresh, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _finish_kernel(
     cursor, blocks, rung, need, ends, pages, m, LH: tl.constexpr, LHP: tl.constexpr, RUNG: tl.constexpr
 ):
@@ -177,7 +177,8 @@ def _swap(
     need = torch.empty((2, m), dtype=torch.int64, device=store.device)
     ids = old = None
     if gets:
-        ids, old = torch.empty((2, m, entries), dtype=torch.int32, device=store.device)
+        # Two tensors: in the second half of one the alignment, and with it the compiled kernel, would vary with m.
+        ids, old = (torch.empty((m, entries), dtype=torch.int32, device=store.device) for _ in range(2))
         if counts is None:
             counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
     pages = torch.empty(n, dtype=torch.int32, device=store.device)
