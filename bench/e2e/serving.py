@@ -3,7 +3,7 @@
     python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
     python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # the constrained runs alone
     ... --together           # start all servers at once, where the GPU holds them: one is loaded, the others idle
-    ... --profile FOLDER     # a trace of ten decode steps of each server
+    ... --profile FOLDER     # a trace of ten decode steps of each server, and its kernels in the result file
 
 Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
 Unconstrained: loads that leave memory to spare. Where `--tokens` hold all requests that is the same server; where they
@@ -25,9 +25,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest import mock
 
 from bench.common import RESULTS, Server, device_name, measured_commit, write_result
+from bench.e2e.trace import profile
+from bench.e2e.trace import table as profile_table
 
 FIGURES = {
     "output_tok_s": r"Output token throughput \(tok/s\):\s+([\d.]+)",
@@ -38,6 +41,8 @@ FIGURES = {
     "itl_ms_p99": r"P99 ITL \(ms\):\s+([\d.]+)",
     "duration_s": r"Benchmark duration \(s\):\s+([\d.]+)",
 }
+DECODE_WAIT = 300  # seconds until all prompts of a traced load decode, at most
+TRACE_OUTPUT = 256  # least tokens of a traced request: the log's second word, then the traced steps
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,18 +111,49 @@ def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, 
     return found
 
 
-def trace(server: Server, a: argparse.Namespace, name: str) -> None:
-    """Ten steps in the middle of the decode phase of short prompts, as a torch trace in `a.profile`."""
-    body = {"num_steps": 10, "output_dir": a.profile, "activities": ["CPU", "GPU"], "profile_prefix": name}
+def when_decoding(log: Path, skip: int, requests: int, over: threading.Event) -> None:
+    """Wait until `requests` run in decode steps, by what the server's log says behind its first `skip` characters.
+
+    It says so every 40 steps. The first time may be the generator's warm-up request, the second cannot.
+    """
+    until = time.monotonic() + DECODE_WAIT
+    while time.monotonic() < until and not over.is_set():
+        said = re.findall(r"Decode batch.*#running-req: (\d+),", log.read_text(errors="replace")[skip:])
+        if said.count(str(requests)) >= 2:
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"the log never said twice that {requests} requests decode")
+
+
+def trace(server: Server, a: argparse.Namespace, name: str) -> dict:
+    """Ten steps that decode `a.prompts` requests, as a torch trace in `a.profile`; returns what it says in short.
+
+    The prompts are as long as in the measured runs, or as fit the smallest server's memory all at once.
+    """
+    folder, mark, steps = Path(a.profile).resolve(), str(int(time.time())), 10
+    output = max(a.output, TRACE_OUTPUT)
+    input = max(16, min(a.input, int(0.9 * a.tokens) // a.prompts - output))
+    body = {"num_steps": steps, "output_dir": str(folder), "activities": ["CPU", "GPU"]}
+    # Stacks and shapes are most of a trace's bytes.
+    body |= {"profile_prefix": name, "profile_id": mark, "with_stack": False, "record_shapes": False}
+    server.client.flush()
+    over, skip = threading.Event(), len(server.log.read_text(errors="replace"))
 
     def start() -> None:
-        time.sleep(4)
-        server.client.post("/start_profile", body)
+        when_decoding(server.log, skip, a.prompts, over)
+        server.client.post("/start_profile", body).raise_for_status()
 
-    thread = threading.Thread(target=start)
-    thread.start()
-    load(server, a, a.prompts, a.prompts, a.output, input=a.input // 4)
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(start)
+        try:
+            load(server, a, a.prompts, a.prompts, output, input=input)
+        finally:
+            over.set()
+        started.result()
+    files = sorted(folder.glob(f"{name}-{mark}-*.json.gz"))
+    if not files:
+        raise RuntimeError(f"the server wrote no trace to {folder}")
+    return {"requests": a.prompts, "input": input, "output": output, "steps": steps, **profile(files[0])}
 
 
 def earlier(a: argparse.Namespace) -> dict[str, dict]:
@@ -134,6 +170,7 @@ def earlier(a: argparse.Namespace) -> dict[str, dict]:
 
 def table(numbers: dict[str, dict]) -> str:
     """The runs side by side."""
+    numbers = {name: run for name, run in numbers.items() if "profile" not in run}
     columns = [c for c in FIGURES if any(c in n for n in numbers.values())]
     lines = [f"{'run':24}" + "".join(f"{c:>16}" for c in columns)]
     for name, run in numbers.items():
@@ -176,7 +213,10 @@ def measure(
         write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
     if a.profile:
         try:
-            trace(server, a, name)
+            found = trace(server, a, name)
+            numbers[name] = {"profile": found}
+            print(f"{name}: {found['steps']} decode steps\n{profile_table(found)}", flush=True)
+            write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
         except Exception as e:
             print(f"{name}: no trace, {type(e).__name__} {str(e)[:300]}", flush=True)
     for line in server.errors():
