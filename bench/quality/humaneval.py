@@ -1,0 +1,42 @@
+"""HumanEval behind solved problems: the prefix is code that others wrote, the question a function to write.
+
+A problem is never in the context that it is asked behind: problems are dealt into groups, and a context is made of
+solved problems of the other groups. An answer is right if its tests pass.
+"""
+
+from __future__ import annotations
+
+import random
+
+from bench.quality.sandbox import ends_well
+from bench.quality.tasks import Context, Maker, Question
+
+GROUPS = 4
+# Whatever begins a line behind the function is not part of it.
+STOP = ("\ndef ", "\nclass ", "\nfrom ", "\nimport ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```", "\n'''")
+
+
+def solved(maker: Maker, problems: list[dict], number: int, tokens: int) -> list[Context]:
+    """`number` problems, spread over all, each behind one of a few contexts."""
+    asked = [problems[i * len(problems) // number] for i in range(min(number, len(problems)))]
+    groups = [asked[g::GROUPS] for g in range(GROUPS) if asked[g::GROUPS]]
+    out = []
+    for g, group in enumerate(groups):
+        others = [p for p in problems if p not in group]
+        random.Random(f"solved {g}").shuffle(others)
+        ids: list[int] = []
+        for p in others:
+            piece = maker.ids(f"{p['prompt']}{p['canonical_solution'].rstrip()}\n\n\n")
+            if len(ids) + len(piece) <= tokens:
+                ids += piece
+        questions = tuple(Question(tuple(maker.ids(p["prompt"])), p) for p in group)
+        out.append(Context(f"solved-{g}", tuple(ids), questions))
+    return out
+
+
+def passes(problem: dict, text: str) -> bool:
+    """Whether the problem's tests pass with this text as the rest of its function."""
+    for stop in STOP:
+        text = text.split(stop)[0]
+    check = f"check({problem['entry_point']})"
+    return ends_well(f"{problem['prompt']}{text}\n\n{problem['test']}\n\n{check}\n")

@@ -1,0 +1,52 @@
+"""Run a program that a model wrote: does it end well?
+
+In a process and a folder of its own, without site packages, with limits on time, memory and files. That stops
+accidents, not attacks. Seconds are of processor time, because cells share the machine; four times as many by the clock
+end what only sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SECONDS = 5
+MEMORY = 2 << 30
+ENDED = 77  # the last line was reached; a program that leaves earlier, by `exit()` too, has another code
+RUNNER = f"""
+import os, resource, sys
+for what, limit in ((resource.RLIMIT_CPU, int(sys.argv[2])), (resource.RLIMIT_AS, {MEMORY}),
+                    (resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(what, (limit, limit))
+exec(compile(open(sys.argv[1]).read(), "program", "exec"), {{"__name__": "__main__"}})
+os._exit({ENDED})
+"""
+
+
+def ends_well(program: str, seconds: int = SECONDS) -> bool:
+    """Whether the program runs to its end without an exception."""
+    with tempfile.TemporaryDirectory(prefix="kvc-code-") as folder:
+        file = Path(folder) / "program.py"
+        file.write_text(program, errors="replace")
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", RUNNER, str(file), str(seconds)],
+            cwd=folder,
+            env={},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(4 * seconds) == ENDED
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+            process.wait()
