@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from bench.common import RESULTS, ROOT
+from bench.quality.tasks import TITLES as QUESTIONS
 
 OUT = RESULTS / "scoreboard.json"
 README = ROOT / "README.md"
@@ -104,7 +105,7 @@ def _presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     """What is recommended against bf16, model by model; and the names of the figures in it."""
     columns = {"ratio_body": "smaller, packed blocks", "ratio_4k": "smaller, 4k tokens"}
     for model, title in MODELS.items():
-        columns |= {f"{model}.niah.delta": f"{title}, 8 needles", f"{model}.kv.delta": f"{title}, dictionary"}
+        columns |= {f"{model}.{task}.delta": f"{title}, {name}" for task, name in QUESTIONS.items()}
         columns |= {f"{model}.kl_p99": f"{title}, KL p99"}
     used = {f"quality.{p}.{c}" for p in PRESETS for c in columns} & set(board)
     columns = {c: t for c, t in columns.items() if any(f"quality.{p}.{c}" in used for p in PRESETS)}

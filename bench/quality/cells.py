@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from bench import common
+from bench.quality.tasks import TITLES
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import ConfigError, KvcConfig
 from sglang_kvc.identity import Identity
@@ -57,7 +58,7 @@ def scores(rows: dict[str, dict], model: str) -> dict[str, tuple[float, str]]:
         if cell not in rows or STOCK not in rows:
             continue
         row = rows[cell]
-        for task in ("niah", "kv"):
+        for task in TITLES:
             if task in row and task in rows[STOCK]:
                 delta = 100 * (row[task]["em"] - rows[STOCK][task]["em"])
                 out[f"quality.{name}.{model}.{task}.delta"] = (delta, f"points of {row[task]['of']} questions")

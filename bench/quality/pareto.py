@@ -11,13 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+from bench.quality.tasks import TITLES
+
 OVER = {"body": ("bytes_body", "ratio_body"), "running": ("bytes", "ratio")}
-# task -> what the axis says, how a row is read, whether more is better
+
+
+def _exact(task: str) -> Callable[[dict], float | None]:
+    return lambda row: row[task]["em"] if task in row else None
+
+
+# what the axis says -> how a row is read, whether more is better
 PANELS = {
-    "8 needles, exact match": (lambda r: r["niah"]["em"], True),
-    "dictionary, exact match": (lambda r: r["kv"]["em"], True),
+    **{f"{title}, exact match": (_exact(task), True) for task, title in TITLES.items()},
     "KL to bf16, mean nats per token": (lambda r: r["kl"]["mean"] if r.get("kl") else None, False),
 }
 LEAST_KL = 1e-4  # the bottom of a logarithmic axis
@@ -25,21 +33,20 @@ LEAST_KL = 1e-4  # the bottom of a logarithmic axis
 
 def table(rows: dict[str, dict], head: bool = True) -> str:
     """One line a cell."""
-    lines = []
+    lines, tasks = [], [t for t in TITLES if any(t in r for r in rows.values())]
     if head:
-        lines.append(
-            f"{'cell':36} {'B/token':>8} {'body':>6} {'e2e':>6} {'kept':>6} {'packed':>6}  {'needles':>13}  "
-            f"{'dictionary':>13}  {'NLL diff':>8} {'KL mean':>8} {'KL p99':>8}"
-        )
+        line = f"{'cell':36} {'B/token':>8} {'body':>6} {'e2e':>6} {'kept':>6} {'packed':>6}  "
+        line += "".join(f"{TITLES[t]:>13}  " for t in tasks)
+        lines.append(line + f"{'NLL diff':>8} {'KL mean':>8} {'KL p99':>8}")
     for name, r in rows.items():
         kl, packed = r.get("kl") or {}, r["packed"]
         line = f"{name:36} {r['bytes_body']:8.0f} {r['ratio_body']:5.2f}x {r['ratio']:5.2f}x {100 * r['kept']:4.0f} % "
         line += f"{'' if packed is None else f'{100 * packed:.0f} %':>6}  "
-        for task in ("niah", "kv"):
-            t = r[task]
+        for task in tasks:
+            t = r.get(task, {})
             flips = f"-{t['right_to_wrong']}+{t['wrong_to_right']}" if "right_to_wrong" in t else ""
-            line += f"{100 * t['em']:5.1f} % {flips:>6} "
-        line += "".join(f" {x:8.4f}" if x is not None else " " * 9 for x in (r["nll"].get("delta"), *_kl(kl)))
+            line += f"{100 * t['em']:5.1f} % {flips:>6} " if t else " " * 15
+        line += "".join(f" {x:8.4f}" if x is not None else " " * 9 for x in (r.get("nll", {}).get("delta"), *_kl(kl)))
         lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -71,8 +78,11 @@ def plot(record: dict, png: Path, over: str = "body") -> None:
     rows = numbers["cells"]
     families = list(dict.fromkeys(_family(n) for n in rows))
     colours = dict(zip(families, pyplot.get_cmap("tab20").colors * 2))
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(7 * len(PANELS), 7.5), layout="constrained")
-    for axis, (title, (read, more)) in zip(axes, PANELS.items()):
+    panels = {t: p for t, p in PANELS.items() if any(p[0](r) is not None for r in rows.values())}
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(7 * len(panels), 7.5), layout="constrained", squeeze=False
+    )
+    for axis, (title, (read, more)) in zip(axes[0], panels.items()):
         points = {n: (r[field], read(r)) for n, r in rows.items() if read(r) is not None}
         if not more:
             points = {n: (x, max(y, LEAST_KL)) for n, (x, y) in points.items() if n != numbers["reference"]}
@@ -90,7 +100,7 @@ def plot(record: dict, png: Path, over: str = "body") -> None:
         axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8, loc="lower right")
+    axes[0][0].legend(fontsize=8, loc="lower right")
     figure.suptitle(f"{numbers['model']}, contexts of {numbers['length']} tokens, {record['device']}")
     figure.savefig(png, dpi=110)
     pyplot.close(figure)

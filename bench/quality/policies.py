@@ -15,7 +15,6 @@ finished cells from it. Behind `--seconds` no cell begins, and `--grace` later t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gzip
 import json
 import os
@@ -31,106 +30,17 @@ from pathlib import Path
 
 from bench import common, prompts
 from bench.compare import kl_top, percentile
-from bench.quality import cells, fetch, pareto
+from bench.quality import cells, fetch, pareto, suite, taskdata
+from bench.quality.asking import CellError, Tops, measure
 from bench.quality.run import SCORED, summary
-from bench.quality.tasks import Context, Maker, right
-from bench.serve.ratio import in_flight
+from bench.quality.suite import Work
+from bench.quality.tasks import Maker
 from sglang_kvc.identity import Identity, identity_of
 
-TOP = 20  # candidates of each scored token that are compared
 REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
+SETTINGS = ("model", "length", "contexts", "block", "answer_tokens")  # cells of other ones are not the same cells
+LIMITS = {"code": "problems", "calls": "calls"}  # likewise, where the task is wanted
 PORTS = range(21000, 32000, 16)  # below those that the system gives to outgoing connections
-STATS = ("ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens_by_tier")
-Tops = list[list[dict[int, float]]]  # passage, token -> log-probabilities of the best candidates
-
-
-class CellError(RuntimeError):
-    """A server that answers, but not as the measurement needs it."""
-
-
-@dataclasses.dataclass
-class Work:
-    """What every cell is asked; made once."""
-
-    niah: list[Context]
-    kv: list[Context]
-    passages: list[list[int]]
-
-    @classmethod
-    def of(cls, maker: Maker, contexts: int, length: int) -> Work:
-        many = range(contexts)
-        passages = [maker.passage(i, length + SCORED + 1) for i in many]
-        return cls([maker.needles(i, length) for i in many], [maker.dictionary(i, length) for i in many], passages)
-
-
-# ---- one cell
-
-
-def settle(server: common.Server, full_tokens: int, seconds: float = 20) -> dict:
-    """The account once nothing changes any more, with the share of the full blocks that are packed then."""
-    last, until = server.client.stats(), time.monotonic() + seconds
-    while last and time.monotonic() < until:
-        time.sleep(0.1)
-        now = server.client.stats()
-        if now == last:
-            break
-        last = now
-    return {k: last[k] for k in STATS} | {"packed": last["packed_tokens"] / full_tokens} if last else {}
-
-
-def load(server: common.Server, prefixes: list, block: int) -> dict:
-    """Send all prefixes, one after the other: what attention a policy collects must not depend on who else runs."""
-    server.client.flush()
-    for ids in prefixes:
-        server.client.generate(ids, 1)
-    return settle(server, sum(len(ids) // block * block for ids in prefixes))
-
-
-def ask(server: common.Server, contexts: list[Context], args) -> tuple[list[list[bool]], dict]:
-    """All questions about all contexts: whether each answer is right, by context; and the account before them."""
-    account = load(server, [c.ids for c in contexts], args.block)
-    asked = [(c, q) for c in contexts for q in c.questions]
-
-    def one(pair) -> bool:
-        context, question = pair
-        answer = server.client.generate([*context.ids, *question.ask], args.answer_tokens)
-        hit = len(context.ids) // args.block * args.block
-        if answer.cached_tokens < hit:
-            raise CellError(f"{context.name}: {answer.cached_tokens} tokens cached, not {hit}")
-        return right(question.answer, answer.text)
-
-    with ThreadPoolExecutor(args.concurrency) as pool:
-        found = iter(list(pool.map(one, asked)))
-    return [[next(found) for _ in c.questions] for c in contexts], account
-
-
-def likelihood(server: common.Server, passages: list[list[int]], block: int) -> tuple[list[float], Tops, dict]:
-    """Nats per token of the ends of all passages, their best candidates, and the account (see `run.likelihood`)."""
-    begin = len(passages[0]) - SCORED - 1
-    account = load(server, [p[:begin] for p in passages], block)
-    nats, tops = [], []
-    for ids in passages:
-        answer = server.client.generate(ids, 1, input_from=begin, top=TOP)
-        if not begin // block * block - block <= answer.cached_tokens <= begin or not answer.cached_tokens:
-            raise CellError(f"likelihood: {answer.cached_tokens} tokens cached before {begin}")
-        if not len(answer.input_logprobs) == len(answer.input_top) == SCORED:
-            raise CellError(f"likelihood: {len(answer.input_logprobs)}, {len(answer.input_top)} positions")
-        nats.append(-statistics.fmean(answer.input_logprobs))
-        tops.append(answer.input_top)
-    return nats, tops, account
-
-
-def measure(server: common.Server, work: Work, args, out: dict) -> Tops:
-    """Fill `out` as results come, so that a cell that is cut off leaves what it has; returns the best candidates."""
-    out["accounts"] = {}
-    for task in ("niah", "kv"):
-        out[task], out["accounts"][task] = ask(server, getattr(work, task), args)
-    out["nll"], tops, out["accounts"]["nll"] = likelihood(server, work.passages, args.block)
-    if server.client.stats():
-        server.client.flush()
-        running = in_flight(server, list(work.niah[0].ids))
-        out["accounts"]["running"] = {k: running[k] for k in STATS}
-    return tops
 
 
 # ---- many cells
@@ -240,7 +150,7 @@ class Harness:
                 print(pareto.table({name: rows[name]}, head=False), f"{self.seconds:6.0f} s", flush=True)
             if name == reference is not None:
                 self.args.reference.write_bytes(gzip.compress(json.dumps(self.tops[name]).encode()))
-            keys = ("model", "length", "contexts", "block", "answer_tokens", "parallel", "concurrency", "tokens")
+            keys = (*SETTINGS, *LIMITS.values(), "data_sha256", "tasks", "parallel", "concurrency", "tokens")
             numbers = {k: getattr(self.args, k) for k in keys} | {"wall_seconds": self.seconds, "reference": reference}
             numbers |= {"cells": rows, "refused": self.refused, "failed": self.failed, "not_begun": self.left}
             scores = cells.scores(rows, self.args.model)
@@ -249,7 +159,8 @@ class Harness:
 
     def _compare(self, name: str, reference: str | None) -> None:
         """KL of every scored token against the reference; once, because it takes its time."""
-        if reference not in self.tops or self.raw[name].get("kl", {}).get("reference") == reference:
+        known = self.raw[name].get("kl", {}).get("reference") == reference
+        if known or not self.tops.get(reference) or not self.tops[name]:
             return
         pairs = zip(self.tops[reference], self.tops[name])
         kl = [x for theirs, mine in pairs for x in kl_top(theirs, mine)]
@@ -263,11 +174,12 @@ class Harness:
         out = summary({**got, "ratio": None}, self.raw[reference] if reference not in (None, name) else None)
         accounts = [a for a in got["accounts"].values() if a]
         if accounts:
-            tiers, running = got["accounts"]["niah"]["tokens_by_tier"], got["accounts"]["running"]
+            first, running = accounts[0], got["accounts"]["running"]
+            tiers = first["tokens_by_tier"]
             packed = tiers["high"] + tiers["low"] + tiers["pruned"]
             out |= {"kept": (tiers["high"] + tiers["low"]) / packed if packed else 1.0}
             out |= {"packed": min(a["packed"] for a in accounts if "packed" in a)}
-            body = got["accounts"]["niah"]["bytes_per_token_body"] or running["bytes_per_token"]
+            body = first["bytes_per_token_body"] or running["bytes_per_token"]
             out |= {"bytes_body": body, "bytes": running["bytes_per_token"]}
         else:
             size = plain / 2 if name == cells.FP8 else plain  # scales are one a tensor
@@ -297,10 +209,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--model", default="smollm2", choices=list(fetch.MODELS))
     p.add_argument("--model-path", type=Path, help="its folder, where it is not in the cache folder")
     p.add_argument("--essays", type=Path, help="text file of the essays, likewise")
+    p.add_argument("--data", type=Path, help="file of fetch tasks, likewise; it has the essays, too")
     p.add_argument("--calibration", type=Path, help="file of sglang-kvc calibrate, for ada-expected and xkv")
     p.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--contexts", type=int, default=13, help="of each task; 8 questions each")
+    p.add_argument("--tasks", default=",".join(suite.DEFAULT), help=f"of {', '.join(suite.NAMES)}")
+    p.add_argument("--problems", type=int, default=164, help="of HumanEval")
+    p.add_argument("--calls", type=int, default=100, help="of agents, if so many fit into twice the length")
     p.add_argument("--cells", default="all", help="names, separated by commas; a policy's name means all of its cells")
     p.add_argument("--parallel", type=int, default=6, help="servers at a time")
     p.add_argument("--concurrency", type=int, default=16, help="questions at a time, of one server")
@@ -313,11 +229,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--list", action="store_true", help="only say what would be measured")
     p.add_argument("--out", type=Path, help="result file (default: bench/results/quality/policies_MODEL_LENGTH.json)")
     a = p.parse_args(argv)
+    try:
+        a.tasks = suite.chosen(a.tasks)
+    except ValueError as e:
+        p.error(str(e))
     if a.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     a.device = "cuda" if common.has_gpu() else "cpu"
     a.cell_seconds = a.cell_seconds or (240 if a.device == "cuda" else 7200)
     a.model_path = (a.model_path or fetch.MODELS[a.model]()).resolve()  # servers run in a folder of their own
+    a.data_sha256 = None  # until it is read
     a.name = f"quality/policies_{a.model}_{a.length}"
     a.out = a.out or common.RESULTS / f"{a.name}.json"
     a.reference = a.out.with_suffix(".reference.json.gz")
@@ -331,13 +252,23 @@ def earlier(a: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
     if not (a.resume and a.out.exists()):
         return {}, {}
     numbers = json.loads(a.out.read_text())["numbers"]
-    if any(numbers[k] != getattr(a, k) for k in ("model", "length", "contexts", "block", "answer_tokens")):
+    wanted = [*SETTINGS, *(k for task, k in LIMITS.items() if task in a.tasks)]
+    if any(numbers.get(k) != getattr(a, k) for k in wanted):
         return {}, {}
-    raw, reference = numbers["raw"], numbers["reference"]
-    if not a.reference.exists():
+    raw = {n: got for n, got in numbers["raw"].items() if all(task in got for task in a.tasks)}
+    reference = numbers["reference"] if numbers["reference"] in raw else None
+    if reference is None or not a.reference.exists():
         return {n: got for n, got in raw.items() if n != reference}, {}  # its candidates are wanted again
     tops = json.loads(gzip.decompress(a.reference.read_bytes()))
     return raw, {reference: [[{int(t): v for t, v in token.items()} for token in passage] for passage in tops]}
+
+
+def texts(a: argparse.Namespace) -> str:
+    """The essays; and `a.data` becomes what is in the data file, for the tasks that are made of it."""
+    if a.data or set(a.tasks) & set(suite.CARRIED):
+        a.data = taskdata.load(a.data or fetch.tasks())
+        a.data_sha256 = a.data["sha256"]
+    return a.essays.read_text() if a.essays else a.data["essays"] if a.data else fetch.essays().read_text()
 
 
 def statistics_only(file: Path, folder: Path) -> Path:
@@ -362,8 +293,10 @@ def main() -> int:
             for name in names:
                 print(f"{name:40} {cells.refusal(name, identity, a.block, a.calibration) or ''}")
             return 0
-        maker = Maker(prompts.tokenizer(a.model_path), (a.essays or fetch.essays()).read_text())
-        harness = Harness(a, identity, Work.of(maker, a.contexts, a.length), *earlier(a))
+        maker = Maker(prompts.tokenizer(a.model_path), texts(a))
+        work = Work.of(maker, a)
+        a.tokens = max(a.tokens, work.tokens(a))
+        harness = Harness(a, identity, work, *earlier(a))
         signal.signal(signal.SIGTERM, harness.abandon)
         signal.signal(signal.SIGINT, harness.abandon)
         harness.run(names)

@@ -13,6 +13,7 @@ import re
 import sys
 
 from bench.common import RESULTS, ROOT
+from bench.quality.tasks import TITLES
 from bench.scoreboard import MODELS
 
 DOC = ROOT / "docs" / "quality.md"
@@ -57,15 +58,27 @@ def formats() -> str:
     return table(["format", "keys per", *(MODELS[m] for m in found)], rows)
 
 
-def _policy_row(name: str, r: dict) -> list[str]:
+def _policy_row(name: str, r: dict, tasks: list[str], free: list[str]) -> list[str]:
     out = [f"`{name}`", f"{r['ratio_body']:.2f}x", f"{r['ratio']:.2f}x", f"{100 * r['kept']:.0f} %"]
-    for task in ("niah", "kv"):
-        t = r[task]
+    for task in tasks:
+        t = r.get(task)
+        if t is None:
+            out.append("")
+            continue
         flips = f" (-{t['right_to_wrong']} +{t['wrong_to_right']})" if "right_to_wrong" in t else ""
         out.append(f"{100 * t['em']:.1f} %{flips}")
-    delta, kl = r["nll"].get("delta"), r.get("kl")
+    out += [f"{r[t]['length_ratio']:.2f}x" if "length_ratio" in r.get(t, {}) else "" for t in free]
+    delta, kl = r.get("nll", {}).get("delta"), r.get("kl")
     out.append(f"{delta:+.3f}" if delta is not None else "")
     return [*out, f"{kl['mean']:.4f}, {kl['p99']:.3f}" if kl and kl["p99"] else ""]
+
+
+def _first(row: dict, tasks: list[str]) -> float:
+    return next((row[t]["em"] for t in tasks if t in row), 0.0)
+
+
+def _title(task: str, of: int, questions: int) -> str:
+    return TITLES[task] if of == questions else f"{TITLES[task]} ({of})"
 
 
 def policies() -> str:
@@ -73,11 +86,15 @@ def policies() -> str:
     out = []
     for path in sorted((RESULTS / "quality").glob("policies_*.json")):
         n = json.loads(path.read_text())["numbers"]
-        ranked = sorted(n["cells"].items(), key=lambda c: (round(c[1]["ratio_body"], 1), -c[1]["niah"]["em"]))
-        questions = 8 * n["contexts"]
+        rows, questions = n["cells"].values(), 8 * n["contexts"]
+        tasks = [t for t in TITLES if any(t in r for r in rows)]
+        free = [t for t in tasks if any("length_ratio" in r.get(t, {}) for r in rows)]
+        ranked = sorted(n["cells"].items(), key=lambda c: (round(c[1]["ratio_body"], 1), -_first(c[1], tasks)))
         out.append(f"{MODELS[n['model']]}, {n['length']} tokens, {questions} questions a task:\n")
-        head = ["cell", "body", "whole request", "tokens kept", "8 needles", "dictionary", "NLL", "KL mean, p99"]
-        out.append(table(head, [_policy_row(name, r) for name, r in ranked]) + "\n")
+        head = ["cell", "body", "whole request", "tokens kept"]
+        head += [_title(t, next(r[t]["of"] for r in rows if t in r), questions) for t in tasks]
+        head += [*(f"{TITLES[t]}, length" for t in free), "NLL", "KL mean, p99"]
+        out.append(table(head, [_policy_row(name, r, tasks, free) for name, r in ranked]) + "\n")
     return "\n".join(out).rstrip()
 
 

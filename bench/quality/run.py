@@ -18,7 +18,7 @@ import statistics
 
 from bench import common, prompts
 from bench.quality import cells, fetch
-from bench.quality.tasks import Context, Maker, right
+from bench.quality.tasks import TITLES, Context, Maker, right
 
 NAME = "quality"
 FORMATS = ("stock", "bf16", "k8v4", "k4v4", "leankv")
@@ -79,7 +79,7 @@ def measure(fmt: str, model, maker: Maker, args) -> dict:
 
 def summary(got: dict, reference: dict | None) -> dict:
     out: dict[str, object] = {"ratio_body": got["ratio"]}
-    for task in ("niah", "kv"):
+    for task in TITLES:
         if task not in got:
             continue
         mine = [x for row in got[task] for x in row]
@@ -89,6 +89,9 @@ def summary(got: dict, reference: dict | None) -> dict:
             lost = sum(a and not b for a, b in zip(theirs, mine))
             won = sum(b and not a for a, b in zip(theirs, mine))
             out[task] |= {"right_to_wrong": lost, "wrong_to_right": won, "sign_test_p": sign_test(lost, won)}
+        lengths = [_mean(run.get("lengths", {}).get(task)) for run in (got, reference or {})]
+        if all(lengths):
+            out[task]["length_ratio"] = lengths[0] / lengths[1]
     if "nll" in got:
         out["nll"] = {"nats": statistics.fmean(got["nll"]), "passages": len(got["nll"])}
         if reference and "nll" in reference:
@@ -96,6 +99,10 @@ def summary(got: dict, reference: dict | None) -> dict:
             spread = statistics.stdev(delta) / math.sqrt(len(delta)) if len(delta) > 1 else math.nan
             out["nll"] |= {"delta": statistics.fmean(delta), "delta_standard_error": spread}
     return out
+
+
+def _mean(rows: list[list[int]] | None) -> float | None:
+    return statistics.fmean(n for row in rows for n in row) if rows else None
 
 
 def sign_test(lost: int, won: int) -> float:

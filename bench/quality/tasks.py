@@ -9,12 +9,23 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
+from typing import Any
+
+# Tasks with questions, in the order of the tables, and their titles there.
+TITLES = {
+    "niah": "8 needles",
+    "kv": "dictionary",
+    "fewshot": "few-shot",
+    "extract": "extraction",
+    "code": "HumanEval",
+    "calls": "tool calls",
+}
 
 
 @dataclass(frozen=True)
 class Question:
     ask: tuple[int, ...]  # tokens behind the context, up to where the answer begins
-    answer: str
+    answer: Any  # what the task compares with: mostly the text itself
 
 
 @dataclass(frozen=True)

