@@ -14,6 +14,7 @@ from bench.quality.tasks import Context
 from bench.serve.ratio import in_flight
 
 TOP = 20  # candidates of each scored token that are compared
+SCORERS = 4  # answers that are scored at a time: programs of HumanEval take a while each
 STATS = ("ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens_by_tier")
 Tops = list[list[dict[int, float]]]  # passage, token -> log-probabilities of the best candidates
 
@@ -62,7 +63,8 @@ def ask(server: common.Server, name: str, contexts: list[Context], args) -> tupl
     with ThreadPoolExecutor(args.concurrency) as pool:
         answers = list(pool.map(one, asked))
     # Behind all answers, because some tasks run programs, which would take the server's time on a small machine.
-    marks = iter([task.right(q.answer, a.text) for (_, q), a in zip(asked, answers)])
+    with ThreadPoolExecutor(SCORERS) as pool:
+        marks = iter(list(pool.map(lambda pair, answer: task.right(pair[1].answer, answer.text), asked, answers)))
     lengths = iter([len(a.ids) for a in answers])
     return _as(contexts, marks), _as(contexts, lengths), account
 

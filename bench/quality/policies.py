@@ -1,12 +1,13 @@
 """Every policy at every size, through the server: what is lost, and what it costs in true bytes.
 
     python -m bench.quality.policies --model qwen-0.5b --calibration FILE     # once, on a GPU: some 5 minutes
+    python -m bench.quality.policies --model qwen-0.5b --tasks niah,kv,nll,fewshot,extract,code,calls --data FILE
     python -m bench.quality.policies --model smollm2 --device cpu --length 600 --contexts 1 --cells snapkv --parallel 1
 
 Each cell (`bench.quality.cells`) is a server of its own; several share the device. The tasks are those of
-`bench.quality.run`: contexts are sent first, and questions only when their blocks are packed, so that nothing is known
-of a question when its context is compressed. All contexts of a task are resident at once, and questions are asked
-concurrently. Flips and KL are against stock SGLang in bf16, KL from the best candidates of the scored tokens.
+`bench.quality.suite`: contexts are sent first, and questions only when their blocks are packed, so that nothing is
+known of a question when its context is compressed. All contexts of a task are resident at once, and questions are
+asked concurrently. Flips and KL are against stock SGLang in bf16, KL from the best candidates of the scored tokens.
 
 A cell that fails is recorded with the end of its log; the result file is written after each cell. `--resume` takes
 finished cells from it. Behind `--seconds` no cell begins, and `--grace` later the last ones are ended.
