@@ -120,6 +120,7 @@ class Policy:
         and at rung 0."""
         return None
 
-    def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
-        """Tiers int8 `[n, L, H, P]` that the blocks shall have at `rung`. Never above their present tier."""
+    def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor | None:
+        """Tiers int8 `[n, L, H, P]` that the blocks shall have at `rung`. Never above their present tier. None: all of
+        every block high, which moves faster than a tensor that says so."""
         raise NotImplementedError

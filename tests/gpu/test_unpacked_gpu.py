@@ -24,8 +24,8 @@ def case(spec, mode="channel"):
 
     need = [-(-(a + b) // P) for a, b in zip(PREFIX, NEW)]
     store = make_store(
-        rungs(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, key_mode=mode, blocks=sum(need) + 1
-    )
+        rungs(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, key_mode=mode, blocks=2 * sum(need)
+    )  # packing takes pages before it gives back
     ids = (1 + torch.randperm(sum(need))).split(need)
     rows, new = torch.zeros((len(need), max(need)), dtype=torch.int32), []
     for r, blocks in enumerate(ids):

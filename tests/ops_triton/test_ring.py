@@ -47,6 +47,8 @@ def test_any_order(ladder, seed):
             tiers = random_tiers(a, len(ids), a.ladder[to], gen)
             if rung:
                 tiers = torch.minimum(tiers, ops.block_tiers(a, ids, rung))
+            if gen.integers(0, 3) == 0:
+                tiers = None
             pages = ops.compact(a, ids, to, tiers, from_rung=rung)
             assert torch.equal(compact_triton(b, ids, to, tiers, from_rung=rung), pages)
         same_state(a, b)

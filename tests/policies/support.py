@@ -102,7 +102,8 @@ class World:
         )
 
     def tiers(self, which=(0, 1, 2)) -> torch.Tensor:
-        return self.policy.plan(self.evidence(which), self.store.ladder[1])
+        tiers = self.policy.plan(self.evidence(which), self.store.ladder[1])
+        return ops.keep_all(len(which), self.store.layout) if tiers is None else tiers
 
     # ---- references, from the rows alone
 

@@ -14,6 +14,7 @@ from ..layout import BF16, CHANNEL, Format, PageLayout, PoolLayout, Rung
 from ..store import SCRATCH_PAGE, PageStore
 from . import quant
 from .pack import PageRows, bf16_rows, read_page, segment, write_page
+from .plan import keep_all
 from .ring import block_tier_pages, return_pages, table_order, take_pages, tier_pages
 from .tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 
@@ -217,16 +218,16 @@ def _move(
 
 
 def compact(
-    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor, *, from_rung: int
+    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, *, from_rung: int
 ) -> torch.Tensor:
     """Move `blocks[n]` (distinct, full, at `from_rung`) to packed rung `to_rung`, keeping what `tiers` says.
 
     `tiers` int8 `[n, L, H, P]` by token position: 2 high, 1 low (dropped when the rung has no low format), 0
-    pruned; tokens that the source does not hold stay pruned. High tokens are stored in position order, then
-    the low ones. From bf16 the key header is computed over the kept tokens; from a packed rung it is frozen:
-    key codes are copied, or mapped code to code at fewer bits, and values are requantised only when their
-    bits change. Scores and positions are carried. Destination pages are taken before source pages return, so
-    both must fit at once.
+    pruned; None means all high. Tokens that the source does not hold stay pruned. High tokens are stored in
+    position order, then the low ones. From bf16 the key header is computed over the kept tokens; from a packed
+    rung it is frozen: key codes are copied, or mapped code to code at fewer bits, and values are requantised only
+    when their bits change. Scores and positions are carried. Destination pages are taken before source pages
+    return, so both must fit at once.
 
     Returns int32 `[n]`: pages that each block has afterwards. ValueError when `to_rung` is not a packed rung
     or may overflow a table row.
@@ -244,7 +245,7 @@ def compact(
     old_table = store.table[blocks].view(m, -1)
     old_counts = store.counts[blocks].view(m, 2).long()
     old_high, old_low = (x.flatten() for x in block_tier_pages(store, blocks))
-    tiers = tiers.reshape(m, p)
+    tiers = (keep_all(n, layout, store.device) if tiers is None else tiers).reshape(m, p)
     if source.high.packed:
         stored = token_slots(tier_slots(store, source, old_table, old_counts), p) >= 0
         tiers = torch.where(stored, tiers, PRUNED)

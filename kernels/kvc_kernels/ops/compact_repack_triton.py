@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .compact_pack_triton import clear_slack, write_evidence, write_values
+from .compact_write_triton import clear_slack, write_evidence, write_values
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _move_values(
             s = tl.load(meta[:, None] + group[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
             z = tl.load(meta[:, None] + (group + ST)[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
             v = v + (x * s + z,)
-        write_values(page, i, turn, mine, v, N, W, D, VB, T, VOFF, VMETA)
+        write_values(page, i, turn, v, N, W, D, VB, T, VOFF, VMETA, 1)
 
 
 @triton.jit

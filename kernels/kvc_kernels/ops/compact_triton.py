@@ -12,7 +12,13 @@ from ..store import PageStore
 from .compact import check_rung, compact
 from .compact_pack_triton import pack_kernel
 from .compact_repack_triton import order_kernel, repack_kernel
+from .plan import keep_all
 from .ring_triton import exchange_pages
+
+INTERPRET = triton.knobs.runtime.interpret
+WARPS, MAX_WARPS = 4, 16
+HELD = 4096  # elements of keys that a warp holds
+MAX_REGISTERS = 128  # four programs of four warps on a multiprocessor
 
 
 def _constants(layout: PoolLayout, fmt: Format | None) -> tuple[int, ...]:
@@ -38,28 +44,43 @@ def _prepared(layout: PoolLayout, to: Rung) -> tuple[tuple[int, ...], ...]:
 
 
 def compact_triton(
-    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor, *, from_rung: int
+    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, *, from_rung: int
 ) -> torch.Tensor:
-    """`compact` with the same bytes, in a fixed number of launches for all layers, heads and blocks."""
+    """`compact` with the same bytes, in a fixed number of launches for all layers, heads and blocks.
+
+    Say `tiers=None` where everything is kept: whether a tensor says so could only be known by waiting for the device.
+    """
     layout = store.layout
     to, source, n = store.ladder[to_rung], store.ladder[from_rung], blocks.numel()
     if not to.high.packed or not n:
         return compact(store, blocks, to_rung, tiers, from_rung=from_rung)
-    tiers = tiers.reshape(n * layout.layers * layout.heads, layout.block_tokens).contiguous()
+    if source.high.packed and tiers is None:
+        tiers = keep_all(n, layout, store.device)
+    if tiers is not None:
+        tiers = tiers.reshape(n * layout.layers * layout.heads, layout.block_tokens).contiguous()
     move = _repack if source.high.packed else _pack
     return move(store, blocks.long(), to_rung, tiers, source)
 
 
-def _pack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor, source: Rung) -> torch.Tensor:
-    """Move uncompressed heads."""
+def _pack(
+    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, source: Rung
+) -> torch.Tensor:
+    """Move uncompressed heads. Without tiers nothing about single tokens is read, and keys are read once."""
     layout, p = store.layout, store.layout.block_tokens
     plain, high, low = _prepared(layout, store.ladder[to_rung])
     got = exchange_pages(store, blocks, to_rung, tiers=tiers)
-    order = torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
-    pack_kernel[(len(tiers),)](
-        store.pages, got.old, got.ids, got.held, blocks, tiers, order, store.headers, store.pages.view(store.dtype),
-        layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p, triton.next_power_of_2(p),
-        layout.page_bytes, *plain, high, low, layout.key_mode == TOKEN, layout.scored, 32, num_warps=4,
+    whole, rows, padded = tiers is None, len(got.ids), triton.next_power_of_2(p)
+    # What reads neither gets some tensor of the right type.
+    order = got.ids if whole else torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
+    elements = padded * layout.head_dim
+    hold = whole and elements <= HELD * MAX_WARPS
+    warps = max(WARPS, elements // HELD) if hold else WARPS
+    limit = {"maxnreg": MAX_REGISTERS} if hold and high[0] > 2 and not INTERPRET else {}
+    pack_kernel[(2 * rows,)](
+        store.pages, got.old, got.ids, got.held, blocks, got.ids if whole else tiers, order, store.headers,
+        store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p,
+        padded, layout.page_bytes, plain, high, low, layout.key_mode == TOKEN, layout.scored, whole, hold,
+        num_warps=warps, **limit,
     )  # fmt: skip
     return got.pages
 

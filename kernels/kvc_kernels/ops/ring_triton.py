@@ -37,15 +37,21 @@ def _tokens_a_page(layout: PoolLayout, rung: Rung) -> tuple[int, int]:
 def _count_kernel(
     tiers, new_counts, blocks, rung, counts, held, need, m,
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, TO: tl.constexpr, LADDER: tl.constexpr,
-    FROM_TIERS: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
     """grid (m,). held int64 `[4, m]`: pages high and low that a row gets, then those that it has; need int64 `[2, m]`:
-    their sums. new_counts int32 `[m, 2]` is read, or written with FROM_TIERS. TO, LADDER: tokens a page of the tiers.
+    their sums. new_counts int32 `[m, 2]` is read, or, where GIVEN is "tiers" or "nothing" (then all P tokens are high),
+    written. TO, LADDER: tokens a page of the tiers.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + row // LH).to(tl.int64)
     if TO[0] > 0:
-        if FROM_TIERS:
+        if GIVEN == "nothing":
+            high = tl.full([], P, tl.int32)
+            low = high * 0
+            tl.store(new_counts + row * 2, high)
+            tl.store(new_counts + row * 2 + 1, low)
+        elif GIVEN == "tiers":
             t = tl.arange(0, PP)
             tier = tl.load(tiers + row * P + t, mask=t < P, other=0)
             high = tl.sum((tier == 2).to(tl.int32), 0)
@@ -175,6 +181,7 @@ def _swap(
     ladder = tuple(_tokens_a_page(layout, r) for r in store.ladder)
     held = torch.empty((4, m), dtype=torch.int64, device=store.device)
     need = torch.empty((2, m), dtype=torch.int64, device=store.device)
+    given = "tiers" if tiers is not None else "nothing" if counts is None else "counts"
     ids = old = None
     if gets:
         # Two tensors: in the second half of one the alignment, and with it the compiled kernel, would vary with m.
@@ -184,7 +191,7 @@ def _swap(
     pages = torch.empty(n, dtype=torch.int32, device=store.device)
     _count_kernel[(m,)](
         counts if tiers is None else tiers, counts, blocks, store.rung, store.counts, held, need, m, rows, entries, p,
-        triton.next_power_of_2(p), ladder[rung] if gets else (0, 0), ladder, tiers is not None, num_warps=1,
+        triton.next_power_of_2(p), ladder[rung] if gets else (0, 0), ladder, given, num_warps=1,
     )  # fmt: skip
     ends = need.view(-1).cumsum(0)
     _exchange_kernel[(m,)](
@@ -207,7 +214,8 @@ def exchange_pages(
 ) -> Exchange:
     """Move `blocks[n]` (int64, distinct) to packed rung `to_rung` in the table and the ring; no page is written.
 
-    What a row needs comes from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`).
+    What a row needs comes from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`);
+    from neither where every token is kept high.
     """
     return _swap(store, blocks, to_rung, tiers, counts)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..layout import BF16, TOKEN, Format
 from ..store import PageStore
-from .compact_pack_triton import encode, half_range
+from .quant_triton import ROUNDER, grid, half_range, rounded
 
 INTERPRET = triton.knobs.runtime.interpret
 HELD = 16384  # key elements that a program holds: 64 registers a lane
@@ -30,9 +30,9 @@ def _by_token(x, BITS: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, D
     """fp32 `[STEP, D]` quantised in GROUPS runs of features a token, and back."""
     x = tl.reshape(x, (STEP, GROUPS, D // GROUPS))
     scale, zero = half_range(tl.min(x, 2), tl.max(x, 2), (1 << BITS) - 1)
-    s = tl.broadcast_to(scale.to(tl.float32)[:, :, None], (STEP, GROUPS, D // GROUPS))
-    z = tl.broadcast_to(zero.to(tl.float32)[:, :, None], (STEP, GROUPS, D // GROUPS))
-    return tl.reshape(encode(x, s, z, BITS).to(tl.float32) * s + z, (STEP, D))
+    less, zero, inverse, top = grid(scale, zero, 1, BITS)
+    code = rounded(x, less[:, :, None], zero[:, :, None], inverse[:, :, None], top[:, :, None]) - ROUNDER
+    return tl.reshape(code * -less[:, :, None] + zero[:, :, None], (STEP, D))
 
 
 @triton.jit
@@ -68,9 +68,7 @@ def _keys(
     if stored >= 0:
         scale, zero = half_range(lo, hi, 255)
         # On the grid of KB bits the scale is 1, 17 or 85 times as large: exact in fp32.
-        grid = scale.to(tl.float32) * (255 // ((1 << KB) - 1))
-        s = tl.broadcast_to(grid[None, :], (STEP, D))
-        z = tl.broadcast_to(zero.to(tl.float32)[None, :], (STEP, D))
+        less, low, inverse, top = grid(scale, zero, 255 // ((1 << KB) - 1), KB)
         for t0 in tl.static_range(0, P, STEP):
             live = t0 + t < P
             if STEP < P:  # else the rows are still here
@@ -79,7 +77,8 @@ def _keys(
             if TOKEN_KEYS:
                 y = _by_token(x, KB, 1, STEP, D)
             else:
-                y = encode(x, s, z, KB).to(tl.float32) * s + z
+                code = rounded(x, less[None, :], low[None, :], inverse[None, :], top[None, :]) - ROUNDER
+                y = code * -less[None, :] + low[None, :]
             at = out + ((stored * P + t0 + t) * (H * D))[:, None] + d[None, :]
             tl.store(at, round_to(y, dtype, ASM), mask=live[:, None])
 
