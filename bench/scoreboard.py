@@ -56,6 +56,8 @@ SINGLES = {
     "score.prefill_overhead_all": "attention collected by all queries, likewise",
     "compaction.prefill_overhead": "compaction of a 16K prompt, of its prefill",
     "compaction.decode_overhead": "compaction while decoding 64 sequences, of a step",
+    "compaction.decode_overhead_exposed": "the same if nothing hid the host's launches",
+    "compaction.vs_cpu": "compaction of a 16K prompt, times as fast as plain torch on the CPU",
     "serve.occupancy": "token slots of packed pages that hold a token, worst format",
     "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",
     "serve.page_hash_match": "packed blocks with equal bytes whatever their history",

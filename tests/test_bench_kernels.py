@@ -106,9 +106,18 @@ def test_compaction_scores():
         rows.append(dict(case="compact", format="k4v4", blocks=blocks, block_tokens=128, ms=ms, launch_ms=0.8))
     scores = compaction.scores(rows, batch=64)
     assert scores["compaction.prefill_overhead"][0] == 0.01
-    assert scores["compaction.decode_overhead"][0] == pytest.approx(0.8 / 2 / 10)
+    assert scores["compaction.decode_overhead"][0] == pytest.approx(0.5 / 2 / 10)
+    assert scores["compaction.decode_overhead_exposed"][0] == pytest.approx(0.8 / 2 / 10)
+    assert "compaction.vs_cpu" not in scores
+    rows[2] |= dict(cpu_ms=800.0, vs_cpu=200.0)
+    assert compaction.scores(rows, batch=64)["compaction.vs_cpu"][0] == 200
     assert len(common.table(rows, compaction.COLUMNS).splitlines()) == 1 + len(rows)
     assert compaction.scores(rows[:2], 64) == {}
+
+
+@pytest.mark.parametrize("names", ["k4v4", "k8v4+k4v2"])
+def test_compaction_on_the_cpu(names):
+    assert compaction.cpu_block_ms(names, 1, 64) > 0
 
 
 def test_serving_servers_scores_and_append(monkeypatch, tmp_path):
