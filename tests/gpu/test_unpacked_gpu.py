@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.layout import FORMATS, page_bytes_for
 
 from ..ops.support import fill, make_store, random_kv, rungs
 from ..ops_triton.test_extend_stored import error
@@ -18,13 +18,14 @@ PREFIX, NEW = [17 * P, 0, 40 * P], [600, 70, 515]
 PACKED = [16, 0, 40]  # whole blocks of the prefix that are packed; the others wait
 
 
-def case(spec, mode="channel"):
+def case(spec, mode="channel", page_tokens=32):
     """A store on the device with the prefixes and new tokens; rows of blocks; new rows `[L, N, H, D]`."""
     from kvc_kernels.store import PageStore
 
     need = [-(-(a + b) // P) for a, b in zip(PREFIX, NEW)]
     store = make_store(
-        rungs(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, key_mode=mode, blocks=2 * sum(need)
+        rungs(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, key_mode=mode, blocks=2 * sum(need),
+        page_bytes=page_bytes_for(FORMATS[spec], page_tokens, head_dim=DIM, key_mode=mode, scored=False),
     )  # packing takes pages before it gives back
     ids = (1 + torch.randperm(sum(need))).split(need)
     rows, new = torch.zeros((len(need), max(need)), dtype=torch.int32), []
@@ -39,13 +40,13 @@ def case(spec, mode="channel"):
     return PageStore(**fields), rows.cuda(), *(torch.cat([x[i] for x in new], 1).cuda() for i in (0, 1))
 
 
-@pytest.mark.parametrize("mode", ["channel", "token"])
+@pytest.mark.parametrize("mode, page_tokens", [("channel", 32), ("channel", 64), ("token", 64)])
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
-def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
+def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode, page_tokens):
     pytest.importorskip("flashinfer")
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
-    store, rows, _, _ = case(spec, mode)
+    store, rows, _, _ = case(spec, mode, page_tokens)
     op = ExtendAttention(store, query_heads=4 * HEADS, whole=True)._unpacked
     assert op.plan(rows, PREFIX, NEW)
     op.k.fill_(torch.nan)
@@ -62,11 +63,12 @@ def test_against_the_reference(spec, mode, group, cap, staged):
     pytest.importorskip("flashinfer")
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
-    store, rows, k, v = case(spec, mode)
+    store, rows, k, v = case(spec, mode, 64)
     seed = torch.seed() % 2**31
     print("seed", seed)
     gen = torch.Generator(device="cuda").manual_seed(seed)
-    q = torch.randn((sum(NEW), HEADS * group, DIM), generator=gen, device="cuda").bfloat16()
+    qkv = torch.randn((sum(NEW), HEADS * (group + 2), DIM), generator=gen, device="cuda").bfloat16()
+    q = qkv[:, : HEADS * group]  # a view, as a model hands it over
     fmt = store.ladder[1].high if staged else None
     op = ExtendAttention(store, query_heads=HEADS * group, max_blocks=64, stored_as=fmt, whole=True)
     op._unpacked.slots = 16  # several passes
