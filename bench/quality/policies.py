@@ -41,7 +41,7 @@ from sglang_kvc.identity import Identity, identity_of
 REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
 SETTINGS = ("model", "length", "contexts", "block", "answer_tokens")  # cells of other ones are not the same cells
 LIMITS = {"code": "problems", "calls": "calls"}  # likewise, where the task is wanted
-PORTS = range(21000, 32000, 16)  # below those that the system gives to outgoing connections
+PORTS = 21000, 32000, 16  # below those that the system gives to outgoing connections
 
 
 # ---- many cells
@@ -58,7 +58,7 @@ class Harness:
         self.left: list[str] = []  # not begun before the deadline
         self.lock, self.began = threading.RLock(), time.monotonic()
         self.running: dict[str, tuple[float, common.Server]] = {}
-        self.ports = (p for p in PORTS if _free(*range(p, p + 6)))  # two for each attempt at a server
+        self.ports = (p for p in range(args.port, *PORTS[1:]) if _free(*range(p, p + 6)))  # two for each attempt at a server
 
     @property
     def seconds(self) -> float:
@@ -220,6 +220,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--calls", type=int, default=100, help="of agents, if so many fit into twice the length")
     p.add_argument("--cells", default="all", help="names, separated by commas; a policy's name means all of its cells")
     p.add_argument("--parallel", type=int, default=6, help="servers at a time")
+    p.add_argument("--port", type=int, default=PORTS[0], help="the first one; two runs at a time need two")
     p.add_argument("--concurrency", type=int, default=16, help="questions at a time, of one server")
     p.add_argument("--seconds", type=float, default=280, help="no cell begins later")
     p.add_argument("--grace", type=float, default=90, help="seconds for the last ones to end")
