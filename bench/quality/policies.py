@@ -58,7 +58,8 @@ class Harness:
         self.left: list[str] = []  # not begun before the deadline
         self.lock, self.began = threading.RLock(), time.monotonic()
         self.running: dict[str, tuple[float, common.Server]] = {}
-        self.ports = (p for p in range(args.port, *PORTS[1:]) if _free(*range(p, p + 6)))  # two for each attempt at a server
+        ports = range(args.port, *PORTS[1:])
+        self.ports = (p for p in ports if _free(*range(p, p + 6)))  # two for each attempt at a server
 
     @property
     def seconds(self) -> float:
