@@ -63,6 +63,8 @@ def _join_kernel(a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: 
     at = i[:, None] * D + d[None, :]
     x = tl.load(a + at, mask=live[:, None], other=0.0).to(tl.float32)
     y = tl.load(b + at, mask=live[:, None], other=0.0).to(tl.float32)
+    # Every warp has read the sums that one of them may be about to write in place.
+    tl.debug_barrier()
     total = wa + wb
     mixed = (x * wa[:, None] + y * wb[:, None]) / total[:, None]
     tl.store(out + at, mixed.to(out.dtype.element_ty), mask=live[:, None])
