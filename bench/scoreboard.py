@@ -50,6 +50,8 @@ SINGLES = {
     "e2e.vs_fp8": "the same against stock fp8",
     "e2e.unconstrained_vs_bf16": "output tokens/s against stock bf16 with memory to spare, worst concurrency",
     "decode.bandwidth.k8v4": "bytes that decode attention over k8v4 moves, against a plain copy",
+    "decode.worst_vs_bf16": "time of decode attention over k4v4 against stock bf16, worst of batches and lengths",
+    "decode.worst_uneven": "time a byte of decode attention with uneven lengths or heads, against even ones, worst",
     "extend.vs_bf16.64": "time of 64 new tokens over 100K cached in k4v4, against FlashInfer over bf16",
     "extend.vs_bf16.1k": "time of 1024 new tokens, likewise",
     "score.prefill_overhead": "attention collected by the last 64 queries of a 16K prompt, of its prefill",
@@ -87,7 +89,10 @@ def shown(row: dict) -> str:
     unit = row["unit"]
     if unit.startswith("share"):
         return f"{100 * row['value']:.1f} %"
-    return f"{row['value']:.2f}x" if unit.startswith(("x", "time over")) else f"{row['value']:.3f} {unit}"
+    if unit.startswith(("x", "time over")):
+        # Next to 1 the third digit says on which side.
+        return f"{row['value']:.{3 if abs(row['value'] - 1) < 0.02 else 2}f}x"
+    return f"{row['value']:.3f} {unit}"
 
 
 def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
