@@ -9,7 +9,11 @@ from bench.compare import match
 
 from .conftest import BLOCK, STOCK, border, tokens
 
-DRIFT = 0.05  # nats between the log-probabilities of one token of two runs
+# Nats between the log-probabilities of one token of two runs: 0 wherever it was measured.
+DRIFT = 0.01
+# The same where one run computed alone, as a single row, what the other computed among others: its products round
+# otherwise. Stock drifts by up to 0.08, with a gap of 0.03 where answers part; k4v4 by 0.19, with any size of page.
+ROW_DRIFT, TIE = 0.4, 0.2
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +151,15 @@ def test_warm_answers_equal_cold_ones(packed, tok):
         warm = packed.client.generate(prompt, 24, top=3)
         assert (cold.cached_tokens, warm.cached_tokens) == (0, border(n - 1))
         found = match(cold, warm)
-        assert found.same and found.drift < DRIFT, found.to_dict()
+        if n - border(n - 1) > 1:
+            assert found.same and found.drift < DRIFT, found.to_dict()
+        else:
+            assert (found.same or found.gap <= TIE) and found.drift < ROW_DRIFT, found.to_dict()
 
 
 def test_answers_as_prompts(packed, tok):
-    """Blocks that decoding filled are hit by a longer prompt, and agree with blocks that a prefill filled."""
+    """Blocks that decoding filled are hit by a longer prompt, and agree with blocks that a prefill filled, up to the
+    rounding of the model's products; a prefill's own blocks agree again."""
     prompt = prompts.cut(tok, prompts.chapter("assignment"), 3 * BLOCK + 10)
     answer = packed.client.generate(prompt, 2 * BLOCK, logprobs=True)
     longer = [*prompt, *answer.ids, *prompts.cut(tok, prompts.chapter("assignment"), 20, start=600)]
@@ -161,4 +169,8 @@ def test_answers_as_prompts(packed, tok):
     cold = packed.client.generate(longer, 16, top=3)
     assert cold.cached_tokens == 0
     found = match(cold, warm)
+    assert (found.same or found.gap <= TIE) and found.drift < ROW_DRIFT, found.to_dict()
+    again = packed.client.generate(longer, 16, top=3)
+    assert again.cached_tokens == 5 * BLOCK
+    found = match(cold, again)
     assert found.same and found.drift < DRIFT, found.to_dict()
