@@ -5,7 +5,9 @@ divide by 16, which addresses divide by 16. Here launches are not run, their com
 """
 
 import pytest
+import sglang.srt.utils.common  # noqa: F401  changes triton, as in every server
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -36,6 +38,10 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     return seen
+
+
+def test_triton_is_as_in_a_server():
+    assert not isinstance(triton.next_power_of_2, type(triton.cdiv))  # SGLang's own, which no kernel may call
 
 
 def store(**options):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .compact_write_triton import clear_slack, token_ranges, write_evidence, write_values
+from .compact_write_triton import clear_slack, padded, token_ranges, write_evidence, write_values
 from .quant_triton import ROUNDER_BITS, code_bits, greater, grid, half_range, lesser
 
 # Fields of the tuples that describe a tier, from `compact_triton`.
@@ -249,7 +249,7 @@ def whole_keys(
         tl.store(at[:, None] + dk[None, :], packed.to(tl.uint8), mask=live[:, None])
     if REST > 0:
         last = pages + tl.load(ids + P // T).to(tl.int64) * page_bytes + P % T * DK
-        clear_slack(last, 0, REST * DK, triton.next_power_of_2(REST * DK))
+        clear_slack(last, 0, REST * DK, padded(REST * DK))
 
 
 @triton.jit

@@ -92,6 +92,13 @@ def write_evidence(page, i, held, valid, score, token, SOFF: tl.constexpr, POFF:
     tl.store((page + POFF).to(tl.pointer_type(tl.int16)) + i, place, mask=held)
 
 
+@triton.constexpr_function
+def padded(n: int) -> int:
+    """n up to a power of two. SGLang puts a function of its own in the place of `triton.next_power_of_2`, which the
+    compiler does not accept inside a kernel."""
+    return 1 << (n - 1).bit_length()
+
+
 @triton.jit
 def clear_slack(page, END: tl.constexpr, page_bytes: tl.constexpr, N: tl.constexpr):
     """Zeros behind the last segment; N is their number rounded up to a power of two."""
