@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from kvc_kernels import ops
@@ -53,9 +54,11 @@ class KvcAttnBackend(AttentionBackend):
             snap = self._extend_snapshot(fb)
             self.attention.plan_extend(snap)
         if self.runtime.observe is not None and not in_capture:
-            extend = snap.extend_lens_cpu or [1] * len(snap.seq_lens_cpu)
-            prefix = [n - e for n, e in zip(snap.seq_lens_cpu, extend)]
-            ops.note_observers(self.runtime.store, snap.row_blocks, prefix, extend, self.runtime.observe.window)
+            # From the device's own lengths: a list would be copied there, and the host wait for it.
+            new = torch.ones_like(snap.seq_lens) if snap.extend_lens_cpu is None else fb.extend_seq_lens
+            ops.note_observers(
+                self.runtime.store, snap.row_blocks, snap.seq_lens - new, new, self.runtime.observe.window
+            )
 
     def _extend_snapshot(self, fb) -> Snapshot:
         p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()

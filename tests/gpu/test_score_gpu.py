@@ -17,6 +17,19 @@ PREFIX, NEW = [900, 0, 256], [77, 300, 130]
 ROWS = torch.tensor([[12, 1, 4, 6, 9, 3, 2, 8], [5, 7, 10, 0, 0, 0, 0, 0], [13, 11, 14, 15, 0, 0, 0, 0]])
 
 
+def captured(step):
+    """What `step` returned while a CUDA graph took its launches, and the replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return out, graph.replay
+
+
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize(
     "high, low, group, head_dim, key_mode",
@@ -100,17 +113,10 @@ def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
 
     attend.plan(rows, lens)
     op.plan_decode(rows, lens)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    _, replay = captured(step)
     mine.pages.copy_(pages)
-    graph.replay()
-    graph.replay()
+    replay()
+    replay()
     blocks = SHARED.flatten().unique().long()
     blocks = blocks[store.rung.cpu()[blocks] >= 0].cuda()
     a, b = (ops.block_scores(s, blocks) for s in (store, mine))
@@ -123,15 +129,25 @@ def test_a_captured_step_serves_later_ones(reduce):
     """All that a layer runs while attention is collected, as a server captures it."""
     from ..ops_triton.test_engine import replays
 
-    def capture(step):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = step()
-        return out, graph.replay
 
-    replays(capture, ops.Observe(reduce=reduce), "cuda")
+    replays(captured, ops.Observe(reduce=reduce), "cuda")
+
+
+def test_observers_are_counted_without_waiting():
+    """From lengths on the device, as the backend gives them."""
+    from ..ops_triton.test_score import ROWS as SHARED
+    from ..ops_triton.test_score import TOTAL, stored_case
+
+    store, _ = stored_case("k4v4", "channel")
+    lens = torch.tensor(TOTAL, dtype=torch.int32)
+    ops.note_observers(store, SHARED, [n - 1 for n in TOTAL], [1] * len(TOTAL), None)
+    mine = torch.zeros_like(store.observed).cuda()
+    want, store.observed, rows, lens = store.observed, mine, SHARED.cuda(), lens.cuda()
+    store.pages = store.pages.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.note_observers(store, rows, lens - 1, torch.ones_like(lens), None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(mine.cpu(), want)
