@@ -19,6 +19,7 @@ from pathlib import Path
 from bench.common import RESULTS, ROOT
 from bench.quality.tasks import TITLES as QUESTIONS
 
+LONGEST = 60  # characters of a word of a command in the README
 OUT = RESULTS / "scoreboard.json"
 README = ROOT / "README.md"
 MARK = "<!-- scoreboard -->"
@@ -37,8 +38,8 @@ DECODE = {
     "decode.vs_fp8": "against the fastest stock kernel, fp8 KV",
 }
 MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.5b": "Qwen2.5-Coder-1.5B"}
-TASKS = {"niah": "8 needles", "kv": "dictionary", "nll": "likelihood"}
-QUALITY = {f"quality.{m}.{t}": f"{name}, {task}" for m, name in MODELS.items() for t, task in TASKS.items()}
+QUALITY = [f"quality.{m}.{t}" for m in MODELS for t in ("niah", "kv", "nll")]
+RATIOS = {"ratio_body": "smaller, packed blocks", "ratio_4k": "smaller, 4k tokens"}
 PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
 # The same figure under the name that a preset gives it.
 ALIASES = {
@@ -109,35 +110,40 @@ def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
 
 
 def _presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """What is recommended against bf16, model by model; and the names of the figures in it."""
-    columns = {"ratio_body": "smaller, packed blocks", "ratio_4k": "smaller, 4k tokens"}
-    for model, title in MODELS.items():
-        columns |= {f"{model}.{task}.delta": f"{title}, {name}" for task, name in QUESTIONS.items()}
-        columns |= {f"{model}.kl_p99": f"{title}, KL p99"}
-    used = {f"quality.{p}.{c}" for p in PRESETS for c in columns} & set(board)
-    columns = {c: t for c, t in columns.items() if any(f"quality.{p}.{c}" in used for p in PRESETS)}
+    """What is recommended against bf16, a line for each model and preset; and the names of the figures in it."""
+    columns = {f"{task}.delta": name for task, name in QUESTIONS.items()} | {"kl_p99": "KL p99"}
+    every = [f"quality.{p}.{m}.{c}" for p in PRESETS for m in MODELS for c in columns]
+    used = {n for n in [*every, *(f"quality.{p}.{r}" for p in PRESETS for r in RATIOS)] if n in board}
     if not used:
         return [], used
-    lines = ["| preset | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
-    for preset, title in PRESETS.items():
-        rows = [board.get(f"quality.{preset}.{c}") for c in columns]
-        if any(rows):
-            lines.append(f"| {title} | " + " | ".join(_change(r) if r else "" for r in rows) + " |")
+    head = ["model", "preset", *RATIOS.values(), *columns.values()]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for model, title in MODELS.items():
+        for preset, name in PRESETS.items():
+            rows = [board.get(f"quality.{preset}.{model}.{c}") for c in columns]
+            if any(rows):
+                sizes = [board.get(f"quality.{preset}.{r}") for r in RATIOS]
+                cells = [_change(r) if r else "" for r in (*sizes, *rows)]
+                lines.append(f"| {title} | {name} | " + " | ".join(cells) + " |")
+                title = ""
     return [*lines, ""], used
 
 
 def _change(row: dict) -> str:
     if row["unit"].startswith("points"):
-        return f"{row['value']:+.1f} points"
+        return f"{row['value']:+.1f}"
     return f"{row['value']:.2f}" if row["unit"].startswith("nats") else shown(row)
 
 
 def tables(board: dict[str, dict]) -> str:
     """Markdown: one line per format, then the single figures, then where they were measured."""
     presets, of_presets = _presets(board)
-    lines = [*_by_format(board, COLUMNS), *_by_format(board, DECODE), *_by_format(board, QUALITY), *presets]
+    lines = [*_by_format(board, COLUMNS), *_by_format(board, DECODE)]
+    if presets:
+        lines += ["Answers against stock SGLang in bf16, in points of at least 100 questions a task:", "", *presets]
     singles = [name for name in SINGLES if name in board]
-    grouped = {f"{c}.{fmt}" for c in (*COLUMNS, *DECODE, *QUALITY) for fmt in FORMATS}
+    unshown = {f"{c}.{fmt}" for c in QUALITY for fmt in FORMATS}  # 64 questions; those of the presets are more
+    grouped = {f"{c}.{fmt}" for c in (*COLUMNS, *DECODE) for fmt in FORMATS} | unshown
     others = [name for name in board if name not in SINGLES and name not in grouped | of_presets]
     if singles or others:
         lines += ["| figure | value |", "|---|---|"]
@@ -145,9 +151,14 @@ def tables(board: dict[str, dict]) -> str:
         lines += [f"| `{name}` | {shown(board[name])} |" for name in others]
         lines.append("")
     if board:
-        commands = sorted({(r["command"], r["device"]) for r in board.values()})
+        commands = sorted({(_short(r["command"]), r["device"]) for n, r in board.items() if n not in unshown})
         lines += ["Measured by:", "", *(f"- `{command}` on {device}" for command, device in commands)]
     return "\n".join(lines).strip()
+
+
+def _short(command: str) -> str:
+    """A command whose lists are cut: the whole of it is in the file."""
+    return " ".join(word if len(word) <= LONGEST else word.split(",")[0] + ",.." for word in command.split(" "))
 
 
 def render(readme: str, board: dict[str, dict]) -> str:

@@ -242,12 +242,12 @@ def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
     scores = cells.scores(rows, "smollm2")
     assert scores["quality.balanced.smollm2.code.delta"] == (pytest.approx(-100 / 3), "points of 3 questions")
     assert "-1+0" in pareto.table(rows) and "HumanEval" in pareto.table(rows)
-    numbers = {"model": "smollm2", "length": 1024, "contexts": 2, "cells": rows}
+    numbers = {"model": "smollm2", "length": 1024, "contexts": 2, "cells": rows, "raw": {"stock": stock, "k4v4": mine}}
     (tmp_path / "quality").mkdir()
-    (tmp_path / "quality" / "policies_x.json").write_text(json.dumps({"numbers": numbers}))
+    (tmp_path / "quality" / "policies_x.json").write_text(json.dumps({"numbers": numbers, "device": "CPU, 2 cores"}))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert "| HumanEval (3) | HumanEval, length |" in report.policies()
-    assert "33.3 % (-1 +0) | 1.50x |" in report.policies()
+    assert "| HumanEval (3) | HumanEval, length |" in report.everything()
+    assert "33.3 % (-1 +0) | 1.50x |" in report.everything()
 
 
 def test_cells_without_a_wanted_task_are_measured_again(tmp_path):

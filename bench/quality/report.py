@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md, from the result files.
+"""The tables of docs/quality.md and docs/quality-cells.md, from the result files.
 
     python -m bench.quality.report [--check]
 
@@ -13,15 +13,38 @@ import re
 import sys
 
 from bench.common import RESULTS, ROOT
+from bench.quality import cells, findings
+from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
 from bench.scoreboard import MODELS
+from sglang_kvc.policies.presets import PRESETS
+from sglang_kvc.policies.registry import POLICIES
 
-DOC = ROOT / "docs" / "quality.md"
+DOCS = (ROOT / "docs" / "quality.md", ROOT / "docs" / "quality-cells.md")
+MAIN = 2048  # tokens of a context in the tables of docs/quality.md
+NEAR = 0.05  # of all tokens
+# Presses of kvpress, and the cells that do the same in 8 bits.
+SAME = {
+    "keydiff": r"quota\+budget=\dx\+high=k8v8\+share=uniform",
+    "snapkv": r"snapkv\+budget=\dx",
+    "h2o": r"h2o\+budget=\dx",
+    "pyramidkv": r"pyramid\+budget=\dx",
+    "streaming-llm": r"streaming-llm\+budget=\dx",
+    "random": r"random\+budget=\dx\+high=k8v8",
+    "ada-expected": r"ada-expected\+budget=\dx\+high=k8v8",
+}
+# Columns of the table of all policies: bytes of a packed block against bf16, and the format of what is kept.
+SIZES = (("2x", "k8v8"), ("4x", "k8v8"), ("8x", "k8v8"), ("8x", "k4v4"))
 
 
 def numbers(path: str) -> dict | None:
     file = RESULTS / path
     return json.loads(file.read_text())["numbers"] if file.exists() else None
+
+
+def groups(length: int | None = None) -> list[Merged]:
+    """What was asked through the server, by model; of contexts of one length alone, if it is given."""
+    return [g for g in merged(RESULTS / "quality") if length in (None, g.length)]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -81,37 +104,112 @@ def _title(task: str, of: int, questions: int) -> str:
     return TITLES[task] if of == questions else f"{TITLES[task]} ({of})"
 
 
+def _cells(group: Merged, rows: dict[str, dict]) -> str:
+    """A table of some cells of one model, from large to small and within that from good to bad."""
+    tasks = [t for t in group.tasks if any(t in r for r in rows.values())]
+    free = [t for t in tasks if any("length_ratio" in r.get(t, {}) for r in rows.values())]
+    ranked = sorted(rows.items(), key=lambda c: (round(c[1]["ratio_body"], 1), -_first(c[1], tasks)))
+    head = ["cell", "body", "whole request", "tokens kept"]
+    head += [_title(t, next(r[t]["of"] for r in rows.values() if t in r), group.questions) for t in tasks]
+    head += [*(f"{TITLES[t]}, length" for t in free), "NLL", "KL mean, p99"]
+    title = f"{MODELS[group.model]}, {group.length} tokens, {group.questions} questions a task, {_device(group)}:\n"
+    return f"{title}\n{table(head, [_policy_row(name, r, tasks, free) for name, r in ranked])}"
+
+
+def _device(group: Merged) -> str:
+    return "the CPU engine" if group.device.startswith("CPU") else group.device.removeprefix("NVIDIA ")
+
+
+def presets() -> str:
+    """What is recommended, beside stock in 16 bits and in fp8, with every task that was asked."""
+    wanted = [cells.STOCK, *cells.RECOMMENDED.values()]
+    return "\n\n".join(_cells(g, {n: g.rows[n] for n in wanted if n in g.rows}) for g in groups(MAIN))
+
+
 def policies() -> str:
-    """One table a model: all cells, from large to small and within that from good to bad."""
+    """Every policy at every size: needles / dictionary, and the mean KL."""
     out = []
-    for path in sorted((RESULTS / "quality").glob("policies_*.json")):
-        n = json.loads(path.read_text())["numbers"]
-        rows, questions = n["cells"].values(), 8 * n["contexts"]
-        tasks = [t for t in TITLES if any(t in r for r in rows)]
-        free = [t for t in tasks if any("length_ratio" in r.get(t, {}) for r in rows)]
-        ranked = sorted(n["cells"].items(), key=lambda c: (round(c[1]["ratio_body"], 1), -_first(c[1], tasks)))
-        out.append(f"{MODELS[n['model']]}, {n['length']} tokens, {questions} questions a task:\n")
-        head = ["cell", "body", "whole request", "tokens kept"]
-        head += [_title(t, next(r[t]["of"] for r in rows if t in r), questions) for t in tasks]
-        head += [*(f"{TITLES[t]}, length" for t in free), "NLL", "KL mean, p99"]
-        out.append(table(head, [_policy_row(name, r, tasks, free) for name, r in ranked]) + "\n")
-    return "\n".join(out).rstrip()
+    for group in groups(MAIN):
+        rows = []
+        for policy in ["quota", *(p.name for p in PRESETS if p.name not in ("quota", *cells.RECOMMENDED, "mikv"))]:
+            line = [_at(group, policy, size, fmt) for size, fmt in SIZES]
+            if any(line):
+                rows.append([f"`{policy}`", *line])
+        stock = _short(group.rows[cells.STOCK])
+        head = [f"{MODELS[group.model]} (stock {stock})", *(f"{size}, {fmt}" for size, fmt in SIZES)]
+        out.append(table(head, rows))
+    return "\n\n".join(out)
+
+
+def _at(group: Merged, policy: str, size: str, fmt: str) -> str:
+    own = POLICIES[policy]().high
+    if policy in cells.FIXED_FORMATS:
+        name = f"{policy}+budget={size}" if fmt == "k4v4" else ""
+    else:
+        name = f"{policy}+budget={size}" + ("" if fmt == own else f"+high={fmt}")
+    return _short(group.rows[name]) if name in group.rows else ""
+
+
+def _short(row: dict) -> str:
+    marks = " / ".join(f"{100 * row[t]['em']:.0f}" for t in ("niah", "kv"))
+    kl = row.get("kl")
+    return f"{marks} ({kl['mean']:.3f})" if kl and kl["mean"] else marks
+
+
+def papers() -> str:
+    """Findings of the papers, pair by pair and model by model."""
+    rows = []
+    for finding, pairs in findings.FINDINGS.items():
+        for better, other in pairs:
+            for group in groups(MAIN):
+                found = findings.compare(group, better, other)
+                if found is None:
+                    continue
+                shares = [f"{100 * a:.1f} / {100 * b:.1f} %" for a, b in found["shares"]]
+                p = f"+{found['wins']} -{found['losses']}, p = {found['p']:.2g}"
+                said = "holds" if other == cells.STOCK and found["p"] >= findings.SURE else findings.verdict(found)
+                rows.append([finding, MODELS[group.model], f"`{better}`, `{other}`", *shares, p, said])
+                finding = ""
+    return table(["finding", "model", "cells", "needles", "dictionary", "sign test", ""], rows)
+
+
+def everything() -> str:
+    """One table a model and length: all cells."""
+    return "\n\n".join(_cells(g, g.rows) for g in groups())
 
 
 def kvpress() -> str:
-    """kvpress' own figures for the same contexts."""
-    rows = []
+    """kvpress' own figures for the same contexts, and the same method's here at about the same share of tokens."""
+    rows, mine = [], {(g.model, g.length): g for g in groups()}
     for path in sorted((RESULTS / "quality").glob("kvpress_*.json")):
         record = json.loads(path.read_text())
+        settings = record["settings"]
+        group = mine.get((settings["model"], settings["length"]))
         for r in record["rows"]:
             if not r.get("error"):
-                scope, kept = record["settings"]["scope"], f"{100 * r['kept']:.0f} %"
-                marks = (f"{100 * r[t]['em']:.1f} %" if t in r else "" for t in ("niah", "kv"))
-                rows.append([MODELS[record["settings"]["model"]], r["press"], scope, kept, *marks])
-    return table(["model", "press", "scope", "tokens kept", "8 needles", "dictionary"], rows) if rows else ""
+                where = [MODELS[settings["model"]], f"{settings['length']}", f"`{r['press']}`", settings["scope"]]
+                marks = " / ".join(f"{100 * r[t]['em']:.1f}" for t in ("niah", "kv"))
+                of = str(r["niah"]["of"])
+                rows.append([*where, f"{100 * r['kept']:.0f} %", of, marks, _ours(group, r["press"], r["kept"])])
+    head = ["model", "tokens", "press", "scope", "kept", "questions", "needles / dictionary", "here (kept)"]
+    return table(head, rows) if rows else ""
 
 
-SECTIONS = {"quantisers": quantisers, "formats": formats, "policies": policies, "kvpress": kvpress}
+def _ours(group: Merged | None, press: str, kept: float) -> str:
+    """The cell of the same method whose kept share is nearest, if any is near."""
+    if group is None or press not in SAME:
+        return _plain(group.rows[cells.STOCK]) if group and press == "full" else ""
+    near = [r for n, r in group.rows.items() if re.fullmatch(SAME[press], n) and abs(r["kept"] - kept) < NEAR]
+    best = min(near, key=lambda r: abs(r["kept"] - kept), default=None)
+    return f"{_plain(best)} ({100 * best['kept']:.0f} %)" if best else ""
+
+
+def _plain(row: dict) -> str:
+    return " / ".join(f"{100 * row[t]['em']:.1f}" for t in ("niah", "kv"))
+
+
+SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "policies": policies}
+SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything}
 
 
 def render(text: str) -> str:
@@ -127,12 +225,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    before = DOC.read_text()
-    after = render(before)
-    if check and before != after:
-        print(f"error: {DOC.relative_to(ROOT)} is not what the result files say; run python -m bench.quality.report")
-        return 1
-    DOC.write_text(after)
+    for doc in DOCS:
+        before = doc.read_text()
+        after = render(before)
+        if check and before != after:
+            print(f"error: {doc.relative_to(ROOT)} is not what the files say; run python -m bench.quality.report")
+            return 1
+        doc.write_text(after)
     return 0
 
 

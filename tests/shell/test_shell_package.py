@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import bench.quality.report
 import bench.scoreboard
 
@@ -30,6 +32,7 @@ def test_scoreboard_and_readme_show_the_committed_results():
     assert bench.scoreboard.render(readme, board) == readme, "stale: run python -m bench.scoreboard"
 
 
-def test_the_quality_page_shows_the_committed_results():
-    page = bench.quality.report.DOC.read_text()
+@pytest.mark.parametrize("doc", bench.quality.report.DOCS, ids=lambda doc: doc.stem)
+def test_the_quality_pages_show_the_committed_results(doc):
+    page = doc.read_text()
     assert bench.quality.report.render(page) == page, "stale: run python -m bench.quality.report"

@@ -1,0 +1,55 @@
+"""All policy result files of one model and length as one: cells that were measured in several runs stand side by side.
+
+Every run has a reference of its own, and flips and KL are against that one; a cell that several runs have is taken from
+the one that asked the most tasks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.common import RESULTS
+from bench.quality.tasks import TITLES
+
+
+@dataclass
+class Merged:
+    """Rows as the tables show them, and single answers, by cell."""
+
+    model: str
+    length: int
+    questions: int  # of a task whose contexts have eight each
+    device: str
+    rows: dict[str, dict] = field(default_factory=dict)
+    raw: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> list[str]:
+        return [t for t in TITLES if any(t in row for row in self.rows.values())]
+
+    def answers(self, cell: str, task: str) -> list[bool]:
+        """Right or wrong of each question, in the order that all cells share."""
+        return [right for context in self.raw[cell][task] for right in context]
+
+
+def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
+    """One for each model, length and number of contexts; long contexts first."""
+    out: dict[tuple, Merged] = {}
+    for path in sorted(folder.glob("policies_*.json")):
+        record = json.loads(path.read_text())
+        n = record["numbers"]
+        key = n["model"], n["length"], n["contexts"]
+        group = out.setdefault(key, Merged(n["model"], n["length"], 8 * n["contexts"], record["device"]))
+        for name, row in n["cells"].items():
+            if _tasks(row) > _tasks(group.rows.get(name, {})):
+                group.rows[name], group.raw[name] = row, n["raw"][name]
+    return sorted(out.values(), key=lambda g: (-g.length, list(_MODELS).index(g.model), -g.questions))
+
+
+def _tasks(row: dict) -> int:
+    return sum(t in row for t in TITLES)
+
+
+_MODELS = ("qwen-0.5b", "qwen-1.5b", "smollm2")

@@ -1,0 +1,49 @@
+"""Several runs of one model as one table, and the sign test behind what is said of the papers' findings."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from bench.quality import findings
+from bench.quality.merged import Merged, merged
+
+
+@pytest.mark.parametrize(("wins", "losses"), [(0, 0), (3, 0), (5, 1), (2, 7), (4, 4)])
+def test_the_sign_test_counts_what_is_as_uneven(wins, losses):
+    n = wins + losses
+    as_far = [abs(2 * sum(coins) - n) >= abs(wins - losses) for coins in itertools.product((0, 1), repeat=n)]
+    assert findings.sign_test(wins, losses) == pytest.approx(sum(as_far) / len(as_far))
+
+
+def group(**answers: list[int]) -> Merged:
+    raw = {name: {task: [[bool(x) for x in marks]] for task in findings.TASKS} for name, marks in answers.items()}
+    return Merged("smollm2", 64, 8, "CPU", rows=dict.fromkeys(raw, {}), raw=raw)
+
+
+def test_pairs_are_compared_question_by_question():
+    found = findings.compare(group(a=[1, 1, 1, 1, 0], b=[0, 0, 0, 1, 1]), "a", "b")
+    assert found["shares"] == [(0.8, 0.4)] * 2 and (found["wins"], found["losses"]) == (6, 2)
+    assert findings.verdict(found) == "no difference"
+    sure = findings.compare(group(a=[0] * 4, b=[1] * 4), "a", "b")
+    assert sure["p"] == pytest.approx(2 / 2**8) and findings.verdict(sure) == "the other way round"
+    assert findings.compare(group(a=[1]), "a", "b") is None
+
+
+def test_runs_of_one_model_are_merged_and_the_one_with_more_tasks_counts(tmp_path):
+    def run(name: str, length: int, **cells):
+        rows = {n: {t: {"em": em} for t, em in tasks.items()} for n, tasks in cells.items()}
+        raw = {n: {t: [[True]] for t in tasks} for n, tasks in cells.items()}
+        numbers = {"model": "smollm2", "length": length, "contexts": 2, "cells": rows, "raw": raw}
+        (tmp_path / f"policies_{name}.json").write_text(json.dumps({"device": "NVIDIA H100", "numbers": numbers}))
+
+    run("a", 128, stock={"niah": 1.0, "kv": 0.5}, k4v4={"niah": 0.9})
+    run("b", 128, stock={"niah": 1.0}, k4v4={"niah": 0.8, "kv": 0.7}, quota={"niah": 0.1})
+    run("c", 64, stock={"niah": 0.3})
+    long, short = merged(tmp_path)
+    assert (long.length, short.length, long.questions) == (128, 64, 16)
+    assert set(long.rows) == {"stock", "k4v4", "quota"} and long.tasks == ["niah", "kv"]
+    assert long.rows["stock"]["kv"]["em"] == 0.5 and long.rows["k4v4"]["niah"]["em"] == 0.8
+    assert long.answers("k4v4", "kv") == [True]
