@@ -20,7 +20,7 @@ def test_the_sign_test_counts_what_is_as_uneven(wins, losses):
 
 def group(**answers: list[int]) -> Merged:
     raw = {name: {task: [[bool(x) for x in marks]] for task in findings.TASKS} for name, marks in answers.items()}
-    return Merged("smollm2", 64, 8, "CPU", rows=dict.fromkeys(raw, {}), raw=raw)
+    return Merged("smollm2", 64, 8, "CPU", rows={name: {} for name in raw}, raw=raw)
 
 
 def test_pairs_are_compared_question_by_question():
