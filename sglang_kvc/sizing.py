@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvc_kernels.layout import FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import (
+    BF16,
+    FORMATS,
+    TOKEN_MULTIPLE,
+    Format,
+    PageLayout,
+    PoolLayout,
+    Rung,
+    choose_page_bytes,
+    page_bytes_for,
+)
 
 if TYPE_CHECKING:
     from .config import KvcConfig
@@ -19,17 +29,28 @@ RESERVE_PART = 1 / 32
 
 def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
     """The pool's geometry; page bytes are searched unless the user fixed them."""
-    page_bytes = config.page_bytes or choose_page_bytes(
-        [FORMATS[f] for f in policy.formats()],
-        head_dim=head_dim,
-        block_tokens=config.block_size,
-        key_mode=config.key_mode,
-        scored=policy.observes,
-        whole=policy.stored_as() is not None,
-    )
+    formats = [FORMATS[f] for f in policy.formats()]
+    options = {"head_dim": head_dim, "key_mode": config.key_mode, "scored": policy.observes}
+    if config.page_bytes:
+        page_bytes = config.page_bytes
+    elif policy.page_tokens:
+        page_bytes = _page_of(formats, policy.page_tokens, **options)
+    else:
+        whole = policy.stored_as() is not None
+        page_bytes = choose_page_bytes(formats, block_tokens=config.block_size, whole=whole, **options)
     return PoolLayout(
         layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes
     )
+
+
+def _page_of(formats: list[Format], tokens: int, **options) -> int:
+    """Bytes of a page of `tokens` tokens in the first format, or of as many more as the others and bf16 need."""
+    while True:
+        size = page_bytes_for(formats[0], tokens, **options)
+        pages = [PageLayout(f, options["head_dim"], size, options["key_mode"], options["scored"]) for f in formats]
+        if all(page.tokens for page in (*pages, replace(pages[0], format=BF16))):
+            return size
+        tokens += TOKEN_MULTIPLE
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ BUDGETS = ("4x", "8x", "2x")
 # The most telling first; presets that this list does not know follow.
 FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "streaming-llm", "pyramid", "minikv")
 # What the README recommends, as the cells that it is.
-RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "quota+keep=0.5", "fp8": FP8}
+RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "max", "fp8": FP8}
 FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
 QUANTISED = ("k8v8", "k4v2", "k2v2")
 

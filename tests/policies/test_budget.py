@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import PoolLayout
-from sglang_kvc.policies import Prune
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.policies import Prune, make_policy
 from sglang_kvc.policies.budget import Budget, smaller, token_bytes
 from sglang_kvc.policies.calibration import check_shapes, load
 from sglang_kvc.runtime import Runtime
+from sglang_kvc.sizing import make_layout
 
 from ..shell.conftest import one_sentence
 from .support import D, H, L, P, World, statistics
@@ -89,3 +94,15 @@ def test_shapes_of_statistics(tmp_path):
         with pytest.raises(ValueError, match="does not fit"):
             check_shapes(path, names, other)
     assert load(path, torch.device("cpu")) is load(path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("head_dim", "high", "tokens"), [(64, "k4v4", 16), (128, "k4v4", 16), (64, "k4v2", 32)])
+def test_max_is_seven_times_smaller_with_fine_pages(head_dim, high, tokens):
+    """A page of 16 tokens in k4v2 would hold no group of uncompressed ones: it takes the next size."""
+    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_high=high, kvc_block_size=128))
+    policy = make_policy(config)
+    layout = make_layout(config, policy, layers=24, heads=2, head_dim=head_dim)
+    assert layout.page(FORMATS[high]).tokens == tokens and layout.page(BF16).tokens >= 4
+    assert smaller(layout, policy.high_pages(layout)) >= 7
+    own = replace(config, page_bytes=4352)
+    assert make_layout(own, policy, layers=24, heads=2, head_dim=head_dim).page_bytes == 4352
