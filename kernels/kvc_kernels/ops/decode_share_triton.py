@@ -1,0 +1,304 @@
+"""Decode attention whose programs are dealt to KV heads by load: plan, launch and merge (see `decode_attention_triton`).
+
+A program belongs to one head. How many a head gets, and where its lists of blocks are cut, follows from weights
+int32 `[L, H, C]`: the time of a block of class C at that layer and head, in units of 1/256 of a tile, as found in the
+counts of a sample of the step's blocks. All cuts are integer arithmetic on those and on block counts, done alike by the
+programs and by the merge: there is no list of work items.
+
+Of list i = request * C + class, its blocks laid end to end with those of the lists before, a head's program j holds the
+blocks whose middle lies in its part of the cost. Its result for that list goes to row pid + head * lists + i: from one
+result of a head to the next, the program or the list is another, so that rows are never shared.
+"""
+
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..store import PageStore
+from .decode_attention_triton import CHUNK, DecodeAttention, _packed_program, _plain_program
+from .decode_plan_triton import DecodePlan, _split_kernel
+from .unpack_triton import NEG
+
+SAMPLES = 8  # blocks of a list whose counts are read
+UNIT = 256  # of cost, a tile
+BLOCK_COST = 32  # header, products with its zeros, list entry
+
+
+@triton.jit(do_not_specialize=["NB", "batch"])
+def _weigh_kernel(
+    lists, sizes, counts, weights, before, batch, NB,
+    L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, CLASSES: tl.constexpr, MB: tl.constexpr,
+    WIDTH: tl.constexpr, SAMPLES: tl.constexpr, STEP: tl.constexpr, BLOCK_COST: tl.constexpr,
+):
+    """grid (L,). `weights`, and int32 `before[C, MB + 1]`: blocks of a class in the requests in front of each.
+
+    CLASSES: per class (cost of a tile, tokens of a tile, side); of uncompressed blocks the first is that of a block.
+    """
+    layer = tl.program_id(0)
+    h = tl.arange(0, HP)
+    for c in tl.static_range(NC):
+        if c == 0:
+            weight = tl.full([HP], CLASSES[0][0], tl.int32)
+        else:
+            tiles = tl.zeros([HP], tl.int32)
+            found = tl.zeros([], tl.int32)
+            for at in range(0, batch * SAMPLES, STEP):
+                i = at + tl.arange(0, STEP)
+                b = i // SAMPLES
+                k = i % SAMPLES
+                n = tl.load(sizes + b * NC + c, mask=b < batch, other=0)
+                ok = k < n
+                place = tl.where(n > SAMPLES, k * n // SAMPLES, k)
+                block = tl.load(lists + (b * NC + c).to(tl.int64) * NB + place, mask=ok, other=0) >> 32
+                at_count = counts + ((block * L + layer) * H)[:, None] * 2 + (h * 2 + CLASSES[c][2])[None, :]
+                count = tl.load(at_count, mask=ok[:, None] & (h < H)[None, :], other=0).to(tl.int32)
+                tiles += tl.sum((count + CLASSES[c][1] - 1) // CLASSES[c][1], 0)
+                found += tl.sum(ok.to(tl.int32), 0)
+            weight = BLOCK_COST + tiles * CLASSES[c][0] // tl.maximum(found, 1)
+        tl.store(weights + (layer * H + h) * NC + c, weight, mask=h < H)
+        if layer == 0:
+            b = tl.arange(0, WIDTH)
+            n = tl.load(sizes + b * NC + c, mask=b < batch, other=0)
+            upto = tl.cumsum(n, 0)
+            tl.store(before + c * (MB + 1) + b + 1, upto, mask=b < MB)
+
+
+@triton.jit
+def _share(weights, before, layer, programs, MB: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr):
+    """int32 `[HP]`: cost of each head of a layer, its first program, its programs, and those of them that work.
+
+    Every head has one; the others are dealt by cost. No part of a cost is narrower than a block.
+    """
+    h = tl.arange(0, HP)
+    load = tl.zeros([HP], tl.int32)
+    widest = tl.full([HP], 1, tl.int32)
+    for c in tl.static_range(NC):
+        n = tl.load(before + c * (MB + 1) + MB)
+        w = tl.load(weights + (layer * H + h) * NC + c, mask=h < H, other=0)
+        load += n * w
+        widest = tl.maximum(widest, tl.where(n > 0, w, 1))
+    front = (tl.cumsum(load, 0) - load).to(tl.int64)
+    total = tl.maximum(tl.sum(load.to(tl.int64), 0), 1)
+    spare = programs - H
+    first = h + (front * spare // total).to(tl.int32)
+    last = h + ((front + load) * spare // total).to(tl.int32)
+    working = tl.maximum(tl.minimum(last + 1 - first, load // widest), 1)
+    return load, first, last + 1 - first, working
+
+
+@triton.jit
+def _border(x, start, weight, n):
+    """First block of a list that starts at cost `start` whose middle is at cost `x` or behind it."""
+    v = 2 * (x - start) - weight
+    return tl.where(v <= 0, 0, tl.minimum((v + 2 * weight - 1) // (2 * weight), n))
+
+
+@triton.jit
+def _pick(x, me):
+    return tl.sum(tl.where(me, x, 0), 0)
+
+
+@triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
+def _share_kernel(
+    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, weights, before, lists,
+    pages, table, counts, headers, NB, layer, scale, cap,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
+    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
+    ASM: tl.constexpr, MB: tl.constexpr, WIDTH: tl.constexpr, HP: tl.constexpr,
+):
+    """grid (programs,). part_o fp32 `[programs + H * MB * C, G, D]`, part_ml fp32 `[.., G, 2]`."""
+    NC: tl.constexpr = len(CLASSES)
+    pid = tl.program_id(0)
+    words = scratch + pid.to(tl.int64) * SCRATCH
+    qz = (words + WORDS).to(tl.pointer_type(tl.float32))
+    tile_pages = (words + WORDS + CHUNK * NQ // 2).to(tl.pointer_type(tl.int32))
+    load, first, _, working = _share(weights, before, layer, tl.num_programs(0), MB, H, HP, NC)
+    heads = tl.arange(0, HP)
+    h = tl.sum(((first <= pid) & (heads < H)).to(tl.int32), 0) - 1
+    me = heads == h
+    cost = _pick(load, me)
+    j = pid - _pick(first, me)
+    n = _pick(working, me)
+    if (j < n) & (cost > 0):
+        begin = (j.to(tl.int64) * cost // n).to(tl.int32)
+        end = ((j + 1).to(tl.int64) * cost // n).to(tl.int32)
+        head = (layer * H + h).to(tl.int64)
+        every = tl.arange(0, WIDTH)
+        starts = tl.where(every < MB, 0, 1 << 30)
+        for c in tl.static_range(NC):
+            n_before = tl.load(before + c * (MB + 1) + every, mask=every < MB, other=0)
+            starts += tl.load(weights + head * NC + c) * n_before
+        first_request = tl.sum((starts <= begin).to(tl.int32), 0) - 1
+        last_request = tl.sum((starts < end).to(tl.int32), 0) - 1
+        g = tl.arange(0, NQ)
+        for step in range(last_request - first_request + 1):
+            request = first_request + step
+            q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
+            start = tl.zeros([], tl.int32)
+            for c in tl.static_range(NC):
+                start += tl.load(weights + head * NC + c) * tl.load(before + c * (MB + 1) + request)
+            for c in tl.static_range(NC):
+                weight = tl.load(weights + head * NC + c)
+                at = before + c * (MB + 1) + request
+                size = tl.load(at + 1) - tl.load(at)
+                lo = _border(begin, start, weight, size)
+                blocks = _border(end, start, weight, size) - lo
+                start += size * weight
+                if blocks > 0:
+                    entries = lists + (request * NC + c).to(tl.int64) * NB + lo
+                    part = (pid + (h * MB + request) * NC + c).to(tl.int64) * G + g
+                    out = part_o + part * D
+                    ml = part_ml + part * 2
+                    if CLASSES[c][0] == 16:
+                        _plain_program(
+                            q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
+                            page_bytes, L * H * E, G, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5], CHUNK,
+                            CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
+                        )
+                    else:
+                        _packed_program(
+                            q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
+                            head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
+                            CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
+                            CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
+                        )
+
+
+@triton.jit(do_not_specialize=["layer", "programs"])
+def _share_merge_kernel(
+    part_o, part_ml, weights, before, layer, programs, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    MB: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, STEP: tl.constexpr, LSE: tl.constexpr,
+):
+    """grid (B, H * G). As `_merge_kernel`; the rows of a request and head follow from the cuts."""
+    b = tl.program_id(0)
+    hq = tl.program_id(1)
+    h = hq // G
+    g = hq % G
+    load, first, _, working = _share(weights, before, layer, programs, MB, H, HP, NC)
+    me = tl.arange(0, HP) == h
+    cost = tl.maximum(_pick(load, me), 1).to(tl.int64)
+    n = _pick(working, me).to(tl.int64)
+    place = _pick(first, me) + (h * MB + b) * NC
+    start = tl.zeros([], tl.int32)
+    for c in tl.static_range(NC):
+        start += tl.load(weights + (layer * H + h) * NC + c) * tl.load(before + c * (MB + 1) + b)
+    begins = ()
+    ends = ()
+    begin = tl.full([], 1 << 30, tl.int32)
+    end = tl.zeros([], tl.int32)
+    for c in tl.static_range(NC):
+        weight = tl.load(weights + (layer * H + h) * NC + c)
+        at = before + c * (MB + 1) + b
+        size = tl.load(at + 1) - tl.load(at)
+        # A program's part begins at floor(j * cost / n): j is the last with 2 * floor(..) <= twice the block's middle.
+        top = start + weight // 2 + 1
+        bottom = start + (2 * size - 1) * weight // 2 + 1
+        some = size > 0
+        mine = tl.where(some, place + c + ((top * n - 1) // cost).to(tl.int32), 1 << 30)
+        beyond = tl.where(some, place + c + ((bottom * n - 1) // cost).to(tl.int32) + 1, 0)
+        begins = begins + (mine,)
+        ends = ends + (beyond,)
+        begin = tl.minimum(begin, mine)
+        end = tl.maximum(end, beyond)
+        start += size * weight
+    d = tl.arange(0, D)
+    i = tl.arange(0, STEP)
+    top_m = tl.full([], NEG, tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([D], tl.float32)
+    for at in range(begin, end, STEP):
+        r = at + i
+        ok = r < 0
+        for c in tl.static_range(NC):
+            ok = ok | ((r >= begins[c]) & (r < ends[c]))
+        row = r.to(tl.int64) * G + g
+        m = tl.load(part_ml + row * 2, mask=ok, other=NEG)
+        l = tl.load(part_ml + row * 2 + 1, mask=ok, other=0.0)
+        o = tl.load(part_o + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
+        m_new = tl.maximum(top_m, tl.max(m, 0))
+        w = tl.exp2(m - m_new)
+        keep = tl.exp2(top_m - m_new)
+        total = total * keep + tl.sum(w * l, 0)
+        acc = acc * keep + tl.sum(o * w[:, None], 0)
+        top_m = m_new
+    result = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + (b * (H * G) + hq).to(tl.int64) * D + d, result.to(out.dtype.element_ty))
+    if LSE:
+        lse = tl.where(total > 0, top_m + tl.log2(tl.where(total > 0, total, 1.0)), NEG)
+        tl.store(out_lse + b * (H * G) + hq, lse)
+
+
+class SharePlan(DecodePlan):
+    """`DecodePlan` with weights `[L, H, C]` and `before[C, B + 1]` in place of items and ranges."""
+
+    tile_costs: tuple[int, ...] = ()
+
+    def describe(self, classes: tuple[tuple[int, ...], ...], block_tokens: int, tile_cost) -> None:
+        """`classes` as the kernel has them; `tile_cost(c)`: relative time of a tile of a packed class."""
+        plain = classes[0][7]
+        costs = [(UNIT * block_tokens // plain // 2, plain, 0)]
+        costs += [(max(1, round(UNIT * tile_cost(c))), c[7], c[3]) for c in classes[1:]]
+        self.costs = tuple(costs)
+
+    def update(self, store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        batch, nc, layout = row_blocks.shape[0], len(self.classes), store.layout
+        if batch > self.max_batch or row_blocks.shape[1] > self.max_blocks:
+            raise ValueError(f"plan is for {self.max_batch} x {self.max_blocks}, got {tuple(row_blocks.shape)}")
+        if batch == 0:
+            return
+        _split_kernel[(batch,)](
+            row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, self._no_skip, self.lists,
+            self.sizes, self.max_blocks, nc, layout.block_tokens, 128, num_warps=4,
+        )
+        _weigh_kernel[(layout.layers,)](
+            self.lists, self.sizes, store.counts, self.head_weights, self.before, batch, self.max_blocks,
+            layout.layers, layout.heads, triton.next_power_of_2(layout.heads), nc, self.costs, self.max_batch,
+            triton.next_power_of_2(self.max_batch), SAMPLES, 256, BLOCK_COST, num_warps=8,
+        )
+
+
+class ShareDecodeAttention(DecodeAttention):
+    def __init__(self, store, *, tile_cost=lambda c: 1.0, max_batch, **kw):
+        layout = store.layout
+        self._max_batch = max_batch
+        super().__init__(store, max_batch=max_batch, **kw)
+        old, dev, nc = self._plan, store.device, len(self._classes)
+        plan = SharePlan(store, max_batch, old.max_blocks, columns=old.columns)
+        plan.describe(self._classes, layout.block_tokens, tile_cost)
+        plan.head_weights = torch.zeros((layout.layers, layout.heads, nc), dtype=torch.int32, device=dev)
+        plan.before = torch.zeros((nc, max_batch + 1), dtype=torch.int32, device=dev)
+        self._plan = plan
+
+    @property
+    def _kernel(self):
+        return _share_kernel
+
+    def _constants(self, capped: bool) -> dict:
+        return super()._constants(capped) | {
+            "MB": self._max_batch,
+            "WIDTH": triton.next_power_of_2(self._max_batch),
+            "HP": triton.next_power_of_2(self.store.layout.heads),
+        }
+
+    def run(self, layer, q, *, scale, logit_cap=0.0, out=None, lse=None):
+        store, plan, heads = self.store, self._plan, self.store.layout.heads
+        if out is None:
+            out = torch.empty_like(q)
+        if q.shape[0] == 0:
+            return out
+        programs, c = plan.columns * heads, self._constants(logit_cap > 0)
+        _share_kernel[(programs,)](
+            q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.head_weights, plan.before,
+            plan.lists, store.pages, store.table, store.counts, store.headers,
+            plan.max_blocks, layer, scale, logit_cap, **c,
+        )  # fmt: skip
+        _share_merge_kernel[(q.shape[0], q.shape[1])](
+            self._part_o, self._part_ml, plan.head_weights, plan.before, layer, programs, out,
+            self._part_ml if lse is None else lse, heads, self.group, store.layout.head_dim, c["MB"], c["HP"],
+            len(self._classes), 8, lse is not None, num_warps=1,
+        )  # fmt: skip
+        return out
