@@ -1,4 +1,4 @@
-"""Decode attention whose programs are dealt to KV heads by load: plan, launch and merge (see `decode_attention_triton`).
+"""Decode attention whose programs are dealt to KV heads by load (see `decode_attention_triton`): plan, launch, merge.
 
 A program belongs to one head. How many a head gets, and where its lists of blocks are cut, follows from weights
 int32 `[L, H, C]`: the time of a block of class C at that layer and head, in units of 1/256 of a tile, as found in the
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..store import PageStore
-from .decode_attention_triton import CHUNK, DecodeAttention, _packed_program, _plain_program
+from .decode_attention_triton import INTERPRET, DecodeAttention, _packed_program, _plain_program
 from .decode_plan_triton import DecodePlan, _split_kernel
 from .unpack_triton import NEG
 
@@ -27,19 +27,27 @@ UNIT = 256  # of cost, a tile
 BLOCK_COST = 32  # header, products with its zeros, list entry
 
 
-@triton.jit(do_not_specialize=["NB", "batch"])
+@triton.jit(do_not_specialize=["NB", "batch", "programs"])
 def _weigh_kernel(
-    lists, sizes, counts, weights, before, batch, NB,
+    lists, sizes, counts, weights, before, shares, batch, programs, NB,
     L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, CLASSES: tl.constexpr, MB: tl.constexpr,
     WIDTH: tl.constexpr, SAMPLES: tl.constexpr, STEP: tl.constexpr, BLOCK_COST: tl.constexpr,
 ):
-    """grid (L,). `weights`, and int32 `before[C, MB + 1]`: blocks of a class in the requests in front of each.
+    """grid (L,). `weights`; int32 `before[C, MB + 1]`: blocks of a class in the requests in front of each; and int32
+    `shares[L, 4, H]`: first program of a head, programs of it that work, and the cost of each: [2], one more for the
+    first [3] of them. Every head has a program, the others are dealt by cost; none works on less than a block.
 
     CLASSES: per class (cost of a tile, tokens of a tile, side); of uncompressed blocks the first is that of a block.
     """
     layer = tl.program_id(0)
     h = tl.arange(0, HP)
+    load = tl.zeros([HP], tl.int32)
+    widest = tl.full([HP], 1, tl.int32)
     for c in tl.static_range(NC):
+        r = tl.arange(0, WIDTH)
+        n_blocks = tl.load(sizes + r * NC + c, mask=r < batch, other=0)
+        if layer == 0:
+            tl.store(before + c * (MB + 1) + r + 1, tl.cumsum(n_blocks, 0), mask=r < MB)
         if c == 0:
             weight = tl.full([HP], CLASSES[0][0], tl.int32)
         else:
@@ -59,34 +67,20 @@ def _weigh_kernel(
                 found += tl.sum(ok.to(tl.int32), 0)
             weight = BLOCK_COST + tiles * CLASSES[c][0] // tl.maximum(found, 1)
         tl.store(weights + (layer * H + h) * NC + c, weight, mask=h < H)
-        if layer == 0:
-            b = tl.arange(0, WIDTH)
-            n = tl.load(sizes + b * NC + c, mask=b < batch, other=0)
-            upto = tl.cumsum(n, 0)
-            tl.store(before + c * (MB + 1) + b + 1, upto, mask=b < MB)
-
-
-@triton.jit
-def _share(weights, before, layer, programs, MB: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr):
-    """int32 `[HP]`: cost of each head of a layer, its first program, its programs, and those of them that work.
-
-    Every head has one; the others are dealt by cost. No part of a cost is narrower than a block.
-    """
-    h = tl.arange(0, HP)
-    load = tl.zeros([HP], tl.int32)
-    widest = tl.full([HP], 1, tl.int32)
-    for c in tl.static_range(NC):
-        n = tl.load(before + c * (MB + 1) + MB)
-        w = tl.load(weights + (layer * H + h) * NC + c, mask=h < H, other=0)
-        load += n * w
-        widest = tl.maximum(widest, tl.where(n > 0, w, 1))
+        of_class = tl.sum(n_blocks, 0)
+        load += tl.where(h < H, of_class * weight, 0)
+        widest = tl.maximum(widest, tl.where(of_class > 0, weight, 1))
     front = (tl.cumsum(load, 0) - load).to(tl.int64)
     total = tl.maximum(tl.sum(load.to(tl.int64), 0), 1)
     spare = programs - H
     first = h + (front * spare // total).to(tl.int32)
     last = h + ((front + load) * spare // total).to(tl.int32)
-    working = tl.maximum(tl.minimum(last + 1 - first, load // widest), 1)
-    return load, first, last + 1 - first, working
+    working = tl.minimum(last + 1 - first, load // widest)
+    to = shares + layer * (4 * H) + h
+    tl.store(to, first, mask=h < H)
+    tl.store(to + H, working, mask=h < H)
+    tl.store(to + 2 * H, load // tl.maximum(working, 1), mask=h < H)
+    tl.store(to + 3 * H, load % tl.maximum(working, 1), mask=h < H)
 
 
 @triton.jit
@@ -96,42 +90,41 @@ def _border(x, start, weight, n):
     return tl.where(v <= 0, 0, tl.minimum((v + 2 * weight - 1) // (2 * weight), n))
 
 
-@triton.jit
-def _pick(x, me):
-    return tl.sum(tl.where(me, x, 0), 0)
-
-
 @triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
 def _share_kernel(
-    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, weights, before, lists,
+    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, weights, before, shares, lists,
     pages, table, counts, headers, NB, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr, MB: tl.constexpr, WIDTH: tl.constexpr, HP: tl.constexpr,
+    ASM: tl.constexpr, MB: tl.constexpr, WIDTH: tl.constexpr, HP: tl.constexpr, EARLY: tl.constexpr,
 ):
     """grid (programs,). part_o fp32 `[programs + H * MB * C, G, D]`, part_ml fp32 `[.., G, 2]`."""
     NC: tl.constexpr = len(CLASSES)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     words = scratch + pid.to(tl.int64) * SCRATCH
     qz = (words + WORDS).to(tl.pointer_type(tl.float32))
     tile_pages = (words + WORDS + CHUNK * NQ // 2).to(tl.pointer_type(tl.int32))
-    load, first, _, working = _share(weights, before, layer, tl.num_programs(0), MB, H, HP, NC)
+    every = tl.arange(0, WIDTH)
     heads = tl.arange(0, HP)
-    h = tl.sum(((first <= pid) & (heads < H)).to(tl.int32), 0) - 1
-    me = heads == h
-    cost = _pick(load, me)
-    j = pid - _pick(first, me)
-    n = _pick(working, me)
-    if (j < n) & (cost > 0):
-        begin = (j.to(tl.int64) * cost // n).to(tl.int32)
-        end = ((j + 1).to(tl.int64) * cost // n).to(tl.int32)
+    share = shares + layer * (4 * H)
+    firsts = tl.load(share + heads, mask=heads < H, other=1 << 30)
+    n_before = ()
+    for c in tl.static_range(NC):
+        n_before = n_before + (tl.load(before + c * (MB + 1) + every, mask=every < MB, other=0),)
+    h = tl.sum((firsts <= pid).to(tl.int32), 0) - 1
+    j = pid - tl.load(share + h)
+    if j < tl.load(share + H + h):
+        width = tl.load(share + 2 * H + h)
+        wider = tl.load(share + 3 * H + h)
+        begin = j * width + tl.minimum(j, wider)
+        end = begin + width + (j < wider).to(tl.int32)
         head = (layer * H + h).to(tl.int64)
-        every = tl.arange(0, WIDTH)
         starts = tl.where(every < MB, 0, 1 << 30)
         for c in tl.static_range(NC):
-            n_before = tl.load(before + c * (MB + 1) + every, mask=every < MB, other=0)
-            starts += tl.load(weights + head * NC + c) * n_before
+            starts += tl.load(weights + head * NC + c) * n_before[c]
         first_request = tl.sum((starts <= begin).to(tl.int32), 0) - 1
         last_request = tl.sum((starts < end).to(tl.int32), 0) - 1
         g = tl.arange(0, NQ)
@@ -168,21 +161,30 @@ def _share_kernel(
                         )
 
 
-@triton.jit(do_not_specialize=["layer", "programs"])
+@triton.jit
+def _part_of(x, width, wider):
+    """The part of a head's cost that `x` lies in: the first `wider` of them are one unit wider than `width`."""
+    front = wider * (width + 1)
+    return tl.where(x < front, x // (width + 1), wider + (x - front) // width)
+
+
+@triton.jit(do_not_specialize=["layer"])
 def _share_merge_kernel(
-    part_o, part_ml, weights, before, layer, programs, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    MB: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, STEP: tl.constexpr, LSE: tl.constexpr,
+    part_o, part_ml, weights, before, shares, layer, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    MB: tl.constexpr, NC: tl.constexpr, STEP: tl.constexpr, LSE: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """grid (B, H * G). As `_merge_kernel`; the rows of a request and head follow from the cuts."""
+    """grid (B, H * G). As `_merge_kernel`; the rows of a request and head follow from the cuts.
+
+    EARLY: may start before the programs that it follows have ended, and waits for them itself.
+    """
     b = tl.program_id(0)
     hq = tl.program_id(1)
     h = hq // G
     g = hq % G
-    load, first, _, working = _share(weights, before, layer, programs, MB, H, HP, NC)
-    me = tl.arange(0, HP) == h
-    cost = tl.maximum(_pick(load, me), 1).to(tl.int64)
-    n = _pick(working, me).to(tl.int64)
-    place = _pick(first, me) + (h * MB + b) * NC
+    share = shares + layer * (4 * H) + h
+    width = tl.maximum(tl.load(share + 2 * H), 1)
+    wider = tl.load(share + 3 * H)
+    place = tl.load(share) + (h * MB + b) * NC
     start = tl.zeros([], tl.int32)
     for c in tl.static_range(NC):
         start += tl.load(weights + (layer * H + h) * NC + c) * tl.load(before + c * (MB + 1) + b)
@@ -194,12 +196,11 @@ def _share_merge_kernel(
         weight = tl.load(weights + (layer * H + h) * NC + c)
         at = before + c * (MB + 1) + b
         size = tl.load(at + 1) - tl.load(at)
-        # A program's part begins at floor(j * cost / n): j is the last with 2 * floor(..) <= twice the block's middle.
-        top = start + weight // 2 + 1
-        bottom = start + (2 * size - 1) * weight // 2 + 1
         some = size > 0
-        mine = tl.where(some, place + c + ((top * n - 1) // cost).to(tl.int32), 1 << 30)
-        beyond = tl.where(some, place + c + ((bottom * n - 1) // cost).to(tl.int32) + 1, 0)
+        top = _part_of(start + weight // 2, width, wider)
+        bottom = _part_of(start + (2 * size - 1) * weight // 2, width, wider)
+        mine = tl.where(some, place + c + top, 1 << 30)
+        beyond = tl.where(some, place + c + bottom + 1, 0)
         begins = begins + (mine,)
         ends = ends + (beyond,)
         begin = tl.minimum(begin, mine)
@@ -207,6 +208,8 @@ def _share_merge_kernel(
         start += size * weight
     d = tl.arange(0, D)
     i = tl.arange(0, STEP)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     top_m = tl.full([], NEG, tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([D], tl.float32)
@@ -235,8 +238,6 @@ def _share_merge_kernel(
 class SharePlan(DecodePlan):
     """`DecodePlan` with weights `[L, H, C]` and `before[C, B + 1]` in place of items and ranges."""
 
-    tile_costs: tuple[int, ...] = ()
-
     def describe(self, classes: tuple[tuple[int, ...], ...], block_tokens: int, tile_cost) -> None:
         """`classes` as the kernel has them; `tile_cost(c)`: relative time of a tile of a packed class."""
         plain = classes[0][7]
@@ -255,21 +256,24 @@ class SharePlan(DecodePlan):
             self.sizes, self.max_blocks, nc, layout.block_tokens, 128, num_warps=4,
         )
         _weigh_kernel[(layout.layers,)](
-            self.lists, self.sizes, store.counts, self.head_weights, self.before, batch, self.max_blocks,
+            self.lists, self.sizes, store.counts, self.head_weights, self.before, self.shares, batch,
+            self.columns * layout.heads, self.max_blocks,
             layout.layers, layout.heads, triton.next_power_of_2(layout.heads), nc, self.costs, self.max_batch,
             triton.next_power_of_2(self.max_batch), SAMPLES, 256, BLOCK_COST, num_warps=8,
         )
 
 
 class ShareDecodeAttention(DecodeAttention):
-    def __init__(self, store, *, tile_cost=lambda c: 1.0, max_batch, **kw):
-        layout = store.layout
+    def __init__(self, store, *, tile_cost=lambda c: 1.0, early: bool = False, max_batch, **kw):
+        """`tile_cost(class)`: relative time of a tile. `early`: the merge is launched ahead (Hopper and later)."""
+        layout, self._early = store.layout, early and not INTERPRET
         self._max_batch = max_batch
         super().__init__(store, max_batch=max_batch, **kw)
         old, dev, nc = self._plan, store.device, len(self._classes)
         plan = SharePlan(store, max_batch, old.max_blocks, columns=old.columns)
         plan.describe(self._classes, layout.block_tokens, tile_cost)
         plan.head_weights = torch.zeros((layout.layers, layout.heads, nc), dtype=torch.int32, device=dev)
+        plan.shares = torch.zeros((layout.layers, 4, layout.heads), dtype=torch.int32, device=dev)
         plan.before = torch.zeros((nc, max_batch + 1), dtype=torch.int32, device=dev)
         self._plan = plan
 
@@ -282,6 +286,7 @@ class ShareDecodeAttention(DecodeAttention):
             "MB": self._max_batch,
             "WIDTH": triton.next_power_of_2(self._max_batch),
             "HP": triton.next_power_of_2(self.store.layout.heads),
+            "EARLY": self._early,
         }
 
     def run(self, layer, q, *, scale, logit_cap=0.0, out=None, lse=None):
@@ -293,12 +298,13 @@ class ShareDecodeAttention(DecodeAttention):
         programs, c = plan.columns * heads, self._constants(logit_cap > 0)
         _share_kernel[(programs,)](
             q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.head_weights, plan.before,
-            plan.lists, store.pages, store.table, store.counts, store.headers,
+            plan.shares, plan.lists, store.pages, store.table, store.counts, store.headers,
             plan.max_blocks, layer, scale, logit_cap, **c,
         )  # fmt: skip
         _share_merge_kernel[(q.shape[0], q.shape[1])](
-            self._part_o, self._part_ml, plan.head_weights, plan.before, layer, programs, out,
-            self._part_ml if lse is None else lse, heads, self.group, store.layout.head_dim, c["MB"], c["HP"],
-            len(self._classes), 8, lse is not None, num_warps=1,
+            self._part_o, self._part_ml, plan.head_weights, plan.before, plan.shares, layer, out,
+            self._part_ml if lse is None else lse, heads, self.group, store.layout.head_dim, c["MB"],
+            len(self._classes), 8, lse is not None, self._early, num_warps=1,
+            **({"launch_pdl": True} if self._early else {}),
         )  # fmt: skip
         return out

@@ -1,0 +1,218 @@
+"""Ways of dealing the decode work to programs, side by side in one run: the two-tier mix and uneven heads above all.
+
+    python -m bench.kernels.decode_variants [--variants base,tiles,..] [--seconds 95] [--jobs 14] [--no-stock]
+
+Every variant's kernel is compiled and held against float64 first (processes that fill the compile cache), and at full
+size against the answers of `base`. Times are medians over graph replays; the last column is the plan of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import time
+from dataclasses import replace
+
+import torch
+
+from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+from kvc_kernels.ops.decode_share_triton import ShareDecodeAttention
+from kvc_kernels.testing import reference_decode
+
+from . import baselines
+from .common import RESULTS, Results, copy_bandwidth, time_graph
+from .decode import workloads
+
+BLOCK = 128
+WRONG = 6e-3  # longer rows than elsewhere: more tokens average out, and the rounding of bf16 weighs more
+
+
+def tiles(high: float):
+    """Weights of the plan by the tiles that a block may fill in a class; a tile with 8-bit keys costs `high`."""
+
+    def change(op: DecodeAttention) -> None:
+        cost = [tile_cost(high)(c) * op.store.layout.block_tokens / c[7] for c in op._classes[1:]]
+        op._plan.weights[1:] = torch.tensor(cost, device=op.store.device)
+        op._plan.weights[0] = op.store.layout.block_tokens / op._classes[0][7] / 2
+
+    return change
+
+
+def tile_cost(high: float):
+    return lambda c: high if c[0] == 8 else 1.0
+
+
+VARIANTS = {
+    "base": (DecodeAttention, {}, None),
+    "tiles": (DecodeAttention, {}, tiles(1.0)),
+    "tiles1.3": (DecodeAttention, {}, tiles(1.3)),
+    "share": (ShareDecodeAttention, {}, None),
+    "share1.3": (ShareDecodeAttention, {"tile_cost": tile_cost(1.3)}, None),
+    "share+early": (ShareDecodeAttention, {"early": True}, None),
+}
+
+
+def make(variant: str, store, **kw):
+    cls, extra, change = VARIANTS[variant]
+    op = cls(store, **kw, **extra)
+    if change:
+        change(op)
+    return op
+
+
+def points() -> dict[str, object]:
+    w = workloads(BLOCK, 0)
+    half = w["k4v4_half"]
+    return {
+        "mix": w["mix"],
+        "mix 16x32K": replace(w["mix"], batch=16, tokens=32768),
+        "heads even": replace(w["k4v4"], kept="heads:50:50"),
+        "heads 10..90": replace(w["k4v4"], kept="heads:10:90"),
+        "half": half,
+        "k4v4": w["k4v4"],
+        "k8v4": w["k8v4"],
+        "k4v2": w["k4v2"],
+        "half 4x4K": replace(half, batch=4, tokens=4096, layers=16),
+    }
+
+
+def check(w, variant: str) -> float:
+    """Relative error against float64 with a bf16 tail, over NaN, at two counts of columns; compiles what is timed."""
+    worst = 0.0
+    lens = 11 * w.block_tokens + 37
+    store, rows, seq_lens, _ = w.build(batch=2, tokens=lens, seed=int(time.time()) % 10007)
+    seq_lens[1] = 3 * w.block_tokens
+    q = torch.randn((2, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
+    scale = w.head_dim**-0.5
+    ref = reference_decode(store, 0, q, rows, seq_lens, scale=scale)
+    for columns in (3, None):
+        op = make(variant, store, max_batch=w.batch, max_blocks=rows.shape[1], query_heads=q.shape[1], columns=columns)
+        op.plan(rows, seq_lens)
+        op._part_o.fill_(float("nan"))
+        out = torch.full_like(q, float("nan"))
+        op.run(0, q, scale=scale, out=out)
+        error = ((out.double().cpu() - ref).norm() / ref.norm()).item()
+        worst = max(worst, error) if error == error else float("inf")
+    return worst
+
+
+def check_all(args) -> set[str]:
+    """Names of variants that answer right everywhere."""
+    jobs = {}
+    for variant in args.variants:
+        for w in points().values():
+            # Lengths and counts are data and do not change the kernel, nor do weights.
+            if (VARIANTS[variant][2] is None and "tile_cost" not in VARIANTS[variant][1]) or "+" in w.ladder:
+                jobs[w.ladder, w.layout().page_bytes, w.batch, w.layers, variant] = w, variant
+    context = multiprocessing.get_context("spawn")
+    bad = set()
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
+        futures = {pool.submit(check, *job): job for job in jobs.values()}
+        for future, (w, variant) in futures.items():
+            try:
+                error = future.result()
+            except Exception as e:
+                print(f"{variant} {w.ladder} {w.kept}: {type(e).__name__} {str(e)[-400:]}", flush=True)
+                error = float("inf")
+            if not error < WRONG:
+                print(f"WRONG: {variant} {w.ladder} {w.kept} error {error}", flush=True)
+                bad.add(variant)
+    return set(args.variants) - bad
+
+
+def measure(name: str, w, variants: list[str]) -> list[dict]:
+    store, rows, lens, size = w.build()
+    q = torch.randn((w.batch, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
+    scale, first, out = w.head_dim**-0.5, None, []
+    for variant in variants:
+        op = make(variant, store, max_batch=w.batch, max_blocks=rows.shape[1], query_heads=q.shape[1])
+        op.plan(rows, lens)
+        y = torch.empty_like(q)
+        ms = time_graph(lambda i, op=op, y=y: op.run(i % w.layers, q, scale=scale, out=y), inner=max(10, w.layers))
+        plan_ms = time_graph(lambda i, op=op: op.plan(rows, lens))
+        op.run(0, q, scale=scale, out=y)
+        first = y.double() if first is None else first
+        apart = ((y.double() - first).norm() / first.norm()).item()
+        row = dict(variant=variant, name=name, ms=ms, plan_ms=plan_ms, bytes=size, apart=apart)
+        if not apart < WRONG:
+            print(f"WRONG at full size: {variant} {name} {apart}", flush=True)
+        out.append(row)
+    return out
+
+
+def stock(batch: int, tokens: int, bandwidth: float) -> float:
+    rows = baselines.measure(batch, tokens, 128, "bf16", bandwidth, quick=True)
+    return min((r["ms"] for r in rows), default=float("nan"))
+
+
+def warm() -> None:
+    baselines.measure(2, 64, 128, "bf16", 1.0, quick=True)
+
+
+def show(rows: list[dict], stocks: dict[str, float]) -> None:
+    names = list(dict.fromkeys(r["name"] for r in rows))
+    at = {(r["variant"], r["name"]): r for r in rows}
+    print(f"bf16 FlashInfer: {', '.join(f'{k} {v:.4f} ms' for k, v in stocks.items())}")
+    print("us".ljust(14) + "".join(n.rjust(14) for n in names) + "heads ratio".rjust(14) + "plan".rjust(8))
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        cells, plan = [], 0.0
+        for n in names:
+            r = at.get((variant, n))
+            if r is None:
+                cells.append("".rjust(14))
+                continue
+            plan = max(plan, r["plan_ms"])
+            versus = stocks.get("16x32768" if "16x" in n else "64x8192", float("nan")) if "4x4K" not in n else None
+            cells.append((f"{r['ms'] * 1e3:.1f}" + (f" ({versus / r['ms']:.2f}x)" if versus else "")).rjust(14))
+        pair = [at.get((variant, n)) for n in ("heads 10..90", "heads even")]
+        per = [r["ms"] / r["bytes"] for r in pair if r]
+        ratio = f"{per[0] / per[1]:.3f}" if len(per) == 2 else ""
+        print(variant.ljust(14) + "".join(cells) + ratio.rjust(14) + f"{plan * 1e3:.1f}".rjust(8), flush=True)
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("--variants", default=",".join(VARIANTS))
+    ap.add_argument("--seconds", type=float, default=95)
+    ap.add_argument("--jobs", type=int, default=14)
+    ap.add_argument("--no-stock", action="store_true")
+    ap.add_argument("--out", default=str(RESULTS / "decode_variants.json"))
+    args = ap.parse_args()
+    args.variants = args.variants.split(",")
+    began = time.monotonic()
+    warming = multiprocessing.get_context("spawn").Process(target=warm)
+    if not args.no_stock:
+        warming.start()
+    right = check_all(args)
+    variants = [v for v in args.variants if v in right]
+    print(f"right: {', '.join(variants)}; {time.monotonic() - began:.0f} s", flush=True)
+    bandwidth = copy_bandwidth()
+    results, stocks = Results(args.out, copy_bytes_per_s=bandwidth), {}
+    if not args.no_stock:
+        warming.join(max(1.0, args.seconds / 2 - (time.monotonic() - began)))
+        if warming.is_alive():
+            print("stock kernels are still compiling: left out", flush=True)
+            warming.kill()
+        else:
+            for batch, tokens in ((64, 8192), (16, 32768)):
+                stocks[f"{batch}x{tokens}"] = stock(batch, tokens, bandwidth)
+                results.add(dict(case="stock", batch=batch, tokens=tokens, ms=stocks[f"{batch}x{tokens}"]))
+    rows = []
+    for name, w in points().items():
+        if time.monotonic() - began > args.seconds - 5:
+            print(f"no time for {name}", flush=True)
+            continue
+        try:
+            rows += measure(name, w, variants)
+        except Exception as e:
+            print(f"{name}: {type(e).__name__} {str(e)[-400:]}", flush=True)
+        results.rows = results.rows[: len(stocks)] + rows
+        results.write()
+        torch.cuda.empty_cache()
+    show(rows, stocks)
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
