@@ -22,10 +22,11 @@ def planned(case, columns, **kw):
 
 @pytest.mark.parametrize("ladder", [("k8v4+k4v2",), ("k4v4", "k8v4+k4v2", "k2v2"), ()])
 @pytest.mark.parametrize("columns", [1, 5, 30])
-def test_answers(ladder, columns):
+@pytest.mark.parametrize("exact", [False, True])
+def test_answers(ladder, columns, exact):
     case = make_case(*ladder, heads=3, lens=(193, 70, 64), page_bytes=0 if ladder else 3072)
     store, q, rows, lens = case
-    op = planned(case, columns)
+    op = planned(case, columns, exact=exact)
     op._part_o.fill_(torch.nan)
     op._part_ml.fill_(torch.nan)
     out = op.run(1, q, scale=0.125)

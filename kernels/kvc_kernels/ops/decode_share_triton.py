@@ -92,12 +92,13 @@ def _border(x, start, weight, n):
 
 @triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
 def _share_kernel(
-    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, weights, before, shares, lists,
+    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, weights, before, shares, cuts, ends, lists,
     pages, table, counts, headers, NB, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
     ASM: tl.constexpr, MB: tl.constexpr, WIDTH: tl.constexpr, HP: tl.constexpr, EARLY: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """grid (programs,). part_o fp32 `[programs + H * MB * C, G, D]`, part_ml fp32 `[.., G, 2]`."""
     NC: tl.constexpr = len(CLASSES)
@@ -117,14 +118,22 @@ def _share_kernel(
     h = tl.sum((firsts <= pid).to(tl.int32), 0) - 1
     j = pid - tl.load(share + h)
     if j < tl.load(share + H + h):
-        width = tl.load(share + 2 * H + h)
-        wider = tl.load(share + 3 * H + h)
-        begin = j * width + tl.minimum(j, wider)
-        end = begin + width + (j < wider).to(tl.int32)
+        if EXACT:
+            begin = tl.load(cuts + layer * (tl.num_programs(0) + 1) + pid)
+            end = tl.load(cuts + layer * (tl.num_programs(0) + 1) + pid + 1)
+            if j + 1 == tl.load(share + H + h):
+                end = 0
+                for c in tl.static_range(NC):
+                    end += tl.load(before + c * (MB + 1) + MB)
+        else:
+            width = tl.load(share + 2 * H + h)
+            wider = tl.load(share + 3 * H + h)
+            begin = j * width + tl.minimum(j, wider)
+            end = begin + width + (j < wider).to(tl.int32)
         head = (layer * H + h).to(tl.int64)
         starts = tl.where(every < MB, 0, 1 << 30)
         for c in tl.static_range(NC):
-            starts += tl.load(weights + head * NC + c) * n_before[c]
+            starts += (1 if EXACT else tl.load(weights + head * NC + c)) * n_before[c]
         first_request = tl.sum((starts <= begin).to(tl.int32), 0) - 1
         last_request = tl.sum((starts < end).to(tl.int32), 0) - 1
         g = tl.arange(0, NQ)
@@ -133,9 +142,9 @@ def _share_kernel(
             q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
             start = tl.zeros([], tl.int32)
             for c in tl.static_range(NC):
-                start += tl.load(weights + head * NC + c) * tl.load(before + c * (MB + 1) + request)
+                start += (1 if EXACT else tl.load(weights + head * NC + c)) * tl.load(before + c * (MB + 1) + request)
             for c in tl.static_range(NC):
-                weight = tl.load(weights + head * NC + c)
+                weight = 1 if EXACT else tl.load(weights + head * NC + c)
                 at = before + c * (MB + 1) + request
                 size = tl.load(at + 1) - tl.load(at)
                 lo = _border(begin, start, weight, size)
@@ -146,6 +155,12 @@ def _share_kernel(
                     part = (pid + (h * MB + request) * NC + c).to(tl.int64) * G + g
                     out = part_o + part * D
                     ml = part_ml + part * 2
+                    if EXACT:
+                        at_end = ends + ((h * MB + request) * NC + c) * 2
+                        if lo == 0:
+                            tl.store(at_end, pid)
+                        if lo + blocks == size:
+                            tl.store(at_end + 1, pid)
                     if CLASSES[c][0] == 16:
                         _plain_program(
                             q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
@@ -170,8 +185,9 @@ def _part_of(x, width, wider):
 
 @triton.jit(do_not_specialize=["layer"])
 def _share_merge_kernel(
-    part_o, part_ml, weights, before, shares, layer, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    MB: tl.constexpr, NC: tl.constexpr, STEP: tl.constexpr, LSE: tl.constexpr, EARLY: tl.constexpr,
+    part_o, part_ml, weights, before, shares, ends, layer, out, out_lse,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, NC: tl.constexpr, STEP: tl.constexpr,
+    LSE: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr,
 ):
     """grid (B, H * G). As `_merge_kernel`; the rows of a request and head follow from the cuts.
 
@@ -181,34 +197,43 @@ def _share_merge_kernel(
     hq = tl.program_id(1)
     h = hq // G
     g = hq % G
-    share = shares + layer * (4 * H) + h
-    width = tl.maximum(tl.load(share + 2 * H), 1)
-    wider = tl.load(share + 3 * H)
-    place = tl.load(share) + (h * MB + b) * NC
+    place = (h * MB + b) * NC
     start = tl.zeros([], tl.int32)
-    for c in tl.static_range(NC):
-        start += tl.load(weights + (layer * H + h) * NC + c) * tl.load(before + c * (MB + 1) + b)
+    if EXACT:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+    else:
+        share = shares + layer * (4 * H) + h
+        width = tl.maximum(tl.load(share + 2 * H), 1)
+        wider = tl.load(share + 3 * H)
+        place += tl.load(share)
+        for c in tl.static_range(NC):
+            start += tl.load(weights + (layer * H + h) * NC + c) * tl.load(before + c * (MB + 1) + b)
     begins = ()
-    ends = ()
+    stops = ()
     begin = tl.full([], 1 << 30, tl.int32)
     end = tl.zeros([], tl.int32)
     for c in tl.static_range(NC):
-        weight = tl.load(weights + (layer * H + h) * NC + c)
         at = before + c * (MB + 1) + b
         size = tl.load(at + 1) - tl.load(at)
         some = size > 0
-        top = _part_of(start + weight // 2, width, wider)
-        bottom = _part_of(start + (2 * size - 1) * weight // 2, width, wider)
+        if EXACT:
+            top = tl.load(ends + (place + c) * 2, mask=some, other=0)
+            bottom = tl.load(ends + (place + c) * 2 + 1, mask=some, other=0)
+        else:
+            weight = tl.load(weights + (layer * H + h) * NC + c)
+            top = _part_of(start + weight // 2, width, wider)
+            bottom = _part_of(start + (2 * size - 1) * weight // 2, width, wider)
+            start += size * weight
         mine = tl.where(some, place + c + top, 1 << 30)
         beyond = tl.where(some, place + c + bottom + 1, 0)
         begins = begins + (mine,)
-        ends = ends + (beyond,)
+        stops = stops + (beyond,)
         begin = tl.minimum(begin, mine)
         end = tl.maximum(end, beyond)
-        start += size * weight
     d = tl.arange(0, D)
     i = tl.arange(0, STEP)
-    if EARLY:
+    if EARLY and not EXACT:
         tl.extra.cuda.gdc_wait()
     top_m = tl.full([], NEG, tl.float32)
     total = tl.zeros([], tl.float32)
@@ -217,7 +242,7 @@ def _share_merge_kernel(
         r = at + i
         ok = r < 0
         for c in tl.static_range(NC):
-            ok = ok | ((r >= begins[c]) & (r < ends[c]))
+            ok = ok | ((r >= begins[c]) & (r < stops[c]))
         row = r.to(tl.int64) * G + g
         m = tl.load(part_ml + row * 2, mask=ok, other=NEG)
         l = tl.load(part_ml + row * 2 + 1, mask=ok, other=0.0)
@@ -235,15 +260,107 @@ def _share_merge_kernel(
         tl.store(out_lse + b * (H * G) + hq, lse)
 
 
+@triton.jit(do_not_specialize=["NB", "batch"])
+def _line_kernel(
+    lists, sizes, before, line, batch, NB, NC: tl.constexpr, MB: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):
+    """grid (MB,). All lists end to end, int64 (block << 32 | class << 24 | tokens), and `before`."""
+    b = tl.program_id(0)
+    r = tl.arange(0, WIDTH)
+    at_line = tl.zeros([], tl.int32)
+    for c in tl.static_range(NC):
+        front = tl.sum(tl.load(sizes + r * NC + c, mask=(r < batch) & (r < b), other=0), 0)
+        n = tl.load(sizes + b * NC + c, mask=b < batch, other=0)
+        tl.store(before + c * (MB + 1) + b + 1, front + n)
+        at_line += front
+    for c in tl.static_range(NC):
+        n = tl.load(sizes + b * NC + c, mask=b < batch, other=0)
+        for k in range(0, n, STEP):
+            i = k + tl.arange(0, STEP)
+            e = tl.load(lists + (b * NC + c).to(tl.int64) * NB + i, mask=i < n, other=0)
+            tl.store(line + at_line + i, e | (c << 24), mask=i < n)
+        at_line += n
+
+
+@triton.jit
+def _line_costs(
+    line, counts, classes, at, n, layer, L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_COST: tl.constexpr,
+):
+    """int32 `[STEP, HP]`: cost of the blocks from `at` on in each head; 0 behind the last."""
+    i = at + tl.arange(0, STEP)
+    h = tl.arange(0, HP)
+    e = tl.load(line + i, mask=i < n, other=0)
+    cls = (e >> 24).to(tl.int32) & 0xFF
+    tokens = (e & 0xFFFFFF).to(tl.int32)
+    cost = tl.load(classes + cls * 3)
+    tile = tl.load(classes + cls * 3 + 1)
+    side = tl.load(classes + cls * 3 + 2)
+    where = counts + (((e >> 32) * L + layer) * H * 2 + side)[:, None] + (h * 2)[None, :]
+    count = tl.load(where, mask=((i < n) & (cls > 0))[:, None] & (h < H)[None, :], other=0).to(tl.int32)
+    count = tl.where((cls == 0)[:, None], tokens[:, None], count)
+    tiles = (count + tile[:, None] - 1) // tile[:, None]
+    return tl.where((i < n)[:, None] & (h < H)[None, :], BLOCK_COST + tiles * cost[:, None], 0)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _cut_kernel(
+    line, counts, classes, before, shares, cuts, programs,
+    L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, NC: tl.constexpr, MB: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_COST: tl.constexpr,
+):
+    """grid (L,). `shares` as `_weigh_kernel`, and int32 `cuts[L, programs + 1]`: a program's blocks on the line.
+
+    A program has the blocks that begin in its part of the head's cost. No part is narrower than the widest block.
+    """
+    layer = tl.program_id(0)
+    h = tl.arange(0, HP)
+    n = tl.zeros([], tl.int32)
+    for c in tl.static_range(NC):
+        n += tl.load(before + c * (MB + 1) + MB)
+    load = tl.zeros([HP], tl.int32)
+    widest = tl.full([HP], 1, tl.int32)
+    for at in range(0, n, STEP):
+        cost = _line_costs(line, counts, classes, at, n, layer, L, H, HP, STEP, BLOCK_COST)
+        load += tl.sum(cost, 0)
+        widest = tl.maximum(widest, tl.max(cost, 0))
+    front = (tl.cumsum(load, 0) - load).to(tl.int64)
+    total = tl.maximum(tl.sum(load.to(tl.int64), 0), 1)
+    spare = programs - H
+    first = h + (front * spare // total).to(tl.int32)
+    last = h + ((front + load) * spare // total).to(tl.int32)
+    working = tl.minimum(last + 1 - first, load // widest)
+    parts = tl.maximum(working, 1)
+    width = load // parts
+    wider = load % parts
+    to = shares + layer * (4 * H) + h
+    tl.store(to, first, mask=h < H)
+    tl.store(to + H, working, mask=h < H)
+    cut = cuts + layer * (programs + 1) + first
+    # A head's end is stored with its last block below; where the next head's programs begin, its own 0 must stay.
+    tl.store(cut, tl.zeros([HP], tl.int32), mask=h < H)
+    done = tl.zeros([HP], tl.int32)
+    for at in range(0, n, STEP):
+        cost = _line_costs(line, counts, classes, at, n, layer, L, H, HP, STEP, BLOCK_COST)
+        y = tl.cumsum(cost, 0) + done[None, :]
+        done += tl.sum(cost, 0)
+        here = _part_of(y - cost, tl.maximum(width, 1)[None, :], wider[None, :])
+        there = _part_of(y, tl.maximum(width, 1)[None, :], wider[None, :])
+        i = at + tl.arange(0, STEP)
+        ok = (there > here) & (there < working[None, :]) & (i < n)[:, None] & (h < H)[None, :]
+        tl.store(cut[None, :] + there, (i + 1)[:, None] + tl.zeros([STEP, HP], tl.int32), mask=ok)
+
+
 class SharePlan(DecodePlan):
     """`DecodePlan` with weights `[L, H, C]` and `before[C, B + 1]` in place of items and ranges."""
 
     def describe(self, classes: tuple[tuple[int, ...], ...], block_tokens: int, tile_cost) -> None:
         """`classes` as the kernel has them; `tile_cost(c)`: relative time of a tile of a packed class."""
         plain = classes[0][7]
-        costs = [(UNIT * block_tokens // plain // 2, plain, 0)]
+        costs = [(UNIT // 2 if self.exact else UNIT * block_tokens // plain // 2, plain, 0)]
         costs += [(max(1, round(UNIT * tile_cost(c))), c[7], c[3]) for c in classes[1:]]
         self.costs = tuple(costs)
+        self.class_costs = torch.tensor(costs, dtype=torch.int32, device=self.sizes.device)
 
     def update(self, store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         batch, nc, layout = row_blocks.shape[0], len(self.classes), store.layout
@@ -255,6 +372,19 @@ class SharePlan(DecodePlan):
             row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, self._no_skip, self.lists,
             self.sizes, self.max_blocks, nc, layout.block_tokens, 128, num_warps=4,
         )
+        if self.exact:
+            width = triton.next_power_of_2(self.max_batch)
+            _line_kernel[(self.max_batch,)](
+                self.lists, self.sizes, self.before, self.line, batch, self.max_blocks, nc, self.max_batch, width,
+                128, num_warps=4,
+            )  # fmt: skip
+            _cut_kernel[(layout.layers,)](
+                self.line, store.counts, self.class_costs, self.before, self.shares, self.cuts,
+                self.columns * layout.heads,
+                layout.layers, layout.heads, triton.next_power_of_2(layout.heads), nc, self.max_batch,
+                1024, BLOCK_COST, num_warps=8,
+            )  # fmt: skip
+            return
         _weigh_kernel[(layout.layers,)](
             self.lists, self.sizes, store.counts, self.head_weights, self.before, self.shares, batch,
             self.columns * layout.heads, self.max_blocks,
@@ -264,17 +394,26 @@ class SharePlan(DecodePlan):
 
 
 class ShareDecodeAttention(DecodeAttention):
-    def __init__(self, store, *, tile_cost=lambda c: 1.0, early: bool = False, max_batch, **kw):
-        """`tile_cost(class)`: relative time of a tile. `early`: the merge is launched ahead (Hopper and later)."""
+    def __init__(self, store, *, tile_cost=lambda c: 1.0, early: bool = False, exact: bool = False, max_batch, **kw):
+        """`tile_cost(class)`: relative time of a tile. `early`: the merge is launched ahead (Hopper and later).
+
+        `exact`: every count is read for the plan, not a sample of each list.
+        """
         layout, self._early = store.layout, early and not INTERPRET
+        self._exact = exact
         self._max_batch = max_batch
         super().__init__(store, max_batch=max_batch, **kw)
         old, dev, nc = self._plan, store.device, len(self._classes)
         plan = SharePlan(store, max_batch, old.max_blocks, columns=old.columns)
+        plan.exact = exact
         plan.describe(self._classes, layout.block_tokens, tile_cost)
         plan.head_weights = torch.zeros((layout.layers, layout.heads, nc), dtype=torch.int32, device=dev)
         plan.shares = torch.zeros((layout.layers, 4, layout.heads), dtype=torch.int32, device=dev)
         plan.before = torch.zeros((nc, max_batch + 1), dtype=torch.int32, device=dev)
+        programs = plan.columns * layout.heads
+        plan.cuts = torch.zeros((layout.layers, programs + 1), dtype=torch.int32, device=dev)
+        plan.ends = torch.zeros((layout.heads, max_batch, nc, 2), dtype=torch.int32, device=dev)
+        plan.line = torch.zeros(max_batch * nc * plan.max_blocks if exact else 1, dtype=torch.int64, device=dev)
         self._plan = plan
 
     @property
@@ -287,6 +426,7 @@ class ShareDecodeAttention(DecodeAttention):
             "WIDTH": triton.next_power_of_2(self._max_batch),
             "HP": triton.next_power_of_2(self.store.layout.heads),
             "EARLY": self._early,
+            "EXACT": self._exact,
         }
 
     def run(self, layer, q, *, scale, logit_cap=0.0, out=None, lse=None):
@@ -298,13 +438,13 @@ class ShareDecodeAttention(DecodeAttention):
         programs, c = plan.columns * heads, self._constants(logit_cap > 0)
         _share_kernel[(programs,)](
             q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.head_weights, plan.before,
-            plan.shares, plan.lists, store.pages, store.table, store.counts, store.headers,
+            plan.shares, plan.cuts, plan.ends, plan.lists, store.pages, store.table, store.counts, store.headers,
             plan.max_blocks, layer, scale, logit_cap, **c,
         )  # fmt: skip
         _share_merge_kernel[(q.shape[0], q.shape[1])](
-            self._part_o, self._part_ml, plan.head_weights, plan.before, plan.shares, layer, out,
+            self._part_o, self._part_ml, plan.head_weights, plan.before, plan.shares, plan.ends, layer, out,
             self._part_ml if lse is None else lse, heads, self.group, store.layout.head_dim, c["MB"],
-            len(self._classes), 8, lse is not None, self._early, num_warps=1,
+            len(self._classes), 8, lse is not None, self._early, self._exact, num_warps=1,
             **({"launch_pdl": True} if self._early else {}),
         )  # fmt: skip
         return out
