@@ -1,5 +1,7 @@
 """Programs dealt to heads by load: the answers against float64, and the cuts themselves, under the interpreter."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -74,3 +76,25 @@ def test_a_head_with_more_tiles_has_more_programs():
     first = op._plan.shares[0, 0].tolist()
     # 32 + 256 against 32 + 512 units a block: 18 programs in that proportion, and one each.
     assert first == [0, 1 + 18 * 288 // (288 + 544)]
+
+
+@pytest.mark.parametrize("columns", [1, 4, 25])
+def test_exact_cuts_even_out_tiles(columns):
+    """By the counts themselves: every block is dealt once a head, and no program is behind by more than a block."""
+    case = make_case("k8v4+k4v2", "k4v4", heads=3, lens=(64 * 19, 64 * 4 + 5, 64 * 7))
+    op = planned(case, columns, exact=True)
+    plan, store = op._plan, case[0]
+    sizes = plan.sizes.tolist()
+    line = [(c, e) for b in range(4) for c in range(len(sizes[b])) for e in plan.lists[b, c, : sizes[b][c]].tolist()]
+    costs = [32 + plan.costs[0][0] * -(-(e & 0xFFFFFFFF) // 16) for c, e in line if c == 0]
+    for layer in range(2):
+        for h in range(3):
+            first, working = plan.shares[layer, :2, h].tolist()
+            counts = [0 if c == 0 else int(store.counts[e >> 32, layer, h, op._classes[c][3]]) for c, e in line]
+            packed = [32 + 256 * -(-n // 32) for n in counts]
+            zero = iter(costs)
+            cost = [next(zero) if c == 0 else x for (c, _), x in zip(line, packed)]
+            cuts = [*plan.cuts[layer, first : first + working].tolist(), len(line)]
+            assert cuts[0] == 0 and cuts == sorted(cuts)
+            sums = [sum(cost[a:b]) for a, b in itertools.pairwise(cuts)]
+            assert min(sums) > 0 and max(sums) <= sum(cost) // working + 1 + max(cost)

@@ -8,6 +8,9 @@ programs and by the merge: there is no list of work items.
 Of list i = request * C + class, its blocks laid end to end with those of the lists before, a head's program j holds the
 blocks whose middle lies in its part of the cost. Its result for that list goes to row pid + head * lists + i: from one
 result of a head to the next, the program or the list is another, so that rows are never shared.
+
+EXACT: the plan reads every count of the step instead, and stores where each program begins on the line of all lists,
+int32 `cuts[L, programs + 1]`, in blocks. The programs with a list's first and last block tell the merge which they are.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
