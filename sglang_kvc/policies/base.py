@@ -77,8 +77,8 @@ class Policy:
     replans: ClassVar[bool] = False
     # Latest tokens of a running sequence that stay uncompressed, unless the user says otherwise.
     default_window: ClassVar[int] = 64
-    # Tokens of a page in the first format, or as many more as another format needs: small pages let heads differ finely,
-    # large ones are read faster. None: the size that wastes least.
+    # Tokens of a page in the first format, or as many more as another format needs: small pages let heads differ
+    # finely, large ones are read faster. None: the size that wastes least.
     page_tokens: ClassVar[int | None] = None
     # Whether this is a composition under a name of its own: messages then suggest what it is composed of.
     preset: ClassVar[bool] = False

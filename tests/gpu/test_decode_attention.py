@@ -1,4 +1,4 @@
-"""Decode attention on the GPU against a float64 reading of the same pages: both engines, graphs, no syncs."""
+"""Decode attention on the GPU against a float64 reading of the same pages: all engines, graphs, no syncs."""
 
 import pytest
 import torch
@@ -10,17 +10,20 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BAR = 3e-3  # the output's bf16 rounding alone is 1.1e-3
-ENGINES = pytest.mark.parametrize("engine", ["triton", "gluon"])
+ENGINES = pytest.mark.parametrize("engine", ["triton", "gluon", "share"])
 
 
 def build(case, engine, **kw):
     from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
+    from kvc_kernels.ops.decode_share_triton import ShareDecodeAttention
 
     store, q, rows, lens = case
     columns = kw.pop("columns", 5)
-    return DecodeAttention(
-        store, max_batch=len(lens) + 1, max_blocks=rows.shape[1] + 1, query_heads=q.shape[1],
-        tuning=Tuning(engine=engine, **kw), columns=columns,
+    made, more = (ShareDecodeAttention, {"exact": True}) if engine == "share" else (DecodeAttention, {})
+    tuning = Tuning(engine="gluon" if engine == "gluon" else "triton", **kw)
+    return made(
+        store, max_batch=len(lens) + 1, max_blocks=rows.shape[1] + 1, query_heads=q.shape[1], tuning=tuning,
+        columns=columns, **more,
     )  # fmt: skip
 
 
