@@ -35,7 +35,14 @@ def preset(
 PRESETS: tuple[type[Policy], ...] = (
     preset("safe", "8-bit keys, 4-bit values, nothing dropped.", base=Quantise, high="k8v4"),
     preset("balanced", "4 bits, nothing dropped; what is served unless told otherwise.", base=Quantise, high="k4v4"),
-    preset("max", "`quota` with pages of 16 tokens: 7 times smaller than bf16.", keep=0.49, sinks=0, page_tokens=16),
+    preset(
+        "max",
+        "`quota` in k4v2 with pages of 32 tokens: 7 times smaller than bf16.",
+        high="k4v2",
+        keep=0.59,
+        sinks=0,
+        page_tokens=32,
+    ),
     preset("quota", "KeyDiff, ranked over all layers and heads; needs keys only.", sinks=0),
     preset(
         "kv-compress",

@@ -96,13 +96,25 @@ def test_shapes_of_statistics(tmp_path):
     assert load(path, torch.device("cpu")) is load(path, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("head_dim", "high", "tokens"), [(64, "k4v4", 16), (128, "k4v4", 16), (64, "k4v2", 32)])
-def test_max_is_seven_times_smaller_with_fine_pages(head_dim, high, tokens):
-    """A page of 16 tokens in k4v2 would hold no group of uncompressed ones: it takes the next size."""
-    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_high=high, kvc_block_size=128))
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_max_is_seven_times_smaller_with_fine_pages(head_dim):
+    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=24, heads=2, head_dim=head_dim)
-    assert layout.page(FORMATS[high]).tokens == tokens and layout.page(BF16).tokens >= 4
+    assert layout.page(FORMATS["k4v2"]).tokens == 32
     assert smaller(layout, policy.high_pages(layout)) >= 7
+
+
+def test_pages_grow_until_they_hold_uncompressed_tokens():
+    """16 tokens of k4v2 take fewer bytes than 4 of bf16, which is as many as a thread writes at a time."""
+    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
+    Fine = type("Fine", (type(make_policy(config)),), {"page_tokens": 16})
+    layout = make_layout(config, Fine(), layers=24, heads=2, head_dim=64)
+    assert layout.page(FORMATS["k4v2"]).tokens == 32 and layout.page(BF16).tokens >= 4
+
+
+def test_a_page_size_that_is_given_counts():
+    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
+    policy = make_policy(config)
     own = replace(config, page_bytes=4352)
-    assert make_layout(own, policy, layers=24, heads=2, head_dim=head_dim).page_bytes == 4352
+    assert make_layout(own, policy, layers=24, heads=2, head_dim=64).page_bytes == 4352
