@@ -53,6 +53,10 @@ def has_gpu() -> bool:
 
 # ---- arguments of a server
 
+# Graphs for the few requests that the checks run at a time, and no part of SGLang that some CUDA machines lack.
+ON_GPU = "--sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.85 --cuda-graph-max-bs-decode 8"
+ON_GPU += " --cuda-graph-backend-prefill=disabled"
+
 
 def stock(*extra: str) -> list[str]:
     """SGLang's own cache; on a CPU the reference is its plain torch attention."""
@@ -80,7 +84,12 @@ def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = 
 
 
 def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]:
-    """`stock` with pages as large as a block, so that both hit at the same borders; else as `kvc`."""
+    """`stock` with pages as large as a block, so that both hit at the same borders; else as `kvc`.
+
+    On a GPU with `ON_GPU`, and stock with FlashInfer; `extra` may say otherwise.
+    """
+    if has_gpu():
+        extra = (*ON_GPU.split(), *(["--attention-backend", "flashinfer"] if name == "stock" else []), *extra)
     if name == "stock":
         return stock("--page-size", str(block), *extra)
     return kvc(name, *extra, block=block, memory=memory)

@@ -1,6 +1,6 @@
 """Are answers from the cache as good as computed ones, and always the same?
 
-    python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 24] [--block 128]
+    python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 24] [--block 128] [--name NAME]
 
 Every prompt is asked cold (after a flush) and at once again, warm; the second must hit the cache exactly
 up to the last block border. *Agreement* is the share of equal tokens over the positions where both runs
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=5, help="prompts that are asked again and again")
     parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--name", default=NAME, help="of the result file")
     args = parser.parse_args()
     tok = prompts.tokenizer(common.demo_model())
     asked = texts(tok, args.block, args.prompts)
@@ -152,7 +153,7 @@ def main() -> None:
         # After each format, so that a run that is cut short leaves what it has.
         lengths = [len(x) for x in asked]
         numbers = {"block": args.block, "answer_tokens": args.tokens, "lengths": lengths, "formats": out}
-        common.write_result(NAME, numbers, scores=scores(out))
+        common.write_result(args.name, numbers, scores=scores(out))
 
 
 def scores(out: dict) -> dict[str, tuple[float, str]]:

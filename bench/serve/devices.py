@@ -33,14 +33,11 @@ CACHES = "stock,bf16,k8v4,k4v4,quota,kv-compress+budget=4x"
 BLOCK, CHUNK, TOP, AGAIN = 128, 1024, 10, 3
 FACTOR, SLACK = 3.0, 0.002  # of nats a token
 DIGITS = 4  # of a log-probability in a recording
-GPU = "--sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.85 --cuda-graph-max-bs-decode 8"
-GPU += " --cuda-graph-backend-prefill=disabled"  # decoding is graphs, as it is served
 
 
 def options(cache: str, args: argparse.Namespace) -> list[str]:
     out = ["--enable-fp32-lm-head", "--chunked-prefill-size", str(CHUNK), "--skip-server-warmup"]
-    out += ["--nccl-port", str(common.free_port()), *(GPU.split() if args.gpu else []), *args.server_args.split()]
-    out += ["--attention-backend", args.stock_backend] if args.gpu and cache == "stock" else []
+    out += ["--nccl-port", str(common.free_port()), *args.server_args.split()]
     return common.either(cache, *out, block=BLOCK, memory="512MiB")
 
 
@@ -110,10 +107,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--parallel", type=int, help="servers at a time; default: all on a GPU, else 1")
-    parser.add_argument("--stock-backend", default="flashinfer", help="stock SGLang's attention, on a GPU")
     parser.add_argument("--server-args", default="", help="more options for every server")
     args = parser.parse_args()
-    args.gpu, caches = common.has_gpu(), args.caches.split(",")
+    caches = args.caches.split(",")
     if args.against:  # its own prompts: the library's text is another in every version of Python
         reference = json.loads(gzip.decompress(args.against.read_bytes()))
         args.model, args.tokens = reference["model"], reference["tokens"]
@@ -126,7 +122,7 @@ def main() -> int:
     told["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     told |= {"model": args.model, "tokens": args.tokens, "asked": asked, "caches": {}}
     rows, failures = {}, []
-    with ThreadPoolExecutor(args.parallel or (len(caches) if args.gpu else 1)) as pool:
+    with ThreadPoolExecutor(args.parallel or (len(caches) if common.has_gpu() else 1)) as pool:
         for cache, answers in {c: pool.submit(ask, c, args, asked) for c in caches}.items():
             if error := answers.exception():
                 failures.append(f"{cache}: {error}")
