@@ -3,7 +3,8 @@
     python -m bench.gpu [--only tests,decode,..] [--model DIR [--load-format dummy]] [--list]
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
-only how it ended. `serving` needs a model of some size (`--model`), `cold_warm` and `page_hash` take the demo model.
+only how it ended. `serving` needs a model of some size (`--model`); those that serve the demo model are `cold_warm`,
+`page_hash` and `devices`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def steps(args) -> dict[str, tuple[list[str], int]]:
     kernels = {"decode": "decode targets", "grid": "decode grid", "uneven": "decode uneven", "extend": "extend"}
     for name, module in {**kernels, "compaction": "compaction"}.items():
         out[name] = ([*PYTHON, *f"bench.kernels.{module}".split()], 300)
-    out["cold_warm"] = ([*PYTHON, "bench.serve.cold_warm", "--formats", "stock,bf16,k4v4"], 600)
-    out["page_hash"] = ([*PYTHON, "bench.serve.page_hash"], 300)
+    name = "--name", "serve/cold_warm_gpu"  # beside the CPU's
+    out["cold_warm"] = ([*PYTHON, "bench.serve.cold_warm", *name, "--formats", "stock,bf16,k4v4"], 800)
+    out["page_hash"] = ([*PYTHON, "bench.serve.page_hash", "--name", "serve/page_hash_gpu"], 400)
+    out["devices"] = ([*PYTHON, "bench.serve.devices", "--against", "bench/results/serve/devices_cpu.json.gz"], 500)
     if args.model:
         out["serving"] = ([*PYTHON, "bench.e2e.serving", "--model", args.model, "--load-format", args.load_format], 900)
     return out
