@@ -25,13 +25,15 @@ README = ROOT / "README.md"
 MARK = "<!-- scoreboard -->"
 FIELDS = ("command", "commit", "device", "date")
 FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "quota", "leankv")
-FORMATS += ("stock",)
+FORMATS += ("kv-compress", "stock")
 TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35 % k8v4, 40 % k4v2, rest pruned"}
+TITLES["kv-compress"] = "kv-compress, 4x"
 # Scores are grouped by the part of the name before the format; the rest of the names are listed one by one.
 COLUMNS = {
     "serve.ratio_body": "smaller than bf16, packed blocks",
     "serve.ratio_4k": "smaller than bf16, a request of 4k tokens",
     "serve.cold_warm_agreement": "tokens equal from the cache and computed",
+    "serve.devices_agreement": "tokens equal on the GPU and the CPU",
 }
 DECODE = {
     "decode.vs_bf16": "decode attention against the fastest stock kernel, bf16 KV",
