@@ -86,10 +86,11 @@ def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = 
 def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]:
     """`stock` with pages as large as a block, so that both hit at the same borders; else as `kvc`.
 
-    On a GPU with `ON_GPU`, and stock with FlashInfer; `extra` may say otherwise.
+    On a GPU with `ON_GPU`, and stock with FlashInfer or what KVC_STOCK_ATTENTION says; `extra` may say otherwise.
     """
     if has_gpu():
-        extra = (*ON_GPU.split(), *(["--attention-backend", "flashinfer"] if name == "stock" else []), *extra)
+        attention = ["--attention-backend", os.environ.get("KVC_STOCK_ATTENTION", "flashinfer")]
+        extra = (*ON_GPU.split(), *(attention if name == "stock" else []), *extra)
     if name == "stock":
         return stock("--page-size", str(block), *extra)
     return kvc(name, *extra, block=block, memory=memory)
