@@ -36,7 +36,7 @@ def test_equal_answers_are_no_distance_apart():
     row = devices.agreement(run(5, 6, 7), run(5, 6, 7))
     assert row["agreement"] == row["same_answers"] == 1 and row["kl_mean"] == row["parted"] == 0
     assert row["prompts"] == 8 and row["cold"]["prompts"] == 6 and row["warm"]["prompts"] == 2
-    assert devices.too_far({"stock": row, "k4v4": row}) == []
+    assert devices.too_far({"stock": row, "k4v4": {**row, "cost": 0.0}}) == []
 
 
 def test_only_a_common_past_is_compared():
@@ -50,14 +50,15 @@ def test_only_a_common_past_is_compared():
 
 
 def test_a_cache_may_differ_as_stock_does_and_somewhat_more():
-    near, far = (devices.agreement(run(5, 6), run(5, 6, shift=s)) for s in (0.002, 0.4))
+    near, far = ({**devices.agreement(run(5, 6), run(5, 6, shift=s)), "cost": 0.0} for s in (0.001, 0.4))
     assert 0 < near["kl_mean"] < devices.SLACK < far["kl_mean"]
     assert devices.too_far({"stock": near, "k4v4": near}) == []
     failed = devices.too_far({"stock": near, "bf16": near, "k4v4": far})
     assert len(failed) == 1 and failed[0].startswith("k4v4: mean KL")
     assert devices.too_far({"stock": far, "k4v4": far}) == []
+    assert devices.too_far({"stock": near, "k4v4": {**far, "cost": 3 * far["kl_mean"]}}) == []
     assert devices.too_far({"k4v4": far}) and not devices.too_far({"k4v4": near})
-    assert devices.too_far({"stock": near, "k4v4": {"kl_mean": math.nan}})
+    assert devices.too_far({"stock": near, "k4v4": {"kl_mean": math.nan, "cost": 0.0}})
 
 
 @pytest.fixture
