@@ -19,7 +19,7 @@ import requests
 from bench import common, prompts
 
 NAME = "serve/ratio"
-FORMATS = ("bf16", "k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "quota", "leankv")
+FORMATS = ("bf16", "k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "quota", "max", "leankv")
 LENGTHS = (1024, 4096, 7936)  # the last leaves room for an answer within the model's 8192
 DECODED = 6  # tokens generated before looking: the prompt's blocks are packed in the first of them
 
