@@ -20,6 +20,7 @@ from bench import common, prompts
 
 NAME = "serve/ratio"
 FORMATS = ("bf16", "k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "quota", "max", "leankv")
+PACKED = FORMATS[1:6]  # whose occupancy is compared
 LENGTHS = (1024, 4096, 7936)  # the last leaves room for an answer within the model's 8192
 DECODED = 6  # tokens generated before looking: the prompt's blocks are packed in the first of them
 
@@ -89,16 +90,18 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--name", default=NAME, help="of the result file")
     args = parser.parse_args()
     formats, lengths = args.formats.split(","), [int(n) for n in args.lengths.split(",")]
     tok = prompts.tokenizer(common.demo_model())
     texts = {n: prompts.cut(tok, prompts.prose(), n) for n in lengths}
     rows = {fmt: measure(fmt, lengths, args.block, texts) for fmt in formats}
-    common.write_result(NAME, {"block": args.block, "formats": rows}, scores=scores(rows))
+    common.write_result(args.name, {"block": args.block, "formats": rows}, scores=scores(rows))
 
 
 def scores(rows: dict) -> dict[str, tuple[float, str]]:
-    """Body at the longest length that was measured; end to end at 4k; occupancy the worst of all formats."""
+    """Body at the longest length that was measured; end to end at 4k; occupancy the worst of all formats, if all
+    were measured."""
     out = {}
     for fmt, by_length in rows.items():
         longest = by_length[max(by_length, key=int)]
@@ -109,7 +112,7 @@ def scores(rows: dict) -> dict[str, tuple[float, str]]:
     occupancies = [
         r["occupancy"] for by_length in rows.values() for r in by_length.values() if r["occupancy"]
     ]
-    if occupancies:
+    if set(rows) >= set(PACKED) and occupancies:
         out["serve.occupancy"] = (min(occupancies), "share of token slots, worst format")
     return out
 
