@@ -17,9 +17,11 @@ import sys
 from pathlib import Path
 
 from bench.common import RESULTS, ROOT
-from bench.quality.cells import RECOMMENDED
+from bench.quality import cells
+from bench.quality.merged import merged
 from bench.quality.tasks import TITLES as QUESTIONS
 
+LENGTH = 2048  # tokens of the contexts whose figures are shown
 LONGEST = 60  # characters of a word of a command in the README
 OUT = RESULTS / "scoreboard.json"
 README = ROOT / "README.md"
@@ -81,20 +83,24 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
         if not isinstance(record, dict):
             continue
         for name, score in record.get("scores", {}).items():
-            if not _current(name, record):
-                continue
             row = {"value": score["value"], "unit": score["unit"], **{f: record[f] for f in FIELDS}}
-            if name not in board or row["date"] > board[name]["date"]:
+            of_preset = name.startswith("quality.") and name.split(".")[1] in PRESETS
+            if not of_preset and (name not in board or row["date"] > board[name]["date"]):
                 board[name] = row
+    board |= _of_presets(results / "quality")
     board |= {name: board[other] for name, other in ALIASES.items() if other in board}
     return dict(sorted(board.items()))
 
 
-def _current(name: str, record: dict) -> bool:
-    """False for a preset's figure from a time when it was composed otherwise."""
-    preset = name.split(".")[1]
-    cell = RECOMMENDED.get(preset) if name.startswith("quality.") else None
-    return cell is None or cell in record["numbers"].get("cells", ())
+def _of_presets(folder: Path) -> dict[str, dict]:
+    """Points that presets lose against stock, from all runs of a model: one that was measured later than stock, or on
+    another device, was asked the same questions."""
+    out: dict[str, dict] = {}
+    for group in reversed([g for g in merged(folder) if g.length == LENGTH]):  # the first model's sizes count
+        for name, (value, unit) in cells.scores(group.rows, group.model).items():
+            record = group.source[cells.RECOMMENDED[name.split(".")[1]]]
+            out[name] = {"value": value, "unit": unit, **{f: record[f] for f in FIELDS}}
+    return out
 
 
 def shown(row: dict) -> str:

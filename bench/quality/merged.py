@@ -24,6 +24,7 @@ class Merged:
     device: str
     rows: dict[str, dict] = field(default_factory=dict)
     raw: dict[str, dict] = field(default_factory=dict)
+    source: dict[str, dict] = field(default_factory=dict)  # the record that a cell's row is from
 
     @property
     def tasks(self) -> list[str]:
@@ -44,7 +45,7 @@ def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
         group = out.setdefault(key, Merged(n["model"], n["length"], 8 * n["contexts"], record["device"]))
         for name, row in n["cells"].items():
             if _tasks(row) > _tasks(group.rows.get(name, {})):
-                group.rows[name], group.raw[name] = row, n["raw"][name]
+                group.rows[name], group.raw[name], group.source[name] = row, n["raw"][name], record
     return sorted(out.values(), key=lambda g: (-g.length, list(_MODELS).index(g.model), -g.questions))
 
 
