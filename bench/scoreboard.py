@@ -142,7 +142,8 @@ def _presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
             if any(rows):
                 sizes = [board.get(f"quality.{preset}.{r}") for r in RATIOS]
                 cells = [_change(r) if r else "" for r in (*sizes, *rows)]
-                lines.append(f"| {title} | {name} | " + " | ".join(cells) + " |")
+                where = ", CPU engine" if any(r and r["device"].startswith("CPU") for r in rows) else ""
+                lines.append(f"| {title} | {name}{where} | " + " | ".join(cells) + " |")
                 title = ""
     return [*lines, ""], used
 
@@ -158,7 +159,8 @@ def tables(board: dict[str, dict]) -> str:
     presets, of_presets = _presets(board)
     lines = [*_by_format(board, COLUMNS), *_by_format(board, DECODE)]
     if presets:
-        lines += ["Answers against stock SGLang in bf16, in points of at least 100 questions a task:", "", *presets]
+        title = "Answers against stock SGLang in bf16 on a GPU, in points of at least 100 questions a task:"
+        lines += [title, "", *presets]
     singles = [name for name in SINGLES if name in board]
     unshown = {f"{c}.{fmt}" for c in QUALITY for fmt in FORMATS}  # 64 questions; those of the presets are more
     grouped = {f"{c}.{fmt}" for c in (*COLUMNS, *DECODE) for fmt in FORMATS} | unshown

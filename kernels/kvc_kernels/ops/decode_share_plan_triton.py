@@ -18,6 +18,17 @@ UNIT = 256  # of cost, a tile
 BLOCK_COST = 32  # header, products with its zeros, list entry
 
 
+@triton.jit
+def _deal(load, widest, programs, h, H: tl.constexpr):
+    """First program of each head and how many of its programs work: one each, the others by `load`."""
+    front = (tl.cumsum(load, 0) - load).to(tl.int64)
+    total = tl.maximum(tl.sum(load.to(tl.int64), 0), 1)
+    spare = programs - H
+    first = h + (front * spare // total).to(tl.int32)
+    last = h + ((front + load) * spare // total).to(tl.int32)
+    return first, tl.minimum(last + 1 - first, load // widest)
+
+
 @triton.jit(do_not_specialize=["NB", "batch", "programs"])
 def _weigh_kernel(
     lists, sizes, counts, weights, before, shares, batch, programs, NB,
@@ -61,12 +72,7 @@ def _weigh_kernel(
         of_class = tl.sum(n_blocks, 0)
         load += tl.where(h < H, of_class * weight, 0)
         widest = tl.maximum(widest, tl.where(of_class > 0, weight, 1))
-    front = (tl.cumsum(load, 0) - load).to(tl.int64)
-    total = tl.maximum(tl.sum(load.to(tl.int64), 0), 1)
-    spare = programs - H
-    first = h + (front * spare // total).to(tl.int32)
-    last = h + ((front + load) * spare // total).to(tl.int32)
-    working = tl.minimum(last + 1 - first, load // widest)
+    first, working = _deal(load, widest, programs, h, H)
     to = shares + layer * (4 * H) + h
     tl.store(to, first, mask=h < H)
     tl.store(to + H, working, mask=h < H)
@@ -145,12 +151,7 @@ def _cut_kernel(
         cost = _line_costs(line, counts, classes, at, n, layer, L, H, HP, STEP, BLOCK_COST)
         load += tl.sum(cost, 0)
         widest = tl.maximum(widest, tl.max(cost, 0))
-    front = (tl.cumsum(load, 0) - load).to(tl.int64)
-    total = tl.maximum(tl.sum(load.to(tl.int64), 0), 1)
-    spare = programs - H
-    first = h + (front * spare // total).to(tl.int32)
-    last = h + ((front + load) * spare // total).to(tl.int32)
-    working = tl.minimum(last + 1 - first, load // widest)
+    first, working = _deal(load, widest, programs, h, H)
     parts = tl.maximum(working, 1)
     width = load // parts
     wider = load % parts
