@@ -58,10 +58,12 @@ def rows_of(requests, blocks):
 
 
 @pytest.mark.parametrize("observe", [None, ops.Observe(window=8)])
-def test_decode(launched, observe):
+@pytest.mark.parametrize("even", [False, True])
+def test_decode(launched, observe, even):
     engine = TritonAttention(
-        store(scored=observe is not None), observe, query_heads=HEADS * 3, max_batch=17, max_blocks=21
-    )
+        store(scored=observe is not None), observe, rungs("k4v4")[1].high if even else None, query_heads=HEADS * 3,
+        max_batch=17, max_blocks=21,
+    )  # fmt: skip
     table, whole = torch.zeros((17, 21 * P), dtype=torch.int32), torch.ones(32, dtype=torch.int64)
     for n in range(1, 17):
         for at in (0, 1):  # a slice at an odd address
@@ -69,8 +71,8 @@ def test_decode(launched, observe):
             engine.plan_decode(table, whole[at : at + n], whole[at : at + n], lens)
             q, k = (torch.zeros((n, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
             engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
-    names = ["_snapshot_kernel", "_split_kernel", "_items_kernel", "_append_kernel", "_merge_kernel"]
-    names.append(engine.decoder._kernel.__name__)
+    names = ["_snapshot_kernel", "_split_kernel", "_append_kernel", engine.decoder._kernel.__name__]
+    names += ["_items_kernel", "_merge_kernel"] if even else ["_line_kernel", "_cut_kernel", "_share_merge_kernel"]
     once(launched, *names, *(["_columns_kernel"] if observe else []))
 
 

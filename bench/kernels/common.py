@@ -161,6 +161,11 @@ class Workload:
     def formats(self):
         return [FORMATS[x] for x in self.ladder.split("+")]
 
+    @property
+    def even(self) -> bool:
+        """Whether a server would know that no head keeps more than another."""
+        return self.kept == "full"
+
     def rungs(self) -> tuple[Rung, ...]:
         f = self.formats
         if f[0] is BF16:
@@ -174,7 +179,7 @@ class Workload:
             block_tokens=self.block_tokens,
             key_mode=self.key_mode,
             scored=False,
-            whole=self.kept == "full",
+            whole=self.even,
         )
         return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
 
