@@ -151,14 +151,14 @@ class TritonAttention(TorchAttention):
     ):
         super().__init__(store, observe, stored_as)
         from kvc_kernels.ops.append_triton import append_triton
+        from kvc_kernels.ops.decode_attention_triton import DecodeAttention
         from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
-        from kvc_kernels.ops.decoder import make_decoder
         from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
         device = store.device
         self.append, self.copy_step = append_triton, decode_snapshot_triton
-        self.decoder = make_decoder(
-            store, even=stored_as is not None, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads
+        self.decoder = DecodeAttention(
+            store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, even=stored_as is not None
         )
         self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)

@@ -71,8 +71,8 @@ def test_decode(launched, observe, even):
             engine.plan_decode(table, whole[at : at + n], whole[at : at + n], lens)
             q, k = (torch.zeros((n, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
             engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
-    names = ["_snapshot_kernel", "_split_kernel", "_append_kernel", engine.decoder._kernel.__name__]
-    names += ["_items_kernel", "_merge_kernel"] if even else ["_line_kernel", "_cut_kernel", "_share_merge_kernel"]
+    names = ["_snapshot_kernel", "_split_kernel", "_items_kernel", "_append_kernel", "merge_kernel"]
+    names.append(engine.decoder._kernel.__name__)
     once(launched, *names, *(["_columns_kernel"] if observe else []))
 
 

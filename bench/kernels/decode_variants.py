@@ -16,42 +16,37 @@ from dataclasses import replace
 
 import torch
 
-from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
 from kvc_kernels.ops.decode_share_triton import ShareDecodeAttention
 from kvc_kernels.store import PageStore
 from kvc_kernels.testing import reference_decode
 
 from . import baselines
-from .common import RESULTS, Results, copy_bandwidth, time_graph
+from .common import RESULTS, Results, copy_bandwidth, page_bytes_for, time_graph
 from .decode import workloads
 
 BLOCK, MAX_BATCH = 128, 64
 WRONG = 6e-3  # longer rows than elsewhere: more tokens average out, and the rounding of bf16 weighs more
 
 
-def tiles(high: float):
-    """Weights of the plan by the tiles that a block may fill in a class; a tile with 8-bit keys costs `high`."""
-
-    def change(op: DecodeAttention) -> None:
-        cost = [tile_cost(high)(c) * op.store.layout.block_tokens / c[7] for c in op._classes[1:]]
-        op._plan.weights[1:] = torch.tensor(cost, device=op.store.device)
-        op._plan.weights[0] = op.store.layout.block_tokens / op._classes[0][7] / 2
-
-    return change
-
-
-def tile_cost(high: float):
-    return lambda c: high if c[0] == 8 else 1.0
+def by_bytes(op: DecodeAttention) -> None:
+    """Weights of the plan by the bytes of a block, as they were."""
+    d, p = op.store.layout.head_dim, op.store.layout.block_tokens
+    cost = [p * max(d * (f.key_bits + f.value_bits) / 8, 0.8 * d) for f, _ in op._plan.classes]
+    op._plan.weights.copy_(torch.tensor(cost, device=op.store.device))
 
 
 VARIANTS = {
-    "base": (DecodeAttention, {}, None),
-    "tiles": (DecodeAttention, {}, tiles(1.0)),
-    "tiles1.3": (DecodeAttention, {}, tiles(1.3)),
-    "share": (ShareDecodeAttention, {}, None),
-    "exact": (ShareDecodeAttention, {"exact": True}, None),
-    "exact1.3": (ShareDecodeAttention, {"exact": True, "tile_cost": tile_cost(1.3)}, None),
-    "exact+early": (ShareDecodeAttention, {"exact": True, "early": True}, None),
+    "base": (DecodeAttention, {"even": True, "early": False}, by_bytes),
+    "tiles": (DecodeAttention, {"even": True, "early": False}, None),
+    "tiles+early": (DecodeAttention, {"even": True}, None),
+    "halves": (DecodeAttention, {"early": False}, None),
+    "halves+early": (DecodeAttention, {}, None),
+    "halves s2": (DecodeAttention, {"tuning": Tuning(stages=2)}, None),
+    "halves s4": (DecodeAttention, {"tuning": Tuning(stages=4)}, None),
+    "share": (ShareDecodeAttention, {"even": True}, None),
+    "share+halves": (ShareDecodeAttention, {}, None),
+    "exact+halves": (ShareDecodeAttention, {"exact": True}, None),
 }
 
 
@@ -69,6 +64,8 @@ def points() -> dict[str, object]:
     return {
         "mix": w["mix"],
         "mix 16x32K": replace(w["mix"], batch=16, tokens=32768),
+        "mix P256": replace(w["mix"], block_tokens=256),
+        "mix, pages 64": replace(w["mix"], page_bytes=page_bytes_for("k8v4", 64)),
         "heads even": replace(w["k4v4"], kept="heads:50:50"),
         "heads 10..90": replace(w["k4v4"], kept="heads:10:90"),
         "half": half,
@@ -106,7 +103,7 @@ def check_all(args) -> set[str]:
     for variant in args.variants:
         for w in points().values():
             # Lengths and counts are data and do not change the kernel, nor do weights.
-            if (VARIANTS[variant][2] is None and "tile_cost" not in VARIANTS[variant][1]) or "+" in w.ladder:
+            if VARIANTS[variant][2] is None or "+" in w.ladder:
                 jobs[w.ladder, w.layout().page_bytes, variant] = w, variant
     context = multiprocessing.get_context("spawn")
     bad = set()
@@ -175,7 +172,7 @@ def show(rows: list[dict], stocks: dict[str, float], plans: dict[str, float]) ->
     names = list(dict.fromkeys(r["name"] for r in rows))
     at = {(r["variant"], r["name"]): r for r in rows}
     print(f"bf16 FlashInfer: {', '.join(f'{k} {v:.4f} ms' for k, v in stocks.items())}")
-    print("us".ljust(14) + "".join(n.rjust(14) for n in names) + "heads ratio".rjust(14) + "plan, 32 layers".rjust(18))
+    print("us".ljust(17) + "".join(n.rjust(14) for n in names) + "heads ratio".rjust(14) + "plan, 32 layers".rjust(18))
     for variant in dict.fromkeys(r["variant"] for r in rows):
         cells, plan = [], plans.get(variant, float("nan"))
         for n in names:
@@ -188,7 +185,7 @@ def show(rows: list[dict], stocks: dict[str, float], plans: dict[str, float]) ->
         pair = [at.get((variant, n)) for n in ("heads 10..90", "heads even")]
         per = [r["ms"] / r["bytes"] for r in pair if r]
         ratio = f"{per[0] / per[1]:.3f}" if len(per) == 2 else ""
-        print(variant.ljust(14) + "".join(cells) + ratio.rjust(14) + f"{plan * 1e3:.1f}".rjust(18), flush=True)
+        print(variant.ljust(17) + "".join(cells) + ratio.rjust(14) + f"{plan * 1e3:.1f}".rjust(18), flush=True)
 
 
 def main() -> None:

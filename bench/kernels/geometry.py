@@ -17,8 +17,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from kvc_kernels.ops.decode_attention_triton import Tuning
-from kvc_kernels.ops.decoder import make_decoder
+from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
 from kvc_kernels.testing import reference_decode
 
 from .common import RESULTS, Budget, Results, Workload, copy_bandwidth, page_bytes_for, time_graph
@@ -94,9 +93,10 @@ def check(w: Workload, t: Tuning) -> float:
     tokens = 2 * w.block_tokens + 37
     store, rows, lens, _ = w.build(batch=2, tokens=tokens, seed=int(time.time()) % 10007)
     q = torch.randn((2, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
-    op = make_decoder(
-        store, even=w.even, max_batch=2, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t, columns=4
-    )
+    op = DecodeAttention(
+        store, max_batch=2, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t, columns=4,
+        even=w.even,
+    )  # fmt: skip
     op.plan(rows, lens)
     out = torch.full_like(q, float("nan"))
     scale = w.head_dim**-0.5
@@ -110,9 +110,9 @@ def measure(w: Workload, tunings: list[tuple[Tuning, int]], bandwidth: float) ->
     q = torch.randn((w.batch, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
     out = []
     for t, items in tunings:
-        op = make_decoder(
-            store, even=w.even, max_batch=w.batch, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t,
-            columns=items or None,
+        op = DecodeAttention(
+            store, max_batch=w.batch, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t,
+            columns=items or None, even=w.even,
         )  # fmt: skip
         op.plan(rows, lens)
         y = torch.empty_like(q)

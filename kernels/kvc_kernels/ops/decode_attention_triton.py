@@ -17,6 +17,7 @@ import triton.language as tl
 from ..layout import TOKEN, Format
 from ..store import PageStore
 from .decode_body_triton import P_SHIFT, _list_tiles, packed_part, plain_part
+from .decode_merge_triton import merge_kernel
 from .decode_plan_triton import DecodePlan, ladder_classes
 from .unpack_triton import CODE_UNIT, LOG2E, NEG
 
@@ -35,11 +36,11 @@ CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a b
 class Tuning:
     """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
 
-    engine: str = "triton"  # or "gluon", see NOTES.md
-    warps: int = 1  # triton only
+    engine: str = "triton"  # or "gluon", see NOTES.md; warps and stages are for triton only
+    warps: int = 1
     tile: int = 0  # tokens; 0: by the bytes of a token
     plain_tile: int = 16
-    stages: int = 0  # triton only; 0: by the bytes of a tile
+    stages: int = 0  # 0: by the bytes of a tile
     max_registers: int | None = None
 
 
@@ -78,9 +79,9 @@ def _plain_program(
     l = tl.zeros([16 * WARPS, NQ], tl.float32)
     for first in range(0, blocks, CHUNK):
         n = tl.minimum(blocks - first, CHUNK)
-        tiles = _list_tiles(
+        tiles, _ = _list_tiles(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
-            CHUNK, TILE, P // TILE, T, 1, SPAN, True,
+            CHUNK, TILE, P // TILE, T, 1, SPAN, True, False,
         )
         tl.debug_barrier()
         acc, m, l = plain_part(
@@ -100,8 +101,11 @@ def _packed_program(
     P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
     KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr,
     CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    HALF_SPAN: tl.constexpr,
 ):
-    """One item of packed blocks in one format; `head` = layer * H + KV head."""
+    """One item of packed blocks in one format; `head` = layer * H + KV head. HALF_SPAN: page ids of half a tile, if
+    last tiles that are no fuller are taken as such, else 0.
+    """
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
     ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32
@@ -132,9 +136,9 @@ def _packed_program(
     header = headers + head * (2 * D)
     for first in range(0, blocks, CHUNK):
         n = tl.minimum(blocks - first, CHUNK)
-        tiles = _list_tiles(
+        tiles, halves = _list_tiles(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
-            CHUNK, TILE, P // TILE, T, 1 - 2 * SIDE, SPAN, False,
+            CHUNK, TILE, P // TILE, T, 1 - 2 * SIDE, SPAN, False, HALF_SPAN > 0,
         )
         if not TOKEN_KEYS:
             factor = scale if CAPPED else scale * LOG2E
@@ -143,8 +147,15 @@ def _packed_program(
         acc, m, l, zs = packed_part(
             acc, m, l, zs, q, qsum, words, tile_pages, qz, tiles,
             pages, page_bytes, header, LH * 2 * D, scale, cap,
-            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM,
+            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM, SPAN,
         )
+        if HALF_SPAN:
+            acc, m, l, zs = packed_part(
+                acc, m, l, zs, q, qsum, words + tiles, tile_pages + tiles * SPAN, qz, halves,
+                pages, page_bytes, header, LH * 2 * D, scale, cap,
+                D, NQ, KB, VB, T, HALF_SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE // 2, STAGES, WARPS, ASM,
+                SPAN,
+            )
         tl.debug_barrier()
     rows = tl.arange(0, ROWS)
     for r in tl.static_range(DV // ROWS):
@@ -170,9 +181,11 @@ def _decode_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr,
 ):
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     h = pid % H
     head = (layer * H + h).to(tl.int64)
@@ -203,50 +216,22 @@ def _decode_kernel(
                         q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
                         head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
                         CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
-                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
+                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, CLASSES[c][10],
                     )
 
 
-@triton.jit
-def _merge_kernel(
-    part_o, part_ml, ranges, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    LSE: tl.constexpr,
-):
-    """grid (B, H * G). Sum of a request's partial results, weighted by 2^(m - max m); with LSE also the log-sum-exp to
-    base 2, fp32 `[B, H * G]`.
-    """
-    b = tl.program_id(0)
-    hq = tl.program_id(1)
-    h = hq // G
-    g = hq % G
-    first = tl.load(ranges + b)
-    last = tl.load(ranges + b + 1)
-    d = tl.arange(0, D)
-    i = tl.arange(0, STEP)
-    top = tl.full([], NEG, tl.float32)
-    total = tl.zeros([], tl.float32)
-    acc = tl.zeros([D], tl.float32)
-    for at in range(first, last, STEP):
-        row = ((at + i).to(tl.int64) * H + h) * G + g
-        ok = at + i < last
-        m = tl.load(part_ml + row * 2, mask=ok, other=NEG)
-        l = tl.load(part_ml + row * 2 + 1, mask=ok, other=0.0)
-        o = tl.load(part_o + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
-        m_new = tl.maximum(top, tl.max(m, 0))
-        w = tl.exp2(m - m_new)
-        keep = tl.exp2(top - m_new)
-        total = total * keep + tl.sum(w * l, 0)
-        acc = acc * keep + tl.sum(o * w[:, None], 0)
-        top = m_new
-    # A head with every token pruned, or a row without tokens, gives 0 rather than NaN.
-    result = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out + (b * (H * G) + hq).to(tl.int64) * D + d, result.to(out.dtype.element_ty))
-    if LSE:
-        tl.store(out_lse + b * (H * G) + hq, tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), NEG))
+def _span(tile: int, page_tokens: int) -> int:
+    """Pages that an aligned tile can touch."""
+    if page_tokens % tile == 0:
+        return 1
+    return tile // page_tokens if tile % page_tokens == 0 else (tile + page_tokens - 2) // page_tokens + 1
 
 
 class DecodeAttention:
     """Plan and buffers of the decode attention of one store; `plan` once a step, `run` for each layer."""
+
+    # What the kernel takes between the queries' strides and the pages: results, scratch, the plan.
+    _planned = (torch.float32, torch.float32, torch.int64, torch.int32, torch.int32, torch.int64)
 
     def __init__(
         self,
@@ -257,14 +242,19 @@ class DecodeAttention:
         query_heads: int,
         tuning: Tuning | None = None,
         columns: int | None = None,
+        even: bool = False,
+        early: bool | None = None,
     ):
-        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave."""
+        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
+        `even`: every head keeps every token of a block. `early`: the merge is launched ahead (None: from Hopper on).
+        """
         layout = store.layout
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
-        self.engine = self._choose_engine()
+        self.engine, self._even = self._choose_engine(), even
+        self._early = self._may_launch_early() if early is None else early
         self._query_columns = max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
         # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
@@ -289,9 +279,13 @@ class DecodeAttention:
             raise ValueError(f"engine {self.tuning.engine!r}")
         return self.tuning.engine
 
+    def _may_launch_early(self) -> bool:
+        device = self.store.device
+        return self.engine == "triton" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
     def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
         """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
-        value meta, tile, page ids a tile, stages."""
+        value meta, tile, page ids a tile, stages, page ids of half a tile (0: there are none)."""
         page, tune = self.store.layout.page(fmt), self.tuning
         t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
         tile = tune.plain_tile if not fmt.packed else tune.tile or 64
@@ -301,11 +295,12 @@ class DecodeAttention:
                 tile //= 2
         tile = min(tile, self.store.layout.block_tokens)
         stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES else 2)
-        span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
-        if self.engine == "gluon":
-            span = 4
+        span = 4 if self.engine == "gluon" else _span(tile, t)
+        halves = fmt.packed and not self._even and self.engine == "triton" and tile >= 32 * tune.warps
         names = ("key_meta", "value_codes", "value_meta")
-        return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span, stages)
+        offsets = (page.offset(n) for n in names)
+        half_span = _span(tile // 2, t) if halves else 0
+        return (fmt.key_bits, fmt.value_bits, t, side, *offsets, tile, span, stages, half_span)
 
     def _constants(self, capped: bool) -> dict:
         layout, t = self.store.layout, self.tuning
@@ -316,7 +311,7 @@ class DecodeAttention:
             "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
         }  # fmt: skip
         if self.engine == "triton":
-            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET}
+            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "EARLY": self._early}
         if t.max_registers and not INTERPRET:
             out["maxnreg"] = t.max_registers
         return out
@@ -334,11 +329,10 @@ class DecodeAttention:
         store, heads = self.store, self.store.layout.heads
         if store.device.type != "cuda":
             return 4
-        some = {t: torch.empty(16, dtype=t, device=store.device) for t in (torch.float32, torch.int64, torch.int32)}
-        f, i8, i4 = some.values()
+        some = [torch.empty(16, dtype=t, device=store.device) for t in self._planned]
         q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
         kernel = self._kernel.warmup(
-            q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
+            q, q.stride(0), q.stride(1), *some, store.pages, store.table, store.counts, store.headers,
             1, 0, 1.0, 0.0, grid=(1,), **self._constants(False),
         )  # fmt: skip
         kernel._init_handles()
@@ -377,9 +371,10 @@ class DecodeAttention:
             plan.column_ranges, plan.lists, store.pages, store.table, store.counts, store.headers,
             plan.max_blocks, layer, scale, logit_cap, **self._constants(logit_cap > 0),
         )  # fmt: skip
-        _merge_kernel[(q.shape[0], q.shape[1])](
+        merge_kernel[(q.shape[0], q.shape[1])](
             self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, heads, self.group,
-            store.layout.head_dim, 8, lse is not None, num_warps=1,
+            store.layout.head_dim, 8, lse is not None, self._early, num_warps=1,
+            **({"launch_pdl": True} if self._early else {}),
         )  # fmt: skip
         return out
 

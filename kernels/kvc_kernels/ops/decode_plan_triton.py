@@ -9,6 +9,9 @@ import triton.language as tl
 from ..layout import BF16, Format
 from ..store import PageStore
 
+PLAIN_COST = 2.0  # time of a bf16 token, in that of a packed one
+LEAST = 32.0  # tokens that a block is at least taken for
+
 
 def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
     """(format, side of the table) pairs that blocks of this store can hold; bf16 first. Side 0 is the high tier."""
@@ -146,8 +149,10 @@ class DecodePlan:
             if i:
                 for c, share in self._expected(store, rung, high, low):
                     tokens[c].append(share)
+        formats = [f for f, _ in self.classes]
         self.rung_classes = torch.tensor(masks or [1], dtype=torch.int32, device=dev)
-        cost = [max(t) * self._token_cost(f, layout.head_dim) for t, (f, _) in zip(tokens, self.classes)]
+        # A tile takes about as long in every packed format, and for a few tokens as for half of it.
+        cost = [max(PLAIN_COST * t if f is BF16 else t, LEAST) for f, t in zip(formats, map(max, tokens))]
         self.weights = torch.tensor(cost, dtype=torch.float32, device=dev)
 
     @staticmethod
@@ -158,11 +163,6 @@ class DecodePlan:
         tiers = [(high, rung.high)] + ([] if low is None else [(low, rung.low)])
         share = pages / len(tiers)
         return [(c, min(layout.block_tokens, share * layout.page(f).tokens)) for c, f in tiers]
-
-    @staticmethod
-    def _token_cost(fmt: Format, head_dim: int) -> float:
-        """Time of a token in a format, in bytes of traffic: its bytes, but no less than what the issue slots allow."""
-        return max(head_dim * (fmt.key_bits + fmt.value_bits) / 8, 0.8 * head_dim)
 
     def update(self, store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Fill the buffers for `row_blocks[B, NB]` (int32) and `seq_lens[B]` (int32); runs on the current stream."""

@@ -116,7 +116,7 @@ def _share_kernel(
                             q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
                             head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
                             CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
-                            CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
+                            CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, CLASSES[c][10],
                         )
 
 
@@ -198,15 +198,17 @@ def _share_merge_kernel(
 
 
 class ShareDecodeAttention(DecodeAttention):
+    _planned = (*DecodeAttention._planned[:3], *(torch.int32,) * 5, torch.int64)
+
     def __init__(self, store, *, tile_cost=lambda c: 1.0, early: bool = False, exact: bool = False, max_batch, **kw):
         """`tile_cost(class)`: relative time of a tile. `early`: the merge is launched ahead (Hopper and later).
 
         `exact`: every count is read for the plan, not a sample of each list.
         """
-        layout, self._early = store.layout, early and not INTERPRET
+        layout = store.layout
         self._exact = exact
         self._max_batch = max_batch
-        super().__init__(store, max_batch=max_batch, **kw)
+        super().__init__(store, max_batch=max_batch, early=early and not INTERPRET, **kw)
         old, dev, nc = self._plan, store.device, len(self._classes)
         plan = SharePlan(store, max_batch, old.max_blocks, columns=old.columns)
         plan.exact = exact
