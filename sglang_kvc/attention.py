@@ -157,9 +157,7 @@ class TritonAttention(TorchAttention):
 
         device = store.device
         self.append, self.copy_step = append_triton, decode_snapshot_triton
-        self.decoder = DecodeAttention(
-            store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, even=stored_as is not None
-        )
+        self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
         self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)

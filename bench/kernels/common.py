@@ -161,11 +161,6 @@ class Workload:
     def formats(self):
         return [FORMATS[x] for x in self.ladder.split("+")]
 
-    @property
-    def even(self) -> bool:
-        """Whether a server would know that no head keeps more than another."""
-        return self.kept == "full"
-
     def rungs(self) -> tuple[Rung, ...]:
         f = self.formats
         if f[0] is BF16:
@@ -179,7 +174,7 @@ class Workload:
             block_tokens=self.block_tokens,
             key_mode=self.key_mode,
             scored=False,
-            whole=self.even,
+            whole=self.kept == "full",
         )
         return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
 

@@ -41,6 +41,7 @@ def workloads(block: int, page_tokens: int) -> dict[str, Workload]:
     out = {name: make(name) for name in ("k8v8", "k8v4", "k4v4", "k4v2")}
     out["k4v4_half"] = make("k4v4", "uniform:50:12")
     out["mix"] = make("k8v4+k4v2", "mix:35:12:40:12")
+    out["mix_256"] = replace(out["mix"], block_tokens=256)
     return out
 
 

@@ -94,9 +94,8 @@ def check(w: Workload, t: Tuning) -> float:
     store, rows, lens, _ = w.build(batch=2, tokens=tokens, seed=int(time.time()) % 10007)
     q = torch.randn((2, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
     op = DecodeAttention(
-        store, max_batch=2, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t, columns=4,
-        even=w.even,
-    )  # fmt: skip
+        store, max_batch=2, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t, columns=4
+    )
     op.plan(rows, lens)
     out = torch.full_like(q, float("nan"))
     scale = w.head_dim**-0.5
@@ -112,7 +111,7 @@ def measure(w: Workload, tunings: list[tuple[Tuning, int]], bandwidth: float) ->
     for t, items in tunings:
         op = DecodeAttention(
             store, max_batch=w.batch, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t,
-            columns=items or None, even=w.even,
+            columns=items or None,
         )  # fmt: skip
         op.plan(rows, lens)
         y = torch.empty_like(q)

@@ -10,20 +10,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BAR = 3e-3  # the output's bf16 rounding alone is 1.1e-3
-ENGINES = pytest.mark.parametrize("engine", ["triton", "gluon", "share"])
+ENGINES = pytest.mark.parametrize("engine", ["triton", "gluon"])
 
 
 def build(case, engine, **kw):
     from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
-    from kvc_kernels.ops.decode_share_triton import ShareDecodeAttention
 
     store, q, rows, lens = case
     columns = kw.pop("columns", 5)
-    made, more = (ShareDecodeAttention, {"exact": True}) if engine == "share" else (DecodeAttention, {})
-    tuning = Tuning(engine="gluon" if engine == "gluon" else "triton", **kw)
-    return made(
-        store, max_batch=len(lens) + 1, max_blocks=rows.shape[1] + 1, query_heads=q.shape[1], tuning=tuning,
-        columns=columns, **more,
+    return DecodeAttention(
+        store, max_batch=len(lens) + 1, max_blocks=rows.shape[1] + 1, query_heads=q.shape[1],
+        tuning=Tuning(engine=engine, **kw), columns=columns,
     )  # fmt: skip
 
 

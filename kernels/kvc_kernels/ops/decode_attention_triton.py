@@ -79,9 +79,9 @@ def _plain_program(
     l = tl.zeros([16 * WARPS, NQ], tl.float32)
     for first in range(0, blocks, CHUNK):
         n = tl.minimum(blocks - first, CHUNK)
-        tiles, _ = _list_tiles(
+        tiles = _list_tiles(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
-            CHUNK, TILE, P // TILE, T, 1, SPAN, True, False,
+            CHUNK, TILE, P // TILE, T, 1, SPAN, True,
         )
         tl.debug_barrier()
         acc, m, l = plain_part(
@@ -101,11 +101,8 @@ def _packed_program(
     P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
     KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr,
     CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
-    HALF_SPAN: tl.constexpr,
 ):
-    """One item of packed blocks in one format; `head` = layer * H + KV head. HALF_SPAN: page ids of half a tile, if
-    last tiles that are no fuller are taken as such, else 0.
-    """
+    """One item of packed blocks in one format; `head` = layer * H + KV head."""
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
     ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32
@@ -136,9 +133,9 @@ def _packed_program(
     header = headers + head * (2 * D)
     for first in range(0, blocks, CHUNK):
         n = tl.minimum(blocks - first, CHUNK)
-        tiles, halves = _list_tiles(
+        tiles = _list_tiles(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
-            CHUNK, TILE, P // TILE, T, 1 - 2 * SIDE, SPAN, False, HALF_SPAN > 0,
+            CHUNK, TILE, P // TILE, T, 1 - 2 * SIDE, SPAN, False,
         )
         if not TOKEN_KEYS:
             factor = scale if CAPPED else scale * LOG2E
@@ -147,15 +144,8 @@ def _packed_program(
         acc, m, l, zs = packed_part(
             acc, m, l, zs, q, qsum, words, tile_pages, qz, tiles,
             pages, page_bytes, header, LH * 2 * D, scale, cap,
-            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM, SPAN,
+            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM,
         )
-        if HALF_SPAN:
-            acc, m, l, zs = packed_part(
-                acc, m, l, zs, q, qsum, words + tiles, tile_pages + tiles * SPAN, qz, halves,
-                pages, page_bytes, header, LH * 2 * D, scale, cap,
-                D, NQ, KB, VB, T, HALF_SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE // 2, STAGES, WARPS, ASM,
-                SPAN,
-            )
         tl.debug_barrier()
     rows = tl.arange(0, ROWS)
     for r in tl.static_range(DV // ROWS):
@@ -216,22 +206,12 @@ def _decode_kernel(
                         q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
                         head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
                         CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
-                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, CLASSES[c][10],
+                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
                     )
-
-
-def _span(tile: int, page_tokens: int) -> int:
-    """Pages that an aligned tile can touch."""
-    if page_tokens % tile == 0:
-        return 1
-    return tile // page_tokens if tile % page_tokens == 0 else (tile + page_tokens - 2) // page_tokens + 1
 
 
 class DecodeAttention:
     """Plan and buffers of the decode attention of one store; `plan` once a step, `run` for each layer."""
-
-    # What the kernel takes between the queries' strides and the pages: results, scratch, the plan.
-    _planned = (torch.float32, torch.float32, torch.int64, torch.int32, torch.int32, torch.int64)
 
     def __init__(
         self,
@@ -242,18 +222,17 @@ class DecodeAttention:
         query_heads: int,
         tuning: Tuning | None = None,
         columns: int | None = None,
-        even: bool = False,
         early: bool | None = None,
     ):
         """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
-        `even`: every head keeps every token of a block. `early`: the merge is launched ahead (None: from Hopper on).
+        `early`: the merge is launched ahead (None: from Hopper on).
         """
         layout = store.layout
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
-        self.engine, self._even = self._choose_engine(), even
+        self.engine = self._choose_engine()
         self._early = self._may_launch_early() if early is None else early
         self._query_columns = max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
@@ -285,7 +264,7 @@ class DecodeAttention:
 
     def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
         """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
-        value meta, tile, page ids a tile, stages, page ids of half a tile (0: there are none)."""
+        value meta, tile, page ids a tile, stages."""
         page, tune = self.store.layout.page(fmt), self.tuning
         t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
         tile = tune.plain_tile if not fmt.packed else tune.tile or 64
@@ -295,12 +274,11 @@ class DecodeAttention:
                 tile //= 2
         tile = min(tile, self.store.layout.block_tokens)
         stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES else 2)
-        span = 4 if self.engine == "gluon" else _span(tile, t)
-        halves = fmt.packed and not self._even and self.engine == "triton" and tile >= 32 * tune.warps
+        span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
+        if self.engine == "gluon":
+            span = 4
         names = ("key_meta", "value_codes", "value_meta")
-        offsets = (page.offset(n) for n in names)
-        half_span = _span(tile // 2, t) if halves else 0
-        return (fmt.key_bits, fmt.value_bits, t, side, *offsets, tile, span, stages, half_span)
+        return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span, stages)
 
     def _constants(self, capped: bool) -> dict:
         layout, t = self.store.layout, self.tuning
@@ -329,10 +307,11 @@ class DecodeAttention:
         store, heads = self.store, self.store.layout.heads
         if store.device.type != "cuda":
             return 4
-        some = [torch.empty(16, dtype=t, device=store.device) for t in self._planned]
+        some = {t: torch.empty(16, dtype=t, device=store.device) for t in (torch.float32, torch.int64, torch.int32)}
+        f, i8, i4 = some.values()
         q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
         kernel = self._kernel.warmup(
-            q, q.stride(0), q.stride(1), *some, store.pages, store.table, store.counts, store.headers,
+            q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
             1, 0, 1.0, 0.0, grid=(1,), **self._constants(False),
         )  # fmt: skip
         kernel._init_handles()

@@ -20,11 +20,9 @@ P_SHIFT: tl.constexpr = tl.constexpr(5.0)
 def _list_tiles(
     words, tile_pages, entries, n, counts, counts_stride, table, table_stride,
     CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
-    SPAN: tl.constexpr, FROM_LIST: tl.constexpr, HALF: tl.constexpr,
+    SPAN: tl.constexpr, FROM_LIST: tl.constexpr,
 ):
-    """Write what the tile loops need to know of `n` <= CHUNK blocks; return the numbers of whole and of half tiles.
-
-    A block's last tile is a half one if that holds it (and HALF). Those stand last, for a loop of their own.
+    """Write what the tile loop needs to know of `n` <= CHUNK blocks; return the number of tiles.
 
     `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). `table` points
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
@@ -39,18 +37,12 @@ def _list_tiles(
     else:
         count = tl.load(counts + (e >> 32) * counts_stride, mask=j < n, other=0).to(tl.int32)
     tiles = tl.where(j < n, (count + TILE - 1) // TILE, 0)
-    whole = tiles
-    if HALF:
-        whole = tl.where(tiles * TILE - count >= TILE // 2, tiles - 1, tiles)
-    halves = tiles - whole
-    n_whole = tl.sum(whole, 0)
-    at = tl.cumsum(whole, 0) - whole
-    half_at = n_whole + tl.cumsum(halves, 0) - halves
+    at = tl.cumsum(tiles, 0) - tiles
     i = tl.arange(0, MAX_TILES)
     head = ((e >> 32) << 32) | (j.to(tl.int64) << 24) | count.to(tl.int64)
     word = head[:, None] | (i.to(tl.int64) * TILE << 12)[None, :]
     used = i[None, :] < tiles[:, None]
-    to = tl.where(i[None, :] < whole[:, None], at[:, None] + i[None, :], half_at[:, None])
+    to = at[:, None] + i[None, :]
     tl.store(words + to, word, mask=used)
     row = table + (e >> 32) * table_stride
     for k in tl.static_range(SPAN):
@@ -58,14 +50,14 @@ def _list_tiles(
         live = used & ((entry * T)[None, :] < count[:, None])
         page = tl.load(row[:, None] + STEP * entry[None, :], mask=live, other=0)
         tl.store(tile_pages + to * SPAN + k, page, mask=used)
-    return n_whole, tl.sum(halves, 0)
+    return tl.sum(tiles, 0)
 
 
 @triton.jit
-def _tile_pages(tile_pages, i, SPAN: tl.constexpr, STRIDE: tl.constexpr):
+def _tile_pages(tile_pages, i, SPAN: tl.constexpr):
     out = ()
     for k in tl.static_range(SPAN):
-        out = out + (tl.load(tile_pages + i * STRIDE + k),)
+        out = out + (tl.load(tile_pages + i * SPAN + k),)
     return out
 
 
@@ -117,9 +109,9 @@ def packed_part(
     pages, page_bytes, headers, header_stride, scale, cap,
     D: tl.constexpr, NQ: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr,
     KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, STRIDE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Add `n_tiles` tiles of packed tokens to the running softmax. STRIDE: page ids a tile in `tile_pages`.
+    """Add `n_tiles` tiles of packed tokens to the running softmax.
 
     acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `nested` or `crumbs`, in units of
     2^-24.
@@ -146,7 +138,7 @@ def packed_part(
     rows = tl.arange(0, ROWS)
     heads = tl.arange(0, NQ)
     word = tl.load(words)
-    ids = _tile_pages(tile_pages, 0, SPAN, STRIDE)
+    ids = _tile_pages(tile_pages, 0, SPAN)
     for i in tl.range(0, n_tiles, num_stages=STAGES):
         block = word >> 32
         count = (word & 0xFFF).to(tl.int32)
@@ -170,7 +162,7 @@ def packed_part(
             vzero = vzero + (tl.load(meta + (2 * g + 1) * T, mask=ok16, other=0.0),)
         j24 = (word >> 24) & 0xFF
         word = tl.load(words + i + 1)
-        ids = _tile_pages(tile_pages, i + 1, SPAN, STRIDE)
+        ids = _tile_pages(tile_pages, i + 1, SPAN)
 
         kf = nested(codes, KB, ASM)
         s = tl.zeros([TILE, NQ], tl.float32)
@@ -241,7 +233,7 @@ def plain_part(
     t = tl.arange(0, TILE)
     d = tl.arange(0, D)
     word = tl.load(words)
-    ids = _tile_pages(tile_pages, 0, SPAN, SPAN)
+    ids = _tile_pages(tile_pages, 0, SPAN)
     for i in tl.range(0, n_tiles, num_stages=STAGES):
         count = (word & 0xFFF).to(tl.int32)
         t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
@@ -252,7 +244,7 @@ def plain_part(
         k = tl.load(row + at, mask=ok[:, None], other=0.0)
         v = tl.load(row + (at + VOFF // 2), mask=ok[:, None], other=0.0)
         word = tl.load(words + i + 1)
-        ids = _tile_pages(tile_pages, i + 1, SPAN, SPAN)
+        ids = _tile_pages(tile_pages, i + 1, SPAN)
         if not ASM:  # the interpreter multiplies bf16 words as integers
             k = k.to(tl.float32)
             v = v.to(tl.float32)
