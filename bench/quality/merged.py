@@ -1,7 +1,7 @@
 """All policy result files of one model and length as one: cells that were measured in several runs stand side by side.
 
 Every run has a reference of its own, and flips and KL are against that one; a cell that several runs have is taken from
-the one that asked the most tasks.
+the one that asked the most tasks, and of those from the latest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
         key = n["model"], n["length"], n["contexts"]
         group = out.setdefault(key, Merged(n["model"], n["length"], 8 * n["contexts"], record["device"]))
         for name, row in n["cells"].items():
-            if _tasks(row) > _tasks(group.rows.get(name, {})):
+            known = _tasks(group.rows.get(name, {})), group.source.get(name, record)["date"]
+            if name not in group.rows or (_tasks(row), record["date"]) > known:
                 group.rows[name], group.raw[name], group.source[name] = row, n["raw"][name], record
     return sorted(out.values(), key=lambda g: (-g.length, list(_MODELS).index(g.model), -g.questions))
 
