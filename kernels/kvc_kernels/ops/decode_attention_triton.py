@@ -171,11 +171,9 @@ def _decode_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr, EARLY: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     h = pid % H
     head = (layer * H + h).to(tl.int64)
@@ -222,18 +220,14 @@ class DecodeAttention:
         query_heads: int,
         tuning: Tuning | None = None,
         columns: int | None = None,
-        early: bool | None = None,
     ):
-        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
-        `early`: the merge is launched ahead (None: from Hopper on).
-        """
+        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave."""
         layout = store.layout
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
         self.engine = self._choose_engine()
-        self._early = self._may_launch_early() if early is None else early
         self._query_columns = max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
         # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
@@ -257,10 +251,6 @@ class DecodeAttention:
         elif self.tuning.engine != "triton":
             raise ValueError(f"engine {self.tuning.engine!r}")
         return self.tuning.engine
-
-    def _may_launch_early(self) -> bool:
-        device = self.store.device
-        return self.engine == "triton" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
     def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
         """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
@@ -289,7 +279,7 @@ class DecodeAttention:
             "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
         }  # fmt: skip
         if self.engine == "triton":
-            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "EARLY": self._early}
+            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET}
         if t.max_registers and not INTERPRET:
             out["maxnreg"] = t.max_registers
         return out
@@ -352,8 +342,7 @@ class DecodeAttention:
         )  # fmt: skip
         merge_kernel[(q.shape[0], q.shape[1])](
             self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, heads, self.group,
-            store.layout.head_dim, 8, lse is not None, self._early, num_warps=1,
-            **({"launch_pdl": True} if self._early else {}),
+            store.layout.head_dim, 8, lse is not None, num_warps=1,
         )  # fmt: skip
         return out
 

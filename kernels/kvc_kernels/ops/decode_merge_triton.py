@@ -11,13 +11,11 @@ from .unpack_triton import NEG
 @triton.jit
 def merge_kernel(
     part_o, part_ml, ranges, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    LSE: tl.constexpr, EARLY: tl.constexpr,
+    LSE: tl.constexpr,
 ):
     """grid (B, H * G). Sum of a request's partial results, weighted by 2^(m - max m); with LSE also the log-sum-exp to
-    base 2, fp32 `[B, H * G]`. EARLY: may start before the programs that it follows have ended, and waits for them.
+    base 2, fp32 `[B, H * G]`.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     hq = tl.program_id(1)
     h = hq // G

@@ -69,28 +69,58 @@ def _unpack2(x, s0, z0, s1, z1, HIGH: gl.constexpr):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _one_page(CLASSES):
+    """Whether every packed tile lies in a single page."""
+    return all(c[2] % 64 == 0 for c in CLASSES if c[0] < 16)
+
+
 @gluon.jit
 def _pages_of(word, table, row_stride, E: gl.constexpr, CLASSES: gl.constexpr):
-    """Page ids of a tile's tokens as its copies need them: by token `[64]`, by run of 16 `[128]` and `[32]`."""
+    """Page ids of a tile's tokens as its copies need them: by token `[64]`, by run of 16 `[128]` and `[32]`; or
+    one page three times.
+    """
     cls = ((word >> 24) & 15).to(gl.int32)
     t0 = ((word >> 12) & 0xFFF).to(gl.int32)
     count = (word & 0xFFF).to(gl.int32)
-    t = gl.arange(0, 64, gl.SliceLayout(1, L_KEYS))
-    run = gl.arange(0, 128, gl.SliceLayout(1, L_RUNS)) % 4 * 16
-    meta = gl.arange(0, 32, gl.SliceLayout(1, L_METAS)) % 4 * 16
-    by_token = gl.zeros([64], gl.int32, gl.SliceLayout(1, L_KEYS))
-    by_run = gl.zeros([128], gl.int32, gl.SliceLayout(1, L_RUNS))
-    by_meta = gl.zeros([32], gl.int32, gl.SliceLayout(1, L_METAS))
-    for c in gl.static_range(len(CLASSES)):
-        if CLASSES[c][0] < 16:
-            if cls == c:
-                row = table + (word >> 32) * row_stride + CLASSES[c][3] * (E - 1)
-                T: gl.constexpr = CLASSES[c][2]
-                STEP: gl.constexpr = 1 - 2 * CLASSES[c][3]
-                by_token = gl.load(row + STEP * ((t0 + t) // T), mask=t0 + t // 16 * 16 < count, other=0)
-                by_run = gl.load(row + STEP * ((t0 + run) // T), mask=t0 + run < count, other=0)
-                by_meta = gl.load(row + STEP * ((t0 + meta) // T), mask=t0 + meta < count, other=0)
+    if _one_page(CLASSES):
+        by_token = gl.to_tensor(0)
+        for c in gl.static_range(len(CLASSES)):
+            if CLASSES[c][0] < 16:
+                if cls == c:
+                    row = table + (word >> 32) * row_stride + CLASSES[c][3] * (E - 1)
+                    STEP: gl.constexpr = 1 - 2 * CLASSES[c][3]
+                    by_token = gl.load(row + STEP * (t0 // CLASSES[c][2]), mask=t0 < count, other=0)
+        by_run = by_token
+        by_meta = by_token
+    else:
+        t = gl.arange(0, 64, gl.SliceLayout(1, L_KEYS))
+        run = gl.arange(0, 128, gl.SliceLayout(1, L_RUNS)) % 4 * 16
+        meta = gl.arange(0, 32, gl.SliceLayout(1, L_METAS)) % 4 * 16
+        by_token = gl.zeros([64], gl.int32, gl.SliceLayout(1, L_KEYS))
+        by_run = gl.zeros([128], gl.int32, gl.SliceLayout(1, L_RUNS))
+        by_meta = gl.zeros([32], gl.int32, gl.SliceLayout(1, L_METAS))
+        for c in gl.static_range(len(CLASSES)):
+            if CLASSES[c][0] < 16:
+                if cls == c:
+                    row = table + (word >> 32) * row_stride + CLASSES[c][3] * (E - 1)
+                    T: gl.constexpr = CLASSES[c][2]
+                    STEP: gl.constexpr = 1 - 2 * CLASSES[c][3]
+                    by_token = gl.load(row + STEP * ((t0 + t) // T), mask=t0 + t // 16 * 16 < count, other=0)
+                    by_run = gl.load(row + STEP * ((t0 + run) // T), mask=t0 + run < count, other=0)
+                    by_meta = gl.load(row + STEP * ((t0 + meta) // T), mask=t0 + meta < count, other=0)
     return by_token, by_run, by_meta
+
+
+@gluon.jit
+def _within(t0, t, T: gl.constexpr):
+    """Place of tokens t0 + t in their pages of T tokens; t0 is a multiple of 64, t below 64."""
+    if T % 64 == 0:
+        at = gl.multiple_of(t0 % T, 64) + t
+    else:
+        at = t0 + t
+        at = at - at // T * T
+    return at
 
 
 @gluon.jit
@@ -106,21 +136,21 @@ def _fetch(
     DK: gl.constexpr = D * KB // 8
     GROUPS: gl.constexpr = D // 32 if VB == 2 else 1
     t0 = gl.multiple_of(((word >> 12) & 0xFFF).to(gl.int32), 64)
-    at = t0 + gl.arange(0, 64, gl.SliceLayout(1, L_KEYS))
-    base = pages + by_token.to(gl.int64) * page_bytes + (at - at // T * T) * DK
+    at = _within(t0, gl.arange(0, 64, gl.SliceLayout(1, L_KEYS)), T)
+    base = pages + by_token.to(gl.int64) * page_bytes + at * DK
     column = gl.arange(0, 64, gl.SliceLayout(0, L_KEYS))
     for p in gl.static_range(DK // 64):
         async_copy.async_copy_global_to_shared(raw_k.index(slot * 2 + p), (base + p * 64)[:, None] + column[None, :])
     r = gl.arange(0, 128, gl.SliceLayout(1, L_RUNS))
-    at = t0 + r % 4 * 16
-    base = pages + by_run.to(gl.int64) * page_bytes + (at - at // T * T) + (CLASSES[c][5] + r // 4 * T)
+    at = _within(t0, r % 4 * 16, T)
+    base = pages + by_run.to(gl.int64) * page_bytes + at + (CLASSES[c][5] + r // 4 * T)
     column = gl.arange(0, 16, gl.SliceLayout(0, L_RUNS))
     for p in gl.static_range(D * VB // 256):
         pointers = (base + p * 32 * T)[:, None] + column[None, :]
         async_copy.async_copy_global_to_shared(raw_v.index(slot * 4 + p), pointers)
     r = gl.arange(0, 32, gl.SliceLayout(1, L_METAS))
-    at = t0 + r % 4 * 16
-    base = pages + by_meta.to(gl.int64) * page_bytes + (at - at // T * T) * 2
+    at = _within(t0, r % 4 * 16, T)
+    base = pages + by_meta.to(gl.int64) * page_bytes + at * 2
     column = gl.arange(0, 16, gl.SliceLayout(0, L_METAS))
     pointers = (base + (CLASSES[c][6] + r // 4 % (2 * GROUPS) * (2 * T))).to(gl.pointer_type(gl.float16))
     async_copy.async_copy_global_to_shared(raw_m.index(slot), pointers[:, None] + column[None, :])
@@ -165,36 +195,39 @@ def _unpack_keys(slot, raw_k, raw_h, k_tile, KB: gl.constexpr, TOKEN_KEYS: gl.co
 
 
 @gluon.jit
-def _value_meta(meta, row: gl.constexpr, valid, like):
-    """One row of scales or zeros, 0 where no token is: what lies there may spell NaN, which would survive p = 0."""
-    x = gl.where(valid, meta.slice(row, 1).load(L_WORK), 0.0)
-    return gl.broadcast(x, like)[0]
-
-
-@gluon.jit
 def _unpack_values(slot, count, raw_v, raw_m, v_tile, VB: gl.constexpr, D: gl.constexpr):
     """Raw values -> `v_tile` `[D, 64]`; `count` tokens of the tile are real."""
-    DV: gl.constexpr = D * VB // 8
-    valid = (gl.arange(0, 64, gl.SliceLayout(0, L_WORK)) < count)[None, :]
+    ROWS: gl.constexpr = 32 if VB == 2 else 64
     meta = raw_m.index(slot)._reinterpret(gl.float16, [8, 64], FLAT)
-    for p in gl.static_range(DV // 32):
-        x = raw_v.index(slot * 4 + p)._reinterpret(gl.uint8, [32, 64], FLAT).load(L_WORK)
-        s0 = _value_meta(meta, 0, valid, x)
-        z0 = _value_meta(meta, 1, valid, x)
+    if count < 64:
+        # Scales and zeros become 0 where no token is: what lies there may spell NaN, which would survive p = 0.
+        x = meta.load(L_HEADER)
+        meta.store(gl.where((gl.arange(0, 64, gl.SliceLayout(0, L_HEADER)) < count)[None, :], x, 0.0))
+    runs = raw_v._reinterpret(gl.uint8, [RING * 128 // ROWS, ROWS, 64], FLAT)
+    s = meta.slice(0, 1).load(L_WORK)
+    z = meta.slice(1, 1).load(L_WORK)
+    for p in gl.static_range(D * VB // 8 // ROWS):
+        x = runs.index(slot * (128 // ROWS) + p).load(L_WORK)
+        s0 = gl.broadcast(s, x)[0]
+        z0 = gl.broadcast(z, x)[0]
         if VB == 8:
-            v_tile.slice(p * 32, 32).store(_unpack8(x, s0, z0))
+            v_tile.slice(p * 64, 64).store(_unpack8(x, s0, z0))
         elif VB == 4:
             a, b = _unpack4(x, s0, z0, s0, z0)
-            v_tile.slice(p * 32, 32).store(a)
-            v_tile.slice(DV + p * 32, 32).store(b)
+            v_tile.slice(0, 64).store(a)
+            v_tile.slice(64, 64).store(b)
         else:
             # Every field is one group of 32 features.
-            a, b = _unpack2(x, s0, z0, _value_meta(meta, 2, valid, x), _value_meta(meta, 3, valid, x), False)
+            s1 = gl.broadcast(meta.slice(2, 1).load(L_WORK), x)[0]
+            z1 = gl.broadcast(meta.slice(3, 1).load(L_WORK), x)[0]
+            a, b = _unpack2(x, s0, z0, s1, z1, False)
             v_tile.slice(0, 32).store(a)
             v_tile.slice(32, 32).store(b)
-            s0 = _value_meta(meta, 4, valid, x)
-            z0 = _value_meta(meta, 5, valid, x)
-            a, b = _unpack2(x, s0, z0, _value_meta(meta, 6, valid, x), _value_meta(meta, 7, valid, x), True)
+            s0 = gl.broadcast(meta.slice(4, 1).load(L_WORK), x)[0]
+            z0 = gl.broadcast(meta.slice(5, 1).load(L_WORK), x)[0]
+            s1 = gl.broadcast(meta.slice(6, 1).load(L_WORK), x)[0]
+            z1 = gl.broadcast(meta.slice(7, 1).load(L_WORK), x)[0]
+            a, b = _unpack2(x, s0, z0, s1, z1, True)
             v_tile.slice(64, 32).store(a)
             v_tile.slice(96, 32).store(b)
 
@@ -213,6 +246,37 @@ def _dense_half(rows, live, tile, TRANSPOSE: gl.constexpr):
     if TRANSPOSE:
         tile = tile.permute((1, 0))
     tile.store(x)
+
+
+@gluon.jit
+def _is_dense(cls, CLASSES: gl.constexpr, OWN: gl.constexpr):
+    """Whether a tile's rows are in the model dtype: new tokens, or a block that was never packed."""
+    dense = cls == 15 if OWN else cls < 0
+    for c in gl.static_range(len(CLASSES)):
+        if CLASSES[c][0] == 16:
+            dense = dense | (cls == c)
+    return dense
+
+
+@gluon.jit
+def _dense_rows(
+    word, new, new_stride, side: gl.constexpr, pages, page_bytes: gl.constexpr, table, row_stride,
+    CLASSES: gl.constexpr, D: gl.constexpr,
+):
+    """Pointers `[64]` to a dense tile's rows of keys (side 0) or values (1), and which are there."""
+    cls = ((word >> 24) & 15).to(gl.int32)
+    t0 = ((word >> 12) & 0xFFF).to(gl.int32)
+    t = gl.arange(0, 64, gl.SliceLayout(1, L_WORK))
+    live = t < (word & 0xFFF).to(gl.int32) - t0
+    rows = new + ((word >> 32) + t) * new_stride
+    for c in gl.static_range(len(CLASSES)):
+        if CLASSES[c][0] == 16:
+            if cls == c:
+                e = (t0 + t) // CLASSES[c][2]
+                page = gl.load(table + (word >> 32) * row_stride + e, mask=live, other=0).to(gl.int64)
+                base = (pages + page * page_bytes).to(gl.pointer_type(new.dtype.element_ty))
+                rows = base + (t0 + t - e * CLASSES[c][2]) * D + side * (CLASSES[c][5] // 2)
+    return rows, live
 
 
 @gluon.jit
@@ -253,10 +317,10 @@ def unpack_partition(
         by_token, by_run, by_meta = _pages_of(next_word, table, row_stride, E, CLASSES)
         after = gl.load(words + gl.minimum(j + 2, last), mask=some, other=15 << 24)
         if i >= 0:
+            # Read again: carried from tile to tile as a value, words came out wrong (Triton 3.6, sm_90).
             word = gl.load(words + i)
             cls = ((word >> 24) & 15).to(gl.int32)
-            t0 = ((word >> 12) & 0xFFF).to(gl.int32)
-            count = (word & 0xFFF).to(gl.int32) - t0
+            count = (word & 0xFFF).to(gl.int32) - ((word >> 12) & 0xFFF).to(gl.int32)
             slot = i % RING
             stage = i % STAGES
             phase = (i // STAGES & 1) ^ 1
@@ -264,39 +328,28 @@ def unpack_partition(
             k1 = k_smem.index(stage * 2 + 1)
             v_tile = v_smem.index(stage)
             mbarrier.wait(k_empty.index(stage), phase)
-            t = gl.arange(0, 64, gl.SliceLayout(1, L_WORK))
-            live = t < count
-            k_rows = k + ((word >> 32) + t) * k_stride
-            v_rows = v + ((word >> 32) + t) * v_stride
             for c in gl.static_range(len(CLASSES)):
-                if cls == c:
-                    if CLASSES[c][0] < 16:
+                if CLASSES[c][0] < 16:
+                    if cls == c:
                         _unpack_keys(slot, raw_k, raw_h, (k0, k1), CLASSES[c][0], TOKEN_KEYS)
-                    else:
-                        e = (t0 + t) // CLASSES[c][2]
-                        page = gl.load(table + (word >> 32) * row_stride + e, mask=live, other=0).to(gl.int64)
-                        base = (pages + page * page_bytes).to(gl.pointer_type(k.dtype.element_ty))
-                        k_rows = base + (t0 + t - e * CLASSES[c][2]) * D
-                        v_rows = k_rows + CLASSES[c][5] // 2
-                        _dense_half(k_rows, live, k0, False)
-                        _dense_half(k_rows + 64, live, k1, False)
-            if OWN:
-                if cls == 15:
-                    _dense_half(k_rows, live, k0, False)
-                    _dense_half(k_rows + 64, live, k1, False)
+            if _is_dense(cls, CLASSES, OWN):
+                rows, live = _dense_rows(
+                    word, k, k_stride, 0, pages, page_bytes, table, row_stride, CLASSES, D
+                )  # fmt: skip
+                _dense_half(rows, live, k0, False)
+                _dense_half(rows + 64, live, k1, False)
             fence_async_shared()
             mbarrier.arrive(k_full.index(stage), count=1)
             mbarrier.wait(v_empty.index(stage), phase)
             for c in gl.static_range(len(CLASSES)):
-                if cls == c:
-                    if CLASSES[c][0] < 16:
+                if CLASSES[c][0] < 16:
+                    if cls == c:
                         _unpack_values(slot, count, raw_v, raw_m, v_tile, CLASSES[c][1], D)
-                    else:
-                        _dense_half(v_rows, live, v_tile.slice(0, 64), True)
-                        _dense_half(v_rows + 64, live, v_tile.slice(64, 64), True)
-            if OWN:
-                if cls == 15:
-                    _dense_half(v_rows, live, v_tile.slice(0, 64), True)
-                    _dense_half(v_rows + 64, live, v_tile.slice(64, 64), True)
+            if _is_dense(cls, CLASSES, OWN):
+                rows, live = _dense_rows(
+                    word, v, v_stride, 1, pages, page_bytes, table, row_stride, CLASSES, D
+                )  # fmt: skip
+                _dense_half(rows, live, v_tile.slice(0, 64), True)
+                _dense_half(rows + 64, live, v_tile.slice(64, 64), True)
             fence_async_shared()
             mbarrier.arrive(v_full.index(stage), count=1)
