@@ -45,7 +45,9 @@ def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
         group = out.setdefault(key, Merged(n["model"], n["length"], 8 * n["contexts"], record["device"]))
         for name, row in n["cells"].items():
             known = _tasks(group.rows.get(name, {})), group.source.get(name, record)["date"]
-            if name not in group.rows or (_tasks(row), record["date"]) > known:
+            # The reference stays that of the longest run, beside which most cells were measured.
+            newer = record["date"] > known[1] and name != "stock"
+            if name not in group.rows or _tasks(row) > known[0] or (_tasks(row) == known[0] and newer):
                 group.rows[name], group.raw[name], group.source[name] = row, n["raw"][name], record
     return sorted(out.values(), key=lambda g: (-g.length, list(_MODELS).index(g.model), -g.questions))
 

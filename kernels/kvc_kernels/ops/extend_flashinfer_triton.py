@@ -14,6 +14,25 @@ except Exception:  # not installed, or broken by the versions around it: the Tri
 WORKSPACE_BYTES = 128 << 20
 
 
+class StagingCopy:
+    """The copy of a plan from the page-locked buffer that FlashInfer keeps for it, which its next plan overwrites.
+
+    So the next plan waits for it. It was queued ahead of a forward's kernels, so the host waits only where it is a
+    whole forward ahead; without, a kernel may read the plan of a later forward, and write where that one's rows are.
+    """
+
+    def __init__(self):
+        self.event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def queued(self) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+
 class RaggedPrefill:
     """Causal attention of new tokens, `q[N, Hq, D]` over `k`, `v` `[N, H, D]`; the plan is made at the first layer."""
 
@@ -22,6 +41,7 @@ class RaggedPrefill:
         self.dtype = dtype
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
 
     @classmethod
@@ -50,11 +70,13 @@ class RaggedPrefill:
     def run(self, q, k, v, *, scale: float, logit_cap: float, lse: bool, into: tuple | None = None):
         """Output `[N, Hq, D]`, and with `lse` also the base-2 log-sum-exp fp32 `[N, Hq]`; both written to `into`."""
         if self.planned != (scale, logit_cap):
+            self.copy.wait()
             # Host tensors: nothing has to be read back from the device.
             self.wrapper.plan(
                 self.starts, self.starts, *self.heads, causal=True, sm_scale=scale,
                 logits_soft_cap=logit_cap or None, q_data_type=self.dtype,
             )  # fmt: skip
+            self.copy.queued()
             self.planned = (scale, logit_cap)
         if into is not None:
             return self.wrapper.run(q, k, v, out=into[0], lse=into[1], return_lse=True)
@@ -75,6 +97,7 @@ class StagedPrefill:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.workspace = workspace
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
 
     @classmethod
@@ -114,9 +137,11 @@ class StagedPrefill:
     def run(self, q, k, v, into: tuple, *, scale: float, logit_cap: float) -> None:
         """Output, and the base-2 log-sum-exp if it is not None, into `into`."""
         if self.planned != (scale, logit_cap):
+            self.copy.wait()
             self.wrapper.plan(
                 *self.lists, *self.heads, self.page, causal=self.causal, sm_scale=scale,
                 logits_soft_cap=logit_cap or None, q_data_type=self.dtype,
             )  # fmt: skip
+            self.copy.queued()
             self.planned = (scale, logit_cap)
         self.wrapper.run(q, (k, v), out=into[0], lse=into[1], return_lse=into[1] is not None)
