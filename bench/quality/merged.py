@@ -38,16 +38,17 @@ class Merged:
 def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
     """One for each model, length and number of contexts; long contexts first."""
     out: dict[tuple, Merged] = {}
+    ranks: dict[tuple, tuple] = {}
     for path in sorted(folder.glob("policies_*.json")):
         record = json.loads(path.read_text())
         n = record["numbers"]
         key = n["model"], n["length"], n["contexts"]
         group = out.setdefault(key, Merged(n["model"], n["length"], 8 * n["contexts"], record["device"]))
         for name, row in n["cells"].items():
-            known = _tasks(group.rows.get(name, {})), group.source.get(name, record)["date"]
-            # The reference stays that of the longest run, beside which most cells were measured.
-            newer = record["date"] > known[1] and name != "stock"
-            if name not in group.rows or _tasks(row) > known[0] or (_tasks(row) == known[0] and newer):
+            # The reference is that of the run with the most cells, which most figures of the tables stand beside.
+            rank = (_tasks(row), len(n["cells"]) if name == "stock" else 0, record["date"])
+            if rank > ranks.get((key, name), (-1,)):
+                ranks[key, name] = rank
                 group.rows[name], group.raw[name], group.source[name] = row, n["raw"][name], record
     return sorted(out.values(), key=lambda g: (-g.length, list(_MODELS).index(g.model), -g.questions))
 
