@@ -27,9 +27,10 @@ OUT = RESULTS / "scoreboard.json"
 README = ROOT / "README.md"
 MARK = "<!-- scoreboard -->"
 FIELDS = ("command", "commit", "device", "date")
-FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "quota", "max", "leankv")
-FORMATS += ("kv-compress", "stock")
-TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35 % k8v4, 40 % k4v2, rest pruned"}
+FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "mix_256", "quota", "max")
+FORMATS += ("leankv", "kv-compress", "stock")
+TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35 % k8v4, 40 % k4v2, rest pruned",
+          "mix_256": "the same in blocks of 256 tokens"}  # fmt: skip
 TITLES["kv-compress"] = "kv-compress, 4x"
 # Scores are grouped by the part of the name before the format; the rest of the names are listed one by one.
 COLUMNS = {
@@ -55,6 +56,7 @@ SINGLES = {
     "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out)",
     "e2e.vs_fp8": "the same against stock fp8",
     "e2e.unconstrained_vs_bf16": "output tokens/s against stock bf16 with memory to spare, worst concurrency",
+    "e2e.unconstrained_vs_bf16_c64": "the same for 64 sessions at once",
     "decode.bandwidth.k8v4": "bytes that decode attention over k8v4 moves, against a plain copy",
     "decode.worst_vs_bf16": "time of decode attention over k4v4 against stock bf16, worst of batches and lengths",
     "decode.worst_uneven": "time a byte of decode attention with uneven lengths or heads, against even ones, worst",
