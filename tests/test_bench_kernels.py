@@ -35,7 +35,7 @@ def fake_decode(suite):
 def test_decode_targets(tmp_path, capsys):
     rows = fake_decode("targets")
     scores = decode.scores("targets", rows)
-    formats = ("k8v8", "k8v4", "k4v4", "k4v2", "k4v4_half", "mix")
+    formats = ("k8v8", "k8v4", "k4v4", "k4v2", "k4v4_half", "mix", "mix_256")
     assert set(scores) == {f"decode.vs_{kv}.{f}" for kv in ("bf16", "fp8") for f in formats} | {
         "decode.bandwidth.k8v4"
     }

@@ -46,7 +46,7 @@ def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
         group = out.setdefault(key, Merged(n["model"], n["length"], 8 * n["contexts"], record["device"]))
         for name, row in n["cells"].items():
             # The reference is that of the run with the most cells, which most figures of the tables stand beside.
-            rank = (_tasks(row), len(n["cells"]) if name == "stock" else 0, record["date"])
+            rank = (_tasks(row), len(n["cells"]) if name == "stock" else 0, record.get("date", ""))
             if rank > ranks.get((key, name), (-1,)):
                 ranks[key, name] = rank
                 group.rows[name], group.raw[name], group.source[name] = row, n["raw"][name], record
