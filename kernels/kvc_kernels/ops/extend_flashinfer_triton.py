@@ -22,14 +22,12 @@ class StagingCopy:
     """
 
     def __init__(self):
-        self.event: torch.cuda.Event | None = None
+        self.event = torch.cuda.Event()  # nothing to wait for until it is recorded
 
     def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
 
     def queued(self) -> None:
-        self.event = torch.cuda.Event()
         self.event.record()
 
 
