@@ -64,6 +64,8 @@ SINGLES = {
     "extend.vs_bf16.1k": "time of 1024 new tokens, likewise",
     "score.prefill_overhead": "attention collected by the last 64 queries of a 16K prompt, of its prefill",
     "score.prefill_overhead_all": "attention collected by all queries, likewise",
+    "score.prefill_overhead_sampled": "attention collected by one query in 16, likewise",
+    "score.decode_overhead": "attention collected while generating (64 x 8K, one step in 16), of a layer's step",
     "compaction.prefill_overhead": "compaction of a 16K prompt, of its prefill",
     "compaction.decode_overhead": "compaction while decoding 64 sequences, of a step",
     "compaction.decode_overhead_exposed": "the same if nothing hid the host's launches",

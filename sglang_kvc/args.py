@@ -13,10 +13,9 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
-from kvc_kernels.ops import Observe
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
-from sglang_kvc.policies import SCORERS, SHARES, make_policy
+from sglang_kvc.policies import SCORERS, SHARES
 from sglang_kvc.refusals import check_args, check_facts, check_memory, environment_warnings
 
 logger = logging.getLogger(__name__)
@@ -182,7 +181,10 @@ class KvcServerArgs(ServerArgs):
     ] = None
     kvc_observe: A[
         str | None,
-        _option("Policy leankv: whose attention counts: 'all' queries (default), or the last N of a prompt."),
+        _option(
+            "Policy leankv: whose attention counts: 'all' queries (default; nearly doubles the time of a prefill), one "
+            "in 16 of them ('all/16'), or the last N of a prompt."
+        ),
         NS("memory"),
     ] = None
     kvc_key_mode: A[
@@ -270,26 +272,6 @@ def _prepare(args: KvcServerArgs) -> None:
         args.cuda_graph_backend_decode = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU
-    elif not _captures(make_policy(config).collects):
-        logger.warning(
-            "--kvc-policy %s collects attention in a way that has no kernel (squares, or without the latest tokens): "
-            "decode runs without CUDA graphs.",
-            config.policy,
-        )
-        args.cuda_graph_backend_decode = "disabled"
-
-
-def _captures(observe: Observe | None) -> bool:
-    """Whether a decode step on a GPU can be captured in a CUDA graph.
-
-    The kernels, those that collect attention as well, read lengths and blocks from static buffers. What they cannot
-    collect plain torch does, which looks at lengths on the host.
-    """
-    if observe is None:
-        return True
-    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
-
-    return ReceivedAttention.takes(observe)
 
 
 def _verify(args: KvcServerArgs) -> None:

@@ -136,7 +136,7 @@ class TritonAttention(TorchAttention):
     """Triton kernels over static buffers: a decode step can be captured in a CUDA graph.
 
     With `observe`, a second launch a layer collects the attention that stored tokens receive, from the first one's
-    log-sum-exp; what that kernel cannot collect the torch reference does, on the device.
+    log-sum-exp.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class TritonAttention(TorchAttention):
         from kvc_kernels.ops.decode_attention_triton import DecodeAttention
         from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
         from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+        from kvc_kernels.ops.score_columns_triton import ReceivedAttention
 
         device = store.device
         self.append, self.copy_step = append_triton, decode_snapshot_triton
@@ -163,10 +164,7 @@ class TritonAttention(TorchAttention):
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
         self.received = None
-        from kvc_kernels.ops.score_columns_triton import ReceivedAttention
-
-        self.plain = observe is not None and not ReceivedAttention.takes(observe)
-        if observe is not None and not self.plain:
+        if observe is not None:
             self.received = ReceivedAttention(store, query_heads=query_heads, observe=observe, max_batch=max_batch)
             self.lse = torch.empty((max_batch, query_heads), dtype=torch.float32, device=device)
 
@@ -184,8 +182,6 @@ class TritonAttention(TorchAttention):
         return snap
 
     def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
-        if self.plain:
-            return super().decode(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         self._append(layer, k, v)
         if self.received is None:
             return self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
@@ -205,8 +201,6 @@ class TritonAttention(TorchAttention):
             self.received.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu)
 
     def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
-        if self.plain:
-            return super().extend(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         self._append(layer, k, v)
         if self.received is None:
             return self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)

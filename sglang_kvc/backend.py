@@ -55,10 +55,10 @@ class KvcAttnBackend(AttentionBackend):
             self.attention.plan_extend(snap)
         if self.runtime.observe is not None and not in_capture:
             # From the device's own lengths: a list would be copied there, and the host wait for it.
-            new = torch.ones_like(snap.seq_lens) if snap.extend_lens_cpu is None else fb.extend_seq_lens
-            ops.note_observers(
-                self.runtime.store, snap.row_blocks, snap.seq_lens - new, new, self.runtime.observe.window
-            )
+            decoding, seen = snap.extend_lens_cpu is None, self.runtime.observe
+            new = torch.ones_like(snap.seq_lens) if decoding else fb.extend_seq_lens
+            stride = seen.decode_stride if decoding else seen.stride
+            ops.note_observers(self.runtime.store, snap.row_blocks, snap.seq_lens - new, new, seen.window, stride)
 
     def _extend_snapshot(self, fb) -> Snapshot:
         p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvc_kernels.layout import BF16, CHANNEL, FORMATS, TOKEN, Format, PageLayout
+from kvc_kernels.ops.observe import STRIDES
 from sglang_kvc import guard, levels
 
 KEY_MODES = (CHANNEL, TOKEN)
@@ -174,11 +175,12 @@ def _coerce(name: str, value: Any) -> Any:
         return parse_bytes(value)
     if name == "observe":
         text = str(value).lower()
-        if text == "all":
-            return "all"
+        if text == "all" or text in {f"all/{s}" for s in STRIDES}:
+            return text
         if not text.isdigit() or int(text) < 1:
             raise ConfigError(
-                f"{flag(name)} {value!r} is not a number of queries; give 'all' or a whole number from 1, like 32."
+                f"{flag(name)} {value!r} is not a number of queries; give 'all', 'all/16' for one in 16 (powers of two "
+                "up to 64), or a whole number from 1, like 32."
             )
         return int(text)
     return str(value) if name == "calibration" else str(value).lower()

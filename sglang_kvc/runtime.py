@@ -299,7 +299,7 @@ class Runtime:
                 self._to_device(op.starts[at : at + wave]),
                 self._to_device(op.lengths[at : at + wave]),
                 op.from_rung,
-                self.observe.window if self.observe else None,
+                self.observe,
             )
             tiers = self.policy.plan(evidence, target)
             counts = self._move(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)

@@ -15,12 +15,14 @@ import math
 import torch
 
 from kvc_kernels.ops.extend_unpacked_triton import LEAST_NEW
+from kvc_kernels.ops.observe import DECODE_STRIDE, Observe
 
 from .common import RESULTS, Budget, Results, Workload, choose_page_bytes, copy_bandwidth, table, time_graph
 
 BASELINES = (("fa2", 1), ("fa2", 16), ("fa3", 1))
 HEADS, GROUP, DIM = 8, 4, 128
 SCALE = 1 / math.sqrt(DIM)
+OBSERVERS = {"window 64": Observe(64), "all": Observe(), "one in 16": Observe(stride=16)}  # queries of a prompt
 
 
 def matmul_rate() -> float:
@@ -134,9 +136,7 @@ def fresh_prompt(new: int) -> list[dict]:
 
 
 def collecting(tokens: int) -> list[dict]:
-    """What adding up received attention costs in a prompt of `tokens`, beside one layer's prefill: the last 64 queries
-    observe, or all."""
-    from kvc_kernels import ops
+    """What adding up received attention costs in a prompt of `tokens`, beside one layer's prefill."""
     from kvc_kernels.layout import PoolLayout
     from kvc_kernels.ops.score_columns_triton import ReceivedAttention
     from kvc_kernels.testing import random_store
@@ -153,12 +153,49 @@ def collecting(tokens: int) -> list[dict]:
     q = torch.randn((tokens, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
     lse = torch.full((tokens, HEADS * GROUP), 20.0, device="cuda")
     rows = [dict(case="score", name="prefill of one layer", new=tokens, ms=layer.prefill_ms(tokens))]
-    for window in (64, None):
-        op = ReceivedAttention(store, query_heads=HEADS * GROUP, observe=ops.Observe(window))
+    for name, observe in OBSERVERS.items():
+        op = ReceivedAttention(store, query_heads=HEADS * GROUP, observe=observe)
         op.plan(blocks, [0], [tokens])
         ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
-        rows.append(dict(case="score", name=f"window {window}", new=tokens, ms=ms))
+        rows.append(dict(case="score", name=name, new=tokens, ms=ms))
     return rows
+
+
+def collecting_steps(batch: int, tokens: int) -> list[dict]:
+    """The same while generating: one step of `batch` requests of about `tokens` in k4v4, all with their own length.
+
+    Every step of every request is looked at, or those that `Observe` samples: one request in DECODE_STRIDE here.
+    """
+    from kvc_kernels.layout import PoolLayout
+    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+    from kvc_kernels.testing import random_store
+
+    from . import layer
+
+    base = Workload("k4v4", block_tokens=128)
+    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, key_mode="channel", scored=True, whole=True)
+    layout = PoolLayout(1, HEADS, DIM, 128, page, "channel", True)
+    n = batch * (tokens // 128 + 1)
+    counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
+    counts[..., 0] = 128
+    store = random_store(layout, base.rungs(), torch.ones(n, dtype=torch.int64), counts, device="cuda")
+    rows = (1 + torch.randperm(n)).int().cuda().view(batch, -1)
+    lens = (tokens - torch.arange(batch)).int().cuda()
+    q = torch.randn((batch, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
+    attend = DecodeAttention(store, max_batch=batch, max_blocks=rows.shape[1], query_heads=HEADS * GROUP)
+    attend.plan(rows, lens)
+    lse = torch.empty((batch, HEADS * GROUP), device="cuda")
+    ms = timed(lambda: attend.run(0, q, scale=SCALE, lse=lse))
+    whole = [("attention", ms), ("one layer", ms + layer.products_ms(batch))]
+    out = [dict(case="score decode", name=name, prefix=tokens, new=batch, ms=ms) for name, ms in whole]
+    for stride in (1, DECODE_STRIDE):
+        observe = Observe(reduce="sum", power=2, decode_stride=stride)
+        op = ReceivedAttention(store, query_heads=HEADS * GROUP, observe=observe, max_batch=batch)
+        op.plan_decode(rows, lens)
+        ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
+        out.append(dict(case="score decode", name=f"one step in {stride}", prefix=tokens, new=batch, ms=ms))
+    return out
 
 
 def over_prefix(work: Workload, good: set[str], prefix: int, new: int, bandwidth: float, rate: float) -> list[dict]:
@@ -196,8 +233,12 @@ def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
     if len(times) > 1:
         whole = times["prefill of one layer"]
         out["score.prefill_overhead"] = (times["window 64"] / whole, "share of prefill, window 64")
-        if "window None" in times:
-            out["score.prefill_overhead_all"] = (times["window None"] / whole, "share of prefill, all queries")
+        for name, short in (("all", "all"), ("one in 16", "sampled")):
+            if name in times:
+                out[f"score.prefill_overhead_{short}"] = (times[name] / whole, f"share of prefill, queries: {name}")
+    steps = {r["name"]: r["ms"] for r in rows if r["case"] == "score decode"}
+    if (sampled := f"one step in {DECODE_STRIDE}") in steps:
+        out["score.decode_overhead"] = (steps[sampled] / steps["one layer"], f"share of a decode step, {sampled}")
     return out
 
 
@@ -238,6 +279,7 @@ def main() -> None:
             for n in map(int, filter(None, args.new.split(",")))}  # fmt: skip
     if args.score:
         jobs["scores"] = lambda: collecting(args.score)
+        jobs["scores of steps"] = lambda: collecting_steps(64, args.score // 2)
     if args.fresh:
         jobs["no prefix"] = lambda: fresh_prompt(args.fresh)
     for name, job in jobs.items():

@@ -187,25 +187,45 @@ def kvpress() -> str:
         group = mine.get((settings["model"], settings["length"]))
         for r in record["rows"]:
             if not r.get("error"):
-                where = [MODELS[settings["model"]], f"{settings['length']}", f"`{r['press']}`", settings["scope"]]
+                press = _does(r["press"], settings, r["keep"])
+                name = f"`{r['press']}`" + (f", as `{press}`" if press != r["press"] else "")
+                where = [MODELS[settings["model"]], f"{settings['length']}", name, settings["scope"]]
                 marks = " / ".join(f"{100 * r[t]['em']:.1f}" for t in ("niah", "kv"))
                 of = str(r["niah"]["of"])
-                rows.append([*where, f"{100 * r['kept']:.0f} %", of, marks, _ours(group, r["press"], r["kept"])])
+                cell = _ours(group, press, r["kept"])
+                here = _beside(group, cell, r) if group and cell else ["", ""]
+                rows.append([*where, f"{100 * r['kept']:.0f} %", of, marks, *here])
     head = ["model", "tokens", "press", "scope", "kept", "questions", "needles / dictionary", "here (kept)"]
+    head.append("sign test")
     return table(head, rows) if rows else ""
 
 
-def _ours(group: Merged | None, press: str, kept: float) -> str:
+def _does(press: str, settings: dict, keep: float) -> str:
+    """The method that a press of kvpress comes to: its PyramidKV is SnapKV where the last layer, at 1/20 of the mean
+    (its beta), would keep fewer tokens than the window of 64."""
+    tokens = settings["block"] if settings["scope"] == "block" else settings["length"]
+    return "snapkv" if press == "pyramidkv" and tokens * keep / 20 < 64 else press
+
+
+def _ours(group: Merged | None, press: str, kept: float) -> str | None:
     """The cell of the same method whose kept share is nearest, if any is near."""
     if group is None or press not in SAME:
-        return _plain(group.rows[cells.STOCK]) if group and press == "full" else ""
-    near = [r for n, r in group.rows.items() if re.fullmatch(SAME[press], n) and abs(r["kept"] - kept) < NEAR]
-    best = min(near, key=lambda r: abs(r["kept"] - kept), default=None)
-    return f"{_plain(best)} ({100 * best['kept']:.0f} %)" if best else ""
+        return cells.STOCK if group and press == "full" else None
+    near = {n: abs(r["kept"] - kept) for n, r in group.rows.items() if re.fullmatch(SAME[press], n)}
+    return min((n for n, far in near.items() if far < NEAR), key=lambda n: near[n], default=None)
 
 
-def _plain(row: dict) -> str:
-    return " / ".join(f"{100 * row[t]['em']:.1f}" for t in ("niah", "kv"))
+def _beside(group: Merged, cell: str, press: dict) -> list[str]:
+    """Our cell's marks, and the sign test over the questions that both were asked: those that we alone had right, and
+    that the press alone had right."""
+    row, wins, losses = group.rows[cell], 0, 0
+    for task in findings.TASKS:
+        pairs = list(zip(group.answers(cell, task), (x for one in press[task]["answers"] for x in one)))
+        wins += sum(a and not b for a, b in pairs)
+        losses += sum(b and not a for a, b in pairs)
+    marks = " / ".join(f"{100 * row[t]['em']:.1f}" for t in findings.TASKS)
+    kept = "" if cell == cells.STOCK else f" ({100 * row['kept']:.0f} %)"
+    return [marks + kept, f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"]
 
 
 SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "policies": policies}

@@ -24,8 +24,8 @@ class Evidence:
 
     `starts[n]` is the position in the sequence of each block's first token; `lengths[n]` the length N of the sequence
     that pushed the block out of its window while generating, 0 when the prompt phase did. All are at `from_rung`.
-    `window`: attention was collected from the last w queries of each forward, None from all. `calibration` is what a
-    policy loaded for this model, if it needs any.
+    `observe`: which attention was collected, None: none was. `calibration` is what a policy loaded for this model, if
+    it needs any.
     """
 
     store: PageStore
@@ -33,7 +33,7 @@ class Evidence:
     starts: torch.Tensor
     lengths: torch.Tensor
     from_rung: int = 0
-    window: int | None = None
+    observe: ops.Observe | None = None
     calibration: Calibration | None = None
 
     @property
@@ -50,7 +50,8 @@ class Evidence:
 
     def significance(self) -> torch.Tensor:
         """Mean attention probability that each token received from later queries, fp32 `[n, L, H, P]`."""
-        return ops.significance(self.store, self.blocks, self.window, self.from_rung)
+        seen = self.observe or ops.Observe()
+        return ops.significance(self.store, self.blocks, seen.window, self.from_rung, seen.stride)
 
     def received(self) -> torch.Tensor:
         """Attention that each token received, added up as the policy's `Observe` says, fp32 `[n, L, H, P]`."""

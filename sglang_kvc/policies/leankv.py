@@ -35,7 +35,8 @@ class LeanKV(Policy):
 
     @property
     def collects(self) -> ops.Observe:
-        return ops.Observe(None if self.observe == "all" else int(self.observe))
+        kind, _, stride = str(self.observe).partition("/")
+        return ops.Observe(None if kind == "all" else int(kind), stride=int(stride or 1))
 
     def formats(self) -> list[str]:
         return [self.high, self.low]

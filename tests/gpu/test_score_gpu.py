@@ -30,12 +30,15 @@ def captured(step):
     return out, graph.replay
 
 
-@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(
+    "observe",
+    [ops.Observe(), ops.Observe(64), ops.Observe(8, "sum", power=2), ops.Observe(None, "sum", 2, skip=10, stride=16)],
+)
 @pytest.mark.parametrize(
     "high, low, group, head_dim, key_mode",
     [("k4v4", None, 4, 128, "channel"), ("k8v4", "k4v2", 7, 64, "token"), ("k8v4", "k4v2", 1, 128, "channel")],
 )
-def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, window):
+def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, observe):
     from kvc_kernels.ops.compact_triton import compact_triton
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
     from kvc_kernels.ops.score_columns_triton import ReceivedAttention
@@ -67,7 +70,7 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, w
     tiers = torch.randint(0, 3, (9, 2, heads, p), generator=gen, device="cuda").to(torch.int8)
     compact_triton(store, full, 1, tiers, from_rung=0)
     q = torch.randn((sum(NEW), heads * group, head_dim), generator=gen, device="cuda").bfloat16()
-    scale, observe = head_dim**-0.5, ops.Observe(window)
+    scale = head_dim**-0.5
     mine = copy.copy(store)
     mine.pages = store.pages.clone()
     expected = ops.extend_attention(store, 1, q, rows, PREFIX, NEW, scale=scale, observe=observe)
@@ -98,7 +101,7 @@ def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
         PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(s).items()})
         for s in stored_case(ladder, key_mode)
     )
-    q, observe = queries(3, 2 * group).cuda(), ops.Observe(reduce=reduce)
+    q, observe = queries(3, 2 * group).cuda(), ops.Observe(reduce=reduce, decode_stride=1)
     rows, lens = SHARED.cuda(), torch.tensor(TOTAL, dtype=torch.int32, device="cuda")
     for _ in range(2):
         ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, observe=observe)
@@ -130,7 +133,7 @@ def test_a_captured_step_serves_later_ones(reduce):
     from ..ops_triton.test_engine import replays
 
 
-    replays(captured, ops.Observe(reduce=reduce), "cuda")
+    replays(captured, ops.Observe(reduce=reduce, decode_stride=1 if reduce == "max" else 2), "cuda")
 
 
 def test_observers_are_counted_without_waiting():

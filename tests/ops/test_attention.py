@@ -216,7 +216,7 @@ def test_uncompressed_extend_has_stock_bits(dtype, length, new):
 def test_scores_are_column_sums(spec, window, cap):
     """A prefill in two chunks and two decode steps, scores against the explicit attention matrix."""
     store, row, _ = request(spec, scored=True, length=170, packed=0)
-    observe = ops.Observe(window)
+    observe = ops.Observe(window, decode_stride=1)
     received = torch.zeros(2, 170, dtype=torch.float64)
     for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
         if step == 1:  # the first block is packed meanwhile
@@ -258,7 +258,7 @@ def test_shared_prefix_collects_from_every_request():
     rows = torch.stack([row, torch.cat((row[:1], more))])
     q = torch.randn(2, 6, 64)
     lens = torch.tensor([100, 100])
-    kw = {"scale": 0.125, "observe": ops.Observe()}
+    kw = {"scale": 0.125, "observe": ops.Observe(decode_stride=1)}
     ops.decode_attention(store, 0, q, rows, lens, **kw)
     both = ops.block_scores(store, row[:1])
     single = []

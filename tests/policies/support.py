@@ -92,13 +92,14 @@ class World:
             else:
                 ops.extend_attention(self.store, layer, self.q[layer, at], self.row[None], [prefix], [new], **kw)
         if observe is not None:
-            ops.note_observers(self.store, self.row[None], [prefix], [new], observe.window)
+            stride = observe.decode_stride if new == 1 else observe.stride
+            ops.note_observers(self.store, self.row[None], [prefix], [new], observe.window, stride)
 
     def evidence(self, which=(0, 1, 2), lengths: int = 0) -> Evidence:
         which = torch.tensor(which)
-        window = self.policy.collects.window if self.policy.observes else None
+        lengths = torch.full_like(which, lengths)
         return Evidence(
-            self.store, self.row[which], which * P, torch.full_like(which, lengths), from_rung=0, window=window
+            self.store, self.row[which], which * P, lengths, from_rung=0, observe=self.policy.collects
         )
 
     def tiers(self, which=(0, 1, 2)) -> torch.Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvc_kernels import ops
 
@@ -17,8 +21,18 @@ from ..ops.test_attention import dense, reference, request
 @pytest.mark.parametrize("window", [None, 7])
 def test_scores_against_the_attention_matrix(window, reduce, power, skip):
     """A prefill in two chunks and two decode steps; between them the first block is packed."""
+    check(ops.Observe(window, reduce, power, skip, decode_stride=1))
+
+
+@pytest.mark.parametrize("window, stride, decode_stride", [(None, 4, 2), (8, 2, 1), (None, 1, 2), (None, 64, 16)])
+def test_one_query_in_a_few(window, stride, decode_stride):
+    check(ops.Observe(window, "sum", 2, 3, stride, decode_stride))
+
+
+def check(observe):
     store, row, _ = request("k4v4", scored=True, length=170, packed=0)
-    observe = ops.Observe(window, reduce, power, skip)
+    window = observe.window
+    observers = np.zeros((3, 64))
     want = np.zeros((2, 170))
     for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
         if step == 2:
@@ -33,14 +47,23 @@ def test_scores_against_the_attention_matrix(window, reduce, power, skip):
         else:
             ops.extend_attention(store, 0, q, row[None], [prefix], [new], **kw)
         received = np.zeros((6, 170))
+        step = observe.decode_stride if new == 1 else observe.stride
         for i in range(prefix if window is None else max(prefix, end - window), end):
-            for j in range(i - max(1, skip) + 1):
-                received[:, j] += p[:, i - prefix, j].double().numpy() ** power
+            if (i + 1) % step:
+                continue
+            for j in range(i - max(1, observe.skip) + 1):
+                received[:, j] += p[:, i - prefix, j].double().numpy() ** observe.power
+            for j in range(i):
+                observers.flat[j] += step if window is None or i // 64 > j // 64 else 0
         for h in range(2):
             group = received[3 * h : 3 * h + 3]
-            want[h] += {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0)}[reduce]
+            rule = {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0)}
+            want[h] += step * rule[observe.reduce]
+        ops.note_observers(store, row[None], [prefix], [new], window, step)
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-6)
+    mean = ops.significance(store, row[:2], window, stride=observe.stride).transpose(0, 2)[:, 0].reshape(2, -1)
+    np.testing.assert_allclose(mean, want[:, :128] / observers.flat[:128].clip(1), rtol=1e-3, atol=1e-6)
 
 
 def test_what_is_packed_is_not_skipped():
@@ -52,11 +75,21 @@ def test_what_is_packed_is_not_skipped():
     assert torch.equal(scores[0] > 0, held[0]) and (scores[1, :, :3] == 0).all()
 
 
-@pytest.mark.parametrize("wrong", [{"reduce": "mean"}, {"power": 3}, {"skip": -1}, {"window": 0}])
+@pytest.mark.parametrize("wrong", [{"reduce": "mean"}, {"power": 3}, {"skip": -1}, {"window": 0}, {"stride": 3},
+                                   {"stride": 128}, {"decode_stride": 0}, {"window": 8, "stride": 16}])
 def test_what_cannot_be_collected(wrong):
     with pytest.raises(ValueError, match="attention is collected"):
         ops.Observe(**wrong)
 
 
 def test_default_is_plain_sums_and_the_largest_head():
-    assert ops.Observe() == ops.Observe(None, "max", 1, 0)
+    assert ops.Observe() == ops.Observe(None, "max", 1, 0, 1, 16)
+
+
+@given(st.integers(0, 300), st.integers(0, 200), st.integers(1, 8), st.sampled_from([1, 4, 16, 64]))
+def test_samples_are_those_of_the_sequence(prefix, new, cuts, stride):
+    """However a prompt is cut into forwards, the same queries are looked at."""
+    at = sorted({prefix, prefix + new, *(prefix + new * i // cuts for i in range(cuts))})
+    observe = ops.Observe(decode_stride=stride)
+    chosen = [i for i in range(prefix, prefix + new) if observe.decoding(i)]
+    assert sum(b // stride - a // stride for a, b in itertools.pairwise(at)) == len(chosen)

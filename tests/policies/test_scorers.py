@@ -12,6 +12,7 @@ from sglang_kvc.policies import Prune
 from .support import DECODED, PROMPT, SCALE, D, G, H, L, P, World, by_block, score, statistics
 
 N = PROMPT + DECODED
+SAMPLED = ops.Observe().decode_stride
 FORWARDS = [(0, PROMPT), *((PROMPT + i, PROMPT + i + 1) for i in range(DECODED))]
 
 
@@ -28,15 +29,23 @@ def pooled(scores: np.ndarray, size: int, best) -> np.ndarray:
     return out
 
 
-def summed(a: np.ndarray, window: int | None, power: int, skip: int) -> np.ndarray:
+def chosen(first: int, last: int, window: int | None = None, stride: int = 1) -> tuple[list[int], int]:
+    """The queries of a forward that are looked at, and how often each counts."""
+    step = SAMPLED if last - first == 1 else stride
+    every = range(first if window is None else max(first, last - window), last)
+    return [i for i in every if i % step == step - 1], step
+
+
+def summed(a: np.ndarray, window: int | None, power: int, skip: int, stride: int = 1) -> np.ndarray:
     """sum over chosen queries i >= j + max(1, skip) and over a KV head's query heads of A_hij^power."""
     out = np.zeros((L, H, N))
     for first, last in FORWARDS:
-        for i in range(first if window is None else max(first, last - window), last):
+        queries, step = chosen(first, last, window, stride)
+        for i in queries:
             for j in range(i + 1):
                 if i - j >= max(1, skip):
                     for kv in range(H):
-                        out[:, kv, j] += sum(a[:, h, i, j] ** power for h in heads(kv))
+                        out[:, kv, j] += step * sum(a[:, h, i, j] ** power for h in heads(kv))
     return out
 
 
@@ -65,6 +74,11 @@ def test_summed_attention(attention, scorer, window, power, skip, pool, best):
     check(scorer, by_block(pooled(summed(attention, window, power, skip), pool, best)))
 
 
+@pytest.mark.parametrize("scorer, power, skip", [("h2o", 1, 0), ("kv-compress-full", 2, 10)])
+def test_one_query_in_a_few(attention, scorer, power, skip):
+    check(f"{scorer}:stride=4", by_block(summed(attention, None, power, skip, 4)))
+
+
 def test_recent_tokens_come_before_heavy_hitters(attention):
     got = score(World.make(Prune(scorer="h2o:recent=0.25")))
     want = by_block(summed(attention, None, 1, 0))
@@ -72,17 +86,17 @@ def test_recent_tokens_come_before_heavy_hitters(attention):
     assert got[..., 3 * P // 4 :].min() > got[..., : 3 * P // 4].max()
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_mean_attention(attention, window):
+@pytest.mark.parametrize("window, stride", [(None, 1), (8, 1), (None, 8), (8, 4)])
+def test_mean_attention(attention, window, stride):
     total, seen = np.zeros((L, H, N)), np.zeros(N)
     for first, last in FORWARDS:
-        chosen = range(first if window is None else max(first, last - window), last)
+        queries, step = chosen(first, last, window, stride)
         for kv in range(H):
-            sums = np.stack([sum(attention[:, h, i] * (np.arange(N) < i) for i in chosen) for h in heads(kv)])
-            total[:, kv] += sums.max(0)
+            sums = [sum((attention[:, h, i] * (np.arange(N) < i) for i in queries), np.zeros(1)) for h in heads(kv)]
+            total[:, kv] += step * np.stack(np.broadcast_arrays(*sums, total[:, kv])[:-1]).max(0)
         # With a window only queries behind the whole block are counted.
-        seen += [sum(i > (j if window is None else j // P * P + P - 1) for i in chosen) for j in range(N)]
-    check("mean-attention" + (f":window={window}" if window else ""), by_block(total / np.maximum(seen, 1)))
+        seen += [step * sum(i > (j if window is None else j // P * P + P - 1) for i in queries) for j in range(N)]
+    check(f"mean-attention:window={window or 0},stride={stride}", by_block(total / np.maximum(seen, 1)))
 
 
 def test_keydiff():

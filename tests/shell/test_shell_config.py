@@ -102,6 +102,7 @@ def test_text_numbers_become_numbers():
     c = resolve(policy="quota", block_size="128", keep="0.25", window="0", memory="4GB", page_bytes="2048")
     assert (c.block_size, c.keep, c.window, c.memory, c.page_bytes) == (128, 0.25, 0, 4 * 10**9, 2048)
     assert resolve(policy="leankv", observe="32").observe == 32
+    assert resolve(policy="leankv", observe="ALL/16").observe == "all/16"
     assert resolve(high="K8V4").high == "k8v4"
 
 
@@ -165,6 +166,7 @@ WRONG = [
     ({"policy": "leankv", "alpha_high": "inf"}, "--kvc-alpha-high"),
     ({"policy": "leankv", "observe": 0}, "--kvc-observe"),
     ({"policy": "leankv", "observe": "some"}, "--kvc-observe"),
+    ({"policy": "leankv", "observe": "all/3"}, "--kvc-observe"),
     ({"block_size": 7}, "--kvc-block-size"),
     ({"block_size": 0}, "--kvc-block-size"),
     ({"block_size": -256}, "--kvc-block-size"),

@@ -37,7 +37,7 @@ def decode_attention(
 
     `seq_lens[B]` counts the new token, whose K/V were appended before. `seq_lens_cpu` is the same as a list and saves
     a read back. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With `observe`
-    the probabilities are added to the tokens' scores.
+    the probabilities of the steps that it samples are added to the tokens' scores.
     """
     lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
     heads, p = store.layout.heads, store.layout.block_tokens
@@ -51,9 +51,10 @@ def decode_attention(
             out[i] = 0
             continue
         plain = len(parts) == 1 and isinstance(parts[0], PlainPart)
+        observed = observe is not None and observe.decoding(n - 1)
         if plain and logit_cap <= 0:
             out[i] = _sdpa(q[i].unsqueeze(1), *parts[0].dense(q.dtype), scale=scale)[:, 0]
-            if observe is None:
+            if not observed:
                 continue
         grouped = q[i].float().view(heads, -1, q.shape[-1]) * scale
         weights = softmax(_logits(parts, grouped, logit_cap))
@@ -61,7 +62,7 @@ def decode_attention(
         if not (plain and logit_cap <= 0):
             o = torch.stack([x.weigh(w) for x, w in zip(parts, spans)]).sum(0)
             out[i] = o.view(-1, q.shape[-1]).to(q.dtype)
-        if observe is not None:
+        if observed:
             observe_decode(store, parts, spans, observe)
     return out
 

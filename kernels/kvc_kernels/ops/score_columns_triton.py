@@ -55,10 +55,12 @@ def _reduced(total, head, REDUCE: tl.constexpr):
 def _column_sums(
     k, q_rows, lse_rows, q_stride_n, lse_stride, n_queries, position, first_position, scale, cap, dtype: tl.constexpr,
     FIELDS: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr,
-    CAPPED: tl.constexpr, CAUSAL: tl.constexpr, REDUCE: tl.constexpr, ASM: tl.constexpr,
+    CAPPED: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """fp32 `[TILE]`: sum over queries of the probability paid to keys k (FIELDS pieces `[TILE, D / FIELDS]`), reduced
-    over G heads. `q_rows`, `lse_rows`: the first observing query of the first head, at `first_position`.
+    """fp32 `[TILE]`: sum over queries of the probability paid to keys k (FIELDS pieces `[TILE, D / FIELDS]`), raised to
+    POWER, reduced over G heads. `q_rows`, `lse_rows`: the first observing query of the first head, at
+    `first_position`; the others follow by STRIDE. NEAREST > 0: of a query's tokens up to its own, so many are left out.
     """
     result = tl.zeros([TILE], tl.float32)
     n = tl.arange(0, QB)
@@ -66,15 +68,15 @@ def _column_sums(
         total = tl.zeros([TILE], tl.float32)
         for at in range(0, n_queries, QB):
             live = at + n < n_queries
-            row = (at + n).to(tl.int64)
+            row = (at + n).to(tl.int64) * STRIDE
             q = load_q(q_rows + row * q_stride_n + g * D, live, dtype, D, FIELDS)
             lse = tl.load(lse_rows + row * lse_stride + g, mask=live, other=0.0)
             s = _logits(k, q, scale, cap, FIELDS, TILE, QB, CAPPED, ASM)
             seen = live[None, :] & (position >= 0)[:, None]
-            if CAUSAL:
-                # What a query pays its own token is left out.
-                seen = seen & (position[:, None] < (first_position + at + n)[None, :])
-            total += tl.sum(tl.where(seen, tl.exp2(s - lse[None, :]), 0.0), 1)
+            if NEAREST:
+                seen = seen & (position[:, None] <= (first_position + (at + n) * STRIDE - NEAREST)[None, :])
+            p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
+            total += tl.sum(p * p if POWER == 2 else p, 1)
         result = _reduced(result, total, REDUCE)
     return result
 
@@ -83,7 +85,7 @@ def _column_sums(
 def _one_query(
     k, q_rows, lse_rows, position, first_position, scale, cap, dtype: tl.constexpr, FIELDS: tl.constexpr,
     D: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, NQ: tl.constexpr, CAPPED: tl.constexpr,
-    CAUSAL: tl.constexpr, REDUCE: tl.constexpr, ASM: tl.constexpr,
+    NEAREST: tl.constexpr, REDUCE: tl.constexpr, POWER: tl.constexpr, ASM: tl.constexpr,
 ):
     """`_column_sums` of a single query, whose G heads are the columns of one product; NQ: G padded."""
     g = tl.arange(0, NQ)
@@ -91,9 +93,11 @@ def _one_query(
     lse = tl.load(lse_rows + g, mask=g < G, other=0.0)
     s = _logits(k, q, scale, cap, FIELDS, TILE, NQ, CAPPED, ASM)
     seen = (g < G)[None, :] & (position >= 0)[:, None]
-    if CAUSAL:
-        seen = seen & (position < first_position)[:, None]
+    if NEAREST:
+        seen = seen & (position <= first_position - NEAREST)[:, None]
     p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
+    if POWER == 2:
+        p = p * p
     if REDUCE == "max":
         return tl.max(p, 1)
     elif REDUCE == "sum":
@@ -107,10 +111,10 @@ def _received(
     k, position, q, q_stride_n, lse, lse_stride, requests, row_blocks, row_stride, block, j, first, last, h, scale,
     cap, dtype: tl.constexpr, FIELDS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr, NQ: tl.constexpr, CAPPED: tl.constexpr,
-    CAUSAL: tl.constexpr, REDUCE: tl.constexpr, ASM: tl.constexpr,
+    NEAREST: tl.constexpr, REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
     """fp32 `[TILE]`: what all of the requests first .. last pay, whose block in place j is `block`; NQ 0: any number of
-    queries, QB at a time, else one query a request."""
+    queries, QB at a time, else one query a request. A query counts STRIDE times."""
     total = tl.zeros([TILE], tl.float32)
     for r in range(first, last + 1):
         # A place behind a request's end names any block.
@@ -125,14 +129,14 @@ def _received(
             if NQ:
                 total += _one_query(
                     k, q_rows, lse_rows, position, first_position, scale, cap, dtype, FIELDS, D, G, TILE, NQ, CAPPED,
-                    CAUSAL, REDUCE, ASM,
+                    NEAREST, REDUCE, POWER, ASM,
                 )
             else:
                 total += _column_sums(
                     k, q_rows, lse_rows, q_stride_n, lse_stride, n_queries, position, first_position, scale, cap,
-                    dtype, FIELDS, D, G, TILE, QB, CAPPED, CAUSAL, REDUCE, ASM,
+                    dtype, FIELDS, D, G, TILE, QB, CAPPED, NEAREST, REDUCE, POWER, STRIDE, ASM,
                 )
-    return total
+    return total * STRIDE
 
 
 @triton.jit
@@ -162,11 +166,13 @@ def _columns_kernel(
     counts, headers, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    TILE: tl.constexpr, QB: tl.constexpr, NQ: tl.constexpr, REDUCE: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, QB: tl.constexpr, NQ: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr,
+    POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (requests, H, splits): every splits-th block of a request. requests int32 `[B, 4]`: tokens with the new
-    ones, first observing query in q, their number, the position of the first. `rung_tiers` int32 `[rungs]`: bit c is
-    set where a block at this rung holds tokens of class c; CLASSES as in `_extend_kernel`, with the score offset added.
+    ones (0: nobody observes), first observing query in q, their number, the position of the first. `rung_tiers` int32
+    `[rungs]`: bit c is set where a block at this rung holds tokens of class c; CLASSES as in `_extend_kernel`, with
+    the score offset added.
     """
     me = tl.program_id(0)
     h = tl.program_id(1)
@@ -195,7 +201,7 @@ def _columns_kernel(
                             received = _received(
                                 k, tl.where(live, j * P + t0 + t, -1), q, q_stride_n, lse, lse_stride, requests,
                                 row_blocks, row_stride, block, j, me, last, h, scale, cap, q.dtype.element_ty, 1, H, D,
-                                G, P, TILE, QB, NQ, CAPPED, True, REDUCE, ASM,
+                                G, P, TILE, QB, NQ, CAPPED, NEAREST, REDUCE, POWER, STRIDE, ASM,
                             )
                         else:
                             base, slot = locate(
@@ -205,11 +211,11 @@ def _columns_kernel(
                                 base, slot, headers + head * (2 * D), live, CLASSES[c][0], CLASSES[c][2],
                                 CLASSES[c][4], D, TOKEN_KEYS, ASM,
                             )
-                            # Packed blocks lie before every query.
+                            # Packed blocks lie before every query, in no order that would say who is near.
                             received = _received(
                                 k, tl.where(live, 0, -1), q, q_stride_n, lse, lse_stride, requests, row_blocks,
                                 row_stride, block, j, me, last, h, scale, cap, tl.float16, 8 // CLASSES[c][0], H, D, G,
-                                P, TILE, QB, NQ, CAPPED, False, REDUCE, ASM,
+                                P, TILE, QB, NQ, CAPPED, 0, REDUCE, POWER, STRIDE, ASM,
                             )
                         _add(base, slot, received, live, CLASSES[c][7])
 
@@ -232,11 +238,6 @@ class ReceivedAttention:
     attention's LSE is known. After `plan_decode`, `add` can be captured in a CUDA graph.
     """
 
-    @staticmethod
-    def takes(observe: Observe) -> bool:
-        """Whether the kernel can collect this."""
-        return observe.power == 1 and observe.skip == 0
-
     def __init__(
         self,
         store: PageStore,
@@ -251,9 +252,7 @@ class ReceivedAttention:
         layout = store.layout
         if not layout.scored:
             raise ValueError("this layout keeps no scores")
-        if not self.takes(observe):
-            raise ValueError(f"the kernel sums plain probabilities of all tokens, which {observe} does not ask for")
-        self.store, self.window, self.reduce = store, observe.window, observe.reduce
+        self.store, self.observe = store, observe
         self.group = query_heads // layout.heads
         self.tile, self.queries = min(tile, triton.next_power_of_2(layout.block_tokens)), queries
         classes = ladder_classes(store)
@@ -273,9 +272,12 @@ class ReceivedAttention:
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """`row_blocks[B, NB]` int32 on the device, lengths on the host; does not sync."""
         requests, start = [], 0
+        window, self._stride = self.observe.window, self.observe.stride
         for prefix, new in zip(prefix_lens, extend_lens):
-            skip = 0 if self.window is None else max(0, new - self.window)
-            requests.append((prefix + new if new else 0, start + skip, new - skip, prefix + skip))
+            first = prefix if window is None else max(prefix, prefix + new - window)
+            queries = (prefix + new) // self._stride - first // self._stride
+            first += -(first + 1) % self._stride
+            requests.append((prefix + new if queries else 0, start + first - prefix, queries, first))
             start += new
         host = torch.tensor(requests, dtype=torch.int32).view(-1, 4)
         if self.store.device.type == "cuda":
@@ -287,7 +289,8 @@ class ReceivedAttention:
     def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """`row_blocks[B, NB]`, `seq_lens[B]` int32 on the device, static buffers; one query a request."""
         self._requests, self._rows = self._decoding[: len(seq_lens)], row_blocks
-        self._requests[:, 0] = seq_lens
+        self._stride = self.observe.decode_stride
+        torch.mul(seq_lens, seq_lens % self._stride == 0, out=self._requests[:, 0])
         torch.sub(seq_lens, 1, out=self._requests[:, 3])
         self._blocks = row_blocks.shape[1]
         self._one = max(8, triton.next_power_of_2(self.group))
@@ -307,6 +310,6 @@ class ReceivedAttention:
             q, q.stride(0), lse, lse.stride(0), self._requests, n, self._rows, self._rows.stride(0), store.rung,
             self._tiers, store.pages, store.table, store.counts, store.headers, layer, scale, logit_cap,
             g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes,
-            self._classes, g.key_mode == TOKEN, logit_cap > 0, self.tile, self.queries, self._one, self.reduce,
-            not INTERPRET, num_warps=4,
+            self._classes, g.key_mode == TOKEN, logit_cap > 0, self.tile, self.queries, self._one,
+            self.observe.nearest, self.observe.reduce, self.observe.power, self._stride, not INTERPRET, num_warps=4,
         )  # fmt: skip

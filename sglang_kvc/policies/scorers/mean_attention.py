@@ -17,15 +17,17 @@ class MeanAttention(Scorer):
     """`s_i = 1/|J| sum_{j in J} max_h A_hji` over the queries j behind token i, h the query heads of a KV head.
 
     With `window` w only the last w queries of each forward are in J; 0 means all. Assumed: the maximum is taken of a
-    forward's sum over queries, not for each query, which is the same for one query (decode).
+    forward's sum over queries, not for each query, which is the same for one query (decode). With `stride` s one query
+    of a prompt in s is in J.
     """
 
     name: ClassVar[str] = "mean-attention"
     window: int = 0
+    stride: int = 1
 
     @property
     def observe(self) -> ops.Observe:
-        return ops.Observe(self.window or None)
+        return ops.Observe(self.window or None, stride=self.stride)
 
     def score(self, evidence) -> torch.Tensor:
         return evidence.significance()
