@@ -1,7 +1,7 @@
 """Decode attention beside the stock kernels in one run: the scoreboard's `decode.*` figures.
 
     python -m bench.kernels.decode targets|grid|uneven [--seconds 220] [--block 128] [--page-tokens 0]
-        [--engine triton|gluon] [--out FILE]
+        [--engine auto|triton|gluon] [--out FILE]
 
 8 KV heads, GQA 4, head_dim 128 unless a row says otherwise. `targets`: every format at 64 x 8K and 16 x 32K against the
 fastest stock kernel over bf16 and over fp8_e4m3. `grid`: k4v4 against FlashInfer over bf16 for 1 .. 256 requests of
@@ -188,9 +188,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap.add_argument("--jobs", type=int, default=12)
     ap.add_argument("--block", type=int, default=128)
     ap.add_argument("--page-tokens", type=int, default=0)
-    ap.add_argument("--engine", choices=("triton", "gluon"), default="triton", help="gluon is an experiment: NOTES.md")
+    ap.add_argument("--engine", choices=("auto", "triton", "gluon"), default="auto", help="auto: as served")
     args = ap.parse_args(argv)
-    form = "" if args.engine == "triton" else "_" + args.engine
+    form = "" if args.engine == "auto" else "_" + args.engine
     args.out = args.out or str(RESULTS / f"decode_{args.suite}{form}.json")
     return args
 

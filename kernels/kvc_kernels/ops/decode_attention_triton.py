@@ -36,7 +36,7 @@ CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a b
 class Tuning:
     """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
 
-    engine: str = "triton"  # or "gluon", see NOTES.md; warps and stages are for triton only
+    engine: str = "auto"  # "gluon" for two tiers on Hopper, else "triton"; warps and stages are for triton only
     warps: int = 1
     tile: int = 0  # tokens; 0: by the bytes of a token
     plain_tile: int = 16
@@ -170,12 +170,16 @@ def _decode_kernel(
     pages, table, counts, headers, NB, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
-    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr,
+    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    SPREAD: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
+    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`.
+
+    Programs that a multiprocessor gets are SPREAD or a little more apart; the heads turn by one with each such round,
+    so that it does not get the same few of them.
+    """
     pid = tl.program_id(0)
-    h = pid % H
+    h = (pid + pid // SPREAD) % H
     head = (layer * H + h).to(tl.int64)
     words = scratch + pid.to(tl.int64) * SCRATCH
     qz = (words + WORDS).to(tl.pointer_type(tl.float32))
@@ -229,6 +233,9 @@ class DecodeAttention:
         self.group = query_heads // layout.heads
         self.engine = self._choose_engine()
         self._query_columns = max(8, triton.next_power_of_2(self.group))
+        cuda = store.device.type == "cuda"
+        sms = torch.cuda.get_device_properties(store.device).multi_processor_count if cuda else 16
+        self._spread = max(1, sms // layout.heads) * layout.heads  # whole columns: a column has every head once
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
         # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
         tiles = max(CHUNK * layout.block_tokens // c[7] + 2 for c in self._classes)
@@ -243,14 +250,19 @@ class DecodeAttention:
         self._part_ml = torch.empty((rows, self.group, 2), dtype=torch.float32, device=dev)
 
     def _choose_engine(self) -> str:
-        if self.tuning.engine == "gluon":
+        engine, store = self.tuning.engine, self.store
+        if engine == "auto":
+            tiers = any(rung.low is not None for rung in store.ladder)
+            able = gluon_kernel is not None and self.group <= 16 and store.device.type == "cuda" and not INTERPRET
+            return "gluon" if tiers and able and torch.cuda.get_device_capability(store.device)[0] == 9 else "triton"
+        if engine == "gluon":
             if gluon_kernel is None:
                 raise RuntimeError("no Gluon in this Triton; take the engine 'triton'")
             if self.group > 16:
                 raise ValueError("the engine 'gluon' takes groups of up to 16 query heads")
-        elif self.tuning.engine != "triton":
-            raise ValueError(f"engine {self.tuning.engine!r}")
-        return self.tuning.engine
+        elif engine != "triton":
+            raise ValueError(f"engine {engine!r}")
+        return engine
 
     def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
         """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
@@ -263,7 +275,8 @@ class DecodeAttention:
             while fmt.packed and not tune.tile and tile > 16 and tile * token_bytes > GLUON_TILE_BYTES:
                 tile //= 2
         tile = min(tile, self.store.layout.block_tokens)
-        stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES else 2)
+        # Small pages are those of ragged blocks, whose tiles are mostly part-filled.
+        stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES and t % tile == 0 else 2)
         span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
         if self.engine == "gluon":
             span = 4
@@ -277,6 +290,7 @@ class DecodeAttention:
             "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
             "page_bytes": layout.page_bytes, "CLASSES": self._classes, "SCRATCH": self._scratch_words,
             "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
+            "SPREAD": self._spread,
         }  # fmt: skip
         if self.engine == "triton":
             out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET}

@@ -3,9 +3,9 @@
 One program owns some blocks of one KV head: it multiplies a block's keys with the observing queries again, takes
 exp2(logit - lse), sums over queries head by head, reduces over the heads of the group, and adds the result to the
 scores of the block's slots. Of several requests that share a block, the program of the first one adds for all, in
-their order. So no slot has two writers, no atomics are needed and no order decides.
+their order; who that is, and who observes at all, is worked out once a forward. So no slot has two writers, no atomics
+are needed and no order decides.
 """
-
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .observe import Observe
 from .unpack_triton import LOG2E, capped, dequant, key_scales
 
 INTERPRET = triton.knobs.runtime.interpret
-PROGRAMS = 4096  # about as many a launch, so that long requests are spread over the device
+PROGRAMS = 4096  # about as many an extend, so that long requests are spread over the device
+STEP_PROGRAMS, STEP_SPLITS = 4, 64  # in a decode step: programs a multiprocessor, and parts of a request's blocks
 
 
 @triton.jit
@@ -139,19 +140,41 @@ def _received(
     return total * STRIDE
 
 
-@triton.jit
-def _sharers(requests, row_blocks, row_stride, n_requests, block, j, P: tl.constexpr, STEP: tl.constexpr):
-    """First and last request whose block in place j is `block`. Shared blocks hold a common prefix: places agree."""
-    first = n_requests
-    last = n_requests * 0
-    for at in range(0, n_requests, STEP):
-        r = at + tl.arange(0, STEP)
+@triton.jit(do_not_specialize=["row_stride", "n_requests", "owner_stride"])
+def _owners_kernel(
+    requests, row_blocks, row_stride, n_requests, order, owners, owner_stride,
+    P: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+):
+    """grid (B, places / STEP). order int32 `[1 + B]`: how many requests observe, and which. owners int32 `[B, NB]`: the
+    last request that holds the block in this place, where this request is the first that does, else -1. Shared blocks
+    hold a common prefix, so their places agree.
+    """
+    me = tl.program_id(0)
+    mine = tl.load(requests + me * 4)
+    j = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    held = j * P < mine
+    block = tl.load(row_blocks + me.to(tl.int64) * row_stride + j, mask=held, other=-1)
+    first = tl.zeros([STEP], tl.int32) + n_requests
+    last = tl.zeros([STEP], tl.int32) - 1
+    before = me * 0
+    observing = me * 0
+    for at in range(0, n_requests, ROWS):
+        r = at + tl.arange(0, ROWS)
         tokens = tl.load(requests + r * 4, mask=r < n_requests, other=0)
-        held = tl.load(row_blocks + r * row_stride + j, mask=tokens > j * P, other=-1)
-        same = held.to(tl.int64) == block
-        first = tl.minimum(first, tl.min(tl.where(same, r, n_requests), 0))
-        last = tl.maximum(last, tl.max(tl.where(same, r, 0), 0))
-    return first, last
+        before += tl.sum(((tokens > 0) & (r < me)).to(tl.int32), 0)
+        observing += tl.sum((tokens > 0).to(tl.int32), 0)
+        # A place behind a request's end names any block.
+        live = (tokens[:, None] > (j * P)[None, :]) & held[None, :]
+        other = tl.load(row_blocks + (r.to(tl.int64) * row_stride)[:, None] + j[None, :], mask=live, other=-1)
+        same = live & (other == block[None, :])
+        first = tl.minimum(first, tl.min(tl.where(same, r[:, None], n_requests), 0))
+        last = tl.maximum(last, tl.max(tl.where(same, r[:, None], -1), 0))
+    tl.store(owners + me.to(tl.int64) * owner_stride + j, tl.where(first == me, last, -1), mask=held)
+    if tl.program_id(1) == 0:
+        if mine > 0:
+            tl.store(order + 1 + before, me)
+        if me == 0:
+            tl.store(order, observing)
 
 
 @triton.jit
@@ -160,29 +183,31 @@ def _add(base, slot, received, live, SOFF: tl.constexpr):
     tl.store(at, tl.load(at, mask=live, other=0.0) + received, mask=live)
 
 
-@triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "n_requests"])
+@triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "owner_stride", "splits"])
 def _columns_kernel(
-    q, q_stride_n, lse, lse_stride, requests, n_requests, row_blocks, row_stride, rung, rung_tiers, pages, table,
-    counts, headers, layer, scale, cap,
+    q, q_stride_n, lse, lse_stride, requests, order, owners, owner_stride, row_blocks, row_stride, rung, rung_tiers,
+    pages, table, counts, headers, splits, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, QB: tl.constexpr, NQ: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr,
     POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """grid (requests, H, splits): every splits-th block of a request. requests int32 `[B, 4]`: tokens with the new
-    ones (0: nobody observes), first observing query in q, their number, the position of the first. `rung_tiers` int32
-    `[rungs]`: bit c is set where a block at this rung holds tokens of class c; CLASSES as in `_extend_kernel`, with
-    the score offset added.
+    """Any grid: programs take items (observing request, head, every splits-th block) in turn, as many as there are.
+
+    requests int32 `[B, 4]`: tokens with the new ones (0: nobody observes), first observing query in q, their number,
+    the position of the first. order, owners: see `_owners_kernel`. `rung_tiers` int32 `[rungs]`: bit c is set where a
+    block at this rung holds tokens of class c; CLASSES as in `_extend_kernel`, with the score offset added.
     """
-    me = tl.program_id(0)
-    h = tl.program_id(1)
-    tokens = tl.load(requests + me * 4)
     t = tl.arange(0, TILE)
-    for j in range(tl.program_id(2), (tokens + P - 1) // P, tl.num_programs(2)):
-        block = tl.load(row_blocks + me.to(tl.int64) * row_stride + j).to(tl.int64)
-        first, last = _sharers(requests, row_blocks, row_stride, n_requests, block, j, P, 64)
-        held = tl.load(rung_tiers + tl.maximum(tl.load(rung + block).to(tl.int32), 0))
-        if first == me:
+    for item in range(tl.program_id(0), tl.load(order) * H * splits, tl.num_programs(0)):
+        me = tl.load(order + 1 + item // (H * splits))
+        h = item // splits % H
+        tokens = tl.load(requests + me * 4)
+        for j in range(item % splits, (tokens + P - 1) // P, splits):
+            last = tl.load(owners + me.to(tl.int64) * owner_stride + j)
+            block = tl.load(row_blocks + me.to(tl.int64) * row_stride + j).to(tl.int64)
+            held = tl.load(rung_tiers + tl.maximum(tl.load(rung + block).to(tl.int32), 0))
+            held = tl.where(last >= 0, held, 0)
             head = block * (L * H) + layer * H + h
             for c in tl.static_range(len(CLASSES)):
                 if (held >> c) & 1 == 1:
@@ -247,12 +272,13 @@ class ReceivedAttention:
         max_batch: int = 1,
         tile: int = 64,
         queries: int = 64,
+        warps: int = 4,
     ):
         """`max_batch`: most requests of a decode step; `tile` keys and `queries` a product."""
         layout = store.layout
         if not layout.scored:
             raise ValueError("this layout keeps no scores")
-        self.store, self.observe = store, observe
+        self.store, self.observe, self.warps = store, observe, warps
         self.group = query_heads // layout.heads
         self.tile, self.queries = min(tile, triton.next_power_of_2(layout.block_tokens)), queries
         classes = ladder_classes(store)
@@ -268,6 +294,10 @@ class ReceivedAttention:
         self._tiers = torch.tensor(masks, dtype=torch.int32, device=store.device)
         steps = torch.arange(max_batch, dtype=torch.int32, device=store.device)
         self._decoding = torch.stack((steps, steps, torch.ones_like(steps), steps), 1)
+        self._step_order, self._step_owners = torch.empty(1 + max_batch, dtype=torch.int32, device=store.device), None
+        self._resident = 8
+        if store.device.type == "cuda":
+            self._resident = STEP_PROGRAMS * torch.cuda.get_device_properties(store.device).multi_processor_count
 
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """`row_blocks[B, NB]` int32 on the device, lengths on the host; does not sync."""
@@ -283,33 +313,52 @@ class ReceivedAttention:
         if self.store.device.type == "cuda":
             host = host.pin_memory()
         self._requests, self._rows = host.to(self.store.device, non_blocking=True), row_blocks
-        self._blocks = -(-max((r[0] for r in requests), default=0) // self.store.layout.block_tokens)
-        self._one = 0
+        blocks = -(-max((r[0] for r in requests), default=0) // self.store.layout.block_tokens)
+        self._one, self._owners = 0, torch.empty_like(row_blocks)
+        self._order = torch.empty(1 + len(requests), dtype=torch.int32, device=self.store.device)
+        each = len(requests) * self.store.layout.heads
+        self._splits = min(blocks, max(1, PROGRAMS // max(1, each)))
+        self._programs = each * self._splits
+        self._assign(blocks)
 
     def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """`row_blocks[B, NB]`, `seq_lens[B]` int32 on the device, static buffers; one query a request."""
-        self._requests, self._rows = self._decoding[: len(seq_lens)], row_blocks
-        self._stride = self.observe.decode_stride
+        n, blocks = row_blocks.shape
+        self._requests, self._rows = self._decoding[:n], row_blocks
+        self._stride, self._one = self.observe.decode_stride, max(8, triton.next_power_of_2(self.group))
         torch.mul(seq_lens, seq_lens % self._stride == 0, out=self._requests[:, 0])
         torch.sub(seq_lens, 1, out=self._requests[:, 3])
-        self._blocks = row_blocks.shape[1]
-        self._one = max(8, triton.next_power_of_2(self.group))
+        if self._step_owners is None or self._step_owners.shape[1] != blocks:
+            shape = len(self._decoding), blocks
+            self._step_owners = torch.empty(shape, dtype=torch.int32, device=self.store.device)
+        self._owners, self._order = self._step_owners, self._step_order
+        # Which requests observe is not known here: as many programs as run at once share what there is.
+        self._splits, self._programs = min(blocks, STEP_SPLITS), self._resident
+        self._assign(blocks)
+
+    def _assign(self, blocks: int) -> None:
+        n = len(self._requests)
+        if n and blocks:
+            _owners_kernel[(n, -(-blocks // 32))](
+                self._requests, self._rows, self._rows.stride(0), n, self._order, self._owners,
+                self._owners.stride(0), self.store.layout.block_tokens, 32, 32, num_warps=4,
+            )  # fmt: skip
 
     def add(self, layer: int, q: torch.Tensor, lse: torch.Tensor, *, scale: float, logit_cap: float = 0.0) -> None:
         """Add to the scores of all stored tokens what the observing queries of `q[N, Hq, D]` pay them.
 
         `lse` fp32 `[N, Hq]`, base 2: over the prefix and the new tokens up to the query's own.
         """
-        store, g, n = self.store, self.store.layout, len(self._requests)
-        splits = min(self._blocks, max(1, PROGRAMS // (max(n, 1) * g.heads)))
-        if not splits:
+        store, g, seen = self.store, self.store.layout, self.observe
+        if not self._programs:
             return
         if q.stride(1) != g.head_dim or q.stride(2) != 1:
             q = q.contiguous()
-        _columns_kernel[(n, g.heads, splits)](
-            q, q.stride(0), lse, lse.stride(0), self._requests, n, self._rows, self._rows.stride(0), store.rung,
-            self._tiers, store.pages, store.table, store.counts, store.headers, layer, scale, logit_cap,
-            g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes,
-            self._classes, g.key_mode == TOKEN, logit_cap > 0, self.tile, self.queries, self._one,
-            self.observe.nearest, self.observe.reduce, self.observe.power, self._stride, not INTERPRET, num_warps=4,
+        _columns_kernel[(self._programs,)](
+            q, q.stride(0), lse, lse.stride(0), self._requests, self._order, self._owners, self._owners.stride(0),
+            self._rows, self._rows.stride(0), store.rung, self._tiers, store.pages, store.table, store.counts,
+            store.headers, self._splits, layer, scale, logit_cap, g.layers, g.heads, self.group, g.head_dim,
+            g.head_pages_bf16, g.block_tokens, g.page_bytes, self._classes, g.key_mode == TOKEN, logit_cap > 0,
+            self.tile, self.queries, self._one, seen.nearest, seen.reduce, seen.power, self._stride, not INTERPRET,
+            num_warps=self.warps,
         )  # fmt: skip
