@@ -37,6 +37,7 @@ COLUMNS = {
     "serve.ratio_body": "smaller than bf16, packed blocks",
     "serve.ratio_4k": "smaller than bf16, a request of 4k tokens",
     "serve.cold_warm_agreement": "tokens equal from the cache and computed",
+    "serve.cold_warm_agreement_gpu": "the same on a GPU",
     "serve.devices_agreement": "tokens equal on the GPU and the CPU",
 }
 DECODE = {
@@ -65,7 +66,7 @@ SINGLES = {
     "score.prefill_overhead": "attention collected by the last 64 queries of a 16K prompt, of its prefill",
     "score.prefill_overhead_all": "attention collected by all queries, likewise",
     "score.prefill_overhead_sampled": "attention collected by one query in 16, likewise",
-    "score.decode_overhead": "attention collected while generating (64 x 8K, one step in 16), of a layer's step",
+    "score.decode_overhead": "attention collected while generating (64 x 8K, one step in 32), of a layer's step",
     "compaction.prefill_overhead": "compaction of a 16K prompt, of its prefill",
     "compaction.decode_overhead": "compaction while decoding 64 sequences, of a step",
     "compaction.decode_overhead_exposed": "the same if nothing hid the host's launches",

@@ -90,7 +90,7 @@ def test_extend_scores():
         rows += [row("flashinfer fa2 page 1", new, 2.0, 1.0, False), row("hopper", new, 1.0, 0.5, True)]
         rows += [row("triton 64x4", new, 3.0, 1.5, True)]
     prompt = {"prefill of one layer": 20.0, "window 64": 0.1, "all": 5.0, "one in 16": 1.0}
-    steps = {"attention": 0.1, "one layer": 0.4, "one step in 1": 0.2, "one step in 16": 0.01}
+    steps = {"attention": 0.1, "one layer": 0.4, "one step in 1": 0.2, "one step in 32": 0.01}
     for case, times in (("score", prompt), ("score decode", steps)):
         rows += [{"case": case, "name": n, "ms": ms} for n, ms in times.items()]
     scores = extend.scores(rows)

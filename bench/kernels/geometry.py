@@ -85,7 +85,14 @@ def suite_main() -> list[tuple[Workload, Tuning, int]]:
     return out
 
 
-SUITES = {"main": suite_main, "tune": suite_tune, "geometry": suite_geometry}
+def suite_ragged() -> list[tuple[Workload, Tuning, int]]:
+    """Blocks that policies leave part-filled, by both engines, in both shapes of the targets."""
+    kept = [("k8v4+k4v2", "mix:35:12:40:12")] + [("k4v4", k) for k in ("uniform:50:12", "heads:10:90", "heads:50:50")]
+    out = [(Workload(name, k, 128), Tuning(engine), 0) for name, k in kept for engine in ("triton", "gluon")]
+    return out + [(replace(w, batch=16, tokens=32768), t, c) for w, t, c in out[:4]]
+
+
+SUITES = {"main": suite_main, "tune": suite_tune, "geometry": suite_geometry, "ragged": suite_ragged}
 
 
 def check(w: Workload, t: Tuning) -> float:

@@ -153,12 +153,12 @@ def main() -> None:
         # After each format, so that a run that is cut short leaves what it has.
         lengths = [len(x) for x in asked]
         numbers = {"block": args.block, "answer_tokens": args.tokens, "lengths": lengths, "formats": out}
-        common.write_result(args.name, numbers, scores=scores(out))
+        common.write_result(args.name, numbers, scores=scores(out, common.has_gpu()))
 
 
-def scores(out: dict) -> dict[str, tuple[float, str]]:
+def scores(out: dict, gpu: bool) -> dict[str, tuple[float, str]]:
     result = {
-        f"serve.cold_warm_agreement.{fmt}": (row["warm_vs_cold"]["agreement"], "share of tokens")
+        f"serve.cold_warm_agreement{'_gpu' * gpu}.{fmt}": (row["warm_vs_cold"]["agreement"], "share of tokens")
         for fmt, row in out.items()
     }
     pure = [row["warm_warm"] for fmt, row in out.items() if fmt not in ("stock", *SEQUENCE_SCOPE)]

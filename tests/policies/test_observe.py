@@ -83,7 +83,7 @@ def test_what_cannot_be_collected(wrong):
 
 
 def test_default_is_plain_sums_and_the_largest_head():
-    assert ops.Observe() == ops.Observe(None, "max", 1, 0, 1, 16)
+    assert ops.Observe() == ops.Observe(None, "max", 1, 0, 1, 32)
 
 
 @given(st.integers(0, 300), st.integers(0, 200), st.integers(1, 8), st.sampled_from([1, 4, 16, 64]))

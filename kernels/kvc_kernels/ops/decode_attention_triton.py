@@ -170,16 +170,12 @@ def _decode_kernel(
     pages, table, counts, headers, NB, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
-    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    SPREAD: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`.
-
-    Programs that a multiprocessor gets are SPREAD or a little more apart; the heads turn by one with each such round,
-    so that it does not get the same few of them.
-    """
+    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
     pid = tl.program_id(0)
-    h = (pid + pid // SPREAD) % H
+    h = pid % H
     head = (layer * H + h).to(tl.int64)
     words = scratch + pid.to(tl.int64) * SCRATCH
     qz = (words + WORDS).to(tl.pointer_type(tl.float32))
@@ -233,9 +229,6 @@ class DecodeAttention:
         self.group = query_heads // layout.heads
         self.engine = self._choose_engine()
         self._query_columns = max(8, triton.next_power_of_2(self.group))
-        cuda = store.device.type == "cuda"
-        sms = torch.cuda.get_device_properties(store.device).multi_processor_count if cuda else 16
-        self._spread = max(1, sms // layout.heads) * layout.heads  # whole columns: a column has every head once
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
         # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
         tiles = max(CHUNK * layout.block_tokens // c[7] + 2 for c in self._classes)
@@ -290,7 +283,6 @@ class DecodeAttention:
             "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
             "page_bytes": layout.page_bytes, "CLASSES": self._classes, "SCRATCH": self._scratch_words,
             "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
-            "SPREAD": self._spread,
         }  # fmt: skip
         if self.engine == "triton":
             out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET}

@@ -136,11 +136,11 @@ def decode_kernel(
     pages, table, counts, headers, NB, layer, scale, cap,
     L: gl.constexpr, H: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     P: gl.constexpr, page_bytes: gl.constexpr, CLASSES: gl.constexpr, SCRATCH: gl.constexpr, WORDS: gl.constexpr,
-    TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr, SPREAD: gl.constexpr,
+    TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
     pid = gl.program_id(0)
-    h = (pid + pid // SPREAD) % H  # as in the Triton kernel
+    h = pid % H
     head = (layer * H + h).to(gl.int64)
     words = scratch + pid.to(gl.int64) * SCRATCH
     qz = (words + WORDS).to(gl.pointer_type(gl.float32), bitcast=True)

@@ -13,7 +13,7 @@ from .weights import MAX_ELEMENTS, query_weights
 
 REDUCE = ("max", "sum", "squares")
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
-DECODE_STRIDE = 16  # one of so many decode steps of a sequence costs under 3 % of them (bench/kernels/NOTES_EXTEND.md)
+DECODE_STRIDE = 32  # one of so many decode steps of a sequence costs under 3 % of them (bench/kernels/NOTES_EXTEND.md)
 
 
 @dataclass(frozen=True)

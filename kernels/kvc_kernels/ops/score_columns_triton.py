@@ -22,7 +22,8 @@ from .unpack_triton import LOG2E, capped, dequant, key_scales
 
 INTERPRET = triton.knobs.runtime.interpret
 PROGRAMS = 4096  # about as many an extend, so that long requests are spread over the device
-STEP_PROGRAMS, STEP_SPLITS = 4, 64  # in a decode step: programs a multiprocessor, and parts of a request's blocks
+# In a decode step: programs a multiprocessor, parts of a request's blocks, and warps.
+STEP_PROGRAMS, STEP_SPLITS, STEP_WARPS = 8, 64, 1
 
 
 @triton.jit
@@ -360,5 +361,5 @@ class ReceivedAttention:
             store.headers, self._splits, layer, scale, logit_cap, g.layers, g.heads, self.group, g.head_dim,
             g.head_pages_bf16, g.block_tokens, g.page_bytes, self._classes, g.key_mode == TOKEN, logit_cap > 0,
             self.tile, self.queries, self._one, seen.nearest, seen.reduce, seen.power, self._stride, not INTERPRET,
-            num_warps=self.warps,
+            num_warps=STEP_WARPS if self._one else self.warps,
         )  # fmt: skip
