@@ -120,10 +120,15 @@ def _device(group: Merged) -> str:
     return "the CPU engine" if group.device.startswith("CPU") else group.device.removeprefix("NVIDIA ")
 
 
-def presets() -> str:
+def presets(length: int = MAIN) -> str:
     """What is recommended, beside stock in 16 bits and in fp8, with every task that was asked."""
     wanted = [cells.STOCK, *cells.RECOMMENDED.values()]
-    return "\n\n".join(_cells(g, {n: g.rows[n] for n in wanted if n in g.rows}) for g in groups(MAIN))
+    return "\n\n".join(_cells(g, {n: g.rows[n] for n in wanted if n in g.rows}) for g in groups(length))
+
+
+def longer() -> str:
+    """The same with contexts twice as long."""
+    return presets(2 * MAIN)
 
 
 def policies() -> str:
@@ -242,7 +247,7 @@ def _beside(group: Merged, cell: str, press: dict) -> list[str]:
     return [marks + kept, f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"]
 
 
-SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "policies": policies}
+SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
 SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything}
 
 
