@@ -246,8 +246,10 @@ class DecodeAttention:
         engine, store = self.tuning.engine, self.store
         if engine == "auto":
             tiers = any(rung.low is not None for rung in store.ladder)
-            able = gluon_kernel is not None and self.group <= 16 and store.device.type == "cuda" and not INTERPRET
-            return "gluon" if tiers and able and torch.cuda.get_device_capability(store.device)[0] == 9 else "triton"
+            fits = self.group <= 16 and store.layout.head_dim <= 128  # 256 spills
+            able = gluon_kernel is not None and store.device.type == "cuda" and not INTERPRET
+            hopper = tiers and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
+            return "gluon" if hopper else "triton"
         if engine == "gluon":
             if gluon_kernel is None:
                 raise RuntimeError("no Gluon in this Triton; take the engine 'triton'")

@@ -1,0 +1,52 @@
+"""The Gluon decode kernel compiles for Hopper, without a GPU and beside SGLang, and fits in its registers."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import sglang.srt.server_args  # noqa: F401  (replaces functions of triton, as in a server)
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.ops import decode_attention_triton as decode
+from kvc_kernels.store import PageStore
+
+TYPES = {
+    "q_ptr": "*bf16", "part_o": "*fp32", "part_ml": "*fp32", "scratch": "*i64", "items": "*i32",
+    "column_ranges": "*i32", "lists": "*i64", "pages": "*u8", "table": "*i32", "counts": "*i16", "headers": "*fp16", "q_stride_b": "i32",
+    "q_stride_h": "i32", "NB": "i32", "layer": "i32", "scale": "fp32", "cap": "fp32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heads, group, head_dim", [(8, 4, 128), (3, 3, 64)])
+def test_two_tiers_as_leankv_stores_them(heads, group, head_dim, tmp_path):
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    formats = [FORMATS["k8v4"], FORMATS["k4v2"]]
+    size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, key_mode="channel", scored=True)
+    layout = PoolLayout(2, heads, head_dim, 128, size, "channel", True)
+    store = PageStore.create(
+        layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, dtype=torch.bfloat16, device="cpu"
+    )
+    op = decode.DecodeAttention(
+        store, max_batch=4, max_blocks=8, query_heads=heads * group, columns=2, tuning=decode.Tuning("gluon")
+    )
+    names = decode.gluon_kernel.arg_names
+    constants = {(names.index(n),): v for n, v in op._constants(False).items() if n in names}
+    signature = {n: TYPES.get(n, "constexpr") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    kernel = triton.compile(
+        source(decode.gluon_kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32), options={"num_warps": 1},
+    )  # fmt: skip
+    assert kernel.metadata.shared == 0
+    ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    ptx.write_text(kernel.asm["ptx"])
+    said = subprocess.run(
+        [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "out"], capture_output=True, text=True, check=True
+    ).stderr
+    assert "0 bytes spill stores" in said
+    # Two warps a scheduler: what the launch counts on.
+    assert int(re.search(r"Used (\d+) registers", said)[1]) <= 255
