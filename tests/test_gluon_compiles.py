@@ -16,8 +16,8 @@ from kvc_kernels.store import PageStore
 
 TYPES = {
     "q_ptr": "*bf16", "part_o": "*fp32", "part_ml": "*fp32", "scratch": "*i64", "items": "*i32",
-    "column_ranges": "*i32", "lists": "*i64", "pages": "*u8", "table": "*i32", "counts": "*i16", "headers": "*fp16", "q_stride_b": "i32",
-    "q_stride_h": "i32", "NB": "i32", "layer": "i32", "scale": "fp32", "cap": "fp32",
+    "column_ranges": "*i32", "lists": "*i64", "pages": "*u8", "table": "*i32", "counts": "*i16", "headers": "*fp16",
+    "q_stride_b": "i32", "q_stride_h": "i32", "NB": "i32", "layer": "i32", "scale": "fp32", "cap": "fp32",
 }  # fmt: skip
 
 
