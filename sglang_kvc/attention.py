@@ -165,7 +165,9 @@ class TritonAttention(TorchAttention):
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
         self.received = None
         if observe is not None:
-            self.received = ReceivedAttention(store, query_heads=query_heads, observe=observe, max_batch=max_batch)
+            self.received = ReceivedAttention(
+                store, query_heads=query_heads, observe=observe, max_batch=max_batch, max_blocks=max_blocks
+            )
             self.lse = torch.empty((max_batch, query_heads), dtype=torch.float32, device=device)
 
     def _buffers(self, requests: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

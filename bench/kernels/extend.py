@@ -161,17 +161,11 @@ def collecting(tokens: int) -> list[dict]:
     return rows
 
 
-def collecting_steps(batch: int, tokens: int) -> list[dict]:
-    """The same while generating: one step of `batch` requests of about `tokens` in k4v4, all with their own length.
-
-    Every step of every request is looked at, or those that `Observe` samples: one request in DECODE_STRIDE here.
-    """
+def observed_step(batch: int, tokens: int):
+    """(store, blocks `[B, NB]`, lengths `[B]`, queries) of a decode step of `batch` requests of about `tokens` in k4v4,
+    all with their own length."""
     from kvc_kernels.layout import PoolLayout
-    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
-    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
     from kvc_kernels.testing import random_store
-
-    from . import layer
 
     base = Workload("k4v4", block_tokens=128)
     page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, key_mode="channel", scored=True, whole=True)
@@ -182,7 +176,18 @@ def collecting_steps(batch: int, tokens: int) -> list[dict]:
     store = random_store(layout, base.rungs(), torch.ones(n, dtype=torch.int64), counts, device="cuda")
     rows = (1 + torch.randperm(n)).int().cuda().view(batch, -1)
     lens = (tokens - torch.arange(batch)).int().cuda()
-    q = torch.randn((batch, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
+    return store, rows, lens, torch.randn((batch, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
+
+
+def collecting_steps(batch: int, tokens: int) -> list[dict]:
+    """The same while generating, one decode step: every step of every request is looked at, or those that `Observe`
+    samples, one request in DECODE_STRIDE here."""
+    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+
+    from . import layer
+
+    store, rows, lens, q = observed_step(batch, tokens)
     attend = DecodeAttention(store, max_batch=batch, max_blocks=rows.shape[1], query_heads=HEADS * GROUP)
     attend.plan(rows, lens)
     lse = torch.empty((batch, HEADS * GROUP), device="cuda")
@@ -191,7 +196,9 @@ def collecting_steps(batch: int, tokens: int) -> list[dict]:
     out = [dict(case="score decode", name=name, prefix=tokens, new=batch, ms=ms) for name, ms in whole]
     for stride in (1, DECODE_STRIDE):
         observe = Observe(reduce="sum", power=2, decode_stride=stride)
-        op = ReceivedAttention(store, query_heads=HEADS * GROUP, observe=observe, max_batch=batch)
+        op = ReceivedAttention(
+            store, query_heads=HEADS * GROUP, observe=observe, max_batch=batch, max_blocks=rows.shape[1]
+        )
         op.plan_decode(rows, lens)
         ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
         out.append(dict(case="score decode", name=f"one step in {stride}", prefix=tokens, new=batch, ms=ms))

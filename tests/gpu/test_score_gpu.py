@@ -106,7 +106,7 @@ def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
     for _ in range(2):
         ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, observe=observe)
     attend = DecodeAttention(mine, max_batch=3, max_blocks=4, query_heads=2 * group)
-    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=3)
+    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=3, max_blocks=4)
     lse = torch.empty((3, 2 * group), device="cuda")
     pages = mine.pages.clone()
 

@@ -112,7 +112,7 @@ def test_scores_of_a_decode_step(ladder, group, key_mode, cap, observe):
     lse = torch.full((4, 2 * group), torch.nan)
     attend.run(1, q, scale=SCALE, logit_cap=cap, lse=lse)
     assert torch.allclose(lse[:3], lse_of(store, 1, q[:3], TOTAL, [n - 1 for n in TOTAL], cap), atol=5e-3)
-    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=4, tile=32)
+    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=4, max_blocks=4, tile=32)
     op.plan_decode(rows, lens)
     op.add(1, q, lse, scale=SCALE, logit_cap=cap)
     compare(store, mine)

@@ -14,7 +14,7 @@ from sglang_kvc.policies import Evidence, Policy, Prune
 
 L, H, G, D, P = 2, 2, 2, 32, 64  # layers, KV heads, query heads of each, head size, tokens of a block
 PAGE_BYTES = 1200  # 16 tokens of k8v8 or k4v4, 32 of k2v2, 8 of bf16
-PROMPT, DECODED = 3 * P + 10, 2
+PROMPT, DECODED = 3 * P + 30, 2  # the second decode step is one that is sampled
 SCALE = D**-0.5
 
 

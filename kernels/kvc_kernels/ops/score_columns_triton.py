@@ -270,12 +270,14 @@ class ReceivedAttention:
         *,
         query_heads: int,
         observe: Observe,
-        max_batch: int = 1,
+        max_batch: int = 0,
+        max_blocks: int = 0,
         tile: int = 64,
         queries: int = 64,
         warps: int = 4,
     ):
-        """`max_batch`: most requests of a decode step; `tile` keys and `queries` a product."""
+        """`max_batch` requests of `max_blocks` blocks: the most of a decode step, 0 where there is none; `tile` keys
+        and `queries` a product."""
         layout = store.layout
         if not layout.scored:
             raise ValueError("this layout keeps no scores")
@@ -295,7 +297,8 @@ class ReceivedAttention:
         self._tiers = torch.tensor(masks, dtype=torch.int32, device=store.device)
         steps = torch.arange(max_batch, dtype=torch.int32, device=store.device)
         self._decoding = torch.stack((steps, steps, torch.ones_like(steps), steps), 1)
-        self._step_order, self._step_owners = torch.empty(1 + max_batch, dtype=torch.int32, device=store.device), None
+        self._step_order = torch.empty(1 + max_batch, dtype=torch.int32, device=store.device)
+        self._step_owners = torch.empty((max_batch, max_blocks), dtype=torch.int32, device=store.device)
         self._resident = 8
         if store.device.type == "cuda":
             self._resident = STEP_PROGRAMS * torch.cuda.get_device_properties(store.device).multi_processor_count
@@ -323,15 +326,12 @@ class ReceivedAttention:
         self._assign(blocks)
 
     def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """`row_blocks[B, NB]`, `seq_lens[B]` int32 on the device, static buffers; one query a request."""
+        """`row_blocks[B, max_blocks]`, `seq_lens[B]` int32 on the device, static buffers; one query a request."""
         n, blocks = row_blocks.shape
         self._requests, self._rows = self._decoding[:n], row_blocks
         self._stride, self._one = self.observe.decode_stride, max(8, triton.next_power_of_2(self.group))
         torch.mul(seq_lens, seq_lens % self._stride == 0, out=self._requests[:, 0])
         torch.sub(seq_lens, 1, out=self._requests[:, 3])
-        if self._step_owners is None or self._step_owners.shape[1] != blocks:
-            shape = len(self._decoding), blocks
-            self._step_owners = torch.empty(shape, dtype=torch.int32, device=self.store.device)
         self._owners, self._order = self._step_owners, self._step_order
         # Which requests observe is not known here: as many programs as run at once share what there is.
         self._splits, self._programs = min(blocks, STEP_SPLITS), self._resident
