@@ -145,10 +145,11 @@ def packed_part(
         t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
         ok = t < count - t0
         base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN, 16)
-        # Masks have the grain of 16 tokens, that of a vector of values.
+        # Values have masks of the grain of their vectors, 16 tokens. Key rows are masked one by one: where tiles are
+        # part-filled, those behind the tokens would be up to a tenth of all bytes that are read.
         ok16 = tl.max_constancy((t // 16) * 16 < count - t0, 16)
         codes = tl.load(
-            _spread(base + first * DK, SPAN, 1) + ((slots * DK)[:, None] + dk[None, :]), mask=ok16[:, None], other=0
+            _spread(base + first * DK, SPAN, 1) + ((slots * DK)[:, None] + dk[None, :]), mask=ok[:, None], other=0
         )
         values = ()
         for r in tl.static_range(PARTS):
