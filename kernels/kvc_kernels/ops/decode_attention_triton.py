@@ -27,7 +27,8 @@ except ImportError:  # Gluon is experimental in Triton 3.6; without it the Trito
     gluon_kernel = None
 
 INTERPRET = triton.knobs.runtime.interpret
-GLUON_TILE_BYTES = 12288  # 96 registers a lane
+GLUON_TILE_BYTES = 12288  # of shared memory, of which 12 programs of a multiprocessor have 17 KB each
+GLUON_REGISTERS = 168  # 12 programs of one warp fit a multiprocessor
 STAGED_BYTES = 9000  # tiles above this are not double-buffered, for 8 programs a multiprocessor would not fit
 CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a block
 
@@ -36,7 +37,7 @@ CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a b
 class Tuning:
     """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
 
-    engine: str = "auto"  # "gluon" for two tiers on Hopper, else "triton"; warps and stages are for triton only
+    engine: str = "auto"  # "gluon" for one tier with 4-bit keys on Hopper, else "triton", which alone has warps, stages
     warps: int = 1
     tile: int = 0  # tokens; 0: by the bytes of a token
     plain_tile: int = 16
@@ -245,10 +246,11 @@ class DecodeAttention:
     def _choose_engine(self) -> str:
         engine, store = self.tuning.engine, self.store
         if engine == "auto":
-            tiers = any(rung.low is not None for rung in store.ladder)
-            fits = self.group <= 16 and store.layout.head_dim <= 128  # 256 spills
+            # Where it was measured to be faster: 8-bit keys are bound by bytes, two tiers keep fewer tiles in flight.
+            one_tier = all(r.low is None and r.high.key_bits <= 4 for r in store.ladder if r.high.packed)
+            fits = self.group <= 8 and store.layout.head_dim == 128
             able = gluon_kernel is not None and store.device.type == "cuda" and not INTERPRET
-            hopper = tiers and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
+            hopper = one_tier and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
             return "gluon" if hopper else "triton"
         if engine == "gluon":
             if gluon_kernel is None:
@@ -266,7 +268,7 @@ class DecodeAttention:
         t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
         tile = tune.plain_tile if not fmt.packed else tune.tile or 64
         if self.engine == "gluon":
-            # A lane holds a tile of keys and one of values in registers.
+            # A tile of keys and one of values wait in shared memory.
             while fmt.packed and not tune.tile and tile > 16 and tile * token_bytes > GLUON_TILE_BYTES:
                 tile //= 2
         tile = min(tile, self.store.layout.block_tokens)
@@ -288,8 +290,11 @@ class DecodeAttention:
         }  # fmt: skip
         if self.engine == "triton":
             out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET}
-        if t.max_registers and not INTERPRET:
-            out["maxnreg"] = t.max_registers
+        registers = t.max_registers
+        if self.engine == "gluon" and self._query_columns == 8 and layout.head_dim <= 128:
+            registers = registers or GLUON_REGISTERS  # 16 columns spill with fewer than 255
+        if registers and not INTERPRET:
+            out["maxnreg"] = registers
         return out
 
     @property

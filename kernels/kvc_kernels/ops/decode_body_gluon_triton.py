@@ -5,8 +5,27 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from .decode_queue_gluon_triton import (
+    ONES,
+    WORD,
+    copy_keys,
+    copy_value_meta,
+    copy_values,
+    first_token,
+    join_rows,
+    keys_queue_layout,
+    mask_value_meta,
+    read_header,
+    read_key_meta,
+    read_keys,
+    read_scales,
+    read_values,
+    read_zeros,
+    run_pointer,
+    values_queue_layout,
+)
 from .decode_tiles_gluon_triton import (
     A_OP,
     B_OP,
@@ -17,8 +36,8 @@ from .decode_tiles_gluon_triton import (
     crumbs,
     feature_column,
     feature_rows,
-    header_layout,
     header_rows_layout,
+    hidden_zero,
     key_layout,
     key_operand,
     meta_layout,
@@ -27,10 +46,8 @@ from .decode_tiles_gluon_triton import (
     pairs,
     plain_value_layout,
     plain_value_operand,
-    token_layout,
     token_weights,
     transpose_p,
-    value_layout,
     value_operand,
 )
 
@@ -38,7 +55,6 @@ CODE_UNIT = gl.constexpr(16777216.0)  # a code c is taken as the fp16 subnormal 
 P_SHIFT = gl.constexpr(5.0)  # p is kept times 2^5, so that p * value_scale stays clear of fp16 subnormals
 LOG2E = gl.constexpr(1.4426950408889634)
 NEG = gl.constexpr(-1.0e30)
-ONES = gl.constexpr(0x3C003C00)  # two fp16 ones
 CHUNK = gl.constexpr(32)  # blocks whose tiles a program lists at a time, one a lane
 
 
@@ -60,7 +76,7 @@ def list_tiles(
     tile_pages int32 `[tiles + 2, 4]`: page of each run of TILE / 4 tokens. Two tiles of page 0 end the lists, for the
     loop reads ahead, and page 0 backs what lies behind a block's tokens, so that no load needs a mask.
     """
-    j = gl.arange(0, CHUNK, layout=LANE)
+    j = gl.arange(0, CHUNK, layout=LANE) + hidden_zero(n)
     e = gl.load(entries + j, mask=j < n, other=0)
     if FROM_LIST:
         count = (e & 0xFFFFFFFF).to(gl.int32)
@@ -97,42 +113,28 @@ def zero_products(
 ):
     """qz fp32 `[CHUNK, NQ]` = factor * q . zero of each block's header, by a small MMA whose rows are the blocks."""
     NF: gl.constexpr = 8 // KB
-    layout: gl.constexpr = header_rows_layout(CHUNK, DK)
-    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
-    word = gl.arange(0, DK // 2, layout=gl.SliceLayout(0, layout))
-    block = gl.load(entries + j, mask=j < n, other=0) >> 32
-    s = gl.zeros([CHUNK, NQ], gl.float32, layout=MMA)
-    for k in gl.static_range(NF):
-        at = (zeros + block * header_stride + (NF - 1 - k) * DK).to(gl.pointer_type(gl.int32), bitcast=True)
-        zero = feature_rows(pairs(gl.load(at[:, None] + word[None, :])), CHUNK, DK)
-        part = mma_v2(zero, q[k], gl.zeros([CHUNK, NQ], gl.float32, layout=MMA))
-        s += part * (1 << (KB * (NF - 1 - k)))
-    row = gl.arange(0, CHUNK, layout=ROW)
-    column = gl.arange(0, NQ, layout=COLUMN)
-    gl.store(qz + row[:, None] * NQ + column[None, :], s * factor)
-
-
-@gluon.jit
-def _first(word):
-    return gl.multiple_of(((word >> 12) & 0xFFF).to(gl.int32), 16)
+    ROWS: gl.constexpr = 16  # more would take more registers than the tile loop has
+    layout: gl.constexpr = header_rows_layout(ROWS, DK)
+    for first in range(0, n, ROWS):
+        start = hidden_zero(n)
+        j = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)) + first
+        word = gl.arange(0, DK // 2, layout=gl.SliceLayout(0, layout)) + start
+        block = gl.load(entries + j, mask=j < n, other=0) >> 32
+        s = gl.zeros([ROWS, NQ], gl.float32, layout=MMA)
+        for k in gl.static_range(NF):
+            at = (zeros + block * header_stride + (NF - 1 - k) * DK).to(gl.pointer_type(gl.int32), bitcast=True)
+            zero = feature_rows(pairs(gl.load(at[:, None] + word[None, :])), ROWS, DK)
+            part = mma_v2(zero, q[k], gl.zeros([ROWS, NQ], gl.float32, layout=MMA))
+            s += part * (1 << (KB * (NF - 1 - k)))
+        row = gl.arange(0, ROWS, layout=ROW) + first
+        column = gl.arange(0, NQ, layout=COLUMN) + start
+        gl.store(qz + row[:, None] * NQ + column[None, :], s * factor)
 
 
 @gluon.jit
 def _live(word):
     """Tokens of the block from the tile's first on."""
-    return (word & 0xFFF).to(gl.int32) - _first(word)
-
-
-@gluon.jit
-def _run_pointer(pages, ids, page_bytes, first, run, TILE: gl.constexpr, T: gl.constexpr):
-    """(page pointers, slots) `[4]` of the runs of TILE / 4 tokens that start at first + run * TILE / 4."""
-    return pages + ids.to(gl.int64) * page_bytes, (first + run * (TILE // 4)) % T
-
-
-@gluon.jit
-def _pair_mask(token, live):
-    """int32 mask of two fp16 that belong to tokens `token` and token + 1, of which `live` exist."""
-    return gl.where(token + 1 < live, -1, gl.where(token < live, 0xFFFF, 0))
+    return (word & 0xFFF).to(gl.int32) - first_token(word)
 
 
 @gluon.jit
@@ -143,7 +145,7 @@ def _capped(x, cap):
 
 @gluon.jit
 def packed_part(
-    acc, zacc, m, q, qsum, words, tile_pages, qz_scratch, n_tiles, pages, page_bytes, headers, header_stride,
+    acc, zacc, m, q, qsum, words, tile_pages, qz_scratch, queue, n_tiles, pages, page_bytes, headers, header_stride,
     scale, cap, D: gl.constexpr, NQ: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr,
     KMETA: gl.constexpr, VOFF: gl.constexpr, VMETA: gl.constexpr, TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr,
     TILE: gl.constexpr,
@@ -153,10 +155,10 @@ def packed_part(
     acc: fp32 `[rows, NQ]` per row part and tensor of `nested` or `crumbs`, in units of 2^-24; rows = D*VB/8, or 32 (one
     value group) if VB is 2. zacc fp32 `[16, NQ]`: row g is the sum of p * zero of value group g, row GROUPS that of p.
     m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field) (with per-token
-    keys the difference to the one before, as `nested` wants it).
+    keys the difference to the one before, as `nested` wants it). queue: of `make_queue`, empty before and after.
 
-    Loads run ahead of their use: keys and headers of the next tile start when this tile's keys are spent, its values
-    when the tile begins, page ids a tile before that.
+    Copies run ahead of their use: those of the next tile's keys start when this tile's are in registers, those of its
+    values likewise, page ids a tile before that.
     """
     DK: gl.constexpr = D * KB // 8
     DV: gl.constexpr = D * VB // 8
@@ -165,31 +167,16 @@ def packed_part(
     W: gl.constexpr = TILE // 4
     ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32
     PARTS: gl.constexpr = DV // ROWS
+    KEY_PARTS: gl.constexpr = 2 if TILE > 16 else 1  # unpacked all at once, keys would take more registers
     GROUPS: gl.constexpr = D // 32 if VB == 2 else 1
     ROW_GROUP: gl.constexpr = D if VB > 2 else 32
-    LK: gl.constexpr = key_layout(TILE, DK)
-    LV: gl.constexpr = value_layout(TILE, ROWS)
+    LK: gl.constexpr = keys_queue_layout(TILE, DK)
+    LV: gl.constexpr = values_queue_layout(TILE, DV)
     LM: gl.constexpr = meta_layout(TILE)
-    LT: gl.constexpr = token_layout(TILE)
-    LH: gl.constexpr = header_layout(DK)
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
-    k_run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LK)))
-    v_run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LV)))
-    m_run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LM)))
-    t_run = gl.arange(0, 4, layout=gl.SliceLayout(1, LT))
-    k_token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
-    k_word = gl.arange(0, DK // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LK)))
-    v_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LV)))
-    v_word = gl.arange(0, W // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LV)))
+    k_run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LK))))
+    v_run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LV))))
     m_group = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, LM)))
-    m_pair = gl.arange(0, W // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LM)))
-    t_pair = gl.arange(0, W // 2, layout=gl.SliceLayout(0, LT))
-    h_word = gl.arange(0, DK // 2, layout=LH)
-    k_at = (k_token * (DK // 4))[None, :, None] + k_word[None, None, :]
-    v_at = (v_row * (T // 4))[:, None, None] + v_word[None, None, :]
-    m_at = gl.minimum(m_group, GROUPS - 1)[:, None, None] * T + m_pair[None, None, :]
     blank = gl.zeros([8, 4, W // 2], gl.int32, layout=LM)
-    ones = gl.where((m_group == GROUPS)[:, None, None], ONES, blank)
     eighth = gl.where((m_group + 8 == GROUPS)[:, None, None], ONES, blank)
     column = gl.arange(0, NQ, layout=COLUMN)
     place = gl.arange(0, TILE, layout=ROW)
@@ -201,80 +188,64 @@ def packed_part(
     if CAPPED:
         c = c / LOG2E
 
+    start = hidden_zero(n_tiles)
+    words += start
+    tile_pages += start
+    qz_scratch += start
     word = gl.load(words)
-    k_base, k_slot = _run_pointer(pages, gl.load(tile_pages + k_run), page_bytes, _first(word), k_run, TILE, T)
+    copy_keys(
+        queue, pages, gl.load(tile_pages + k_run), page_bytes, word, headers, header_stride,
+        D, KB, T, KMETA, TOKEN_KEYS, TILE,
+    )  # fmt: skip
     v_ids = gl.load(tile_pages + v_run)
-    codes = gl.load((k_base + k_slot * DK).to(WORD, bitcast=True)[:, None, None] + k_at)
-    header = ()
+    copy_values(queue, pages, v_ids, page_bytes, word, D, VB, T, VOFF, TILE)
+    copy_value_meta(queue, pages, v_ids, page_bytes, word, D, VB, GROUPS, T, VMETA, TILE)
     if not TOKEN_KEYS:
-        for k in gl.static_range(NKF):
-            at = headers + (word >> 32) * header_stride + (NKF - 1 - k) * DK
-            header = header + (gl.load(at.to(WORD, bitcast=True) + h_word),)
         qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
     next_word = gl.load(words + 1)
     next_k_ids = gl.load(tile_pages + 4 + k_run)
     next_v_ids = gl.load(tile_pages + 4 + v_run)
     for i in range(n_tiles):
-        first = _first(word)
         live = _live(word)
-        v_base, v_slot = _run_pointer(pages, v_ids, page_bytes, first, v_run, TILE, T)
-        values = ()
-        for r in gl.static_range(PARTS):
-            at = (v_base + (VOFF + r * ROWS * T) + v_slot).to(WORD, bitcast=True)
-            values = values + (gl.load(at[None, :, None] + v_at),)
-        m_ids = gl.convert_layout(v_ids, gl.SliceLayout(0, gl.SliceLayout(2, LM)), assert_trivial=True)
-        m_base, m_slot = _run_pointer(pages, m_ids, page_bytes, first, m_run, TILE, T)
-        zeros = gl.load((m_base + (VMETA + 2 * T) + 2 * m_slot).to(WORD, bitcast=True)[None, :, None] + m_at)
-        t_ids = gl.convert_layout(v_ids, gl.SliceLayout(1, LT), assert_trivial=True)
-        t_base, t_slot = _run_pointer(pages, t_ids, page_bytes, first, t_run, TILE, T)
-        weights = ()
-        for g in gl.static_range(GROUPS):
-            at = (t_base + (VMETA + 4 * g * T) + 2 * t_slot).to(WORD, bitcast=True)
-            weights = weights + (gl.load(at[:, None] + t_pair[None, :]),)
-
-        fields = nested(codes, KB)
-        s = gl.zeros([TILE, NQ], gl.float32, layout=MMA)
+        word = next_word
+        async_copy.wait_group(1)
+        # What the queries are multiplied with, a field: `nested` fields want the difference to the one before.
+        mine = ()
         if TOKEN_KEYS:
-            for k in gl.static_range(NKF):
-                s = mma_v2(key_operand(fields[k], TILE, DK), q[k], s)
-            k_meta = (k_base + (KMETA + 2 * k_slot)).to(gl.pointer_type(gl.float16), bitcast=True)
-            s = _scale_rows(s, k_meta, k_token, qsum, c, T, TILE)
+            k_scale = read_key_meta(queue, 0, TILE, ROW)
+            k_zero = read_key_meta(queue, 1, TILE, ROW)
+            mine = q
         else:
             above = gl.zeros([DK, NQ], gl.float16, layout=B_OP)
             for k in gl.static_range(NKF):
-                mine = q[k] * feature_column(pairs(header[k]), DK)[:, None]
-                s = mma_v2(key_operand(fields[k], TILE, DK), mine if k == 0 else mine - above, s)
-                above = mine
+                scaled = q[k] * feature_column(pairs(read_header(queue, NKF - 1 - k, DK)), DK)[:, None]
+                mine = mine + (scaled if k == 0 else scaled - above,)
+                above = scaled
+        rows = ()
+        for part in gl.static_range(KEY_PARTS):
+            fields = nested(read_keys(queue, part, KEY_PARTS, TILE, DK), KB)
+            s = gl.zeros([TILE // KEY_PARTS, NQ], gl.float32, layout=MMA)
+            for k in gl.static_range(NKF):
+                s = mma_v2(key_operand(fields[k], TILE // KEY_PARTS, DK), mine[k], s)
+            rows = rows + (s,)
+        s = join_rows(rows, TILE, NQ)
+        copy_keys(
+            queue, pages, next_k_ids, page_bytes, word, headers, header_stride, D, KB, T, KMETA, TOKEN_KEYS, TILE
+        )
+        if TOKEN_KEYS:
+            # Logits of per-token keys: s * scale[token] + zero[token] * sum(q).
+            s = s * (k_scale.to(gl.float32) * c)[:, None]
+            s = s + (k_zero.to(gl.float32) * (c / CODE_UNIT))[:, None] * qsum[None, :]
+        else:
             if CAPPED:
                 s = s * c + qz[None, :]
         if CAPPED:
             s = _capped(s, cap) * LOG2E
         if not TOKEN_KEYS:
             zero_part = qz
-
-        # The next tile's keys.
-        word = next_word
-        k_base, k_slot = _run_pointer(pages, next_k_ids, page_bytes, _first(word), k_run, TILE, T)
-        codes = gl.load((k_base + k_slot * DK).to(WORD, bitcast=True)[:, None, None] + k_at)
-        header = ()
-        if not TOKEN_KEYS:
-            for k in gl.static_range(NKF):
-                at = headers + (word >> 32) * header_stride + (NKF - 1 - k) * DK
-                header = header + (gl.load(at.to(WORD, bitcast=True) + h_word),)
             qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
-        v_ids = next_v_ids
-        next_word = gl.load(words + i + 2)
-        next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
-        next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
-
-        zeros = gl.where((m_group < GROUPS)[:, None, None], zeros, ones)
         if live < TILE:
             s = gl.where((2 * (place >> 3) < live - lane_token)[:, None], s, NEG)
-            zeros = zeros & _pair_mask((m_pair * 2)[None, None, :], (live - m_run * W)[None, :, None])
-            masked = ()
-            for g in gl.static_range(GROUPS):
-                masked = masked + (weights[g] & _pair_mask((t_pair * 2)[None, :], (live - t_run * W)[:, None]),)
-            weights = masked
         if CAPPED or TOKEN_KEYS:
             top = gl.maximum(m, gl.max(s, 0))
             p = gl.exp2(s - (top - P_SHIFT)[None, :])
@@ -285,27 +256,30 @@ def packed_part(
         keep = gl.exp2(m - top)[None, :]
         m = top
         p = transpose_p(p, TILE, NQ, gl.float16)
-        zacc = mma_v2(meta_operand(zeros, eighth, TILE), p, zacc * keep)
+
+        async_copy.wait_group(1)
+        if live < TILE:
+            # What lies behind a block's tokens may spell NaN, which 0 * p does not silence.
+            mask_value_meta(queue, live, GROUPS, TILE)
+        values = ()
+        for r in gl.static_range(PARTS):
+            values = values + (read_values(queue, TILE, r * ROWS, ROWS),)
+        zacc = mma_v2(meta_operand(read_zeros(queue, TILE), eighth, TILE), p, zacc * keep)
+        copy_values(queue, pages, next_v_ids, page_bytes, word, D, VB, T, VOFF, TILE)
         acc_next = ()
         for r in gl.static_range(PARTS):
             fields = crumbs(values[r]) if VB == 2 else nested(values[r], VB)
             for f in gl.static_range(NVF):
-                weight = p * token_weights(weights[(f * DV + r * ROWS) // ROW_GROUP], TILE)[:, None]
+                weight = read_scales(queue, (f * DV + r * ROWS) // ROW_GROUP, TILE)
+                weight = p * token_weights(weight, TILE)[:, None]
                 acc_next = acc_next + (mma_v2(value_operand(fields[f], ROWS, TILE), weight, acc[r * NVF + f] * keep),)
         acc = acc_next
+        copy_value_meta(queue, pages, next_v_ids, page_bytes, word, D, VB, GROUPS, T, VMETA, TILE)
+        next_word = gl.load(words + i + 2)
+        next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
+        next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
+    async_copy.wait_group(0)  # of the tiles of page 0 behind the last
     return acc, zacc, m
-
-
-@gluon.jit
-def _scale_rows(s, k_meta, k_token, qsum, c, T: gl.constexpr, TILE: gl.constexpr):
-    """Logits of per-token keys: s * scale[token] + zero[token] * sum(q)."""
-    scale = gl.load(k_meta[:, None] + k_token[None, :])
-    zero = gl.load(k_meta[:, None] + T + k_token[None, :])
-    scale = gl.reshape(gl.permute(gl.reshape(scale, [4, TILE // 8, 2]), [1, 0, 2]), [TILE])
-    zero = gl.reshape(gl.permute(gl.reshape(zero, [4, TILE // 8, 2]), [1, 0, 2]), [TILE])
-    scale = gl.convert_layout(scale, ROW, assert_trivial=True).to(gl.float32) * c
-    zero = gl.convert_layout(zero, ROW, assert_trivial=True).to(gl.float32) * (c / CODE_UNIT)
-    return s * scale[:, None] + zero[:, None] * qsum[None, :]
 
 
 @gluon.jit
@@ -319,7 +293,6 @@ def plain_part(
     W: gl.constexpr = TILE // 4
     LK: gl.constexpr = key_layout(TILE, D * 2)
     LV: gl.constexpr = plain_value_layout(TILE, D)
-    WORD: gl.constexpr = gl.pointer_type(gl.int32)
     k_run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LK)))
     v_run = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LV)))
     k_token = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
@@ -333,8 +306,11 @@ def plain_part(
     ones = gl.full([16, TILE], 1.0, dtype, layout=A_OP)
     c = scale * LOG2E
 
+    start = hidden_zero(n_tiles)
+    words += start
+    tile_pages += start
     word = gl.load(words)
-    k_base, k_slot = _run_pointer(pages, gl.load(tile_pages + k_run), page_bytes, _first(word), k_run, TILE, T)
+    k_base, k_slot = run_pointer(pages, gl.load(tile_pages + k_run), page_bytes, first_token(word), k_run, TILE, T)
     v_ids = gl.load(tile_pages + v_run)
     keys = gl.load((k_base + k_slot * (2 * D)).to(WORD, bitcast=True)[:, None, None] + k_at)
     next_word = gl.load(words + 1)
@@ -342,14 +318,13 @@ def plain_part(
     next_v_ids = gl.load(tile_pages + 4 + v_run)
     for i in range(n_tiles):
         live = _live(word)
-        v_base, v_slot = _run_pointer(pages, v_ids, page_bytes, _first(word), v_run, TILE, T)
+        v_base, v_slot = run_pointer(pages, v_ids, page_bytes, first_token(word), v_run, TILE, T)
         values = gl.load((v_base + (VOFF + v_slot * (2 * D))).to(WORD, bitcast=True)[:, None, None] + v_at)
         s = gl.zeros([TILE, NQ], gl.float32, layout=MMA)
         s = mma_v2(key_operand(pairs(keys, dtype), TILE, D, True), q, s)
 
         word = next_word
-        k_base, k_slot = _run_pointer(pages, next_k_ids, page_bytes, _first(word), k_run, TILE, T)
-        keys = gl.load((k_base + k_slot * (2 * D)).to(WORD, bitcast=True)[:, None, None] + k_at)
+        k_base, k_slot = run_pointer(pages, next_k_ids, page_bytes, first_token(word), k_run, TILE, T)
         v_ids = next_v_ids
         next_word = gl.load(words + i + 2)
         next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
@@ -369,5 +344,6 @@ def plain_part(
         m = top
         p = transpose_p(p, TILE, NQ, dtype)
         lacc = mma_v2(ones, p, lacc * keep)
+        keys = gl.load((k_base + k_slot * (2 * D)).to(WORD, bitcast=True)[:, None, None] + k_at)
         acc = mma_v2(plain_value_operand(values, D, TILE, dtype), p, acc * keep)
     return acc, lacc, m

@@ -17,25 +17,27 @@ from .decode_body_gluon_triton import (
     plain_part,
     zero_products,
 )
-from .decode_tiles_gluon_triton import B_OP, COLUMN, MMA, ROW, feature_of, plain_feature_of
+from .decode_queue_gluon_triton import make_queue
+from .decode_tiles_gluon_triton import B_OP, COLUMN, MMA, ROW, feature_of, hidden_zero, plain_feature_of
 
 
 @gluon.jit
-def _finish(ml, column, m, l, G: gl.constexpr):
+def _finish(part_ml, part, column, m, l, G: gl.constexpr):
+    ml = part_ml + part * 2
     gl.store(ml + column * 2, m - P_SHIFT, mask=column < G)
     gl.store(ml + column * 2 + 1, l, mask=column < G)
 
 
 @gluon.jit
 def _plain_program(
-    q_ptr, q_stride_h, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap,
+    q_ptr, q_stride_h, part_o, part_ml, part, words, tile_pages, entries, blocks, pages, table, row, scale, cap,
     page_bytes: gl.constexpr, ROW_STRIDE: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr,
     T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table; out, ml: results."""
+    """One item of uncompressed blocks. row: offset of this layer and head in a block's table, part: of its results."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     k = gl.arange(0, D, layout=gl.SliceLayout(1, B_OP))
-    g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP))
+    g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP)) + hidden_zero(blocks)
     at = q_ptr + (g * q_stride_h)[None, :] + feature_of(k, D, True)[:, None]
     q = gl.load(at, mask=(g < G)[None, :], other=0.0)
     acc = gl.zeros([D, NQ], gl.float32, layout=MMA)
@@ -52,20 +54,21 @@ def _plain_program(
             D, NQ, T, VOFF, CAPPED, TILE, dtype,
         )  # fmt: skip
         gl.thread_barrier()
+    out = part_o + part * D
     feature = plain_feature_of(gl.arange(0, D, layout=ROW))
-    column = gl.arange(0, NQ, layout=COLUMN)
+    column = gl.arange(0, NQ, layout=COLUMN) + hidden_zero(blocks)
     gl.store(out + (column * D)[None, :] + feature[:, None], acc, mask=(column < G)[None, :])
-    _finish(ml, column, m, gl.max(lacc, 0), G)
+    _finish(part_ml, part, column, m, gl.max(lacc, 0), G)
 
 
 @gluon.jit
 def _packed_program(
-    q_ptr, q_stride_h, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale,
-    cap, page_bytes: gl.constexpr, LH: gl.constexpr, E: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr,
+    q_ptr, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
+    head, scale, cap, page_bytes: gl.constexpr, LH: gl.constexpr, E: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr,
     D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, SIDE: gl.constexpr, KMETA: gl.constexpr,
     VOFF: gl.constexpr, VMETA: gl.constexpr, TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """One item of packed blocks in one format; `head` = layer * H + KV head."""
+    """One item of packed blocks in one format; `head` = layer * H + KV head, part: place of its results."""
     DK: gl.constexpr = D * KB // 8
     DV: gl.constexpr = D * VB // 8
     ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32
@@ -74,7 +77,7 @@ def _packed_program(
     NKF: gl.constexpr = 8 // KB
     NVF: gl.constexpr = 8 // VB
     k = gl.arange(0, DK, layout=gl.SliceLayout(1, B_OP))
-    g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP))
+    g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP)) + hidden_zero(blocks)
     q = ()
     qsum = gl.zeros([NQ], gl.float32, layout=gl.SliceLayout(0, B_OP))
     above = gl.zeros([DK, NQ], gl.float32, layout=B_OP)
@@ -96,6 +99,7 @@ def _packed_program(
     m = gl.full([NQ], NEG, gl.float32, layout=COLUMN)
     row = table + head * E + SIDE * (E - 1)
     header = headers + head * (2 * D)
+    queue = make_queue(D, KB, VB, GROUPS, TOKEN_KEYS, TILE)
     for first in range(0, blocks, CHUNK):
         n = gl.minimum(blocks - first, CHUNK)
         tiles = list_tiles(
@@ -107,11 +111,12 @@ def _packed_program(
             zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, DK, NQ, KB)
         gl.thread_barrier()
         acc, zacc, m = packed_part(
-            acc, zacc, m, q, qsum, words, tile_pages, qz, tiles, pages, page_bytes, header, LH * 2 * D, scale, cap,
-            D, NQ, KB, VB, T, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE,
+            acc, zacc, m, q, qsum, words, tile_pages, qz, queue, tiles, pages, page_bytes, header, LH * 2 * D, scale,
+            cap, D, NQ, KB, VB, T, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE,
         )  # fmt: skip
         gl.thread_barrier()
-    column = gl.arange(0, NQ, layout=COLUMN)
+    column = gl.arange(0, NQ, layout=COLUMN) + hidden_zero(blocks)
+    out = part_o + part * D
     rows = gl.arange(0, ROWS, layout=ROW)
     sixteen = gl.arange(0, 16, layout=ROW)
     for r in gl.static_range(DV // ROWS):
@@ -127,7 +132,7 @@ def _packed_program(
             o = field * (CODE_UNIT / (1 << (VB * f))) + zero[None, :]
             at = out + (column * D)[None, :] + (f * DV + r * ROWS + rows)[:, None]
             gl.store(at, o, mask=(column < G)[None, :])
-    _finish(ml, column, m, gl.sum(gl.where((sixteen == GROUPS)[:, None], zacc, 0.0), 0), G)
+    _finish(part_ml, part, column, m, gl.sum(gl.where((sixteen == GROUPS)[:, None], zacc, 0.0), 0), G)
 
 
 @gluon.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
@@ -153,20 +158,18 @@ def decode_kernel(
         entries = lists + (request * len(CLASSES) + cls).to(gl.int64) * NB + start
         q_row = q_ptr + request.to(gl.int64) * q_stride_b + h * G * q_stride_h
         part = (item * H + h).to(gl.int64) * G
-        out = part_o + part * D
-        ml = part_ml + part * 2
         for c in gl.static_range(len(CLASSES)):
             if cls == c:
                 if CLASSES[c][0] == 16:
                     _plain_program(
-                        q_row, q_stride_h, out, ml, words, tile_pages, entries, blocks, pages, table, head * E,
-                        scale, cap, page_bytes, L * H * E, G, NQ, D, CLASSES[c][2], CLASSES[c][5], CAPPED,
+                        q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, entries, blocks, pages, table,
+                        head * E, scale, cap, page_bytes, L * H * E, G, NQ, D, CLASSES[c][2], CLASSES[c][5], CAPPED,
                         CLASSES[c][7],
                     )  # fmt: skip
                 else:
                     _packed_program(
-                        q_row, q_stride_h, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts,
-                        headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][0], CLASSES[c][1],
+                        q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table,
+                        counts, headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][0], CLASSES[c][1],
                         CLASSES[c][2], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6], TOKEN_KEYS,
                         CAPPED, CLASSES[c][7],
                     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Register layouts of the Gluon decode kernel: pages go from global memory into MMA operands without shared memory.
+"""Register layouts of the Gluon decode kernel: how codes become MMA operands without any exchange between lanes.
 
 A program is one warp, a tile TILE tokens. Lane = 4 * r + c, r = 0..7, c = 0..3, as in the fragments of m16n8k16. Both
 products sum over an index whose order is free (features in QK, tokens in PV), and so is the row order of K: they are
@@ -117,6 +117,17 @@ def _doubled(layout):
         [],
         [*layout.shape, 2],
     )
+
+
+@gluon.jit
+def hidden_zero(x):
+    """0, which the compiler does not know; x: any int32 scalar.
+
+    What is computed from it stays inside the loop it is taken in. Without it, the offsets of all classes' loads are
+    computed once at the start of the kernel, and registers hold them through the loops over tiles.
+    """
+    z = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.multiple_of(z, 64)
 
 
 @gluon.jit
