@@ -125,6 +125,9 @@ def test_compaction_on_the_cpu(names):
 def test_serving_servers_scores_and_append(monkeypatch, tmp_path):
     a = serving.arguments(["--model", "x", "--quick"])
     assert list(serving.servers(a)) == ["bf16", "fp8", "kvc_k4v4"]
+    also = serving.arguments(["--model", "x", "--quick", "--only", "kvc_two", "--also", "two: --kvc-policy leankv"])
+    options, loads = serving.servers(also)["kvc_two"]
+    assert options[options.index("--kvc-policy") + 1] == "leankv" and loads == [64]
     numbers = {f"{n}.c64": {"output_tok_s": v} for n, v in (("bf16", 1000.0), ("fp8", 1500.0), ("kvc_k4v4", 2400.0))}
     scores = serving.scores(numbers, a)
     assert scores["e2e.vs_bf16"][0] == 2.4 and scores["e2e.vs_fp8"][0] == 1.6

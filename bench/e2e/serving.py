@@ -3,6 +3,7 @@
     python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
     python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # the constrained runs alone
     ... --together           # start all servers at once, where the GPU holds them: one is loaded, the others idle
+    ... --also "h2o: --kvc-policy prune --kvc-scorer h2o --kvc-budget 4x"   # a further server of ours, kvc_h2o
     ... --profile FOLDER     # a trace of ten decode steps of each server, and its kernels in the result file
 
 Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
@@ -54,6 +55,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--output", type=int, default=512)
     p.add_argument("--prompts", type=int, default=64)
     p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
+    p.add_argument("--also", action="append", default=[], metavar="NAME: OPTIONS", help="a further server of ours")
     p.add_argument("--concurrency", default="1,8,64", help="of the runs with memory to spare; empty: none")
     p.add_argument("--stock-backend", default="flashinfer", help="stock SGLang's best attention backend here")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
@@ -86,6 +88,9 @@ def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
     for i, fmt in enumerate(a.formats.split(",")):
         ours = [*base, "--kv-backend", "kvc", "--kvc-high", fmt, "--max-total-tokens", str(a.tokens)]
         out[f"kvc_{fmt}"] = (ours, [a.prompts] if i else [*both, *(c for c in free if c not in both)])
+    for name, _, options in (text.partition(":") for text in a.also):
+        ours = [*base, "--kv-backend", "kvc", *options.split(), "--max-total-tokens", str(a.tokens)]
+        out[f"kvc_{name.strip()}"] = (ours, [a.prompts])
     if len(fits) < len(free):
         out["bf16_free"] = ([*stock, *spare], [c for c in free if c not in fits])
     only = [n for n in a.only.split(",") if n]
