@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.e2e import serving
-from bench.kernels import baselines, common, compaction, decode, extend, geometry
+from bench.kernels import baselines, common, compaction, decode, extend, geometry, sectors
 from bench.scoreboard import collect, tables
 
 ROOT = Path(__file__).parent.parent
@@ -155,3 +155,15 @@ def test_as_a_command():
     command = [sys.executable, "-m", "bench.kernels.geometry", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "usage" in done.stdout
+
+
+def test_sectors_of_part_filled_pages():
+    """32 bytes of keys or values more than the tokens have, but never less, and all of it where a page is full."""
+    k4 = sectors.cases()["k4v4_half"]
+    page = k4.layout().page(k4.formats[0])
+    token = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
+    assert page.tokens == 32
+    assert sectors.of_count(k4, 0, 32) == sectors.of_count(k4, 0, 32, key_rows=False) == 32 * token
+    # One token: its key row; a sector of every value row, which has all 32 tokens, and of both metadata rows.
+    assert sectors.of_count(k4, 0, 1) == page.key_row_bytes + 32 * page.value_row_bytes + 2 * 32
+    assert sectors.of_count(k4, 0, 33) == sectors.of_count(k4, 0, 32) + sectors.of_count(k4, 0, 1)
