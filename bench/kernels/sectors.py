@@ -73,7 +73,8 @@ def cases() -> dict[str, Workload]:
 def main() -> None:
     numbers = {name: measure(w) for name, w in cases().items()}
     rows = [dict(name=n, **r, share=r["fetched_mb"] / r["stored_mb"]) for n, r in numbers.items()]
-    print(table(rows, {"name": "", "stored_mb": ".0f", "fetched_mb": ".0f", "fetched_by_runs_mb": ".0f", "share": ".2f"}))
+    columns = {"stored_mb": ".0f", "fetched_mb": ".0f", "fetched_by_runs_mb": ".0f", "share": ".2f"}
+    print(table(rows, {"name": "", **columns}))
     write_result("kernels/decode_sectors", numbers)
 
 
