@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.ops.observe import DECODE_STRIDE
 
 from .base import Scorer
 
@@ -21,12 +22,14 @@ class H2O(Scorer):
 
     Assumed: heads of a group add up (the papers have one query head a KV head). Within a block earlier tokens have seen
     up to P - 1 more queries; the papers' sums do not correct for that, and neither does this. With `stride` s one query
-    of a prompt in s is looked at and counts s times: collecting from all nearly doubles the time of a prefill.
+    of a prompt in s is looked at and counts s times: collecting from all nearly doubles the time of a prefill. With
+    `decode_stride` the same of the steps that generate.
     """
 
     name: ClassVar[str] = "h2o"
     recent: float = 0.0
     stride: int = 1
+    decode_stride: int = DECODE_STRIDE
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent <= 1:
@@ -35,7 +38,7 @@ class H2O(Scorer):
 
     @property
     def observe(self) -> ops.Observe:
-        return ops.Observe(reduce="sum", stride=self.stride)
+        return ops.Observe(reduce="sum", stride=self.stride, decode_stride=self.decode_stride)
 
     def score(self, evidence) -> torch.Tensor:
         scores = evidence.received()

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.ops.observe import DECODE_STRIDE
 
 from .base import Scorer, check_pool
 
@@ -17,7 +18,7 @@ class KvCompress(Scorer):
     """KVC-w: `s_i = max_{|t-i| <= pool/2} sum_{j > L-w} sum_h A_hjt^2`, w = 8, pool = 7 (equations 8 and 10, squared).
 
     `power` 1 gives the plain sums that the paper compares with. Decode steps add their squares (equation 20). With
-    `stride` s one query of a prompt in s is looked at and counts s times.
+    `stride` s one query of a prompt in s is looked at and counts s times; `decode_stride`: the same of decode steps.
 
     Assumed: in a chunked prompt the last w queries of each chunk count. Pooling sees the block alone, and what decode
     steps added, too, where the paper pools the prompt's sums only.
@@ -29,6 +30,7 @@ class KvCompress(Scorer):
     power: int = 2
     pool: int = 7
     stride: int = 1
+    decode_stride: int = DECODE_STRIDE
 
     def __post_init__(self) -> None:
         check_pool(self.pool)
@@ -36,7 +38,7 @@ class KvCompress(Scorer):
 
     @property
     def observe(self) -> ops.Observe:
-        return ops.Observe(self.window or None, "sum", self.power, self.skip, self.stride)
+        return ops.Observe(self.window or None, "sum", self.power, self.skip, self.stride, self.decode_stride)
 
     def score(self, evidence) -> torch.Tensor:
         return ops.pool_scores(evidence.received(), self.pool)

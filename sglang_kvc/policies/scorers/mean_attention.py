@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.ops.observe import DECODE_STRIDE
 
 from .base import Scorer
 
@@ -18,16 +19,17 @@ class MeanAttention(Scorer):
 
     With `window` w only the last w queries of each forward are in J; 0 means all. Assumed: the maximum is taken of a
     forward's sum over queries, not for each query, which is the same for one query (decode). With `stride` s one query
-    of a prompt in s is in J.
+    of a prompt in s is in J, with `decode_stride` one decode step in so many.
     """
 
     name: ClassVar[str] = "mean-attention"
     window: int = 0
     stride: int = 1
+    decode_stride: int = DECODE_STRIDE
 
     @property
     def observe(self) -> ops.Observe:
-        return ops.Observe(self.window or None, stride=self.stride)
+        return ops.Observe(self.window or None, stride=self.stride, decode_stride=self.decode_stride)
 
     def score(self, evidence) -> torch.Tensor:
         return evidence.significance()
