@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import common
-from bench.quality import cells, pareto, policies
+from bench.quality import cells, generation, pareto, policies
 from sglang_kvc.identity import Identity
 from sglang_kvc.policies.presets import PRESETS
 
@@ -146,3 +146,12 @@ def calibration(folder):
     }
     save_file(tensors, folder / "calibration.safetensors")
     return folder / "calibration.safetensors"
+
+
+def test_generations_against_stock():
+    """The estimate is the mean gap of log-probabilities; quarters follow the continuation."""
+    texts = [([7] * 8, [-1.0] * 4 + [-2.0] * 4), ([7] * 8, [-1.0] * 8)]
+    found = generation.summary(texts, [[-1.5] * 8, [-1.0] * 8])
+    assert found["tokens"] == 16 and found["nats"] == pytest.approx(0)
+    assert found["quarters"] == pytest.approx([0.25, 0.25, -0.25, -0.25])
+    assert found["standard_error"] == pytest.approx(0)
