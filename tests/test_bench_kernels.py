@@ -158,12 +158,12 @@ def test_as_a_command():
 
 
 def test_sectors_of_part_filled_pages():
-    """32 bytes of keys or values more than the tokens have, but never less, and all of it where a page is full."""
+    """A full page costs its bytes; a single token its key row and one sector of every value and metadata row."""
     k4 = sectors.cases()["k4v4_half"]
     page = k4.layout().page(k4.formats[0])
     token = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
     assert page.tokens == 32
     assert sectors.of_count(k4, 0, 32) == sectors.of_count(k4, 0, 32, key_rows=False) == 32 * token
-    # One token: its key row; a sector of every value row, which has all 32 tokens, and of both metadata rows.
+    # A value row has one byte of each of the 32 tokens, which is one sector.
     assert sectors.of_count(k4, 0, 1) == page.key_row_bytes + 32 * page.value_row_bytes + 2 * 32
     assert sectors.of_count(k4, 0, 33) == sectors.of_count(k4, 0, 32) + sectors.of_count(k4, 0, 1)

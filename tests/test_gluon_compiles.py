@@ -3,6 +3,7 @@
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sglang.srt.server_args  # noqa: F401  (replaces functions of triton, as in a server)
@@ -15,31 +16,38 @@ from kvc_kernels.ops import decode_attention_triton as decode
 from kvc_kernels.store import PageStore
 
 TYPES = {
-    "q_ptr": "*bf16", "part_o": "*fp32", "part_ml": "*fp32", "scratch": "*i64", "items": "*i32",
+    "part_o": "*fp32", "part_ml": "*fp32", "scratch": "*i64", "items": "*i32",
     "column_ranges": "*i32", "lists": "*i64", "pages": "*u8", "table": "*i32", "counts": "*i16", "headers": "*fp16",
     "q_stride_b": "i32", "q_stride_h": "i32", "NB": "i32", "layer": "i32", "scale": "fp32", "cap": "fp32",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "ladder, heads, group, head_dim",
-    [("k8v4+k4v2", 8, 4, 128), ("k8v4+k4v2", 3, 3, 64), ("k4v4", 8, 4, 128), ("k4v2", 8, 8, 128)],
+    "ladder, heads, group, head_dim, dtype",
+    [
+        ("k8v4+k4v2", 8, 4, 128, "bf16"),
+        ("k8v4+k4v2", 3, 3, 64, "bf16"),
+        ("k4v4", 8, 4, 128, "bf16"),
+        ("k4v4", 8, 4, 128, "fp16"),
+        ("k4v2", 8, 8, 128, "bf16"),
+    ],
 )
-def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, tmp_path):
+def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dtype, tmp_path):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     formats = [FORMATS[n] for n in ladder.split("+")]
     size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, key_mode="channel", scored=True)
     layout = PoolLayout(2, heads, head_dim, 128, size, "channel", True)
     store = PageStore.create(
-        layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, dtype=torch.bfloat16, device="cpu"
-    )
+        layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, device="cpu",
+        dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,
+    )  # fmt: skip
     op = decode.DecodeAttention(
         store, max_batch=4, max_blocks=8, query_heads=heads * group, columns=2, tuning=decode.Tuning("gluon")
     )
     names = decode.gluon_kernel.arg_names
     chosen = op._constants(False)
     constants = {(names.index(n),): v for n, v in chosen.items() if n in names}
-    signature = {n: TYPES.get(n, "constexpr") for n in names}
+    signature = {n: TYPES.get(n, "constexpr") for n in names} | {"q_ptr": f"*{dtype}"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     kernel = triton.compile(
         source(decode.gluon_kernel, signature, constants, aligned),
@@ -55,6 +63,28 @@ def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, tm
     said = subprocess.run(
         [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "out"], capture_output=True, text=True, check=True
     ).stderr
-    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 8  # outside of the tile loops
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 16  # a word or two, outside of the tile loops
     # Three warps a scheduler.
     assert int(re.search(r"Used (\d+) registers", said)[1]) <= decode.GLUON_REGISTERS
+
+
+@pytest.mark.parametrize(
+    "ladder, group, head_dim, capability, engine",
+    [
+        ("k4v4", 4, 128, (9, 0), "gluon"),
+        ("k4v2", 8, 128, (9, 0), "gluon"),
+        ("k4v4", 4, 128, (8, 0), "triton"),
+        ("k4v4", 4, 64, (9, 0), "triton"),
+        ("k4v4", 16, 128, (9, 0), "triton"),
+        ("k8v4", 4, 128, (9, 0), "triton"),
+        ("k8v4+k4v2", 4, 128, (9, 0), "triton"),
+    ],
+)
+def test_served_where_it_is_faster(ladder, group, head_dim, capability, engine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    store = SimpleNamespace(
+        ladder=(Rung(BF16), Rung(*(FORMATS[n] for n in ladder.split("+")))),
+        device=torch.device("cuda"), layout=SimpleNamespace(head_dim=head_dim),
+    )  # fmt: skip
+    op = SimpleNamespace(tuning=decode.Tuning(), store=store, group=group)
+    assert decode.DecodeAttention._choose_engine(op) == engine

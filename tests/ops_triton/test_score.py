@@ -116,6 +116,8 @@ def test_scores_of_a_decode_step(ladder, group, key_mode, cap, observe):
     op.plan_decode(rows, lens)
     op.add(1, q, lse, scale=SCALE, logit_cap=cap)
     compare(store, mine)
+    with pytest.raises(ValueError, match="made for steps"):
+        op.plan_decode(rows.repeat(1, 2), lens)
 
 
 def test_reductions_have_names():

@@ -74,7 +74,8 @@ def list_tiles(
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
     words int64 `[tiles + 2]`: block << 32 | j << 24 | first token << 12 | tokens of the block; j: place in the chunk.
     tile_pages int32 `[tiles + 2, 4]`: page of each run of TILE / 4 tokens. Two tiles of page 0 end the lists, for the
-    loop reads ahead, and page 0 backs what lies behind a block's tokens, so that no load needs a mask.
+    loop reads ahead. Page 0 backs what lies behind a block's tokens: uncompressed rows are loaded from there without a
+    mask, packed runs are not copied (`run_is_live`).
     """
     j = gl.arange(0, CHUNK, layout=LANE) + hidden_zero(n)
     e = gl.load(entries + j, mask=j < n, other=0)

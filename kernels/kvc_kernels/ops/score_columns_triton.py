@@ -326,8 +326,14 @@ class ReceivedAttention:
         self._assign(blocks)
 
     def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """`row_blocks[B, max_blocks]`, `seq_lens[B]` int32 on the device, static buffers; one query a request."""
+        """`row_blocks[B, NB]`, `seq_lens[B]` int32 on the device, static buffers; one query a request.
+
+        ValueError for more requests or blocks than this was made for.
+        """
         n, blocks = row_blocks.shape
+        most = tuple(self._step_owners.shape)
+        if n > most[0] or blocks > most[1]:
+            raise ValueError(f"made for steps of {most} requests and blocks, got {(n, blocks)}")
         self._requests, self._rows = self._decoding[:n], row_blocks
         self._stride, self._one = self.observe.decode_stride, max(8, triton.next_power_of_2(self.group))
         torch.mul(seq_lens, seq_lens % self._stride == 0, out=self._requests[:, 0])
