@@ -193,7 +193,7 @@ class ExtendAttention:
         self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
         self._hopper = self._ragged = None
         if hopper or (hopper is None and store.device.type == "cuda"):
-            from . import extend_hopper_triton as module
+            from . import extend_hopper_cuda as module
 
             if module.supports(store):
                 self._hopper = module.HopperExtend(store, self.group, self._classes)
@@ -284,8 +284,6 @@ class ExtendAttention:
     def _reserve(self, new: int) -> None:
         """Grow the buffers to the plan: bounded by the new tokens of a forward but for 8 bytes a tile of the prefix."""
         layout, plan = self.store.layout, self._plan
-        if self._use_hopper:
-            self._hopper.reserve(plan.n_items, plan.part_blocks, new)
         words = 0 if self._use_hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles
         if self._scratch.numel() < words:
             self._scratch = self._scratch.new_empty(words)

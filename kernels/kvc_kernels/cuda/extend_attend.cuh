@@ -1,0 +1,250 @@
+// A multiplying warpgroup: GROUPS times 64 query rows (new token x query head of one group) over all tiles.
+//
+// Products are issued two at a time, the output of one group of rows and the logits of the next, so that the tensor cores
+// have both while nobody exponentiates; the other warpgroup's run meanwhile. Three things keep ptxas from moving or
+// spilling accumulators here (it places the first at R24 and wants the others behind it): nothing is loaded into `Rows`,
+// no product is in flight across the loop's end, and accumulators are pinned where products have been waited for.
+#pragma once
+
+constexpr float NOTHING = -1.0e30f;  // log-sum-exp of no token
+constexpr float LOG2E = 1.4426950408889634f;
+// The maximum that a row's exponents are relative to is only raised when it is exceeded by this (in powers of two): p is
+// then at most 256, which fp16 holds as exactly as 1, and most tiles need no reduction across threads, and no product of
+// what was summed before.
+constexpr float SLACK = 8.0f;
+
+// What a thread holds of 64 rows: of rows r and r + 8, of every eight features two.
+struct Rows {
+  float o[64];
+  float m[2], l[2];  // maximum and sum; the latter is this thread's share
+
+  __device__ __forceinline__ Rows() : m{NOTHING, NOTHING}, l{0.0f, 0.0f} {
+#pragma unroll
+    for (float& y : o) y = 0.0f;
+  }
+};
+
+// Query rows first .. first + 63 as fp16 into two halves of features.
+__device__ __forceinline__ void load_queries(const Arguments& a, const Item& item, int first, u32 to, int thread) {
+  const int row = first + thread / 2, half = thread % 2;
+  const i64 token = item.start + row / G;
+  const u8* from = a.q + token * a.q_stride_n + (own_head() * G + row % G) * a.q_stride_h;
+  copy_row<MODEL_BF16>(to + half * HALF_TILE, thread / 2, from + half * 128, row < item.rows);
+}
+
+// Number of this thread, asked for anew: in the loop a register that holds it is worth more than the instruction.
+__device__ __forceinline__ int thread_again() {
+  int x;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(x));
+  return x;
+}
+
+// What a row does not see becomes -infinity.
+__device__ __forceinline__ void mask(float (&s)[32], const Arguments& a, int2 seen, int group) {
+  const int thread = thread_again(), first = seen.y >= 0 ? Item(a).first : 0;
+  const int row = first + (thread / 128 - 2) * (64 * GROUPS) + group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const int own = (row + 8 * j) / G - seen.y + 1;
+    const int limit = (seen.y >= 0 ? min(own, seen.x) : seen.x) - thread % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      float& y = s[i / 2 * 4 + j * 2 + i % 2];
+      if (i / 2 * 8 + i % 2 >= limit) y = __int_as_float(0xFF800000);
+    }
+  }
+}
+
+// Raw products of a tile -> probabilities, and what was summed before scaled to the new maximum.
+__device__ __forceinline__ void softmax(float (&s)[32], Rows& x, const Arguments& a, int2 seen, int group) {
+  if constexpr (CAPPED) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) s[i] = a.cap_factor * (1.0f - 2.0f * reciprocal(exp2_fast(s[i] * a.inner) + 1.0f));
+  }
+  const float factor = CAPPED ? 1.0f : a.factor;
+  if (seen.x < TILE || seen.y >= 0) mask(s, a, seen, group);
+  float top[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    float t[4] = {s[2 * j], s[2 * j + 1], s[2 * j + 4], s[2 * j + 5]};
+#pragma unroll
+    for (int i = 2; i < 8; i++) {
+      t[i % 2 * 2] = fmaxf(t[i % 2 * 2], s[4 * i + 2 * j]);
+      t[i % 2 * 2 + 1] = fmaxf(t[i % 2 * 2 + 1], s[4 * i + 2 * j + 1]);
+    }
+    top[j] = fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3])) * factor;
+  }
+  if (__any_sync(~0u, top[0] > x.m[0] + SLACK || top[1] > x.m[1] + SLACK)) {
+    float shrink[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], 1));
+      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], 2));
+      const float m = fmaxf(x.m[j], top[j]);
+      shrink[j] = exp2_fast(x.m[j] - m);
+      x.l[j] *= shrink[j];
+      x.m[j] = m;
+    }
+#pragma unroll
+    for (int i = 0; i < 64; i++) x.o[i] *= shrink[i / 2 % 2];
+  }
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      float& y = s[i / 2 * 4 + j * 2 + i % 2];
+      y = exp2_fast(fmaf(y, factor, -x.m[j]));
+      sum[i % 2] += y;
+    }
+    x.l[j] += sum[0] + sum[1];
+  }
+}
+
+// What the sums come to; joined with what the new tokens gave, where FlashInfer did those.
+__device__ __forceinline__ void store_rows(const Arguments& a, const Item& item, int row, Rows& x) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    float l = x.l[j], m = x.m[j];
+    l += __shfl_xor_sync(~0u, l, 1);
+    l += __shfl_xor_sync(~0u, l, 2);
+    const int r = row + 8 * j;
+    const i64 place = static_cast<i64>(item.start + r / G) * (H * G) + own_head() * G + r % G;
+    const bool joins = a.own_o && item.own && r < item.rows;
+    const float own_lse = joins ? a.own_lse[place] : NOTHING;
+    const float top = fmaxf(m, own_lse), keep = exp2_fast(m - top);
+    const float own = own_lse > NOTHING ? exp2_fast(own_lse - top) : 0.0f;
+    l = l * keep + own;
+    const bool some = l > 0.0f;
+    const float lse = some ? top + log2_fast(l) : NOTHING, over = some ? reciprocal(l) : 1.0f;
+    const i64 slot = static_cast<i64>(item.slot * H + own_head()) * ROWS + (r - item.first);
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      float2 pair = make_float2(x.o[i * 4 + j * 2] * keep, x.o[i * 4 + j * 2 + 1] * keep);
+      if (joins) {
+        const u32 y = __ldg(reinterpret_cast<const u32*>(a.own_o + (place * DIM + i * 8 + column) * 2));
+        pair.x += own * model_float<MODEL_BF16>(y);
+        pair.y += own * model_float<MODEL_BF16>(y >> 16);
+      }
+      pair = make_float2(pair.x * over, pair.y * over);
+      if (item.slot >= 0) {
+        *reinterpret_cast<float2*>(a.part_o + slot * DIM + i * 8 + column) = pair;
+      } else if (r < item.rows) {
+        const u32 y = model_pair_of<MODEL_BF16>(pair.x, pair.y);
+        *reinterpret_cast<u32*>(a.out + (place * DIM + i * 8 + column) * 2) = y;
+      }
+    }
+    if (column == 0) {
+      if (item.slot >= 0) {
+        a.part_lse[slot] = lse;
+      } else if (a.out_lse && r < item.rows) {
+        a.out_lse[place] = lse;
+      }
+    }
+  }
+}
+
+// s = q k^T, begun.
+__device__ __forceinline__ void begin_logits(float (&s)[32], u32 q, u32 k) {
+  products_begin();
+#pragma unroll
+  for (int i = 0; i < DIM / 16; i++) {  // 16 features are 32 bytes; the second half lies HALF_TILE further
+    const int step = i % 4 * 2 + i / 4 * (HALF_TILE / 16);
+    product_64x64(s, tile_descriptor(q + step), tile_descriptor(k + step), i);
+  }
+  products_commit();
+}
+
+// o += p v, begun; p in fp16.
+__device__ __forceinline__ void begin_output(Rows& x, const u32 (&p)[16], u32 v) {
+  products_begin();
+#pragma unroll
+  for (int i = 0; i < TILE / 16; i++) {
+    product_64x128(x.o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], tile_descriptor(v + 2 * i));
+  }
+  products_commit();
+}
+
+__device__ __forceinline__ void to_halves(u32 (&p)[16], const float (&s)[32]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) p[i] = halves(s[2 * i], s[2 * i + 1]);
+}
+
+__device__ __forceinline__ void release(u32 barrier) {
+  __syncwarp();
+  if (elected()) barrier_arrive(barrier);
+}
+
+__device__ __forceinline__ void group_tile(Rows& x, u32 q, u32 k, u32 v, const Arguments& a, int2 seen, int group, u32 full, int parity) {
+  float s[32];
+  u32 p[16];
+  begin_logits(s, q, k);
+  products_wait<0>();
+  pin(s);
+  softmax(s, x, a, seen, group);
+  to_halves(p, s);
+  if (group == 0) barrier_wait(full, parity);
+  pin(x.o);
+  begin_output(x, p, v);
+  products_wait<0>();
+  pin(x.o);
+}
+
+__device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int warpgroup) {
+  const u32 q_at = s.at + Q_AT + warpgroup * GROUPS * QUERY_BYTES;
+  {
+    const Item item(a);
+    const int thread = threadIdx.x % 128, first = item.first + warpgroup * GROUPS * 64;
+    load_queries(a, item, first, q_at, thread);
+    if constexpr (GROUPS == 2) load_queries(a, item, first + 64, q_at + QUERY_BYTES, thread);
+  }
+  fence_for_products();
+  named_barrier(1 + warpgroup, 128);
+  const u32 q = tile_number(q_at), k0 = tile_number(s.keys(0)), v0 = tile_number(s.values(0));
+  const auto at = [](int stage) { return stage * (TILE_BYTES / 16); };
+  Rows x, y;  // the first group of 64 rows, and the second where there are two
+  float logits[32];
+  u32 p[16];
+  int stage = 0, parity = 0;
+  barrier_wait(s.keys_full(0), 0);
+  int2 seen = s.seen()[0];
+  begin_logits(logits, q, k0);
+  products_wait<0>();
+  pin(logits);
+  while (seen.x >= 0) {
+    softmax(logits, x, a, seen, 0);
+    to_halves(p, logits);
+    barrier_wait(s.values_full(stage), parity);
+    if constexpr (GROUPS == 2) {
+      begin_output(x, p, v0 + at(stage));
+      begin_logits(logits, q + QUERY_BYTES / 16, k0 + at(stage));
+      products_wait<0>();
+      pin(logits);
+      pin(x.o);
+    }
+    release(s.keys_empty(stage));
+    if constexpr (GROUPS == 2) {
+      softmax(logits, y, a, seen, 1);
+      to_halves(p, logits);
+    }
+    const int now = stage;
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+    barrier_wait(s.keys_full(stage), parity);
+    seen = s.seen()[stage];
+    // Behind the last tile these logits are of whatever lies there, and nobody looks at them.
+    if constexpr (GROUPS == 2) begin_output(y, p, v0 + at(now));
+    else begin_output(x, p, v0 + at(now));
+    begin_logits(logits, q, k0 + at(stage));
+    products_wait<0>();
+    pin(logits);
+    if constexpr (GROUPS == 2) pin(y.o);
+    else pin(x.o);
+    release(s.values_empty(now));
+  }
+  const Item item(a);
+  const int thread = thread_again() % 128;
+  const int row = item.first + warpgroup * GROUPS * 64 + thread / 32 * 16 + thread % 32 / 4;
+  store_rows(a, item, row, x);
+  if constexpr (GROUPS == 2) store_rows(a, item, row + 64, y);
+}

@@ -1,0 +1,243 @@
+// The unpacking warpgroups, one for keys and one for values: list the program's tiles, copy their codes ahead, unpack
+// them one after the other.
+//
+// Their warps never wait for each other: each lists all tiles, and copies just the bytes that it unpacks itself, with
+// its own copy of scales and zeros. (A barrier a tile, and shared copies, took as long as the unpacking.)
+#pragma once
+
+constexpr int BLOCK_TILES = (P + TILE - 1) / TILE;
+constexpr int LISTED_BLOCKS = LISTED / BLOCK_TILES < 32 ? LISTED / BLOCK_TILES : 32;
+static_assert(LISTED_BLOCKS > 0, "blocks of more than 4096 tokens");
+
+// f.operator()<C>() for class `c`; classes are known to the compiler, which one a tile has is not.
+template <int C = 0, class F>
+__device__ __forceinline__ void for_class(int c, F f) {
+  if constexpr (C < NC) {
+    if (c == C) f.template operator()<C>();
+    else for_class<C + 1>(c, f);
+  }
+}
+
+// The program's tiles in order: by class, then by block, then the new tokens themselves; each unpacking warp lists them
+// for itself, some at a time. Where it is lies in shared memory, because this is rarely needed.
+struct TileList {
+  int2* words;  // block, mark << 24 | first << 12 | tokens of the block
+  int* pages;   // of each run of 16 tokens
+  int* state;   // class, next block of its list, end
+
+  __device__ TileList(const Shared& s, int unpacker)
+      : words(s.words(unpacker)), pages(s.list(unpacker)), state(s.state(unpacker)) {}
+};
+
+// The next tokens of the program that are new, as tiles.
+__device__ __forceinline__ int list_own(const TileList& to, int& at, int end, int lane) {
+  const int n = min((end - at + TILE - 1) / TILE, 32), first = at + lane * TILE;
+  if (lane < n) to.words[lane] = make_int2(first, OWN << 24 | min(end - first, TILE));
+  at += n * TILE;
+  return n;
+}
+
+__device__ __forceinline__ int list_blocks(const Arguments& a, const TileList& to, int mark, int& at, int end, int lane) {
+  const int n = min(end - at, LISTED_BLOCKS);
+  int side = 0, tokens = 1;
+  bool packed = false;
+  for_class(mark, [&]<int C>() {
+    side = CLASSES[C].side, tokens = CLASSES[C].tokens, packed = CLASSES[C].key_bits < 16;
+  });
+  int block = 0, count = 0;
+  if (lane < n) {
+    const i64 list = static_cast<i64>(Item(a).request) * NC + mark;
+    const i64 entry = a.lists[list * a.max_blocks + at + lane];
+    block = entry >> 32;
+    count = packed ? a.counts[block_head(a, block) * 2 + side] : static_cast<int>(entry);
+  }
+  at += n;
+  const int tiles = (count + TILE - 1) / TILE;
+  int before = tiles;
+  for (int i = 1; i < 32; i *= 2) {
+    const int x = __shfl_up_sync(~0u, before, i);
+    if (lane >= i) before += x;
+  }
+  const int total = __shfl_sync(~0u, before, 31);
+  before -= tiles;
+  for (int i = 0; i < tiles; i++) to.words[before + i] = make_int2(block, mark << 24 | i * TILE << 12 | count);
+  if (packed) {
+    __syncwarp();
+    for (int i = lane; i < total * 4; i += 32) {
+      const int2 word = to.words[i / 4];
+      const int token = (word.y >> 12 & 0xFFF) + i % 4 * 16;
+      const int* row = a.table + block_head(a, word.x) * E + side * (E - 1);
+      if (token < (word.y & 0xFFF)) to.pages[i] = row[(1 - 2 * side) * (token / tokens)];
+    }
+  }
+  return total;
+}
+
+// List further tiles; their number, 0 behind the last.
+__device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacker) {
+  const Shared s{base, 0};
+  const TileList to(s, unpacker);
+  const int lane = threadIdx.x % 32;
+  int mark = to.state[0], at = to.state[1], end = to.state[2], n = 0;
+  __syncwarp();  // every lane is done with the old list, and has read where it ended
+  while (n == 0 && (at < end || mark != OWN)) {
+    if (at < end) {
+      n = mark == OWN ? list_own(to, at, end, lane) : list_blocks(a, to, mark, at, end, lane);
+    } else {
+      const Item item(a);
+      mark = mark + 1 < NC ? mark + 1 : OWN;
+      at = end = 0;
+      if (mark < OWN) {
+        const u32 blocks = a.sizes[item.request * NC + mark];
+        at = blocks * item.part / item.parts, end = blocks * (item.part + 1) / item.parts;
+      } else if (a.own_o == nullptr && item.own) {
+        end = (min(item.first + ROWS, item.rows) + G - 1) / G;
+      }
+    }
+  }
+  if (lane == 0) to.state[0] = mark, to.state[1] = at, to.state[2] = end;
+  __syncwarp();
+  return n;
+}
+
+// Start a warp's copies of one side of a packed tile: of codes what `Share` says, scales and zeros as a whole. Runs of 16
+// tokens that do not exist are left out: copies that all go to one page that stands for them take longer than everything
+// else (bench/kernels/NOTES.md).
+template <int C, bool KEYS>
+__device__ __forceinline__ void fetch(
+    const Arguments& a, int2 word, const int* run_pages, u32 to, int warp, int lane) {
+  constexpr Class c = CLASSES[C];
+  constexpr int T = c.tokens, BITS = KEYS ? c.key_bits : c.value_bits, KEY = 16 * BITS;
+  constexpr int KEY_ROWS = UNPACKERS * 8 / KEY, ROW_CHUNKS = KEY / 16;  // rows a round of all threads, chunks a row
+  const int first = word.y >> 12 & 0xFFF, live = (word.y & 0xFFF) - first;
+  const u8* whole = kept(a.pages + static_cast<i64>(run_pages[0]) * PAGE_BYTES);
+  const auto copy = [&](u32 to, int token, int offset, int token_bytes) {  // 16 bytes, from the token's on
+    const u8* page = whole;
+    int within = first % T + token;
+    if constexpr (T % TILE != 0) {
+      page = a.pages + static_cast<i64>(run_pages[token / 16]) * PAGE_BYTES;
+      within = (first + token) % T;
+    }
+    if (token / 16 * 16 < live) copy16(to, page + (offset + within * token_bytes));
+  };
+#pragma unroll
+  for (int i = 0; i < BITS / 2; i++) {
+    if constexpr (T == TILE) {  // such a page holds a warp's share of a round in 256 consecutive bytes
+      const int at = lane / 16 * 1024 + warp * 256 + lane % 16 * 16 + i * 2048;
+      const bool there = KEYS ? at < (live + 15) / 16 * (16 * KEY) : lane % 4 * 16 < live;
+      if (there) copy16(to + i * 512, whole + ((KEYS ? 0 : c.value_codes) + at));
+    } else if constexpr (KEYS) {
+      const int token = warp * (KEY_ROWS / 4) + lane % 16 / ROW_CHUNKS + (2 * i + lane / 16) * KEY_ROWS;
+      copy(to + i * 512, token, lane % ROW_CHUNKS * 16, KEY);
+    } else {
+      const int row = warp * 4 + lane % 16 / 4 + (2 * i + lane / 16) * 16;
+      copy(to + i * 512, lane % 4 * 16, c.value_codes + row * T, 1);
+    }
+  }
+  to += TILE * KEY / 4;
+  if constexpr (!KEYS) {
+    constexpr int CHUNKS = 8 * 2 * (BITS == 2 ? 4 : 1);
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i += 32) {
+      if (CHUNKS >= 32 || lane < CHUNKS) {
+        copy(to + i * 16, lane % 8 * 8, c.value_meta + (i + lane) / 8 * (2 * T), 2);
+      }
+    }
+  } else if constexpr (TOKEN_KEYS) {
+    if (lane < 16) copy(to, lane % 8 * 8, c.key_meta + lane / 8 * (2 * T), 2);
+  } else {
+    copy16(to, a.headers + block_head(a, word.x) * (4 * DIM) + lane * 16);
+  }
+}
+
+// Pointer to a token's row of keys (side 0) or values (1), of a tile in the model's dtype.
+struct DenseRows {
+  const Arguments& a;
+  int2 word;
+  int side;
+
+  __device__ const u8* operator()(int token) const {
+    const int mark = word.y >> 24;
+    if (mark == OWN) {
+      const i64 row = Item(a).start + word.x + token;
+      const int h = own_head();
+      return side ? a.v + row * a.v_stride_n + h * a.v_stride_h : a.k + row * a.k_stride_n + h * a.k_stride_h;
+    }
+    const u8* row = nullptr;
+    for_class(mark, [&]<int C>() {
+      constexpr Class c = CLASSES[C];
+      if constexpr (c.key_bits == 16) {
+        const int t = (word.y >> 12 & 0xFFF) + token;
+        const i64 page = a.table[block_head(a, word.x) * E + t / c.tokens];
+        row = a.pages + page * PAGE_BYTES + side * c.value_codes + t % c.tokens * (2 * DIM);
+      }
+    });
+    return row;
+  }
+};
+
+template <bool KEYS>
+__device__ __noinline__ void copy_dense(const Arguments& a, int2 word, u32 to, int live) {
+  const DenseRows rows{a, word, KEYS ? 0 : 1};
+  if constexpr (KEYS) copy_keys<MODEL_BF16>(rows, to, live, threadIdx.x % 128);
+  else copy_values<MODEL_BF16>(rows, to, live, threadIdx.x % 128);
+}
+
+// Keys or values of all tiles, by one warpgroup.
+template <bool KEYS>
+__device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s) {
+  const int thread = kept(threadIdx.x % 128), lane = thread % 32, warp = thread / 32, unpacker = KEYS ? warp : 4 + warp;
+  const TileList tiles(s, unpacker);
+  int2* words = tiles.words + LISTED;  // of the tiles on their way, by place in the ring
+  if (lane == 0) tiles.state[0] = -1, tiles.state[1] = tiles.state[2] = 0;
+  __syncwarp();
+  const auto full = [&](int stage) { return KEYS ? s.keys_full(stage) : s.values_full(stage); };
+  const auto empty = [&](int stage) { return KEYS ? s.keys_empty(stage) : s.values_empty(stage); };
+  int listed = 0, next = 0;
+  for (int i = 1 - RING;; i++) {
+    const int self = kept(thread);  // so that little of what follows from it is held from tile to tile
+    copies_wait<RING - 2>();
+    __syncwarp();  // tile i is there, and every lane is done with tile i - 1, whose place is next
+    if (next == listed) listed = list_tiles(a, s.base, unpacker), next = 0;
+    const int ahead = (i + RING - 1) % RING;
+    int2 coming = make_int2(0, END << 24);
+    if (next < listed) coming = tiles.words[next];
+    if (lane == 0) words[ahead] = coming;
+    for_class(coming.y >> 24, [&]<int C>() {
+      if constexpr (CLASSES[C].key_bits < 16) {
+        fetch<C, KEYS>(a, coming, tiles.pages + next * 4, s.raw(ahead, unpacker) + self % 32 * 16, self / 32, self % 32);
+      }
+    });
+    copies_commit();
+    if (next < listed) next++;
+    if (i < 0) continue;
+    const int slot = i % RING, stage = i % STAGES, parity = i / STAGES & 1 ^ 1;
+    const int2 word = words[slot];
+    const int mark = word.y >> 24, live = min((word.y & 0xFFF) - (mark == OWN ? 0 : word.y >> 12 & 0xFFF), TILE);
+    const u32 raw = s.raw(slot, unpacker), to = KEYS ? s.keys(stage) : s.values(stage);
+    if (!KEYS && mark == END) return;
+    barrier_wait(empty(stage), parity);
+    if (KEYS && thread == 0) {
+      // Tokens of the tile, -1 behind the last; and which new token is its first.
+      s.seen()[stage] = make_int2(mark == END ? -1 : live, mark == OWN ? word.x : EVERYONE);
+    }
+    bool dense = mark != END;
+    for_class(mark, [&]<int C>() {
+      constexpr Class c = CLASSES[C];
+      if constexpr (c.key_bits < 16) {
+        constexpr int CODES = TILE * 4 * (KEYS ? c.key_bits : c.value_bits);
+        if constexpr (KEYS) {
+          unpack_keys<c.key_bits, TOKEN_KEYS>(raw, raw + CODES, to, self);
+        } else {
+          unpack_values<c.value_bits>(raw, raw + CODES, to, live, self);
+        }
+        dense = false;
+      }
+    });
+    if (dense) copy_dense<KEYS>(a, word, to, live);
+    fence_for_products();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full(stage));
+    if (mark == END) return;
+  }
+}

@@ -1,0 +1,215 @@
+// Packed codes -> fp16 tiles in shared memory, as wgmma reads them. 128 threads do one tile of 64 tokens.
+//
+// A tile of keys is [64 tokens, 128 features], as two halves of 64 features; a tile of values [128 features, 64 tokens].
+#pragma once
+#include "hopper.cuh"
+
+constexpr int TILE = 64;            // tokens of a tile
+constexpr int DIM = 128;            // features of a head
+constexpr int HALF_TILE = TILE * 128;  // bytes of 64 tokens and 64 features in fp16
+constexpr int UNPACKERS = 128;      // threads
+
+__host__ __device__ constexpr u32 both(u32 half) { return half << 16 | half; }
+
+// Field FIELD of the bytes of a word, as four numbers in fp16: 1024 + 2^shift c is spelt by putting the bits into the
+// mantissa of 1024; an FMA takes the rest away. Exact for every code.
+template <int BITS, int FIELD>
+__device__ __forceinline__ void numbers(u32 x, u32& low, u32& high) {
+  asm("prmt.b32 %0, %1, %2, 0x4140;" : "=r"(low) : "r"(x), "r"(0x64646464));
+  asm("prmt.b32 %0, %1, %2, 0x4342;" : "=r"(high) : "r"(x), "r"(0x64646464));
+  constexpr int shift = BITS * FIELD;
+  if constexpr (BITS < 8) {
+    constexpr u32 keep = both(0xFF00 | ((1 << BITS) - 1) << shift);
+    low &= keep;
+    high &= keep;
+  }
+  if constexpr (shift == 0) {
+    low = add2(low, both(0xE400));  // - 1024
+    high = add2(high, both(0xE400));
+  } else {
+    constexpr u32 down = both(0x3C00 - (shift << 10)), less = both(0xE400 - (shift << 10));  // 2^-shift, -1024 * 2^-shift
+    low = fma2(low, down, less);
+    high = fma2(high, down, less);
+  }
+}
+
+// Eight codes of one field, times scale plus zero, to 16 bytes of a tile.
+template <int BITS, int FIELD>
+__device__ __forceinline__ void unpack8(u32 to, u32 x0, u32 x1, const u32 (&s)[4], const u32 (&z)[4]) {
+  u32 a, b, c, d;
+  numbers<BITS, FIELD>(x0, a, b);
+  numbers<BITS, FIELD>(x1, c, d);
+  store16(to, fma2(a, s[0], z[0]), fma2(b, s[1], z[1]), fma2(c, s[2], z[2]), fma2(d, s[3], z[3]));
+}
+
+
+// A thread's bytes of a tile of codes: 8 of every ROWS-th row of ROW bytes. `raw` is its warp's part of the tile: round
+// by round 256 bytes, those that its lanes take.
+template <int ROW, int COUNT>
+struct Share {
+  static constexpr int GROUPS = ROW / 8, ROWS = UNPACKERS / GROUPS, ROUNDS = COUNT / ROWS;
+  int group, first;
+  u32 x0[ROUNDS], x1[ROUNDS];
+
+  __device__ __forceinline__ Share(u32 raw, int thread) : group(thread % GROUPS), first(thread / GROUPS) {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) load8(raw + i * 256 + thread % 32 * 8, x0[i], x1[i]);
+  }
+};
+
+template <int BITS, bool TOKEN, int FIELD, class S>
+__device__ __forceinline__ void unpack_key_field(const S& codes, u32 meta, u32 to) {
+  const int chunk = FIELD * S::GROUPS + codes.group;
+  const u32 column = to + chunk / 8 * HALF_TILE;
+  u32 s[4], z[4];
+  if constexpr (!TOKEN) {
+    load16(meta + chunk * 16, s);
+    load16(meta + 2 * DIM + chunk * 16, z);
+    if constexpr (BITS < 8) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) s[j] = mul2(s[j], both(BITS == 4 ? 0x4C40 : 0x5550));  // 17, 85
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < S::ROUNDS; i++) {
+    const int row = codes.first + i * S::ROWS;
+    if constexpr (TOKEN) {
+      s[0] = s[1] = s[2] = s[3] = load_twice(meta + row * 2);
+      z[0] = z[1] = z[2] = z[3] = load_twice(meta + 2 * TILE + row * 2);
+    }
+    unpack8<BITS, FIELD>(column + swizzled(row, chunk % 8), codes.x0[i], codes.x1[i], s, z);
+  }
+}
+
+// Codes [64, 16 * BITS bytes] -> keys. `meta`: fp16 [2, 128], scale on the 8-bit grid and zero by feature, or
+// (TOKEN) [2, 64], scale and zero by token.
+template <int BITS, bool TOKEN>
+__device__ __forceinline__ void unpack_keys(u32 raw, u32 meta, u32 to, int thread) {
+  const Share<16 * BITS, TILE> codes(raw, thread);
+  unpack_key_field<BITS, TOKEN, 0>(codes, meta, to);
+  if constexpr (BITS <= 4) unpack_key_field<BITS, TOKEN, 1>(codes, meta, to);
+  if constexpr (BITS <= 2) {
+    unpack_key_field<BITS, TOKEN, 2>(codes, meta, to);
+    unpack_key_field<BITS, TOKEN, 3>(codes, meta, to);
+  }
+}
+
+template <int BITS, int FIELD, class S>
+__device__ __forceinline__ void unpack_value_field(const S& codes, const u32 (&s)[4], const u32 (&z)[4], u32 to) {
+#pragma unroll
+  for (int i = 0; i < S::ROUNDS; i++) {
+    const int row = FIELD * 16 * BITS + codes.first + i * S::ROWS;
+    unpack8<BITS, FIELD>(to + swizzled(row, codes.group), codes.x0[i], codes.x1[i], s, z);
+  }
+}
+
+// Scale and zero of a thread's eight tokens, 0 from token `live` on: what lies there may spell NaN, which survives p = 0.
+__device__ __forceinline__ void load_token_scales(u32 meta, int group, int live, u32 (&s)[4], u32 (&z)[4]) {
+  load16(meta + group * 16, s);
+  load16(meta + 2 * TILE + group * 16, z);
+  if (live < TILE) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int token = group * 8 + 2 * j;
+      const u32 keep = (token < live ? 0xFFFF : 0) | (token + 1 < live ? 0xFFFF0000 : 0);
+      s[j] &= keep;
+      z[j] &= keep;
+    }
+  }
+}
+
+// Codes [16 * BITS, 64 bytes] (tokens contiguous) -> values. `meta`: fp16 [G, 2, 64], scale and zero by token;
+// G = 4 groups of 32 features with 2 bits, else 1. `live` tokens of the tile are there.
+template <int BITS>
+__device__ __forceinline__ void unpack_values(u32 raw, u32 meta, u32 to, int live, int thread) {
+  constexpr int GROUP_BYTES = 4 * TILE;
+  const Share<TILE, 16 * BITS> codes(raw, thread);
+  u32 s[4], z[4];
+  load_token_scales(meta, codes.group, live, s, z);
+  unpack_value_field<BITS, 0>(codes, s, z, to);
+  if constexpr (BITS == 2) load_token_scales(meta + GROUP_BYTES, codes.group, live, s, z);
+  if constexpr (BITS <= 4) unpack_value_field<BITS, 1>(codes, s, z, to);
+  if constexpr (BITS == 2) {
+    load_token_scales(meta + 2 * GROUP_BYTES, codes.group, live, s, z);
+    unpack_value_field<BITS, 2>(codes, s, z, to);
+    load_token_scales(meta + 3 * GROUP_BYTES, codes.group, live, s, z);
+    unpack_value_field<BITS, 3>(codes, s, z, to);
+  }
+}
+
+// --- rows in the model's dtype: new tokens, blocks that were never packed ------------------------------------------
+
+// Two features -> fp16, what does not fit clamped.
+template <bool BF16>
+__device__ __forceinline__ u32 model_pair(u32 x) {
+  if constexpr (!BF16) return x;
+  float low = __uint_as_float(x << 16), high = __uint_as_float(x & 0xFFFF0000);
+  low = fminf(fmaxf(low, -65504.0f), 65504.0f);
+  high = fminf(fmaxf(high, -65504.0f), 65504.0f);
+  return halves(low, high);
+}
+
+template <bool BF16>
+__device__ __forceinline__ float model_float(u32 x) {
+  if constexpr (BF16) return __uint_as_float(x << 16);
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<unsigned short>(x)));
+  return y;
+}
+
+template <bool BF16>
+__device__ __forceinline__ u32 model_pair_of(float low, float high) {
+  if constexpr (!BF16) return halves(low, high);
+  u32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+// 64 features of one row -> 128 bytes of a tile.
+template <bool BF16>
+__device__ __forceinline__ void copy_row(u32 to, int row, const void* from, bool live) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    uint4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      x[i] = live ? __ldg(static_cast<const uint4*>(from) + half * 4 + i) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      store16(to + swizzled(row, half * 4 + i), model_pair<BF16>(x[i].x), model_pair<BF16>(x[i].y),
+              model_pair<BF16>(x[i].z), model_pair<BF16>(x[i].w));
+    }
+  }
+}
+
+// Rows of keys -> a tile; `row_at(token)` points to a token's 128 features, `live` tokens are there.
+template <bool BF16, class Rows>
+__device__ __forceinline__ void copy_keys(Rows row_at, u32 to, int live, int thread) {
+  const int token = thread / 2, half = thread % 2;
+  const u8* row = token < live ? row_at(token) + half * 128 : nullptr;
+  copy_row<BF16>(to + half * HALF_TILE, token, row, token < live);
+}
+
+// Rows of values -> a tile, which has tokens contiguous: a warp takes two features a lane of eight tokens at a time.
+template <bool BF16, class Rows>
+__device__ __forceinline__ void copy_values(Rows row_at, u32 to, int live, int thread) {
+  const int lane = thread % 32;
+  for (int task = thread / 32; task < 16; task += UNPACKERS / 32) {
+    const int group = task % 8, feature = task / 8 * 64 + 2 * lane;
+    u32 x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int token = group * 8 + i;
+      x[i] = token < live ? model_pair<BF16>(__ldg(reinterpret_cast<const u32*>(row_at(token) + feature * 2))) : 0;
+    }
+    u32 low[4], high[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      low[i] = __byte_perm(x[2 * i], x[2 * i + 1], 0x5410);
+      high[i] = __byte_perm(x[2 * i], x[2 * i + 1], 0x7632);
+    }
+    store16(to + swizzled(feature, group), low[0], low[1], low[2], low[3]);
+    store16(to + swizzled(feature + 1, group), high[0], high[1], high[2], high[3]);
+  }
+}

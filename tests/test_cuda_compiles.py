@@ -1,0 +1,95 @@
+"""The CUDA C++ kernels compile for Hopper, without a GPU, and their registers are used as they were planned."""
+
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.ops import extend_hopper_cuda as extend
+from kvc_kernels.ops import nvrtc
+from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+from kvc_kernels.store import PageStore
+
+SPILLS = 32  # bytes that are allowed; none lies in a loop over tiles
+
+
+def kernel_constants(ladder: str, *, rows=256, key_mode="channel", dtype=torch.bfloat16, capped=False, page=0) -> str:
+    formats = [FORMATS[n] for n in ladder.split("+") if n]
+    whole = len(formats) == 1
+    size = page or choose_page_bytes(
+        formats, head_dim=128, block_tokens=128, key_mode=key_mode, scored=not whole, whole=whole
+    )
+    layout = PoolLayout(2, 8, 128, 128, size, key_mode, not whole)
+    ladder = (Rung(BF16), Rung(*formats)) if formats else (Rung(BF16),)
+    store = PageStore.create(layout, ladder, num_pages=4, num_blocks=2, device="cpu", dtype=dtype)
+    op = ExtendAttention(store, query_heads=32, flashinfer=False)
+    return extend.constants(store, 4, op._classes, rows, capped)
+
+
+def registers(cubin: bytes, path: Path) -> dict[str, int]:
+    """Most registers that each function of the module names."""
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    most, function = {}, ""
+    for line in text.splitlines():
+        if (label := re.match(r"(\$\w+\$\w+|\.text\.\w+):$", line.strip())) is not None:
+            function = label[1]
+        for r in re.findall(r"\bR(\d+)\b", line):
+            most[function] = max(most.get(function, 0), int(r) + 1)
+    return most
+
+
+@pytest.mark.parametrize(
+    "ladder, options",
+    [
+        ("k4v4", {}),
+        ("k4v4", dict(rows=128)),
+        ("k8v8", dict(dtype=torch.float16)),
+        ("k8v4+k4v2", dict(key_mode="token", capped=True)),
+        ("k2v2", dict(page=5000)),
+        ("", {}),
+    ],
+)
+def test_extend(ladder, options, tmp_path):
+    if not ladder:
+        options = {**options, "page": 4096}
+    cubin, said = nvrtc.compile_source("extend.cu", kernel_constants(ladder, **options))
+    assert "serialized" not in said  # products would wait for each other
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    assert spills and max(spills) <= SPILLS, said
+    unpack = extend.REGISTERS[options.get("rows", 256)][1]
+    called = {name: n for name, n in registers(cubin, tmp_path / "extend.cubin").items() if name.startswith("$")}
+    assert called and all(n <= unpack for n in called.values()), called
+
+
+def test_arguments_are_those_of_the_kernel():
+    text = (nvrtc.SOURCES / "extend.cu").read_text()
+    body = re.search(r"struct Arguments \{(.*?)\};", text, re.S)[1]
+    body = re.sub(r"//.*", "", body)
+    names = [re.sub(r"^.*[\s*]", "", part.strip()) for line in body.split(";") for part in line.split(",")]
+    assert [n for n in names if n] == [name for name, _ in extend.Arguments._fields_]
+
+
+def test_bad_source_says_what_is_wrong():
+    with pytest.raises(RuntimeError, match=r"extend.cu does not compile:(.|\n)*KVC_CLASSES"):
+        nvrtc.compile_source("extend.cu", "")
+
+
+def test_supports_names_what_it_was_written_for():
+    def store(**changes):
+        layout = SimpleNamespace(**{"head_dim": 128, "block_tokens": 128, **changes})
+        return SimpleNamespace(device=torch.device("cuda"), layout=layout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        assert extend.supports(store())
+        assert not extend.supports(store(head_dim=64))
+        assert not extend.supports(store(block_tokens=2 * extend.MOST_BLOCK_TOKENS))
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        assert not extend.supports(store())
