@@ -71,7 +71,7 @@ def test_decode(launched, observe):
             engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
     names = ["_snapshot_kernel", "_split_kernel", "_items_kernel", "_append_kernel", "merge_kernel"]
     names.append(engine.decoder._kernel.__name__)
-    once(launched, *names, *(["_columns_kernel"] if observe else []))
+    once(launched, *names, *(["_step_kernel", "_list_kernel"] if observe else []))
 
 
 @pytest.mark.parametrize("stored", [False, True])

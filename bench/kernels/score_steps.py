@@ -3,24 +3,39 @@
     python -m bench.kernels.score_steps [--out FILE]
 
 First what is served, beside the attention and the products of a layer, for the scoreboard; then others, by how many
-steps one is looked at (`stride`).
+steps one is looked at (`stride`), each with its largest difference from the scores that the first one adds.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+from dataclasses import asdict
 
 import torch
 
-from kvc_kernels.ops import score_columns_triton as columns
 from kvc_kernels.ops.observe import Observe
+from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+from kvc_kernels.ops.score_step_triton import StepTuning
 
 from . import extend
 from .common import RESULTS, Results, time_graph
 from .extend import GROUP, HEADS, SCALE
 
 BATCH, TOKENS, STRIDES = 64, 8192, (1, 16, 32)
+TUNINGS = (
+    StepTuning(),
+    StepTuning(programs=6, max_registers=168),
+    StepTuning(warps=4, programs=4),
+    StepTuning(tile=64, tiles=2, warps=1, programs=12, max_registers=168),
+    StepTuning(tile=64, tiles=1, warps=1, programs=12, max_registers=168),
+    StepTuning(tile=64, tiles=1, warps=1, programs=16, max_registers=128),
+)
+
+
+def scores(store) -> torch.Tensor:
+    """fp32 `[pages, tokens]`, those of the packed format: a view."""
+    at, size = store.layout.page(store.ladder[1].high).segments["scores"]
+    return store.pages.view(torch.float32)[:, at // 4 : (at + size) // 4]
 
 
 def main() -> None:
@@ -32,17 +47,22 @@ def main() -> None:
     results.score(extend.scores(results.rows))
     store, rows, lens, q = extend.observed_step(BATCH, TOKENS)
     lse = torch.full((BATCH, HEADS * GROUP), 20.0, device="cuda")
-    for warps, tile, programs, splits in itertools.product((1, 2, 4), (64, 128), (4, 8, 16), (16, 64)):
-        columns.STEP_WARPS, columns.STEP_PROGRAMS, columns.STEP_SPLITS = warps, programs, splits
+    first = None
+    for tuning in TUNINGS:
         took = {}
         for stride in STRIDES:
-            op = columns.ReceivedAttention(
+            op = ReceivedAttention(
                 store, query_heads=HEADS * GROUP, observe=Observe(reduce="sum", power=2, decode_stride=stride),
-                max_batch=BATCH, max_blocks=rows.shape[1], tile=tile,
+                max_batch=BATCH, max_blocks=rows.shape[1], step=tuning,
             )  # fmt: skip
             op.plan_decode(rows, lens)
+            if stride == 1:
+                scores(store)[...] = 0  # random bytes
+                op.add(0, q, lse, scale=SCALE)
+                added = scores(store).clone()
+                first = added if first is None else first
             took[stride] = time_graph(lambda _, op=op: op.add(0, q, lse, scale=SCALE))
-        row = dict(case="sweep", warps=warps, tile=tile, programs_per_sm=programs, splits=splits)
+        row = dict(case="sweep", **asdict(tuning), difference=float((added - first).abs().max() / first.max()))
         results.add(row | dict(ms_by_stride=took))
         print(results.rows[-1], flush=True)
 

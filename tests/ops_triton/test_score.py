@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.layout import FORMATS, page_bytes_for
 from kvc_kernels.ops.decode_attention_triton import DecodeAttention
 from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+from kvc_kernels.ops.score_plan_triton import ObservedBlocks
+from kvc_kernels.ops.score_step_triton import StepTuning
 
 from ..ops.support import fill, make_store, random_kv, random_tiers, rungs
 
@@ -20,15 +23,17 @@ TOTAL = [p + n for p, n in zip(PREFIX, NEW)]
 SCALE = 0.05
 
 
-def stored_case(ladder, key_mode):
-    """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed."""
+def stored_case(ladder, key_mode, times=1, page_bytes=None):
+    """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed. With `times`,
+    blocks and requests are so much longer."""
     store = make_store(
-        ladder=rungs(ladder), head_dim=64, block_tokens=P, key_mode=key_mode, scored=True, layers=2, blocks=10
-    )
+        ladder=rungs(ladder), head_dim=64, block_tokens=P * times, key_mode=key_mode, scored=True, layers=2, blocks=10,
+        page_bytes=page_bytes,
+    )  # fmt: skip
     store.pages.zero_()  # the reference reads beyond what was written, where bytes may spell NaN
     for r in (0, 1):
-        fill(store, ROWS[r, : -(-TOTAL[r] // P)].long(), *random_kv(store, TOTAL[r], seed=r))
-    k, v = random_kv(store, NEW[2], seed=2)
+        fill(store, ROWS[r, : -(-TOTAL[r] // P)].long(), *random_kv(store, TOTAL[r] * times, seed=r))
+    k, v = random_kv(store, NEW[2] * times, seed=2)
     fill(store, ROWS[2, 2:3].long(), k, v)
     full = torch.tensor([3, 1])
     tiers = random_tiers(store, 2, store.ladder[1], np.random.default_rng(1))
@@ -118,6 +123,45 @@ def test_scores_of_a_decode_step(ladder, group, key_mode, cap, observe):
     compare(store, mine)
     with pytest.raises(ValueError, match="made for steps"):
         op.plan_decode(rows.repeat(1, 2), lens)
+
+
+@pytest.mark.parametrize("page_tokens", [64, 48])
+def test_launches_of_a_decode_step_agree(page_tokens):
+    """Products of one page, of two, and of parts of them, one or more a program, on blocks of 128 of which some heads
+    keep half."""
+    size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, key_mode="channel", scored=True)
+    store, mine = stored_case("k4v4", "channel", 4, size)
+    lens, q = torch.tensor(TOTAL, dtype=torch.int32) * 4, queries(3, 8)
+    observe = ops.Observe(reduce="sum", power=2, decode_stride=1)
+    ops.decode_attention(store, 1, q, ROWS, lens, scale=SCALE, observe=observe)
+    prefixes = [int(n) - 1 for n in lens]
+    lse = lse_of(store, 1, q, [int(n) for n in lens], prefixes, 0.0)
+    pages = mine.pages.clone()
+    for tile, tiles in ((128, 1), (64, 2), (64, 1), (32, 2), (32, 1)):
+        mine.pages.copy_(pages)
+        op = ReceivedAttention(
+            mine, query_heads=8, observe=observe, max_batch=3, max_blocks=4, step=StepTuning(tile, tiles)
+        )
+        op.plan_decode(ROWS, lens)
+        op.add(1, q, lse, scale=SCALE)
+        compare(store, mine)
+
+
+def test_observed_blocks_are_listed_once():
+    store, _ = stored_case("k8v4+k4v2", "channel")
+    blocks = ObservedBlocks(store)
+    listed = blocks.room(12)
+    # The first two requests share blocks; the second one, the first to observe, lists them, too.
+    rows = torch.tensor([[3, 1, 4, 6], [3, 1, 7, 8], [3, 2, 9, 9], [5, 0, 0, 0]], dtype=torch.int32)
+    requests = torch.tensor([[0] * 4, [TOTAL[2]] + [0] * 3, [40, 0, 0, 0], [7, 0, 0, 0]], dtype=torch.int32)
+    blocks.update(requests, rows, listed)
+    assert int(blocks.found) == 6
+    what, who = listed[:, :6].tolist()
+    packed, plain, left = 6, 1, 0
+    assert [(w >> 32, (w >> 12) & 0xFFFFF, w & 0xFFF) for w in what] == [
+        (3, 0, packed), (1, 1, packed), (7, 2, plain), (3, 0, left), (2, 1, plain), (5, 0, plain),
+    ]  # fmt: skip
+    assert [(w >> 32, w & 0xFFFFFFFF) for w in who] == [(1, 2), (1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
 
 
 def test_reductions_have_names():

@@ -1,7 +1,8 @@
 """Codes of packed pages as fp16: all Triton kernels that read them unpack here.
 
-Two ways. Decode takes codes as they are (`nested`, `crumbs`: subnormals, scales folded into the small operand); extend
-and the score columns, where many queries share a tile, dequantise it (`dequant`). ASM is false under the interpreter.
+Two ways. Decode and the scores of a decode step take codes as they are (`nested`, `crumbs`: subnormals, scales folded
+into the small operand); extend and the scores of a prompt, where many queries share a tile, dequantise it (`dequant`).
+ASM is false under the interpreter.
 The Gluon kernels have their own, for their tiles lie in registers and in shared memory in other ways.
 """
 

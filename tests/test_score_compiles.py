@@ -1,0 +1,78 @@
+"""The kernel of a decode step's scores compiles for Hopper, without a GPU, and keeps what it needs in registers."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import sglang.srt.server_args  # noqa: F401  (replaces functions of triton, as in a server)
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.ops import score_step_triton as step
+from kvc_kernels.ops.observe import Observe
+from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+from kvc_kernels.store import PageStore
+
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = CUDABackend(TARGET)
+
+
+def launch(ladder, group, head_dim, key_mode, tuning, monkeypatch):
+    """What `_step_kernel` is compiled from and with, by its launch."""
+    formats = [FORMATS[n] for n in ladder.split("+")]
+    whole = len(formats) == 1
+    size = choose_page_bytes(
+        formats, head_dim=head_dim, block_tokens=128, key_mode=key_mode, scored=True, whole=whole
+    )
+    layout = PoolLayout(2, 8, head_dim, 128, size, key_mode, True)
+    store = PageStore.create(
+        layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, device="cpu", dtype=torch.bfloat16
+    )
+    op = ReceivedAttention(
+        store, query_heads=8 * group, observe=Observe(), max_batch=4, max_blocks=8, step=tuning
+    )
+    out = []
+
+    def run(self, *args, grid, warmup, **options):
+        bound, special, rest = create_function_from_signature(self.signature, self.params, BACKEND)(*args, **options)
+        if self is step._step_kernel:
+            options, signature, constants, attrs = self._pack_args(BACKEND, rest, bound, special, None)
+            out.append((ASTSource(self, signature, constants, attrs), options.__dict__))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    op.plan_decode(torch.zeros((4, 8), dtype=torch.int32), torch.ones(4, dtype=torch.int32))
+    op.add(0, torch.zeros((4, 8 * group, head_dim), dtype=torch.bfloat16), torch.zeros((4, 8 * group)), scale=1.0)
+    return out[0]
+
+
+@pytest.mark.parametrize(
+    "ladder, group, head_dim, key_mode, tuning, spilled",
+    [
+        ("k4v4", 4, 128, "channel", step.StepTuning(), 0),
+        ("k4v2", 8, 128, "channel", step.StepTuning(), 0),
+        ("k8v4+k4v2", 7, 64, "token", step.StepTuning(), 0),
+        ("k8v4+k4v2", 4, 128, "channel", step.StepTuning(), 32),
+        ("k4v4", 4, 128, "channel", step.StepTuning(64, 2, 1, 12, 168), 0),
+    ],
+)
+def test_as_many_programs_fit_as_are_launched(
+    ladder, group, head_dim, key_mode, tuning, spilled, monkeypatch, tmp_path
+):
+    source, options = launch(ladder, group, head_dim, key_mode, tuning, monkeypatch)
+    kernel = triton.compile(source, target=TARGET, options=options)
+    assert tuning.programs * (kernel.metadata.shared + 1024) <= 227 * 1024
+    ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    ptx.write_text(kernel.asm["ptx"])
+    said = subprocess.run(
+        [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "out"], capture_output=True, text=True, check=True
+    ).stderr
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= spilled
+    # Each of a multiprocessor's four partitions has 16,384 registers, for whole warps.
+    registers = -(-int(re.search(r"Used (\d+) registers", said)[1]) // 8) * 8 * 32
+    assert 4 * (16384 // registers) >= tuning.programs * tuning.warps
