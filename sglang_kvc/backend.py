@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from kvc_kernels import ops
 
 from .attention import Snapshot, make_attention
 from .pool import KvcPool
+from .warm_up import compile_ahead
 
 
 class KvcAttnBackend(AttentionBackend):
@@ -28,14 +30,17 @@ class KvcAttnBackend(AttentionBackend):
         self.block_tokens = self.runtime.layout.block_tokens
         rows, columns = runner.req_to_token_pool.req_to_token.shape
         policy = self.runtime.policy
+        sizes = {
+            "query_heads": runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
+            "max_batch": rows,
+            "max_blocks": -(-columns // self.block_tokens),
+        }
         self.attention = make_attention(
-            self.runtime.store,
-            policy.collects,
-            policy.stored_as(policy.rung_of(None)),
-            query_heads=runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
-            max_batch=rows,
-            max_blocks=-(-columns // self.block_tokens),
+            self.runtime.store, policy.collects, policy.stored_as(policy.rung_of(None)), **sizes
         )
+        if self.runtime.store.device.type == "cuda" and not runner.server_args.skip_server_warmup:
+            layers = (m for m in runner.model.modules() if isinstance(m, RadixAttention))
+            compile_ahead(self.runtime, caps={m.logit_cap for m in layers}, **sizes)
 
     # ---- once per forward
 

@@ -1,0 +1,205 @@
+"""What a server launches was launched by its warm-up: the same kernels with the same constants and specialisations.
+
+Launches are not run: their combinations, which choose the compiled kernel, are compared.
+"""
+
+import logging
+import random
+from functools import partial
+from unittest import mock
+
+import pytest
+import sglang.srt.utils.common  # noqa: F401  changes triton, as in every server
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from kvc_kernels.ops import (
+    decode_attention_triton,
+    extend_attention_triton,
+    extend_flashinfer_triton,
+    extend_hopper_triton,
+    ring_triton,
+)
+from kvc_kernels.ops.compact_triton import compact_triton
+from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+from sglang_kvc import warm_up
+from sglang_kvc.attention import Snapshot, TritonAttention
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.runtime import Runtime
+
+P, HEADS, GROUP, DIM, LAYERS = 32, 3, 3, 128, 2  # nothing else divides by 16 by chance
+REQUESTS, COLUMNS = 7, 200
+BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
+CONFIGURATIONS = [
+    dict(policy="quantise", high="bf16"),
+    dict(policy="quantise", high="k4v4"),
+    dict(policy="quantise", high="k4v4", levels="k8v4"),
+    dict(policy="quota", keep=0.5),
+    dict(policy="kv-compress", keep=0.5),
+    dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
+]
+
+
+class FlashInfer:
+    """Takes the place of its wrappers, which want a GPU."""
+
+    def __init__(self, *args):
+        pass
+
+    def plan(self, *args, **options):
+        pass
+
+    def run(self, q, *rows, out=None, lse=None, return_lse=False):
+        out, lse = (torch.empty_like(q) if x is None else x for x in (out, lse))
+        return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
+
+
+class WideExtend(ExtendAttention):
+    """Cuts prefixes as for a GPU."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._sms = 132
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """All (kernel, combination, options) so far, launched as on a GPU from a pool on the CPU."""
+    seen, binders = set(), {}
+
+    def run(self, *args, grid, warmup, **options):
+        if self not in binders:
+            binders[self] = create_function_from_signature(self.signature, self.params, BACKEND)
+        _, combination, rest = binders[self](*args, **options)
+        seen.add((self.__name__, str(combination), str(sorted(rest.items()))))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(Runtime, "_move", property(lambda self: compact_triton))
+    monkeypatch.setattr(Runtime, "_ring", property(lambda self: ring_triton))
+    monkeypatch.setattr(warm_up, "make_attention", TritonAttention)
+    monkeypatch.setattr(extend_attention_triton, "ExtendAttention", WideExtend)
+    return seen
+
+
+@pytest.fixture
+def hopper(launched, monkeypatch):
+    """As where there are FlashInfer and a Hopper GPU."""
+    monkeypatch.setattr(extend_flashinfer_triton, "BatchPrefillWithPagedKVCacheWrapper", FlashInfer)
+    monkeypatch.setattr(extend_flashinfer_triton, "BatchPrefillWithRaggedKVCacheWrapper", FlashInfer)
+    monkeypatch.setattr(extend_flashinfer_triton, "StagingCopy", mock.Mock)
+    monkeypatch.setattr(extend_flashinfer_triton, "WORKSPACE_BYTES", 1)
+    ragged = extend_flashinfer_triton.RaggedPrefill
+    monkeypatch.setattr(ragged, "create", ragged)
+    monkeypatch.setattr(extend_hopper_triton, "supports", lambda store: True)
+    monkeypatch.setattr(extend_attention_triton, "ExtendAttention", partial(WideExtend, hopper=True))
+    monkeypatch.setattr(decode_attention_triton.DecodeAttention, "_choose_engine", lambda self: "gluon")
+
+
+def build(options, megabytes=24, device="cpu"):
+    return Runtime.build(
+        KvcConfig(block_size=P, window=0, **options), num_bytes=megabytes << 20, layers=LAYERS, heads=HEADS,
+        head_dim=DIM, dtype=torch.bfloat16, device=device,
+    )  # fmt: skip
+
+
+def serve(runtime, cap):
+    """Prompts in batches, decode steps, compactions and returns, of sizes that a warm-up does not know."""
+    policy, gen, heads, device = runtime.policy, random.Random(1), HEADS * GROUP, runtime.store.device
+    default = policy.stored_as(policy.rung_of(None))
+    attention = TritonAttention(
+        runtime.store, policy.collects, default, query_heads=heads, max_batch=REQUESTS, max_blocks=COLUMNS
+    )
+    for turn in range(40):
+        n = gen.randint(1, 5)
+        # Any lengths, a few new tokens, or many over a long prefix.
+        news, blocks, odd = (
+            ((1, 3, 9, 25, 50, 130, 700, 1500), (0, 1, 3, 30, 90), (0, 0, 5)),
+            ((1, 2, 4, 9), (1, 3, 90), (0, 1, 17)),
+            ((513, 700, 1500), (0, 70, 90), (0,)),
+        )[turn // 2 % 3]
+        prefixes = [P * gen.choice(blocks) + gen.choice(odd) for _ in range(n)]
+        new = [gen.choice(news) for _ in range(n)]
+        ids = runtime.take([P * j for j in range(gen.randint(1, 9))])
+        runtime.flush()
+        runtime.queue_due(ids, gen.randrange(len(runtime.store.ladder)), length=turn * P)
+        runtime.flush()
+        if policy.replans:
+            runtime.blocks.users[ids] = 1
+            runtime.replan(ids, 900)
+            runtime.flush()
+        rows = torch.tensor([[gen.choice(ids) for _ in range(COLUMNS)] for _ in range(n)], dtype=torch.int32)
+        lens = [a + b for a, b in zip(prefixes, new)]
+        places = torch.zeros(sum(new), dtype=torch.int64, device=device)
+        levels = [gen.choice((default, None)) for _ in range(n)] if turn % 2 else None
+        waiting = [[j for j in range(x // P) if gen.random() < 0.2] for x in prefixes] if default else None
+        attention.plan_extend(
+            Snapshot(
+                rows.to(device), torch.tensor(lens, device=device), places, places, lens, prefixes, new, levels, waiting
+            )
+        )
+        for layer in range(LAYERS):
+            attention.extend(layer, *tensors(sum(new), device), scale=0.3, logit_cap=cap)
+        n = gen.randint(1, REQUESTS)
+        lens = [gen.randint(1, COLUMNS * P) for _ in range(n)]
+        table = torch.zeros((REQUESTS + 1, COLUMNS * P), dtype=torch.int32, device=device)
+        at, step = torch.arange(n + 1, device=device)[1:], torch.tensor([0, *lens], device=device)[1:]
+        attention.plan_decode(table, at, step, lens)
+        for layer in range(LAYERS):
+            attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap)
+        runtime.free(ids)
+        runtime.flush()
+
+
+def tensors(n, device):
+    return [torch.zeros((n, h, DIM), dtype=torch.bfloat16, device=device) for h in (HEADS * GROUP, HEADS, HEADS)]
+
+
+def compare(options, cap, launched, *expected):
+    runtime = build(options)
+    warm_up.warm_up(runtime, caps={cap}, query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS)
+    assert not runtime.blocks.used_count and not len(runtime.log)  # the server's own pool is as it was
+    ready = set(launched)
+    launched.clear()
+    serve(runtime, cap)
+    assert {name for name, *_ in launched} >= {"_append_kernel", "_split_kernel", "merge_kernel", *expected}
+    assert not {(name, combination) for name, combination, _ in launched - ready}
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
+def test_nothing_is_left_to_compile(options, cap, launched):
+    compare(options, cap, launched, "_extend_kernel", "_decode_kernel", "join_parts_kernel")
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
+def test_nothing_is_left_to_compile_for_hopper(options, hopper, launched):
+    staged = options["policy"] == "quantise" and options["high"] != "bf16"
+    compare(
+        options, 0.0, launched, "extend_hopper_kernel", "tile_words_kernel", "_extend_kernel", "join_parts_kernel",
+        *(["_stored_kernel", "_unpack_kernel", "_join_kernel"] if staged else []),
+    )  # fmt: skip
+
+
+def test_the_ring_divides_by_16_where_the_servers_does():
+    for megabytes in range(20, 30):
+        runtime = build(dict(policy="quantise", high="k4v4"), megabytes)
+        small = warm_up.small_runtime(runtime)
+        assert (small.store.ring.numel() - runtime.store.ring.numel()) % 16 == 0
+        assert small.sizing.num_pages < 400
+
+
+def test_a_failure_is_one_line(monkeypatch, caplog):
+    def fail(*args, **options):
+        raise RuntimeError("no memory\nand much more")
+
+    monkeypatch.setattr(warm_up, "warm_up", fail)
+    with caplog.at_level(logging.INFO):
+        warm_up.compile_ahead(None, caps={0.0})
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "RuntimeError: no memory)" in caplog.text and "more" not in caplog.text
+    monkeypatch.setattr(warm_up, "warm_up", mock.Mock())
+    with caplog.at_level(logging.INFO):
+        warm_up.compile_ahead(None, caps={0.0})
+    assert "were ready after" in caplog.text
