@@ -125,19 +125,19 @@ def test_scores_of_a_decode_step(ladder, group, key_mode, cap, observe):
         op.plan_decode(rows.repeat(1, 2), lens)
 
 
-@pytest.mark.parametrize("page_tokens", [64, 48])
-def test_launches_of_a_decode_step_agree(page_tokens):
-    """Products of one page, of two, and of parts of them, one or more a program, on blocks of 128 of which some heads
-    keep half."""
+@pytest.mark.parametrize("page_tokens, times", [(64, 4), (48, 4), (48, 3)])
+def test_launches_of_a_decode_step_agree(page_tokens, times):
+    """Products of one page, of two, and of parts of them, one or more a program, on blocks of 128 and 96 tokens of
+    which some heads keep half."""
     size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, key_mode="channel", scored=True)
-    store, mine = stored_case("k4v4", "channel", 4, size)
-    lens, q = torch.tensor(TOTAL, dtype=torch.int32) * 4, queries(3, 8)
+    store, mine = stored_case("k4v4", "channel", times, size)
+    lens, q = torch.tensor(TOTAL, dtype=torch.int32) * times, queries(3, 8)
     observe = ops.Observe(reduce="sum", power=2, decode_stride=1)
     ops.decode_attention(store, 1, q, ROWS, lens, scale=SCALE, observe=observe)
     prefixes = [int(n) - 1 for n in lens]
     lse = lse_of(store, 1, q, [int(n) for n in lens], prefixes, 0.0)
     pages = mine.pages.clone()
-    for tile, tiles in ((128, 1), (64, 2), (64, 1), (32, 2), (32, 1)):
+    for tile, tiles in ((128, 1), (64, 2), (64, 1), (32, 3), (32, 1)):
         mine.pages.copy_(pages)
         op = ReceivedAttention(
             mine, query_heads=8, observe=observe, max_batch=3, max_blocks=4, step=StepTuning(tile, tiles)

@@ -190,7 +190,7 @@ def _step_kernel(
     `found`, `listed`, `requests`: see `ObservedBlocks`; one query a request, its last token. CLASSES: of each class,
     key bits, tokens a page, side, offsets of key meta and scores, pages that a tile may touch.
     """
-    PARTS: tl.constexpr = P // (TILE * TILES)
+    PARTS: tl.constexpr = (P + TILE * TILES - 1) // (TILE * TILES)
     g = tl.arange(0, NQ)
     item = tl.program_id(0)
     # Words are read ahead, before it is known whether there are so many.
@@ -254,8 +254,8 @@ class ScoreStep:
         """`classes`: as the kernel has them, without the last word."""
         layout, p = store.layout, store.layout.block_tokens
         self.store, self.group, self.observe, self.tuning = store, group, observe, tuning
-        self.tile = min(tuning.tile, p)
-        self.tiles = min(tuning.tiles, p // self.tile)
+        self.tile = min(tuning.tile, triton.next_power_of_2(p))
+        self.tiles = min(tuning.tiles, triton.cdiv(p, self.tile))
         self.classes = tuple((*c, self._span(c[1])) for c in classes)
         self.programs = 8
         if store.device.type == "cuda":
@@ -281,6 +281,6 @@ class ScoreStep:
             q, q.stride(0), lse, lse.stride(0), requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
             g.block_tokens, g.page_bytes, self.classes, g.key_mode == TOKEN, cap > 0,
-            max(8, triton.next_power_of_2(self.group)), self.tile, self.tiles, min(PLAIN_TILE, g.block_tokens),
+            max(8, triton.next_power_of_2(self.group)), self.tile, self.tiles, PLAIN_TILE,
             seen.nearest, seen.reduce, exponent, seen.decode_stride, not INTERPRET, **self.options,
         )  # fmt: skip
