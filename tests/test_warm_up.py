@@ -19,7 +19,7 @@ from kvc_kernels.ops import (
     decode_attention_triton,
     extend_attention_triton,
     extend_flashinfer_triton,
-    extend_hopper_triton,
+    extend_hopper_cuda,
     ring_triton,
 )
 from kvc_kernels.ops.compact_triton import compact_triton
@@ -64,6 +64,16 @@ class WideExtend(ExtendAttention):
         self._sms = 132
 
 
+class CudaKernel:
+    """Notes which it is where a kernel in CUDA C++ would be launched."""
+
+    def __init__(self, text, launched):
+        self.text, self.launched = text, launched
+
+    def launch(self, programs, threads, arguments):
+        self.launched.add(("extend.cu", self.text, ""))
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """All (kernel, combination, options) so far, launched as on a GPU from a pool on the CPU."""
@@ -92,7 +102,8 @@ def hopper(launched, monkeypatch):
     monkeypatch.setattr(extend_flashinfer_triton, "WORKSPACE_BYTES", 1)
     ragged = extend_flashinfer_triton.RaggedPrefill
     monkeypatch.setattr(ragged, "create", ragged)
-    monkeypatch.setattr(extend_hopper_triton, "supports", lambda store: True)
+    monkeypatch.setattr(extend_hopper_cuda, "supports", lambda store: True)
+    monkeypatch.setattr(extend_hopper_cuda, "_kernel", lambda text, device: CudaKernel(text, launched))
     monkeypatch.setattr(extend_attention_triton, "ExtendAttention", partial(WideExtend, hopper=True))
     monkeypatch.setattr(decode_attention_triton.DecodeAttention, "_choose_engine", lambda self: "gluon")
 
@@ -177,7 +188,7 @@ def test_nothing_is_left_to_compile(options, cap, launched):
 def test_nothing_is_left_to_compile_for_hopper(options, hopper, launched):
     staged = options["policy"] == "quantise" and options["high"] != "bf16"
     compare(
-        options, 0.0, launched, "extend_hopper_kernel", "tile_words_kernel", "_extend_kernel", "join_parts_kernel",
+        options, 0.0, launched, "extend.cu", "_extend_kernel", "join_parts_kernel",
         *(["_stored_kernel", "_unpack_kernel", "_join_kernel"] if staged else []),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from kvc_kernels.ops import nvrtc
 from sglang_kvc.warm_up import warm_up
 
 from ..test_warm_up import COLUMNS, CONFIGURATIONS, GROUP, HEADS, REQUESTS, build, serve
@@ -25,6 +26,7 @@ def test_nothing_is_compiled_while_serving(options, monkeypatch):
         return compile_it(self, *args, **options)
 
     monkeypatch.setattr(JITFunction, "_do_compile", count)
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *source: pytest.fail("CUDA C++ is compiled while serving"))
     serve(runtime, 0.0)
     torch.cuda.synchronize()
     assert not compiled

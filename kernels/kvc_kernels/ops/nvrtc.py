@@ -41,7 +41,7 @@ def compile_source(name: str, constants: str, arch: str = "sm_90a") -> tuple[byt
     headers = {p.name: p.read_bytes() for p in SOURCES.glob("*.cuh")}
     n = len(headers)
     program = ctypes.c_void_p()
-    source = f"{constants}\n#line 1 \"{name}\"\n".encode() + (SOURCES / name).read_bytes()
+    source = f'{constants}\n#line 1 "{name}"\n'.encode() + (SOURCES / name).read_bytes()
     _check(lib, lib.nvrtcCreateProgram(
         ctypes.byref(program), source, name.encode(), n, (ctypes.c_char_p * n)(*headers.values()),
         (ctypes.c_char_p * n)(*(h.encode() for h in headers)),
