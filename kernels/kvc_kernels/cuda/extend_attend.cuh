@@ -26,10 +26,10 @@ struct Rows {
 
 // Query rows first .. first + 63 as fp16 into two halves of features.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Item& item, int first, u32 to, int thread) {
-  const int row = first + thread / 2, half = thread % 2;
-  const i64 token = item.start + row / G;
-  const u8* from = a.q + token * a.q_stride_n + (own_head() * G + row % G) * a.q_stride_h;
-  copy_row<MODEL_BF16>(to + half * HALF_TILE, thread / 2, from + half * 128, row < item.rows);
+  const int row = first + thread / 2, half = thread % 2, real = min(row, item.rows - 1);
+  const i64 token = item.start + real / G;
+  const u8* from = a.q + token * a.q_stride_n + (own_head() * G + real % G) * a.q_stride_h;
+  copy_half_row<MODEL_BF16>(to + half * HALF_TILE, thread / 2, from + half * 128, row < item.rows);
 }
 
 // Number of this thread, asked for anew: in the loop a register that holds it is worth more than the instruction.

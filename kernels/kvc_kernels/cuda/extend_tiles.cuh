@@ -150,37 +150,48 @@ __device__ __forceinline__ void fetch(
   }
 }
 
-// Pointer to a token's row of keys (side 0) or values (1), of a tile in the model's dtype.
-struct DenseRows {
-  const Arguments& a;
-  int2 word;
-  int side;
+// Rows of keys or values in the model's dtype: new tokens, one after the other.
+struct NewRows {
+  const u8* base;
+  i64 stride;
 
-  __device__ const u8* operator()(int token) const {
-    const int mark = word.y >> 24;
-    if (mark == OWN) {
-      const i64 row = Item(a).start + word.x + token;
-      const int h = own_head();
-      return side ? a.v + row * a.v_stride_n + h * a.v_stride_h : a.k + row * a.k_stride_n + h * a.k_stride_h;
-    }
-    const u8* row = nullptr;
-    for_class(mark, [&]<int C>() {
-      constexpr Class c = CLASSES[C];
-      if constexpr (c.key_bits == 16) {
-        const int t = (word.y >> 12 & 0xFFF) + token;
-        const i64 page = a.table[block_head(a, word.x) * E + t / c.tokens];
-        row = a.pages + page * PAGE_BYTES + side * c.value_codes + t % c.tokens * (2 * DIM);
-      }
-    });
-    return row;
+  __device__ __forceinline__ const u8* operator()(int token) const { return base + token * stride; }
+};
+
+// Those of a block that was never packed, in pages.
+template <int T>
+struct PageRows {
+  const u8* base;
+  const int* pages;
+  int first;
+
+  __device__ __forceinline__ const u8* operator()(int token) const {
+    const u32 t = first + token;
+    return base + static_cast<i64>(pages[t / T]) * PAGE_BYTES + t % T * (2 * DIM);
   }
 };
 
-template <bool KEYS>
-__device__ __noinline__ void copy_dense(const Arguments& a, int2 word, u32 to, int live) {
-  const DenseRows rows{a, word, KEYS ? 0 : 1};
+template <bool KEYS, class Rows>
+__device__ __forceinline__ void copy_rows(const Rows& rows, u32 to, int live) {
   if constexpr (KEYS) copy_keys<MODEL_BF16>(rows, to, live, threadIdx.x % 128);
   else copy_values<MODEL_BF16>(rows, to, live, threadIdx.x % 128);
+}
+
+template <bool KEYS>
+__device__ __noinline__ void copy_dense(const Arguments& a, int2 word, u32 to, int live) {
+  const int mark = word.y >> 24;
+  if (mark == OWN) {
+    const i64 stride = KEYS ? a.k_stride_n : a.v_stride_n, head = KEYS ? a.k_stride_h : a.v_stride_h;
+    const i64 row = Item(a).start + word.x;
+    copy_rows<KEYS>(NewRows{(KEYS ? a.k : a.v) + row * stride + own_head() * head, stride}, to, live);
+  }
+  for_class(mark, [&]<int C>() {
+    constexpr Class c = CLASSES[C];
+    if constexpr (c.key_bits == 16) {
+      const int* pages = a.table + block_head(a, word.x) * E;
+      copy_rows<KEYS>(PageRows<c.tokens>{a.pages + (KEYS ? 0 : c.value_codes), pages, word.y >> 12 & 0xFFF}, to, live);
+    }
+  });
 }
 
 // Keys or values of all tiles, by one warpgroup.

@@ -165,44 +165,44 @@ __device__ __forceinline__ u32 model_pair_of(float low, float high) {
   return x;
 }
 
-// 64 features of one row -> 128 bytes of a tile.
+// Rows of keys -> a tile; `row_at(token)` points to a token's 128 features, `live` tokens (one at least) are there. A
+// thread takes half of a row; what no token stands for is read from the last one and becomes 0.
 template <bool BF16>
-__device__ __forceinline__ void copy_row(u32 to, int row, const void* from, bool live) {
+__device__ __forceinline__ void copy_half_row(u32 to, int row, const void* from, bool live) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
+  for (int part = 0; part < 2; part++) {
     uint4 x[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      x[i] = live ? __ldg(static_cast<const uint4*>(from) + half * 4 + i) : make_uint4(0, 0, 0, 0);
-    }
+    for (int i = 0; i < 4; i++) x[i] = __ldg(static_cast<const uint4*>(from) + part * 4 + i);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      store16(to + swizzled(row, half * 4 + i), model_pair<BF16>(x[i].x), model_pair<BF16>(x[i].y),
-              model_pair<BF16>(x[i].z), model_pair<BF16>(x[i].w));
+      const uint4 y = live ? x[i] : make_uint4(0, 0, 0, 0);
+      store16(to + swizzled(row, part * 4 + i), model_pair<BF16>(y.x), model_pair<BF16>(y.y), model_pair<BF16>(y.z),
+              model_pair<BF16>(y.w));
     }
   }
 }
 
-// Rows of keys -> a tile; `row_at(token)` points to a token's 128 features, `live` tokens are there.
 template <bool BF16, class Rows>
-__device__ __forceinline__ void copy_keys(Rows row_at, u32 to, int live, int thread) {
+__device__ __forceinline__ void copy_keys(const Rows& row_at, u32 to, int live, int thread) {
   const int token = thread / 2, half = thread % 2;
-  const u8* row = token < live ? row_at(token) + half * 128 : nullptr;
-  copy_row<BF16>(to + half * HALF_TILE, token, row, token < live);
+  copy_half_row<BF16>(to + half * HALF_TILE, token, row_at(min(token, live - 1)) + half * 128, token < live);
 }
 
 // Rows of values -> a tile, which has tokens contiguous: a warp takes two features a lane of eight tokens at a time.
 template <bool BF16, class Rows>
-__device__ __forceinline__ void copy_values(Rows row_at, u32 to, int live, int thread) {
+__device__ __forceinline__ void copy_values(const Rows& row_at, u32 to, int live, int thread) {
   const int lane = thread % 32;
+#pragma unroll 1
   for (int task = thread / 32; task < 16; task += UNPACKERS / 32) {
     const int group = task % 8, feature = task / 8 * 64 + 2 * lane;
     u32 x[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int token = group * 8 + i;
-      x[i] = token < live ? model_pair<BF16>(__ldg(reinterpret_cast<const u32*>(row_at(token) + feature * 2))) : 0;
+      x[i] = __ldg(reinterpret_cast<const u32*>(row_at(min(group * 8 + i, live - 1)) + feature * 2));
     }
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = group * 8 + i < live ? model_pair<BF16>(x[i]) : 0;
     u32 low[4], high[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
