@@ -15,7 +15,7 @@ from kvc_kernels.ops import nvrtc
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.store import PageStore
 
-SPILLS = 32  # bytes that are allowed; none lies in a loop over tiles
+SPILLS = 64  # bytes that are allowed; a few are spilled where tiles are listed or rows are copied whole
 
 
 def kernel_constants(ladder: str, *, rows=256, key_mode="channel", dtype=torch.bfloat16, capped=False, page=0) -> str:
