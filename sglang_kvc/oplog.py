@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,9 +40,13 @@ Op = Take | Release | Compact
 
 @dataclass
 class OpLog:
-    """Operations in the order in which the CPU decided them; neighbours of one kind are merged.
+    """Operations in the order in which the CPU decided them, those of one kind merged: a flush does each at once, for
+    all requests.
 
-    The order is the whole contract: the ledger charged every operation assuming that all earlier ones have run.
+    The order is the contract: the ledger charged every operation assuming that all earlier ones have run. Merging keeps
+    neighbours in order; and a compaction may run earlier than it was queued, before releases and compactions of other
+    blocks, because it draws on the reserve alone and leaves no fewer pages free than there were. It stays behind a
+    taking, which may be that of its own blocks.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -51,22 +55,24 @@ class OpLog:
         return len(self.ops)
 
     def push(self, op: Op) -> None:
-        last = self.ops[-1] if self.ops else None
-        if type(op) is type(last) and isinstance(op, Take | Release):
-            self.ops[-1] = type(op)(np.concatenate([last.blocks, op.blocks]))
-        elif isinstance(op, Compact) and isinstance(last, Compact):
-            if (op.from_rung, op.to_rung) == (last.from_rung, last.to_rung):
-                self.ops[-1] = Compact(
-                    np.concatenate([last.blocks, op.blocks]),
-                    op.from_rung,
-                    op.to_rung,
-                    np.concatenate([last.starts, op.starts]),
-                    np.concatenate([last.lengths, op.lengths]),
-                )
-            else:
-                self.ops.append(op)
+        if isinstance(op, Compact):
+            at = self._place(op)
         else:
+            at = len(self.ops) - 1 if self.ops and type(op) is type(self.ops[-1]) else None
+        if at is None:
             self.ops.append(op)
+        else:
+            self.ops[at] = _merged(self.ops[at], op)
+
+    def _place(self, op: Compact) -> int | None:
+        """The last compaction between the same rungs, if `op` may run with it."""
+        for at in range(len(self.ops) - 1, -1, -1):
+            earlier = self.ops[at]
+            if isinstance(earlier, Take) or np.isin(op.blocks, earlier.blocks).any():
+                return None
+            if isinstance(earlier, Compact) and (op.from_rung, op.to_rung) == (earlier.from_rung, earlier.to_rung):
+                return at
+        return None
 
     def drain(self) -> list[Op]:
         ops, self.ops = self.ops, []
@@ -74,3 +80,11 @@ class OpLog:
 
     def clear(self) -> None:
         self.ops.clear()
+
+
+def _merged(first: Op, second: Op) -> Op:
+    blocks = np.concatenate([first.blocks, second.blocks])
+    if not isinstance(first, Compact):
+        return type(first)(blocks)
+    starts, lengths = (np.concatenate([getattr(op, n) for op in (first, second)]) for n in ("starts", "lengths"))
+    return replace(first, blocks=blocks, starts=starts, lengths=lengths)

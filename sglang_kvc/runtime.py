@@ -198,12 +198,14 @@ class Runtime:
         return len(due)
 
     def replan(self, ids: list[int] | np.ndarray, length: int) -> int:
-        """Queue packed blocks of one sequence to be planned again, now that it is `length` tokens long."""
+        """Queue those of `ids`, blocks of one sequence, that are packed and in no other's use to be planned again, now
+        that it is `length` tokens long; returns how many."""
         array = np.asarray(ids, dtype=np.int64)
-        mine = array[(self.blocks.state[array] == State.PACKED) & (self.blocks.users[array] == 1)]
         rung = len(self.store.ladder) - 1
-        self._queue(mine[self.blocks.rung[mine] == rung], from_rung=rung, to_rung=rung, length=length)
-        return len(mine)
+        own = (self.blocks.state[array] == State.PACKED) & (self.blocks.users[array] == 1)
+        due = array[own & (self.blocks.rung[array] == rung)]
+        self._queue(due, from_rung=rung, to_rung=rung, length=length)
+        return len(due)
 
     def _queue(self, due: np.ndarray, *, from_rung: int, to_rung: int, length: int) -> None:
         if len(due) == 0:

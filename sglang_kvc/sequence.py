@@ -8,6 +8,8 @@ import numpy as np
 
 from .runtime import Runtime
 
+TURNS = 16  # parts of a block's time; each has one turn, so 2^16 blocks behind the window could have theirs
+
 
 @dataclass
 class Sequence:
@@ -54,6 +56,22 @@ class Sequence:
             runtime.blocks.pins[left] -= 1
             self.pinned_from = first
         return left
+
+    def revisit(self, runtime: Runtime, length: int) -> list[int]:
+        """Packed blocks that are to be planned again, none or one: `length` tokens are written.
+
+        Block b, which left the window when b + 1 blocks lay behind it, has its turns when 2 (b + 1), 4 (b + 1), .. do:
+        a plan's thresholds go by the length, and so does what a token receives, so that a little more of it changes
+        little. Of n blocks all turns together are fewer than n. Those of one border are spread over the steps behind
+        it, for requests of one length come to them together. The length alone decides: the same sequence is packed
+        alike, whatever runs beside it.
+        """
+        p = runtime.layout.block_tokens
+        behind, past = divmod(length - runtime.config.window, p)
+        turn, early = divmod(past, max(1, p // TURNS))
+        if early or turn == 0 or behind < 1 or behind % (1 << turn):
+            return []
+        return self.blocks[(behind >> turn) - 1 : behind >> turn]
 
     def adopt(self, runtime: Runtime, tree_blocks: np.ndarray) -> list[int]:
         """The tree now owns the first blocks as `tree_blocks`; returns this request's own copies that it replaced."""

@@ -41,9 +41,9 @@ def around_alloc_for_decode(orig, batch, token_per_req):
     for req, length in zip(batch.reqs, lengths):
         left = req.kvc.slide(runtime, length)
         if left and req.kvc.rung:
-            if runtime.policy.replans:
-                runtime.replan(req.kvc.blocks[: req.kvc.pinned_from], length)
             runtime.queue_due(left, req.kvc.rung, length)
+        if runtime.policy.replans and (again := req.kvc.revisit(runtime, length)):
+            runtime.replan(again, length)
     need = allocator.blocks_missing(batch.reqs, [n + token_per_req for n in lengths]) * allocator.page_size
     with allocator.for_requests(batch.reqs, need):
         return orig(batch, token_per_req)

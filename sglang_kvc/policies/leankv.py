@@ -19,8 +19,8 @@ class LeanKV(Policy):
 
     Prompt phase: high if it is at least alpha_high / i, low if at least alpha_low / i, else pruned (1/i is what uniform
     attention gives). Generation phase (Algorithm 1): the same against alpha / N with the sequence length N, applied to
-    a block when it leaves the window and again to the request's stored blocks, which only ever go down: high -> low ->
-    pruned. The paper moves one token a step; here the unit is a block, so victims are found when one is full.
+    a block when it leaves the window and again whenever the sequence has doubled since (`Sequence.revisit`); tokens
+    only go down: high -> low -> pruned. The paper moves one token a step; here the unit is a block.
     """
 
     name: ClassVar[str] = "leankv"

@@ -60,9 +60,9 @@ def test_blocks_are_handed_out_once_and_freed_once():
         blocks.give_back(np.array(ids[:1]))
 
 
-def compact(ids, to_rung):
-    zeros = np.zeros(len(ids), dtype=np.int64)
-    return Compact(np.array(ids), 0, to_rung, zeros, zeros)
+def compact(ids, to_rung, from_rung=0):
+    ids = np.array(ids)
+    return Compact(ids, from_rung, to_rung, 10 * ids, 100 * ids)
 
 
 def test_queue_keeps_order_and_merges_neighbours_only():
@@ -86,6 +86,38 @@ def test_queue_keeps_order_and_merges_neighbours_only():
         ("Compact", [3]),
     ]
     assert len(log) == 0
+
+
+def drained(*ops):
+    log = OpLog()
+    for op in ops:
+        log.push(op)
+    return [(type(op).__name__[0], op.blocks.tolist()) for op in log.drain()]
+
+
+def test_compactions_of_many_requests_are_one_operation():
+    """Many that end at once: each leaves a block to pack and gives others back. Many that grow: each has a block to
+    pack and one to pack again."""
+    free = [Release(np.array([i])) for i in (11, 12, 13)]
+    ended = [op for i in (1, 2, 3) for op in (compact([i], 1), free[i - 1])]
+    assert drained(*ended) == [("C", [1, 2, 3]), ("R", [11, 12, 13])]
+    grown = [op for i in (1, 2, 3) for op in (compact([i], 1), compact([10 + i], 1, 1))]
+    assert drained(*grown) == [("C", [1, 2, 3]), ("C", [11, 12, 13])]
+    log = OpLog()
+    for op in grown:
+        log.push(op)
+    op = log.drain()[1]
+    assert (op.from_rung, op.to_rung) == (1, 1)
+    assert op.starts.tolist() == [110, 120, 130] and op.lengths.tolist() == [1100, 1200, 1300]
+
+
+def test_a_compaction_never_passes_what_it_builds_on():
+    # The taking of its block, and anything before it.
+    assert drained(compact([1], 1), Take(np.array([2])), compact([2], 1)) == [("C", [1]), ("T", [2]), ("C", [2])]
+    # An earlier move of the same block, to whichever rung.
+    twice = (compact([5], 1, 1), compact([1], 1), compact([1], 1, 1))
+    assert drained(*twice) == [("C", [5]), ("C", [1]), ("C", [1])]
+    assert drained(compact([1], 1, 1), compact([1], 1, 1)) == [("C", [1]), ("C", [1])]
 
 
 def layout(**kw):

@@ -1,0 +1,143 @@
+"""Blocks that are planned again: when, how often, how many at once; and that their bytes are the sequence's alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16
+from kvc_kernels.ops.pack import segment
+from kvc_patches.allocation import around_alloc_for_decode
+from sglang_kvc.allocator import KvcAllocator
+from sglang_kvc.oplog import Compact
+from sglang_kvc.sequence import Sequence
+
+from .model import H, L, P, Request, ToyServer, make_runtime
+
+LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3}
+
+
+class Batch:
+    """Requests that decode together, as records alone: nothing is flushed, what a step queues is counted."""
+
+    def __init__(self, prompts: list[int], **options):
+        self.runtime = make_runtime(**{"blocks": 60 * len(prompts), **LEANKV, **options})
+        self.allocator = KvcAllocator(self.runtime, SimpleNamespace(runtime=self.runtime), "cpu")
+        self.lengths, self.reqs = list(prompts), []
+        for n in prompts:
+            seq = Sequence([])
+            seq.extend(self.runtime, self.runtime.take(list(range(0, n, P))))
+            self.runtime.queue_due(seq.slide(self.runtime, n), seq.rung)
+            self.reqs.append(SimpleNamespace(kvc=seq))
+        self.runtime.log.clear()
+
+    def step(self) -> list[Compact]:
+        batch = SimpleNamespace(
+            reqs=self.reqs, token_to_kv_pool_allocator=self.allocator, seq_lens_cpu=torch.tensor(self.lengths)
+        )
+        slots = around_alloc_for_decode(
+            lambda b, k: self.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
+        )
+        assert slots is not None
+        self.lengths = [n + 1 for n in self.lengths]
+        return [op for op in self.runtime.log.drain() if isinstance(op, Compact)]
+
+
+@pytest.mark.parametrize("prompt", [1, 3 * P + 5, 8 * P])
+@pytest.mark.parametrize("window", [0, 32, P])
+def test_a_block_has_its_turn_whenever_the_sequence_has_doubled(prompt, window):
+    batch = Batch([prompt], window=window)
+    blocks, packed, turns = batch.reqs[0].kvc.blocks, 0, set()
+    for length in range(prompt, prompt + 40 * P):
+        for op in batch.step():
+            assert len(op.blocks) == 1 and op.lengths.tolist() == [length]
+            if op.from_rung:
+                turns.add((blocks.index(int(op.blocks[0])), length))
+            else:
+                packed += 1
+    expected = {(b, window + ((b + 1) << k) * P + k * P // 16) for b in range(len(blocks)) for k in range(1, 8)}
+    assert turns == {(b, at) for b, at in expected if prompt <= at <= length}
+    assert len({at for _, at in turns}) == len(turns)  # one block a step
+    assert len(turns) <= packed + len(blocks).bit_length()
+
+
+def test_many_requests_are_packed_in_one_operation_of_a_kind():
+    """All at the same lengths, which is the worst: a step packs, or packs again, a block of each, all together."""
+    n, prompt, new = 16, 8 * P, 3 * P
+    batch = Batch([prompt] * n)
+    steps = [batch.step() for _ in range(new)]
+    assert max(len(ops_) for ops_ in steps) == 1
+    assert max(sum(len(op.blocks) for op in ops_) for ops_ in steps) == n
+    first = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_rung == 0)
+    again = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_rung)
+    assert first == 3 * n and again <= first + n
+    # At different lengths both kinds may meet in a step, and are one operation each.
+    batch = Batch([prompt + 4 * i for i in range(n)])
+    assert max(len(batch.step()) for _ in range(new)) == 2
+
+
+def test_policies_that_do_not_replan_pack_once():
+    batch = Batch([4 * P, 2 * P], policy="prune", high="k4v4", low=None, scorer="h2o")
+    assert all(op.from_rung == 0 for _ in range(6 * P) for op in batch.step())
+
+
+class Observed(ToyServer):
+    """Attention stands still: a token's scores are a function of its history, and each step behind it dilutes them."""
+
+    def _forward(self, req: Request, done: int, slots: torch.Tensor) -> None:
+        super()._forward(req, done, slots)
+        store, page = self.runtime.store, self.runtime.layout.page(BF16)
+        scores = segment(page, store.pages, "scores", torch.float32)
+        tokens = list(req.origin_input_ids + req.output_ids)
+        for i, slot in enumerate(slots.tolist()):
+            history = np.random.default_rng(abs(hash(tuple(tokens[: done + i + 1]))) % 2**32)
+            received = torch.from_numpy(history.exponential(0.4, (L, H)).astype(np.float32))
+            place = store.table[slot // P, :, :, slot % P // page.tokens].long()
+            scores[place, slot % P % page.tokens] = received
+        store.observed[torch.tensor(req.kvc.blocks[: done // P], dtype=torch.long)] += len(slots)
+
+
+def answers(lengths: list[int], new: int) -> tuple[list[list[str]], ToyServer]:
+    """Digests of all blocks of requests with these prompts that decode `new` tokens side by side."""
+    server = Observed(blocks=80, **LEANKV)
+    reqs = [server.admit([100 * n + j for j in range(n)]) for n in lengths]
+    for step in range(new):
+        for req in reqs:
+            assert server.decode(req, 7000 + step)
+    server.check()
+    full = [r.kvc.blocks[: (len(r.origin_input_ids) + new) // P] for r in reqs]
+    return [[ops.block_digest(server.runtime.store, b) for b in blocks] for blocks in full], server
+
+
+def test_what_runs_beside_a_sequence_does_not_reach_its_bytes():
+    together, server = answers([2 * P + 3, P // 2, 3 * P], 5 * P)
+    alone, _ = answers([2 * P + 3], 5 * P)
+    assert together[0] == alone[0]
+    # The case is one: plans made again have thrown tokens away that the first ones kept.
+    once = Observed(blocks=80, **LEANKV)
+    once.runtime.replan = lambda ids, length: 0
+    req = once.admit([100 * (2 * P + 3) + j for j in range(2 * P + 3)])
+    for step in range(5 * P):
+        once.decode(req, 7000 + step)
+    pairs = ((once, req.kvc.blocks[0]), (server, server.running[0].kvc.blocks[0]))
+    first, last = (int(s.runtime.store.counts[block, ..., 0].sum()) for s, block in pairs)
+    assert last < first
+
+
+def test_shared_blocks_are_left_alone():
+    """A block in two running sequences is planned for neither's length."""
+    server = Observed(blocks=80, **LEANKV)
+    prompt = list(range(2 * P))
+    one, two = server.admit([*prompt, 1]), server.admit([*prompt, 2])
+    shared = one.kvc.blocks[:1]
+    assert two.kvc.blocks[:1] == shared
+    before = ops.block_digest(server.runtime.store, shared[0], scores=False)
+    for step in range(4 * P):
+        server.decode(one, step)
+    assert ops.block_digest(server.runtime.store, shared[0], scores=False) == before
+    server.finish(two)
+    assert server.runtime.replan(shared, 6 * P) == 1
