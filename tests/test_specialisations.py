@@ -17,6 +17,7 @@ from kvc_kernels.ops import ring_triton
 from kvc_kernels.ops.compact_triton import compact_triton
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.ops.extend_join_triton import join
+from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
 from sglang_kvc.attention import Snapshot, TritonAttention
 
 from .ops.support import make_store, rungs
@@ -125,3 +126,13 @@ def test_compact(launched):
     for n in range(1, 18):
         compact_triton(mine, torch.arange(n), 1, ops.keep_all(n, mine.layout), from_rung=0)
     once(launched, "pack_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
+
+
+def test_plan_by_thresholds(launched):
+    mine, alpha = make_store(rungs("k8v4+k4v2"), head_dim=64, scored=True), ops.Thresholds(1.0, 0.02)
+    for n in range(1, 18):
+        blocks, starts, lengths = (torch.arange(n) for _ in range(3))
+        plan_thresholds_triton(
+            mine, blocks, starts, lengths, alpha, ops.Observe(), from_rung=1, to=mine.ladder[1]
+        )
+    once(launched, "thresholds_kernel")

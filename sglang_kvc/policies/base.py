@@ -57,6 +57,16 @@ class Evidence:
         """Attention that each token received, added up as the policy's `Observe` says, fp32 `[n, L, H, P]`."""
         return ops.block_scores(self.store, self.blocks, self.from_rung)
 
+    def thresholds(self, alpha: ops.Thresholds, rung: Rung) -> torch.Tensor:
+        """Tiers int8 `[n, L, H, P]` by `significance` against thresholds: LeanKV's plan, on a GPU one kernel."""
+        plan = ops.plan_thresholds
+        if self.store.device.type == "cuda":
+            from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton as plan
+        seen = self.observe or ops.Observe()
+        return plan(
+            self.store, self.blocks, self.starts, self.lengths, alpha, seen, from_rung=self.from_rung, to=rung
+        )
+
     def positions(self) -> torch.Tensor:
         """Position of every token in its sequence, fp32 `[n, P]`."""
         offsets = torch.arange(self.layout.block_tokens, device=self.starts.device)

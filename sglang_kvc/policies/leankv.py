@@ -49,16 +49,4 @@ class LeanKV(Policy):
         return (Rung(BF16, pages=layout.block_pages_bf16), Rung(high, low, pages=pages, exact=False))
 
     def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
-        layout = evidence.layout
-        n_tokens = evidence.lengths[:, None].float()
-        divisor = torch.where(n_tokens > 0, n_tokens, evidence.positions() + 1)
-        return ops.threshold(
-            evidence.significance(),
-            divisor,
-            self.alpha_high,
-            self.alpha_low,
-            evidence.tiers(),
-            layout.page(rung.high).tokens,
-            layout.page(rung.low).tokens,
-            ops.block_head_pages(evidence.store, evidence.blocks),
-        )
+        return evidence.thresholds(ops.Thresholds(self.alpha_high, self.alpha_low), rung)

@@ -10,9 +10,11 @@ from .observe import Observe, note_observers, significance
 from .plan import keep_all, quota, threshold
 from .ring import block_head_pages, check_invariants, release, take_bf16
 from .shares import apportion, greedy_allocation, pyramid, retention_curves, spread
+from .thresholds import Thresholds, plan_thresholds
 
 __all__ = [
     "Observe",
+    "Thresholds",
     "append",
     "apportion",
     "block_digest",
@@ -32,6 +34,7 @@ __all__ = [
     "keydiff",
     "load_dense",
     "note_observers",
+    "plan_thresholds",
     "pool_scores",
     "pyramid",
     "quota",

@@ -1,0 +1,48 @@
+"""LeanKV's plan by one kernel on the GPU: the tiers that the torch reference finds on the CPU."""
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.store import PageStore
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BLOCKS = torch.tensor([4, 1, 2])
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+@pytest.mark.parametrize("alpha", [ops.Thresholds(1.0, 0.02), ops.Thresholds(3.0, 0.9)])
+@pytest.mark.parametrize("observe", [ops.Observe(), ops.Observe(stride=16), ops.Observe(window=32)], ids=str)
+def test_same_tiers_first_and_again(observe, alpha, tokens):
+    from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
+
+    formats = [FORMATS["k8v4"], FORMATS["k4v2"]]
+    size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, key_mode="channel", scored=True)
+    layout = PoolLayout(3, 8, 128, tokens, size, "channel", True)
+    here = PageStore.create(
+        layout, (Rung(BF16), Rung(*formats)), num_pages=1 + 6 * layout.block_pages_bf16, num_blocks=6,
+        dtype=torch.bfloat16, device="cpu",
+    )  # fmt: skip
+    here.pages.zero_()
+    ops.take_bf16(here, BLOCKS)
+    page, gen = layout.page(BF16), torch.Generator().manual_seed(tokens)
+    scores = ops.pack.segment(page, here.pages, "scores", torch.float32)
+    scores.exponential_(generator=gen).mul_(2)
+    scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
+    here.observed[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
+    for from_rung, lengths in ((0, [0, 0, 3000]), (1, [9000, 7000, 0])):
+        there = PageStore(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(here).items()})
+        expected, got = (
+            plan(
+                store, *(x.to(store.device) for x in (BLOCKS, BLOCKS * tokens, torch.tensor(lengths))), alpha, observe,
+                from_rung=from_rung, to=store.ladder[1],
+            )
+            for plan, store in ((ops.plan_thresholds, here), (plan_thresholds_triton, there))
+        )  # fmt: skip
+        assert torch.equal(got.cpu(), expected)
+        ops.compact(here, BLOCKS, 1, expected, from_rung=from_rung)
+        here.observed[BLOCKS] += 400
