@@ -64,12 +64,17 @@ def _column_sums(
     """fp32 `[TILE]`: sum over queries of the probability paid to keys k (FIELDS pieces `[TILE, D / FIELDS]`), raised to
     POWER, reduced over G heads. `q_rows`, `lse_rows`: the first observing query of the first head, at
     `first_position`; the others follow by STRIDE. NEAREST > 0: of a query's tokens up to its own, so many are left out.
+    Queries that stand before all of the keys are passed over, QB at a time: half of a prompt's, where all observe.
     """
     result = tl.zeros([TILE], tl.float32)
     n = tl.arange(0, QB)
+    begin = n_queries * 0
+    if NEAREST:
+        ahead = tl.min(tl.where(position < 0, 1 << 30, position), 0) + NEAREST - first_position
+        begin = (tl.maximum(ahead, 0) + STRIDE - 1) // STRIDE // QB * QB
     for g in range(G):
         total = tl.zeros([TILE], tl.float32)
-        for at in range(0, n_queries, QB):
+        for at in range(begin, n_queries, QB):
             live = at + n < n_queries
             row = (at + n).to(tl.int64) * STRIDE
             q = load_q(q_rows + row * q_stride_n + g * D, live, dtype, D, FIELDS)
