@@ -63,6 +63,10 @@ class Attention(Protocol):
 
     def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor: ...
 
+    def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
+        """Count this forward's observers of every block; `new[B]` tokens of each request, None while decoding."""
+        ...
+
 
 class TorchAttention:
     """Plain torch, request by request. The reference, and what serves without a GPU."""
@@ -127,6 +131,12 @@ class TorchAttention:
             stored_as=self._stored_as(),
         )
 
+    def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
+        seen = self.observe
+        stride = seen.decode_stride if new is None else seen.stride
+        new = torch.ones_like(snap.seq_lens) if new is None else new
+        ops.note_observers(self.store, snap.row_blocks, snap.seq_lens - new, new, seen.window, stride)
+
     def _stored_as(self) -> list[Format | None]:
         """For each request of this forward: as what its full blocks are seen."""
         return self.snap.stored_as or [self.stored_as] * len(self.snap.seq_lens_cpu)
@@ -154,10 +164,12 @@ class TritonAttention(TorchAttention):
         from kvc_kernels.ops.decode_attention_triton import DecodeAttention
         from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
         from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+        from kvc_kernels.ops.note_triton import note_observers_triton
         from kvc_kernels.ops.score_columns_triton import ReceivedAttention
 
         device = store.device
         self.append, self.copy_step = append_triton, decode_snapshot_triton
+        self.note_observers = note_observers_triton
         self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
         self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
@@ -209,6 +221,9 @@ class TritonAttention(TorchAttention):
         out, lse = self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap, return_lse=True)
         self.received.add(layer, q, lse, scale=scale, logit_cap=logit_cap)
         return out
+
+    def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
+        self.note_observers(self.store, snap.row_blocks, snap.seq_lens, new, self.observe)
 
 
 def make_attention(

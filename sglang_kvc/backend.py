@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-
-from kvc_kernels import ops
 
 from .attention import Snapshot, make_attention
 from .pool import KvcPool
@@ -60,10 +57,7 @@ class KvcAttnBackend(AttentionBackend):
             self.attention.plan_extend(snap)
         if self.runtime.observe is not None and not in_capture:
             # From the device's own lengths: a list would be copied there, and the host wait for it.
-            decoding, seen = snap.extend_lens_cpu is None, self.runtime.observe
-            new = torch.ones_like(snap.seq_lens) if decoding else fb.extend_seq_lens
-            stride = seen.decode_stride if decoding else seen.stride
-            ops.note_observers(self.runtime.store, snap.row_blocks, snap.seq_lens - new, new, seen.window, stride)
+            self.attention.note(snap, None if snap.extend_lens_cpu is None else fb.extend_seq_lens)
 
     def _extend_snapshot(self, fb) -> Snapshot:
         p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()

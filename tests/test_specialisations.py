@@ -67,12 +67,14 @@ def test_decode(launched, observe):
     for n in range(1, 17):
         for at in (0, 1):  # a slice at an odd address
             lens = [1 + 37 * i % (20 * P) for i in range(n)]
-            engine.plan_decode(table, whole[at : at + n], whole[at : at + n], lens)
+            snap = engine.plan_decode(table, whole[at : at + n], whole[at : at + n], lens)
+            if observe:
+                engine.note(snap, None)
             q, k = (torch.zeros((n, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
             engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
     names = ["_snapshot_kernel", "_split_kernel", "_items_kernel", "_append_kernel", "merge_kernel"]
     names.append(engine.decoder._kernel.__name__)
-    once(launched, *names, *(["_step_kernel", "_list_kernel"] if observe else []))
+    once(launched, *names, *(["_step_kernel", "_list_kernel", "note_kernel"] if observe else []))
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -136,21 +136,30 @@ def test_a_captured_step_serves_later_ones(reduce):
     replays(captured, ops.Observe(reduce=reduce, decode_stride=1 if reduce == "max" else 2), "cuda")
 
 
-def test_observers_are_counted_without_waiting():
+@pytest.mark.parametrize("kernel", [False, True])
+def test_observers_are_counted_without_waiting(kernel):
     """From lengths on the device, as the backend gives them."""
+    from kvc_kernels.ops.note_triton import note_observers_triton
+
     from ..ops_triton.test_score import ROWS as SHARED
     from ..ops_triton.test_score import TOTAL, stored_case
 
     store, _ = stored_case("k4v4", "channel")
-    lens = torch.tensor(TOTAL, dtype=torch.int32)
+    lens, seen = torch.tensor(TOTAL, dtype=torch.int32), ops.Observe(decode_stride=1)
     ops.note_observers(store, SHARED, [n - 1 for n in TOTAL], [1] * len(TOTAL), None)
     mine = torch.zeros_like(store.observed).cuda()
     want, store.observed, rows, lens = store.observed, mine, SHARED.cuda(), lens.cuda()
     store.pages = store.pages.cuda()
+    if kernel:  # compiled beforehand, which may wait
+        note_observers_triton(store, rows, lens, None, seen)
+        mine.zero_()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ops.note_observers(store, rows, lens - 1, torch.ones_like(lens), None)
+        if kernel:
+            note_observers_triton(store, rows, lens, None, seen)
+        else:
+            ops.note_observers(store, rows, lens - 1, torch.ones_like(lens), None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(mine.cpu(), want)

@@ -9,6 +9,7 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, page_bytes_for
 from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+from kvc_kernels.ops.note_triton import note_observers_triton
 from kvc_kernels.ops.score_columns_triton import ReceivedAttention
 from kvc_kernels.ops.score_plan_triton import ObservedBlocks
 from kvc_kernels.ops.score_step_triton import StepTuning
@@ -162,6 +163,25 @@ def test_observed_blocks_are_listed_once():
         (3, 0, packed), (1, 1, packed), (7, 2, plain), (3, 0, left), (2, 1, plain), (5, 0, plain),
     ]  # fmt: skip
     assert [(w >> 32, w & 0xFFFFFFFF) for w in who] == [(1, 2), (1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    "observe", [ops.Observe(), ops.Observe(8), ops.Observe(stride=16), ops.Observe(32, stride=8, decode_stride=1)]
+)
+@pytest.mark.parametrize("decoding", [False, True])
+def test_observers_are_counted_alike(observe, decoding):
+    """Of blocks of one request or several; places behind a request's end name any block, here a block in use."""
+    store, mine = stored_case("k4v4", "channel")
+    mine.observed = store.observed.clone()
+    lens = torch.tensor([160, 64, 73])  # two end on a border
+    rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)
+    rows[0, 4] = 8
+    new = torch.ones_like(lens) if decoding else torch.tensor([130, 64, 9])
+    stride = observe.decode_stride if decoding else observe.stride
+    ops.note_observers(store, rows, lens - new, new, observe.window, stride)
+    note_observers_triton(mine, rows, lens, None if decoding else new, observe)
+    assert store.observed.any()
+    assert torch.equal(store.observed, mine.observed)
 
 
 def test_reductions_have_names():
