@@ -110,7 +110,10 @@ def test_compaction_scores():
     assert scores["compaction.prefill_overhead"][0] == 0.01
     assert scores["compaction.decode_overhead"][0] == pytest.approx(0.5 / 2 / 10)
     assert scores["compaction.decode_overhead_exposed"][0] == pytest.approx(0.8 / 2 / 10)
-    assert "compaction.vs_cpu" not in scores
+    assert "compaction.vs_cpu" not in scores and "compaction.leankv_decode_overhead" not in scores
+    tiers = dict(rows[-1], format="k8v4+k4v2", ms=0.2, plan_ms=0.1, plan_again_ms=0.3, again_ms=0.4)
+    found = compaction.scores([*rows, tiers], batch=64)["compaction.leankv_decode_overhead"]
+    assert found[0] == pytest.approx(1.0 / 2 / 10)
     rows[2] |= dict(cpu_ms=800.0, vs_cpu=200.0)
     assert compaction.scores(rows, batch=64)["compaction.vs_cpu"][0] == 200
     assert len(common.table(rows, compaction.COLUMNS).splitlines()) == 1 + len(rows)

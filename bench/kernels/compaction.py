@@ -10,12 +10,17 @@ tokens, every one moved by a launch of its own.
 `ms` is the device's time while the host runs ahead of it, as overlap scheduling has it: the device is kept busy until
 all launches are queued. `launch_ms` is what the host takes for them. `cpu_ms` is the same move by the plain torch
 reference on the CPU, from a few blocks.
+
+Of two tiers also: `again_ms`, a move of packed blocks that takes some tokens down a tier, and `plan_ms`, LeanKV's plan
+of uncompressed and of packed blocks, each with the host's launches. While generating, a block that fills costs a plan
+and a move, and at most once more on average a plan and a move of a packed one (`Sequence.revisit`).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -83,16 +88,21 @@ def refill(store, ids: torch.Tensor) -> None:
 
 
 def once(store, ids, tiers, move, repeats: int) -> tuple[float, float]:
-    """Median milliseconds on the device, with the host ahead, and of the host's launches, each time from fresh rows."""
+    """`timed`, each time from fresh rows."""
+    return timed(lambda: refill(store, ids), lambda: move(store, ids, 1, tiers, from_rung=0), repeats)
+
+
+def timed(prepare: Callable[[], object], run: Callable[[], object], repeats: int = 5) -> tuple[float, float]:
+    """Median milliseconds on the device, with the host ahead, and of the host's launches."""
     device, host = [], []
     for _ in range(repeats):
-        refill(store, ids)
+        prepare()
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         torch.cuda._sleep(AHEAD_CYCLES)
         a.record()
         began = time.perf_counter()
-        move(store, ids, 1, tiers, from_rung=0)
+        run()
         host.append(1e3 * (time.perf_counter() - began))
         b.record()
         b.synchronize()
@@ -133,6 +143,41 @@ def plan_time(store, ids, args) -> float:
     return sorted(times)[1]
 
 
+def tiered(store, ids, tiers) -> dict[str, float]:
+    """What blocks of two tiers cost beside their first move. The blocks are packed afterwards."""
+    from kvc_kernels import ops
+    from kvc_kernels.ops.compact_triton import compact_triton
+    from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
+
+    out = {}
+    starts, alpha = ids * store.layout.block_tokens, ops.Thresholds(1.0, 0.02)
+    lengths = torch.full_like(ids, 2 * len(ids) * store.layout.block_tokens)
+    refill(store, ids)
+    for rung, key in ((0, "plan"), (1, "plan_again")):
+
+        def plan(rung=rung):
+            return plan_thresholds_triton(
+                store, ids, starts, lengths, alpha, ops.Observe(), from_rung=rung, to=store.ladder[1]
+            )
+
+        timed(lambda: None, plan, 1)
+        out[f"{key}_ms"], out[f"{key}_launch_ms"] = timed(lambda: None, plan)
+        if not rung:
+            compact_triton(store, ids, 1, tiers, from_rung=0)
+    less = (tiers - (torch.rand(tiers.shape, device=tiers.device) < 0.1).to(torch.int8)).clamp_(min=0)
+
+    def fresh():
+        refill(store, ids)
+        compact_triton(store, ids, 1, tiers, from_rung=0)
+
+    def move():
+        compact_triton(store, ids, 1, less, from_rung=1)
+
+    timed(fresh, move, 1)
+    out["again_ms"], out["again_launch_ms"] = timed(fresh, move)
+    return out
+
+
 def measure(names: str, blocks: int, args, bandwidth: float, cpu_ms: float | None) -> dict:
     """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device. cpu_ms: of a block."""
     from kvc_kernels import ops
@@ -157,6 +202,8 @@ def measure(names: str, blocks: int, args, bandwidth: float, cpu_ms: float | Non
     if len(names.split("+")) == 1:
         refill(store, ids)
         row["quota_plan_ms"] = plan_time(store, ids, args)
+    else:
+        row |= tiered(store, ids, tiers)
     return row
 
 
@@ -197,11 +244,15 @@ def scores(rows: list[dict], batch: int) -> dict[str, tuple[float, str]]:
         out["compaction.decode_overhead"] = (one["ms"] / step, "share of a decode step")
         exposed = max(one["ms"], one["launch_ms"]) / step
         out["compaction.decode_overhead_exposed"] = (exposed, "share of a decode step, launches not hidden")
+        for r in (r for r in moves if r["blocks"] == 1 and "again_ms" in r):
+            parts = sum(r[key] for key in ("ms", "plan_ms", "plan_again_ms", "again_ms"))
+            out["compaction.leankv_decode_overhead"] = (parts / step, "share of a decode step, packed again once")
     return out
 
 
 COLUMNS = {"case": "", "format": "", "name": "", "blocks": "", "ms": ".3f", "launch_ms": ".3f", "floor_ms": ".3f",
-           "torch_ms": ".1f", "cpu_ms": ".0f", "vs_cpu": ".0f", "quota_plan_ms": ".3f"}  # fmt: skip
+           "torch_ms": ".1f", "cpu_ms": ".0f", "vs_cpu": ".0f", "quota_plan_ms": ".3f", "plan_ms": ".3f",
+           "plan_again_ms": ".3f", "again_ms": ".3f", "again_launch_ms": ".3f"}  # fmt: skip
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
