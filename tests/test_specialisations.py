@@ -17,6 +17,7 @@ from kvc_kernels.ops import ring_triton
 from kvc_kernels.ops.compact_triton import compact_triton
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.ops.extend_join_triton import join
+from kvc_kernels.ops.keydiff_triton import keydiff_blocks
 from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
 from sglang_kvc.attention import Snapshot, TritonAttention
 
@@ -128,6 +129,13 @@ def test_compact(launched):
     for n in range(1, 18):
         compact_triton(mine, torch.arange(n), 1, ops.keep_all(n, mine.layout), from_rung=0)
     once(launched, "pack_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
+
+
+def test_keydiff(launched):
+    mine = store()
+    for n in range(1, 18):
+        keydiff_blocks(mine, torch.arange(n))
+    once(launched, "keydiff_kernel")
 
 
 def test_plan_by_thresholds(launched):

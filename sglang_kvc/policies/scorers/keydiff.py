@@ -22,5 +22,12 @@ class KeyDiff(RowScorer):
 
     name: ClassVar[str] = "keydiff"
 
+    def score(self, evidence) -> torch.Tensor:
+        if evidence.store.device.type == "cuda" and evidence.from_rung == 0:
+            from kvc_kernels.ops.keydiff_triton import keydiff_blocks
+
+            return keydiff_blocks(evidence.store, evidence.blocks)
+        return super().score(evidence)
+
     def score_layer(self, evidence, layer: int) -> torch.Tensor:
         return ops.keydiff(evidence.rows(layer)[0])
