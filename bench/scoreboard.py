@@ -70,7 +70,7 @@ SINGLES = {
     "compaction.prefill_overhead": "compaction of a 16K prompt, of its prefill",
     "compaction.decode_overhead": "compaction while decoding 64 sequences, of a step",
     "compaction.decode_overhead_exposed": "the same if nothing hid the host's launches",
-    "compaction.leankv_decode_overhead": "LeanKV while decoding 64 sequences: each block planned and packed twice, of a step",
+    "compaction.leankv_decode_overhead": "LeanKV: each block planned and packed twice while decoding, of a step",
     "compaction.vs_cpu": "compaction of a 16K prompt, times as fast as plain torch on the CPU",
     "serve.occupancy": "token slots of packed pages that hold a token, worst format",
     "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",

@@ -123,7 +123,9 @@ def decode(attention: Attention, packed: list[int], own: list[int], query_heads:
     row = torch.tensor(_row(packed, own, 1, 2), dtype=torch.int32).repeat_interleave(p) * p
     table = (row + torch.arange(p, dtype=torch.int32).repeat(2)).repeat(2, 1).to(store.device)
     lens = torch.tensor([p + 1, 2 * p], device=store.device)
-    attention.plan_decode(table, torch.arange(2, device=store.device), lens, [p + 1, 2 * p])
+    snap = attention.plan_decode(table, torch.arange(2, device=store.device), lens, [p + 1, 2 * p])
+    if attention.observe is not None:
+        attention.note(snap, None)
     attention.decode(0, *_rows(attention, 2, query_heads), scale=1.0, logit_cap=cap)
 
 
@@ -141,7 +143,10 @@ def prompts(
         prefix = max(0, whole * p - cut)
         row = _row(packed, own, prefix // p, -(-(prefix + new) // p))
         if len(row) <= max_blocks:
-            attention.plan_extend(_prompt(attention.store, row, prefix, new, stored_as))
+            snap = _prompt(attention.store, row, prefix, new, stored_as)
+            attention.plan_extend(snap)
+            if attention.observe is not None:
+                attention.note(snap, torch.tensor([new], dtype=torch.int32, device=attention.store.device))
             attention.extend(0, *_rows(attention, new, query_heads), scale=1.0, logit_cap=cap)
 
 
