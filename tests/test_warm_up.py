@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from kvc_kernels import ops
 from kvc_kernels.ops import (
     decode_attention_triton,
     extend_attention_triton,
@@ -24,9 +25,12 @@ from kvc_kernels.ops import (
 )
 from kvc_kernels.ops.compact_triton import compact_triton
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+from kvc_kernels.ops.keydiff_triton import keydiff_blocks
+from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
 from sglang_kvc import warm_up
 from sglang_kvc.attention import Snapshot, TritonAttention
 from sglang_kvc.config import KvcConfig
+from sglang_kvc.policies.scorers.keydiff import KeyDiff
 from sglang_kvc.runtime import Runtime
 
 P, HEADS, GROUP, DIM, LAYERS = 32, 3, 3, 128, 2  # nothing else divides by 16 by chance
@@ -88,6 +92,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(Runtime, "_move", property(lambda self: compact_triton))
     monkeypatch.setattr(Runtime, "_ring", property(lambda self: ring_triton))
+    monkeypatch.setattr(ops, "plan_thresholds", plan_thresholds_triton)
+    monkeypatch.setattr(KeyDiff, "score", lambda self, evidence: keydiff_blocks(evidence.store, evidence.blocks))
     monkeypatch.setattr(warm_up, "make_attention", TritonAttention)
     monkeypatch.setattr(extend_attention_triton, "ExtendAttention", WideExtend)
     return seen
@@ -145,18 +151,21 @@ def serve(runtime, cap):
         places = torch.zeros(sum(new), dtype=torch.int64, device=device)
         levels = [gen.choice((default, None)) for _ in range(n)] if turn % 2 else None
         waiting = [[j for j in range(x // P) if gen.random() < 0.2] for x in prefixes] if default else None
-        attention.plan_extend(
-            Snapshot(
-                rows.to(device), torch.tensor(lens, device=device), places, places, lens, prefixes, new, levels, waiting
-            )
+        snap = Snapshot(
+            rows.to(device), torch.tensor(lens, device=device), places, places, lens, prefixes, new, levels, waiting
         )
+        attention.plan_extend(snap)
+        if policy.observes:
+            attention.note(snap, torch.tensor(new, dtype=torch.int32, device=device))
         for layer in range(LAYERS):
             attention.extend(layer, *tensors(sum(new), device), scale=0.3, logit_cap=cap)
         n = gen.randint(1, REQUESTS)
         lens = [gen.randint(1, COLUMNS * P) for _ in range(n)]
         table = torch.zeros((REQUESTS + 1, COLUMNS * P), dtype=torch.int32, device=device)
         at, step = torch.arange(n + 1, device=device)[1:], torch.tensor([0, *lens], device=device)[1:]
-        attention.plan_decode(table, at, step, lens)
+        snap = attention.plan_decode(table, at, step, lens)
+        if policy.observes:
+            attention.note(snap, None)
         for layer in range(LAYERS):
             attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap)
         runtime.free(ids)
@@ -175,6 +184,10 @@ def compare(options, cap, launched, *expected):
     launched.clear()
     serve(runtime, cap)
     assert {name for name, *_ in launched} >= {"_append_kernel", "_split_kernel", "merge_kernel", *expected}
+    seen, policy = {name for name, *_ in launched}, runtime.policy
+    assert ("note_kernel" in seen) == policy.observes
+    assert ("thresholds_kernel" in seen) == (policy.name == "leankv")
+    assert ("keydiff_kernel" in seen) == (getattr(policy, "scorer", "") == "keydiff")
     assert not {(name, combination) for name, combination, _ in launched - ready}
 
 
