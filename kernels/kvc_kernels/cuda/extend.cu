@@ -18,7 +18,8 @@ struct Arguments {
   u8* out;
   const u8* own_o;       // null: the new tokens among themselves are done here
   const float* own_lse;
-  float *part_o, *part_lse, *out_lse;
+  u8* part_o;  // fp16
+  float *part_lse, *out_lse;
   const int* items;
   const i64* lists;
   const int* sizes;

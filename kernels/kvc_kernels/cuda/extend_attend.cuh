@@ -8,10 +8,10 @@
 
 constexpr float NOTHING = -1.0e30f;  // log-sum-exp of no token
 constexpr float LOG2E = 1.4426950408889634f;
-// The maximum that a row's exponents are relative to is only raised when it is exceeded by this (in powers of two): p is
-// then at most 256, which fp16 holds as exactly as 1, and most tiles need no reduction across threads, and no product of
-// what was summed before.
-constexpr float SLACK = 8.0f;
+// The maximum that a row's exponents are relative to is only raised when a thread's 16 probabilities of it come to more
+// than this: fp16 holds such numbers as exactly as those below 1, and most tiles need no maximum, no reduction across
+// threads, and no product of what was summed before.
+constexpr float MOST_SUM = 1024.0f;
 
 // What a thread holds of 64 rows: of rows r and r + 8, of every eight features two.
 struct Rows {
@@ -55,50 +55,52 @@ __device__ __forceinline__ void mask(float (&s)[32], const Arguments& a, int2 se
   }
 }
 
-// Raw products of a tile -> probabilities, and what was summed before scaled to the new maximum.
-__device__ __forceinline__ void softmax(float (&s)[32], Rows& x, const Arguments& a, int2 seen, int group) {
+// Probabilities in fp16 relative to the rows' maxima, and their sums a row, which the same rounded numbers give.
+__device__ __forceinline__ void exponentials(u32 (&p)[16], float (&sum)[2], const float (&s)[32], const Rows& x, float factor) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const float m = x.m[i % 2];
+    p[i] = halves(exp2_fast(fmaf(s[2 * i], factor, -m)), exp2_fast(fmaf(s[2 * i + 1], factor, -m)));
+  }
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const u32 pairs = add2(add2(add2(p[j], p[j + 2]), add2(p[j + 4], p[j + 6])),
+                           add2(add2(p[j + 8], p[j + 10]), add2(p[j + 12], p[j + 14])));
+    sum[j] = model_float<false>(pairs) + model_float<false>(pairs >> 16);
+  }
+}
+
+// Raw products of a tile -> probabilities, and what was summed before scaled to the new maxima.
+__device__ __forceinline__ void softmax(
+    u32 (&p)[16], float (&s)[32], Rows& x, const Arguments& a, int2 seen, int group) {
   if constexpr (CAPPED) {
 #pragma unroll
     for (int i = 0; i < 32; i++) s[i] = a.cap_factor * (1.0f - 2.0f * reciprocal(exp2_fast(s[i] * a.inner) + 1.0f));
   }
   const float factor = CAPPED ? 1.0f : a.factor;
   if (seen.x < TILE || seen.y >= 0) mask(s, a, seen, group);
-  float top[2];
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    float t[4] = {s[2 * j], s[2 * j + 1], s[2 * j + 4], s[2 * j + 5]};
-#pragma unroll
-    for (int i = 2; i < 8; i++) {
-      t[i % 2 * 2] = fmaxf(t[i % 2 * 2], s[4 * i + 2 * j]);
-      t[i % 2 * 2 + 1] = fmaxf(t[i % 2 * 2 + 1], s[4 * i + 2 * j + 1]);
-    }
-    top[j] = fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3])) * factor;
-  }
-  if (__any_sync(~0u, top[0] > x.m[0] + SLACK || top[1] > x.m[1] + SLACK)) {
+  float sum[2];
+  exponentials(p, sum, s, x, factor);
+  if (__any_sync(~0u, !(sum[0] <= MOST_SUM) || !(sum[1] <= MOST_SUM))) {  // infinite at the first tile
     float shrink[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], 1));
-      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], 2));
-      const float m = fmaxf(x.m[j], top[j]);
+      float top = s[2 * j];
+#pragma unroll
+      for (int i = 0; i < 16; i++) top = fmaxf(top, s[i / 2 * 4 + j * 2 + i % 2]);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const float m = fmaxf(x.m[j], top * factor);
       shrink[j] = exp2_fast(x.m[j] - m);
       x.l[j] *= shrink[j];
       x.m[j] = m;
     }
 #pragma unroll
     for (int i = 0; i < 64; i++) x.o[i] *= shrink[i / 2 % 2];
+    exponentials(p, sum, s, x, factor);
   }
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      float& y = s[i / 2 * 4 + j * 2 + i % 2];
-      y = exp2_fast(fmaf(y, factor, -x.m[j]));
-      sum[i % 2] += y;
-    }
-    x.l[j] += sum[0] + sum[1];
-  }
+  x.l[0] += sum[0];
+  x.l[1] += sum[1];
 }
 
 // What the sums come to; joined with what the new tokens gave, where FlashInfer did those.
@@ -129,7 +131,7 @@ __device__ __forceinline__ void store_rows(const Arguments& a, const Item& item,
       }
       pair = make_float2(pair.x * over, pair.y * over);
       if (item.slot >= 0) {
-        *reinterpret_cast<float2*>(a.part_o + slot * DIM + i * 8 + column) = pair;
+        *reinterpret_cast<u32*>(a.part_o + (slot * DIM + i * 8 + column) * 2) = halves(pair.x, pair.y);
       } else if (r < item.rows) {
         const u32 y = model_pair_of<MODEL_BF16>(pair.x, pair.y);
         *reinterpret_cast<u32*>(a.out + (place * DIM + i * 8 + column) * 2) = y;
@@ -166,29 +168,9 @@ __device__ __forceinline__ void begin_output(Rows& x, const u32 (&p)[16], u32 v)
   products_commit();
 }
 
-__device__ __forceinline__ void to_halves(u32 (&p)[16], const float (&s)[32]) {
-#pragma unroll
-  for (int i = 0; i < 16; i++) p[i] = halves(s[2 * i], s[2 * i + 1]);
-}
-
 __device__ __forceinline__ void release(u32 barrier) {
   __syncwarp();
   if (elected()) barrier_arrive(barrier);
-}
-
-__device__ __forceinline__ void group_tile(Rows& x, u32 q, u32 k, u32 v, const Arguments& a, int2 seen, int group, u32 full, int parity) {
-  float s[32];
-  u32 p[16];
-  begin_logits(s, q, k);
-  products_wait<0>();
-  pin(s);
-  softmax(s, x, a, seen, group);
-  to_halves(p, s);
-  if (group == 0) barrier_wait(full, parity);
-  pin(x.o);
-  begin_output(x, p, v);
-  products_wait<0>();
-  pin(x.o);
 }
 
 __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int warpgroup) {
@@ -213,8 +195,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int 
   products_wait<0>();
   pin(logits);
   while (seen.x >= 0) {
-    softmax(logits, x, a, seen, 0);
-    to_halves(p, logits);
+    softmax(p, logits, x, a, seen, 0);
     barrier_wait(s.values_full(stage), parity);
     if constexpr (GROUPS == 2) {
       begin_output(x, p, v0 + at(stage));
@@ -225,8 +206,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int 
     }
     release(s.keys_empty(stage));
     if constexpr (GROUPS == 2) {
-      softmax(logits, y, a, seen, 1);
-      to_halves(p, logits);
+      softmax(p, logits, y, a, seen, 1);
     }
     const int now = stage;
     if (++stage == STAGES) stage = 0, parity ^= 1;

@@ -87,11 +87,14 @@ __device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacke
       const Item item(a);
       mark = mark + 1 < NC ? mark + 1 : OWN;
       at = end = 0;
+      const int own = a.own_o ? 0 : (min(item.first + ROWS, item.rows) + G - 1) / G;  // tokens, for the first part
       if (mark < OWN) {
-        const u32 blocks = a.sizes[item.request * NC + mark];
-        at = blocks * item.part / item.parts, end = blocks * (item.part + 1) / item.parts;
-      } else if (a.own_o == nullptr && item.own) {
-        end = (min(item.first + ROWS, item.rows) + G - 1) / G;
+        // The first part has as many blocks fewer of the last class as the new tokens amount to.
+        const u32 blocks = a.sizes[item.request * NC + mark], more = mark == NC - 1 ? (own + P - 1) / P : 0;
+        at = max((blocks + more) * item.part / item.parts, more) - more;
+        end = max((blocks + more) * (item.part + 1) / item.parts, more) - more;
+      } else if (item.own) {
+        end = own;
       }
     }
   }
@@ -205,11 +208,16 @@ __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s
   const auto full = [&](int stage) { return KEYS ? s.keys_full(stage) : s.values_full(stage); };
   const auto empty = [&](int stage) { return KEYS ? s.keys_empty(stage) : s.values_empty(stage); };
   int listed = 0, next = 0;
+  KeyScales held = {};
+  bool fresh = true;  // they are to be read
   for (int i = 1 - RING;; i++) {
     const int self = kept(thread);  // so that little of what follows from it is held from tile to tile
     copies_wait<RING - 2>();
     __syncwarp();  // tile i is there, and every lane is done with tile i - 1, whose place is next
-    if (next == listed) listed = list_tiles(a, s.base, unpacker), next = 0;
+    if (next == listed) {
+      listed = list_tiles(a, s.base, unpacker), next = 0;
+      held = {}, fresh = true;  // nothing has to live through a call: such registers would be spilled
+    }
     const int ahead = (i + RING - 1) % RING;
     int2 coming = make_int2(0, END << 24);
     if (next < listed) coming = tiles.words[next];
@@ -238,14 +246,19 @@ __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s
       if constexpr (c.key_bits < 16) {
         constexpr int CODES = TILE * 4 * (KEYS ? c.key_bits : c.value_bits);
         if constexpr (KEYS) {
-          unpack_keys<c.key_bits, TOKEN_KEYS>(raw, raw + CODES, to, self);
+          fresh = fresh || (word.y >> 12 & 0xFFF) == 0;
+          unpack_keys<c.key_bits, TOKEN_KEYS>(raw, raw + CODES, to, fresh, held, self);
+          fresh = false;
         } else {
           unpack_values<c.value_bits>(raw, raw + CODES, to, live, self);
         }
         dense = false;
       }
     });
-    if (dense) copy_dense<KEYS>(a, word, to, live);
+    if (dense) {
+      copy_dense<KEYS>(a, word, to, live);
+      held = {}, fresh = true;
+    }
     fence_for_products();
     __syncwarp();
     if (lane == 0) barrier_arrive(full(stage));

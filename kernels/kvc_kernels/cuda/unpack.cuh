@@ -57,40 +57,90 @@ struct Share {
   }
 };
 
-template <int BITS, bool TOKEN, int FIELD, class S>
-__device__ __forceinline__ void unpack_key_field(const S& codes, u32 meta, u32 to) {
+// Scale and zero of the features that a thread unpacks, of up to two fields. They are those of a whole block, and stay in
+// registers from its first tile on: reading them takes as long as reading the codes (4 wavefronts an instruction).
+struct KeyScales {
+  u32 s[2][4], z[2][4];
+};
+
+template <int BITS>
+__device__ __forceinline__ void load_key_scales(u32 meta, int chunk, u32 (&s)[4], u32 (&z)[4]) {
+  load16(meta + chunk * 16, s);
+  load16(meta + 2 * DIM + chunk * 16, z);
+  if constexpr (BITS < 8) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) s[j] = mul2(s[j], both(BITS == 4 ? 0x4C40 : 0x5550));  // 17, 85
+  }
+}
+
+template <int BITS, int FIELD, class S>
+__device__ __forceinline__ void unpack_key_field(const S& codes, u32 to, const u32 (&s)[4], const u32 (&z)[4]) {
   const int chunk = FIELD * S::GROUPS + codes.group;
   const u32 column = to + chunk / 8 * HALF_TILE;
-  u32 s[4], z[4];
-  if constexpr (!TOKEN) {
-    load16(meta + chunk * 16, s);
-    load16(meta + 2 * DIM + chunk * 16, z);
-    if constexpr (BITS < 8) {
 #pragma unroll
-      for (int j = 0; j < 4; j++) s[j] = mul2(s[j], both(BITS == 4 ? 0x4C40 : 0x5550));  // 17, 85
-    }
+  for (int i = 0; i < S::ROUNDS; i++) {
+    unpack8<BITS, FIELD>(column + swizzled(codes.first + i * S::ROWS, chunk % 8), codes.x0[i], codes.x1[i], s, z);
   }
+}
+
+template <int BITS, int FIELD, class S>
+__device__ __forceinline__ void unpack_token_key_field(const S& codes, u32 meta, u32 to) {
+  const int chunk = FIELD * S::GROUPS + codes.group;
+  const u32 column = to + chunk / 8 * HALF_TILE;
 #pragma unroll
   for (int i = 0; i < S::ROUNDS; i++) {
     const int row = codes.first + i * S::ROWS;
-    if constexpr (TOKEN) {
-      s[0] = s[1] = s[2] = s[3] = load_twice(meta + row * 2);
-      z[0] = z[1] = z[2] = z[3] = load_twice(meta + 2 * TILE + row * 2);
-    }
+    const u32 scale = load_twice(meta + row * 2), zero = load_twice(meta + 2 * TILE + row * 2);
+    const u32 s[4] = {scale, scale, scale, scale}, z[4] = {zero, zero, zero, zero};
     unpack8<BITS, FIELD>(column + swizzled(row, chunk % 8), codes.x0[i], codes.x1[i], s, z);
   }
 }
 
-// Codes [64, 16 * BITS bytes] -> keys. `meta`: fp16 [2, 128], scale on the 8-bit grid and zero by feature, or
-// (TOKEN) [2, 64], scale and zero by token.
+// Codes [64, 16 * BITS bytes] -> keys. `meta`: fp16 [2, 128], scale on the 8-bit grid and zero by feature, or (TOKEN)
+// [2, 64], scale and zero by token. `fresh`: they are not those in `held`.
 template <int BITS, bool TOKEN>
-__device__ __forceinline__ void unpack_keys(u32 raw, u32 meta, u32 to, int thread) {
-  const Share<16 * BITS, TILE> codes(raw, thread);
-  unpack_key_field<BITS, TOKEN, 0>(codes, meta, to);
-  if constexpr (BITS <= 4) unpack_key_field<BITS, TOKEN, 1>(codes, meta, to);
-  if constexpr (BITS <= 2) {
-    unpack_key_field<BITS, TOKEN, 2>(codes, meta, to);
-    unpack_key_field<BITS, TOKEN, 3>(codes, meta, to);
+__device__ __forceinline__ void unpack_keys(u32 raw, u32 meta, u32 to, bool fresh, KeyScales& held, int thread) {
+  using Codes = Share<16 * BITS, TILE>;
+  if constexpr (!TOKEN && BITS > 2) {
+    // Round by round, with the next one's codes on their way: registers hold scales instead.
+    const int group = thread % Codes::GROUPS, first = thread / Codes::GROUPS;
+    if (fresh) {
+      load_key_scales<BITS>(meta, group, held.s[0], held.z[0]);
+      if constexpr (BITS == 4) load_key_scales<BITS>(meta, Codes::GROUPS + group, held.s[1], held.z[1]);
+    }
+    raw += thread % 32 * 8;
+    to += swizzled(first, group % 8) + group / 8 * HALF_TILE;
+    u32 x0, x1;
+    load8(raw, x0, x1);
+#pragma unroll
+    for (int i = 0; i < Codes::ROUNDS; i++) {
+      u32 y0 = 0, y1 = 0;
+      if (i + 1 < Codes::ROUNDS) load8(raw + (i + 1) * 256, y0, y1);
+      const u32 row = to + i * Codes::ROWS * 128;
+      unpack8<BITS, 0>(row, x0, x1, held.s[0], held.z[0]);
+      if constexpr (BITS == 4) unpack8<BITS, 1>(row + HALF_TILE, x0, x1, held.s[1], held.z[1]);
+      x0 = y0, x1 = y1;
+    }
+    return;
+  }
+  const Codes codes(raw, thread);
+  if constexpr (TOKEN) {
+    unpack_token_key_field<BITS, 0>(codes, meta, to);
+    if constexpr (BITS <= 4) unpack_token_key_field<BITS, 1>(codes, meta, to);
+    if constexpr (BITS <= 2) {
+      unpack_token_key_field<BITS, 2>(codes, meta, to);
+      unpack_token_key_field<BITS, 3>(codes, meta, to);
+    }
+  } else if constexpr (BITS == 2) {  // four fields are too many to hold
+    u32 s[4], z[4];
+    load_key_scales<BITS>(meta, codes.group, s, z);
+    unpack_key_field<BITS, 0>(codes, to, s, z);
+    load_key_scales<BITS>(meta, codes.GROUPS + codes.group, s, z);
+    unpack_key_field<BITS, 1>(codes, to, s, z);
+    load_key_scales<BITS>(meta, 2 * codes.GROUPS + codes.group, s, z);
+    unpack_key_field<BITS, 2>(codes, to, s, z);
+    load_key_scales<BITS>(meta, 3 * codes.GROUPS + codes.group, s, z);
+    unpack_key_field<BITS, 3>(codes, to, s, z);
   }
 }
 

@@ -351,9 +351,10 @@ class ExtendAttention:
                 staged, lse is not None, not INTERPRET, num_warps=t.warps,
             )  # fmt: skip
         if plan.n_joins:
-            rows = min(16, self._rows)
+            rows = min(8, self._rows)
+            part_o = self._part_o.view(torch.float16) if self._use_hopper else self._part_o
             join_parts_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
-                self._part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
+                part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
                 self._rows, rows, lse is not None, num_warps=4,
             )  # fmt: skip
 
