@@ -68,12 +68,13 @@ def test_extend(ladder, options, tmp_path):
     assert called and all(n <= unpack for n in called.values()), called
 
 
-def test_arguments_are_those_of_the_kernel():
-    text = (nvrtc.SOURCES / "extend.cu").read_text()
-    body = re.search(r"struct Arguments \{(.*?)\};", text, re.S)[1]
+@pytest.mark.parametrize("struct, source", [(extend.Arguments, "extend.cu"), (extend.JoinArguments, "extend_join.cuh")])
+def test_arguments_are_those_of_the_kernel(struct, source):
+    text = (nvrtc.SOURCES / source).read_text()
+    body = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.S)[1]
     body = re.sub(r"//.*", "", body)
     names = [re.sub(r"^.*[\s*]", "", part.strip()) for line in body.split(";") for part in line.split(",")]
-    assert [n for n in names if n] == [name for name, _ in extend.Arguments._fields_]
+    assert [n for n in names if n] == [name for name, _ in struct._fields_]
 
 
 def test_bad_source_says_what_is_wrong():

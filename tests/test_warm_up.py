@@ -109,7 +109,7 @@ def hopper(launched, monkeypatch):
     ragged = extend_flashinfer_triton.RaggedPrefill
     monkeypatch.setattr(ragged, "create", ragged)
     monkeypatch.setattr(extend_hopper_cuda, "supports", lambda store: True)
-    monkeypatch.setattr(extend_hopper_cuda, "_kernel", lambda text, device: CudaKernel(text, launched))
+    monkeypatch.setattr(extend_hopper_cuda, "_kernels", lambda text, device: 2 * (CudaKernel(text, launched),))
     monkeypatch.setattr(extend_attention_triton, "ExtendAttention", partial(WideExtend, hopper=True))
     monkeypatch.setattr(decode_attention_triton.DecodeAttention, "_choose_engine", lambda self: "gluon")
 

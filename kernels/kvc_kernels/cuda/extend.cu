@@ -105,6 +105,7 @@ __device__ __forceinline__ i64 block_head(const Arguments& a, int block) {
 
 #include "extend_tiles.cuh"
 #include "extend_attend.cuh"
+#include "extend_join.cuh"
 
 extern "C" __global__ void __launch_bounds__(4 * 128, 1) extend(const __grid_constant__ Arguments a) {
   extern __shared__ u8 memory[];

@@ -222,6 +222,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int 
     else pin(x.o);
     release(s.values_empty(now));
   }
+  let_next_kernel_start();
   const Item item(a);
   const int thread = thread_again() % 128;
   const int row = item.first + warpgroup * GROUPS * 64 + thread / 32 * 16 + thread % 32 / 4;

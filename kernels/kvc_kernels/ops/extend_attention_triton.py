@@ -337,24 +337,23 @@ class ExtendAttention:
             self._hopper.launch(
                 plan, self._rows, layer, q, k, v, out, lse, own, self._part_o, self._part_lse, scale, logit_cap
             )
-        else:
-            own_o, own_lse = own or (out, self._part_lse)
-            staged = self._stages and own is None
-            rows = (self._staged.sees, self._staged.rows.k, self._staged.rows.v) if staged else (plan.sizes, k, v)
-            _extend_kernel[(plan.n_items * layout.heads,)](
-                q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
-                own_o, own_lse, self._part_o, self._part_lse, out_lse, self._scratch, plan.items, plan.lists,
-                plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, *rows, layer, scale,
-                logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
-                layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
-                own is None, layout.key_mode == TOKEN, logit_cap > 0, self._rows, self._tile, t.stages,
-                staged, lse is not None, not INTERPRET, num_warps=t.warps,
-            )  # fmt: skip
+            return
+        own_o, own_lse = own or (out, self._part_lse)
+        staged = self._stages and own is None
+        rows = (self._staged.sees, self._staged.rows.k, self._staged.rows.v) if staged else (plan.sizes, k, v)
+        _extend_kernel[(plan.n_items * layout.heads,)](
+            q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
+            own_o, own_lse, self._part_o, self._part_lse, out_lse, self._scratch, plan.items, plan.lists,
+            plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, *rows, layer, scale,
+            logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
+            layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
+            own is None, layout.key_mode == TOKEN, logit_cap > 0, self._rows, self._tile, t.stages,
+            staged, lse is not None, not INTERPRET, num_warps=t.warps,
+        )  # fmt: skip
         if plan.n_joins:
-            rows = min(8, self._rows)
-            part_o = self._part_o.view(torch.float16) if self._use_hopper else self._part_o
+            rows = min(16, self._rows)
             join_parts_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
-                part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
+                self._part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
                 self._rows, rows, lse is not None, num_warps=4,
             )  # fmt: skip
 

@@ -14,8 +14,9 @@ import torch
 
 from ..layout import TOKEN
 from ..store import PageStore
-from .nvrtc import Kernel
+from .nvrtc import Kernel, Module
 
+JOIN_WARPS = 4  # rows that a block joins
 MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `cuda/extend.cu`
 STAGES = 3  # unpacked tiles in flight
 # Registers of a thread that multiplies and of one that unpacks, by query rows; twice both are the 512 that there are.
@@ -37,6 +38,12 @@ class Arguments(ctypes.Structure):
         ("inner", ctypes.c_float),
         ("cap_factor", ctypes.c_float),
     ]  # fmt: skip
+
+
+class JoinArguments(ctypes.Structure):
+    """`JoinArguments` of `cuda/extend_join.cuh`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("part_o", "part_lse", "joins", "out", "out_lse")]
 
 
 def supports(store: PageStore) -> bool:
@@ -63,8 +70,10 @@ def constants(store: PageStore, group: int, classes: tuple[tuple[int, ...], ...]
 
 
 @cache
-def _kernel(text: str, device: torch.device) -> Kernel:
-    return Kernel("extend.cu", "extend", text)
+def _kernels(text: str, device: torch.device) -> tuple[Kernel, Kernel]:
+    """(attention over parts, join of parts); compiled at their first use, in a second or two."""
+    module = Module("extend.cu", text)
+    return Kernel(module, "extend", shared=module.integer("shared_bytes")), Kernel(module, "join", early=True)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -81,17 +90,16 @@ class HopperExtend:
 
     def __init__(self, store: PageStore, group: int, classes: tuple[tuple[int, ...], ...]):
         self.store, self.group, self.classes = store, group, classes
-        self._kernels: dict[tuple[int, bool], Kernel] = {}
+        self._kernels: dict[tuple[int, bool], tuple[Kernel, Kernel]] = {}
 
-    def kernel(self, rows: int, capped: bool) -> Kernel:
-        """The kernel for `rows` query rows a program; compiled at its first use, in a second or two."""
+    def kernels(self, rows: int, capped: bool) -> tuple[Kernel, Kernel]:
         if (rows, capped) not in self._kernels:
             text = constants(self.store, self.group, self.classes, rows, capped)
-            self._kernels[rows, capped] = _kernel(text, self.store.device)
+            self._kernels[rows, capped] = _kernels(text, self.store.device)
         return self._kernels[rows, capped]
 
     def launch(self, plan, rows: int, layer: int, q, k, v, out, lse, own, part_o, part_lse, scale, logit_cap) -> None:
-        """`rows` query rows a program, 128 or 256; the rest as in `ExtendAttention`."""
+        """`rows` query rows a program, 128 or 256; `part_o` fp16, the rest as in `ExtendAttention`."""
         store = self.store
         q, k, v = _rows(q), _rows(k), _rows(v)
         own_o, own_lse = own or (None, None)
@@ -108,4 +116,8 @@ class HopperExtend:
         for name, x in (("q", q), ("k", k), ("v", v)):
             setattr(a, f"{name}_stride_n", x.stride(0) * x.element_size())
             setattr(a, f"{name}_stride_h", x.stride(1) * x.element_size())
-        self.kernel(rows, logit_cap > 0).launch(plan.n_items * store.layout.heads, 512, a)
+        attend, join = self.kernels(rows, logit_cap > 0)
+        attend.launch(plan.n_items * store.layout.heads, 512, a)
+        if plan.n_joins:
+            b = JoinArguments(a.part_o, a.part_lse, plan.joins.data_ptr(), a.out, a.out_lse)
+            join.launch(plan.n_joins * store.layout.heads * rows // JOIN_WARPS, 32 * JOIN_WARPS, b)

@@ -14,7 +14,7 @@ def join_parts_kernel(
     part_o, part_lse, joins, out, out_lse,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr,
 ):
-    """Partial results of query tiles, part_o in any dtype. grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: query start, first, end row,
+    """Partial results of query tiles. grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: query start, first, end row,
     first slot, slots.
     """
     join = joins + tl.program_id(0) * 5

@@ -10,6 +10,7 @@ import torch
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 @cache
@@ -63,30 +64,56 @@ def compile_source(name: str, constants: str, arch: str = "sm_90a") -> tuple[byt
     return cubin.raw, said
 
 
-class Kernel:
-    """A kernel with one argument, a struct by value, and the shared memory that its module's `shared_bytes` names."""
+class Module:
+    """`cuda/<name>`, compiled for the device in use."""
 
-    def __init__(self, name: str, function: str, constants: str):
+    def __init__(self, name: str, constants: str):
         cubin, _ = compile_source(name, constants)
-        driver = self._driver = _library("libcuda.so.1")
+        self.driver = _library("libcuda.so.1")
         torch.cuda.current_stream()  # the context exists
-        module, address, size = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t()
-        self._function, shared = ctypes.c_void_p(), ctypes.c_int()
-        _check(driver, driver.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
-        code = driver.cuModuleGetFunction(ctypes.byref(self._function), module, function.encode())
-        _check(driver, code, "cuModuleGetFunction")
-        code = driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), module, b"shared_bytes")
-        _check(driver, code, "cuModuleGetGlobal")
-        _check(driver, driver.cuMemcpyDtoH_v2(ctypes.byref(shared), address, 4), "cuMemcpyDtoH")
-        self.shared = shared.value
-        code = driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, self.shared)
-        _check(driver, code, f"asking for {self.shared} bytes of shared memory")
+        self.handle = ctypes.c_void_p()
+        _check(self.driver, self.driver.cuModuleLoadData(ctypes.byref(self.handle), cubin), "cuModuleLoadData")
+
+    def integer(self, name: str) -> int:
+        """A constant of the module."""
+        address, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+        code = self.driver.cuModuleGetGlobal_v2(
+            ctypes.byref(address), ctypes.byref(size), self.handle, name.encode()
+        )
+        _check(self.driver, code, f"looking for {name}")
+        _check(self.driver, self.driver.cuMemcpyDtoH_v2(ctypes.byref(value), address, 4), f"reading {name}")
+        return value.value
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")],
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class Kernel:
+    """A kernel of `module` with one argument, a struct by value. `early`: its blocks may start before the kernel ahead
+    of it has ended, and wait for that themselves (griddepcontrol.wait)."""
+
+    def __init__(self, module: Module, function: str, *, shared: int = 0, early: bool = False):
+        self._driver, self._function = module.driver, ctypes.c_void_p()
+        code = self._driver.cuModuleGetFunction(ctypes.byref(self._function), module.handle, function.encode())
+        _check(self._driver, code, f"looking for {function}")
+        code = self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared)
+        _check(self._driver, code, f"asking for {shared} bytes of shared memory")
+        self._attribute = _Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1)
+        self._config = _Config(
+            gy=1, gz=1, by=1, bz=1, shared=shared, attributes=ctypes.pointer(self._attribute), count=int(early)
+        )
 
     def launch(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
         """`programs` blocks of `threads` threads on the current stream; the struct is copied at once."""
-        pointer = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = self._driver.cuLaunchKernel(
-            self._function, programs, 1, 1, threads, 1, 1, self.shared, stream, pointer, None
-        )
-        _check(self._driver, code, "cuLaunchKernel")
+        config, pointer = self._config, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        config.gx, config.bx, config.stream = programs, threads, torch.cuda.current_stream().cuda_stream
+        code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointer, None)
+        _check(self._driver, code, "cuLaunchKernelEx")
