@@ -47,7 +47,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode, page_tokens):
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
     store, rows, _, _ = case(spec, mode, page_tokens)
-    op = ExtendAttention(store, query_heads=4 * HEADS, whole=True)._unpacked
+    op = ExtendAttention(store, query_heads=4 * HEADS, whole=True, hopper=False)._unpacked
     assert op.plan(rows, PREFIX, NEW)
     op.k.fill_(torch.nan)
     op.v.fill_(torch.nan)
@@ -70,7 +70,7 @@ def test_against_the_reference(spec, mode, group, cap, staged):
     qkv = torch.randn((sum(NEW), HEADS * (group + 2), DIM), generator=gen, device="cuda").bfloat16()
     q = qkv[:, : HEADS * group]  # a view, as a model hands it over
     fmt = store.ladder[1].high if staged else None
-    op = ExtendAttention(store, query_heads=HEADS * group, max_blocks=64, stored_as=fmt, whole=True)
+    op = ExtendAttention(store, query_heads=HEADS * group, max_blocks=64, stored_as=fmt, whole=True, hopper=False)
     op._unpacked.slots = 16  # several passes
     op.plan(rows, PREFIX, NEW, [[16], [], []] if staged else None)
     assert op._use_unpacked
@@ -89,7 +89,7 @@ def test_no_sync():
 
     store, rows, k, v = case("k4v4")
     q = torch.randn((sum(NEW), HEADS * 4, DIM), device="cuda").bfloat16()
-    op = ExtendAttention(store, query_heads=HEADS * 4, max_blocks=64, stored_as=store.ladder[1].high)
+    op = ExtendAttention(store, query_heads=HEADS * 4, max_blocks=64, stored_as=store.ladder[1].high, hopper=False)
     for _ in range(2):
         op.plan(rows, PREFIX, NEW, [[16], [], []])
         assert op._use_unpacked

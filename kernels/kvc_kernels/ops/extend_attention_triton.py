@@ -206,7 +206,8 @@ class ExtendAttention:
         if stored_as is not None:
             self._staged = StagedExtend(store, stored_as, self._ragged, query_heads=query_heads)
         self._unpacked = None
-        if stored_as is not None if whole is None else whole:
+        # Where the kernel for Hopper runs it is faster than FlashInfer over unpacked rows, too.
+        if self._hopper is None and (stored_as is not None if whole is None else whole):
             self._unpacked = UnpackedPrefix.create(store, self._classes, self._ragged)
         self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
