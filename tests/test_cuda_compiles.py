@@ -82,6 +82,17 @@ def test_bad_source_says_what_is_wrong():
         nvrtc.compile_source("extend.cu", "")
 
 
+def test_a_missing_compiler_is_one_line_in_the_log(monkeypatch, caplog):
+    def missing():
+        raise OSError("libnvrtc.so.13: cannot open shared object file")
+
+    nvrtc.available.cache_clear()
+    monkeypatch.setattr(nvrtc, "_nvrtc", missing)
+    assert not nvrtc.available()
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "libnvrtc" in caplog.text
+    nvrtc.available.cache_clear()
+
+
 def test_supports_names_what_it_was_written_for():
     def store(**changes):
         layout = SimpleNamespace(**{"head_dim": 128, "block_tokens": 128, **changes})
@@ -92,5 +103,8 @@ def test_supports_names_what_it_was_written_for():
         assert extend.supports(store())
         assert not extend.supports(store(head_dim=64))
         assert not extend.supports(store(block_tokens=2 * extend.MOST_BLOCK_TOKENS))
+        patch.setattr(extend, "available", lambda: False)  # then the Triton kernel serves
+        assert not extend.supports(store())
+        patch.setattr(extend, "available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
         assert not extend.supports(store())

@@ -291,7 +291,9 @@ class ExtendAttention:
         rows = plan.n_slots * layout.heads * self._rows
         if self._part_lse.numel() < rows:
             self._part_lse = self._part_lse.new_empty(rows)
-            self._part_o = self._part_o.new_empty(rows * layout.head_dim)
+        parts = rows * layout.head_dim // (2 if self._use_hopper else 1)  # there they are fp16
+        if self._part_o.numel() < parts:
+            self._part_o = self._part_o.new_empty(parts)
 
     def run(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from ..layout import TOKEN
 from ..store import PageStore
-from .nvrtc import Kernel, Module
+from .nvrtc import Kernel, Module, available
 
 JOIN_WARPS = 4  # rows that a block joins
 MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `cuda/extend.cu`
@@ -50,7 +50,7 @@ def supports(store: PageStore) -> bool:
     """Whether the kernel is written for this store: head_dim 128, blocks that it can list, on Hopper."""
     if store.device.type != "cuda" or torch.cuda.get_device_capability(store.device) != (9, 0):
         return False
-    return store.layout.head_dim == 128 and store.layout.block_tokens <= MOST_BLOCK_TOKENS
+    return store.layout.head_dim == 128 and store.layout.block_tokens <= MOST_BLOCK_TOKENS and available()
 
 
 def constants(store: PageStore, group: int, classes: tuple[tuple[int, ...], ...], rows: int, capped: bool) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 from pathlib import Path
 
 import torch
 
+logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent.parent / "cuda"
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -29,6 +31,17 @@ def _nvrtc() -> ctypes.CDLL:
         if not found:
             raise
         return _library(str(found[0]))
+
+
+@cache
+def available() -> bool:
+    """Whether the compiler is there; it comes with torch's own CUDA packages."""
+    try:
+        _nvrtc()
+    except (OSError, ImportError) as error:
+        logger.warning("NVRTC is missing (%s): kernels in CUDA C++ are replaced by slower ones in Triton.", error)
+        return False
+    return True
 
 
 def _check(lib: ctypes.CDLL, code: int, what: str) -> None:
