@@ -90,8 +90,7 @@ struct Item {
   int request, start, first, rows, part, parts, slot, own;
 
   __device__ __forceinline__ explicit Item(const Arguments& a) {
-    const int* item = a.items + blockIdx.x / H * 8;
-    asm volatile("" : "+l"(item));
+    const int* item = kept(a.items + blockIdx.x / H * 8);
     request = item[0], start = item[1], first = item[2], rows = item[3];
     part = item[4], parts = item[5], slot = item[6], own = item[7];
   }
@@ -118,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(4 * 128, 1) extend(const __grid_con
       barrier_init(s.keys_empty(i), 2 * 4);
       barrier_init(s.values_empty(i), 2 * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_for_barriers();
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // one value for a warp, as the compiler then knows

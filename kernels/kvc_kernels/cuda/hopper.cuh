@@ -34,6 +34,8 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
       : "memory");
 }
 
+__device__ __forceinline__ void fence_for_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 // True in one lane of a whole warp.
 __device__ __forceinline__ bool elected() {
   int x;
@@ -111,6 +113,14 @@ __device__ __forceinline__ T kept(T x) {
     asm volatile("" : "+r"(x));
   }
   return x;
+}
+
+// Four bytes of x (numbered 0..3) and y (4..7), as the hexadecimal digits of WHICH say.
+template <u32 WHICH>
+__device__ __forceinline__ u32 bytes_of(u32 x, u32 y) {
+  u32 z;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "n"(WHICH));
+  return z;
 }
 
 // --- two halves (fp16) in a word -----------------------------------------------------------------------------------

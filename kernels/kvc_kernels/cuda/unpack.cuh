@@ -15,8 +15,8 @@ __host__ __device__ constexpr u32 both(u32 half) { return half << 16 | half; }
 // mantissa of 1024; an FMA takes the rest away. Exact for every code.
 template <int BITS, int FIELD>
 __device__ __forceinline__ void numbers(u32 x, u32& low, u32& high) {
-  asm("prmt.b32 %0, %1, %2, 0x4140;" : "=r"(low) : "r"(x), "r"(0x64646464));
-  asm("prmt.b32 %0, %1, %2, 0x4342;" : "=r"(high) : "r"(x), "r"(0x64646464));
+  low = bytes_of<0x4140>(x, 0x64646464);
+  high = bytes_of<0x4342>(x, 0x64646464);
   constexpr int shift = BITS * FIELD;
   if constexpr (BITS < 8) {
     constexpr u32 keep = both(0xFF00 | ((1 << BITS) - 1) << shift);

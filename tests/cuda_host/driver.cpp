@@ -1,0 +1,43 @@
+// Runs programs of cuda/extend.cu on the host, up to the tiles that they would multiply.
+#include "constants.h"
+#include "extend.cu"
+
+const Arguments* arguments;
+
+void body() {
+  extend(*arguments);
+  threads[threadIdx.x].over = true, progress++;
+  _longjmp(scheduler, 1);
+}
+
+// Program `program` -> its tiles, `most` at most; their number, or -1 where threads wait for each other forever.
+extern "C" int run(const Arguments* a, int program, Tile* to, int most, u64 seed) {
+  arguments = a, handed = to, room = most, tiles = 0, coin = seed, blockIdx.x = program;
+  memset(memory, 0xFF, sizeof(memory));
+  for (Meeting& m : meetings) m = {};
+  for (Thread& t : threads) {
+    t.begun = t.over = false, t.stack.resize(64 << 10);
+    t.copies.assign(1, {});
+  }
+  static int left, turn;  // setjmp spoils what lies in registers
+  static u64 before;
+  do {
+    before = progress, left = 0;
+    for (turn = 0; turn < THREADS; turn++) {
+      Thread& t = threads[threadIdx.x = seed % 2 ? THREADS - 1 - turn : turn];  // no order of threads may matter
+      if (t.over) continue;
+      left++;
+      if (_setjmp(scheduler)) continue;
+      if (t.begun) _longjmp(t.at, 1);
+      t.begun = true;
+      getcontext(&t.start);
+      t.start.uc_stack.ss_sp = t.stack.data();
+      t.start.uc_stack.ss_size = t.stack.size();
+      makecontext(&t.start, body, 0);
+      setcontext(&t.start);
+    }
+  } while (left && progress != before);
+  return left ? -1 : tiles;
+}
+
+extern "C" int tile_bytes() { return sizeof(Tile); }
