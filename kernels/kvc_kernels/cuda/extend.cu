@@ -1,7 +1,8 @@
 // Extend attention on Hopper: new tokens over their cached prefix, read from pages; head_dim 128.
 //
 // Two warpgroups turn pages into fp16 tiles of 64 keys and values in shared memory, whatever their format. Two others,
-// with GROUPS times 64 query rows each, multiply them (wgmma) and do the softmax. All constants in capitals that are not defined here come from `extend_hopper_cuda.py`.
+// with GROUPS times 64 query rows each, multiply them (wgmma) and do the softmax. All constants in capitals that are not
+// defined here come from `extend_hopper_cuda.py`.
 #include "unpack.cuh"
 
 struct Class {  // a format and its side of the block table; offsets in bytes from the page's start

@@ -7,7 +7,6 @@
 #pragma once
 
 constexpr float NOTHING = -1.0e30f;  // log-sum-exp of no token
-constexpr float LOG2E = 1.4426950408889634f;
 // The maximum that a row's exponents are relative to is only raised when a thread's 16 probabilities of it come to more
 // than this: fp16 holds such numbers as exactly as those below 1, and most tiles need no maximum, no reduction across
 // threads, and no product of what was summed before.

@@ -7,7 +7,7 @@
 
 constexpr int BLOCK_TILES = (P + TILE - 1) / TILE;
 constexpr int LISTED_BLOCKS = LISTED / BLOCK_TILES < 32 ? LISTED / BLOCK_TILES : 32;
-static_assert(LISTED_BLOCKS > 0, "blocks of more than 4096 tokens");
+static_assert(LISTED_BLOCKS > 0, "blocks of more than 2048 tokens");
 
 // f.operator()<C>() for class `c`; classes are known to the compiler, which one a tile has is not.
 template <int C = 0, class F>

@@ -269,7 +269,7 @@ class ExtendAttention:
             row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs,
             skip_full=self._staged.skips if self._stages else None,
         )
-        self._reserve(0 if self._use_ragged else max(extend_lens, default=0))
+        self._reserve()
 
     def _plan_unpacked(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> bool:
         """Whether packed blocks are unpacked for FlashInfer in this forward; it then has the new tokens, too."""
@@ -282,7 +282,7 @@ class ExtendAttention:
             self._ragged.plan(extend_lens)
         return self._use_unpacked
 
-    def _reserve(self, new: int) -> None:
+    def _reserve(self) -> None:
         """Grow the buffers to the plan: bounded by the new tokens of a forward but for 8 bytes a tile of the prefix."""
         layout, plan = self.store.layout, self._plan
         words = 0 if self._use_hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles

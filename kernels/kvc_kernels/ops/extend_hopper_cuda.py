@@ -16,6 +16,7 @@ from ..layout import TOKEN
 from ..store import PageStore
 from .nvrtc import Kernel, Module, available
 
+LOG2E = 1.4426950408889634
 JOIN_WARPS = 4  # rows that a block joins
 MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `cuda/extend.cu`
 STAGES = 3  # unpacked tiles in flight
@@ -80,9 +81,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy whose rows begin at multiples of 16 bytes, as the kernel reads them."""
     whole = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
     return x if whole else x.contiguous()
-
-
-LOG2E = 1.4426950408889634
 
 
 class HopperExtend:

@@ -82,7 +82,6 @@ class ExtendPlan:
                 slots += parts if parts > 1 else 0
             start += new
         self.n_items, self.n_joins, self.n_slots = len(items), len(joins), slots
-        self.part_blocks = max([-(-b // c) for b, c in zip(blocks, cuts)], default=0)
         flat = [x for row in items for x in row] + [x for row in joins for x in row] + list(prefix_lens)
         flat += [int(x) for x in skip_full or [False] * len(prefix_lens)]
         host = torch.tensor(flat, dtype=torch.int32)
