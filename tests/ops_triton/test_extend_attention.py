@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention, Tuning, extend_attention_triton
-from kvc_kernels.ops.extend_plan_triton import cut_prefixes
+from kvc_kernels.ops.extend_plan_triton import ExtendPlan, cut_prefixes
 from kvc_kernels.testing import dense_head, random_store
 
 SMALL = Tuning(rows=16, tile=32, programs_per_sm=12)
@@ -142,8 +144,57 @@ def test_nothing_stored_and_no_tokens():
     assert none.shape == (0, 4, 64)
 
 
+def ends(blocks, tiles, programs, most, start):
+    """When the last of all parts has ended, each given to the program that is free first."""
+    cut = [(min(most, b - at) + start, t) for b, t in zip(blocks, tiles) for at in range(0, max(b, 1), most)]
+    works = [work for work, t in cut for _ in range(t)]
+    free = [0] * programs
+    for work in sorted(works, reverse=True):
+        i = free.index(min(free))
+        free[i] += work
+    return max(free)
+
+
 def test_cuts():
-    assert cut_prefixes([400], [16], 264) == [16]
-    assert cut_prefixes([400, 0], [248, 8], 264) == [1, 1]
-    assert cut_prefixes([400] + [4] * 63, [8] * 64, 264)[0] > 8
-    assert cut_prefixes([], [], 264) == []
+    assert cut_prefixes([801], [8], 132, 2) == 49  # 16 of 49 a head and one of 17; two of those fit beside
+    assert cut_prefixes([800], [4], 132, 2) == 25
+    assert cut_prefixes([64], [1024], 132, 2) == 64  # rounds enough without
+    assert cut_prefixes([400] + [4] * 63, [8] * 64, 264) <= 25
+    assert cut_prefixes([], [], 264) == 1
+
+
+@given(
+    works=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=8),
+    programs=st.integers(1, 64),
+    start=st.integers(0, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_cuts_end_early(works, programs, start):
+    blocks, tiles = [b for b, _ in works], [t for _, t in works]
+    most = cut_prefixes(blocks, tiles, programs, start)
+    now = ends(blocks, tiles, programs, most, start)
+    assert now <= ends(blocks, tiles, programs, max([1, *blocks]), start)
+    parts = [max(1, -(-b // most)) for b in blocks]
+    assert sum(t * n for t, n in zip(tiles, parts)) <= sum(tiles) + 3 * programs
+    # No schedule is shorter than its work shared evenly; with the longest first it is at most a part longer.
+    assert now <= -(-sum((b + start * n) * t for (b, t), n in zip(works, parts)) // programs) + most + start
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_items_show_everything_once(own):
+    store = make_case(LADDERS["k4v4"], group=2)
+    plan = ExtendPlan(store, 2, max_blocks=8)
+    prefix, new = [160, 0, 32], [70, 9, 0]
+    plan.update(ROWS, prefix, new, rows=32, programs=40, own=own)
+    items = plan.items.view(-1, 8).tolist()
+    assert len(items) == plan.n_items and items == sorted(items, key=lambda x: x[4] - x[5])
+    for r, n in enumerate(new):
+        for first in range(0, 2 * n, 32):
+            parts = sorted(x for x in items if x[0] == r and x[2] == first)
+            of = -(-prefix[r] // 32) + own * -(-min(first + 32, 2 * n) // 64)
+            assert [x[4] for x in parts] == [0, *(x[5] for x in parts[:-1])] and parts[-1][5] == of
+            assert {x[6] for x in parts} == {max(of, 1)} and {(x[1], x[3]) for x in parts} == {(sum(new[:r]), 2 * n)}
+            joined = [j for j in plan.joins.view(-1, 5).tolist() if j[:2] == [sum(new[:r]), first]]
+            slots = [x[7] for x in parts]
+            assert joined == ([[sum(new[:r]), first, 2 * n, slots[0], len(parts)]] if len(parts) > 1 else [])
+            assert slots == (list(range(slots[0], slots[0] + len(parts))) if joined else [-1])

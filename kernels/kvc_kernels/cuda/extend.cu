@@ -11,7 +11,8 @@ struct Class {  // a format and its side of the block table; offsets in bytes fr
 
 constexpr Class CLASSES[] = {KVC_CLASSES};
 constexpr int NC = sizeof(CLASSES) / sizeof(Class);
-constexpr int OWN = 15, END = 14;  // marks in place of a class: the new tokens themselves, no further tile
+// Marks in place of a class: the new tokens themselves, no further tile, nothing listed as yet.
+constexpr int OWN = 15, END = 14, BEGIN = 13;
 constexpr int EVERYONE = -1;       // in place of the first new token of a tile: every row sees all of it
 
 struct Arguments {
@@ -88,12 +89,12 @@ struct Shared {
 // What one program does; see ExtendPlan. It is read again wherever it is needed: in the loops over tiles registers are
 // worth more than these loads.
 struct Item {
-  int request, start, first, rows, part, parts, slot, own;
+  int request, start, first, rows, from, to, of, slot;
 
   __device__ __forceinline__ explicit Item(const Arguments& a) {
     const int* item = kept(a.items + blockIdx.x / H * 8);
     request = item[0], start = item[1], first = item[2], rows = item[3];
-    part = item[4], parts = item[5], slot = item[6], own = item[7];
+    from = item[4], to = item[5], of = item[6], slot = item[7];
   }
 };
 

@@ -23,12 +23,29 @@ struct Rows {
   }
 };
 
-// Query rows first .. first + 63 as fp16 into two halves of features.
+// GROUPS times 64 query rows from `first` on, as fp16, each group as two halves of features. All are asked for before one
+// is waited for.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Item& item, int first, u32 to, int thread) {
-  const int row = first + thread / 2, half = thread % 2, real = min(row, item.rows - 1);
-  const i64 token = item.start + real / G;
-  const u8* from = a.q + token * a.q_stride_n + (own_head() * G + real % G) * a.q_stride_h;
-  copy_half_row<MODEL_BF16>(to + half * HALF_TILE, thread / 2, from + half * 128, row < item.rows);
+  const int half = thread % 2;
+  uint4 x[GROUPS][8];
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {
+    const int row = min(first + i * 64 + thread / 2, item.rows - 1);
+    const i64 token = item.start + row / G;
+    const u8* from = a.q + token * a.q_stride_n + (own_head() * G + row % G) * a.q_stride_h + half * 128;
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[i][j] = __ldg(reinterpret_cast<const uint4*>(from) + j);
+  }
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {
+    const bool real = first + i * 64 + thread / 2 < item.rows;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const uint4 y = real ? x[i][j] : make_uint4(0, 0, 0, 0);
+      store16(to + i * QUERY_BYTES + half * HALF_TILE + swizzled(thread / 2, j), model_pair<MODEL_BF16>(y.x),
+              model_pair<MODEL_BF16>(y.y), model_pair<MODEL_BF16>(y.z), model_pair<MODEL_BF16>(y.w));
+    }
+  }
 }
 
 // Number of this thread, asked for anew: in the loop a register that holds it is worth more than the instruction.
@@ -102,46 +119,64 @@ __device__ __forceinline__ void softmax(
   x.l[1] += sum[1];
 }
 
-// What the sums come to; joined with what the new tokens gave, where FlashInfer did those.
-__device__ __forceinline__ void store_rows(const Arguments& a, const Item& item, int row, Rows& x) {
-  const int column = threadIdx.x % 4 * 2;
+// Place of row `row` (of r and r + 8, by j) in the output.
+__device__ __forceinline__ i64 output_row(const Item& item, int row) {
+  return static_cast<i64>(item.start + row / G) * (H * G) + own_head() * G + row % G;
+}
+
+// What the new tokens gave elsewhere is added to the sums.
+__device__ __forceinline__ void add_own(const Arguments& a, const Item& item, int row, Rows& x) {
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    float l = x.l[j], m = x.m[j];
-    l += __shfl_xor_sync(~0u, l, 1);
-    l += __shfl_xor_sync(~0u, l, 2);
-    const int r = row + 8 * j;
-    const i64 place = static_cast<i64>(item.start + r / G) * (H * G) + own_head() * G + r % G;
-    const bool joins = a.own_o && item.own && r < item.rows;
-    const float own_lse = joins ? a.own_lse[place] : NOTHING;
-    const float top = fmaxf(m, own_lse), keep = exp2_fast(m - top);
-    const float own = own_lse > NOTHING ? exp2_fast(own_lse - top) : 0.0f;
-    l = l * keep + own;
-    const bool some = l > 0.0f;
-    const float lse = some ? top + log2_fast(l) : NOTHING, over = some ? reciprocal(l) : 1.0f;
-    const i64 slot = static_cast<i64>(item.slot * H + own_head()) * ROWS + (r - item.first);
+    if (row + 8 * j >= item.rows) continue;
+    const i64 place = output_row(item, row + 8 * j);
+    const float lse = a.own_lse[place], top = fmaxf(x.m[j], lse);
+    const float keep = exp2_fast(x.m[j] - top), own = lse > NOTHING ? exp2_fast(lse - top) : 0.0f;
+    x.m[j] = top;
+    x.l[j] = x.l[j] * keep + own;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      float2 pair = make_float2(x.o[i * 4 + j * 2] * keep, x.o[i * 4 + j * 2 + 1] * keep);
-      if (joins) {
-        const u32 y = __ldg(reinterpret_cast<const u32*>(a.own_o + (place * DIM + i * 8 + column) * 2));
-        pair.x += own * model_float<MODEL_BF16>(y);
-        pair.y += own * model_float<MODEL_BF16>(y >> 16);
-      }
-      pair = make_float2(pair.x * over, pair.y * over);
-      if (item.slot >= 0) {
-        *reinterpret_cast<u32*>(a.part_o + (slot * DIM + i * 8 + column) * 2) = halves(pair.x, pair.y);
-      } else if (r < item.rows) {
-        const u32 y = model_pair_of<MODEL_BF16>(pair.x, pair.y);
-        *reinterpret_cast<u32*>(a.out + (place * DIM + i * 8 + column) * 2) = y;
-      }
+      const u32 y = __ldg(reinterpret_cast<const u32*>(a.own_o + (place * DIM + i * 8 + threadIdx.x % 4 * 2) * 2));
+      float &low = x.o[i * 4 + j * 2], &high = x.o[i * 4 + j * 2 + 1];
+      low = low * keep + own * model_float<MODEL_BF16>(y);
+      high = high * keep + own * model_float<MODEL_BF16>(y >> 16);
     }
-    if (column == 0) {
-      if (item.slot >= 0) {
-        a.part_lse[slot] = lse;
-      } else if (a.out_lse && r < item.rows) {
-        a.out_lse[place] = lse;
+  }
+}
+
+// What the sums come to, to the output or, where other parts join, to `part_o`, which has 64 rows in the order in which
+// threads hold them (`join` knows it): whole sectors are written, and few instructions do it. That counts: they run once,
+// so each has to be fetched first.
+__device__ __forceinline__ void store_rows(const Arguments& a, const Item& item, int row, Rows& x) {
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    x.l[j] += __shfl_xor_sync(~0u, x.l[j], 1);
+    x.l[j] += __shfl_xor_sync(~0u, x.l[j], 2);
+  }
+  if (a.own_o && item.from == 0) add_own(a, item, row, x);
+  const int part = item.slot < 0 ? 0 : (item.slot * H + own_head()) * ROWS + row - item.first;  // its place in part_lse
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const bool some = x.l[j] > 0.0f;
+    const float lse = some ? x.m[j] + log2_fast(x.l[j]) : NOTHING, over = some ? reciprocal(x.l[j]) : 1.0f;
+    u32 y[16];
+    if (item.slot >= 0) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) y[i] = halves(x.o[i * 4 + j * 2] * over, x.o[i * 4 + j * 2 + 1] * over);
+      u8* to = a.part_o + (static_cast<i64>(part / 64 * 8 + j) * 128 + threadIdx.x % 128) * 16;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        *reinterpret_cast<uint4*>(to + i * (2 * 128 * 16)) = make_uint4(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
       }
+      if (threadIdx.x % 4 == 0) a.part_lse[part + 8 * j] = lse;
+    } else if (row + 8 * j < item.rows) {
+      const i64 place = output_row(item, row + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        y[i] = model_pair_of<MODEL_BF16>(x.o[i * 4 + j * 2] * over, x.o[i * 4 + j * 2 + 1] * over);
+        *reinterpret_cast<u32*>(a.out + (place * DIM + i * 8 + threadIdx.x % 4 * 2) * 2) = y[i];
+      }
+      if (threadIdx.x % 4 == 0 && a.out_lse) a.out_lse[place] = lse;
     }
   }
 }
@@ -178,7 +213,6 @@ __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int 
     const Item item(a);
     const int thread = threadIdx.x % 128, first = item.first + warpgroup * GROUPS * 64;
     load_queries(a, item, first, q_at, thread);
-    if constexpr (GROUPS == 2) load_queries(a, item, first + 64, q_at + QUERY_BYTES, thread);
   }
   fence_for_products();
   named_barrier(1 + warpgroup, 128);

@@ -8,6 +8,7 @@
 constexpr int BLOCK_TILES = (P + TILE - 1) / TILE;
 constexpr int LISTED_BLOCKS = LISTED / BLOCK_TILES < 32 ? LISTED / BLOCK_TILES : 32;
 static_assert(LISTED_BLOCKS > 0, "blocks of more than 2048 tokens");
+static_assert(NC <= BEGIN, "marks of tiles that are none of a class");
 
 // f.operator()<C>() for class `c`; classes are known to the compiler, which one a tile has is not.
 template <int C = 0, class F>
@@ -18,8 +19,9 @@ __device__ __forceinline__ void for_class(int c, F f) {
   }
 }
 
-// The program's tiles in order: by class, then by block, then the new tokens themselves; each unpacking warp lists them
-// for itself, some at a time. Where it is lies in shared memory, because this is rarely needed.
+// The program's tiles in order: the new tokens themselves, which need no lists, so that copies of the others are under way
+// meanwhile; then by class and block. Each unpacking warp lists them for itself, some at a time. Where it is lies in
+// shared memory, because this is rarely needed.
 struct TileList {
   int2* words;  // block, mark << 24 | first << 12 | tokens of the block
   int* pages;   // of each run of 16 tokens
@@ -63,11 +65,20 @@ __device__ __forceinline__ int list_blocks(const Arguments& a, const TileList& t
   for (int i = 0; i < tiles; i++) to.words[before + i] = make_int2(block, mark << 24 | i * TILE << 12 | count);
   if (packed) {
     __syncwarp();
-    for (int i = lane; i < total * 4; i += 32) {
-      const int2 word = to.words[i / 4];
-      const int token = (word.y >> 12 & 0xFFF) + i % 4 * 16;
-      const int* row = a.table + block_head(a, word.x) * E + side * (E - 1);
-      if (token < (word.y & 0xFFF)) to.pages[i] = row[(1 - 2 * side) * (token / tokens)];
+    int page[LISTED * 4 / 32];  // all are asked for before one is waited for
+#pragma unroll
+    for (int j = 0; j < LISTED * 4 / 32; j++) {
+      const int i = lane + j * 32;
+      if (i < total * 4) {
+        const int2 word = to.words[i / 4];
+        const int token = (word.y >> 12 & 0xFFF) + i % 4 * 16;
+        const int* row = a.table + block_head(a, word.x) * E + side * (E - 1);
+        if (token < (word.y & 0xFFF)) page[j] = __ldg(row + (1 - 2 * side) * (token / tokens));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < LISTED * 4 / 32; j++) {
+      if (lane + j * 32 < total * 4) to.pages[lane + j * 32] = page[j];  // 16 tokens that do not exist: nobody looks there
     }
   }
   return total;
@@ -80,22 +91,22 @@ __device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacke
   const int lane = threadIdx.x % 32;
   int mark = to.state[0], at = to.state[1], end = to.state[2], n = 0;
   __syncwarp();  // every lane is done with the old list, and has read where it ended
-  while (n == 0 && (at < end || mark != OWN)) {
+  while (n == 0 && (at < end || mark != NC)) {
     if (at < end) {
       n = mark == OWN ? list_own(to, at, end, lane) : list_blocks(a, to, mark, at, end, lane);
-    } else {
-      const Item item(a);
-      mark = mark + 1 < NC ? mark + 1 : OWN;
-      at = end = 0;
-      const int own = a.own_o ? 0 : (min(item.first + ROWS, item.rows) + G - 1) / G;  // tokens, for the first part
-      if (mark < OWN) {
-        // The first part has as many blocks fewer of the last class as the new tokens amount to.
-        const u32 blocks = a.sizes[item.request * NC + mark], more = mark == NC - 1 ? (own + P - 1) / P : 0;
-        at = max((blocks + more) * item.part / item.parts, more) - more;
-        end = max((blocks + more) * (item.part + 1) / item.parts, more) - more;
-      } else if (item.own) {
-        end = own;
-      }
+      continue;
+    }
+    const Item item(a);
+    const int own = a.own_o ? 0 : (min(item.first + ROWS, item.rows) + G - 1) / G;  // tokens that the first part begins with
+    at = end = 0;
+    mark = mark == BEGIN ? OWN : mark == OWN ? 0 : mark + 1;
+    if (mark < NC) {
+      // The new tokens count as blocks at the front of the last class.
+      const u32 blocks = a.sizes[item.request * NC + mark], ahead = mark == NC - 1 ? (own + P - 1) / P : 0;
+      at = max((blocks + ahead) * item.from / item.of, ahead) - ahead;
+      end = max((blocks + ahead) * item.to / item.of, ahead) - ahead;
+    } else if (mark == OWN && item.from == 0) {
+      end = own;
     }
   }
   if (lane == 0) to.state[0] = mark, to.state[1] = at, to.state[2] = end;
@@ -203,7 +214,7 @@ __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s
   const int thread = kept(threadIdx.x % 128), lane = thread % 32, warp = thread / 32, unpacker = KEYS ? warp : 4 + warp;
   const TileList tiles(s, unpacker);
   int2* words = tiles.words + LISTED;  // of the tiles on their way, by place in the ring
-  if (lane == 0) tiles.state[0] = -1, tiles.state[1] = tiles.state[2] = 0;
+  if (lane == 0) tiles.state[0] = BEGIN, tiles.state[1] = tiles.state[2] = 0;
   __syncwarp();
   const auto full = [&](int stage) { return KEYS ? s.keys_full(stage) : s.values_full(stage); };
   const auto empty = [&](int stage) { return KEYS ? s.keys_empty(stage) : s.values_empty(stage); };

@@ -69,10 +69,12 @@ def _extend_kernel(
     start = tl.load(item + 1)
     row0 = tl.load(item + 2)
     rows = tl.load(item + 3)
-    part = tl.load(item + 4)
-    parts = tl.load(item + 5)
-    slot = tl.load(item + 6)
-    own = tl.load(item + 7)
+    share_from = tl.load(item + 4)
+    share_to = tl.load(item + 5)
+    share_of = tl.load(item + 6)
+    slot = tl.load(item + 7)
+    own = (share_from == 0).to(tl.int32)
+    last = (tl.minimum(row0 + BM, rows) + G - 1) // G  # of the new tokens that the tile sees
     head = (layer * H + h).to(tl.int64)
     tile_list = scratch + pid.to(tl.int64) * (CHUNK * MAX_TILES)
     row = row0 + tl.arange(0, BM)
@@ -97,8 +99,9 @@ def _extend_kernel(
             acc = acc + (x.to(tl.float32),)
     for c in tl.static_range(len(CLASSES)):
         n = tl.load(sizes + request * len(CLASSES) + c)
-        lo = (n.to(tl.int64) * part // parts).to(tl.int32)
-        hi = (n.to(tl.int64) * (part + 1) // parts).to(tl.int32)
+        ahead = (last + P - 1) // P if OWN and c == len(CLASSES) - 1 else 0
+        lo = tl.maximum(((n + ahead).to(tl.int64) * share_from // share_of).to(tl.int32) - ahead, 0)
+        hi = tl.maximum(((n + ahead).to(tl.int64) * share_to // share_of).to(tl.int32) - ahead, 0)
         entries = lists + (request * len(CLASSES) + c).to(tl.int64) * NB
         first_page = table + head * E + CLASSES[c][3] * (E - 1)
         if hi > lo:
@@ -136,10 +139,9 @@ def _extend_kernel(
         )
     if OWN:
         qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
-        last = (tl.minimum(row0 + BM, rows) + G - 1) // G * own
         acc, m, l = causal_tiles(
             acc, m, l, qc[0], k + start.to(tl.int64) * k_stride_n + h * k_stride_h,
-            v + start.to(tl.int64) * v_stride_n + h * v_stride_h, k_stride_n, v_stride_n, token, last, scale, cap,
+            v + start.to(tl.int64) * v_stride_n + h * v_stride_h, k_stride_n, v_stride_n, token, last * own, scale, cap,
             D, WIDTH, CAPPED, TILE, STAGES, ASM,
         )
     some = tl.where(l > 0, l, 1.0)
@@ -266,7 +268,7 @@ class ExtendAttention:
         else:
             self._rows, programs = self.tuning.rows, self._sms * self.tuning.programs_per_sm
         self._plan.update(
-            row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs,
+            row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs, own=not self._use_ragged,
             skip_full=self._staged.skips if self._stages else None,
         )
         self._reserve()

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
+from heapq import heapreplace
+from itertools import pairwise
+
 import torch
 import triton
 
 from ..store import PageStore
 from .decode_plan_triton import _split_kernel, ladder_classes
 
+START_TOKENS = 384  # of the prefix, which take as long as a program needs to begin and to end (NOTES_EXTEND.md)
+MORE_ROUNDS = 3  # rounds of programs that cutting may add; bounds the partial results
 
-def cut_prefixes(blocks: list[int], tiles: list[int], programs: int) -> list[int]:
-    """Parts to cut each request's prefix into, so that about `programs` programs run at a time and end together.
 
-    `blocks[B]`: prefix blocks; `tiles[B]`: programs a part (query tiles times KV heads). The smallest budget of blocks
-    a program is taken that keeps all parts within one round of the machine; with more query tiles than that, only a
-    prefix far longer than the others is cut, for at most one more round.
+def last_end(works: list[tuple[int, int]], programs: int) -> int:
+    """When all have ended, if `programs` run at a time and the others, longest first, each take the place of the first
+    that ends. `works`: (duration, how many last so long).
     """
-    least = sum(tiles)
-    limit = programs if least < programs else least + programs
-    lo, hi = 1, max([1, *blocks])
-    while lo < hi:
-        mid = (lo + hi) // 2
-        if sum(t * max(1, -(-b // mid)) for b, t in zip(blocks, tiles)) <= limit:
-            hi = mid
-        else:
-            lo = mid + 1
-    return [max(1, -(-b // lo)) for b in blocks]
+    ends = [0] * programs
+    for duration, n in sorted(works, reverse=True):
+        for _ in range(n):
+            heapreplace(ends, ends[0] + duration)
+    return max(ends)
+
+
+def cut_prefixes(blocks: list[int], tiles: list[int], programs: int, start: int = 0) -> int:
+    """Most blocks of a part, so that all parts of all prefixes are done early; the last part of each has what is left.
+
+    `blocks[B]`: blocks of each request; `tiles[B]`: programs a part (query tiles times KV heads); `programs`: how many
+    run at a time; `start`: blocks that take as long as a program needs beside its own. Parts that differ fill a GPU
+    where equal ones do not: of 132 multiprocessors 8 heads leave 4 to 16 equal parts each, and use all with a 17th of
+    half the length.
+    """
+    whole, limit = max([1, *blocks]), sum(tiles) + MORE_ROUNDS * programs
+
+    def end(most: int) -> int:
+        full = [(most + start, b // most * t) for b, t in zip(blocks, tiles)]
+        rest = [(b % most + start, t) for b, t in zip(blocks, tiles) if b % most or not b]
+        return last_end(full + rest, programs)
+
+    tries = {-(-whole // k) for k in (2, 3, 4, 5, 6, 8)}
+    most = max(1, -(-sum(b * t for b, t in zip(blocks, tiles)) // programs))
+    while most < whole:
+        tries.add(most)
+        most += 1 + most // 100
+    best, earliest = whole, end(whole)
+    for most in sorted(tries):
+        if most + start >= earliest:
+            break
+        if sum(t * max(1, -(-b // most)) for b, t in zip(blocks, tiles)) <= limit:
+            now = end(most)
+            if now < 0.99 * earliest:
+                best, earliest = most, now
+    return best
 
 
 class ExtendPlan:
@@ -35,11 +64,13 @@ class ExtendPlan:
     |----------|----------------------|-----------------------------------------------------------------------------|
     | `lists`  | int64 `[B, C, NB]`   | prefix blocks of a request by class: block << 32 | tokens                   |
     | `sizes`  | int32 `[B, C]`       | lengths of the lists                                                        |
-    | `items`  | int32 `[n, 8]`       | request, first query, first row, end row, part, parts, slot or -1, own: 1 or 0 |
+    | `items`  | int32 `[n, 8]`       | request, first query, first row, end row, from, to, of, slot or -1          |
     | `joins`  | int32 `[n, 5]`       | first query, first row, end row, first slot, slots of a query tile          |
 
-    A row is new token * group + query head of the group; an item is one query tile and one part of the prefix, with
-    `own` also the new tokens themselves. Its result goes to a slot where others join it, else straight to the output.
+    A row is new token * group + query head of the group; an item is one query tile and one part of what it sees: of
+    each list that share which lies between `from` and `to` of `of` blocks. The part from 0 begins with the new tokens
+    themselves, if they are not done elsewhere; they count as blocks at the front of the last class. An item's result
+    goes to a slot where others join it, else straight to the output. Longer items come first.
     """
 
     def __init__(self, store: PageStore, group: int, *, max_blocks: int | None):
@@ -62,25 +93,32 @@ class ExtendPlan:
         *,
         rows: int,
         programs: int,
+        own: bool = True,
         skip_full: list[bool] | None = None,
     ) -> None:
         """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device; `rows` of a query tile, `programs` that
-        the device runs at a time. Where `skip_full[B]` whole uncompressed blocks of the prefix are left out.
+        the device runs at a time; `own`: new tokens among themselves are part of the items. Where `skip_full[B]` whole
+        uncompressed blocks of the prefix are left out.
         """
         store, p = self.store, self.store.layout.block_tokens
         tiles = [-(-n * self.group // rows) for n in extend_lens]
         blocks = [-(-n // p) if t else 0 for n, t in zip(prefix_lens, tiles)]
-        cuts = cut_prefixes(blocks, [t * store.layout.heads for t in tiles], programs)
+        # Without a prefix there is nothing to cut; else a tile sees about half of the new tokens.
+        sees = [b + -(-n // (p * min(t, 2))) if own and b else b for b, n, t in zip(blocks, extend_lens, tiles)]
+        most = cut_prefixes(sees, [t * store.layout.heads for t in tiles], programs, -(-START_TOKENS // p))
         items, joins, slots, start = [], [], 0, 0
-        for r, (new, parts) in enumerate(zip(extend_lens, cuts)):
+        for r, (new, n, parts) in enumerate(zip(extend_lens, blocks, [-(-s // most) or 1 for s in sees])):
             end = new * self.group
             for first in range(0, end, rows):
                 if parts > 1:
                     joins.append((start, first, end, slots, parts))
-                for part in range(parts):
-                    items.append((r, start, first, end, part, parts, slots + part if parts > 1 else -1, int(not part)))
+                of = n + (-(-min(first + rows, end) // (self.group * p)) if own else 0)
+                borders = [min(i * most, of) for i in range(parts)] + [of]
+                for i, (lo, hi) in enumerate(pairwise(borders)):
+                    items.append((r, start, first, end, lo, hi, max(of, 1), slots + i if parts > 1 else -1))
                 slots += parts if parts > 1 else 0
             start += new
+        items.sort(key=lambda item: item[4] - item[5])
         self.n_items, self.n_joins, self.n_slots = len(items), len(joins), slots
         flat = [x for row in items for x in row] + [x for row in joins for x in row] + list(prefix_lens)
         flat += [int(x) for x in skip_full or [False] * len(prefix_lens)]
