@@ -29,6 +29,6 @@ inline void attend(const Arguments&, const Shared& s, int) {
     // As soon as the barriers let others write, nothing of the tile is there.
     memset(memory + s.keys(stage), 0xFF, TILE_BYTES);
     memset(memory + s.values(stage), 0xFF, TILE_BYTES);
-    for (int warp = 0; warp < 8; warp++) barrier_arrive(s.keys_empty(stage)), barrier_arrive(s.values_empty(stage));
+    for (int thread = 0; thread < 256; thread++) barrier_arrive(s.keys_empty(stage)), barrier_arrive(s.values_empty(stage));
   }
 }

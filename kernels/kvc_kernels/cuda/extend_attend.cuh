@@ -202,11 +202,6 @@ __device__ __forceinline__ void begin_output(Rows& x, const u32 (&p)[16], u32 v)
   products_commit();
 }
 
-__device__ __forceinline__ void release(u32 barrier) {
-  __syncwarp();
-  if (elected()) barrier_arrive(barrier);
-}
-
 __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int warpgroup) {
   const u32 q_at = s.at + Q_AT + warpgroup * GROUPS * QUERY_BYTES;
   {
@@ -237,7 +232,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int 
       pin(logits);
       pin(x.o);
     }
-    release(s.keys_empty(stage));
+    barrier_arrive(s.keys_empty(stage));
     if constexpr (GROUPS == 2) {
       softmax(p, logits, y, a, seen, 1);
     }
@@ -253,7 +248,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int 
     pin(logits);
     if constexpr (GROUPS == 2) pin(y.o);
     else pin(x.o);
-    release(s.values_empty(now));
+    barrier_arrive(s.values_empty(now));
   }
   let_next_kernel_start();
   const Item item(a);

@@ -271,8 +271,7 @@ __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s
       held = {}, fresh = true;
     }
     fence_for_products();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full(stage));
+    barrier_arrive(full(stage));
     if (mark == END) return;
   }
 }

@@ -36,19 +36,6 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 
 __device__ __forceinline__ void fence_for_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// True in one lane of a whole warp.
-__device__ __forceinline__ bool elected() {
-  int x;
-  asm volatile(
-      "{\n"
-      ".reg .pred one;\n"
-      "elect.sync _|one, 0xffffffff;\n"
-      "selp.b32 %0, 1, 0, one;\n"
-      "}"
-      : "=r"(x));
-  return x;
-}
-
 // A barrier of `threads` threads; 0 is that of __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
