@@ -21,17 +21,14 @@ from pathlib import Path
 from bench.common import ROOT
 
 PYTHON = [sys.executable, "-m"]
-SANITIZED = "tests/gpu/test_append_gpu.py tests/gpu/test_compact_gpu.py tests/gpu/test_runtime_gpu.py".split()
 
 
 def steps(args) -> dict[str, tuple[list[str], int]]:
     """name -> (command, seconds)."""
     test = [*PYTHON, "pytest", "-q", "-p", "no:cacheprovider"]
     out = {"tests": ([*test, "-n", str(min(8, os.cpu_count() or 1)), "tests/gpu"], 600)}
-    for tool in ("memcheck", "racecheck"):
-        if shutil.which("compute-sanitizer"):
-            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
-            out[tool] = ([*command, *test, "-x", *SANITIZED], 600)
+    if shutil.which("compute-sanitizer"):
+        out["sanitizer"] = ([*PYTHON, "bench.kernels.sanitizer", "--seconds", "1150"], 1200)
     kernels = {"decode": "decode targets", "grid": "decode grid", "uneven": "decode uneven", "extend": "extend"}
     for name, module in {**kernels, "compaction": "compaction"}.items():
         out[name] = ([*PYTHON, *f"bench.kernels.{module}".split()], 300)

@@ -90,12 +90,15 @@ def test_extend_scores():
         rows += [row("flashinfer fa2 page 1", new, 2.0, 1.0, False), row("hopper", new, 1.0, 0.5, True)]
         rows += [row("triton 64x4", new, 3.0, 1.5, True)]
     prompt = {"prefill of one layer": 20.0, "window 64": 0.1, "all": 5.0, "one in 16": 1.0}
+    for case, vs in zip(extend.BATCHES, (0.7, 0.9, 0.8)):
+        rows += [row(n, 64, 1.0, x, True) | dict(case=case) for n, x in (("hopper", vs), ("triton 64x4", 2.0))]
     steps = {"attention": 0.1, "one layer": 0.4, "one step in 1": 0.2, "one step in 32": 0.01}
     for case, times in (("score", prompt), ("score decode", steps)):
         rows += [{"case": case, "name": n, "ms": ms} for n, ms in times.items()]
     scores = extend.scores(rows)
     assert {n: v for n, (v, _) in scores.items()} == pytest.approx({
-        "extend.vs_bf16.64": 0.5, "extend.vs_bf16.1k": 0.5, "score.prefill_overhead": 0.005,
+        "extend.vs_bf16.64": 0.5, "extend.vs_bf16.1k": 0.5, "extend.vs_bf16.batch": 0.9,
+        "score.prefill_overhead": 0.005,
         "score.prefill_overhead_all": 0.25, "score.prefill_overhead_sampled": 0.05, "score.decode_overhead": 0.025,
     })  # fmt: skip
     assert len(common.table(rows, extend.COLUMNS).splitlines()) == 1 + len(rows)

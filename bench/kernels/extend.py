@@ -3,14 +3,16 @@
     python -m bench.kernels.extend [--prefix 102400] [--new 64,1024] [--format k4v4] [--block 128] [--seconds 220]
 
 One layer of 8 KV heads, GQA 4, head_dim 128. FlashInfer runs with each backend and page size named in `BASELINES`; the
-best counts. Every variant is checked against float64 on a short prefix first, with fresh random inputs. Then a prompt
-without a prefix, seen exactly and as stored, and what collecting attention adds to a prefill of `--score` tokens.
+best counts. Every variant is checked against float64 on a short prefix first, with fresh random inputs. Then several
+requests at once (`BATCHES`), a prompt without a prefix, seen exactly and as stored, and what collecting attention adds
+to a prefill of `--score` tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 
 import torch
 
@@ -22,6 +24,11 @@ from .common import RESULTS, Budget, Results, Workload, choose_page_bytes, copy_
 BASELINES = (("fa2", 1), ("fa2", 16), ("fa3", 1))
 HEADS, GROUP, DIM = 8, 4, 128
 SCALE = 1 / math.sqrt(DIM)
+BATCHES = {  # name -> cached tokens of each request
+    "16 x 2K": [2048] * 16,
+    "16 of 2K to 26K": [2560 * (1 + i * 7 % 10) for i in range(16)],
+    "64K among 15 x 1K": [65536] + [1024] * 15,
+}
 OBSERVERS = {"window 64": Observe(64), "all": Observe(), "one in 16": Observe(stride=16)}  # queries of a prompt
 
 
@@ -54,25 +61,28 @@ def new_rows(n: int):
     return qkv.split((GROUP * HEADS, HEADS, HEADS), 1)
 
 
-def flashinfer_paged(backend: str, page: int, prefix: int, new: int):
-    """A closure that attends `new` tokens over prefix + new tokens in randomly placed bf16 pages."""
+def flashinfer_paged(backend: str, page: int, prefixes: list[int], new: list[int]):
+    """A closure that attends each request's new tokens over its prefix and themselves in randomly placed bf16 pages."""
     import flashinfer
 
-    total = prefix + new
-    pages = -(-total // page)
-    cache = torch.randn((pages, 2, page, HEADS, DIM), device="cuda", dtype=torch.bfloat16)
+    def starts(x):
+        return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    totals = [p + n for p, n in zip(prefixes, new)]
+    pages = [-(-n // page) for n in totals]
+    cache = torch.randn((sum(pages), 2, page, HEADS, DIM), device="cuda", dtype=torch.bfloat16)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", backend=backend
     )
     wrapper.plan(
-        torch.tensor([0, new], dtype=torch.int32),
-        torch.tensor([0, pages], dtype=torch.int32),
-        torch.randperm(pages, device="cuda").int(),
-        torch.tensor([(total - 1) % page + 1], dtype=torch.int32),
+        starts(new),
+        starts(pages),
+        torch.randperm(sum(pages), device="cuda").int(),
+        torch.tensor([(n - 1) % page + 1 for n in totals], dtype=torch.int32),
         HEADS * GROUP, HEADS, DIM, page, causal=True, sm_scale=SCALE, q_data_type=torch.bfloat16,
         kv_data_type=torch.bfloat16,
     )  # fmt: skip
-    q = new_rows(new)[0].contiguous()
+    q = new_rows(sum(new))[0].contiguous()
     return lambda: wrapper.run(q, cache)
 
 
@@ -205,16 +215,47 @@ def collecting_steps(batch: int, tokens: int) -> list[dict]:
     return out
 
 
-def over_prefix(work: Workload, good: set[str], prefix: int, new: int, bandwidth: float, rate: float) -> list[dict]:
-    """FlashInfer over bf16 pages, then ours over packed ones."""
-    ops = 4 * new * HEADS * GROUP * DIM * (prefix + new / 2)
-    base, ours, size = {}, {}, 0
+def baselines(prefixes: list[int], new: list[int]) -> dict[str, float]:
+    """Milliseconds of FlashInfer over bf16 pages, by backend and page size."""
+    out = {}
     for backend, page in BASELINES:
         try:
-            base[f"flashinfer {backend} page {page}"] = timed(flashinfer_paged(backend, page, prefix, new))
+            out[f"flashinfer {backend} page {page}"] = timed(flashinfer_paged(backend, page, prefixes, new))
         except Exception as error:
             print(f"flashinfer {backend} page {page}: {type(error).__name__} {str(error)[:200]}", flush=True)
         torch.cuda.empty_cache()
+    return out
+
+
+def batches(work: Workload, good: set[str], new: int) -> list[dict]:
+    """Requests with `new` tokens each over prefixes that they do not share."""
+    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+
+    out = []
+    for case, prefixes in BATCHES.items():
+        news, p = [new] * len(prefixes), work.block_tokens
+        times = baselines(prefixes, news)
+        best = min(times.values(), default=math.nan)
+        store, rows, _, _ = work.build(batch=len(prefixes), tokens=max(prefixes))
+        for i, n in enumerate(prefixes):
+            rows[i, -(-n // p) :] = 0
+        q, k, v = new_rows(sum(news))
+        for name in good - {"unpacked"}:
+            op = ExtendAttention(store, query_heads=HEADS * GROUP, **variants()[name])
+            op.plan(rows, prefixes, news)
+            times[name] = timed(partial(op.run, 0, q, k, v, scale=SCALE))
+        out += [
+            dict(case=case, prefix=sum(prefixes), new=new, name=name, ms=ms, vs_flashinfer=ms / best, ours=name in good)
+            for name, ms in times.items()
+        ]
+        del store, rows
+    return out
+
+
+def over_prefix(work: Workload, good: set[str], prefix: int, new: int, bandwidth: float, rate: float) -> list[dict]:
+    """FlashInfer over bf16 pages, then ours over packed ones."""
+    ops = 4 * new * HEADS * GROUP * DIM * (prefix + new / 2)
+    base, ours, size = baselines([prefix], [new]), {}, 0
     for name in sorted(good if new >= LEAST_NEW else good - {"unpacked"}):
         fn, size, store = run_ours(work, prefix, new, variants()[name], check=False)
         ours[name] = timed(fn)
@@ -236,6 +277,10 @@ def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
         ratios = [r["vs_flashinfer"] for r in rows if r["case"] == "prefix" and r["new"] == new and r["ours"]]
         if ratios and not math.isnan(min(ratios)):
             out[f"extend.vs_bf16.{name}"] = (min(ratios), "time over FlashInfer bf16")
+    several = [min(r["vs_flashinfer"] for r in rows if r["case"] == case and r["ours"]) for case in
+               {r["case"] for r in rows if r["case"] in BATCHES}]  # fmt: skip
+    if several and not math.isnan(max(several)):
+        out["extend.vs_bf16.batch"] = (max(several), f"time over FlashInfer bf16, worst of {len(several)} batches")
     times = {r["name"]: r["ms"] for r in rows if r["case"] == "score"}
     if len(times) > 1:
         whole = times["prefill of one layer"]
@@ -284,6 +329,7 @@ def main() -> None:
     good = {r["name"] for r in results.rows if r["worst_row_error"] < 0.02}
     jobs = {f"{n} new": lambda n=n: over_prefix(work, good, args.prefix, n, bandwidth, rate)
             for n in map(int, filter(None, args.new.split(",")))}  # fmt: skip
+    jobs["batches"] = lambda: batches(work, good, 64)
     if args.score:
         jobs["scores"] = lambda: collecting(args.score)
         jobs["scores of steps"] = lambda: collecting_steps(64, args.score // 2)

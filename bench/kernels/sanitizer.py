@@ -1,0 +1,153 @@
+"""compute-sanitizer over the kernel tests, test by test: memcheck and racecheck.
+
+    python -m bench.kernels.sanitizer [--tools memcheck,racecheck] [--seconds 540] [--jobs 16] [--again] [tests/gpu/..]
+
+Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
+watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
+kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run on the same code goes
+on with those, unless `--again`. A test that fails while the tool finds nothing failed by its values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench.revision import ROOT, commit
+
+from .common import RESULTS, Results
+
+KERNELS = ROOT / "kernels" / "kvc_kernels"
+PLANTED = Path(__file__).with_name("planted.py")
+CHUNK = 6  # tests a process: enough to share what is imported and compiled
+LEAST_SECONDS = 45  # of a process that is worth starting
+TOOLS = ("memcheck", "racecheck")
+
+
+def kernel_names() -> list[str]:
+    """Names of our kernels on the device."""
+    python = "\n".join(p.read_text() for p in sorted(KERNELS.rglob("*.py")))
+    cuda = "\n".join(p.read_text() for p in sorted(KERNELS.rglob("*.cu*")))
+    return sorted({*re.findall(r"^def (\w*kernel)\(", python, re.M), *re.findall(r"__global__ .*?(\w+)\(const", cuda)})
+
+
+def collect(paths: list[str]) -> list[str]:
+    """Ids of the tests in `paths`."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *paths]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in out.splitlines() if "::" in line]
+
+
+def read_log(text: str) -> list[dict]:
+    """What a process said of each test that it ended: id, outcome, and the errors reported while it ran."""
+    found, test, errors = [], None, []
+    for line in text.splitlines():
+        if re.match(r"=+ (FAILURES|ERRORS|warnings summary|short test summary|\d+ (passed|failed|skipped))", line):
+            break  # tests are named again from here on
+        if match := re.match(r"(tests/\S+::.*?) ?(=========.*|PASSED.*|FAILED.*|SKIPPED.*|ERROR.*|)$", line):
+            test, errors, line = match[1], [], match[2]
+        if re.match(r"=+ (Error|Invalid|Race|Uninitialized|Program hit|Barrier|Fatal)", line):
+            errors.append(line.strip("= "))
+        if test and (match := re.match(r"(PASSED|FAILED|SKIPPED|ERROR)\b", line)):
+            found.append(dict(test=test, outcome=match[1].lower(), errors=len(errors), first=errors[:3]))
+            test = None
+    return found
+
+
+class Sanitizer:
+    """Runs of one tool at a time in a process each."""
+
+    def __init__(self, end: float):
+        self.program, self.end = shutil.which("compute-sanitizer"), end
+        self.watch = [x for name in kernel_names() for x in ("--kernel-name", f"kns={name}")]
+
+    def run(self, tool: str, *command: str) -> str:
+        """What the tool and the command print until they or the time end."""
+        whole = [self.program, "--tool", tool, *self.watch, "--print-limit", "20", sys.executable, *command]
+        with tempfile.TemporaryFile("w+") as out:
+            process = subprocess.Popen(whole, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+            try:
+                process.wait(max(1.0, self.end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+            out.seek(0)
+            return out.read()
+
+    def finds_planted(self, tool: str) -> bool:
+        text = self.run(tool, str(PLANTED), tool)
+        return bool(re.search(r"SUMMARY: [1-9]", text))
+
+    def tests(self, tool: str, ids: list[str]) -> list[dict]:
+        if self.end - time.monotonic() < LEAST_SECONDS:
+            return []
+        text = self.run(tool, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=line", *ids)
+        return [row | dict(tool=tool) for row in read_log(text)]
+
+
+def chunks(ids: list[str]) -> list[list[str]]:
+    """Tests of one file, `CHUNK` at a time."""
+    files: dict[str, list[str]] = {}
+    for test in ids:
+        files.setdefault(test.split("::")[0], []).append(test)
+    return [some[i : i + CHUNK] for some in files.values() for i in range(0, len(some), CHUNK)]
+
+
+def scores(rows: list[dict], tests: int) -> dict[str, tuple[float, str]]:
+    out = {}
+    for tool in TOOLS:
+        mine = [r for r in rows if r["tool"] == tool and r["outcome"] != "skipped"]
+        if mine:
+            wrong = sum(r["outcome"] != "passed" and not r["errors"] for r in mine)
+            unit = f"errors in {len(mine)} of {tests} kernel tests" + (f", {wrong} failed by value" if wrong else "")
+            out[f"sanitizer.{tool}"] = (sum(r["errors"] for r in mine), unit)
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", default=["tests/gpu"])
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--again", action="store_true", help="also what the result file holds of this commit")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.json")
+    args = parser.parse_args()
+    sanitizer, tools = Sanitizer(time.monotonic() + args.seconds), args.tools.split(",")
+    if sanitizer.program is None:
+        parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    ids, results = collect(args.paths), Results(args.out, kernels=kernel_names())
+    if args.out.exists() and not args.again:
+        before = json.loads(args.out.read_text())
+        if before["commit"] == commit():
+            results.rows = before["rows"]
+    blind = [tool for tool in tools if not sanitizer.finds_planted(tool)]
+    if blind:
+        print(f"{', '.join(blind)} did not find the error planted for it: nothing it says counts", flush=True)
+        return 1
+    done = {(r["tool"], r["test"]) for r in results.rows}
+    todo = [(tool, some) for some in chunks(ids) for tool in tools]
+    todo = [(tool, [t for t in some if (tool, t) not in done]) for tool, some in todo]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for rows in pool.map(lambda job: sanitizer.tests(*job), [job for job in todo if job[1]]):
+            results.add(*rows)
+    results.score(scores(results.rows, len(ids)))
+    for row in results.rows:
+        if row["errors"] or row["outcome"] not in ("passed", "skipped"):
+            first = " ".join(row["first"])[:100]
+            print(f"{row['tool']:10} {row['outcome']:7} {row['errors']:3} {row['test']}  {first}")
+    results.show()
+    return int(any(r["errors"] for r in results.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
