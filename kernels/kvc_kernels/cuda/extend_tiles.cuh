@@ -69,6 +69,7 @@ __device__ __forceinline__ int list_blocks(const Arguments& a, const TileList& t
 #pragma unroll
     for (int j = 0; j < LISTED * 4 / 32; j++) {
       const int i = lane + j * 32;
+      page[j] = 0;  // 16 tokens that do not exist: nobody looks there
       if (i < total * 4) {
         const int2 word = to.words[i / 4];
         const int token = (word.y >> 12 & 0xFFF) + i % 4 * 16;
@@ -78,7 +79,7 @@ __device__ __forceinline__ int list_blocks(const Arguments& a, const TileList& t
     }
 #pragma unroll
     for (int j = 0; j < LISTED * 4 / 32; j++) {
-      if (lane + j * 32 < total * 4) to.pages[lane + j * 32] = page[j];  // 16 tokens that do not exist: nobody looks there
+      if (lane + j * 32 < total * 4) to.pages[lane + j * 32] = page[j];
     }
   }
   return total;

@@ -31,8 +31,8 @@ def cut_prefixes(blocks: list[int], tiles: list[int], programs: int, start: int 
 
     `blocks[B]`: blocks of each request; `tiles[B]`: programs a part (query tiles times KV heads); `programs`: how many
     run at a time; `start`: blocks that take as long as a program needs beside its own. Parts that differ fill a GPU
-    where equal ones do not: of 132 multiprocessors 8 heads leave 4 to 16 equal parts each, and use all with a 17th of
-    half the length.
+    where equal ones do not: 16 parts for each of 8 heads leave 4 of 132 multiprocessors idle; with a shorter 17th, two
+    of which fit where one of the others does, none is.
     """
     whole, limit = max([1, *blocks]), sum(tiles) + MORE_ROUNDS * programs
 
