@@ -18,6 +18,8 @@ from bench import common, prompts
 from bench.quality import fetch
 from bench.quality.tasks import Maker
 
+PARALLEL = 24  # texts at a time: on a CPU more would wait longer than the client does
+
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -37,7 +39,7 @@ def sampled(cell: str, begun: list[list[int]], args) -> list[tuple[list[int], li
     """(tokens, their log-probabilities) of each continuation."""
     options = common.either(cell, "--enable-fp32-lm-head", block=args.block)
     with common.Server(options, model=args.folder) as server:
-        answers = server.client.generate_many(begun, args.new, parallel=len(begun), temperature=1.0, logprobs=True)
+        answers = server.client.generate_many(begun, args.new, parallel=PARALLEL, temperature=1.0, logprobs=True)
         assert not server.errors(), server.errors()
     return [(a.ids, a.logprobs) for a in answers]
 
