@@ -119,7 +119,7 @@ __device__ __forceinline__ void softmax(
   x.l[1] += sum[1];
 }
 
-// Place of row `row` (of r and r + 8, by j) in the output.
+// Place of a query row of the request in the output: the number of its head's vector.
 __device__ __forceinline__ i64 output_row(const Item& item, int row) {
   return static_cast<i64>(item.start + row / G) * (H * G) + own_head() * G + row % G;
 }

@@ -285,7 +285,7 @@ class ExtendAttention:
         return self._use_unpacked
 
     def _reserve(self) -> None:
-        """Grow the buffers to the plan: bounded by the new tokens of a forward but for 8 bytes a tile of the prefix."""
+        """Grow the buffers to the plan: bounded by the new tokens of a forward and the programs that run at a time."""
         layout, plan = self.store.layout, self._plan
         words = 0 if self._use_hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles
         if self._scratch.numel() < words:
