@@ -130,6 +130,7 @@ class Server:
         self.client = Client(self.url)
         self.process: subprocess.Popen | None = None
         self.started = 0  # lines of the log that no error is looked for in
+        self.seconds_to_start = 0.0
 
     def __enter__(self) -> Server:
         self.start()
@@ -159,6 +160,7 @@ class Server:
         except BaseException:
             self.stop()
             raise
+        self.seconds_to_start = time.monotonic() - began
         if has_gpu():  # a start names each part of SGLang that the machine lacks, and goes on without
             self.started = len(self._lines())
 

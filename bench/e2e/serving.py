@@ -207,13 +207,14 @@ def measure(
     server: Server, a: argparse.Namespace, name: str, options: list[str], concurrencies: list[int], numbers: dict
 ) -> None:
     """All loads of one server, into `numbers` and the result file."""
+    start = round(server.seconds_to_start, 1)  # with --together all start at once
     load(server, a, 8, 8, 16)  # compile and warm up
     for c in concurrencies:
         server.client.flush()
         prompts = a.prompts if c == a.prompts else 2 * c
         run = load(server, a, c, prompts, a.output)
         kvc = server.client.stats() if name.startswith("kvc") else None
-        numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc}
+        numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc, "start_s": start}
         print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
         write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
     if a.profile:

@@ -20,7 +20,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
+
+import torch
 
 from bench.revision import ROOT, commit
 
@@ -47,6 +50,12 @@ def collect(paths: list[str]) -> list[str]:
     return [line for line in out.splitlines() if "::" in line]
 
 
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(max(1, torch.cuda.device_count()))]
+
+
 def read_log(text: str) -> list[dict]:
     """What a process said of each test that it ended: id, outcome, and the errors reported while it ran."""
     found, test, errors = [], None, []
@@ -64,17 +73,19 @@ def read_log(text: str) -> list[dict]:
 
 
 class Sanitizer:
-    """Runs of one tool at a time in a process each."""
+    """Runs of one tool at a time in a process each, on the GPUs there are in turn."""
 
     def __init__(self, end: float):
         self.program, self.end = shutil.which("compute-sanitizer"), end
+        self.turn, self.gpus = count(), visible_gpus()
         self.watch = [x for name in kernel_names() for x in ("--kernel-name", f"kns={name}")]
 
     def run(self, tool: str, *command: str) -> str:
         """What the tool and the command print until they or the time end."""
         whole = [self.program, "--tool", tool, *self.watch, "--print-limit", "20", sys.executable, *command]
         with tempfile.TemporaryFile("w+") as out:
-            process = subprocess.Popen(whole, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+            where = {**os.environ, "CUDA_VISIBLE_DEVICES": self.gpus[next(self.turn) % len(self.gpus)]}
+            process = subprocess.Popen(whole, cwd=ROOT, env=where, stdout=out, stderr=out, start_new_session=True)
             try:
                 process.wait(max(1.0, self.end - time.monotonic()))
             except subprocess.TimeoutExpired:
