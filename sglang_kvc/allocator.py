@@ -30,6 +30,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         )
         self.runtime = runtime
         self._reqs = None
+        self._full_at = 0
 
     def available_size(self) -> int:
         return self.runtime.available_tokens()
@@ -37,6 +38,15 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
     def used_slots(self) -> int:
         """Virtual view, exact: slots of all blocks that have an owner. Only the leak check reads it."""
         return self.runtime.blocks.used_count * self.page_size
+
+    def remember_full(self) -> None:
+        """A request was just refused for want of memory."""
+        self._full_at = self.runtime.reachable_tokens()
+
+    def has_room_again(self) -> bool:
+        """Whether at least a block has come free since then. Each refusal raises what the next look waits for, so
+        that a queue is not gone through in every step."""
+        return self.runtime.reachable_tokens() >= self._full_at + self.page_size
 
     @contextmanager
     def for_requests(self, reqs, need: int):

@@ -1,4 +1,4 @@
-"""`sglang.srt.managers.scheduler` and `schedule_batch`: count forwards, harvest results, settle at idle.
+"""`sglang.srt.managers.scheduler` and `schedule_batch`: count forwards, harvest results, settle at idle, admit anew.
 
 A forward's result is processed after that forward has finished on the device, so everything queued on the forward
 stream before it has been written, too: counts of its compactions are read there without a sync of our own.
@@ -24,6 +24,25 @@ def after_process_batch_result(_, self, batch, result):
     if (runtime := current()) is not None:
         runtime.processed += 1
         runtime.harvest(runtime.processed)
+
+
+def around_get_new_batch_prefill(orig, self, running_batch):
+    """Look at waiting requests again when packing has given memory back.
+
+    SGLang, whose memory only shrinks while requests run, leaves a full batch alone until one of them ends.
+    """
+    from sglang_kvc.allocator import KvcAllocator
+
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, KvcAllocator):
+        return orig(self, running_batch)
+    if running_batch.batch_is_full and allocator.has_room_again():
+        running_batch.batch_is_full = False
+    knew = running_batch.batch_is_full
+    plan = orig(self, running_batch)
+    if plan.running_batch.batch_is_full and not knew:
+        allocator.remember_full()
+    return plan
 
 
 def before_on_idle(self):
@@ -52,6 +71,7 @@ def around_check_decode_mem(orig, self, selected_indices=None):
 def register() -> None:
     hook(f"{SCHEDULER}.run_batch", "before", "self batch pp_proxy_tensors", before_run_batch)
     hook(f"{SCHEDULER}.process_batch_result", "after", "self batch result", after_process_batch_result)
+    hook(f"{SCHEDULER}.get_new_batch_prefill", "around", "self running_batch", around_get_new_batch_prefill)
     hook(f"{SCHEDULER}.on_idle", "before", "self", before_on_idle)
     hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",

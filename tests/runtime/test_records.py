@@ -171,3 +171,33 @@ def test_growth_of_a_request_that_just_ended():
         for level in (None, LOSSLESS)
     ]
     assert rooms[0] < rooms[1] == 10 * P
+
+
+def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
+    from types import SimpleNamespace
+
+    from kvc_patches.scheduler import around_get_new_batch_prefill
+
+    server, looked = ToyServer(high="k4v4"), []
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
+    batch = SimpleNamespace(batch_is_full=False)
+
+    def refused(self, batch):
+        looked.append(not batch.batch_is_full)
+        batch.batch_is_full = True
+        return SimpleNamespace(running_batch=batch)
+
+    def look() -> bool:
+        around_get_new_batch_prefill(refused, scheduler, batch)
+        return looked[-1]
+
+    seq = Sequence([])
+    seq.extend(server.runtime, server.runtime.take([i * P for i in range(4)]))
+    seq.fill(server.runtime, 4 * P)
+    assert [look(), look()] == [True, False]
+    server.runtime.queue_due(seq.slide(server.runtime, 4 * P))
+    assert [look(), look()] == [True, False]
+    more = server.runtime.take([4 * P])
+    assert not look()
+    server.runtime.free(more)
+    assert not look()  # no more than at the last refusal

@@ -32,7 +32,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
         "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
         "exact": ("bf16", chunk, SMALL, retract),
-        "unshared": ("k4v4", [*chunk, "--disable-radix-cache"], SMALL, {}),
+        "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
     }
     fmt, extra, memory, env = table[name]
     if STOCK:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import requests
 
 from .conftest import BLOCK, STOCK, tokens
+
+
+def arrivals(server, prompt: list[int], new_tokens: int) -> list[float]:
+    """When each token of the answer arrives."""
+    body = server.client.payload(prompt, new_tokens, ignore_eos=False, sampling={"min_new_tokens": new_tokens})
+    with requests.post(server.url + "/generate", json=body | {"stream": True}, stream=True, timeout=600) as answer:
+        parts = (line[6:] for line in answer.iter_lines() if line.startswith(b"data: {"))
+        return [time.monotonic() for part in parts if json.loads(part)["output_ids"]]
 
 
 def test_nothing_is_shared_and_all_is_returned(unshared, rng):
@@ -26,3 +39,17 @@ def test_long_answer_is_packed_while_it_grows(unshared, rng):
     before = unshared.client.when_idle()["compactions"]
     unshared.client.generate(tokens(rng, 2 * BLOCK), 3 * BLOCK)
     assert unshared.client.when_idle()["compactions"] - before >= 3
+
+
+@pytest.mark.skipif(STOCK, reason="stock SGLang's memory does not grow back while requests run")
+def test_a_prompt_that_waits_comes_in_once_those_before_it_are_packed(unshared, rng):
+    """Three prompts of four tenths of the memory each: two fit while uncompressed, all three when packed.
+
+    SGLang looks at a full batch again when a request ends; the third is not to wait that long.
+    """
+    length = 42 * unshared.client.server_info()["max_total_num_tokens"] // 100
+    prompts = [tokens(rng, length) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        runs = list(pool.map(lambda prompt: arrivals(unshared, prompt, 40), prompts))
+    last_in, first_out = max(times[0] for times in runs), min(times[-1] for times in runs)
+    assert last_in < first_out
