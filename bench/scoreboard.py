@@ -53,16 +53,23 @@ ALIASES = {
     f"quality.{preset}.ratio_4k": f"serve.ratio_4k.{cell}"
     for preset, cell in (("safe", "k8v4"), ("balanced", "k4v4"), ("max", "max"))
 }
+# What a whole server gains depends on how fast a card's memory is beside its arithmetic: both cards are shown.
+BY_DEVICE = {"NVIDIA H200": "_h200"}
 SINGLES = {
-    "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out)",
-    "e2e.vs_fp8": "the same against stock fp8",
-    "e2e.unconstrained_vs_bf16": "output tokens/s against stock bf16 with memory to spare, worst concurrency",
-    "e2e.unconstrained_vs_bf16_c64": "the same for 64 sessions at once",
+    "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out), H100",
+    "e2e.vs_bf16_h200": "the same, H200",
+    "e2e.vs_fp8": "against stock fp8, H100",
+    "e2e.vs_fp8_h200": "the same, H200",
+    "e2e.unconstrained_vs_bf16": "against stock bf16 with memory to spare, worst of 1 and 8 sessions, H100",
+    "e2e.unconstrained_vs_bf16_h200": "the same, H200 (before the present kernels)",
+    "e2e.unconstrained_vs_bf16_c64": "with memory to spare, 64 sessions at once, H100",
     "decode.bandwidth.k8v4": "bytes that decode attention over k8v4 moves, against a plain copy",
     "decode.worst_vs_bf16": "time of decode attention over k4v4 against stock bf16, worst of batches and lengths",
     "decode.worst_uneven": "time a byte of decode attention with uneven lengths or heads, against even ones, worst",
     "extend.vs_bf16.64": "time of 64 new tokens over 100K cached in k4v4, against FlashInfer over bf16",
     "extend.vs_bf16.1k": "time of 1024 new tokens, likewise",
+    "sanitizer.memcheck": "compute-sanitizer, memcheck",
+    "sanitizer.racecheck": "compute-sanitizer, racecheck",
     "score.prefill_overhead": "attention collected by the last 64 queries of a 16K prompt, of its prefill",
     "score.prefill_overhead_all": "attention collected by all queries, likewise",
     "score.prefill_overhead_sampled": "attention collected by one query in 16, likewise",
@@ -80,7 +87,7 @@ SINGLES = {
 
 
 def collect(results: Path = RESULTS) -> dict[str, dict]:
-    """name -> {value, unit, command, commit, device, date}, the latest of each."""
+    """name -> {value, unit, command, commit, device, date}, the latest of each; of whole servers for each device."""
     board: dict[str, dict] = {}
     for path in sorted(results.rglob("*.json")):
         if path == OUT:
@@ -89,6 +96,8 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
         if not isinstance(record, dict):
             continue
         for name, score in record.get("scores", {}).items():
+            if name.startswith("e2e."):
+                name += BY_DEVICE.get(record["device"], "")
             row = {"value": score["value"], "unit": score["unit"], **{f: record[f] for f in FIELDS}}
             of_preset = name.startswith("quality.") and name.split(".")[1] in PRESETS
             if not of_preset and (name not in board or row["date"] > board[name]["date"]):
@@ -117,7 +126,7 @@ def shown(row: dict) -> str:
     if unit.startswith(("x", "time over")):
         # Next to 1 the third digit says on which side.
         return f"{row['value']:.{3 if abs(row['value'] - 1) < 0.02 else 2}f}x"
-    return f"{row['value']:.3f} {unit}"
+    return f"{row['value']:.{0 if unit.startswith('errors') else 3}f} {unit}"
 
 
 def _by_format(board: dict[str, dict], names: dict[str, str]) -> list[str]:
