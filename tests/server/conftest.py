@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
 from bench import common
+
+from .tiny_model import tiny_model
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
@@ -28,10 +31,12 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     """Options and environment of each server that a test may ask for."""
     chunk = ["--chunked-prefill-size", "128", FP32_HEAD]
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
+    two = ["--tp-size", "2", "--max-running-requests", str(ROWS)]
     table = {
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
         "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
         "exact": ("bf16", chunk, SMALL, retract),
+        "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
         "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
     }
     fmt, extra, memory, env = table[name]
@@ -44,8 +49,17 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     return common.kvc(fmt, *extra, block=BLOCK, memory=memory), {**common.STRICT, **env}
 
 
+def _two_ranks() -> dict[str, str]:
+    """SGLang wants a core for each rank on a CPU, and tries NCCL where torch was built for CUDA."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+
+
 class Servers:
-    def __init__(self):
+    """`models` is a folder for models that are made here."""
+
+    def __init__(self, models: Path):
+        self.models = models
         self.name: str | None = None
         self.server: common.Server | None = None
 
@@ -53,7 +67,8 @@ class Servers:
         if name != self.name or not self.server.alive:  # a death is reported once, by the test that saw it
             self.stop()
             args, env = _arguments(name)
-            server = common.Server(args, env=env)
+            model = tiny_model(self.models / "tiny") if name == "ranks" else None
+            server = common.Server(args, env=env, model=model)
             server.start()
             self.name, self.server = name, server
         return self.server
@@ -65,10 +80,10 @@ class Servers:
 
 
 @pytest.fixture(scope="session")
-def servers():
+def servers(tmp_path_factory):
     if common.demo_model() is None:
         pytest.skip("the demo model is not there; make it with: python -m sglang_kvc.demo")
-    pool = Servers()
+    pool = Servers(tmp_path_factory.mktemp("models"))
     yield pool
     pool.stop()
 
@@ -106,6 +121,11 @@ def unshared(servers):
 
 
 @pytest.fixture
+def ranks(servers):
+    yield from _healthy(servers, "ranks")
+
+
+@pytest.fixture
 def rng(request) -> random.Random:
     return random.Random(request.node.name)
 
@@ -123,7 +143,7 @@ def border(n: int) -> int:
 def pytest_collection_modifyitems(items):
     """With `pytest -n` all tests of one server go to one worker (needs `--dist loadgroup`)."""
     for item in items:
-        used = {"packed", "levels", "exact", "unshared"} & set(getattr(item, "fixturenames", ()))
+        used = {"packed", "levels", "exact", "unshared", "ranks"} & set(getattr(item, "fixturenames", ()))
         if used:
             item.add_marker(pytest.mark.xdist_group("server-" + min(used)))
             item.add_marker(pytest.mark.server)

@@ -1,0 +1,31 @@
+"""Two tensor-parallel ranks. Each keeps the pages of its own heads, and their schedulers must decide alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import BLOCK, ROWS, STOCK, tokens
+
+pytestmark = pytest.mark.skipif(STOCK, reason="about the compressed cache of each rank")
+
+
+def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
+    """Blocks take other numbers of pages on each rank. More is asked for than fits, and asked for again: a rank that
+    kept what the other evicted would have other tokens to compute, and both would wait for each other."""
+    new = BLOCK + 8  # one block of the answer is planned, too
+    trunk = tokens(rng, 4 * BLOCK)
+    prompts = [trunk[: BLOCK * rng.randint(0, 4)] + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(16)]
+    asked = [p for _ in range(3) for p in rng.sample(prompts, len(prompts))]
+    answers = ranks.client.generate_many(asked, new, parallel=ROWS)
+    assert [len(a.ids) for a in answers] == [new] * len(asked)
+    assert any(a.cached_tokens > len(trunk) for a in answers[len(prompts) :])
+    stats = ranks.client.when_idle()
+    assert stats["evicted_blocks"] > 0 and stats["compactions"] > stats["evicted_blocks"]
+
+
+def test_a_prompt_is_answered_from_the_cache_as_it_was_before(ranks, rng):
+    prompt = tokens(rng, 5 * BLOCK + 9)
+    cold = ranks.client.generate(prompt, 24)
+    first, second = (ranks.client.generate(prompt, 24, logprobs=True) for _ in range(2))
+    assert (cold.cached_tokens, first.cached_tokens, second.cached_tokens) == (0, 5 * BLOCK, 5 * BLOCK)
+    assert (first.ids, first.logprobs) == (second.ids, second.logprobs)
