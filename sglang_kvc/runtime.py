@@ -148,6 +148,15 @@ class Runtime:
             return tokens
         return p + (tokens - p) * ladder[rung].pages / self.layout.block_pages_bf16
 
+    def prompt_tokens(self, new: int, answer: int, rung: int, chunk: int | None) -> float:
+        """Uncompressed tokens whose memory a prompt of `new` tokens needs at most, with an answer of `answer`.
+
+        Where chunks of a prompt are packed one by one, two are uncompressed at a time, and the window: packing is
+        queued when the CPU has seen a chunk's result, which is after the launch of the next.
+        """
+        whole = new if chunk is None or self.prompt_at_once else min(new, 2 * chunk + self.config.window)
+        return whole + self.growth_tokens(new - whole + answer, rung)
+
     @contextlib.contextmanager
     def exact_need(self, tokens: int):
         """Within: an eviction makes room for `tokens` and no more, whatever slack its caller asks for."""

@@ -1,4 +1,4 @@
-"""`sglang.srt.managers.schedule_policy`: what running requests may still need, and a prompt that waits for memory.
+"""`sglang.srt.managers.schedule_policy`: the room that requests still need, and a prompt that waits for memory.
 
 SGLang continues a half-prefilled prompt whatever is left, and an allocation that fails ends the scheduler. While others
 decode, handing the request back unchanged parks it for a step (a path SGLang has for hybrid models); finishing or
@@ -7,9 +7,41 @@ retracted requests then make room.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+
+
+@contextmanager
+def _counting(adder, tokens: float):
+    """Within: the adder takes `tokens` more as free than it would count."""
+    adder.rem_total_token_offset -= tokens
+    try:
+        yield
+    finally:
+        adder.rem_total_token_offset += tokens
+
+
+def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
+    """A prompt waits for the memory that it will take, not for what it would take uncompressed."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+    from sglang.srt.runtime_context import get_schedule
+
+    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.levels import level
+
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, KvcAllocator):
+        return orig(self, req, has_chunked_req, truncation_align_size)
+    runtime = allocator.runtime
+    new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+    chunk = None if self.rem_chunk_tokens is None else get_schedule().chunked_prefill_size
+    need = runtime.prompt_tokens(new, answer, runtime.policy.rung_of(level(req)), chunk)
+    with _counting(self, new + answer - need):
+        return orig(self, req, has_chunked_req, truncation_align_size)
 
 
 def around_add_chunked_req(orig, self, req):
@@ -21,9 +53,15 @@ def around_add_chunked_req(orig, self, req):
     done = len(req.prefix_indices)
     end = min(len(req.full_untruncated_fill_ids), done + self.rem_chunk_tokens)
     need = allocator.blocks_missing([req], [end]) * allocator.page_size
-    if need > allocator.available_size() + self.tree_cache.evictable_size():
+    room = allocator.available_size() + self.tree_cache.evictable_size()
+    if need > room:
         return req
-    return orig(self, req)
+    # SGLang shortens a chunk to what its reserve for answers leaves. A chunk draws on that only until it is packed, so
+    # it stays whole while each running request still finds a block.
+    short = max(0, self.rem_chunk_tokens - int(self.rem_total_tokens))
+    whole = need + len(self.running_batch.reqs) * allocator.page_size <= room
+    with _counting(self, short if whole and not allocator.runtime.prompt_at_once else 0):
+        return orig(self, req)
 
 
 def around_running_offset(orig, self, req):
@@ -40,5 +78,6 @@ def around_running_offset(orig, self, req):
 
 
 def register() -> None:
+    hook(f"{ADDER}.add_one_req", "around", "self req has_chunked_req truncation_align_size", around_add_one_req)
     hook(f"{ADDER}.add_chunked_req", "around", "self req", around_add_chunked_req)
     hook(f"{ADDER}._get_running_request_total_token_offset", "around", "self req", around_running_offset)

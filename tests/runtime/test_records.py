@@ -14,7 +14,7 @@ from sglang_kvc.oplog import Compact, OpLog, Release, Take
 from sglang_kvc.sequence import Sequence
 from sglang_kvc.sizing import size_pool
 
-from .model import P, ToyServer, make_runtime
+from .model import make_runtime
 
 BLOCKS = 10
 IDS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5, unique=True).map(np.array)
@@ -155,49 +155,3 @@ def test_waiting_names_the_full_blocks_of_a_prefix_that_stay_uncompressed():
     assert runtime.waiting(["a"], [127]) == [[]]
     del seq
     assert not runtime.sequences
-
-
-def test_growth_of_a_request_that_just_ended():
-    """SGLang asks for the room of every request in the batch, also of one whose blocks were given back already."""
-    from types import SimpleNamespace
-
-    from kvc_patches.admission import around_running_offset
-    from sglang_kvc.levels import LOSSLESS
-
-    server = ToyServer(high="k4v4")
-    adder = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
-    rooms = [
-        around_running_offset(lambda self, req: 10 * P, adder, SimpleNamespace(kvc=None, kvc_level=level))
-        for level in (None, LOSSLESS)
-    ]
-    assert rooms[0] < rooms[1] == 10 * P
-
-
-def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
-    from types import SimpleNamespace
-
-    from kvc_patches.scheduler import around_get_new_batch_prefill
-
-    server, looked = ToyServer(high="k4v4"), []
-    scheduler = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
-    batch = SimpleNamespace(batch_is_full=False)
-
-    def refused(self, batch):
-        looked.append(not batch.batch_is_full)
-        batch.batch_is_full = True
-        return SimpleNamespace(running_batch=batch)
-
-    def look() -> bool:
-        around_get_new_batch_prefill(refused, scheduler, batch)
-        return looked[-1]
-
-    seq = Sequence([])
-    seq.extend(server.runtime, server.runtime.take([i * P for i in range(4)]))
-    seq.fill(server.runtime, 4 * P)
-    assert [look(), look()] == [True, False]
-    server.runtime.queue_due(seq.slide(server.runtime, 4 * P))
-    assert [look(), look()] == [True, False]
-    more = server.runtime.take([4 * P])
-    assert not look()
-    server.runtime.free(more)
-    assert not look()  # no more than at the last refusal

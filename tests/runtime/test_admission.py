@@ -1,0 +1,129 @@
+"""When waiting prompts come in: SGLang's own `PrefillAdder` with our hooks around it, over the real ledger."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from sglang.srt import runtime_context
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_running_offset
+from kvc_patches.scheduler import around_get_new_batch_prefill
+from sglang_kvc.levels import LOSSLESS
+from sglang_kvc.sequence import Sequence
+
+from .model import P, ToyServer
+
+CHUNK = 2 * P
+
+
+@pytest.fixture(autouse=True)
+def configured(monkeypatch):
+    """What the adder asks of a server's options."""
+    monkeypatch.setattr(schedule_policy, "is_dsa_prefill_cp_in_seq_split", lambda: False)
+    monkeypatch.setattr(schedule_policy, "is_prefill_context_parallel_enabled", lambda: False)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=CHUNK))
+
+
+def prompt(server: ToyServer, new: int, answer: int, level: str | None = None) -> MagicMock:
+    """A request of SGLang's that found nothing in the cache."""
+    req = MagicMock(
+        full_untruncated_fill_ids=[0] * new, prefix_indices=[], output_ids=[], host_hit_length=0, kvc_level=level,
+        last_node=server.tree.root_node, kvc=Sequence([]),
+    )  # fmt: skip
+    req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = answer, False
+    req.needs_host_load_back.return_value = False
+    req.set_extend_range.side_effect = lambda first, last: setattr(
+        req, "extend_range", SimpleNamespace(length=last - first, end=last)
+    )
+    return req
+
+
+def adder(server: ToyServer, chunk: int | None = CHUNK, running=None, ratio: float = 1.0) -> PrefillAdder:
+    return PrefillAdder(P, server.tree, server.allocator, running, ratio, 1 << 20, chunk)
+
+
+def comes_in(server: ToyServer, req: MagicMock, **options) -> bool:
+    chosen = adder(server, **options)
+    before = chosen.rem_total_token_offset
+    result = around_add_one_req(PrefillAdder.add_one_req, chosen, req, False, None)
+    if result == AddReqResult.NO_TOKEN and not chosen.can_run_list:
+        assert chosen.rem_total_token_offset == before
+        return False
+    assert chosen.can_run_list == [req] and chosen.rem_total_token_offset > before
+    return True
+
+
+def test_a_prompt_waits_for_what_it_takes_packed():
+    """Eight blocks are free. A prompt of ten takes four (two chunks), one that is open and five packed to a quarter."""
+    server = ToyServer(high="k4v4", window=0)
+    server.runtime.take([0] * (server.runtime.available_tokens() // P - 8))
+    assert comes_in(server, prompt(server, 10 * P, 10))
+    assert not comes_in(server, prompt(server, 10 * P, 10, level=LOSSLESS))
+    assert not comes_in(server, prompt(server, 10 * P, 10), chunk=None)
+    assert comes_in(server, prompt(server, 2 * P, 10 * P), chunk=None)  # an answer is packed while it grows
+    server.runtime.take([0] * 2)
+    assert not comes_in(server, prompt(server, 10 * P, 10))
+
+
+def test_a_prompt_that_is_packed_at_its_end_waits_for_all_of_it():
+    server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
+    server.runtime.take([0] * (server.runtime.available_tokens() // P - 8))
+    assert not comes_in(server, prompt(server, 10 * P, 10))
+    assert comes_in(server, prompt(server, 6 * P, 10))
+
+
+@pytest.mark.parametrize(("free", "taken"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
+def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
+    """The reserve for the running request's long answer is more than what is free. A chunk of two blocks draws on it,
+    is shortened when no block were left for the running one, and waits when it does not fit itself."""
+    server = ToyServer(high="k4v4", window=0)
+    server.runtime.take([0] * (server.runtime.available_tokens() // P - free))
+    answering = prompt(server, 0, 40 * P)
+    running = SimpleNamespace(reqs=[answering], is_empty=lambda: False)
+    chosen, req = adder(server, running=running), prompt(server, 6 * P, 10)
+    if free == 2:  # the reserve leaves one block
+        chosen.rem_total_token_offset = P
+    again = around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
+    assert again is req
+    assert [r.extend_range.length for r in chosen.can_run_list] == ([taken] if taken else [])
+
+
+def test_growth_of_a_request_that_just_ended():
+    """SGLang asks for the room of every request in the batch, also of one whose blocks were given back already."""
+    server = ToyServer(high="k4v4")
+    adder = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
+    rooms = [
+        around_running_offset(lambda self, req: 10 * P, adder, SimpleNamespace(kvc=None, kvc_level=level))
+        for level in (None, LOSSLESS)
+    ]
+    assert rooms[0] < rooms[1] == 10 * P
+
+
+def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
+    server, looked = ToyServer(high="k4v4"), []
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
+    batch = SimpleNamespace(batch_is_full=False)
+
+    def refused(self, batch):
+        looked.append(not batch.batch_is_full)
+        batch.batch_is_full = True
+        return SimpleNamespace(running_batch=batch)
+
+    def look() -> bool:
+        around_get_new_batch_prefill(refused, scheduler, batch)
+        return looked[-1]
+
+    seq = Sequence([])
+    seq.extend(server.runtime, server.runtime.take([i * P for i in range(4)]))
+    seq.fill(server.runtime, 4 * P)
+    assert [look(), look()] == [True, False]
+    server.runtime.queue_due(seq.slide(server.runtime, 4 * P))
+    assert [look(), look()] == [True, False]
+    more = server.runtime.take([4 * P])
+    assert not look()
+    server.runtime.free(more)
+    assert not look()  # no more than at the last refusal
