@@ -121,7 +121,8 @@ class Server:
             raise ServerError("The demo model is not there; make it with: python -m sglang_kvc.demo")
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model = str(model)
+        # The server starts in a folder of its own, where a relative path would be taken for a name on the hub.
+        self.model = str(Path(model).resolve() if Path(model).exists() else model)
         self.args = list(args)
         tail = ["--model-path", self.model, "--host", "127.0.0.1", "--port", str(self.port)]
         self.command = [sys.executable, "-m", "sglang.launch_server", *self.args, *tail]

@@ -81,7 +81,6 @@ SINGLES = {
     "compaction.vs_cpu": "compaction of a 16K prompt, times as fast as plain torch on the CPU",
     "serve.occupancy": "token slots of packed pages that hold a token, worst format",
     "serve.resident.k4v4": "requests that run at a time in equal memory, prompts of 40 % of it, k4v4",
-    "serve.resident.leankv": "the same, leankv",
     "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",
     "serve.page_hash_match": "packed blocks with equal bytes whatever their history",
     "serve.warm_warm_match": "repeated prompts with the same answer from the cache",

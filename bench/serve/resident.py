@@ -1,6 +1,6 @@
 """How many requests run at a time in equal KV memory?
 
-    python -m bench.serve.resident [--formats k4v4,leankv] [--tokens 6144] [--share 0.4] [--prompts 10]
+    python -m bench.serve.resident [--formats k4v4,..] [--tokens 6144] [--share 0.4] [--prompts 10]
 
 Every server gets the memory of `--tokens` bf16 tokens, and prompts of `--share` of that at once, none like another.
 What counts is the server's own word on how many it answers together.
@@ -48,7 +48,7 @@ def measure(name: str, a: argparse.Namespace) -> dict:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--formats", default="k4v4,leankv")
+    p.add_argument("--formats", default="k4v4")
     p.add_argument("--tokens", type=int, default=6144, help="bf16 tokens whose memory every server gets")
     p.add_argument("--share", type=float, default=0.4, help="of these tokens, in a prompt")
     p.add_argument("--prompts", type=int, default=10)
