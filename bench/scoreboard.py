@@ -53,15 +53,13 @@ ALIASES = {
     f"quality.{preset}.ratio_4k": f"serve.ratio_4k.{cell}"
     for preset, cell in (("safe", "k8v4"), ("balanced", "k4v4"), ("max", "max"))
 }
-# What a whole server gains depends on how fast a card's memory is beside its arithmetic: both cards are shown.
-BY_DEVICE = {"NVIDIA H200": "_h200"}
 SINGLES = {
     "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out), H100",
     "e2e.vs_bf16_h200": "the same, H200",
     "e2e.vs_fp8": "against stock fp8, H100",
     "e2e.vs_fp8_h200": "the same, H200",
     "e2e.unconstrained_vs_bf16": "against stock bf16 with memory to spare, worst of 1 and 8 sessions, H100",
-    "e2e.unconstrained_vs_bf16_h200": "the same, H200 (before the present kernels)",
+    "e2e.unconstrained_vs_bf16_h200": "the same, H200",
     "e2e.unconstrained_vs_bf16_c64": "with memory to spare, 64 sessions at once, H100",
     "decode.bandwidth.k8v4": "bytes that decode attention over k8v4 moves, against a plain copy",
     "decode.worst_vs_bf16": "time of decode attention over k4v4 against stock bf16, worst of batches and lengths",
@@ -97,8 +95,7 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
         if not isinstance(record, dict):
             continue
         for name, score in record.get("scores", {}).items():
-            if name.startswith("e2e."):
-                name += BY_DEVICE.get(record["device"], "")
+            name = _of_device(name, record["device"])
             row = {"value": score["value"], "unit": score["unit"], **{f: record[f] for f in FIELDS}}
             of_preset = name.startswith("quality.") and name.split(".")[1] in PRESETS
             if not of_preset and (name not in board or row["date"] > board[name]["date"]):
@@ -106,6 +103,14 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
     board |= _of_presets(results / "quality")
     board |= {name: board[other] for name, other in ALIASES.items() if other in board}
     return dict(sorted(board.items()))
+
+
+def _of_device(name: str, device: str) -> str:
+    """What a whole server gains depends on how fast a card's memory is beside its arithmetic, so each card has its own
+    figure; the bare name is the H100's."""
+    if not name.startswith("e2e.") or "H100" in device:
+        return name
+    return f"{name}_{re.sub(r'[^a-z0-9]+', '_', device.removeprefix('NVIDIA ').lower())}"
 
 
 def _of_presets(folder: Path) -> dict[str, dict]:

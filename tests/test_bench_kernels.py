@@ -56,6 +56,15 @@ def test_decode_targets(tmp_path, capsys):
     assert len(text) == 1 + len(lines) and len({len(x) for x in text}) == 1
 
 
+def test_whole_servers_have_a_figure_for_each_card(tmp_path):
+    for day, (device, value) in enumerate({"NVIDIA H100 80GB HBM3": 2.0, "NVIDIA H200": 1.0}.items()):
+        scores = {name: {"value": value, "unit": "x"} for name in ("e2e.vs_bf16", "extend.vs_bf16.64")}
+        record = {"command": "c", "commit": "0", "device": device, "date": f"2026-01-0{day + 1}", "scores": scores}
+        (tmp_path / f"{day}.json").write_text(json.dumps(record))
+    found = {name: row["value"] for name, row in collect(tmp_path).items()}
+    assert found == {"e2e.vs_bf16": 2.0, "e2e.vs_bf16_h200": 1.0, "extend.vs_bf16.64": 1.0}
+
+
 def test_decode_grid_and_uneven():
     points = decode.grid(decode.arguments(["grid"]))
     assert {(w.batch, w.tokens) for _, w in points} >= {(1, 1024), (256, 1024), (1, 131072)}
