@@ -230,7 +230,10 @@ def measure(
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """The scoreboard's ratios, of the first format."""
+    """The scoreboard's ratios, of the first format; none of another load or of servers with options of their own."""
+    usual, fields = arguments(["--model", a.model]), ("tokens", "input", "output", "prompts", "server_args")
+    if any(getattr(a, f) != getattr(usual, f) for f in fields):
+        return {}
     ours, out = f"kvc_{a.formats.split(',')[0]}", {}
 
     def ratio(name: str, x: str, y: str) -> None:

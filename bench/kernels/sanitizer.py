@@ -4,13 +4,15 @@
 
 Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
 watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
-kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run on the same code goes
-on with those, unless `--again`. A test that fails while the tool finds nothing failed by its values.
+kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run goes on with those as
+long as kernels and tests are the same, unless `--again`; each row has its commit. A test that fails while the tool
+finds nothing failed by its values.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -30,6 +32,7 @@ from bench.revision import ROOT, commit
 from .common import RESULTS, Results
 
 KERNELS = ROOT / "kernels" / "kvc_kernels"
+TESTS = ROOT / "tests" / "gpu"
 PLANTED = Path(__file__).with_name("planted.py")
 CHUNK = 6  # tests a process: enough to share what is imported and compiled
 LEAST_SECONDS = 45  # of a process that is worth starting
@@ -48,6 +51,15 @@ def collect(paths: list[str]) -> list[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *paths]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [line for line in out.splitlines() if "::" in line]
+
+
+def sources() -> str:
+    """A digest of what is watched: our kernels, with all that launches them there, and their tests."""
+    digest = hashlib.sha256()
+    for folder in (KERNELS, TESTS):
+        for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def visible_gpus() -> list[str]:
@@ -102,7 +114,7 @@ class Sanitizer:
         if self.end - time.monotonic() < LEAST_SECONDS:
             return []
         text = self.run(tool, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=line", *ids)
-        return [row | dict(tool=tool) for row in read_log(text)]
+        return [row | dict(tool=tool, commit=commit()) for row in read_log(text)]
 
 
 def chunks(ids: list[str]) -> list[list[str]]:
@@ -130,16 +142,16 @@ def main() -> int:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--again", action="store_true", help="also what the result file holds of this commit")
+    parser.add_argument("--again", action="store_true", help="also what the result file holds of the same sources")
     parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.json")
     args = parser.parse_args()
     sanitizer, tools = Sanitizer(time.monotonic() + args.seconds), args.tools.split(",")
     if sanitizer.program is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    ids, results = collect(args.paths), Results(args.out, kernels=kernel_names())
+    ids, results = collect(args.paths), Results(args.out, sources=sources(), kernels=kernel_names())
     if args.out.exists() and not args.again:
         before = json.loads(args.out.read_text())
-        if before["commit"] == commit():
+        if before.get("sources") == sources():
             results.rows = before["rows"]
     blind = [tool for tool in tools if not sanitizer.finds_planted(tool)]
     if blind:
