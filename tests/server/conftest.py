@@ -14,7 +14,7 @@ import pytest
 
 from bench import common
 
-from .tiny_model import tiny_model
+from bench.tiny import tiny_model
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"

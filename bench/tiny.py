@@ -22,7 +22,7 @@ def tiny_model(folder: Path) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=32768, tie_word_embeddings=True,
         initializer_range=0.1,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
