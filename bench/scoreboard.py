@@ -66,6 +66,7 @@ SINGLES = {
     "decode.worst_uneven": "time a byte of decode attention with uneven lengths or heads, against even ones, worst",
     "extend.vs_bf16.64": "time of 64 new tokens over 100K cached in k4v4, against FlashInfer over bf16",
     "extend.vs_bf16.1k": "time of 1024 new tokens, likewise",
+    "extend.vs_bf16.batch": "time of 64 new tokens each for 16 requests at once over 1K to 64K cached, likewise, worst",
     "sanitizer.memcheck": "compute-sanitizer, memcheck",
     "sanitizer.racecheck": "compute-sanitizer, racecheck",
     "score.prefill_overhead": "attention collected by the last 64 queries of a 16K prompt, of its prefill",
@@ -79,6 +80,9 @@ SINGLES = {
     "compaction.vs_cpu": "compaction of a 16K prompt, times as fast as plain torch on the CPU",
     "serve.occupancy": "token slots of packed pages that hold a token, worst format",
     "serve.resident.k4v4": "requests that run at a time in equal memory, prompts of 40 % of it, k4v4",
+    "serve.agents.from_cache.bf16": "tokens of 16 agents' prompts that come from the cache, a third of the memory that "
+    "they need: stock bf16",
+    "serve.agents.from_cache.kvc_k4v4": "the same, k4v4",
     "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",
     "serve.page_hash_match": "packed blocks with equal bytes whatever their history",
     "serve.warm_warm_match": "repeated prompts with the same answer from the cache",

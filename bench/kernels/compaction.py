@@ -110,17 +110,23 @@ def timed(prepare: Callable[[], object], run: Callable[[], object], repeats: int
     return sorted(device)[repeats // 2], sorted(host)[repeats // 2]
 
 
-def cpu_block_ms(names: str, layers: int, block_tokens: int) -> float:
-    """Milliseconds a block of the plain torch reference on the CPU; the better of two runs."""
+def cpu_block_ms(names: str, layers: int, block_tokens: int) -> tuple[float, int]:
+    """Milliseconds a block of the plain torch reference on the CPU, and its threads; the best of two runs each with one
+    thread, a few, and all: many small operations gain nothing from more, and lose much where other programs run."""
     from kvc_kernels import ops
 
     store, ids, tiers = build(names, layers, CPU_BLOCKS, block_tokens, "cpu")
-    times = []
-    for _ in range(2):
-        refill(store, ids)
-        began = time.perf_counter()
-        ops.compact(store, ids, 1, tiers, from_rung=0)
-        times.append(1e3 * (time.perf_counter() - began) / CPU_BLOCKS)
+    times, all_threads = [], torch.get_num_threads()
+    try:
+        for threads in sorted({1, min(4, all_threads), all_threads}):
+            torch.set_num_threads(threads)
+            for _ in range(2):
+                refill(store, ids)
+                began = time.perf_counter()
+                ops.compact(store, ids, 1, tiers, from_rung=0)
+                times.append((1e3 * (time.perf_counter() - began) / CPU_BLOCKS, threads))
+    finally:
+        torch.set_num_threads(all_threads)
     return min(times)
 
 
@@ -178,8 +184,9 @@ def tiered(store, ids, tiers) -> dict[str, float]:
     return out
 
 
-def measure(names: str, blocks: int, args, bandwidth: float, cpu_ms: float | None) -> dict:
-    """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device. cpu_ms: of a block."""
+def measure(names: str, blocks: int, args, bandwidth: float, cpu: tuple[float, int] | None) -> dict:
+    """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device. cpu: ms of a block, and
+    threads."""
     from kvc_kernels import ops
     from kvc_kernels.ops.compact_triton import compact_triton
 
@@ -194,8 +201,8 @@ def measure(names: str, blocks: int, args, bandwidth: float, cpu_ms: float | Non
         case="compact", format=names, blocks=blocks, block_tokens=args.block, layers=args.layers, ms=ours,
         launch_ms=launch, floor_ms=floor, digest_of_one_block=digest,
     )  # fmt: skip
-    if cpu_ms is not None:
-        row |= dict(cpu_ms=cpu_ms * blocks, cpu_threads=torch.get_num_threads(), vs_cpu=cpu_ms * blocks / ours)
+    if cpu is not None:
+        row |= dict(cpu_ms=cpu[0] * blocks, cpu_threads=cpu[1], vs_cpu=cpu[0] * blocks / ours)
     if blocks > 1:
         once(store, ids, tiers, ops.compact, 1)
         row["torch_ms"], _ = once(store, ids, tiers, ops.compact, 1)
@@ -274,12 +281,12 @@ def main() -> None:
     results = Results(args.out, copy_bytes_per_s=bandwidth)
     results.add(*model_times(args))
     for names in args.formats.split(","):
-        cpu_ms = None
+        cpu = None
         if not budget.over(f"{names} on the CPU"):
-            cpu_ms = cpu_block_ms(names, args.layers, args.block)
+            cpu = cpu_block_ms(names, args.layers, args.block)
         for blocks in (args.tokens // args.block, 8, 1):
             if not budget.over(f"{names}, {blocks} blocks"):
-                results.add(measure(names, blocks, args, bandwidth, cpu_ms))
+                results.add(measure(names, blocks, args, bandwidth, cpu))
                 torch.cuda.empty_cache()
     results.score(scores(results.rows, args.batch))
     print(table(results.rows, COLUMNS))

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from bench import common
-
 from bench.tiny import tiny_model
 
 BLOCK = 64
