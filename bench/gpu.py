@@ -3,8 +3,8 @@
     python -m bench.gpu [--only tests,decode,..] [--model DIR [--load-format dummy]] [--list]
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
-only how it ended. `serving` needs a model of some size (`--model`); those that serve the demo model are `cold_warm`,
-`page_hash` and `devices`.
+only how it ended. `serving` and `agents` need a model of some size (`--model`); those that serve the demo model are
+`cold_warm`, `page_hash` and `devices`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def steps(args) -> dict[str, tuple[list[str], int]]:
     out["page_hash"] = ([*PYTHON, "bench.serve.page_hash", "--name", "serve/page_hash_gpu"], 400)
     out["devices"] = ([*PYTHON, "bench.serve.devices", "--against", "bench/results/serve/devices_cpu.json.gz"], 500)
     if args.model:
-        out["serving"] = ([*PYTHON, "bench.e2e.serving", "--model", args.model, "--load-format", args.load_format], 900)
+        model = "--model", args.model, "--load-format", args.load_format
+        out["serving"] = ([*PYTHON, "bench.e2e.serving", *model], 900)
+        out["agents"] = ([*PYTHON, "bench.e2e.agents", *model, *(["--data", args.data] if args.data else [])], 1200)
     return out
 
 
@@ -46,6 +48,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="steps, separated by commas")
     parser.add_argument("--model", default="", help="for the serving step")
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--data", default="", help="for the agents; file of `bench.quality.fetch tasks`")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "kvc-gpu")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
