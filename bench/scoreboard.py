@@ -83,6 +83,7 @@ SINGLES = {
     "serve.agents.from_cache.bf16": "tokens of 16 agents' prompts that come from the cache, a third of the memory that "
     "they need: stock bf16",
     "serve.agents.from_cache.kvc_k4v4": "the same, k4v4",
+    "serve.agents.vs_bf16": "steps a second of these agents, k4v4 against stock bf16, CPU engine",
     "serve.bf16_token_match": "answers equal to stock SGLang, nothing compressed",
     "serve.page_hash_match": "packed blocks with equal bytes whatever their history",
     "serve.warm_warm_match": "repeated prompts with the same answer from the cache",
