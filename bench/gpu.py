@@ -1,6 +1,9 @@
-"""Everything that has to run on a GPU, one step after the other, each within its time: tests first, then the figures.
+"""Everything that has to run on a GPU, each step within its time, on all GPUs that there are.
 
     python -m bench.gpu [--only tests,decode,..] [--model DIR [--load-format dummy]] [--list]
+
+First what is timed: kernels, then servers, each GPU with a step of its own. Then what is only right or wrong, so that
+its compilers do not stand in a timed step's way. Last the sanitizer, on all GPUs.
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
 only how it ended. `serving` and `agents` need a model of some size (`--model`); those that serve the demo model are
@@ -11,42 +14,101 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.common import ROOT
 
 PYTHON = [sys.executable, "-m"]
+TIMED, RIGHT, WHOLE = range(3)  # kinds of steps, in their order
+STOP_SECONDS = 60  # for a step that is out of time to stop its servers
 
 
-def steps(args) -> dict[str, tuple[list[str], int]]:
-    """name -> (command, seconds)."""
-    test = [*PYTHON, "pytest", "-q", "-p", "no:cacheprovider"]
-    out = {"tests": ([*test, "-n", str(min(8, os.cpu_count() or 1)), "tests/gpu"], 600)}
-    if shutil.which("compute-sanitizer"):
-        out["sanitizer"] = ([*PYTHON, "bench.kernels.sanitizer", "--seconds", "1150"], 1200)
-    kernels = {"decode": "decode targets", "grid": "decode grid", "uneven": "decode uneven", "extend": "extend"}
-    for name, module in {**kernels, "compaction": "compaction"}.items():
-        out[name] = ([*PYTHON, *f"bench.kernels.{module}".split()], 300)
-    name = "--name", "serve/cold_warm_gpu"  # beside the CPU's
-    out["cold_warm"] = ([*PYTHON, "bench.serve.cold_warm", *name, "--formats", "stock,bf16,k4v4"], 800)
-    out["page_hash"] = ([*PYTHON, "bench.serve.page_hash", "--name", "serve/page_hash_gpu"], 400)
-    out["devices"] = ([*PYTHON, "bench.serve.devices", "--against", "bench/results/serve/devices_cpu.json.gz"], 500)
-    if args.model:
-        model = "--model", args.model, "--load-format", args.load_format
-        out["serving"] = ([*PYTHON, "bench.e2e.serving", *model], 900)
-        out["agents"] = ([*PYTHON, "bench.e2e.agents", *model, *(["--data", args.data] if args.data else [])], 1200)
-    return out
+@dataclass(frozen=True)
+class Step:
+    name: str
+    command: list[str]
+    seconds: int
+    kind: int
+
+
+def steps(args: argparse.Namespace) -> list[Step]:
+    model = ["--model", args.model, "--load-format", args.load_format]
+    data = ["--data", args.data] if args.data else []
+    out = [
+        ("decode", "bench.kernels.decode targets", 300, TIMED),
+        ("serving", ["bench.e2e.serving", *model], 900, TIMED),
+        ("agents", ["bench.e2e.agents", *model, *data], 1200, TIMED),
+        ("grid", "bench.kernels.decode grid", 300, TIMED),
+        ("uneven", "bench.kernels.decode uneven", 300, TIMED),
+        ("extend", "bench.kernels.extend", 300, TIMED),
+        ("compaction", "bench.kernels.compaction", 300, TIMED),
+        ("tests", f"pytest -q -p no:cacheprovider -n {min(16, os.cpu_count() or 1)} tests/gpu", 900, RIGHT),
+        ("devices", "bench.serve.devices --against bench/results/serve/devices_cpu.json.gz", 500, RIGHT),
+        ("page_hash", "bench.serve.page_hash --name serve/page_hash_gpu", 400, RIGHT),
+        # Beside the CPU's.
+        ("cold_warm", "bench.serve.cold_warm --name serve/cold_warm_gpu --formats stock,bf16,k4v4", 800, RIGHT),
+        ("sanitizer", "bench.kernels.sanitizer --seconds 1150", 1200, WHOLE),
+    ]
+    left_out = () if args.model else ("serving", "agents")
+    left_out += () if shutil.which("compute-sanitizer") else ("sanitizer",)
+    made = [Step(n, [*PYTHON, *(c.split() if isinstance(c, str) else c)], s, k) for n, c, s, k in out]
+    return [step for step in made if step.name not in left_out]
+
+
+def run(step: Step, gpus: str, logs: Path) -> bool:
+    """Whether it ended well; says how. One that is out of time is interrupted, so that it stops its servers."""
+    began, log = time.monotonic(), logs / f"{step.name}.log"
+    where = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    with open(log, "w") as out:
+        process = subprocess.Popen(step.command, cwd=ROOT, env=where, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code = process.wait(step.seconds)
+            end = "ok" if code == 0 else f"FAILED with {code}"
+        except subprocess.TimeoutExpired:
+            end = f"FAILED: not done after {step.seconds} s"
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    print(f"{step.name:12} {time.monotonic() - began:6.0f} s  GPU {gpus:8} {end}  {log}", flush=True)
+    return end == "ok"
+
+
+def run_all(chosen: list[Step], gpus: list[str], logs: Path) -> int:
+    """How many failed. A kind begins when the one before has ended."""
+    free: queue.Queue[str] = queue.Queue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def on_a_free_one(step: Step) -> bool:
+        gpu = free.get()
+        try:
+            return run(step, gpu, logs)
+        finally:
+            free.put(gpu)
+
+    failed = 0
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        for kind in (TIMED, RIGHT):
+            failed += [*pool.map(on_a_free_one, [s for s in chosen if s.kind == kind])].count(False)
+    return failed + [run(s, ",".join(gpus), logs) for s in chosen if s.kind == WHOLE].count(False)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="steps, separated by commas")
-    parser.add_argument("--model", default="", help="for the serving step")
+    parser.add_argument("--model", default="", help="for servers under load")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--data", default="", help="for the agents; file of `bench.quality.fetch tasks`")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "kvc-gpu")
@@ -54,30 +116,21 @@ def main() -> int:
     args = parser.parse_args()
     chosen = steps(args)
     if args.only:
-        unknown = set(args.only.split(",")) - set(chosen)
-        if unknown:
-            parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(chosen)}")
-        chosen = {name: chosen[name] for name in args.only.split(",")}
+        names, wanted = [s.name for s in chosen], args.only.split(",")
+        if unknown := set(wanted) - {*names}:
+            parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        chosen = [s for s in chosen if s.name in wanted]
     if args.list:
-        print("\n".join(f"{name:12} {' '.join(command[1:])}" for name, (command, _) in chosen.items()))
+        print("\n".join(f"{s.name:12} {' '.join(s.command[1:])}" for s in chosen))
         return 0
     import torch
 
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
     args.logs.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for name, (command, seconds) in chosen.items():
-        began, log = time.monotonic(), args.logs / f"{name}.log"
-        with open(log, "w") as out:
-            try:
-                done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=seconds, check=False)
-                end = "ok" if done.returncode == 0 else f"FAILED with {done.returncode}"
-            except subprocess.TimeoutExpired:
-                end = f"FAILED: not done after {seconds} s"
-        failed += end != "ok"
-        print(f"{name:12} {time.monotonic() - began:6.0f} s  {end}  {log}", flush=True)
-    return failed
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    return run_all(chosen, gpus, args.logs)
 
 
 if __name__ == "__main__":
