@@ -87,6 +87,8 @@ def run(step: Step, gpus: str, logs: Path) -> bool:
 
 def run_all(chosen: list[Step], gpus: list[str], logs: Path) -> int:
     """How many failed. A kind begins when the one before has ended."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: steps would ignore it, too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     free: queue.Queue[str] = queue.Queue()
     for gpu in gpus:
         free.put(gpu)

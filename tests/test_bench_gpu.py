@@ -1,6 +1,7 @@
 """The runner of all that needs a GPU: order, GPUs, what is out of time."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,12 +47,16 @@ def test_order_and_gpus(gpus, tmp_path, capsys):
     assert set(used.values()) <= {*gpus} and (len(gpus) == 1 or used["slow"] != used["quick"])
 
 
-def test_one_that_is_out_of_time_is_interrupted(tmp_path, capsys):
-    step = gpu.Step("hold", [sys.executable, "-c", HOLD, str(tmp_path / "hold")], 2, gpu.TIMED)
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
+def test_one_that_is_out_of_time_is_interrupted(handler, tmp_path, capsys, request):
+    """Also where this process was told to ignore interrupts, as a shell's background jobs are."""
+    before = signal.signal(signal.SIGINT, handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    step = gpu.Step("hold", [sys.executable, "-c", HOLD, str(tmp_path / "hold")], 3, gpu.TIMED)
     began = time.monotonic()
-    assert gpu.run_all([step], ["0"], tmp_path) == 1 and time.monotonic() - began < 20
+    assert gpu.run_all([step], ["0"], tmp_path) == 1 and time.monotonic() - began < 40
     assert (tmp_path / "hold").read_text() == "stopped"
-    assert "not done after 2 s" in capsys.readouterr().out
+    assert "not done after 3 s" in capsys.readouterr().out
 
 
 def test_every_step_is_there():
