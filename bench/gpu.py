@@ -130,9 +130,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
     args.logs.mkdir(parents=True, exist_ok=True)
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return run_all(chosen, gpus, args.logs)
+    from bench.kernels.sanitizer import visible_gpus
+
+    return run_all(chosen, visible_gpus(), args.logs)
 
 
 if __name__ == "__main__":
