@@ -286,8 +286,8 @@ def write_result(
         "scores": {k: {"value": v, "unit": u} for k, (v, u) in (scores or {}).items()},
         "numbers": numbers,
     }
-    # At once: a run that is cut off must not leave half a file.
-    temporary = path.with_suffix(".part")
+    # At once: a run that is cut off must not leave half a file, nor two that write to it in turns.
+    temporary = path.with_suffix(f".{os.getpid()}.part")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     temporary.replace(path)
     if quiet:

@@ -113,3 +113,40 @@ def test_scores_and_table(monkeypatch):
     options = agents.servers(a)
     assert list(options) == ["bf16", "fp8", "kvc_k4v4"] and json.dumps(options)
     assert all(o[o.index("--cuda-graph-max-bs-decode", 8) + 1] for o in options.values())
+
+
+def test_calls_that_share_a_result_file(monkeypatch, tmp_path):
+    """Two, a server each, the second started before the first wrote: nothing is lost."""
+
+    class Running:
+        def __init__(self, options, model):
+            self.client, self.log, self.errors = Cache(), tmp_path / "log", list
+            self.log.touch()
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda *_: None  # noqa: E731
+
+    monkeypatch.setattr(common, "Server", Running)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(agents.serving, "RESULTS", tmp_path)
+    monkeypatch.setattr(agents.prompts, "tokenizer", lambda model: Letters())
+    monkeypatch.setattr(agents.taskdata, "load", lambda path: {"agents": DATA, "essays": "abc"})
+    argv = ["agents", "--model", "none", "--agents", "2", "--read", "5", "--pause", "0", "--data", "none", "--append"]
+    measure, inner = agents.measure, []
+
+    def both(*args):
+        if not inner:
+            inner.append(1)
+            run("kvc_k4v4")
+        return measure(*args)
+
+    def run(server):
+        monkeypatch.setattr("sys.argv", [*argv, "--only", server])
+        agents.main()
+
+    monkeypatch.setattr(agents, "measure", both)
+    run("bf16")
+    record = json.loads((tmp_path / "e2e" / "agents.json").read_text())
+    assert set(record["numbers"]) == {"longest", "bf16.a2", "kvc_k4v4.a2"}
+    assert any("vs_bf16" in name for name in record["scores"])
+    assert [p.name for p in (tmp_path / "e2e").iterdir()] == ["agents.json"]

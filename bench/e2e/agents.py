@@ -2,6 +2,7 @@
 
     python -m bench.e2e.agents --model <folder> --load-format dummy       # on a GPU: stock bf16 and fp8, ours
     python -m bench.e2e.agents --agents 4,16 --join 1 --read 60 --think 8 --tokens 10000    # CPU engine, a tiny model
+    ... --only bf16 --append     # adds to the result file; calls on several GPUs at a time may share one
     ... --data FILE     # of `python -m bench.quality.fetch tasks`, where there is no network
 
 A session is a dialogue of BFCL's multi-turn problems: a system prompt with its functions, which sessions share, then
@@ -202,6 +203,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tokens", type=int, default=120_000, help="bf16 tokens whose memory every server gets")
     p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
+    p.add_argument("--append", action="store_true", help="keep what the result file holds of other servers")
     p.add_argument("--model", help="default: a tiny one, made anew")
     p.add_argument("--load-format", default="auto")
     p.add_argument("--server-args", default="", help="more options for every server")
@@ -220,7 +222,7 @@ def main() -> None:
     todo = sessions(data["agents"], data["essays"], prompts.tokenizer(a.model), a)
     longest = max(sum(len(s.sent) + s.answer for s in session.steps) for session in todo)
     print(f"{len(todo)} sessions, {sum(len(s.steps) for s in todo)} steps, up to {longest} tokens", flush=True)
-    numbers: dict[str, dict] = {}
+    numbers = serving.earlier(a)
     only = [n for n in a.only.split(",") if n]
     for name, options in servers(a).items():
         if only and name not in only:
@@ -231,10 +233,12 @@ def main() -> None:
                 before = server.log.read_text(errors="replace").count("Retract requests")
                 row = measure(server.client, todo[: a.each * agents], agents, a.pause)
                 after = server.log.read_text(errors="replace").count("Retract requests")
-                numbers[f"{name}.a{agents}"] = row | {"retractions": after - before, "options": options}
-                common.write_result(a.name, {"longest": longest, **numbers}, scores=scores(numbers, a), quiet=True)
+                numbers |= serving.earlier(a)  # another GPU's call may have added to it
+                row |= {"retractions": after - before, "options": options}
+                numbers |= {"longest": longest, f"{name}.a{agents}": row}
+                common.write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
             assert not server.errors(), server.errors()
-    print(table(numbers))
+    print(table({name: row for name, row in numbers.items() if name != "longest"}))
 
 
 if __name__ == "__main__":
