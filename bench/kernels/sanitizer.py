@@ -5,8 +5,8 @@
 Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
 watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
 kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run goes on with those as
-long as kernels and tests are the same, unless `--again`; each row has its commit. A test that fails while the tool
-finds nothing failed by its values.
+long as kernels and tests are the same, unless `--again`; each row has its commit and device. A test that fails while
+the tool finds nothing failed by its values.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from bench.common import device_name
 from bench.revision import ROOT, commit
 
 from .common import RESULTS, Results
@@ -114,7 +115,7 @@ class Sanitizer:
         if self.end - time.monotonic() < LEAST_SECONDS:
             return []
         text = self.run(tool, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=line", *ids)
-        return [row | dict(tool=tool, commit=commit()) for row in read_log(text)]
+        return [row | dict(tool=tool, commit=commit(), device=device_name()) for row in read_log(text)]
 
 
 def chunks(ids: list[str]) -> list[list[str]]:
@@ -152,7 +153,7 @@ def main() -> int:
     if args.out.exists() and not args.again:
         before = json.loads(args.out.read_text())
         if before.get("sources") == sources():
-            results.rows = before["rows"]
+            results.rows = [{"device": before["device"], **row} for row in before["rows"]]
     blind = [tool for tool in tools if not sanitizer.finds_planted(tool)]
     if blind:
         print(f"{', '.join(blind)} did not find the error planted for it: nothing it says counts", flush=True)
