@@ -6,8 +6,8 @@ First what is timed: kernels, then servers, each GPU with a step of its own. The
 its compilers do not stand in a timed step's way. Last the sanitizer, on all GPUs.
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
-only how it ended. `serving` and `agents` need a model of some size (`--model`); those that serve the demo model are
-`cold_warm`, `page_hash` and `devices`.
+only how it ended. `serving`, `agents` and `first_token` need a model of some size (`--model`); those that serve the
+demo model are `cold_warm`, `page_hash` and `devices`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("decode", "bench.kernels.decode targets", 300, TIMED),
         ("serving", ["bench.e2e.serving", *model], 900, TIMED),
         ("agents", ["bench.e2e.agents", *model, *data], 1200, TIMED),
+        ("first_token", ["bench.e2e.first_token", *model, "--together"], 400, TIMED),
         ("grid", "bench.kernels.decode grid", 300, TIMED),
         ("uneven", "bench.kernels.decode uneven", 300, TIMED),
         ("extend", "bench.kernels.extend", 300, TIMED),
@@ -58,7 +59,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("cold_warm", "bench.serve.cold_warm --name serve/cold_warm_gpu --formats stock,bf16,k4v4", 800, RIGHT),
         ("sanitizer", "bench.kernels.sanitizer --seconds 1150", 1200, WHOLE),
     ]
-    left_out = () if args.model else ("serving", "agents")
+    left_out = () if args.model else ("serving", "agents", "first_token")
     left_out += () if shutil.which("compute-sanitizer") else ("sanitizer",)
     made = [Step(n, [*PYTHON, *(c.split() if isinstance(c, str) else c)], s, k) for n, c, s, k in out]
     return [step for step in made if step.name not in left_out]

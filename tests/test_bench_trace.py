@@ -20,22 +20,25 @@ def test_table_of_a_trace(tmp_path):
         event("attend", 1500.0, 100.0),
         event("Memcpy HtoD", 1950.0, 50.0, "gpu_memcpy"),
         event("aten::mm", 0.0, 9000.0, "cpu_op"),
+        event("cudaHostAlloc", 0.0, 7000.0, "cuda_runtime"),
         {"ph": "M", "name": "process_name"},
         {"ph": "i", "cat": "kernel", "name": "a mark", "ts": 0.0},
     ]
     path = tmp_path / "x.trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = trace.profile(path, most=2)
-    assert found["kernels"] == [
-        {"name": "gemm", "count": 2, "total_ms": 0.8},
-        {"name": "attend", "count": 1, "total_ms": 0.1},
+    found = trace.profile(path, most=4)
+    assert found["kernels"][:2] == [
+        {"name": "gemm", "count": 2, "total_ms": 0.8, "max_ms": 0.5},
+        {"name": "attend", "count": 1, "total_ms": 0.1, "max_ms": 0.1},
     ]
+    assert found["calls"] == [{"name": "cudaHostAlloc", "count": 1, "total_ms": 7.0, "max_ms": 7.0}]
     assert (found["span_ms"], found["busy_ms"]) == (1.0, 0.95)
-    assert len(trace.table(found).splitlines()) == 4
+    assert len(found["kernels"]) == 3 and len(trace.table(found).splitlines()) == 6
+    assert trace.profile(path, most=2)["kernels"] == found["kernels"][:2]
     with gzip.open(path, "wt") as file:
-        json.dump({"traceEvents": events[4:]}, file)
-    assert trace.profile(path) == {"span_ms": 0.0, "busy_ms": 0.0, "kernels": []}
+        json.dump({"traceEvents": events[6:]}, file)
+    assert trace.profile(path) == {"span_ms": 0.0, "busy_ms": 0.0, "kernels": [], "calls": []}
 
 
 def test_a_trace_begins_when_all_decode(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a torch trace says of the device in a few lines, so that the figures outlive the trace.
+"""What a torch trace says of the device and of the host's calls to it, in a few lines that outlive the trace.
 
     python -m bench.e2e.trace FILE.trace.json.gz
 """
@@ -12,27 +12,40 @@ from pathlib import Path
 from typing import Any
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
 NAME = 160  # characters of a name; templates spell out pages of types
 
 
-def profile(path: Path | str, most: int = 40) -> dict[str, Any]:
-    """`kernels`: name, count and total ms of the `most` that took longest; `busy_ms` of all together, `span_ms` from
-    the first to the last."""
-    with gzip.open(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    events = [e for e in events if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
+def longest(events: list[dict], most: int) -> list[dict[str, Any]]:
+    """Name, count, total and longest ms of the `most` names that took longest."""
     by_name: dict[str, list[float]] = {}
     for e in events:
         by_name.setdefault(e["name"], []).append(e["dur"])
     order = sorted(by_name, key=lambda name: -sum(by_name[name]))
+    return [
+        {
+            "name": name[:NAME],
+            "count": len(by_name[name]),
+            "total_ms": round(sum(by_name[name]) / 1e3, 4),
+            "max_ms": round(max(by_name[name]) / 1e3, 4),
+        }
+        for name in order[:most]
+    ]
+
+
+def profile(path: Path | str, most: int = 40) -> dict[str, Any]:
+    """`kernels` on the device and `calls` of the host, as in `longest`; `busy_ms` of all kernels together, `span_ms`
+    from the first to the last."""
+    with gzip.open(path, "rt") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    calls = longest([e for e in events if e.get("cat") in CALLS], most // 4)
+    events = [e for e in events if e.get("cat") in ON_DEVICE]
     first, last = min((e["ts"] for e in events), default=0.0), max((e["ts"] + e["dur"] for e in events), default=0.0)
     return {
         "span_ms": round((last - first) / 1e3, 4),
         "busy_ms": round(sum(e["dur"] for e in events) / 1e3, 4),
-        "kernels": [
-            {"name": name[:NAME], "count": len(by_name[name]), "total_ms": round(sum(by_name[name]) / 1e3, 4)}
-            for name in order[:most]
-        ],
+        "kernels": longest(events, most),
+        "calls": calls,
     }
 
 
@@ -40,6 +53,7 @@ def table(found: dict[str, Any]) -> str:
     """The same to read."""
     lines = [f"{'total ms':>10}{'count':>8}  kernel"]
     lines += [f"{k['total_ms']:10.3f}{k['count']:8}  {k['name'][:80]}" for k in found["kernels"]]
+    lines += [f"{k['total_ms']:10.3f}{k['count']:8}  host: {k['name'][:74]}" for k in found["calls"]]
     return "\n".join([*lines, f"{found['busy_ms']:10.3f} busy of {found['span_ms']:.3f}"])
 
 
