@@ -59,6 +59,17 @@ def test_reading():
     assert found == {"sanitizer.memcheck": (3, "errors in 4 of 9 kernel tests, 1 failed by value")}
 
 
+def test_chunks_leave_no_job_idle():
+    ids = [f"tests/gpu/test_{f}.py::test_{i}" for f in "ab" for i in range(7)]
+    todo = [(tool, test) for test in ids for tool in ("memcheck", "racecheck")]
+    for jobs, most in ((2, 6), (8, 3), (100, 1)):
+        made = sanitizer.chunks(todo, jobs)
+        assert sorted((tool, t) for tool, some in made for t in some) == sorted(todo)
+        assert max(len(some) for _, some in made) == most
+        assert all(len({sanitizer.file_of(t) for t in some}) == 1 for _, some in made)
+        assert made[0] == ("memcheck", ids[:most])
+
+
 @pytest.mark.parametrize("sees", [True, False])
 def test_a_tool_that_sees_nothing_does_not_count(sees, tmp_path):
     """With a tool that runs what it is given and says that there was an error, or none, whatever was planted."""
@@ -74,5 +85,13 @@ def test_a_tool_that_sees_nothing_does_not_count(sees, tmp_path):
     if sees:
         rows = json.loads(out.read_text())["rows"]
         assert [r["outcome"] for r in rows] == ["skipped"] and rows[0]["tool"] == "memcheck"
+        # Again: what was run stays, where kernels and tests are the same.
+        earlier = [rows[0] | {"date": "kept"}, rows[0] | {"test": "tests/gpu/test_x.py::test_gone"}]
+        out.write_text(json.dumps({"rows": earlier}))
+        assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
+        assert json.loads(out.read_text())["rows"] == earlier[:1]
+        out.write_text(json.dumps({"rows": [earlier[0] | {"sources": "older"}]}))
+        assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
+        assert json.loads(out.read_text())["rows"] == rows
     else:
         assert "nothing it says counts" in done.stdout and not out.exists()

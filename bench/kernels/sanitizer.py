@@ -4,9 +4,9 @@
 
 Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
 watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
-kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run goes on with those as
-long as kernels and tests are the same, unless `--again`; each row has its commit and device. A test that fails while
-the tool finds nothing failed by its values.
+kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run goes on with those, and
+with tests whose file or whose kernels have changed since; with all of them if told `--again`. Each row has its commit
+and device. A test that fails while the tool finds nothing failed by its values.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -33,9 +34,9 @@ from bench.revision import ROOT, commit
 from .common import RESULTS, Results
 
 KERNELS = ROOT / "kernels" / "kvc_kernels"
-TESTS = ROOT / "tests" / "gpu"
 PLANTED = Path(__file__).with_name("planted.py")
-CHUNK = 6  # tests a process: enough to share what is imported and compiled
+CHUNK = 6  # tests a process, at most: enough to share what is imported and compiled
+REPEATS = "8"  # of what tests launch again and again, to see whether it ever differs: a tool looks at each launch
 LEAST_SECONDS = 45  # of a process that is worth starting
 TOOLS = ("memcheck", "racecheck")
 
@@ -54,13 +55,17 @@ def collect(paths: list[str]) -> list[str]:
     return [line for line in out.splitlines() if "::" in line]
 
 
-def sources() -> str:
-    """A digest of what is watched: our kernels, with all that launches them there, and their tests."""
+@cache
+def sources(file: str) -> str:
+    """A digest of what is watched: our kernels, with all that launches them there, and the tests in `file`."""
     digest = hashlib.sha256()
-    for folder in (KERNELS, TESTS):
-        for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"):
-            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for path in [*sorted(p for p in KERNELS.rglob("*") if p.is_file() and p.suffix != ".pyc"), ROOT / file]:
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def file_of(test: str) -> str:
+    return test.split("::")[0]
 
 
 def visible_gpus() -> list[str]:
@@ -97,7 +102,8 @@ class Sanitizer:
         """What the tool and the command print until they or the time end."""
         whole = [self.program, "--tool", tool, *self.watch, "--print-limit", "20", sys.executable, *command]
         with tempfile.TemporaryFile("w+") as out:
-            where = {**os.environ, "CUDA_VISIBLE_DEVICES": self.gpus[next(self.turn) % len(self.gpus)]}
+            gpu = self.gpus[next(self.turn) % len(self.gpus)]
+            where = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "KVC_TEST_REPEATS": REPEATS}
             process = subprocess.Popen(whole, cwd=ROOT, env=where, stdout=out, stderr=out, start_new_session=True)
             try:
                 process.wait(max(1.0, self.end - time.monotonic()))
@@ -115,15 +121,17 @@ class Sanitizer:
         if self.end - time.monotonic() < LEAST_SECONDS:
             return []
         text = self.run(tool, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=line", *ids)
-        return [row | dict(tool=tool, commit=commit(), device=device_name()) for row in read_log(text)]
+        said = dict(tool=tool, commit=commit(), device=device_name())
+        return [row | said | dict(sources=sources(file_of(row["test"]))) for row in read_log(text)]
 
 
-def chunks(ids: list[str]) -> list[list[str]]:
-    """Tests of one file, `CHUNK` at a time."""
-    files: dict[str, list[str]] = {}
-    for test in ids:
-        files.setdefault(test.split("::")[0], []).append(test)
-    return [some[i : i + CHUNK] for some in files.values() for i in range(0, len(some), CHUNK)]
+def chunks(todo: list[tuple[str, str]], jobs: int) -> list[tuple[str, list[str]]]:
+    """(tool, tests of one file) for each process, from all (tool, test); smaller ones where jobs would be idle."""
+    size = max(1, min(CHUNK, len(todo) // jobs))
+    files: dict[tuple[str, str], list[str]] = {}
+    for tool, test in todo:
+        files.setdefault((file_of(test), tool), []).append(test)
+    return [(tool, some[i : i + size]) for (_, tool), some in files.items() for i in range(0, len(some), size)]
 
 
 def scores(rows: list[dict], tests: int) -> dict[str, tuple[float, str]]:
@@ -149,22 +157,21 @@ def main() -> int:
     sanitizer, tools = Sanitizer(time.monotonic() + args.seconds), args.tools.split(",")
     if sanitizer.program is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    ids, results = collect(args.paths), Results(args.out, sources=sources(), kernels=kernel_names())
+    ids, results = collect(args.paths), Results(args.out, kernels=kernel_names())
     if args.out.exists() and not args.again:
-        before = json.loads(args.out.read_text())
-        if before.get("sources") == sources():
-            results.rows = [{"device": before["device"], **row} for row in before["rows"]]
+        before = json.loads(args.out.read_text())["rows"]
+        kept = {file for file in {file_of(r["test"]) for r in before} if (ROOT / file).exists()}
+        results.rows = [r for r in before if (f := file_of(r["test"])) in kept and r["sources"] == sources(f)]
     blind = [tool for tool in tools if not sanitizer.finds_planted(tool)]
     if blind:
         print(f"{', '.join(blind)} did not find the error planted for it: nothing it says counts", flush=True)
         return 1
     done = {(r["tool"], r["test"]) for r in results.rows}
-    todo = [(tool, some) for some in chunks(ids) for tool in tools]
-    todo = [(tool, [t for t in some if (tool, t) not in done]) for tool, some in todo]
+    todo = chunks([(tool, t) for t in ids for tool in tools if (tool, t) not in done], args.jobs)
     with ThreadPoolExecutor(args.jobs) as pool:
-        for rows in pool.map(lambda job: sanitizer.tests(*job), [job for job in todo if job[1]]):
+        for rows in pool.map(lambda job: sanitizer.tests(*job), todo):
             results.add(*rows)
-    results.score(scores(results.rows, len(ids)))
+    results.score(scores(results.rows, len({*ids, *(r["test"] for r in results.rows)})))
     for row in results.rows:
         if row["errors"] or row["outcome"] not in ("passed", "skipped"):
             first = " ".join(row["first"])[:100]
