@@ -141,6 +141,10 @@ def test_compaction_on_the_cpu(names):
 def test_serving_servers_scores_and_append(monkeypatch, tmp_path):
     a = serving.arguments(["--model", "x", "--quick"])
     assert list(serving.servers(a)) == ["bf16", "fp8", "kvc_k4v4"]
+    for graphs, options in (([], 1), (["--prefill-graphs"], 0)):  # ours refuses the option, whatever it says
+        chosen = serving.servers(serving.arguments(["--model", "x", "--quick", *graphs]))
+        off = {n: o.count("--cuda-graph-backend-prefill=disabled") for n, (o, _) in chosen.items()}
+        assert off == {"bf16": options, "fp8": options, "kvc_k4v4": 0}
     also = serving.arguments(["--model", "x", "--quick", "--only", "kvc_two", "--also", "two: --kvc-policy leankv"])
     options, loads = serving.servers(also)["kvc_two"]
     assert options[options.index("--kvc-policy") + 1] == "leankv" and loads == [64]

@@ -203,6 +203,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tokens", type=int, default=120_000, help="bf16 tokens whose memory every server gets")
     p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
+    p.add_argument("--prefill-graphs", action="store_true", help="stock captures prefills, as is its default")
     p.add_argument("--append", action="store_true", help="keep what the result file holds of other servers")
     p.add_argument("--model", help="default: a tiny one, made anew")
     p.add_argument("--load-format", default="auto")

@@ -120,6 +120,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tokens", type=int, default=60_000, help="bf16 tokens whose memory every server gets")
     p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
     p.add_argument("--only", default="bf16,kvc_k4v4", help="names of servers to run, separated by commas")
+    p.add_argument("--prefill-graphs", action="store_true", help="stock captures prefills, as is its default")
     p.add_argument("--together", action="store_true", help="start all servers at once, ask them one by one")
     p.add_argument("--trace", default="", help="folder for traces of cached requests")
     p.add_argument("--model", help="default: a tiny one, made anew")
