@@ -152,7 +152,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "cuda_graph_backend_prefill",
         _other_than("disabled", None),
         "--cuda-graph-backend-prefill {}",
-        "a prefill reads a number of blocks that a graph cannot fix in advance",
+        "its prefills are not captured in CUDA graphs yet",
         "drop the option; decode graphs are used",
     ),
     Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the tree"),
@@ -200,8 +200,8 @@ def check_args(args: Any, config: KvcConfig) -> None:
         )
     if _prefill_graph(args.cuda_graph_config) not in (None, "disabled"):
         raise ConfigError(
-            "--cuda-graph-config with a prefill graph cannot be served with --kv-backend kvc, because a prefill reads "
-            "a number of blocks that a graph cannot fix in advance; leave out its prefill part."
+            "--cuda-graph-config with a prefill graph cannot be served with --kv-backend kvc, because its prefills are "
+            "not captured in CUDA graphs yet; leave out its prefill part."
         )
 
 
