@@ -2,8 +2,9 @@
 
     python -m bench.gpu [--only tests,decode,..] [--model DIR [--load-format dummy]] [--list]
 
-First what is timed: kernels, then servers, each GPU with a step of its own. Then what is only right or wrong, so that
-its compilers do not stand in a timed step's way. Last the sanitizer, on all GPUs.
+First servers whose host's time counts, one after the other and nothing beside them. Then the rest of what is timed,
+each GPU with a step of its own; then what is only right or wrong, so that its compilers do not stand in a timed step's
+way. Last the sanitizer, on all GPUs.
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
 only how it ended. `serving`, `agents` and `first_token` need a model of some size (`--model`); those that serve the
@@ -28,7 +29,7 @@ from pathlib import Path
 from bench.common import ROOT
 
 PYTHON = [sys.executable, "-m"]
-TIMED, RIGHT, WHOLE = range(3)  # kinds of steps, in their order
+ALONE, TIMED, RIGHT, WHOLE = range(4)  # kinds of steps, in their order
 STOP_SECONDS = 60  # for a step that is out of time to stop its servers
 
 
@@ -44,10 +45,10 @@ def steps(args: argparse.Namespace) -> list[Step]:
     model = ["--model", args.model, "--load-format", args.load_format]
     data = ["--data", args.data] if args.data else []
     out = [
+        ("serving", ["bench.e2e.serving", *model], 900, ALONE),
+        ("first_token", ["bench.e2e.first_token", *model, "--together"], 400, ALONE),
         ("decode", "bench.kernels.decode targets", 300, TIMED),
-        ("serving", ["bench.e2e.serving", *model], 900, TIMED),
         ("agents", ["bench.e2e.agents", *model, *data], 1200, TIMED),
-        ("first_token", ["bench.e2e.first_token", *model, "--together"], 400, TIMED),
         ("grid", "bench.kernels.decode grid", 300, TIMED),
         ("uneven", "bench.kernels.decode uneven", 300, TIMED),
         ("extend", "bench.kernels.extend", 300, TIMED),
@@ -101,7 +102,7 @@ def run_all(chosen: list[Step], gpus: list[str], logs: Path) -> int:
         finally:
             free.put(gpu)
 
-    failed = 0
+    failed = [run(s, gpus[0], logs) for s in chosen if s.kind == ALONE].count(False)
     with ThreadPoolExecutor(len(gpus)) as pool:
         for kind in (TIMED, RIGHT):
             failed += [*pool.map(on_a_free_one, [s for s in chosen if s.kind == kind])].count(False)

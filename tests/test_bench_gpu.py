@@ -34,12 +34,14 @@ def test_order_and_gpus(gpus, tmp_path, capsys):
     chosen = [
         say("whole", gpu.WHOLE, tmp_path), say("right", gpu.RIGHT, tmp_path),
         say("slow", gpu.TIMED, tmp_path, 0.5), say("quick", gpu.TIMED, tmp_path),
+        say("long", gpu.ALONE, tmp_path, 0.5), say("short", gpu.ALONE, tmp_path),
         say("broken", gpu.TIMED, tmp_path, code="raise SystemExit(3)"),
     ]  # fmt: skip
     assert gpu.run_all(chosen, gpus, tmp_path) == 1
     out = capsys.readouterr().out.splitlines()
     ended = [line.split()[0] for line in out]
-    assert set(ended[:3]) == {"slow", "quick", "broken"} and ended[3:] == ["right", "whole"]
+    assert ended[:2] == ["long", "short"] and (tmp_path / "short").read_text().strip() == gpus[0]
+    assert set(ended[2:5]) == {"slow", "quick", "broken"} and ended[5:] == ["right", "whole"]
     assert "FAILED with 3" in next(line for line in out if line.startswith("broken"))
     assert (ended.index("quick") < ended.index("slow")) == (len(gpus) > 1)
     assert (tmp_path / "whole").read_text().strip() == ",".join(gpus)
