@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bench.e2e import serving, trace
+from bench.e2e import plot, serving, trace
 
 
 def event(name, ts, dur, cat="kernel"):
@@ -60,3 +60,10 @@ def test_a_profile_is_no_run():
     runs = {"bf16.c64": {"output_tok_s": 1.0}, "bf16": {"profile": {"kernels": []}}}
     assert len(serving.table(runs).splitlines()) == 2
     assert serving.scores(runs, serving.arguments(["--model", "x"])) == {}
+
+
+@pytest.mark.parametrize("mark", [".c", ".a"])
+def test_runs_of_a_picture(mark):
+    runs = {f"{n}{mark}{k}": {"x": k} for n in ("bf16", "kvc_k4v4") for k in (8, 64)}
+    found = plot.rows({**runs, f"bf16_free{mark}8": {"x": 0}, "longest": 9, "bf16": {"profile": {}}})
+    assert found == (mark, 64, {"bf16": {"x": 64}, "kvc_k4v4": {"x": 64}})
