@@ -3,16 +3,19 @@
     python -m bench.kernels.extend [--prefix 102400] [--new 64,1024] [--format k4v4] [--block 128] [--seconds 220]
 
 One layer of 8 KV heads, GQA 4, head_dim 128. FlashInfer runs with each backend and page size named in `BASELINES`; the
-best counts. Every variant is checked against float64 on a short prefix first, with fresh random inputs. Then several
-requests at once (`BATCHES`), a prompt without a prefix, seen exactly and as stored, and what collecting attention adds
-to a prefill of `--score` tokens.
+best counts. Every variant is checked against float64 on a short prefix first, with fresh random inputs. Then few new
+tokens, as a hit leaves them, where the host's time to launch a layer counts, too; several requests at once (`BATCHES`),
+a prompt without a prefix, seen exactly and as stored, and what collecting attention adds to a prefill of `--score`
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import time
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -29,6 +32,7 @@ BATCHES = {  # name -> cached tokens of each request
     "16 of 2K to 26K": [2560 * (1 + i * 7 % 10) for i in range(16)],
     "64K among 15 x 1K": [65536] + [1024] * 15,
 }
+FEW, HIT = (1, 5, 32), 4352  # new tokens behind a hit, and tokens of the hit
 OBSERVERS = {"window 64": Observe(64), "all": Observe(), "one in 16": Observe(stride=16)}  # queries of a prompt
 
 
@@ -54,6 +58,20 @@ def timed(fn) -> float:
             b.synchronize()
             times.append(a.elapsed_time(b) / 5)
         return sorted(times)[4]
+
+
+def host_us(fn, calls: int = 100) -> float:
+    """Median microseconds of the host's thread in a call of `fn`, while the device keeps up or lags."""
+    fn()
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        times.append((time.perf_counter() - began) / calls * 1e6)
+    torch.cuda.synchronize()
+    return sorted(times)[3]
 
 
 def new_rows(n: int):
@@ -270,6 +288,28 @@ def over_prefix(work: Workload, good: set[str], prefix: int, new: int, bandwidth
     ]
 
 
+def few_new(work: Workload, good: set[str]) -> list[dict]:
+    """What a hit leaves to compute: each of our kernels, whichever serves so few, and FlashInfer over bf16 pages."""
+    from kvc_kernels.ops import extend_attention_triton
+
+    out = []
+    for new in FEW:
+        made = {}
+        for backend, page in BASELINES:
+            try:
+                made[f"flashinfer {backend} page {page}"] = flashinfer_paged(backend, page, [HIT], [new])
+            except Exception as error:
+                print(f"flashinfer {backend} page {page}: {type(error).__name__} {str(error)[:200]}", flush=True)
+        for name in sorted(good & {"hopper", "triton 64x4"}):
+            with mock.patch.object(extend_attention_triton, "HOPPER_LEAST_ROWS", 0):
+                made[name] = run_ours(work, HIT, new, variants()[name], check=False)[0]
+        for name, fn in made.items():
+            row = dict(case="few", prefix=HIT, new=new, name=name, ms=timed(fn), host_us=host_us(fn))
+            out.append(row | dict(ours=name in good))
+        del made
+    return out
+
+
 def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
     """The scoreboard's figures: times over FlashInfer's, of our fastest variant, and the share that collecting adds."""
     out = {}
@@ -295,7 +335,7 @@ def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
 
 
 COLUMNS = {"case": "", "name": "", "prefix": "", "new": "", "ms": ".3f", "vs_flashinfer": ".2f", "tflops": ".0f",
-           "bytes_ms": ".3f", "ops_ms": ".3f", "worst_row_error": ".4f"}  # fmt: skip
+           "bytes_ms": ".3f", "ops_ms": ".3f", "host_us": ".0f", "worst_row_error": ".4f"}  # fmt: skip
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -329,6 +369,7 @@ def main() -> None:
     good = {r["name"] for r in results.rows if r["worst_row_error"] < 0.02}
     jobs = {f"{n} new": lambda n=n: over_prefix(work, good, args.prefix, n, bandwidth, rate)
             for n in map(int, filter(None, args.new.split(",")))}  # fmt: skip
+    jobs["few new"] = lambda: few_new(work, good)
     jobs["batches"] = lambda: batches(work, good, 64)
     if args.score:
         jobs["scores"] = lambda: collecting(args.score)
