@@ -249,14 +249,13 @@ def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[f
 
     ratio("e2e.vs_bf16", f"{ours}.c{a.prompts}", f"bf16.c{a.prompts}")
     ratio("e2e.vs_fp8", f"{ours}.c{a.prompts}", f"fp8.c{a.prompts}")
-    worst = []
-    for c in (int(c) for c in a.concurrency.split(",") if c):
-        stock = "bf16" if c * (a.input + a.output) <= a.tokens else "bf16_free"
-        x, y = (numbers.get(f"{n}.c{c}") for n in (ours, stock))
-        if x and y:
-            worst.append(x["output_tok_s"] / y["output_tok_s"])
-    if worst:
-        out["e2e.unconstrained_vs_bf16"] = (min(worst), f"x output tok/s, worst of {len(worst)} concurrencies")
+    spare = "e2e.unconstrained_vs_bf16"
+    most = a.tokens // (a.input + a.output)  # sessions that its usual memory holds
+    free = {c: "bf16" if int(c) <= most else "bf16_free" for c in a.concurrency.split(",") if c}
+    for c, stock in free.items():
+        ratio(f"{spare}_c{c}", f"{ours}.c{c}", f"{stock}.c{c}")
+    if worst := [out[f"{spare}_c{c}"][0] for c in free if f"{spare}_c{c}" in out]:
+        out[spare] = (min(worst), f"x output tok/s, worst of {len(worst)} concurrencies")
     return out
 
 
