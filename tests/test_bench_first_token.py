@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import common
-from bench.e2e import first_token
+from bench.e2e import first_token, small
 
 SMALL = ["--model", "none", "--input", "300", "--append-tokens", "20", "--times", "4", "--pause", "0.02"]
 
@@ -56,4 +56,9 @@ def test_a_server_is_measured(monkeypatch):
     found = first_token.scores(numbers, a)
     assert len(found) == 3 and found["e2e.first_token.cached_vs_bf16"][0] == pytest.approx(1)
     assert len(first_token.table(numbers).splitlines()) == 19
-    assert list(first_token.servers(a)) == ["bf16", "kvc_k4v4"] and json.dumps(first_token.servers(a))
+    graphs = first_token.scores(numbers, first_token.arguments([*SMALL, "--prefill-graphs"]))
+    assert len(graphs) == 3 and not {*graphs} & {*found}  # another baseline, another name
+    assert list(small.servers(a)) == ["bf16", "kvc_k4v4"] and json.dumps(small.servers(a))
+    monkeypatch.setattr(common, "has_gpu", lambda: False)
+    assert list(small.servers(a)) == ["bf16", "kvc_k4v4"]
+    assert list(small.servers(first_token.arguments([*SMALL, "--only", "kvc_k4v4"]))) == ["kvc_k4v4"]

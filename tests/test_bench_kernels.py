@@ -151,6 +151,7 @@ def test_serving_servers_scores_and_append(monkeypatch, tmp_path):
     numbers = {f"{n}.c64": {"output_tok_s": v} for n, v in (("bf16", 1000.0), ("fp8", 1500.0), ("kvc_k4v4", 2400.0))}
     scores = serving.scores(numbers, a)
     assert scores["e2e.vs_bf16"][0] == 2.4 and scores["e2e.vs_fp8"][0] == 1.6
+    assert serving.scores(numbers, serving.arguments(["--model", "x", "--quick", "--prefill-graphs"])) == {}
     spare = {f"{n}.c{c}": {"output_tok_s": v * c} for n, v in (("bf16", 10.0), ("kvc_k4v4", 11.0)) for c in (1, 8)}
     spare |= {"bf16_free.c64": {"output_tok_s": 1600.0}, "bf16.c64": {"output_tok_s": 1.0}}
     found = serving.scores({**numbers, **spare}, serving.arguments(["--model", "x"]))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,9 @@ from pathlib import Path
 from bench import common, prompts
 from bench.client import Client
 from bench.compare import percentile
-from bench.e2e import serving
+from bench.e2e import serving, small
 from bench.quality import fetch, taskdata
 from bench.quality.calls import INTRO, RESULT, described
-from bench.tiny import tiny_model
 
 NAME, SEED = "e2e/agents", 3
 
@@ -166,14 +164,14 @@ def servers(a: argparse.Namespace) -> dict[str, list[str]]:
     """name -> options; all with the memory of `a.tokens` bf16 tokens."""
     if common.has_gpu():
         a.server_args += f" --cuda-graph-max-bs-decode {max(a.agents)}"
-        return {name: options for name, (options, _) in serving.servers(a).items()}
-    memory, small = ["--max-total-tokens", str(a.tokens)], ["--chunked-prefill-size", "512"]
-    out = {"bf16": common.stock(*memory, *small)}
-    return out | {f"kvc_{f}": common.kvc(f, *memory, *small, memory=None) for f in a.formats.split(",")}
+    return small.servers(a, "--chunked-prefill-size", "512")
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """Steps a second over stock's, and what comes from the cache; of the first format and the most agents."""
+    """Steps a second over stock's, and what comes from the cache; of the first format and the most agents. None where
+    stock captures prefills: the names are of servers without."""
+    if a.prefill_graphs:
+        return {}
     mine, most = f"kvc_{a.formats.split(',')[0]}", max(a.agents)
     head = "e2e.agents" if common.has_gpu() else "serve.agents"
     found = {n: numbers[f"{n}.a{most}"] for n in ("bf16", "fp8", mine) if f"{n}.a{most}" in numbers}
@@ -200,34 +198,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--think", type=int, default=64, help="tokens of an answer besides the call")
     p.add_argument("--read", type=int, default=600, help="tokens of text that a result brings along, about")
     p.add_argument("--pause", type=float, default=2.0, help="seconds between an answer and the next step")
-    p.add_argument("--tokens", type=int, default=120_000, help="bf16 tokens whose memory every server gets")
-    p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
-    p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
-    p.add_argument("--prefill-graphs", action="store_true", help="stock captures prefills, as is its default")
     p.add_argument("--append", action="store_true", help="keep what the result file holds of other servers")
-    p.add_argument("--model", help="default: a tiny one, made anew")
-    p.add_argument("--load-format", default="auto")
-    p.add_argument("--server-args", default="", help="more options for every server")
     p.add_argument("--data", type=Path, help="file of `bench.quality.fetch tasks`; default: made anew")
     p.add_argument("--name", default=NAME)
-    a = p.parse_args(argv)
+    a = small.arguments(p, argv, tokens=120_000, only="")
     a.agents = [int(n) for n in a.agents.split(",")]
-    usual = serving.arguments(["--model", a.model or "", "--quick"])
-    return argparse.Namespace(**{**vars(usual), **vars(a)})
+    return a
 
 
 def main() -> None:
     a = arguments()
-    a.model = a.model or str(tiny_model(Path(tempfile.mkdtemp(prefix="kvc-tiny-"))))
+    a.model = small.model(a)
     data = taskdata.load(a.data or fetch.tasks())
     todo = sessions(data["agents"], data["essays"], prompts.tokenizer(a.model), a)
     longest = max(sum(len(s.sent) + s.answer for s in session.steps) for session in todo)
     print(f"{len(todo)} sessions, {sum(len(s.steps) for s in todo)} steps, up to {longest} tokens", flush=True)
     numbers = serving.earlier(a)
-    only = [n for n in a.only.split(",") if n]
     for name, options in servers(a).items():
-        if only and name not in only:
-            continue
         with common.Server(options, model=a.model) as server:
             measure(server.client, todo[:4], 4, 0.0)  # compile and warm up
             for agents in a.agents:

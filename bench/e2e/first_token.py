@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,7 @@ from pathlib import Path
 from bench import common
 from bench.client import Client
 from bench.compare import percentile
-from bench.e2e import serving, trace
-from bench.tiny import tiny_model
+from bench.e2e import small, trace
 
 NAME, SEED = "e2e/first_token", 7
 BLOCK = 128
@@ -87,12 +85,15 @@ def traced(server: common.Server, a: argparse.Namespace, name: str) -> dict:
     until = time.monotonic() + 60
     while not (files := sorted(folder.glob(f"{name}-{mark}*.json.gz"))) and time.monotonic() < until:
         time.sleep(0.5)
+    if not files:
+        raise RuntimeError(f"the server wrote no trace to {folder}")
     time.sleep(1)
     return row | {"profile": trace.profile(files[0])}
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """Time over stock's, after a pause. None on a CPU, where stock attends in plain torch."""
+    """Time over stock's, after a pause; under a name of its own where stock captures prefills. None on a CPU, where
+    stock attends in plain torch."""
     mine, out = f"kvc_{a.formats.split(',')[0]}", {}
     if not common.has_gpu():
         return out
@@ -100,7 +101,8 @@ def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[f
         x, y = (numbers.get(f"{n}.{kind}.pause{a.pause:g}") for n in (mine, "bf16"))
         if x and y:
             unit = f"of stock bf16's time, {x['prompt_tokens']} tokens"
-            out[f"e2e.first_token.{kind}_vs_bf16"] = (x["ms_median"] / y["ms_median"], unit)
+            stock = "bf16_graphs" if a.prefill_graphs else "bf16"
+            out[f"e2e.first_token.{kind}_vs_{stock}"] = (x["ms_median"] / y["ms_median"], unit)
     return out
 
 
@@ -117,35 +119,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--append-tokens", type=int, default=120)
     p.add_argument("--times", type=int, default=20)
     p.add_argument("--pause", type=float, default=1.0, help="seconds of nothing to do ahead of a request")
-    p.add_argument("--tokens", type=int, default=60_000, help="bf16 tokens whose memory every server gets")
-    p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
-    p.add_argument("--only", default="bf16,kvc_k4v4", help="names of servers to run, separated by commas")
-    p.add_argument("--prefill-graphs", action="store_true", help="stock captures prefills, as is its default")
     p.add_argument("--together", action="store_true", help="start all servers at once, ask them one by one")
     p.add_argument("--trace", default="", help="folder for traces of cached requests")
-    p.add_argument("--model", help="default: a tiny one, made anew")
-    p.add_argument("--load-format", default="auto")
-    p.add_argument("--server-args", default="", help="more options for every server")
     p.add_argument("--name", default=NAME)
-    a = p.parse_args(argv)
-    usual = serving.arguments(["--model", a.model or "", "--quick"])
-    return argparse.Namespace(**{**vars(usual), **vars(a)})
-
-
-def servers(a: argparse.Namespace) -> dict[str, list[str]]:
-    """name -> options; all with the memory of `a.tokens` bf16 tokens."""
-    if common.has_gpu():
-        return {name: options for name, (options, _) in serving.servers(a).items()}
-    memory = ["--max-total-tokens", str(a.tokens)]
-    out = {"bf16": common.stock(*memory)}
-    out |= {f"kvc_{f}": common.kvc(f, *memory, memory=None) for f in a.formats.split(",")}
-    return {n: options for n, options in out.items() if n in a.only.split(",")}
+    return small.arguments(p, argv, tokens=60_000, only="bf16,kvc_k4v4")
 
 
 def main() -> None:
     a = arguments()
-    a.model = a.model or str(tiny_model(Path(tempfile.mkdtemp(prefix="kvc-tiny-"))))
-    chosen, numbers = servers(a), {}
+    a.model = small.model(a)
+    chosen, numbers = small.servers(a), {}
     with contextlib.ExitStack() as running:
         waiting = {name: common.Server(options, model=a.model) for name, options in chosen.items()}
         if a.together:

@@ -7,8 +7,9 @@
     ... --profile FOLDER     # a trace of ten decode steps of each server, and its kernels in the result file
 
 Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
-By default stock SGLang captures prefills in CUDA graphs, too, broken at each attention. That takes 40 s at the start
-and saves host time, which counts where few tokens are new; `--prefill-graphs` leaves it on. (Ours has none.)
+By default stock SGLang captures prefills in CUDA graphs, too, broken at each attention. That takes time at the start
+and saves host time, which counts where few tokens are new; `--prefill-graphs` leaves it on, and makes no score. (Ours
+has none.)
 
 Unconstrained: loads that leave memory to spare. Where `--tokens` hold all requests that is the same server; where they
 do not, bf16 gets one with more (all memory, or `--free-tokens`), and ours stays as it is. Load comes from SGLang's own
@@ -239,7 +240,7 @@ def measure(
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
     """The scoreboard's ratios, of the first format; none of another load or of servers with options of their own."""
     usual, fields = arguments(["--model", a.model]), ("tokens", "input", "output", "prompts", "server_args")
-    if any(getattr(a, f) != getattr(usual, f) for f in fields):
+    if any(getattr(a, f) != getattr(usual, f) for f in (*fields, "prefill_graphs")):
         return {}
     ours, out = f"kvc_{a.formats.split(',')[0]}", {}
 

@@ -30,6 +30,7 @@ DIFFKV = {
     "k8v8": ((8, 8), (8, 8)), "k8v4": ((8, 4), (8, 4)), "k4v4": ((4, 4), (4, 4)), "k4v2": ((4, 2), (4, 2)),
     "mix": ((8, 4), (4, 2)),
 }  # fmt: skip
+CHECKED = 9000  # tokens of the check: so many that DiffKV cuts a request into parts, as in what is timed
 WRONG = 0.02  # relative error that no correct kernel has here: outputs, and parts of them, are bf16
 COLUMNS = {"kernel": "", "store": "", "batch": "", "tokens": "", "ms": ".4f", "of_copy": ".1%", "error": ".4f"}
 COLUMNS["parts"] = ""
@@ -59,7 +60,7 @@ def of_diffkv(module: ModuleType, name: str, batch: int, tokens: int, layers: in
 
 def timed(make: Callable, name: str, store: str, batch: int, tokens: int, bandwidth: float, parts=(None,)) -> dict:
     """One kernel in one shape: first right, with few requests, then fast; the fastest of `parts`."""
-    error = reference.error(make(2, 777, 2))
+    error = reference.error(make(2, CHECKED, 2))
     if not error < WRONG:
         raise ValueError(f"wrong by {error:.3g}")
     layers = cold_layers(batch * tokens * HEADS * DIM // 2)  # of 2 bits, the least

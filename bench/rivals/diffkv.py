@@ -1,7 +1,7 @@
 """DiffKV's decode attention (LeanKV's code): pages of one head and one format, high ones from the left and low ones
 from the right of a table of both. CUDA C++, a block of threads a query head; it also adds up the scores of tokens.
 
-Read at commit 6cf5d20. Its file is compiled for one GQA group and the formats asked for: all of them take an hour.
+Read at commit 6cf5d20. Its file is compiled for one GQA group and the formats asked for, instead of all 120 kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def source(text: str, high: tuple[int, int], low: tuple[int, int], group: int) -
 
 
 def load(checkout: Path, high: tuple[int, int], low: tuple[int, int], group: int) -> ModuleType:
-    """A compiled extension with `run`; needs nvcc and ninja, and half a minute."""
+    """A compiled extension with `run`; needs nvcc and ninja, and a minute or two."""
     from torch.utils.cpp_extension import load as build
 
     path = checkout / SOURCE

@@ -1,0 +1,40 @@
+"""What the benches share that also run on the CPU engine: their options, and servers with a tiny model."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from bench import common
+from bench.e2e import serving
+from bench.tiny import tiny_model
+
+
+def arguments(p: argparse.ArgumentParser, argv: list[str] | None, *, tokens: int, only: str) -> argparse.Namespace:
+    """What `p` knows and what all of them know, with `bench.e2e.serving`'s defaults for the rest."""
+    p.add_argument("--tokens", type=int, default=tokens, help="bf16 tokens whose memory every server gets")
+    p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
+    p.add_argument("--only", default=only, help="names of servers to run, separated by commas; empty: all")
+    p.add_argument("--prefill-graphs", action="store_true", help="stock captures prefills, as is its default")
+    p.add_argument("--model", help="default: a tiny one, made anew")
+    p.add_argument("--load-format", default="auto")
+    p.add_argument("--server-args", default="", help="more options for every server")
+    a = p.parse_args(argv)
+    usual = serving.arguments(["--model", a.model or "", "--quick"])
+    return argparse.Namespace(**{**vars(usual), **vars(a)})
+
+
+def model(a: argparse.Namespace) -> str:
+    return a.model or str(tiny_model(Path(tempfile.mkdtemp(prefix="kvc-tiny-"))))
+
+
+def servers(a: argparse.Namespace, *on_cpu: str) -> dict[str, list[str]]:
+    """name -> options, all with the memory of `a.tokens` bf16 tokens: stock and ours; on a CPU stock in bf16 alone."""
+    if common.has_gpu():
+        return {name: options for name, (options, _) in serving.servers(a).items()}
+    memory = ["--max-total-tokens", str(a.tokens), *on_cpu]
+    out = {"bf16": common.stock(*memory)}
+    out |= {f"kvc_{f}": common.kvc(f, *memory, memory=None) for f in a.formats.split(",")}
+    only = [n for n in a.only.split(",") if n]
+    return {n: options for n, options in out.items() if not only or n in only}
