@@ -55,7 +55,6 @@ def has_gpu() -> bool:
 
 # Graphs for the few requests that the checks run at a time, and no part of SGLang that some CUDA machines lack.
 ON_GPU = "--sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.85 --cuda-graph-max-bs-decode 8"
-ON_GPU += " --cuda-graph-backend-prefill=disabled"
 
 
 def stock(*extra: str) -> list[str]:

@@ -16,7 +16,7 @@ from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
 from sglang_kvc.policies import SCORERS, SHARES
-from sglang_kvc.refusals import check_args, check_facts, check_memory, environment_warnings
+from sglang_kvc.refusals import PREFILL_GRAPHS, check_args, check_facts, check_memory, environment_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -262,14 +262,13 @@ def _prepare(args: KvcServerArgs) -> None:
     args.decode_attention_backend = None
     args.radix_cache_backend = "kvc"
     args.page_size = config.block_size
-    args.cuda_graph_backend_prefill = "disabled"
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True
         args.sleep_on_idle = True  # a waiting scheduler would spin on one of the few cores that also compute
-        args.cuda_graph_backend_decode = "disabled"
+        args.cuda_graph_backend_decode = args.cuda_graph_backend_prefill = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU
 
@@ -292,6 +291,9 @@ def _verify(args: KvcServerArgs) -> None:
                 f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
                 f"{name}={got} for it; serve it with --kv-backend default."
             )
+    graph = args.cuda_graph_config.prefill
+    if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's own choice; asked for, it was refused
+        graph.backend = "disabled"
 
 
 def _on_cpu(args: KvcServerArgs) -> bool:

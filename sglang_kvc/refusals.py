@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_kvc import guard
-from sglang_kvc.config import ConfigError, KvcConfig, check_geometry
+from sglang_kvc.config import ConfigError, KvcConfig, check_geometry, listed
 from sglang_kvc.identity import Identity
 from sglang_kvc.policies import make_policy
 
@@ -51,6 +51,8 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
 _WHOLE = "each rank must hold whole sequences of its own layers' pages"
 _ATTENTION = "only its own attention backend can read packed pages"
+_BETWEEN = "attention over the pages runs between captured parts of a prefill, not in them"
+PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's CUDA graphs of prefills that can be served
 
 # name = the ServerArgs field whose value is looked at.
 ARG_REFUSALS: tuple[Refusal, ...] = (
@@ -150,10 +152,10 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_torch_compile", _on, "--enable-torch-compile", "the cache's kernels are compiled on their own"),
     Refusal(
         "cuda_graph_backend_prefill",
-        _other_than("disabled", None),
+        _other_than(*PREFILL_GRAPHS, None),
         "--cuda-graph-backend-prefill {}",
-        "its prefills are not captured in CUDA graphs yet",
-        "drop the option; decode graphs are used",
+        _BETWEEN,
+        "drop the option, which gives breakable graphs",
     ),
     Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the tree"),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
@@ -198,10 +200,11 @@ def check_args(args: Any, config: KvcConfig) -> None:
             f"--tp-size {args.tp_size} cannot be served with the query statistics of --kvc-calibration, because the "
             f"file holds all heads and a rank does not know which are its own; use --tp-size 1 or another --kvc-scorer."
         )
-    if _prefill_graph(args.cuda_graph_config) not in (None, "disabled"):
+    graph = _prefill_graph(args.cuda_graph_config)
+    if graph not in (*PREFILL_GRAPHS, None):
         raise ConfigError(
-            "--cuda-graph-config with a prefill graph cannot be served with --kv-backend kvc, because its prefills are "
-            "not captured in CUDA graphs yet; leave out its prefill part."
+            f"--cuda-graph-config with prefill backend {graph!r} cannot be served with --kv-backend kvc, because "
+            f"{_BETWEEN}; use {listed(PREFILL_GRAPHS)} there, or leave it out."
         )
 
 

@@ -110,7 +110,7 @@ def test_scores_and_table(monkeypatch):
     assert found["e2e.agents.vs_bf16"] == (3.0, "x steps/s, 4 agents") and found["e2e.agents.vs_fp8"][0] == 1.5
     assert found["e2e.agents.from_cache.kvc_k4v4"][0] == pytest.approx(0.3)
     assert "e2e.agents.vs_bf16" not in agents.scores({k: v for k, v in numbers.items() if not k.startswith("kvc")}, a)
-    assert agents.scores(numbers, made("--agents", "2,4", "--prefill-graphs")[1]) == {}
+    assert agents.scores(numbers, made("--agents", "2,4", "--no-prefill-graphs")[1]) == {}
     options = agents.servers(a)
     assert list(options) == ["bf16", "fp8", "kvc_k4v4"] and json.dumps(options)
     assert all(o[o.index("--cuda-graph-max-bs-decode", 8) + 1] for o in options.values())

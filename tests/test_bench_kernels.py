@@ -141,17 +141,17 @@ def test_compaction_on_the_cpu(names):
 def test_serving_servers_scores_and_append(monkeypatch, tmp_path):
     a = serving.arguments(["--model", "x", "--quick"])
     assert list(serving.servers(a)) == ["bf16", "fp8", "kvc_k4v4"]
-    for graphs, options in (([], 1), (["--prefill-graphs"], 0)):  # ours refuses the option, whatever it says
+    for graphs, options in (([], 0), (["--no-prefill-graphs"], 1)):
         chosen = serving.servers(serving.arguments(["--model", "x", "--quick", *graphs]))
         off = {n: o.count("--cuda-graph-backend-prefill=disabled") for n, (o, _) in chosen.items()}
-        assert off == {"bf16": options, "fp8": options, "kvc_k4v4": 0}
+        assert off == dict.fromkeys(("bf16", "fp8", "kvc_k4v4"), options)
     also = serving.arguments(["--model", "x", "--quick", "--only", "kvc_two", "--also", "two: --kvc-policy leankv"])
     options, loads = serving.servers(also)["kvc_two"]
     assert options[options.index("--kvc-policy") + 1] == "leankv" and loads == [64]
     numbers = {f"{n}.c64": {"output_tok_s": v} for n, v in (("bf16", 1000.0), ("fp8", 1500.0), ("kvc_k4v4", 2400.0))}
     scores = serving.scores(numbers, a)
     assert scores["e2e.vs_bf16"][0] == 2.4 and scores["e2e.vs_fp8"][0] == 1.6
-    assert serving.scores(numbers, serving.arguments(["--model", "x", "--quick", "--prefill-graphs"])) == {}
+    assert serving.scores(numbers, serving.arguments(["--model", "x", "--quick", "--no-prefill-graphs"])) == {}
     spare = {f"{n}.c{c}": {"output_tok_s": v * c} for n, v in (("bf16", 10.0), ("kvc_k4v4", 11.0)) for c in (1, 8)}
     spare |= {"bf16_free.c64": {"output_tok_s": 1600.0}, "bf16.c64": {"output_tok_s": 1.0}}
     found = serving.scores({**numbers, **spare}, serving.arguments(["--model", "x"]))

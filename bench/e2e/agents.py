@@ -169,8 +169,8 @@ def servers(a: argparse.Namespace) -> dict[str, list[str]]:
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
     """Steps a second over stock's, and what comes from the cache; of the first format and the most agents. None where
-    stock captures prefills: the names are of servers without."""
-    if a.prefill_graphs:
+    servers capture no prefills, which is not their default."""
+    if a.no_prefill_graphs:
         return {}
     mine, most = f"kvc_{a.formats.split(',')[0]}", max(a.agents)
     head = "e2e.agents" if common.has_gpu() else "serve.agents"

@@ -92,17 +92,16 @@ def traced(server: common.Server, a: argparse.Namespace, name: str) -> dict:
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """Time over stock's, after a pause; under a name of its own where stock captures prefills. None on a CPU, where
-    stock attends in plain torch."""
+    """Time over stock's, after a pause. None without graphs of prefills, which is no server's default, and none on a
+    CPU, where stock attends in plain torch."""
     mine, out = f"kvc_{a.formats.split(',')[0]}", {}
-    if not common.has_gpu():
+    if a.no_prefill_graphs or not common.has_gpu():
         return out
     for kind in ("computed", "cached", "appended"):
         x, y = (numbers.get(f"{n}.{kind}.pause{a.pause:g}") for n in (mine, "bf16"))
         if x and y:
             unit = f"of stock bf16's time, {x['prompt_tokens']} tokens"
-            stock = "bf16_graphs" if a.prefill_graphs else "bf16"
-            out[f"e2e.first_token.{kind}_vs_{stock}"] = (x["ms_median"] / y["ms_median"], unit)
+            out[f"e2e.first_token.{kind}_vs_bf16"] = (x["ms_median"] / y["ms_median"], unit)
     return out
 
 

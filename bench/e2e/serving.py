@@ -7,9 +7,9 @@
     ... --profile FOLDER     # a trace of ten decode steps of each server, and its kernels in the result file
 
 Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
-By default stock SGLang captures prefills in CUDA graphs, too, broken at each attention. That takes time at the start
-and saves host time, which counts where few tokens are new; `--prefill-graphs` leaves it on, and makes no score. (Ours
-has none.)
+By default SGLang captures prefills in CUDA graphs, too, broken at each attention, and so does ours. That takes time at
+the start and saves host time, which counts where few tokens are new; `--no-prefill-graphs` turns it off for all
+servers, and makes no score.
 
 Unconstrained: loads that leave memory to spare. Where `--tokens` hold all requests that is the same server; where they
 do not, bf16 gets one with more (all memory, or `--free-tokens`), and ours stays as it is. Load comes from SGLang's own
@@ -64,7 +64,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--also", action="append", default=[], metavar="NAME: OPTIONS", help="a further server of ours")
     p.add_argument("--concurrency", default="1,8,64", help="of the runs with memory to spare; empty: none")
     p.add_argument("--stock-backend", default="flashinfer", help="stock SGLang's best attention backend here")
-    p.add_argument("--prefill-graphs", action="store_true", help="stock captures prefills, as is its default")
+    p.add_argument("--no-prefill-graphs", action="store_true", help="no server captures prefills")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
     p.add_argument("--server-args", default="", help="more options for every server")
     p.add_argument("--quick", action="store_true", help="no unconstrained runs")
@@ -83,8 +83,8 @@ def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
     """name -> (server options, concurrencies)."""
     base = ["--load-format", a.load_format, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
     base += ["--cuda-graph-max-bs-decode", "64", *a.server_args.split()]
+    base += ["--cuda-graph-backend-prefill=disabled"] if a.no_prefill_graphs else []
     stock = [*base, "--kv-backend", "default", "--attention-backend", a.stock_backend]
-    stock += [] if a.prefill_graphs else ["--cuda-graph-backend-prefill=disabled"]
     spare = ["--max-total-tokens", str(a.free_tokens)] if a.free_tokens else []
     free = [int(c) for c in a.concurrency.split(",") if c]
     fits = [c for c in free if c * (a.input + a.output) <= a.tokens]
@@ -240,7 +240,7 @@ def measure(
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
     """The scoreboard's ratios, of the first format; none of another load or of servers with options of their own."""
     usual, fields = arguments(["--model", a.model]), ("tokens", "input", "output", "prompts", "server_args")
-    if any(getattr(a, f) != getattr(usual, f) for f in (*fields, "prefill_graphs")):
+    if any(getattr(a, f) != getattr(usual, f) for f in (*fields, "no_prefill_graphs")):
         return {}
     ours, out = f"kvc_{a.formats.split(',')[0]}", {}
 

@@ -16,7 +16,7 @@ def arguments(p: argparse.ArgumentParser, argv: list[str] | None, *, tokens: int
     p.add_argument("--tokens", type=int, default=tokens, help="bf16 tokens whose memory every server gets")
     p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
     p.add_argument("--only", default=only, help="names of servers to run, separated by commas; empty: all")
-    p.add_argument("--prefill-graphs", action="store_true", help="stock captures prefills, as is its default")
+    p.add_argument("--no-prefill-graphs", action="store_true", help="no server captures prefills")
     p.add_argument("--model", help="default: a tiny one, made anew")
     p.add_argument("--load-format", default="auto")
     p.add_argument("--server-args", default="", help="more options for every server")

@@ -52,11 +52,30 @@ def on_a_gpu():
     return prepare
 
 
-def test_gpu_keeps_overlap_and_decode_graphs(on_a_gpu):
+def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
     args = on_a_gpu()
     assert args.max_running_requests == 256 and not args.disable_overlap_schedule
-    assert args.cuda_graph_backend_decode is None and args.cuda_graph_backend_prefill == "disabled"
+    assert args.cuda_graph_backend_decode is None and args.cuda_graph_backend_prefill is None
     assert args.kvc_memory is None
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "served"),
+    [
+        ("cuda", "breakable", "breakable"),
+        ("cuda", "tc_piecewise", "disabled"),  # SGLang's choice for some models with images
+        ("cuda", "disabled", "disabled"),
+        ("cpu", "breakable", "disabled"),
+    ],
+)
+def test_prefill_graphs_are_broken_at_attention_or_none(parse, device, chosen, served):
+    from sglang_kvc.args import _verify
+
+    args = parse("--kv-backend", "kvc")
+    object.__setattr__(args, "device", device)  # SGLang's own setter refuses once arguments are resolved
+    args.cuda_graph_config.prefill.backend = chosen
+    _verify(args)
+    assert args.cuda_graph_config.prefill.backend == served
 
 
 @pytest.mark.parametrize(
