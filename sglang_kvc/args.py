@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("default", "kvc")
 MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 and more would size tables for requests that never come
 MAX_RUNNING_REQUESTS_CPU = 32
+# New tokens of the largest prefill in a CUDA graph. A graph saves the host's time, which more tokens hide anyway, and
+# pads them to the next captured size, up to 12 % more; SGLang captures up to a whole chunk.
+MAX_PREFILL_GRAPH = 2048
 MEMORY_CPU = "1GB"  # SGLang would take most of the machine's memory, which a laptop does not forgive
 
 
@@ -264,6 +267,8 @@ def _prepare(args: KvcServerArgs) -> None:
     args.page_size = config.block_size
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
+    if args.cuda_graph_max_bs_prefill is None and args.cuda_graph_bs_prefill is None:
+        args.cuda_graph_max_bs_prefill = min(MAX_PREFILL_GRAPH, args.max_total_tokens or MAX_PREFILL_GRAPH)
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True
