@@ -268,7 +268,8 @@ def _prepare(args: KvcServerArgs) -> None:
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
     if args.cuda_graph_max_bs_prefill is None and args.cuda_graph_bs_prefill is None:
-        args.cuda_graph_max_bs_prefill = min(MAX_PREFILL_GRAPH, args.max_total_tokens or MAX_PREFILL_GRAPH)
+        most = (MAX_PREFILL_GRAPH, args.max_total_tokens, args.chunked_prefill_size)
+        args.cuda_graph_max_bs_prefill = min(n for n in most if n is not None and n > 0)
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True

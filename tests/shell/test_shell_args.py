@@ -56,7 +56,11 @@ def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
     args = on_a_gpu()
     assert args.max_running_requests == 256 and not args.disable_overlap_schedule
     assert args.cuda_graph_backend_decode is None and args.cuda_graph_backend_prefill is None
-    assert args.kvc_memory is None
+    assert args.kvc_memory is None and args.cuda_graph_max_bs_prefill == 2048
+    assert on_a_gpu(chunked_prefill_size=512).cuda_graph_max_bs_prefill == 512
+    assert on_a_gpu(chunked_prefill_size=-1, max_total_tokens=1024).cuda_graph_max_bs_prefill == 1024
+    assert on_a_gpu(cuda_graph_max_bs_prefill=8192).cuda_graph_max_bs_prefill == 8192
+    assert on_a_gpu(cuda_graph_bs_prefill=[16, 4096]).cuda_graph_max_bs_prefill is None
 
 
 @pytest.mark.parametrize(
