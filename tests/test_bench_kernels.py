@@ -165,6 +165,10 @@ def test_serving_servers_scores_and_append(monkeypatch, tmp_path):
     assert serving.earlier(a) == {}
     (tmp_path / "run.json").write_text(json.dumps(dict(commit="abc", device="GPU", numbers=numbers)))
     assert serving.earlier(a) == numbers
+    mine, written = {"bf16.c64": {"output_tok_s": 5.0}}, []
+    monkeypatch.setattr(serving, "write_result", lambda name, rows, **_: written.append(dict(rows)))
+    serving.keep(mine, a)  # another call's rows stay, and what is measured anew is what counts
+    assert written == [{**numbers, **mine}]
     (tmp_path / "run.json").write_text(json.dumps(dict(commit="def", device="GPU", numbers=numbers)))
     with pytest.raises(SystemExit, match="commit def"):
         serving.earlier(a)

@@ -16,7 +16,7 @@ do not, bf16 gets one with more (all memory, or `--free-tokens`), and ours stays
 generator (random token ids). Random weights prove speed, never quality.
 
 The result file is written after every load. To measure in several calls, `--only NAMES --append` adds servers to the
-file of an earlier one on the same commit and device.
+file of an earlier one on the same commit and device; calls on several GPUs at a time may share one.
 """
 
 from __future__ import annotations
@@ -208,7 +208,13 @@ def main() -> None:
                     server = alone.enter_context(Server(options, model=a.model))
                 measure(server, a, name, options, concurrencies, numbers)
     print(table(numbers))
-    write_result(a.name, numbers, scores=scores(numbers, a))
+    keep(numbers, a, quiet=False)
+
+
+def keep(numbers: dict, a: argparse.Namespace, *, quiet: bool = True) -> None:
+    """Write the result file, with what a call on another GPU may have added to it meanwhile."""
+    numbers |= {name: run for name, run in earlier(a).items() if name not in numbers}
+    write_result(a.name, numbers, scores=scores(numbers, a), quiet=quiet)
 
 
 def measure(
@@ -224,13 +230,13 @@ def measure(
         kvc = server.client.stats() if name.startswith("kvc") else None
         numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc, "start_s": start}
         print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
-        write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
+        keep(numbers, a)
     if a.profile:
         try:
             found = trace(server, a, name)
             numbers[name] = {"profile": found}
             print(f"{name}: {found['steps']} decode steps\n{profile_table(found)}", flush=True)
-            write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
+            keep(numbers, a)
         except Exception as e:
             print(f"{name}: no trace, {type(e).__name__} {str(e)[:300]}", flush=True)
     for line in server.errors():
