@@ -35,6 +35,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
         "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
         "exact": ("bf16", chunk, SMALL, retract),
+        "graphs": ("k4v4", chunk, "256MiB", _graphs()),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
         "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
     }
@@ -46,6 +47,15 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
             **env,
         }
     return common.kvc(fmt, *extra, block=BLOCK, memory=memory), {**common.STRICT, **env}
+
+
+def _graphs() -> dict[str, str]:
+    """The plug-in in `graphs_on_cpu/`, with the metadata by which SGLang finds it."""
+    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "graphs_on_cpu"), *_python_path()])}
+
+
+def _python_path() -> list[str]:
+    return [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
 
 
 def _two_ranks() -> dict[str, str]:
@@ -115,6 +125,11 @@ def exact(servers):
 
 
 @pytest.fixture
+def graphs(servers):
+    yield from _healthy(servers, "graphs")
+
+
+@pytest.fixture
 def unshared(servers):
     yield from _healthy(servers, "unshared")
 
@@ -142,7 +157,7 @@ def border(n: int) -> int:
 def pytest_collection_modifyitems(items):
     """With `pytest -n` all tests of one server go to one worker (needs `--dist loadgroup`)."""
     for item in items:
-        used = {"packed", "levels", "exact", "unshared", "ranks"} & set(getattr(item, "fixturenames", ()))
+        used = {"packed", "levels", "exact", "graphs", "unshared", "ranks"} & set(getattr(item, "fixturenames", ()))
         if used:
             item.add_marker(pytest.mark.xdist_group("server-" + min(used)))
             item.add_marker(pytest.mark.server)
