@@ -24,7 +24,7 @@ BACKENDS = ("default", "kvc")
 MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 and more would size tables for requests that never come
 MAX_RUNNING_REQUESTS_CPU = 32
 # New tokens of the largest prefill in a CUDA graph. A graph saves the host's time, which more tokens hide anyway, and
-# pads them to the next captured size, up to 12 % more; SGLang captures up to a whole chunk.
+# pads them to the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
 MAX_PREFILL_GRAPH = 2048
 MEMORY_CPU = "1GB"  # SGLang would take most of the machine's memory, which a laptop does not forgive
 
