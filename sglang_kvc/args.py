@@ -298,7 +298,7 @@ def _verify(args: KvcServerArgs) -> None:
                 f"{name}={got} for it; serve it with --kv-backend default."
             )
     graph = args.cuda_graph_config.prefill
-    if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's own choice; asked for, it was refused
+    if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # others are SGLang's choice: asked for, they were refused
         graph.backend = "disabled"
 
 

@@ -184,7 +184,7 @@ def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[f
 
 
 def table(numbers: dict[str, dict]) -> str:
-    columns = [c for c in next(iter(numbers.values())) if c != "options"]
+    columns = [c for c in next(iter(numbers.values())) if c not in ("options", "command")]
     lines = [f"{'server.agents':16}" + "".join(f"{c:>16}" for c in columns)]
     lines += [f"{n:16}" + "".join(f"{row[c]:16.4g}" for c in columns) for n, row in numbers.items()]
     return "\n".join(lines)
@@ -222,7 +222,7 @@ def main() -> None:
                 row = measure(server.client, todo[: a.each * agents], agents, a.pause)
                 after = server.log.read_text(errors="replace").count("Retract requests")
                 numbers |= serving.earlier(a)  # another GPU's call may have added to it
-                row |= {"retractions": after - before, "options": options}
+                row |= {"retractions": after - before, "options": options, "command": common.command_line()}
                 numbers |= {"longest": longest, f"{name}.a{agents}": row}
                 common.write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
             assert not server.errors(), server.errors()

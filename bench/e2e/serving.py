@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from bench.common import RESULTS, Server, device_name, measured_commit, write_result
+from bench.common import RESULTS, Server, command_line, device_name, measured_commit, write_result
 from bench.e2e.trace import profile
 from bench.e2e.trace import table as profile_table
 
@@ -228,7 +228,8 @@ def measure(
         prompts = a.prompts if c == a.prompts else max(2 * c, LEAST_PROMPTS)
         run = load(server, a, c, prompts, a.output)
         kvc = server.client.stats() if name.startswith("kvc") else None
-        numbers[f"{name}.c{c}"] = {"options": options, "prompts": prompts, **run, "stats": kvc, "start_s": start}
+        said = {"options": options, "command": command_line(), "prompts": prompts}
+        numbers[f"{name}.c{c}"] = {**said, **run, "stats": kvc, "start_s": start}
         print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
         keep(numbers, a)
     if a.profile:

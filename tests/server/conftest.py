@@ -51,11 +51,8 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
 
 def _graphs() -> dict[str, str]:
     """The plug-in in `graphs_on_cpu/`, with the metadata by which SGLang finds it."""
-    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "graphs_on_cpu"), *_python_path()])}
-
-
-def _python_path() -> list[str]:
-    return [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    folders = str(Path(__file__).parent / "graphs_on_cpu"), os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def _two_ranks() -> dict[str, str]:

@@ -14,9 +14,8 @@ import pytest
 from bench import prompts
 from bench.compare import match
 
-from .conftest import BLOCK, STOCK, tokens
+from .conftest import BLOCK, tokens
 
-pytestmark = pytest.mark.skipif(STOCK, reason="the CPU's attention of stock SGLang takes no padded batch")
 FREE = itertools.count()
 TIE, DRIFT = 0.2, 0.4  # nats: a toss-up that rounding decides, and what it does to a token that both chose
 
