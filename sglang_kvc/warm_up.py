@@ -147,6 +147,9 @@ def prompts(
             attention.plan_extend(snap)
             if attention.observe is not None:
                 attention.note(snap, torch.tensor([new], dtype=torch.int32, device=attention.store.device))
+                # A block that a row named twice would have two writers of its scores at a time.
+                places = next((j for j, block in enumerate(row) if block in row[:j]), len(row))
+                attention.received.plan(snap.row_blocks, [0], [min(new, places * p)])
             attention.extend(0, *_rows(attention, new, query_heads), scale=1.0, logit_cap=cap)
 
 

@@ -90,8 +90,9 @@ def test_a_tool_that_sees_nothing_does_not_count(sees, tmp_path):
         out.write_text(json.dumps({"rows": earlier}))
         assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
         assert json.loads(out.read_text())["rows"] == earlier[:1]
-        out.write_text(json.dumps({"rows": [earlier[0] | {"sources": "older"}]}))
-        assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
-        assert json.loads(out.read_text())["rows"] == rows
+        for changed in ({"sources": "older"}, {"errors": 1}):
+            out.write_text(json.dumps({"rows": [earlier[0] | changed]}))
+            assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
+            assert json.loads(out.read_text())["rows"] == rows
     else:
         assert "nothing it says counts" in done.stdout and not out.exists()

@@ -27,6 +27,7 @@ from kvc_kernels.ops import (
 from kvc_kernels.ops.compact_triton import compact_triton
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.ops.keydiff_triton import keydiff_blocks
+from kvc_kernels.ops.score_columns_triton import ReceivedAttention
 from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
 from sglang_kvc import warm_up
 from sglang_kvc.attention import Snapshot, TritonAttention
@@ -79,6 +80,12 @@ class CudaKernel:
         self.launched.add(("extend.cu", self.text, ""))
 
 
+def assert_one_writer(rows, tokens):
+    """A block has one place, in all requests that observe. Two programs would add to its scores at a time, else."""
+    seen = {(int(b), j) for row, n in zip(rows, tokens.tolist()) for j, b in enumerate(row[: -(-n // P)])}
+    assert len(seen) == len({b for b, _ in seen})
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """All (kernel, combination, options) so far, launched as on a GPU from a pool on the CPU."""
@@ -90,6 +97,12 @@ def launched(monkeypatch):
         _, combination, rest = binders[self](*args, **options)
         seen.add((self.__name__, str(combination), str(sorted(rest.items()))))
 
+    def add(self, *args, **options):
+        assert_one_writer(self._rows, self._requests[:, 0])
+        received(self, *args, **options)
+
+    received = ReceivedAttention.add
+    monkeypatch.setattr(ReceivedAttention, "add", add)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(Runtime, "_move", property(lambda self: compact_triton))
     monkeypatch.setattr(Runtime, "_ring", property(lambda self: ring_triton))
@@ -115,7 +128,7 @@ def hopper(launched, monkeypatch):
     monkeypatch.setattr(decode_attention_triton.DecodeAttention, "_choose_engine", lambda self: "gluon")
 
 
-def build(options, megabytes=24, device="cpu"):
+def build(options, megabytes=40, device="cpu"):
     return Runtime.build(
         KvcConfig(block_size=P, window=0, **options), num_bytes=megabytes << 20, layers=LAYERS, heads=HEADS,
         head_dim=DIM, dtype=torch.bfloat16, device=device,
@@ -129,6 +142,14 @@ def serve(runtime, cap):
     attention = TritonAttention(
         runtime.store, policy.collects, default, query_heads=heads, max_batch=REQUESTS, max_blocks=COLUMNS
     )
+    # One block a place, as in a server: of two programs that add to the scores of one block, one would be lost.
+    shown = runtime.take([P * j for j in range(COLUMNS)])
+    runtime.flush()
+    for at in range(0, COLUMNS, 20):
+        runtime.queue_due(shown[at : at + 9], len(runtime.store.ladder) - 1, length=COLUMNS * P)
+        runtime.flush()
+    row = torch.tensor(shown, dtype=torch.int32, device=device)
+    slots = (row[:, None] * P + torch.arange(P, dtype=torch.int32, device=device)).flatten()
     for turn in range(min(40, int(os.environ.get("KVC_TEST_REPEATS", 40)))):
         n = gen.randint(1, 5)
         # Any lengths, a few new tokens, or many over a long prefix.
@@ -147,13 +168,12 @@ def serve(runtime, cap):
             runtime.blocks.users[ids] = 1
             runtime.replan(ids, 900)
             runtime.flush()
-        rows = torch.tensor([[gen.choice(ids) for _ in range(COLUMNS)] for _ in range(n)], dtype=torch.int32)
         lens = [a + b for a, b in zip(prefixes, new)]
         places = torch.zeros(sum(new), dtype=torch.int64, device=device)
         levels = [gen.choice((default, None)) for _ in range(n)] if turn % 2 else None
         waiting = [[j for j in range(x // P) if gen.random() < 0.2] for x in prefixes] if default else None
         snap = Snapshot(
-            rows.to(device), torch.tensor(lens, device=device), places, places, lens, prefixes, new, levels, waiting
+            row.repeat(n, 1), torch.tensor(lens, device=device), places, places, lens, prefixes, new, levels, waiting
         )
         attention.plan_extend(snap)
         if policy.observes:
@@ -162,7 +182,7 @@ def serve(runtime, cap):
             attention.extend(layer, *tensors(sum(new), device), scale=0.3, logit_cap=cap)
         n = gen.randint(1, REQUESTS)
         lens = [gen.randint(1, COLUMNS * P) for _ in range(n)]
-        table = torch.zeros((REQUESTS + 1, COLUMNS * P), dtype=torch.int32, device=device)
+        table = slots.repeat(REQUESTS + 1, 1)
         at, step = torch.arange(n + 1, device=device)[1:], torch.tensor([0, *lens], device=device)[1:]
         snap = attention.plan_decode(table, at, step, lens)
         if policy.observes:
@@ -171,6 +191,8 @@ def serve(runtime, cap):
             attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap)
         runtime.free(ids)
         runtime.flush()
+    runtime.free(shown)
+    runtime.flush()
 
 
 def tensors(n, device):

@@ -4,9 +4,10 @@
 
 Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
 watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
-kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run goes on with those, and
-with tests whose file or whose kernels have changed since; with all of them if told `--again`. Each row has its commit
-and device. A test that fails while the tool finds nothing failed by its values.
+kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run goes on with those,
+with tests whose file or whose kernels have changed since, and with those that had errors, as what launches a kernel may
+be elsewhere; with all of them if told `--again`. Each row has its commit and device. A test that fails while the tool
+finds nothing failed by its values.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def main() -> int:
     if args.out.exists() and not args.again:
         before = json.loads(args.out.read_text())["rows"]
         kept = {file for file in {file_of(r["test"]) for r in before} if (ROOT / file).exists()}
-        results.rows = [r for r in before if (f := file_of(r["test"])) in kept and r["sources"] == sources(f)]
+        same = [r for r in before if (f := file_of(r["test"])) in kept and r["sources"] == sources(f)]
+        results.rows = [r for r in same if not r["errors"]]
     blind = [tool for tool in tools if not sanitizer.finds_planted(tool)]
     if blind:
         print(f"{', '.join(blind)} did not find the error planted for it: nothing it says counts", flush=True)
