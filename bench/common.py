@@ -15,7 +15,6 @@ import os
 import platform
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,17 +24,23 @@ from typing import Any
 
 import requests
 
+from bench import ports
 from bench.client import Client
 from bench.revision import ROOT, commit
 from kvc_kernels.layout import FORMATS
 
 RESULTS = ROOT / "bench" / "results"
 START_TIMEOUT = 600  # a first start compiles; a shared machine is slow
+START_ATTEMPTS = 3  # where another process took a port before the server listened there
 STOP_TIMEOUT = 20
 
 
 class ServerError(RuntimeError):
     """The server did not start, or died; the message ends with the last lines of its log."""
+
+
+class PortTakenError(ServerError):
+    """Another process listens where this server should."""
 
 
 def demo_model() -> Path | None:
@@ -95,12 +100,6 @@ def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]
     return kvc(name, *extra, block=block, memory=memory)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 # ---- the server
 
 
@@ -118,19 +117,29 @@ class Server:
         model = model or demo_model()
         if model is None:
             raise ServerError("The demo model is not there; make it with: python -m sglang_kvc.demo")
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         # The server starts in a folder of its own, where a relative path would be taken for a name on the hub.
         self.model = str(Path(model).resolve() if Path(model).exists() else model)
         self.args = list(args)
-        tail = ["--model-path", self.model, "--host", "127.0.0.1", "--port", str(self.port)]
-        self.command = [sys.executable, "-m", "sglang.launch_server", *self.args, *tail]
+        self.chosen = port is None  # by this class, which may choose again
+        self._listen_at(port)
         self.env = {**os.environ, **_quiet_environment(), **(env or {})}
         self.log = Path(tempfile.mkdtemp(prefix="kvc-server-")) / "server.log"
-        self.client = Client(self.url)
         self.process: subprocess.Popen | None = None
         self.started = 0  # lines of the log that no error is looked for in
         self.seconds_to_start = 0.0
+
+    def _listen_at(self, port: int | None) -> None:
+        """At `port`, or at any that is free; between its ranks at another one."""
+        free = ports.free_ports(2)
+        self.port = port or free[0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = Client(self.url)
+        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        # Else SGLang takes one of those that any connection may get.
+        if not any(x.split("=")[0] == "--nccl-port" for x in self.args):
+            where += ["--nccl-port", str(free[1])]
+        arguments = [*self.args, "--model-path", self.model, *where]
+        self.command = [sys.executable, "-m", "sglang.launch_server", *arguments]
 
     def __enter__(self) -> Server:
         self.start()
@@ -140,6 +149,15 @@ class Server:
         self.stop()
 
     def start(self) -> None:
+        for attempt in range(START_ATTEMPTS):
+            try:
+                return self._start()
+            except PortTakenError:
+                if not self.chosen or attempt == START_ATTEMPTS - 1:
+                    raise
+                self._listen_at(None)
+
+    def _start(self) -> None:
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(
                 self.command,
@@ -152,6 +170,9 @@ class Server:
         began = time.monotonic()
         try:
             while not self._healthy():
+                # Where the port is another's, SGLang's ranks live on behind an HTTP server that has ended.
+                if any(ports.TAKEN in x.lower() for x in self._lines()):
+                    raise PortTakenError(f"another process took a port of the server's:\n{self.tail()}")
                 if not self.alive:
                     raise ServerError(f"the server ended with code {self.process.returncode}:\n{self.tail()}")
                 if time.monotonic() - began > START_TIMEOUT:

@@ -20,7 +20,6 @@ import gzip
 import json
 import os
 import signal
-import socket
 import statistics
 import tempfile
 import threading
@@ -31,6 +30,7 @@ from pathlib import Path
 
 from bench import common, prompts
 from bench.compare import kl_top, percentile
+from bench.ports import are_free
 from bench.quality import cells, fetch, pareto, suite, taskdata
 from bench.quality.asking import CellError, Tops, measure
 from bench.quality.run import SCORED, summary
@@ -41,7 +41,7 @@ from sglang_kvc.identity import Identity, identity_of
 REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
 SETTINGS = ("model", "length", "contexts", "block", "answer_tokens")  # cells of other ones are not the same cells
 LIMITS = {"code": "problems", "calls": "calls"}  # likewise, where the task is wanted
-PORTS = 21000, 32000, 16  # below those that the system gives to outgoing connections
+PORTS = 21000, 32000, 16  # behind bench.ports.RANGE, and below what the system gives to outgoing connections
 
 
 # ---- many cells
@@ -59,7 +59,7 @@ class Harness:
         self.lock, self.began = threading.RLock(), time.monotonic()
         self.running: dict[str, tuple[float, common.Server]] = {}
         ports = range(args.port, *PORTS[1:])
-        self.ports = (p for p in ports if _free(*range(p, p + 6)))  # two for each attempt at a server
+        self.ports = (p for p in ports if are_free(*range(p, p + 6)))  # two for each attempt at a server
 
     @property
     def seconds(self) -> float:
@@ -187,16 +187,6 @@ class Harness:
             size = plain / 2 if name == cells.FP8 else plain  # scales are one a tensor
             out |= {"kept": 1.0, "packed": None, "bytes_body": size, "bytes": size}
         return out | {"ratio_body": plain / out["bytes_body"], "ratio": plain / out["bytes"], "kl": got.get("kl")}
-
-
-def _free(*ports: int) -> bool:
-    for port in ports:
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-            except OSError:
-                return False
-    return True
 
 
 def _order(names: list[str]):

@@ -37,7 +37,7 @@ FACTOR, SHARE, SLACK = 3.0, 0.5, 0.0005  # the last in nats a token
 
 def options(cache: str, args: argparse.Namespace) -> list[str]:
     out = ["--enable-fp32-lm-head", "--chunked-prefill-size", str(CHUNK), "--skip-server-warmup"]
-    out += ["--nccl-port", str(common.free_port()), *args.server_args.split()]
+    out += args.server_args.split()
     return common.either(cache, *out, block=BLOCK, memory="512MiB")
 
 
