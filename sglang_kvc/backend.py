@@ -84,12 +84,17 @@ class KvcAttnBackend(AttentionBackend):
     # ---- once per layer
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        return self._run(self.attention.decode, q, k, v, layer, save_kv_cache)
+        return self._run(self.attention.decode, q, k, v, layer, save_kv_cache, kwargs)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        return self._run(self.attention.extend, q, k, v, layer, save_kv_cache)
+        return self._run(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
 
-    def _run(self, attend, q, k, v, layer, save_kv_cache: bool):
+    def _run(self, attend, q, k, v, layer, save_kv_cache: bool, kwargs: dict):
+        if asked := [name for name, value in kwargs.items() if value is not None]:
+            raise RuntimeError(
+                f"this model's attention takes {', '.join(asked)}, which --kv-backend kvc does not know; serve it with "
+                "--kv-backend default"
+            )
         if k is None or not save_kv_cache:
             raise RuntimeError(
                 "this model shares KV between layers or stores it outside the attention backend, which --kv-backend "

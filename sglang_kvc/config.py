@@ -19,6 +19,7 @@ BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
 PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
 BASE = BF16.name  # as high format: nothing is compressed
 WINDOW_MAX = 1 << 20
+LEAST_KEY_BITS = 128  # of a token's key: tensor cores multiply 16 bytes of codes at a time
 MEMORY_MIN = 1 << 20  # less than a megabyte is a slip of the unit, not a size
 
 
@@ -345,6 +346,13 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
     from sglang_kvc.sizing import make_layout
 
     policy = make_policy(config)
+    for fmt in config.formats:
+        if head_dim * fmt.key_bits < LEAST_KEY_BITS:
+            least = -(-LEAST_KEY_BITS // head_dim)
+            raise ConfigError(
+                f"{fmt.name} cannot be used at this model's head size {head_dim}, because a token's key would be fewer "
+                f"bytes than the kernels multiply at a time; choose a format with keys of {least} bits or more."
+            )
     for fmt in (BF16, *config.formats) if config.page_bytes is not None else ():
         if PageLayout(fmt, head_dim, config.page_bytes, config.key_mode, policy.observes).tokens == 0:
             raise ConfigError(

@@ -65,7 +65,10 @@ def from_configurator(configurator: Any) -> ModelFacts:
         facts,
         identity=None,  # was compared when the arguments were checked; building a model may complete its config
         mla=facts.mla or bool(configurator.use_mla_backend),
-        hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa) or (window is not None and window > 0),
+        hybrid_swa=facts.hybrid_swa
+        or bool(configurator.is_hybrid_swa)
+        or any((w or 0) > 0 for w in (window, *(m.sliding_window_size for m in layers))),
+        scaled_by_position=any(m.xai_temperature_len > 0 for m in layers),
         hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,
         encoder_decoder=facts.encoder_decoder or any(m.is_cross_attention for m in layers),
         encoder_only=facts.encoder_only or bool(masks - {"decoder"}),

@@ -18,6 +18,7 @@ from sglang_kvc.policies import make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
 SUPPORTED_HEAD_DIMS = (32, 64, 128, 256)
+LEAST_CAPABILITY = (8, 0)  # min and max of pairs of fp16 values
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,17 @@ def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
         )
 
 
+def check_capability(capability: tuple[int, int]) -> None:
+    """Refuse GPUs that lack the instructions of packing; seen from a scheduler process, which has its GPU already."""
+    if capability < LEAST_CAPABILITY:
+        at_least = ".".join(map(str, LEAST_CAPABILITY))
+        raise ConfigError(
+            f"A GPU of compute capability {capability[0]}.{capability[1]} cannot be served with --kv-backend kvc, "
+            f"because packing needs instructions of {at_least}; use a GPU of {at_least} or newer, or --kv-backend "
+            f"default."
+        )
+
+
 def environment_warnings() -> list[str]:
     """Environment variables that lose their effect; not wrong enough to refuse."""
     ignored = ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
@@ -246,6 +258,7 @@ class ModelFacts:
     local_attention: bool = False
     sparse_attention: bool = False
     dual_chunk: bool = False
+    scaled_by_position: bool = False
     head_dim: int = 128
     v_head_dim: int = 128
     dtype: str = "bfloat16"
@@ -313,6 +326,13 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         _MODEL,
     ),
     Refusal(
+        "scaled_by_position",
+        lambda m: m.scaled_by_position,
+        "The model {} with logits that are scaled by position",
+        "the kernels have one scale for a layer",
+        _MODEL,
+    ),
+    Refusal(
         "v_head_dim",
         lambda m: m.v_head_dim != m.head_dim,
         "The model {} with different head sizes of keys and values",
@@ -354,6 +374,10 @@ def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
 
 def check_model(configurator: Any) -> None:
     """The check of the built model, before any pool exists: `configurator` is SGLang's KVCacheConfigurator."""
+    import torch
+
     from sglang_kvc.model_facts import from_configurator
 
+    if torch.device(configurator.device).type == "cuda":
+        check_capability(torch.cuda.get_device_capability())
     check_facts(from_configurator(configurator), KvcConfig.from_args(configurator.server_args))

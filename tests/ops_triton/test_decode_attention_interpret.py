@@ -38,6 +38,11 @@ def test_head_dims(head_dim, ladder):
     assert run(make_case(ladder, head_dim=head_dim, lens=(128, 3), heads=1)) < BAR
 
 
+@pytest.mark.parametrize("tokens", [192, 320])
+def test_blocks_of_tiles_that_are_no_power_of_two(tokens):
+    assert run(make_case("k4v4", "k8v4", block_tokens=tokens, lens=(2 * tokens + 5, tokens), heads=1), tile=64) < BAR
+
+
 def test_several_rungs_and_scored_pages():
     assert run(make_case("k4v4", "k4v2", "k2v2", scored=True)) < BAR
 

@@ -196,6 +196,14 @@ def test_wrong_values_get_one_sentence(options, flag):
     assert isinstance(e.value, ValueError)
 
 
+def test_keys_of_too_few_bytes():
+    check_geometry(KvcConfig(high="k4v2"), head_dim=32)
+    check_geometry(KvcConfig(high="k2v2"), head_dim=64)
+    with pytest.raises(ConfigError, match="head size 32") as e:
+        check_geometry(KvcConfig(high="k2v2"), head_dim=32)
+    assert "4 bits" in one_sentence(str(e.value))
+
+
 def test_a_page_too_small_for_the_model():
     small = resolve(page_bytes=512)
     check_geometry(resolve(page_bytes=2048), head_dim=64)

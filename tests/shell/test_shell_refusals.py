@@ -13,6 +13,7 @@ from sglang_kvc.refusals import (
     MODEL_REFUSALS,
     ModelFacts,
     check_args,
+    check_capability,
     check_facts,
     check_memory,
     check_model,
@@ -158,6 +159,7 @@ TRAITS = {
     "encoder_only": {"encoder_only": True},
     "local_attention": {"local_attention": True},
     "dual_chunk": {"dual_chunk": True},
+    "scaled_by_position": {"scaled_by_position": True},
     "v_head_dim": {"v_head_dim": 64},
     "head_dim": {"head_dim": 80, "v_head_dim": 80},
     "dtype": {"dtype": "float32"},
@@ -223,13 +225,22 @@ def test_float32_is_refused_by_its_flag(parse, capsys):
     assert "--dtype float32" in one_sentence(capsys.readouterr().err.strip().splitlines()[-1])
 
 
+def test_old_gpus_are_refused():
+    check_capability((8, 0))
+    check_capability((12, 0))
+    with pytest.raises(ConfigError, match=r"7\.5") as e:
+        check_capability((7, 5))
+    one_sentence(str(e.value))
+
+
 def configurator(parse, **changes):
     """What SGLang's KVCacheConfigurator shows, for a model whose layers are as given."""
     args = parse("--kv-backend", "kvc")
-    layer = dict(attn_type="decoder", is_cross_attention=False)
+    layer = dict(attn_type="decoder", is_cross_attention=False, sliding_window_size=-1, xai_temperature_len=-1)
     layers = [type("RadixAttention", (), {**layer, **changes.pop("layer", {})})()]
     facts = dict(
         server_args=args,
+        device="cpu",
         model_config=args.get_model_config(),
         model=SimpleNamespace(modules=lambda: layers),
         model_dtype="torch.bfloat16",
@@ -251,6 +262,8 @@ def test_the_built_model_is_checked_again(parse):
         {"model_dtype": "torch.float32"},
         {"layer": {"is_cross_attention": True}},
         {"layer": {"attn_type": "encoder_only"}},
+        {"layer": {"sliding_window_size": 63}},
+        {"layer": {"xai_temperature_len": 1024}},
     ):
         with pytest.raises(ConfigError) as e:
             check_model(configurator(parse, **changes))

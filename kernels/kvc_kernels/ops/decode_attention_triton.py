@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..layout import TOKEN, Format
 from ..store import PageStore
+from .compact_write_triton import padded
 from .decode_body_triton import P_SHIFT, _list_tiles, packed_part, plain_part
 from .decode_merge_triton import merge_kernel
 from .decode_plan_triton import DecodePlan, ladder_classes
@@ -82,7 +83,7 @@ def _plain_program(
         n = tl.minimum(blocks - first, CHUNK)
         tiles = _list_tiles(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
-            CHUNK, TILE, P // TILE, T, 1, SPAN, True,
+            CHUNK, TILE, padded(P // TILE), T, 1, SPAN, True,
         )
         tl.debug_barrier()
         acc, m, l = plain_part(
@@ -136,7 +137,7 @@ def _packed_program(
         n = tl.minimum(blocks - first, CHUNK)
         tiles = _list_tiles(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
-            CHUNK, TILE, P // TILE, T, 1 - 2 * SIDE, SPAN, False,
+            CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False,
         )
         if not TOKEN_KEYS:
             factor = scale if CAPPED else scale * LOG2E

@@ -31,6 +31,7 @@ CHUNK = 32  # blocks whose tiles a program lists at a time
 # products a head; below, they cost less as further tiles of our kernel than as another launch.
 OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
 HOPPER_LEAST_ROWS = 32
+WIDE_SHARED = 106_496  # bytes that a program of the default tuning takes with head_dim 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Tuning:
     tile: int = 64  # keys an iteration
     stages: int = 2
     programs_per_sm: int = 2
+
+    @classmethod
+    def best(cls, head_dim: int, shared: int) -> Tuning:
+        """`shared`: bytes of shared memory that a program may have; of all cards but those of data centres 99 KB."""
+        return cls(stages=1) if head_dim > 128 and shared < WIDE_SHARED else cls()
 
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "NB"])
@@ -183,11 +189,13 @@ class ExtendAttention:
         layout = store.layout
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
-        self.store, self.tuning = store, tuning or Tuning()
+        self.store = store
         self.group = query_heads // layout.heads
-        self._sms = 1
+        self._sms, shared = 1, WIDE_SHARED
         if store.device.type == "cuda":
-            self._sms = torch.cuda.get_device_properties(store.device).multi_processor_count
+            card = torch.cuda.get_device_properties(store.device)
+            self._sms, shared = card.multi_processor_count, card.shared_memory_per_block_optin
+        self.tuning = tuning or Tuning.best(layout.head_dim, shared)
         self._plan = ExtendPlan(store, self.group, max_blocks=max_blocks)
         self._tile = min(self.tuning.tile, triton.next_power_of_2(layout.block_tokens))
         self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))

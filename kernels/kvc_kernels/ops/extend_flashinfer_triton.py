@@ -11,7 +11,23 @@ try:
 except Exception:  # not installed, or broken by the versions around it: the Triton kernels do without
     BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper = None
 
-WORKSPACE_BYTES = 128 << 20
+WORKSPACE_BYTES = 128 << 20  # at least: what FlashInfer asks for
+
+
+def workspace_bytes(multiprocessors: int, group: int, head_dim: int) -> int:
+    """Bytes for FlashInfer's partial results, whatever it plans.
+
+    Its kernel for GPUs other than Hopper cuts long lists of keys so that two programs run on each multiprocessor, and
+    keeps an fp32 row and a log-sum-exp for each query of every program's tile, of as many query heads as share a KV
+    head (`PrefillPlan` in its `scheduler.cuh`). It raises in the middle of a forward where that does not fit.
+    """
+    tile = 128 if head_dim < 256 else 64
+    return max(WORKSPACE_BYTES, 2 * multiprocessors * group * tile * (head_dim + 1) * 4 + (1 << 20))
+
+
+def make_workspace(device: torch.device, query_heads: int, heads: int, head_dim: int) -> torch.Tensor:
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.empty(workspace_bytes(sms, query_heads // heads, head_dim), dtype=torch.uint8, device=device)
 
 
 class StagingCopy:
@@ -37,7 +53,7 @@ class RaggedPrefill:
     def __init__(self, device: torch.device, *, query_heads: int, heads: int, head_dim: int, dtype: torch.dtype):
         self.heads = (query_heads, heads, head_dim)
         self.dtype = dtype
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = make_workspace(device, *self.heads)
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
@@ -92,7 +108,7 @@ class StagedPrefill:
         """`workspace` of another one, for runs that follow each other on one stream."""
         self.heads, self.dtype, self.page, self.device, self.causal = like.heads, like.dtype, page, device, causal
         if workspace is None:
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            workspace = make_workspace(device, *self.heads)
         self.workspace = workspace
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self.copy = StagingCopy()

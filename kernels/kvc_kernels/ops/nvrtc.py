@@ -27,7 +27,9 @@ def _nvrtc() -> ctypes.CDLL:
     except OSError:  # not on the loader's path before torch has used it
         import nvidia
 
-        found = [p for root in nvidia.__path__ for p in Path(root).glob(f"cu{major}/lib/libnvrtc.so.{major}")]
+        # Packages of CUDA 13 share a folder, those of CUDA 12 have one each.
+        places = [f"{folder}/lib/libnvrtc.so.{major}" for folder in (f"cu{major}", "cuda_nvrtc")]
+        found = [p for root in nvidia.__path__ for place in places for p in Path(root).glob(place)]
         if not found:
             raise
         return _library(str(found[0]))

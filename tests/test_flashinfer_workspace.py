@@ -1,0 +1,49 @@
+"""The workspace suffices for what FlashInfer's own rules ask for, on GPUs that are not there."""
+
+import pytest
+
+from kvc_kernels.ops.extend_flashinfer_triton import WORKSPACE_BYTES, workspace_bytes
+from kvc_kernels.ops.extend_stored_triton import Groups
+
+P = 128
+CARDS = {"A100": 108, "RTX 4090": 128, "L40S": 142, "B200": 148, "RTX PRO 6000": 188, "L4": 58}
+MODELS = [(32, 8, 128), (28, 4, 128), (64, 8, 128), (32, 4, 128), (8, 1, 128), (32, 2, 128), (16, 1, 128), (16, 8, 256)]
+
+
+def asked(sms: int, query_heads: int, heads: int, head_dim: int, new: list[int], seen: list[int], page: int) -> int:
+    """Bytes of partial results, as FlashInfer 0.6.15 plans runs of `new` tokens over `seen` units of `page` tokens."""
+    group, most = query_heads // heads, 2 * sms // heads
+    rows = [n * group for n in new]
+    mean = sum(rows) // len(rows)
+    tile = (128 if head_dim < 256 else 64) if mean > 64 else 64 if mean > 16 else 16
+
+    def programs(chunk: int) -> int:
+        return sum(-(-r // tile) * -(-max(s, 1) // chunk) for r, s in zip(rows, seen))
+
+    low, high = max(128 // page, 1), max([1, *seen])
+    whole = high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if programs(middle) > most else (low, middle)
+    return query_heads * programs(low) * tile * (head_dim + 1) * 4 if low < whole else 0
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_every_prompt_fits(card, model):
+    query_heads, heads, head_dim = model
+    have = workspace_bytes(CARDS[card], query_heads // heads, head_dim)
+    for tokens in (*range(1, 4096, 61), 5000, 8192):
+        assert asked(CARDS[card], *model, [tokens], [tokens], 1) <= have
+        groups = Groups.cut([0], [tokens], None, P)
+        lists = [len(slots) for slots in groups.lists()[0]]
+        assert asked(CARDS[card], *model, groups.tokens, lists, P) <= have
+
+
+def test_the_least_would_not_do():
+    """As the planner itself said for an A100 and one prompt of 300 tokens: 159383552 bytes of values."""
+    assert asked(108, 32, 2, 128, [300], [300], 1) * 128 // 129 == 159383552 > WORKSPACE_BYTES
+
+
+def test_most_need_no_more_than_the_least():
+    assert workspace_bytes(132, 4, 128) == workspace_bytes(108, 8, 128) == WORKSPACE_BYTES
