@@ -16,7 +16,7 @@ from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
 from sglang_kvc.policies import SCORERS, SHARES
-from sglang_kvc.refusals import PREFILL_GRAPHS, check_args, check_facts, check_memory, environment_warnings
+from sglang_kvc.refusals import PREFILL_GRAPHS, check_args, check_chunk, check_facts, check_memory, environment_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +297,7 @@ def _verify(args: KvcServerArgs) -> None:
                 f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
                 f"{name}={got} for it; serve it with --kv-backend default."
             )
+    check_chunk(args.chunked_prefill_size, config)
     graph = args.cuda_graph_config.prefill
     if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # others are SGLang's choice: asked for, they were refused
         graph.backend = "disabled"

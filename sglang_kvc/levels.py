@@ -46,6 +46,8 @@ def level(req: Any) -> str | None:
     return getattr(req, "kvc_level", None)
 
 
-def namespace(extra_key: str | None, level: str) -> str:
-    """SGLang's `extra_key` (cache salt, LoRA) with the level added."""
-    return f"{extra_key or ''}|{PARAMETER}={level}"
+def namespace(extra_key: str | None, level: str | None) -> str | None:
+    """SGLang's `extra_key` (cache salt, LoRA) behind the level, so that no key of a request spells another's level."""
+    if level is None and not (extra_key or "").startswith(f"{PARAMETER}="):
+        return extra_key
+    return f"{PARAMETER}={level or ''}|{extra_key or ''}"

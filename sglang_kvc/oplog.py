@@ -25,7 +25,8 @@ class Release:
 class Compact:
     """Move `blocks` from one rung to another (or re-plan them at the same one).
 
-    `lengths[i]` is the length N of the sequence that pushed block i out of its window, 0 when its prompt did.
+    `lengths[i]` is the length N of the sequence that pushed block i out of its window, 0 when its prompt did;
+    `generations[i]` that of the block when this was decided: it may be freed and taken anew before this has run.
     """
 
     blocks: np.ndarray
@@ -33,6 +34,7 @@ class Compact:
     to_rung: int
     starts: np.ndarray
     lengths: np.ndarray
+    generations: np.ndarray
 
 
 Op = Take | Release | Compact
@@ -86,5 +88,6 @@ def _merged(first: Op, second: Op) -> Op:
     blocks = np.concatenate([first.blocks, second.blocks])
     if not isinstance(first, Compact):
         return type(first)(blocks)
-    starts, lengths = (np.concatenate([getattr(op, n) for op in (first, second)]) for n in ("starts", "lengths"))
-    return replace(first, blocks=blocks, starts=starts, lengths=lengths)
+    names = "starts", "lengths", "generations"
+    rest = {n: np.concatenate([getattr(op, n) for op in (first, second)]) for n in names}
+    return replace(first, blocks=blocks, **rest)

@@ -50,6 +50,8 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 
 
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
+_BY_SLOT = "it keeps a row for each slot of the stock cache, and the compressed one has more"
+_APART = "ranks that serve different requests would plan their pages differently"
 _WHOLE = "each rank must hold whole sequences of its own layers' pages"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between captured parts of a prefill, not in them"
@@ -84,7 +86,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "enable_dp_attention",
         _on,
         "--enable-dp-attention",
-        "ranks that serve different requests would plan their pages differently",
+        _APART,
         "use --tp-size or --dp-size without it",
     ),
     Refusal("enable_two_batch_overlap", _on, "--enable-two-batch-overlap", "a step's pages are written as one batch"),
@@ -158,6 +160,16 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         _BETWEEN,
         "drop the option, which gives breakable graphs",
     ),
+    Refusal("dwdp_size", _above_one, "--dwdp-size {}", _APART, "use --tp-size or --dp-size"),
+    Refusal(
+        "strip_thinking_cache",
+        _on,
+        "--strip-thinking-cache",
+        "it frees the cache in parts of a block",
+        "drop the option: packed answers take a fraction of the memory",
+    ),
+    Refusal("enable_return_routed_experts", _on, "--enable-return-routed-experts", _BY_SLOT),
+    Refusal("enable_return_indexer_topk", _on, "--enable-return-indexer-topk", _BY_SLOT),
     Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the tree"),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
     Refusal("prefill_only_disable_kv_cache", _on, "--prefill-only-disable-kv-cache", "there would be nothing to keep"),
@@ -190,12 +202,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
             f"--page-size {args.page_size} contradicts the block size {config.block_size}, because SGLang's page is "
             f"one block; drop it and set --kvc-block-size."
         )
-    chunk = args.chunked_prefill_size
-    if chunk is not None and chunk > 0 and chunk % config.block_size:
-        raise ConfigError(
-            f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
-            f"must end at the end of a block; choose {-(-chunk // config.block_size) * config.block_size}."
-        )
+    check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and "query_mean" in make_policy(config).needs and _above_one(args.tp_size):
         raise ConfigError(
             f"--tp-size {args.tp_size} cannot be served with the query statistics of --kvc-calibration, because the "
@@ -206,6 +213,15 @@ def check_args(args: Any, config: KvcConfig) -> None:
         raise ConfigError(
             f"--cuda-graph-config with prefill backend {graph!r} cannot be served with --kv-backend kvc, because "
             f"{_BETWEEN}; use {listed(PREFILL_GRAPHS)} there, or leave it out."
+        )
+
+
+def check_chunk(chunk: int | None, config: KvcConfig) -> None:
+    """Also of the chunk that SGLang chooses, which only a block size that is no power of two does not divide."""
+    if chunk is not None and chunk > 0 and chunk % config.block_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
+            f"must end at the end of a block; choose {-(-chunk // config.block_size) * config.block_size}."
         )
 
 

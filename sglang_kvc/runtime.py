@@ -224,7 +224,8 @@ class Runtime:
         # never take more pages than they leave, so a re-plan is covered by the present charge.
         self.ledger.set(due, np.minimum(self.ledger.charge[due], target.pages))
         lengths = np.full(len(due), length, dtype=np.int64)
-        self.log.push(Compact(due, from_rung, to_rung, self.blocks.start[due], lengths))
+        generations = self.blocks.generation[due].copy()
+        self.log.push(Compact(due, from_rung, to_rung, self.blocks.start[due], lengths, generations))
         self.blocks.state[due] = State.PACKED
         self.blocks.rung[due] = to_rung
         self.counters.compactions += len(due)
@@ -246,8 +247,7 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""
-        if self.store.device.type == "cuda":
-            torch.cuda.synchronize(self.store.device)
+        self._synchronize()
         self.log.clear()
         self.pending.clear()
         self.blocks.reset()
@@ -316,7 +316,7 @@ class Runtime:
             counts = self._move(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
             if not target.exact:
                 host = self._to_host(counts)
-                self.pending.append(PendingCounts(self.step, ids, self.blocks.generation[ids].copy(), host))
+                self.pending.append(PendingCounts(self.step, ids, op.generations[at : at + wave], host))
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         if not counts.is_cuda:
@@ -347,11 +347,19 @@ class Runtime:
         return bool(len(self.log) or self.pending)
 
     def settle(self) -> None:
-        """Flush and harvest with a sync: at idle, and before giving up on memory."""
+        """Flush and harvest with a sync: at idle, and before giving up on memory.
+
+        Of the whole device, and ahead of the flush, too: this may be another stream than that of a forward which still
+        reads what the queue changes, and whose counts are harvested.
+        """
+        self._synchronize()
         self.flush()
-        if self.store.device.type == "cuda":
-            torch.cuda.current_stream(self.store.device).synchronize()
+        self._synchronize()
         self.harvest(self.step)
+
+    def _synchronize(self) -> None:
+        if self.store.device.type == "cuda":
+            torch.cuda.synchronize(self.store.device)
 
     # ---- figures
 

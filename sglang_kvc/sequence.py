@@ -16,13 +16,14 @@ class Sequence:
     """Blocks of a request in order, the first `shared` of them owned by the radix tree (locked by the request).
 
     Blocks from index `pinned_from` on lie in the request's window or are not full yet: they stay uncompressed. The
-    others go to `rung`, which its level says; 0: no block of it is ever compacted.
+    others go to `rung`, which its level says; 0: no block of it is ever compacted. `prompt`: tokens prefilled.
     """
 
     blocks: list[int]
     shared: int = 0
     pinned_from: int = 0
     rung: int = 1
+    prompt: int = 0
 
     @classmethod
     def admit(cls, runtime: Runtime, prefix_blocks: np.ndarray, length: int, rung: int = 1) -> Sequence:

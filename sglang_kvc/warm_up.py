@@ -72,7 +72,8 @@ def warm_up(runtime: Runtime, *, caps: set[float], query_heads: int, max_batch: 
         small.flush()
         if policy.replans and rung == ladder[-1] > 0:
             at = np.asarray(packed)
-            small.log.push(Compact(at, rung, rung, small.blocks.start[at], np.full(len(at), BLOCKS * p)))
+            lengths, generations = np.full(len(at), BLOCKS * p), small.blocks.generation[at]
+            small.log.push(Compact(at, rung, rung, small.blocks.start[at], lengths, generations))
             small.flush()
         if rung == ladder[-1]:
             for cap in sorted(caps or {0.0}):

@@ -13,6 +13,7 @@ MODULES = (
     "grammar",
     "internal_state",
     "invariants",
+    "limits",
     "memory_pool",
     "metrics",
     "requests",

@@ -26,7 +26,10 @@ def around_alloc_for_extend(orig, batch):
             blocks = tree.path_blocks(req.last_node)[: done // p]
             req.kvc = Sequence.admit(allocator.runtime, blocks, done, allocator.runtime.policy.rung_of(level(req)))
         allocator.runtime.sequences[req.rid] = req.kvc
-    need = allocator.blocks_missing(batch.reqs, batch.seq_lens_cpu.tolist()) * p
+    lengths = batch.seq_lens_cpu.tolist()
+    for req, length in zip(batch.reqs, lengths):
+        req.kvc.prompt = length
+    need = allocator.blocks_missing(batch.reqs, lengths) * p
     with allocator.for_requests(batch.reqs, need):
         return orig(batch)
 
@@ -41,7 +44,8 @@ def around_alloc_for_decode(orig, batch, token_per_req):
     for req, length in zip(batch.reqs, lengths):
         left = req.kvc.slide(runtime, length)
         if left and req.kvc.rung:
-            runtime.queue_due(left, req.kvc.rung, length)
+            # With overlap scheduling the first step is prepared before the result of the prefill is looked at.
+            runtime.queue_due(left, req.kvc.rung, 0 if length <= req.kvc.prompt else length)
         if runtime.policy.replans and (again := req.kvc.revisit(runtime, length)):
             runtime.replan(again, length)
     need = allocator.blocks_missing(batch.reqs, [n + token_per_req for n in lengths]) * allocator.page_size

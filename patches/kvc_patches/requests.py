@@ -1,8 +1,9 @@
 """`sglang.srt.sampling.sampling_params` and `Scheduler._add_request_to_queue`: what a request asks of the cache.
 
 A level that does not exist is refused where SGLang checks all sampling parameters, before the request reaches the
-scheduler; its client gets a 400 and nobody else notices. The namespace is set before the request is first matched with
-the tree.
+scheduler; its client gets a 400 and nobody else notices. Front ends that load no plug-ins (the workers of
+`--tokenizer-worker-num`) do not check, so the scheduler aborts such a request with the same sentence. The namespace is
+set before the request is first matched with the tree.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ def before_add_request_to_queue(self, req, is_retracted=False):
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
     offered, own = names(runtime.config.levels), runtime.policy.own_level
-    req.kvc_level = level_of(req.sampling_params.custom_params, offered, own)
-    if req.kvc_level:
-        req.extra_key = namespace(req.extra_key, req.kvc_level)
+    try:
+        req.kvc_level = level_of(req.sampling_params.custom_params, offered, own)
+    except ValueError as e:
+        req.kvc_level = None
+        req.set_finish_with_abort(str(e))
+    req.extra_key = namespace(req.extra_key, req.kvc_level)
 
 
 def _served():

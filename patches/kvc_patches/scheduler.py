@@ -38,11 +38,27 @@ def around_get_new_batch_prefill(orig, self, running_batch):
         return orig(self, running_batch)
     if running_batch.batch_is_full and allocator.has_room_again():
         running_batch.batch_is_full = False
-    knew = running_batch.batch_is_full
+    knew, ran = running_batch.batch_is_full, list(running_batch.reqs)
     plan = orig(self, running_batch)
+    _queue_preempted(self, ran, plan)
     if plan.running_batch.batch_is_full and not knew:
         allocator.remember_full()
     return plan
+
+
+def _queue_preempted(scheduler, ran, plan) -> None:
+    """Queue requests again that were preempted for one which then did not fit.
+
+    SGLang 0.5.17 queues the preempted behind its return where no request could be added, so it loses them.
+    """
+    retracted = [r for r in ran if r.is_retracted and not r.finished()]
+    if not retracted:
+        return
+    batches = [b.reqs for b in (plan.running_batch, plan.batch_to_run) if b is not None]
+    known = {id(r) for reqs in (*batches, scheduler.waiting_queue) for r in reqs}
+    for req in retracted:
+        if id(req) not in known:
+            scheduler._add_request_to_queue(req)
 
 
 def before_on_idle(self):

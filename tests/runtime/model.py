@@ -84,7 +84,7 @@ class ToyServer:
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
             req_pool_idx=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
         )
-        req.extra_key = namespace(None, level) if level else None
+        req.extra_key = namespace(None, level)
         key = RadixKey(req.origin_input_ids, req.extra_key, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node

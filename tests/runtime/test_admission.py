@@ -11,6 +11,7 @@ from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_running_offset
+from kvc_patches.limits import around_get_worker_info, longest_request
 from kvc_patches.scheduler import around_get_new_batch_prefill
 from sglang_kvc.levels import LOSSLESS
 from sglang_kvc.sequence import Sequence
@@ -106,12 +107,12 @@ def test_growth_of_a_request_that_just_ended():
 def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
     server, looked = ToyServer(high="k4v4"), []
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
-    batch = SimpleNamespace(batch_is_full=False)
+    batch = SimpleNamespace(batch_is_full=False, reqs=[])
 
     def refused(self, batch):
         looked.append(not batch.batch_is_full)
         batch.batch_is_full = True
-        return SimpleNamespace(running_batch=batch)
+        return SimpleNamespace(running_batch=batch, batch_to_run=None)
 
     def look() -> bool:
         around_get_new_batch_prefill(refused, scheduler, batch)
@@ -127,3 +128,46 @@ def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
     assert not look()
     server.runtime.free(more)
     assert not look()  # no more than at the last refusal
+
+
+def test_requests_that_were_preempted_in_vain_are_queued_again():
+    """SGLang's own path queues those that it preempted for a request that came in; the rest is left to the hook."""
+    server, queued = ToyServer(high="k4v4"), []
+    kept, queued_before, lost, chosen, ended = (
+        SimpleNamespace(is_retracted=i in (1, 2, 4), finished=lambda i=i: i == 4) for i in range(5)
+    )
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=server.allocator, waiting_queue=[queued_before], _add_request_to_queue=queued.append
+    )
+    batch = SimpleNamespace(batch_is_full=False, reqs=[kept, queued_before, lost, ended])
+
+    def preempt(self, batch):
+        batch.reqs = [kept]
+        return SimpleNamespace(running_batch=batch, batch_to_run=SimpleNamespace(reqs=[chosen]))
+
+    around_get_new_batch_prefill(preempt, scheduler, batch)
+    assert queued == [lost]
+
+
+@pytest.mark.parametrize("policy", [{"high": "bf16"}, {"policy": "leankv", "high": "k8v4", "low": "k4v2"}])
+def test_the_longest_request_comes_into_an_empty_server(policy):
+    server = ToyServer(window=0, **policy)
+    capacity = server.runtime.sizing.capacity_tokens
+    longest = longest_request(capacity, P)
+    assert longest > capacity - 2 * P
+    for answer in (1, P):
+        assert comes_in(server, prompt(server, longest - answer, answer))
+        assert not comes_in(server, prompt(server, longest - answer + 2, answer))
+
+
+def test_what_the_worker_tells(monkeypatch):
+    told = (1000, 16384, 8, None, 999, 994, 42)
+    monkeypatch.setattr("sglang_kvc.runtime._current", None)
+    assert around_get_worker_info(lambda self: told, None) == told
+    runtime = ToyServer(high="k4v4").runtime
+    monkeypatch.setattr("sglang_kvc.runtime._current", runtime)
+    found = around_get_worker_info(lambda self: told, None)
+    longest = longest_request(runtime.sizing.capacity_tokens, P)
+    assert found == (*told[:4], longest, longest - 5, 42)
+    short = (1000, 16384, 8, None, 99, 94, 42)  # the model's own limit
+    assert around_get_worker_info(lambda self: short, None) == short

@@ -62,7 +62,7 @@ def test_blocks_are_handed_out_once_and_freed_once():
 
 def compact(ids, to_rung, from_rung=0):
     ids = np.array(ids)
-    return Compact(ids, from_rung, to_rung, 10 * ids, 100 * ids)
+    return Compact(ids, from_rung, to_rung, 10 * ids, 100 * ids, 1000 * ids)
 
 
 def test_queue_keeps_order_and_merges_neighbours_only():
@@ -155,3 +155,22 @@ def test_waiting_names_the_full_blocks_of_a_prefix_that_stay_uncompressed():
     assert runtime.waiting(["a"], [127]) == [[]]
     del seq
     assert not runtime.sequences
+
+
+def test_a_count_that_comes_late_is_not_its_successors():
+    """A block that is packed, freed and taken anew in one queue: its count comes back when it is another's."""
+    from .model import make_runtime
+
+    runtime = make_runtime(blocks=4, policy="leankv", high="k8v4", low="k4v2", alpha_high=0.9, alpha_low=0.5, window=0)
+    (block,) = runtime.take([0])
+    runtime.blocks._free.clear()  # ids are scarce: the next one is the one that comes free
+    runtime.step += 1
+    runtime.flush()
+    runtime.queue_due([block])
+    runtime.free([block])
+    assert runtime.take([0]) == [block]
+    runtime.step += 1
+    runtime.flush()
+    assert len(runtime.pending) == 1
+    runtime.harvest(runtime.step)
+    assert runtime.ledger.charge[block] == runtime.layout.block_pages_bf16

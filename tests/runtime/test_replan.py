@@ -32,6 +32,7 @@ class Batch:
             seq = Sequence([])
             seq.extend(self.runtime, self.runtime.take(list(range(0, n, P))))
             self.runtime.queue_due(seq.slide(self.runtime, n), seq.rung)
+            seq.prompt = n
             self.reqs.append(SimpleNamespace(kvc=seq))
         self.runtime.log.clear()
 
@@ -141,3 +142,32 @@ def test_shared_blocks_are_left_alone():
     assert ops.block_digest(server.runtime.store, shared[0], scores=False) == before
     server.finish(two)
     assert server.runtime.replan(shared, 6 * P) == 1
+
+
+def queued_for_a_prompt(tokens: int, overlap: bool) -> list[tuple[list[int], list[int]]]:
+    """(starts, lengths) of the compactions when a prompt has been prefilled and its first decode step is prepared."""
+    server = ToyServer(**LEANKV, window=P, blocks=20)
+    look, server.tree.cache_unfinished_req = server.tree.cache_unfinished_req, lambda req, chunked: None
+    req = server.admit(list(range(1, tokens + 1)))
+    batch = SimpleNamespace(
+        reqs=[req], tree_cache=server.tree, token_to_kv_pool_allocator=server.allocator,
+        seq_lens_cpu=torch.tensor([tokens]),
+    )  # fmt: skip
+
+    def prepare():
+        around_alloc_for_decode(
+            lambda b, k: server.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
+        )
+
+    for step in (prepare, lambda: look(req)) if overlap else (lambda: look(req), prepare):
+        step()
+    ops = [op for op in server.runtime.log.drain() if isinstance(op, Compact)]
+    return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]
+
+
+@pytest.mark.parametrize("tokens", [6 * P + 10, 6 * P])
+def test_a_prompt_is_planned_as_one_whoever_sees_its_end_first(tokens):
+    """With overlap scheduling the first decode step is prepared before the result of the prefill is looked at."""
+    n = (tokens - P) // P
+    assert queued_for_a_prompt(tokens, False) == [([P * i for i in range(n)], [0] * n)]
+    assert queued_for_a_prompt(tokens, True) == queued_for_a_prompt(tokens, False)

@@ -8,6 +8,7 @@ import pytest
 
 from kvc_patches import requests
 from sglang_kvc.config import KvcConfig
+from sglang_kvc.levels import namespace
 from sglang_kvc.policies import make_policy
 
 from .conftest import one_sentence
@@ -28,14 +29,17 @@ def serve(parse, monkeypatch):
 
         def ask(level):
             sampling = SimpleNamespace(custom_params={"kvc": level})
-            req = SimpleNamespace(sampling_params=sampling, extra_key=None)
+            aborts = []
+            req = SimpleNamespace(sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append)
+            refused = None
             try:
                 requests.before_verify(sampling, 1000)
-            except ValueError:
-                with pytest.raises(ValueError):
-                    requests.before_add_request_to_queue(None, req)
-                raise
-            requests.before_add_request_to_queue(None, req)
+            except ValueError as e:
+                refused = e
+            requests.before_add_request_to_queue(None, req)  # also where nobody looked at the request before
+            assert aborts == ([str(refused)] if refused else [])
+            if refused:
+                raise refused
             return req.kvc_level
 
         return ask
@@ -91,3 +95,10 @@ def test_settings_are_resolved_once(serve, monkeypatch):
     monkeypatch.setattr(KvcConfig, "from_args", lambda args: seen.append(1) or resolve(args))
     assert ask("k8v4") == ask("k8v4") == "k8v4"
     assert len(seen) == 1
+
+
+def test_no_key_of_a_request_spells_the_level_of_another():
+    levels, keys = (None, "lossless", "k8v4"), (None, "A", "A|kvc=lossless", "kvc=lossless|A", "kvc=|A", "kvc=", "|A")
+    found = {(level, key or None): namespace(key, level) for level in levels for key in keys}
+    assert len(set(found.values())) == len(found)
+    assert namespace(None, None) is None and namespace("A", None) == "A"

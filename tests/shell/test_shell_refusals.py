@@ -54,6 +54,10 @@ REFUSED = {
     "radix_cache_backend": "other",
     "enable_torch_compile": True,
     "cuda_graph_backend_prefill": "tc_piecewise",
+    "dwdp_size": 2,
+    "strip_thinking_cache": True,
+    "enable_return_routed_experts": True,
+    "enable_return_indexer_topk": True,
     "enable_memory_saver": True,
     "kv_canary": "sweep",
     "prefill_only_disable_kv_cache": True,
@@ -268,3 +272,13 @@ def test_the_built_model_is_checked_again(parse):
         with pytest.raises(ConfigError) as e:
             check_model(configurator(parse, **changes))
         one_sentence(str(e.value))
+
+
+@pytest.mark.parametrize("size", ["192", "320"])
+def test_a_block_that_does_not_divide_sglangs_chunk(parse, capsys, size):
+    with pytest.raises(SystemExit):
+        parse("--kv-backend", "kvc", "--kvc-block-size", size)
+    sentence = one_sentence(capsys.readouterr().err.strip().splitlines()[-1])
+    chunk = sentence.split("choose ")[1].rstrip(".")
+    args = parse("--kv-backend", "kvc", "--kvc-block-size", size, "--chunked-prefill-size", chunk)
+    assert args.page_size == int(size)
