@@ -141,12 +141,14 @@ class Runtime:
         """Available after evicting all unlocked blocks: one joint floor, two would lose a block."""
         return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
 
-    def growth_tokens(self, tokens: float, rung: int = 1) -> float:
-        """Uncompressed tokens whose memory a sequence needs to grow by `tokens`: what leaves the window is packed."""
-        p, ladder = self.layout.block_tokens, self.store.ladder
-        if tokens <= p or not 0 < rung < len(ladder):
+    def growth_tokens(self, tokens: float, rung: int, held: int) -> float:
+        """Uncompressed tokens whose memory a sequence that holds `held` tokens needs to grow by `tokens`: what leaves
+        the window is packed."""
+        ladder = self.store.ladder
+        first = self.layout.block_tokens + max(0, self.config.window - held)  # stays open
+        if tokens <= first or not 0 < rung < len(ladder):
             return tokens
-        return p + (tokens - p) * ladder[rung].pages / self.layout.block_pages_bf16
+        return first + (tokens - first) * ladder[rung].pages / self.layout.block_pages_bf16
 
     def prompt_tokens(self, new: int, answer: int, rung: int, chunk: int | None) -> float:
         """Uncompressed tokens whose memory a prompt of `new` tokens needs at most, with an answer of `answer`.
@@ -155,7 +157,7 @@ class Runtime:
         queued when the CPU has seen a chunk's result, which is after the launch of the next.
         """
         whole = new if chunk is None or self.prompt_at_once else min(new, 2 * chunk + self.config.window)
-        return whole + self.growth_tokens(new - whole + answer, rung)
+        return whole + self.growth_tokens(new - whole + answer, rung, whole)
 
     @contextlib.contextmanager
     def exact_need(self, tokens: int):

@@ -73,8 +73,9 @@ def around_running_offset(orig, self, req):
     # Asked of the request, not of its sequence: one that just ended is still in the batch, without a sequence.
     if not isinstance(allocator, KvcAllocator):
         return growth
-    runtime = allocator.runtime
-    return runtime.growth_tokens(growth, runtime.policy.rung_of(level(req)))
+    runtime, seq = allocator.runtime, getattr(req, "kvc", None)
+    held = runtime.config.window if seq is None else len(seq.blocks) * allocator.page_size
+    return runtime.growth_tokens(growth, runtime.policy.rung_of(level(req)), held)
 
 
 def register() -> None:

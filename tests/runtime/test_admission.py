@@ -77,6 +77,19 @@ def test_a_prompt_that_is_packed_at_its_end_waits_for_all_of_it():
     assert comes_in(server, prompt(server, 6 * P, 10))
 
 
+def test_what_the_window_keeps_open_is_waited_for():
+    """A long answer to a short prompt: of a window of six blocks all stay as they are, and one more is open."""
+    server = ToyServer(high="k4v4", window=6 * P)
+    runtime, ratio = server.runtime, server.runtime.store.ladder[1].pages / server.runtime.layout.block_pages_bf16
+    assert runtime.prompt_tokens(P, 20 * P, 1, CHUNK) == (1 + 6 + 14 * ratio) * P
+    assert runtime.prompt_tokens(6 * P, 20 * P, 1, CHUNK) == (6 + 1 + 19 * ratio) * P
+    running = SimpleNamespace(kvc=Sequence(runtime.take([0, P])), kvc_level=None)
+    room = around_running_offset(
+        lambda self, req: 10 * P, SimpleNamespace(token_to_kv_pool_allocator=server.allocator), running
+    )
+    assert room == (5 + 5 * ratio) * P
+
+
 @pytest.mark.parametrize(("free", "taken"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
 def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
     """The reserve for the running request's long answer is more than what is free. A chunk of two blocks draws on it,
