@@ -1,8 +1,8 @@
 """`sglang.srt.managers.schedule_policy`: the room that requests still need, and a prompt that waits for memory.
 
 SGLang continues a half-prefilled prompt whatever is left, and an allocation that fails ends the scheduler. While others
-decode, handing the request back unchanged parks it for a step (a path SGLang has for hybrid models); finishing or
-retracted requests then make room.
+decode, handing the request back unchanged parks it for a step (a path SGLang has for hybrid models), and with it all
+prompts behind it; finishing or retracted requests then make room.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def around_add_chunked_req(orig, self, req):
     need = allocator.blocks_missing([req], [end]) * allocator.page_size
     room = allocator.available_size() + self.tree_cache.evictable_size()
     if need > room:
+        # No other prompt in this pass: SGLang counts a chunk of this one with every batch, and knows one at a time.
+        self.rem_chunk_tokens = 0
         return req
     # SGLang shortens a chunk to what its reserve for answers leaves. A chunk draws on that only until it is packed, so
     # it stays whole while each running request still finds a block.
