@@ -105,7 +105,8 @@ def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
     assert again is req
     assert [r.extend_range.length for r in chosen.can_run_list] == ([taken] if taken else [])
     if not taken:  # nor does a prompt come in that would fit, or begin, beside the one that waits
-        server.runtime.free(list(range(1, 9)))
+        server.runtime.free(list(range(1, 11)))
+        chosen.rem_total_token_offset = 0
         for new in (5, 6 * P):
             around_add_one_req(PrefillAdder.add_one_req, chosen, prompt(server, new, 1), True, None)
         assert not chosen.can_run_list and chosen.new_chunked_req is None
