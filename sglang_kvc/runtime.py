@@ -142,8 +142,8 @@ class Runtime:
         return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
 
     def growth_tokens(self, tokens: float, rung: int, held: int) -> float:
-        """Uncompressed tokens whose memory a sequence that holds `held` tokens needs to grow by `tokens`: what leaves
-        the window is packed."""
+        """Uncompressed tokens whose memory a sequence with `held` uncompressed tokens needs to grow by `tokens`: what
+        leaves the window is packed."""
         ladder = self.store.ladder
         first = self.layout.block_tokens + max(0, self.config.window - held)  # stays open
         if tokens <= first or not 0 < rung < len(ladder):

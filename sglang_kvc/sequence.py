@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .blocks import State
 from .runtime import Runtime
 
 TURNS = 16  # parts of a block's time; each has one turn, so 2^16 blocks behind the window could have theirs
@@ -48,6 +49,11 @@ class Sequence:
         p, filled = runtime.layout.block_tokens, runtime.blocks.filled
         for i in range(min(self.pinned_from, len(self.blocks) - 1), len(self.blocks)):
             filled[self.blocks[i]] = min(p, length - i * p)
+
+    def open_tokens(self, runtime: Runtime) -> int:
+        """Tokens of its uncompressed blocks; those of a cached prefix that were packed stay so, window or not."""
+        states = runtime.blocks.state[self.blocks[self.pinned_from :]]
+        return int(np.count_nonzero(states == State.OPEN)) * runtime.layout.block_tokens
 
     def slide(self, runtime: Runtime, length: int) -> list[int]:
         """Move the window: `length` tokens are written. Returns the blocks that it left behind."""

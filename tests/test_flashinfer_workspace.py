@@ -43,6 +43,8 @@ def test_every_prompt_fits(card, model):
 def test_the_least_would_not_do():
     """As the planner itself said for an A100 and one prompt of 300 tokens: 159383552 bytes of values."""
     assert asked(108, 32, 2, 128, [300], [300], 1) * 128 // 129 == 159383552 > WORKSPACE_BYTES
+    groups = Groups.cut([0], [384], None, P)  # Qwen3-32B on a B200
+    assert asked(148, 64, 8, 128, groups.tokens, [len(x) for x in groups.lists()[0]], P) > WORKSPACE_BYTES
 
 
 def test_most_need_no_more_than_the_least():

@@ -76,7 +76,8 @@ def around_running_offset(orig, self, req):
     if not isinstance(allocator, KvcAllocator):
         return growth
     runtime, seq = allocator.runtime, getattr(req, "kvc", None)
-    held = runtime.config.window if seq is None else len(seq.blocks) * allocator.page_size
+    window = runtime.config.window
+    held = seq.open_tokens(runtime) if window and seq is not None else window
     return runtime.growth_tokens(growth, runtime.policy.rung_of(level(req)), held)
 
 

@@ -38,7 +38,7 @@ def around_get_new_batch_prefill(orig, self, running_batch):
         return orig(self, running_batch)
     if running_batch.batch_is_full and allocator.has_room_again():
         running_batch.batch_is_full = False
-    knew, ran = running_batch.batch_is_full, list(running_batch.reqs)
+    knew, ran = running_batch.batch_is_full, list(running_batch.reqs) if self.enable_priority_preemption else []
     plan = orig(self, running_batch)
     _queue_preempted(self, ran, plan)
     if plan.running_batch.batch_is_full and not knew:

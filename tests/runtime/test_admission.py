@@ -5,13 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from sglang.srt import runtime_context
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_running_offset
-from kvc_patches.limits import around_get_worker_info, longest_request
+from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_request
 from kvc_patches.scheduler import around_get_new_batch_prefill
 from sglang_kvc.levels import LOSSLESS
 from sglang_kvc.sequence import Sequence
@@ -83,11 +84,16 @@ def test_what_the_window_keeps_open_is_waited_for():
     runtime, ratio = server.runtime, server.runtime.store.ladder[1].pages / server.runtime.layout.block_pages_bf16
     assert runtime.prompt_tokens(P, 20 * P, 1, CHUNK) == (1 + 6 + 14 * ratio) * P
     assert runtime.prompt_tokens(6 * P, 20 * P, 1, CHUNK) == (6 + 1 + 19 * ratio) * P
-    running = SimpleNamespace(kvc=Sequence(runtime.take([0, P])), kvc_level=None)
-    room = around_running_offset(
-        lambda self, req: 10 * P, SimpleNamespace(token_to_kv_pool_allocator=server.allocator), running
-    )
-    assert room == (5 + 5 * ratio) * P
+    seq, chosen = Sequence([]), SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
+    seq.extend(runtime, runtime.take([0, P]))
+    running = SimpleNamespace(kvc=seq, kvc_level=None)
+    assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (5 + 5 * ratio) * P
+    # Behind a cached prefix, whose packed blocks the window does not open again.
+    prefix = runtime.take([0, P])
+    assert runtime.queue_due(prefix) == 2
+    running.kvc = Sequence.admit(runtime, np.array(prefix), 2 * P)
+    running.kvc.extend(runtime, runtime.take([2 * P]))
+    assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (6 + 4 * ratio) * P
 
 
 @pytest.mark.parametrize(("free", "taken"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
@@ -125,7 +131,7 @@ def test_growth_of_a_request_that_just_ended():
 
 def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
     server, looked = ToyServer(high="k4v4"), []
-    scheduler = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=server.allocator, enable_priority_preemption=False)
     batch = SimpleNamespace(batch_is_full=False, reqs=[])
 
     def refused(self, batch):
@@ -156,8 +162,9 @@ def test_requests_that_were_preempted_in_vain_are_queued_again():
         SimpleNamespace(is_retracted=i in (1, 2, 4), finished=lambda i=i: i == 4) for i in range(5)
     )
     scheduler = SimpleNamespace(
-        token_to_kv_pool_allocator=server.allocator, waiting_queue=[queued_before], _add_request_to_queue=queued.append
-    )
+        token_to_kv_pool_allocator=server.allocator, waiting_queue=[queued_before], _add_request_to_queue=queued.append,
+        enable_priority_preemption=True,
+    )  # fmt: skip
     batch = SimpleNamespace(batch_is_full=False, reqs=[kept, queued_before, lost, ended])
 
     def preempt(self, batch):
@@ -180,7 +187,14 @@ def test_the_longest_request_comes_into_an_empty_server(policy):
 
 
 def test_what_the_worker_tells(monkeypatch):
+    from sglang.srt.managers import tp_worker
+
     told = (1000, 16384, 8, None, 999, 994, 42)
+    monkeypatch.setattr(tp_worker, "get_schedule", MagicMock())
+    worker = MagicMock(**{"model_config.context_len": 1000})
+    worker.model_runner.effective_max_total_num_tokens, worker.model_runner.dcp_size = 2000, 1
+    real = tp_worker.TpModelWorker.get_worker_info(worker)  # the places are SGLang's
+    assert (real[LENGTH], real[INPUT]) == (999, 994) and len([x for x in real if isinstance(x, int)]) == 2
     monkeypatch.setattr("sglang_kvc.runtime._current", None)
     assert around_get_worker_info(lambda self: told, None) == told
     runtime = ToyServer(high="k4v4").runtime
