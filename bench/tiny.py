@@ -1,4 +1,4 @@
-"""A model with random weights whose heads two ranks can share, with the demo model's tokenizer."""
+"""Models with random weights and the demo model's tokenizer: heads that two ranks can share, layers with windows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def tiny_model(folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-    demo = common.demo_model()
-    vocabulary = AutoConfig.from_pretrained(demo).vocab_size
+    vocabulary = AutoConfig.from_pretrained(common.demo_model()).vocab_size
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
@@ -31,6 +30,33 @@ def tiny_model(folder: Path) -> Path:
             few, all_alike = layer.self_attn.k_proj.weight.split(64)
             few.mul_(3)
             all_alike.mul_(0.1)
+    return _save(model, folder)
+
+
+def tiny_windowed(folder: Path, window: int = 100) -> Path:
+    """Writes a Gemma 3 to `folder`: 4 layers, of which the third alone sees more than the last `window` tokens."""
+    import torch
+    from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(1)
+    kinds = ["sliding_attention"] * 4
+    kinds[2] = "full_attention"
+    config = Gemma3TextConfig(
+        vocab_size=AutoConfig.from_pretrained(common.demo_model()).vocab_size, hidden_size=256, intermediate_size=512,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=64,
+        max_position_embeddings=32768, sliding_window=window, layer_types=kinds, initializer_range=0.1,
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.add_(1.0)  # attention that picks tokens, rather than averages them
+    return _save(model, folder)
+
+
+def _save(model, folder: Path) -> Path:
+    import torch
+
+    demo = common.demo_model()
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo / name, folder / name)

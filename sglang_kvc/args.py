@@ -15,8 +15,9 @@ from sglang.srt.server_args import ServerArgs
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
+from sglang_kvc.model_refusals import check_facts
 from sglang_kvc.policies import SCORERS, SHARES
-from sglang_kvc.refusals import PREFILL_GRAPHS, check_args, check_chunk, check_facts, check_memory, environment_warnings
+from sglang_kvc.refusals import PREFILL_GRAPHS, check_args, check_chunk, check_memory, environment_warnings
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ Both follow FlashInfer's plan/run split: `plan_*` once a forward, `decode`/`exte
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,8 @@ class Snapshot:
 class Attention(Protocol):
     """`q[N, Hq, D]`, `k` and `v` `[N, H, D]` -> `[N, Hq, D]`; new rows are written to their pages on the way.
 
+    `window` >= 0: a query sees its own token and so many before it; -1: all.
+
     `stored_as`: as what a prompt's queries see full blocks before their own by the server's policy, None where they see
     them as they are.
     """
@@ -57,11 +60,11 @@ class Attention(Protocol):
         """Take the snapshot of a decode step: rows `req_pool_indices[B]` of `req_to_token[R, C]`."""
         ...
 
-    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor: ...
+    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor: ...
 
     def plan_extend(self, snap: Snapshot) -> None: ...
 
-    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor: ...
+    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor: ...
 
     def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
         """Count this forward's observers of every block; `new[B]` tokens of each request, None while decoding."""
@@ -100,7 +103,7 @@ class TorchAttention:
     def _append(self, layer: int, k, v) -> None:
         self.append(self.store, layer, self.snap.write_blocks, self.snap.write_offsets, k, v)
 
-    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor:
         self._append(layer, k, v)
         snap = self.snap
         return ops.decode_attention(
@@ -113,9 +116,10 @@ class TorchAttention:
             logit_cap=logit_cap,
             observe=self.observe,
             seq_lens_cpu=snap.seq_lens_cpu,
+            window=window,
         )
 
-    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor:
         self._append(layer, k, v)
         snap = self.snap
         return ops.extend_attention(
@@ -129,6 +133,7 @@ class TorchAttention:
             logit_cap=logit_cap,
             observe=self.observe,
             stored_as=self._stored_as(),
+            window=window,
         )
 
     def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
@@ -158,20 +163,29 @@ class TritonAttention(TorchAttention):
         query_heads: int,
         max_batch: int,
         max_blocks: int,
+        windows: Collection[int] = (),
     ):
+        """`windows`: those of the model's layers, without -1; each has a plan of its own."""
         super().__init__(store, observe, stored_as)
         from kvc_kernels.ops.append_triton import append_triton
         from kvc_kernels.ops.decode_attention_triton import DecodeAttention
         from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
         from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+        from kvc_kernels.ops.extend_window_triton import WindowedExtend
         from kvc_kernels.ops.note_triton import note_observers_triton
         from kvc_kernels.ops.score_columns_triton import ReceivedAttention
 
         device = store.device
         self.append, self.copy_step = append_triton, decode_snapshot_triton
         self.note_observers = note_observers_triton
-        self.decoder = DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads)
+        self.decoders = {
+            w: DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, window=w)
+            for w in (-1, *windows)
+        }
         self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
+        self.windowed = {
+            w: WindowedExtend(store, query_heads=query_heads, window=w, stored_as=stored_as) for w in windows
+        }
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)
         self.write = torch.zeros((2, max_batch), dtype=torch.int64, device=device)
@@ -190,17 +204,19 @@ class TritonAttention(TorchAttention):
         snap = super().plan_decode(req_to_token, req_pool_indices, seq_lens, seq_lens_cpu)
         # Whole rows: what a captured step takes from their shape must not depend on the lengths.
         rows = self.rows[: len(seq_lens)]
-        self.decoder.plan(rows, snap.seq_lens)
+        for decoder in self.decoders.values():
+            decoder.plan(rows, snap.seq_lens)
         if self.received is not None:
             self.received.plan_decode(rows, snap.seq_lens)
         return snap
 
-    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+    def decode(self, layer: int, q, k, v, *, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor:
         self._append(layer, k, v)
+        decoder = self.decoders[window]
         if self.received is None:
-            return self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
+            return decoder.run(layer, q, scale=scale, logit_cap=logit_cap)
         lse = self.lse[: len(q)]
-        out = self.decoder.run(layer, q, scale=scale, logit_cap=logit_cap, lse=lse)
+        out = decoder.run(layer, q, scale=scale, logit_cap=logit_cap, lse=lse)
         self.received.add(layer, q, lse, scale=scale, logit_cap=logit_cap)
         return out
 
@@ -208,14 +224,17 @@ class TritonAttention(TorchAttention):
         self.snap, rows = snap, snap.row_blocks.int()
         # One format is staged. Requests at another level see their own new blocks as they are.
         exact = [f is not self.stored_as for f in self._stored_as()]
-        self.extender.plan(
-            rows, snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu, exact if any(exact) else None
-        )
+        for extender in (self.extender, *self.windowed.values()):
+            extender.plan(
+                rows, snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu, exact if any(exact) else None
+            )
         if self.received is not None:
             self.received.plan(rows, snap.prefix_lens_cpu, snap.extend_lens_cpu)
 
-    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float) -> torch.Tensor:
+    def extend(self, layer: int, q, k, v, *, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor:
         self._append(layer, k, v)
+        if window >= 0:
+            return self.windowed[window].run(layer, q, scale=scale, logit_cap=logit_cap)
         if self.received is None:
             return self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         out, lse = self.extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap, return_lse=True)
@@ -234,9 +253,11 @@ def make_attention(
     query_heads: int,
     max_batch: int,
     max_blocks: int,
+    windows: Collection[int] = (),
 ) -> Attention:
+    """`windows`: of the layers that have one, as they give it to `decode` and `extend`."""
     if store.device.type != "cuda":
         return TorchAttention(store, observe, stored_as)
     return TritonAttention(
-        store, observe, stored_as, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks
+        store, observe, stored_as, query_heads=query_heads, max_batch=max_batch, max_blocks=max_blocks, windows=windows
     )

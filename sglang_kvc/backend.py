@@ -27,17 +27,19 @@ class KvcAttnBackend(AttentionBackend):
         self.block_tokens = self.runtime.layout.block_tokens
         rows, columns = runner.req_to_token_pool.req_to_token.shape
         policy = self.runtime.policy
+        layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
         sizes = {
             "query_heads": runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
             "max_batch": rows,
             "max_blocks": -(-columns // self.block_tokens),
+            "windows": sorted({m.sliding_window_size for m in layers} - {-1}),
         }
         self.attention = make_attention(
             self.runtime.store, policy.collects, policy.stored_as(policy.rung_of(None)), **sizes
         )
         if self.runtime.store.device.type == "cuda" and not runner.server_args.skip_server_warmup:
-            layers = (m for m in runner.model.modules() if isinstance(m, RadixAttention))
-            compile_ahead(self.runtime, caps={m.logit_cap for m in layers}, **sizes)
+            kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}
+            compile_ahead(self.runtime, kinds=kinds, **sizes)
 
     # ---- once per forward
 
@@ -107,6 +109,7 @@ class KvcAttnBackend(AttentionBackend):
             v.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
+            window=layer.sliding_window_size,
         )
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 

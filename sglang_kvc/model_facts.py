@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_kvc.identity import identity_of
-from sglang_kvc.refusals import ModelFacts
+from sglang_kvc.model_refusals import ModelFacts
 
 # Architectures that attend in both directions or keep no KV cache; SGLang has no flag for them in ModelConfig.
 ENCODER_ARCHITECTURES = (
@@ -32,6 +32,7 @@ def from_model_config(mc: Any) -> ModelFacts:
         AttentionArch,
         is_deepseek_dsa,
         is_deepseek_v4,
+        is_hybrid_swa_model,
         is_minimax_sparse,
     )
 
@@ -40,7 +41,10 @@ def from_model_config(mc: Any) -> ModelFacts:
     return ModelFacts(
         name=architectures[0],
         mla=mc.attention_arch == AttentionArch.MLA,
-        hybrid_swa=bool(mc.is_hybrid_swa) or _has_sliding_layers(mc.hf_text_config),
+        # Also where an option puts all layers into one pool: the layers of these models differ in more than a window.
+        hybrid_swa=bool(mc.is_hybrid_swa) or is_hybrid_swa_model(list(architectures), mc.hf_text_config),
+        windows="sliding_attention" in (getattr(mc.hf_text_config, "layer_types", None) or ()),
+        shared_kv=bool(getattr(mc.hf_text_config, "num_kv_shared_layers", 0)),
         hybrid_state=mambaish_config(mc) is not None,
         encoder_decoder=bool(mc.is_encoder_decoder),
         encoder_only=bool(set(architectures) & set(ENCODER_ARCHITECTURES)) or bool(mc.is_embedding_gemma),
@@ -58,27 +62,21 @@ def from_model_config(mc: Any) -> ModelFacts:
 def from_configurator(configurator: Any) -> ModelFacts:
     """The same, corrected by the built model: its layers know windows and masks that a config file may not show."""
     facts = from_model_config(configurator.model_config)
-    window = configurator.sliding_window_size
     layers = [m for m in configurator.model.modules() if type(m).__name__ == "RadixAttention"]
     masks = {getattr(m.attn_type, "value", m.attn_type) for m in layers}
     return replace(
         facts,
         identity=None,  # was compared when the arguments were checked; building a model may complete its config
         mla=facts.mla or bool(configurator.use_mla_backend),
-        hybrid_swa=facts.hybrid_swa
-        or bool(configurator.is_hybrid_swa)
-        or any((w or 0) > 0 for w in (window, *(m.sliding_window_size for m in layers))),
+        hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa),
+        windows=any(m.sliding_window_size >= 0 for m in layers),
+        uneven_layers=len({(m.tp_k_head_num, m.tp_q_head_num, m.qk_head_dim, m.v_head_dim) for m in layers}) > 1,
         scaled_by_position=any(m.xai_temperature_len > 0 for m in layers),
         hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,
         encoder_decoder=facts.encoder_decoder or any(m.is_cross_attention for m in layers),
         encoder_only=facts.encoder_only or bool(masks - {"decoder"}),
         dtype=str(configurator.model_dtype).removeprefix("torch."),
     )
-
-
-def _has_sliding_layers(text_config: Any) -> bool:
-    """SGLang calls a model hybrid only if it can split the pool for it; the layer types tell the others."""
-    return "sliding_attention" in (getattr(text_config, "layer_types", None) or ())
 
 
 def _has_kv_scales(hf_config: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What cannot be served with the compressed cache, as two tables: from the arguments alone, and from the model.
+"""What arguments cannot be served with the compressed cache, as a table; `model_refusals` has that of models.
 
 A refusal is one sentence: what, why, and what to do instead. It is raised before anything is started where the
 arguments or the model's config file show it.
@@ -11,13 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_kvc import guard
-from sglang_kvc.config import ConfigError, KvcConfig, check_geometry, listed
-from sglang_kvc.identity import Identity
+from sglang_kvc.config import ConfigError, KvcConfig, listed
 from sglang_kvc.policies import make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
-SUPPORTED_HEAD_DIMS = (32, 64, 128, 256)
 LEAST_CAPABILITY = (8, 0)  # min and max of pairs of fp16 values
 
 
@@ -259,141 +256,3 @@ def environment_warnings() -> list[str]:
         for name in ignored
         if os.environ.get(name, "0").lower() not in ("", "0", "false")
     ]
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What decides whether a model can be served, in builtins."""
-
-    name: str
-    mla: bool = False
-    hybrid_swa: bool = False
-    hybrid_state: bool = False
-    encoder_decoder: bool = False
-    encoder_only: bool = False
-    local_attention: bool = False
-    sparse_attention: bool = False
-    dual_chunk: bool = False
-    scaled_by_position: bool = False
-    head_dim: int = 128
-    v_head_dim: int = 128
-    dtype: str = "bfloat16"
-    kv_scales: bool = False
-    identity: Identity | None = None
-
-
-_MODEL = "serve it with --kv-backend default"
-
-MODEL_REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "mla",
-        lambda m: m.mla,
-        "The model {} with latent attention (MLA)",
-        "its cache rows are not keys and values",
-        _MODEL,
-    ),
-    Refusal(
-        "sparse_attention",
-        lambda m: m.sparse_attention,
-        "The model {} with sparse attention",
-        "it keeps an index of its own beside the cache",
-        _MODEL,
-    ),
-    Refusal(
-        "hybrid_swa",
-        lambda m: m.hybrid_swa,
-        "The model {} with sliding-window layers",
-        "they need a second pool",
-        _MODEL,
-    ),
-    Refusal(
-        "hybrid_state",
-        lambda m: m.hybrid_state,
-        "The model {} with state-space or linear-attention layers",
-        "their state is not a KV cache",
-        _MODEL,
-    ),
-    Refusal(
-        "encoder_decoder",
-        lambda m: m.encoder_decoder,
-        "The encoder-decoder model {}",
-        "its cross attention is not causal",
-        _MODEL,
-    ),
-    Refusal(
-        "encoder_only",
-        lambda m: m.encoder_only,
-        "The encoder model {}",
-        "it attends in both directions and keeps no KV cache",
-        _MODEL,
-    ),
-    Refusal(
-        "local_attention",
-        lambda m: m.local_attention,
-        "The model {} with chunked local attention",
-        "its layers read different parts of the sequence",
-        _MODEL,
-    ),
-    Refusal(
-        "dual_chunk",
-        lambda m: m.dual_chunk,
-        "The model {} with dual-chunk attention",
-        "it needs queries of another kind",
-        _MODEL,
-    ),
-    Refusal(
-        "scaled_by_position",
-        lambda m: m.scaled_by_position,
-        "The model {} with logits that are scaled by position",
-        "the kernels have one scale for a layer",
-        _MODEL,
-    ),
-    Refusal(
-        "v_head_dim",
-        lambda m: m.v_head_dim != m.head_dim,
-        "The model {} with different head sizes of keys and values",
-        "a page holds both at one size",
-        _MODEL,
-    ),
-    Refusal(
-        "head_dim",
-        lambda m: m.head_dim not in SUPPORTED_HEAD_DIMS,
-        "The model {} with this head size",
-        f"the kernels know {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
-        _MODEL,
-    ),
-    Refusal(
-        "dtype",
-        lambda m: m.dtype not in ("bfloat16", "float16"),
-        "The model {} in a dtype other than bfloat16 or float16",
-        "pages hold 16-bit values",
-        "add --dtype bfloat16",
-    ),
-    Refusal(
-        "kv_scales",
-        lambda m: m.kv_scales,
-        "The checkpoint {} with its own KV-cache scales",
-        "scales are computed from the data of each block",
-        "use a checkpoint without them, or --kv-backend default",
-    ),
-)
-
-
-def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
-    """Raise at the first trait of the model that cannot be served."""
-    for refusal in MODEL_REFUSALS:
-        if refusal.when(facts):
-            raise refusal.error(facts.name)
-    guard.check_identity(config, facts.identity)
-    check_geometry(config, head_dim=facts.head_dim)
-
-
-def check_model(configurator: Any) -> None:
-    """The check of the built model, before any pool exists: `configurator` is SGLang's KVCacheConfigurator."""
-    import torch
-
-    from sglang_kvc.model_facts import from_configurator
-
-    if torch.device(configurator.device).type == "cuda":
-        check_capability(torch.cuda.get_device_capability())
-    check_facts(from_configurator(configurator), KvcConfig.from_args(configurator.server_args))

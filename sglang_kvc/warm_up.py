@@ -13,6 +13,7 @@ import gc
 import itertools
 import logging
 import time
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -34,12 +35,12 @@ BLOCKS = 4  # of the small pool; longer prompts name them again and again
 ROWS, NEW, PREFIXES = (1, 24, 48, 96, 192, 384, 768), (640, 2048), (0, 1, 4096)
 
 
-def compile_ahead(runtime: Runtime, *, caps: set[float], **sizes: int) -> None:
+def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -> None:
     """`warm_up`, with one line in the log. A failure is no reason not to serve: what could not be compiled here may
     never be launched, and if it is, it is compiled then, or fails with its own message."""
     began = time.perf_counter()
     try:
-        warm_up(runtime, caps=caps, **sizes)
+        warm_up(runtime, kinds=kinds, **sizes)
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
         logger.warning(
@@ -54,13 +55,21 @@ def compile_ahead(runtime: Runtime, *, caps: set[float], **sizes: int) -> None:
         torch.cuda.empty_cache()
 
 
-def warm_up(runtime: Runtime, *, caps: set[float], query_heads: int, max_batch: int, max_blocks: int) -> None:
-    """Launch what `runtime` can come to launch, on a small pool. `caps`: logit caps of the model's layers; the other
-    sizes are those of the server's `make_attention`."""
+def warm_up(
+    runtime: Runtime,
+    *,
+    kinds: set[tuple[int, float]],
+    query_heads: int,
+    max_batch: int,
+    max_blocks: int,
+    windows: Collection[int] = (),
+) -> None:
+    """Launch what `runtime` can come to launch, on a small pool. `kinds`: (window, logit cap) of the model's layers;
+    other sizes are those of the server's `make_attention`."""
     small, policy = small_runtime(runtime), runtime.policy
     attention = make_attention(
         small.store, policy.collects, policy.stored_as(policy.rung_of(None)), query_heads=query_heads,
-        max_batch=max_batch, max_blocks=max_blocks,
+        max_batch=max_batch, max_blocks=max_blocks, windows=windows,
     )  # fmt: skip
     p = runtime.layout.block_tokens
     ladder = range(len(small.store.ladder))
@@ -76,9 +85,10 @@ def warm_up(runtime: Runtime, *, caps: set[float], query_heads: int, max_batch: 
             small.log.push(Compact(at, rung, rung, small.blocks.start[at], lengths, generations))
             small.flush()
         if rung == ladder[-1]:
-            for cap in sorted(caps or {0.0}):
-                decode(attention, packed, own, query_heads, cap)
-                prompts(attention, packed, own, query_heads, max_blocks, cap)
+            for window, cap in sorted(kinds or {(-1, 0.0)}):
+                layer = {"scale": 1.0, "logit_cap": cap, "window": window}
+                decode(attention, packed, own, query_heads, layer)
+                prompts(attention, packed, own, query_heads, max_blocks, layer)
         small.free(ids)
         small.flush()
     if small.store.device.type == "cuda":
@@ -118,7 +128,7 @@ def _row(packed: list[int], own: list[int], prefix: int, blocks: int) -> list[in
     return [packed[j % len(packed)] if j < prefix else own[j % len(own)] for j in range(blocks)]
 
 
-def decode(attention: Attention, packed: list[int], own: list[int], query_heads: int, cap: float) -> None:
+def decode(attention: Attention, packed: list[int], own: list[int], query_heads: int, layer: dict) -> None:
     """One step of two requests."""
     store, p = attention.store, attention.store.layout.block_tokens
     row = torch.tensor(_row(packed, own, 1, 2), dtype=torch.int32).repeat_interleave(p) * p
@@ -127,11 +137,11 @@ def decode(attention: Attention, packed: list[int], own: list[int], query_heads:
     snap = attention.plan_decode(table, torch.arange(2, device=store.device), lens, [p + 1, 2 * p])
     if attention.observe is not None:
         attention.note(snap, None)
-    attention.decode(0, *_rows(attention, 2, query_heads), scale=1.0, logit_cap=cap)
+    attention.decode(0, *_rows(attention, 2, query_heads), **layer)
 
 
 def prompts(
-    attention: Attention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, cap: float
+    attention: Attention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
 ) -> None:
     """Prompts of all lengths that fit into `max_blocks` blocks, one at a time; where a policy shows blocks as they will
     be stored, also as requests see them that ask for another level."""
@@ -151,7 +161,7 @@ def prompts(
                 # A block that a row named twice would have two writers of its scores at a time.
                 places = next((j for j, block in enumerate(row) if block in row[:j]), len(row))
                 attention.received.plan(snap.row_blocks, [0], [min(new, places * p)])
-            attention.extend(0, *_rows(attention, new, query_heads), scale=1.0, logit_cap=cap)
+            attention.extend(0, *_rows(attention, new, query_heads), **layer)
 
 
 def _prompt(store: PageStore, row: list[int], prefix: int, new: int, stored_as: list | None) -> Snapshot:

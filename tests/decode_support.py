@@ -25,11 +25,13 @@ def make_case(
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    whole: bool = False,
 ):
     """(store of 2 layers, q `[B, Hq, D]`, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`).
 
     Rungs are drawn at random (a block in progress is bf16); heads are ragged, from empty to full, head 0 of the first
-    request stores nothing where all its blocks are packed. The last row is padding: length 1, block 0.
+    request stores nothing where all its blocks are packed. With `whole`, all heads keep every token, and some blocks
+    are bf16. The last row is padding: length 1, block 0.
     """
     ladder = ladder_of(*names)
     formats = [f for r in ladder[1:] for f in (r.high, r.low) if f is not None]
@@ -41,7 +43,7 @@ def make_case(
     nb = max(-(-n // block_tokens) for n in lens)
     n = len(lens) * nb
     rungs = torch.randint(0, len(ladder), (n,), generator=gen)
-    if names:
+    if names and not whole:
         rungs[rungs == 0] = torch.randint(0, len(ladder), ((rungs == 0).sum(),), generator=gen)
     rows = 1 + torch.randperm(n, generator=gen).view(len(lens), nb)
     for row, length in zip(rows, lens):
@@ -53,6 +55,8 @@ def make_case(
     counts = torch.stack((high, low), -1)
     counts[rows[0] - 1, :, 0] = 0
     counts[rows[-1, 0] - 1] = torch.tensor([block_tokens, 0])
+    if whole:
+        counts[:] = torch.tensor([block_tokens, 0])
     store = random_store(layout, ladder, rungs, counts, dtype=dtype, device=device, seed=seed)
     rows = torch.cat((rows, torch.zeros((1, nb), dtype=rows.dtype))).int().to(device)
     seq_lens = torch.tensor([*lens, 1], dtype=torch.int32, device=device)
@@ -61,7 +65,7 @@ def make_case(
     return store, q.to(dtype).to(device), rows, seq_lens
 
 
-def relative_error(out, store, layer, q, rows, seq_lens, *, scale, logit_cap=0.0) -> float:
+def relative_error(out, store, layer, q, rows, seq_lens, *, scale, logit_cap=0.0, window=-1) -> float:
     """Against float64; NaN where `out` holds one."""
-    ref = reference_decode(store, layer, q, rows, seq_lens, scale=scale, logit_cap=logit_cap)
+    ref = reference_decode(store, layer, q, rows, seq_lens, scale=scale, logit_cap=logit_cap, window=window)
     return ((out.double().cpu() - ref).norm() / ref.norm()).item()

@@ -69,22 +69,23 @@ def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dt
 
 
 @pytest.mark.parametrize(
-    "ladder, group, head_dim, capability, engine",
+    "ladder, group, head_dim, capability, window, engine",
     [
-        ("k4v4", 4, 128, (9, 0), "gluon"),
-        ("k4v2", 8, 128, (9, 0), "gluon"),
-        ("k4v4", 4, 128, (8, 0), "triton"),
-        ("k4v4", 4, 64, (9, 0), "triton"),
-        ("k4v4", 16, 128, (9, 0), "triton"),
-        ("k8v4", 4, 128, (9, 0), "triton"),
-        ("k8v4+k4v2", 4, 128, (9, 0), "triton"),
+        ("k4v4", 4, 128, (9, 0), -1, "gluon"),
+        ("k4v2", 8, 128, (9, 0), -1, "gluon"),
+        ("k4v4", 4, 128, (8, 0), -1, "triton"),
+        ("k4v4", 4, 64, (9, 0), -1, "triton"),
+        ("k4v4", 16, 128, (9, 0), -1, "triton"),
+        ("k8v4", 4, 128, (9, 0), -1, "triton"),
+        ("k8v4+k4v2", 4, 128, (9, 0), -1, "triton"),
+        ("k4v4", 4, 128, (9, 0), 511, "triton"),
     ],
 )
-def test_served_where_it_is_faster(ladder, group, head_dim, capability, engine, monkeypatch):
+def test_served_where_it_is_faster(ladder, group, head_dim, capability, window, engine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     store = SimpleNamespace(
         ladder=(Rung(BF16), Rung(*(FORMATS[n] for n in ladder.split("+")))),
         device=torch.device("cuda"), layout=SimpleNamespace(head_dim=head_dim),
     )  # fmt: skip
-    op = SimpleNamespace(tuning=decode.Tuning(), store=store, group=group)
+    op = SimpleNamespace(tuning=decode.Tuning(), store=store, group=group, window=window)
     assert decode.DecodeAttention._choose_engine(op) == engine

@@ -74,7 +74,7 @@ def test_decode(launched, observe):
             q, k = (torch.zeros((n, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
             engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
     names = ["_snapshot_kernel", "_split_kernel", "_items_kernel", "_append_kernel", "merge_kernel"]
-    names.append(engine.decoder._kernel.__name__)
+    names.append(engine.decoders[-1]._kernel.__name__)
     once(launched, *names, *(["_step_kernel", "_list_kernel", "note_kernel"] if observe else []))
 
 

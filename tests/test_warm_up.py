@@ -135,13 +135,18 @@ def build(options, megabytes=40, device="cpu"):
     )  # fmt: skip
 
 
-def serve(runtime, cap):
+def sizes(window):
+    """Of attention; `window` is that of one of two layers."""
+    windows = () if window < 0 else (window,)
+    return dict(query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS, windows=windows)
+
+
+def serve(runtime, cap, window=-1):
     """Prompts in batches, decode steps, compactions and returns, of sizes that a warm-up does not know."""
-    policy, gen, heads, device = runtime.policy, random.Random(1), HEADS * GROUP, runtime.store.device
+    policy, gen, device = runtime.policy, random.Random(1), runtime.store.device
     default = policy.stored_as(policy.rung_of(None))
-    attention = TritonAttention(
-        runtime.store, policy.collects, default, query_heads=heads, max_batch=REQUESTS, max_blocks=COLUMNS
-    )
+    attention = TritonAttention(runtime.store, policy.collects, default, **sizes(window))
+    layers = list(enumerate((-1, window)[:LAYERS]))
     # One block a place, as in a server: of two programs that add to the scores of one block, one would be lost.
     shown = runtime.take([P * j for j in range(COLUMNS)])
     runtime.flush()
@@ -178,8 +183,8 @@ def serve(runtime, cap):
         attention.plan_extend(snap)
         if policy.observes:
             attention.note(snap, torch.tensor(new, dtype=torch.int32, device=device))
-        for layer in range(LAYERS):
-            attention.extend(layer, *tensors(sum(new), device), scale=0.3, logit_cap=cap)
+        for layer, seen in layers:
+            attention.extend(layer, *tensors(sum(new), device), scale=0.3, logit_cap=cap, window=seen)
         n = gen.randint(1, REQUESTS)
         lens = [gen.randint(1, COLUMNS * P) for _ in range(n)]
         table = slots.repeat(REQUESTS + 1, 1)
@@ -187,8 +192,8 @@ def serve(runtime, cap):
         snap = attention.plan_decode(table, at, step, lens)
         if policy.observes:
             attention.note(snap, None)
-        for layer in range(LAYERS):
-            attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap)
+        for layer, seen in layers:
+            attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap, window=seen)
         runtime.free(ids)
         runtime.flush()
     runtime.free(shown)
@@ -199,13 +204,13 @@ def tensors(n, device):
     return [torch.zeros((n, h, DIM), dtype=torch.bfloat16, device=device) for h in (HEADS * GROUP, HEADS, HEADS)]
 
 
-def compare(options, cap, launched, *expected):
+def compare(options, cap, launched, *expected, window=-1):
     runtime = build(options)
-    warm_up.warm_up(runtime, caps={cap}, query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS)
+    warm_up.warm_up(runtime, kinds={(-1, cap), (window, cap)}, **sizes(window))
     assert not runtime.blocks.used_count and not len(runtime.log)  # the server's own pool is as it was
     ready = set(launched)
     launched.clear()
-    serve(runtime, cap)
+    serve(runtime, cap, window)
     assert {name for name, *_ in launched} >= {"_append_kernel", "_split_kernel", "merge_kernel", *expected}
     seen, policy = {name for name, *_ in launched}, runtime.policy
     assert ("note_kernel" in seen) == policy.observes
@@ -229,6 +234,22 @@ def test_nothing_is_left_to_compile_for_hopper(options, hopper, launched):
     )  # fmt: skip
 
 
+WINDOWED = [x for x in CONFIGURATIONS if x["policy"] == "quantise"]
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+@pytest.mark.parametrize("options", WINDOWED, ids=lambda x: "-".join(map(str, x.values())))
+def test_nothing_is_left_to_compile_for_windows(options, cap, launched):
+    compare(options, cap, launched, "_extend_kernel", "_decode_kernel", "window_kernel", "_unpack_kernel", window=70)
+
+
+@pytest.mark.parametrize("options", WINDOWED, ids=lambda x: "-".join(map(str, x.values())))
+def test_nothing_is_left_to_compile_for_windows_on_hopper(options, hopper, launched, monkeypatch):
+    engine = property(lambda self: "triton" if self.window >= 0 else "gluon", lambda self, value: None)
+    monkeypatch.setattr(decode_attention_triton.DecodeAttention, "engine", engine, raising=False)
+    compare(options, 0.0, launched, "extend.cu", "_decode_kernel", "_unpack_kernel", window=70)
+
+
 def test_the_ring_divides_by_16_where_the_servers_does():
     for megabytes in range(20, 30):
         runtime = build(dict(policy="quantise", high="k4v4"), megabytes)
@@ -243,10 +264,10 @@ def test_a_failure_is_one_line(monkeypatch, caplog):
 
     monkeypatch.setattr(warm_up, "warm_up", fail)
     with caplog.at_level(logging.INFO):
-        warm_up.compile_ahead(None, caps={0.0})
+        warm_up.compile_ahead(None, kinds={(-1, 0.0)})
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "RuntimeError: no memory)" in caplog.text and "more" not in caplog.text
     monkeypatch.setattr(warm_up, "warm_up", mock.Mock())
     with caplog.at_level(logging.INFO):
-        warm_up.compile_ahead(None, caps={0.0})
+        warm_up.compile_ahead(None, kinds={(-1, 0.0)})
     assert "were ready after" in caplog.text

@@ -181,8 +181,9 @@ def reference_decode(
     *,
     scale: float,
     logit_cap: float = 0.0,
+    window: int = -1,
 ) -> torch.Tensor:
-    """float64 `[B, Hq, D]` on the CPU; a head that stores nothing gives 0."""
+    """float64 `[B, Hq, D]` on the CPU; a head that stores nothing gives 0. `window`: where blocks keep all tokens."""
     layout, p = store.layout, store.layout.block_tokens
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // layout.heads
@@ -197,6 +198,8 @@ def reference_decode(
             k, v = torch.cat([x[0] for x in parts]), torch.cat([x[1] for x in parts])
             if not len(k):
                 continue
+            if window >= 0:
+                k, v = k[-window - 1 :], v[-window - 1 :]
             heads = slice(h * group, (h + 1) * group)
             logits = q[b, heads].double().cpu() @ k.T * scale
             if logit_cap > 0:

@@ -21,7 +21,7 @@ def before_configure(self, *, pre_model_load_memory):
     """The first hook to run in a scheduler process: everything that can stop us, stops us here."""
     if not _active(self):
         return
-    from sglang_kvc.refusals import check_model
+    from sglang_kvc.model_refusals import check_model
 
     verify()
     check_model(self)

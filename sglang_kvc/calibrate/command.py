@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from sglang_kvc.identity import identity_of
+from sglang_kvc.model_refusals import SUPPORTED_HEAD_DIMS
 from sglang_kvc.policies.findings import Findings
-from sglang_kvc.refusals import SUPPORTED_HEAD_DIMS
 
 from . import plot
 from .capture import CalibrateError

@@ -84,6 +84,8 @@ class Policy:
 
     name: ClassVar[str]
     scope: ClassVar[Literal["block", "sequence"]] = BLOCK
+    # Whether every token of a block is kept, in one format: then its place in the block is its place in the sequence.
+    keeps_all: ClassVar[bool] = False
     # Whether packed blocks are planned again as their sequence grows.
     replans: ClassVar[bool] = False
     # Latest tokens of a running sequence that stay uncompressed, unless the user says otherwise.

@@ -21,6 +21,7 @@ class Quantise(Policy):
 
     name: ClassVar[str] = "quantise"
     default_window: ClassVar[int] = 0
+    keeps_all: ClassVar[bool] = True
     high: str = "k4v4"
     levels: str | None = None  # formats that single requests may ask for instead
     calibration: str | None = None  # judges formats and sets defaults; no plan reads it

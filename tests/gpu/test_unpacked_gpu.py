@@ -51,7 +51,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode, page_tokens):
     assert op.plan(rows, PREFIX, NEW)
     op.k.fill_(torch.nan)
     op.v.fill_(torch.nan)
-    op._unpack(1, 0, 17)
+    op.rows.fill(1, op._blocks, op._items, 0, 17, op.k, op.v)
     want = ops.load_dense(store, 1, rows[0, :17].long())
     for got, x in zip((op.k, op.v), want):
         assert torch.equal(got[:17].transpose(1, 2), x.to(store.dtype))

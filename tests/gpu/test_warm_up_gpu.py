@@ -7,7 +7,7 @@ from triton.runtime.jit import JITFunction
 from kvc_kernels.ops import nvrtc
 from sglang_kvc.warm_up import warm_up
 
-from ..test_warm_up import COLUMNS, CONFIGURATIONS, GROUP, HEADS, REQUESTS, build, serve
+from ..test_warm_up import CONFIGURATIONS, WINDOWED, build, serve, sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,10 +15,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
-def test_nothing_is_compiled_while_serving(options, monkeypatch):
+@pytest.mark.parametrize(
+    "options, window", [*((x, -1) for x in CONFIGURATIONS), *((x, 70) for x in WINDOWED)],
+    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x),
+)  # fmt: skip
+def test_nothing_is_compiled_while_serving(options, window, monkeypatch):
     runtime = build(options, device="cuda")
-    warm_up(runtime, caps={0.0}, query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS)
+    warm_up(runtime, kinds={(-1, 0.0), (window, 0.0)}, **sizes(window))
     compiled, compile_it = [], JITFunction._do_compile
 
     def count(self, *args, **options):
@@ -27,6 +30,6 @@ def test_nothing_is_compiled_while_serving(options, monkeypatch):
 
     monkeypatch.setattr(JITFunction, "_do_compile", count)
     monkeypatch.setattr(nvrtc, "compile_source", lambda *source: pytest.fail("CUDA C++ is compiled while serving"))
-    serve(runtime, 0.0)
+    serve(runtime, 0.0, window)
     torch.cuda.synchronize()
     assert not compiled

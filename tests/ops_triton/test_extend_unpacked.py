@@ -9,6 +9,7 @@ from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS
 from kvc_kernels.ops import extend_unpacked_triton as module
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+from kvc_kernels.ops.unpacked_rows_triton import UnpackedRows
 
 from .test_extend_stored import DIM, HEADS, NEW, PREFIX, ROWS, SCALE, WAITING, Dense, P, error, request_case
 
@@ -28,8 +29,7 @@ class Whole(Dense):
 
 
 def unpacked(store, query_heads, slots):
-    classes = ExtendAttention(store, query_heads=query_heads)._classes
-    op = module.UnpackedPrefix(store, classes, SimpleNamespace(heads=(query_heads, HEADS, DIM)))
+    op = module.UnpackedPrefix(store, SimpleNamespace(heads=(query_heads, HEADS, DIM)))
     op.slots, op._prefill = slots, Whole
     return op
 
@@ -38,16 +38,16 @@ def unpacked(store, query_heads, slots):
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
 def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
     store, _, _ = request_case(spec, mode)
-    op = unpacked(store, HEADS, len(ITEMS))
-    op._items, op._rows = torch.tensor([(3, 0), *ITEMS], dtype=torch.int32), ROWS
-    op.k, op.v = torch.full((2, len(ITEMS), P, HEADS, DIM), torch.nan, dtype=store.dtype)
+    n = len(ITEMS)
+    items = [(3, 0, 0, P), *((r, j, n - 1 - i, P) for i, (r, j) in enumerate(ITEMS))]
+    rows = torch.full((2, n, P, HEADS, DIM), torch.nan, dtype=store.dtype)
     blocks = torch.tensor([int(ROWS[r, j]) for r, j in ITEMS])
     assert {int(x) for x in store.rung[blocks]} == {0, 1}
     for layer in (0, 1):
-        op._unpack(layer, 1, len(ITEMS))
+        UnpackedRows(store).fill(layer, ROWS, torch.tensor(items, dtype=torch.int32), 1, n, *rows)
         want = ops.load_dense(store, layer, blocks)
-        for got, x in zip((op.k, op.v), want):
-            assert torch.equal(got.transpose(1, 2), x.to(store.dtype))
+        for got, x in zip(rows, want):
+            assert torch.equal(got.flip(0).transpose(1, 2), x.to(store.dtype))
 
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
@@ -97,7 +97,7 @@ def test_what_is_taken(monkeypatch):
     assert not op.plan(ROWS, [2 * P + 1, 0, 0, 0, 0], [5, 4, 0, 0, 0])  # an open block
     assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0], [[0, 1], [], [], [], []])  # nothing is left
     low = SimpleNamespace(ladder=(store.ladder[0], SimpleNamespace(low=FORMATS["k4v2"])))
-    assert module.UnpackedPrefix.create(low, (), SimpleNamespace()) is None
+    assert module.UnpackedPrefix.create(low, SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("exact", [None, [False, True, False, False, True]])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench import common
-from bench.tiny import tiny_model
+from bench.tiny import tiny_model, tiny_windowed
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
@@ -22,6 +22,7 @@ SMALL = "48MiB"
 ROWS = 8  # requests that run at a time
 LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
+SERVERS = {"packed", "levels", "exact", "graphs", "unshared", "ranks", "windowed", "windowed_packed"}
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
 
@@ -37,6 +38,8 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "exact": ("bf16", chunk, SMALL, retract),
         "graphs": ("k4v4", chunk, "256MiB", _graphs()),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
+        "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
+        "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
         "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
     }
     fmt, extra, memory, env = table[name]
@@ -73,11 +76,19 @@ class Servers:
         if name != self.name or not self.server.alive:  # a death is reported once, by the test that saw it
             self.stop()
             args, env = _arguments(name)
-            model = tiny_model(self.models / "tiny") if name == "ranks" else None
-            server = common.Server(args, env=env, model=model)
+            server = common.Server(args, env=env, model=self._model(name))
             server.start()
             self.name, self.server = name, server
         return self.server
+
+    def _model(self, name: str) -> Path | None:
+        if name == "ranks":
+            return tiny_model(self.models / "tiny")
+        return self.windowed_model() if name.startswith("windowed") else None
+
+    def windowed_model(self) -> Path:
+        folder = self.models / "windowed"
+        return folder if folder.exists() else tiny_windowed(folder)
 
     def stop(self) -> None:
         if self.server is not None:
@@ -127,6 +138,16 @@ def graphs(servers):
 
 
 @pytest.fixture
+def windowed(servers):
+    yield from _healthy(servers, "windowed")
+
+
+@pytest.fixture
+def windowed_packed(servers):
+    yield from _healthy(servers, "windowed_packed")
+
+
+@pytest.fixture
 def unshared(servers):
     yield from _healthy(servers, "unshared")
 
@@ -154,8 +175,8 @@ def border(n: int) -> int:
 def pytest_collection_modifyitems(items):
     """With `pytest -n` all tests of one server go to one worker (needs `--dist loadgroup`)."""
     for item in items:
-        used = {"packed", "levels", "exact", "graphs", "unshared", "ranks"} & set(getattr(item, "fixturenames", ()))
+        used = SERVERS & set(getattr(item, "fixturenames", ()))
         if used:
-            item.add_marker(pytest.mark.xdist_group("server-" + min(used)))
+            item.add_marker(pytest.mark.xdist_group("server-" + min(used).removesuffix("_packed")))
             item.add_marker(pytest.mark.server)
             item.add_marker(pytest.mark.model)

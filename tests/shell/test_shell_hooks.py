@@ -49,7 +49,7 @@ def test_server_args_are_as_the_subclass_expects():
 def test_configurator_has_the_fields_that_refusals_read():
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-    read = {"model", "model_config", "model_dtype", "server_args", "sliding_window_size"}
+    read = {"model", "model_config", "model_dtype", "server_args"}
     read |= {"use_mla_backend", "is_hybrid_swa", "mambaish_config"}
     assert read <= set(KVCacheConfigurator.__dataclass_fields__)
 

@@ -8,17 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_kvc.config import ConfigError, KvcConfig
-from sglang_kvc.refusals import (
-    ARG_REFUSALS,
-    MODEL_REFUSALS,
-    ModelFacts,
-    check_args,
-    check_capability,
-    check_facts,
-    check_memory,
-    check_model,
-    environment_warnings,
-)
+from sglang_kvc.model_refusals import MODEL_REFUSALS, ModelFacts, check_facts, check_model
+from sglang_kvc.refusals import ARG_REFUSALS, check_args, check_capability, check_memory, environment_warnings
 
 from .conftest import one_sentence
 
@@ -158,6 +149,8 @@ TRAITS = {
     "mla": {"mla": True},
     "sparse_attention": {"sparse_attention": True},
     "hybrid_swa": {"hybrid_swa": True},
+    "shared_kv": {"shared_kv": True},
+    "uneven_layers": {"uneven_layers": True},
     "hybrid_state": {"hybrid_state": True},
     "encoder_decoder": {"encoder_decoder": True},
     "encoder_only": {"encoder_only": True},
@@ -193,7 +186,8 @@ MODELS = {
         qk_rope_head_dim=32,
         v_head_dim=64,
     ),
-    "sliding": dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", sliding_window=1024),
+    "two_pools": dict(architectures=["MellumForCausalLM"], is_hybrid_swa=True, swa_attention_layer_ids=[0]),
+    "shared_kv": dict(architectures=["Gemma3nForCausalLM"], model_type="gemma3n_text", num_kv_shared_layers=1),
     "odd_head": dict(hidden_size=320, head_dim=80),
     "kv_scales": dict(
         quantization_config={
@@ -207,7 +201,8 @@ MODELS = {
 }
 WORDS = {
     "latent": "latent attention",
-    "sliding": "sliding-window",
+    "two_pools": "sliding-window",
+    "shared_kv": "share keys",
     "odd_head": "head size",
     "kv_scales": "KV-cache scales",
     "encoder": "encoder",
@@ -237,18 +232,20 @@ def test_old_gpus_are_refused():
     one_sentence(str(e.value))
 
 
-def configurator(parse, **changes):
-    """What SGLang's KVCacheConfigurator shows, for a model whose layers are as given."""
-    args = parse("--kv-backend", "kvc")
-    layer = dict(attn_type="decoder", is_cross_attention=False, sliding_window_size=-1, xai_temperature_len=-1)
-    layers = [type("RadixAttention", (), {**layer, **changes.pop("layer", {})})()]
+def configurator(parse, *options, **changes):
+    """What SGLang's KVCacheConfigurator shows, for a model whose second layer is as given."""
+    args = parse("--kv-backend", "kvc", *options)
+    layer = dict(
+        attn_type="decoder", is_cross_attention=False, sliding_window_size=-1, xai_temperature_len=-1,
+        tp_q_head_num=8, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64,
+    )  # fmt: skip
+    layers = [type("RadixAttention", (), x)() for x in (layer, {**layer, **changes.pop("layer", {})})]
     facts = dict(
         server_args=args,
         device="cpu",
         model_config=args.get_model_config(),
         model=SimpleNamespace(modules=lambda: layers),
         model_dtype="torch.bfloat16",
-        sliding_window_size=None,
         use_mla_backend=False,
         is_hybrid_swa=False,
         mambaish_config=None,
@@ -261,17 +258,33 @@ def test_the_built_model_is_checked_again(parse):
     for changes in (
         {"use_mla_backend": True},
         {"is_hybrid_swa": True},
-        {"sliding_window_size": 4096},
         {"mambaish_config": object()},
         {"model_dtype": "torch.float32"},
         {"layer": {"is_cross_attention": True}},
         {"layer": {"attn_type": "encoder_only"}},
-        {"layer": {"sliding_window_size": 63}},
+        {"layer": {"tp_k_head_num": 4}},
         {"layer": {"xai_temperature_len": 1024}},
     ):
         with pytest.raises(ConfigError) as e:
             check_model(configurator(parse, **changes))
         one_sentence(str(e.value))
+
+
+SLIDING = dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", sliding_window=1024)
+
+
+@pytest.mark.parametrize("policy", ["leankv", "quota"])
+def test_windows_need_blocks_that_keep_every_token(parse, make_model, capsys, policy):
+    """From the config file where it shows them, else from the built model."""
+    parse("--kv-backend", "kvc", model_path=make_model(**SLIDING))
+    with pytest.raises(SystemExit):
+        parse("--kv-backend", "kvc", "--kvc-policy", policy, model_path=make_model(**SLIDING))
+    assert "sliding-window" in one_sentence(capsys.readouterr().err.strip().splitlines()[-1])
+    windowed = {"layer": {"sliding_window_size": 63}}
+    check_model(configurator(parse, **windowed))
+    with pytest.raises(ConfigError, match=f"--kvc-policy {policy}") as e:
+        check_model(configurator(parse, "--kvc-policy", policy, **windowed))
+    one_sentence(str(e.value))
 
 
 @pytest.mark.parametrize("size", ["192", "320"])

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..layout import Format
 from ..store import PageStore
-from .gather import Part, PlainPart, request_parts
+from .gather import Part, PlainPart, request_parts, sequence_rows
 from .observe import Observe, observe_decode, observe_extend
 from .stored import as_stored
 from .weights import MAX_ELEMENTS, causal_mask, query_weights, softmax
@@ -32,12 +32,14 @@ def decode_attention(
     logit_cap: float = 0.0,
     observe: Observe | None = None,
     seq_lens_cpu: list[int] | None = None,
+    window: int = -1,
 ) -> torch.Tensor:
     """One query a request: `q[B, Hq, D]` against `row_blocks[B, NB]` (block ids) -> `[B, Hq, D]` in q's dtype.
 
     `seq_lens[B]` counts the new token, whose K/V were appended before. `seq_lens_cpu` is the same as a list and saves
     a read back. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With `observe`
-    the probabilities of the steps that it samples are added to the tokens' scores.
+    the probabilities of the steps that it samples are added to the tokens' scores. `window` >= 0: a query sees its own
+    token and so many before it; for blocks that keep every token, and without `observe`.
     """
     lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
     heads, p = store.layout.heads, store.layout.block_tokens
@@ -46,6 +48,11 @@ def decode_attention(
     out = torch.empty_like(q)
     for i, n in enumerate(lens):
         nb = -(-n // p)
+        if window >= 0:
+            k, v, _ = _window_rows(store, layer, row_blocks[i, :nb], rungs[i][:nb], n - 1, n, window, None)
+            args = q[i].unsqueeze(1), k[:, -window - 1 :], v[:, -window - 1 :]
+            out[i] = (_explicit(*args, None, scale, logit_cap) if logit_cap > 0 else _sdpa(*args, scale=scale))[:, 0]
+            continue
         parts = request_parts(store, layer, row_blocks[i, :nb], rungs[i][:nb], n)
         if not parts:  # every token of every head is pruned
             out[i] = 0
@@ -79,6 +86,7 @@ def extend_attention(
     logit_cap: float = 0.0,
     observe: Observe | None = None,
     stored_as: list[Format | None] | None = None,
+    window: int = -1,
 ) -> torch.Tensor:
     """New tokens of B requests, `q[N, Hq, D]` with `extend_lens[B]` rows each -> `[N, Hq, D]`, causal.
 
@@ -99,15 +107,50 @@ def extend_attention(
         if not new:
             continue
         nb = -(-(prefix + new) // p)
-        parts = request_parts(store, layer, row_blocks[i, :nb], rungs[i][:nb], prefix + new)
+        blocks, held = row_blocks[i, :nb], rungs[i][:nb]
         rows = q[at : at + new]
         fmt = stored_as[i] if stored_as else None
-        if fmt is None:
-            out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap, observe)
+        if window >= 0:
+            k, v, base = _window_rows(store, layer, blocks, held, prefix, prefix + new, window, fmt)
+            if fmt is None:
+                out[at : at + new] = _masked(rows.movedim(0, 1), k, v, None, scale, logit_cap, window).movedim(1, 0)
+            else:
+                out[at : at + new] = _extend_stored(store, rows, k, v, base, fmt, scale, logit_cap, window)
         else:
-            out[at : at + new] = _extend_stored(store, rows, parts, fmt, scale, logit_cap)
+            parts = request_parts(store, layer, blocks, held, prefix + new)
+            if fmt is None:
+                out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap, observe)
+            else:
+                # The last part is the uncompressed one: it holds the open block, and blocks that wait to be packed.
+                k, v = (torch.cat(x, 1) for x in zip(*(x.dense(q.dtype) for x in parts)))
+                base = k.shape[1] - parts[-1].slots
+                out[at : at + new] = _extend_stored(store, rows, k, v, base, fmt, scale, logit_cap)
         at += new
     return out
+
+
+def _window_rows(
+    store: PageStore,
+    layer: int,
+    blocks: torch.Tensor,
+    rungs: list[int],
+    first: int,
+    tokens: int,
+    window: int,
+    fmt: Format | None,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """K, V `[H, S, D]` of the last S of a request's `tokens`, from the block of the earliest token that one at `first`
+    sees; and where among these S the block of `first` begins. Blocks before it are as `fmt` will store them, if any."""
+    p = store.layout.block_tokens
+    start = max(0, first - window) // p
+    base = first // p - start
+    k, v = sequence_rows(store, layer, blocks[start:], rungs[start:], tokens - start * p)
+    if fmt is not None:
+        for i, rung in enumerate(rungs[start : start + base]):
+            if rung <= 0:
+                own = slice(i * p, (i + 1) * p)
+                k[:, own], v[:, own] = as_stored(store.layout, fmt, k[:, own], v[:, own])
+    return k, v, base * p
 
 
 def _logits(parts: list[Part], q: torch.Tensor, cap: float) -> torch.Tensor:
@@ -151,12 +194,12 @@ def _extend_one(
     query = q.movedim(0, 1)  # [Hq, new, D]
     valid = stored_mask(parts, [x[0].shape[1] for x in dense])
     if logit_cap > 0:
-        out = _explicit(query, k, v, valid, scale, logit_cap)
+        out = _masked(query, k, v, valid, scale, logit_cap)
     elif new == k.shape[1] or (len(store.ladder) == 1 and valid is None):
         # Bits beyond the prompt's first chunk matter only where nothing is ever compressed; they cost extra rows.
         out = _sdpa_exact(query, k, v, scale)
     else:
-        out = _sdpa_masked(query, k, v, valid, scale)
+        out = _masked(query, k, v, valid, scale, logit_cap)
     if observe is not None:
         sizes = [x[0].shape[1] for x in dense]
         observe_extend(store, parts, sizes, query, k, valid, scale, logit_cap, observe)
@@ -164,25 +207,30 @@ def _extend_one(
 
 
 def _extend_stored(
-    store: PageStore, q: torch.Tensor, parts: list[Part], fmt: Format, scale: float, logit_cap: float
+    store: PageStore,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    base: int,
+    fmt: Format,
+    scale: float,
+    logit_cap: float,
+    window: int = -1,
 ) -> torch.Tensor:
-    """`q[new, Hq, D]` of one request against its parts, block by block -> `[new, Hq, D]`.
-
-    The last part is the uncompressed one: it holds the open block, and blocks that wait to be packed.
+    """`q[new, Hq, D]` of one request against `k`, `v` `[H, S, D]`, which are overwritten, block by block ->
+    `[new, Hq, D]`. From `base` on, a block border, tokens are uncompressed and in sequence order.
     """
-    p, new, plain = store.layout.block_tokens, q.shape[0], parts[-1]
-    dense = [x.dense(q.dtype) for x in parts]
-    k, v = (x[0].clone() if len(x) == 1 else torch.cat(x, 1) for x in zip(*dense))
-    base = k.shape[1] - plain.slots  # where the uncompressed tokens begin: at a block border, in sequence order
-    whole = plain.slots // p
-    stored = as_stored(store.layout, fmt, *(x[:, : whole * p].unflatten(1, (whole, p)) for x in (plain.k, plain.v)))
+    p, new, slots = store.layout.block_tokens, q.shape[0], k.shape[1]
+    whole = (slots - base) // p
+    plain = (x[:, base : base + whole * p].unflatten(1, (whole, p)) for x in (k, v))
+    stored = as_stored(store.layout, fmt, *plain)
     query, out, done = q.movedim(0, 1), torch.empty_like(q), 0
-    for j in range(-(-plain.slots // p)):
-        begin, end = base + j * p, min(base + (j + 1) * p, k.shape[1])
-        rows = new - (k.shape[1] - end) - done
+    for j in range(-(-(slots - base) // p)):
+        begin, end = base + j * p, min(base + (j + 1) * p, slots)
+        rows = new - (slots - end) - done
         if rows > 0:
-            args = query[:, done : done + rows], k[:, :end], v[:, :end], None, scale
-            o = _explicit(*args, logit_cap) if logit_cap > 0 else _sdpa_masked(*args[:3], None, scale)
+            seen = slice(0 if window < 0 else max(0, end - rows - window), end)
+            o = _masked(query[:, done : done + rows], k[:, seen], v[:, seen], None, scale, logit_cap, window)
             out[done : done + rows] = o.movedim(1, 0)
             done += rows
         if j < whole:
@@ -217,10 +265,19 @@ def _sdpa_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
     return _sdpa(rows, k, v, scale=scale, mask=mask)[:, slots - new - start :]
 
 
-def _sdpa_masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None, scale: float
+def _masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    valid: torch.Tensor | None,
+    scale: float,
+    logit_cap: float,
+    window: int = -1,
 ) -> torch.Tensor:
-    """Explicit masks, in chunks of queries that bound them."""
+    """`q[Hq, new, D]`, the last of `k`, `v` `[H, S, D]` -> `[Hq, new, D]`: explicit masks, in chunks of queries that
+    bound them."""
+    if logit_cap > 0:
+        return _explicit(q, k, v, valid, scale, logit_cap, window)
     heads, new, slots = q.shape[0], q.shape[1], k.shape[1]
     if valid is not None:
         valid = valid.repeat_interleave(heads // k.shape[0], 0).unsqueeze(1)
@@ -228,20 +285,20 @@ def _sdpa_masked(
     out = []
     for at in range(0, new, step):
         rows = min(step, new - at)
-        mask = causal_mask(at, rows, slots, new, q.device)
+        mask = causal_mask(at, rows, slots, new, q.device, window)
         if valid is not None:
             mask = (mask & valid).unsqueeze(0)
         out.append(_sdpa(q[:, at : at + rows], k, v, scale=scale, mask=mask))
     return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
-def _explicit(q, k, v, valid, scale: float, logit_cap: float) -> torch.Tensor:
+def _explicit(q, k, v, valid, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor:
     """Softmax written out in fp32, for capped logits: `[Hq, new, D]`."""
     step = max(1, MAX_ELEMENTS // (k.shape[1] * q.shape[0]))
     out = torch.empty_like(q)
     for at in range(0, q.shape[1], step):
         rows = min(step, q.shape[1] - at)
-        w = query_weights(q, k, valid, at, rows, scale, logit_cap)
+        w = query_weights(q, k, valid, at, rows, scale, logit_cap, window)
         o = w.flatten(1, 2) @ v.float()
         out[:, at : at + rows] = o.view(q.shape[0], rows, -1).to(q.dtype)
     return out

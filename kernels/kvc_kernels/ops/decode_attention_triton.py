@@ -67,11 +67,20 @@ def _zero_products(
 
 
 @triton.jit
+def _unseen(entries, TILE: tl.constexpr, WINDOWED: tl.constexpr):
+    """Tokens that the window leaves out of the first tile of an item, where it can begin in the first block only."""
+    if WINDOWED:
+        return ((tl.load(entries) >> 16) & 0xFFFF).to(tl.int32) % TILE
+    else:
+        return 0
+
+
+@triton.jit
 def _plain_program(
     q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap, page_bytes: tl.constexpr,
     ROW_STRIDE: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
     SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
 ):
     """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table."""
     d = tl.arange(0, D)
@@ -79,18 +88,21 @@ def _plain_program(
     acc = tl.zeros([D, NQ], tl.float32)
     m = tl.full([NQ], NEG, tl.float32)
     l = tl.zeros([16 * WARPS, NQ], tl.float32)
+    unseen = _unseen(entries, TILE, WINDOWED)
     for first in range(0, blocks, CHUNK):
         n = tl.minimum(blocks - first, CHUNK)
         tiles = _list_tiles(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
-            CHUNK, TILE, padded(P // TILE), T, 1, SPAN, True,
+            CHUNK, TILE, padded(P // TILE), T, 1, SPAN, True, WINDOWED,
         )
         tl.debug_barrier()
         acc, m, l = plain_part(
             acc, m, l, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
-            D, NQ, T, SPAN, VOFF, CAPPED, TILE, STAGES, WARPS, ASM,
+            unseen, D, NQ, T, SPAN, VOFF, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED,
         )
         tl.debug_barrier()
+        if WINDOWED:
+            unseen = unseen * 0
     tl.store(out[None, :] + d[:, None], acc, mask=(g < G)[None, :])
     tl.store(ml, m - P_SHIFT, mask=g < G)
     tl.store(ml + 1, tl.sum(l, 0), mask=g < G)
@@ -103,6 +115,7 @@ def _packed_program(
     P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
     KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr,
     CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """One item of packed blocks in one format; `head` = layer * H + KV head."""
     DK: tl.constexpr = D * KB // 8
@@ -133,11 +146,12 @@ def _packed_program(
     l = tl.zeros([16 * WARPS, NQ], tl.float32)
     row = table + head * E + SIDE * (E - 1)
     header = headers + head * (2 * D)
+    unseen = _unseen(entries, TILE, WINDOWED)
     for first in range(0, blocks, CHUNK):
         n = tl.minimum(blocks - first, CHUNK)
         tiles = _list_tiles(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
-            CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False,
+            CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False, WINDOWED,
         )
         if not TOKEN_KEYS:
             factor = scale if CAPPED else scale * LOG2E
@@ -145,10 +159,12 @@ def _packed_program(
         tl.debug_barrier()
         acc, m, l, zs = packed_part(
             acc, m, l, zs, q, qsum, words, tile_pages, qz, tiles,
-            pages, page_bytes, header, LH * 2 * D, scale, cap,
-            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM,
+            pages, page_bytes, header, LH * 2 * D, scale, cap, unseen,
+            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED,
         )
         tl.debug_barrier()
+        if WINDOWED:
+            unseen = unseen * 0
     rows = tl.arange(0, ROWS)
     for r in tl.static_range(DV // ROWS):
         for f in tl.static_range(8 // VB):
@@ -173,7 +189,7 @@ def _decode_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, WINDOWED: tl.constexpr,
 ):
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
     pid = tl.program_id(0)
@@ -199,14 +215,14 @@ def _decode_kernel(
                     _plain_program(
                         q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
                         page_bytes, L * H * E, G, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5], CHUNK,
-                        CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
+                        CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED,
                     )
                 else:
                     _packed_program(
                         q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
                         head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
                         CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
-                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM,
+                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED,
                     )
 
 
@@ -222,9 +238,13 @@ class DecodeAttention:
         query_heads: int,
         tuning: Tuning | None = None,
         columns: int | None = None,
+        window: int = -1,
     ):
-        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave."""
+        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
+        `window` >= 0: a query sees its own token and so many before it, in blocks that keep every token.
+        """
         layout = store.layout
+        self.window = window
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
@@ -237,7 +257,8 @@ class DecodeAttention:
         ids = max((CHUNK * layout.block_tokens // c[7] + 2) * c[8] for c in self._classes)
         self._words = (tiles + 1) // 2 * 2
         self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (ids + 3) // 4 * 2
-        self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns or self._resident_columns())
+        columns = columns or self._resident_columns()
+        self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns, window=window)
         dev, rows = store.device, self._plan.capacity * layout.heads
         words = self._plan.columns * layout.heads * self._scratch_words
         self._scratch = torch.empty(words, dtype=torch.int64, device=dev)
@@ -252,12 +273,14 @@ class DecodeAttention:
             fits = self.group <= 8 and store.layout.head_dim == 128
             able = gluon_kernel is not None and store.device.type == "cuda" and not INTERPRET
             hopper = one_tier and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
-            return "gluon" if hopper else "triton"
+            return "gluon" if hopper and self.window < 0 else "triton"
         if engine == "gluon":
             if gluon_kernel is None:
                 raise RuntimeError("no Gluon in this Triton; take the engine 'triton'")
             if self.group > 16:
                 raise ValueError("the engine 'gluon' takes groups of up to 16 query heads")
+            if self.window >= 0:
+                raise ValueError("the engine 'gluon' knows no windows; take 'triton'")
         elif engine != "triton":
             raise ValueError(f"engine {engine!r}")
         return engine
@@ -290,7 +313,7 @@ class DecodeAttention:
             "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
         }  # fmt: skip
         if self.engine == "triton":
-            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET}
+            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "WINDOWED": self.window >= 0}
         registers = t.max_registers
         if self.engine == "gluon" and self._query_columns == 8 and layout.head_dim <= 128:
             registers = registers or GLUON_REGISTERS  # 16 columns spill with fewer than 255
@@ -372,8 +395,6 @@ def decode_attention_triton(
     logit_cap: float = 0.0,
 ) -> torch.Tensor:
     """One query a request, as `decode_attention`: plans and runs at once. A server keeps a `DecodeAttention`."""
-    op = DecodeAttention(
-        store, max_batch=q.shape[0], max_blocks=row_blocks.shape[1], query_heads=q.shape[1]
-    )
+    op = DecodeAttention(store, max_batch=q.shape[0], max_blocks=row_blocks.shape[1], query_heads=q.shape[1])
     op.plan(row_blocks.int(), seq_lens.int())
     return op.run(layer, q, scale=scale, logit_cap=logit_cap)

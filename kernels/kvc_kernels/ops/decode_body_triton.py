@@ -20,7 +20,7 @@ P_SHIFT: tl.constexpr = tl.constexpr(5.0)
 def _list_tiles(
     words, tile_pages, entries, n, counts, counts_stride, table, table_stride,
     CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
-    SPAN: tl.constexpr, FROM_LIST: tl.constexpr,
+    SPAN: tl.constexpr, FROM_LIST: tl.constexpr, WINDOWED: tl.constexpr,
 ):
     """Write what the tile loop needs to know of `n` <= CHUNK blocks; return the number of tiles.
 
@@ -28,27 +28,33 @@ def _list_tiles(
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
     words int64 `[tiles]`: block << 32 | j << 24 | first token << 12 | tokens of the block, j the place in the chunk.
     tile_pages int32 `[tiles, SPAN]`: ids of the pages that a tile touches.
-    So the tile loop is flat over blocks of ragged lengths, and no load in it waits for another load.
+    So the tile loop is flat over blocks of ragged lengths, and no load in it waits for another load. WINDOWED: entries
+    also have the first token that is seen, at bit 16, and tiles before it are left out.
     """
     j = tl.arange(0, CHUNK)
     e = tl.load(entries + j, mask=j < n, other=0)
     if FROM_LIST:
-        count = (e & 0xFFFFFFFF).to(tl.int32)
+        count = (e & 0xFFFF if WINDOWED else e & 0xFFFFFFFF).to(tl.int32)
     else:
         count = tl.load(counts + (e >> 32) * counts_stride, mask=j < n, other=0).to(tl.int32)
     tiles = tl.where(j < n, (count + TILE - 1) // TILE, 0)
-    at = tl.cumsum(tiles, 0) - tiles
-    i = tl.arange(0, MAX_TILES)
     head = ((e >> 32) << 32) | (j.to(tl.int64) << 24) | count.to(tl.int64)
-    word = head[:, None] | (i.to(tl.int64) * TILE << 12)[None, :]
+    i = tl.arange(0, MAX_TILES)
+    tile = i[None, :]
+    if WINDOWED:
+        before = ((e >> 16) & 0xFFFF).to(tl.int32) // TILE
+        tiles = tl.maximum(tiles - before, 0)
+        tile = tile + before[:, None]
+    at = tl.cumsum(tiles, 0) - tiles
+    word = head[:, None] | (tile.to(tl.int64) * TILE << 12)
     used = i[None, :] < tiles[:, None]
     to = at[:, None] + i[None, :]
     tl.store(words + to, word, mask=used)
     row = table + (e >> 32) * table_stride
     for k in tl.static_range(SPAN):
-        entry = i * TILE // T + k
-        live = used & ((entry * T)[None, :] < count[:, None])
-        page = tl.load(row[:, None] + STEP * entry[None, :], mask=live, other=0)
+        entry = tile * TILE // T + k
+        live = used & (entry * T < count[:, None])
+        page = tl.load(row[:, None] + STEP * entry, mask=live, other=0)
         tl.store(tile_pages + to * SPAN + k, page, mask=used)
     return tl.sum(tiles, 0)
 
@@ -106,12 +112,13 @@ def _spread(base, SPAN: tl.constexpr, AXIS: tl.constexpr):
 @triton.jit
 def packed_part(
     acc, m, l, zs, q, qsum, words, tile_pages, qz_scratch, n_tiles,
-    pages, page_bytes, headers, header_stride, scale, cap,
+    pages, page_bytes, headers, header_stride, scale, cap, unseen,
     D: tl.constexpr, NQ: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr,
     KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
 ):
-    """Add `n_tiles` tiles of packed tokens to the running softmax.
+    """Add `n_tiles` tiles of packed tokens to the running softmax; of the first one, if WINDOWED, without its first
+    `unseen` tokens.
 
     acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `nested` or `crumbs`, in units of
     2^-24.
@@ -144,6 +151,8 @@ def packed_part(
         count = (word & 0xFFF).to(tl.int32)
         t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
         ok = t < count - t0
+        if WINDOWED:
+            ok = ok & ((t >= unseen) | (i > 0))
         base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN, 16)
         # Values have masks of the grain of their vectors, 16 tokens. Key rows are masked one by one: where tiles are
         # part-filled, those behind the tokens would be up to a tenth of all bytes that are read.
@@ -224,9 +233,9 @@ def packed_part(
 
 @triton.jit
 def plain_part(
-    acc, m, l, q, words, tile_pages, n_tiles, pages, page_bytes, scale, cap,
+    acc, m, l, q, words, tile_pages, n_tiles, pages, page_bytes, scale, cap, unseen,
     D: tl.constexpr, NQ: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, VOFF: tl.constexpr, CAPPED: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
 ):
     """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, q model dtype `[D, NQ]`, m and l as above."""
     FOLD: tl.constexpr = TILE // (16 * WARPS)
@@ -239,6 +248,8 @@ def plain_part(
         count = (word & 0xFFF).to(tl.int32)
         t0 = tl.multiple_of(((word >> 12) & 0xFFF).to(tl.int32), TILE)
         ok = t < count - t0
+        if WINDOWED:
+            ok = ok & ((t >= unseen) | (i > 0))
         base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN, 4)
         row = _spread(base.to(tl.pointer_type(q.dtype)) + first * D, SPAN, 1)
         at = (slots * D)[:, None] + d[None, :]

@@ -27,20 +27,25 @@ def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
 @triton.jit(do_not_specialize=["NB", "row_stride"], do_not_specialize_on_alignment=["row_blocks", "seq_lens", "skip"])
 def _split_kernel(
     row_blocks, row_stride, seq_lens, rung, rung_classes, skip, lists, sizes,
-    NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
+    NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr = -1,
 ):
     """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
 
     `rung_classes` int32 `[rungs]`: bit c is set where a block at this rung holds tokens of class c. Whole
     uncompressed blocks (class 0) are left out where `skip` int32 `[B]` is not 0: they are read from elsewhere.
+
+    WINDOW >= 0: only blocks that hold one of the last WINDOW + 1 tokens: block << 32 | first of those << 16 | tokens.
     """
     b = tl.program_id(0)
     seq_len = tl.load(seq_lens + b)
     keep_full = tl.load(skip + b) == 0
     nb = tl.minimum((seq_len + P - 1) // P, NB)
+    seen = 0
+    if WINDOW >= 0:
+        seen = tl.maximum(seq_len - 1 - WINDOW, 0)
     for c in tl.static_range(NC):
         found = tl.zeros([], tl.int32)
-        for at in range(0, nb, STEP):
+        for at in range(seen // P, nb, STEP):
             j = at + tl.arange(0, STEP)
             block = tl.load(row_blocks + b.to(tl.int64) * row_stride + j, mask=j < nb, other=0).to(tl.int64)
             r = tl.maximum(tl.load(rung + block, mask=j < nb, other=0).to(tl.int32), 0)
@@ -50,6 +55,8 @@ def _split_kernel(
             if c == 0:
                 hit = hit * ((tokens < P) | keep_full).to(tl.int32)
             to = found + tl.cumsum(hit, 0) - hit
+            if WINDOW >= 0:
+                tokens = tokens | (tl.maximum(seen - j * P, 0).to(tl.int64) << 16)
             tl.store(lists + (b.to(tl.int64) * NC + c) * NB + to, (block << 32) | tokens, mask=hit == 1)
             found += tl.sum(hit, 0)
         tl.store(sizes + b * NC + c, found)
@@ -118,7 +125,7 @@ class DecodePlan:
 
     | tensor         | shape, dtype            | meaning                                               |
     |----------------|-------------------------|-------------------------------------------------------|
-    | `lists`        | int64 `[B, C, NB]`      | blocks of a request by class: block << 32 | tokens    |
+    | `lists`        | int64 `[B, C, NB]`      | blocks of a request by class: see `_split_kernel`     |
     | `sizes`        | int32 `[B, C]`          | lengths of the lists                                  |
     | `items`        | int32 `[items, 4]`      | request, class, first list place, blocks              |
     | `ranges`       | int32 `[B + 1]`         | items of each request                                 |
@@ -128,8 +135,9 @@ class DecodePlan:
     CUDA graph and replayed with other lengths and blocks.
     """
 
-    def __init__(self, store: PageStore, max_batch: int, max_blocks: int, *, columns: int):
+    def __init__(self, store: PageStore, max_batch: int, max_blocks: int, *, columns: int, window: int = -1):
         layout = store.layout
+        self.window = window
         self.classes = ladder_classes(store)
         nc, dev = len(self.classes), store.device
         self.max_batch, self.max_blocks = max_batch, max_blocks
@@ -173,7 +181,7 @@ class DecodePlan:
             return
         _split_kernel[(batch,)](
             row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, self._no_skip, self.lists,
-            self.sizes, self.max_blocks, nc, store.layout.block_tokens, 128, num_warps=4,
+            self.sizes, self.max_blocks, nc, store.layout.block_tokens, 128, self.window, num_warps=4,
         )
         _items_kernel[(batch,)](
             self.sizes, self.weights, self.items, self.ranges, self.column_ranges, batch, self.columns,

@@ -24,6 +24,7 @@ from .extend_plan_triton import ExtendPlan
 from .extend_stored_triton import StagedExtend
 from .extend_unpacked_triton import UnpackedPrefix
 from .unpack_triton import NEG
+from .unpacked_rows_triton import kernel_classes
 
 INTERPRET = triton.knobs.runtime.interpret
 CHUNK = 32  # blocks whose tiles a program lists at a time
@@ -199,7 +200,7 @@ class ExtendAttention:
         self._plan = ExtendPlan(store, self.group, max_blocks=max_blocks)
         self._tile = min(self.tuning.tile, triton.next_power_of_2(layout.block_tokens))
         self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
-        self._classes = tuple(self._describe(f, side) for f, side in self._plan.classes)
+        self._classes = kernel_classes(store)
         self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
         self._hopper = self._ragged = None
         if hopper or (hopper is None and store.device.type == "cuda"):
@@ -218,16 +219,10 @@ class ExtendAttention:
         self._unpacked = None
         # Where the kernel for Hopper runs it is faster than FlashInfer over unpacked rows, too.
         if self._hopper is None and (stored_as is not None if whole is None else whole):
-            self._unpacked = UnpackedPrefix.create(store, self._classes, self._ragged)
+            self._unpacked = UnpackedPrefix.create(store, self._ragged)
         self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
         self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
-
-    def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
-        """(key bits, value bits, tokens a page, side, key meta, value codes, value meta offsets) for the kernel."""
-        page = self.store.layout.page(fmt)
-        names = ("key_meta", "value_codes", "value_meta")
-        return (fmt.key_bits, fmt.value_bits, page.tokens, side, *(page.offset(n) for n in names))
 
     def _run_of_features(self, fmt: Format) -> int:
         """Features in a row that lie in one field, and share a scale, of a value in `fmt`."""

@@ -169,12 +169,12 @@ def plain_tiles(
             at = (kp + (VOFF // 2 + j * WIDTH))[:, None] + w[None, :]
             # Slots that were never written may spell NaN.
             values = values + (tl.load(at, mask=ok[:, None], other=0.0),)
-        acc, m, l = _add_dense(acc, m, l, q, k, values, ok[None, :], scale, cap, CAPPED, ASM)
+        acc, m, l = add_dense(acc, m, l, q, k, values, ok[None, :], scale, cap, CAPPED, ASM)
     return acc, m, l
 
 
 @triton.jit
-def _add_dense(acc, m, l, q, k, values, ok, scale, cap, CAPPED: tl.constexpr, ASM: tl.constexpr):
+def add_dense(acc, m, l, q, k, values, ok, scale, cap, CAPPED: tl.constexpr, ASM: tl.constexpr):
     """Add one tile: k `[TILE, D]`, values `[TILE, WIDTH]` each, ok `[BM or 1, TILE]`."""
     if not ASM:  # the interpreter multiplies bf16 words as integers
         q = q.to(tl.float32)
@@ -212,5 +212,5 @@ def causal_tiles(
             x = tl.load(v + at[:, None] * v_stride + (j * WIDTH + w)[None, :], mask=live[:, None], other=0.0)
             values = values + (x,)
         ok = (t0 + t)[None, :] <= token[:, None]
-        acc, m, l = _add_dense(acc, m, l, q, kt, values, ok, scale, cap, CAPPED, ASM)
+        acc, m, l = add_dense(acc, m, l, q, kt, values, ok, scale, cap, CAPPED, ASM)
     return acc, m, l

@@ -104,9 +104,20 @@ class StagedPrefill:
     list of slots, and lists of different runs may share them.
     """
 
-    def __init__(self, like: RaggedPrefill, device: torch.device, page: int, *, causal: bool = True, workspace=None):
-        """`workspace` of another one, for runs that follow each other on one stream."""
+    def __init__(
+        self,
+        like: RaggedPrefill | StagedPrefill,
+        device: torch.device,
+        page: int,
+        *,
+        causal: bool = True,
+        window: int = -1,
+        workspace=None,
+    ):
+        """`workspace` of another one, for runs that follow each other on one stream. `window` >= 0: a query sees its
+        own token and so many before it."""
         self.heads, self.dtype, self.page, self.device, self.causal = like.heads, like.dtype, page, device, causal
+        self.window = window
         if workspace is None:
             workspace = make_workspace(device, *self.heads)
         self.workspace = workspace
@@ -115,13 +126,15 @@ class StagedPrefill:
         self.planned: tuple[float, float] | None = None
 
     @classmethod
-    def create(cls, like: RaggedPrefill | None, device: torch.device, page: int) -> StagedPrefill | None:
+    def create(
+        cls, like: RaggedPrefill | None, device: torch.device, page: int, window: int = -1
+    ) -> StagedPrefill | None:
         """None where FlashInfer cannot serve; tried at once as `RaggedPrefill.create` does it, with one run that sees
         nothing."""
         if like is None:
             return None
         try:
-            made = cls(like, device, page)
+            made = cls(like, device, page, window=window)
             made.plan([1, 1], [[0], [0, 0]], [1, page])
             query_heads, heads, head_dim = made.heads
             q = torch.zeros((2, query_heads, head_dim), dtype=made.dtype, device=device)
@@ -132,6 +145,13 @@ class StagedPrefill:
             warnings.warn(f"FlashInfer's paged prefill does not work here: {error}", stacklevel=2)
             return None
         return made
+
+    @classmethod
+    def after(cls, first: StagedPrefill) -> StagedPrefill:
+        """Another one like it, whose runs follow those of `first` on one stream."""
+        return cls(
+            first, first.device, first.page, causal=first.causal, window=first.window, workspace=first.workspace
+        )
 
     def plan(self, tokens: list[int], slots: list[list[int]], last: list[int]) -> None:
         """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens: if causal,
@@ -154,7 +174,7 @@ class StagedPrefill:
             self.copy.wait()
             self.wrapper.plan(
                 *self.lists, *self.heads, self.page, causal=self.causal, sm_scale=scale,
-                logits_soft_cap=logit_cap or None, q_data_type=self.dtype,
+                logits_soft_cap=logit_cap or None, q_data_type=self.dtype, window_left=self.window,
             )  # fmt: skip
             self.copy.queued()
             self.planned = (scale, logit_cap)

@@ -230,3 +230,25 @@ def request_parts(store: PageStore, layer: int, blocks: torch.Tensor, rungs: lis
             short = len(rungs) * p - tokens if rungs[-1] == 0 else 0
             parts.append(_plain(store, layer, mine, mine.numel() * p - short))
     return parts
+
+
+def sequence_rows(
+    store: PageStore, layer: int, blocks: torch.Tensor, rungs: list[int], tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V `[H, tokens, D]` in the model dtype and in sequence order, of blocks that keep every token.
+
+    Arguments as in `request_parts`. Windows need this order: what a query sees is a matter of its position.
+    """
+    g, p = store.layout, store.layout.block_tokens
+    rows = torch.empty((2, g.heads, len(rungs), p, g.head_dim), dtype=store.dtype, device=store.device)
+    rungs = [max(r, 0) for r in rungs]
+    for r in sorted(set(rungs)):
+        index = torch.tensor([i for i, x in enumerate(rungs) if x == r], device=store.device)
+        held = len(index) * p - (len(rungs) * p - tokens if rungs[-1] == r == 0 else 0)
+        (part,) = request_parts(store, layer, blocks[index], [r] * len(index), held)
+        for to, x in zip(rows, part.dense(store.dtype)):
+            whole = to.new_zeros((g.heads, len(index) * p, g.head_dim))
+            whole[:, :held] = x
+            to[:, index] = whole.unflatten(1, (-1, p))
+    k, v = rows.flatten(2, 3)[:, :, :tokens]
+    return k, v

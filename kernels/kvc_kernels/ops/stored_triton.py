@@ -121,26 +121,35 @@ def _stored_kernel(
             tl.store(at + stored * (P * H * D), round_to(y, dtype, ASM), mask=live[:, None])
 
 
-class StoredRows:
-    """Rows of some uncompressed blocks as `as_stored` gives them, bit for bit, and as they are: `plan` once a forward,
-    `fill` once a layer, after its rows were appended.
+class DenseRows:
+    """`k`, `v` `[slots, P, H, D]` in the model dtype, for one layer at a time; they grow to the most blocks of a
+    forward."""
 
-    `k`, `v` `[slots, P, H, D]` in the model dtype hold one layer at a time; they grow to the most blocks of a forward.
-    """
-
-    def __init__(self, store: PageStore, fmt: Format):
-        self.store, self.format, self.n = store, fmt, 0
+    def __init__(self, store: PageStore):
         g = store.layout
         shape = (2, 0, g.block_tokens, g.heads, g.head_dim)
         self.k, self.v = torch.empty(shape, dtype=store.dtype, device=store.device)
+
+    def reserve(self, slots: int) -> None:
+        if self.k.shape[0] < slots:
+            self.k, self.v = self.k.new_empty((2, slots, *self.k.shape[1:]))
+
+
+class StoredRows(DenseRows):
+    """Rows of some uncompressed blocks as `as_stored` gives them, bit for bit, and as they are: `plan` once a forward,
+    `fill` once a layer, after its rows were appended.
+    """
+
+    def __init__(self, store: PageStore, fmt: Format):
+        super().__init__(store)
+        self.store, self.format, self.n = store, fmt, 0
 
     def plan(self, row_blocks: torch.Tensor, items: torch.Tensor, slots: int) -> None:
         """Of block `row_blocks[items[i, 0], items[i, 1]]` slot items[i, 2] takes the rows as stored, slot items[i, 3]
         the first items[i, 4] as they are and zeros behind them; -1 is no slot. int32 `[n, 8]` on the device.
         """
         self._rows, self._items, self.n = row_blocks, items, len(items)
-        if self.k.shape[0] < slots:
-            self.k, self.v = self.k.new_empty((2, slots, *self.k.shape[1:]))
+        self.reserve(slots)
 
     def fill(self, layer: int) -> None:
         store, g, fmt = self.store, self.store.layout, self.format

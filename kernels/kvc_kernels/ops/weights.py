@@ -1,4 +1,7 @@
-"""Attention probabilities written out: masks, a softmax that survives empty rows, weights of new tokens."""
+"""Attention probabilities written out: masks, a softmax that survives empty rows, weights of new tokens.
+
+`window` everywhere: how many tokens before its own a query sees, as SGLang's layers and FlashInfer count them; -1: all.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ def softmax(logits: torch.Tensor) -> torch.Tensor:
     return e / e.sum(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
-def causal_mask(start: int, rows: int, slots: int, new: int, device) -> torch.Tensor:
+def causal_mask(start: int, rows: int, slots: int, new: int, device, window: int = -1) -> torch.Tensor:
     """bool `[rows, slots]` for new tokens start..start+rows of `new`, which are the last slots."""
-    at = torch.arange(slots - new + start, slots - new + start + rows, device=device)
-    return torch.arange(slots, device=device) <= at.unsqueeze(-1)
+    at = torch.arange(slots - new + start, slots - new + start + rows, device=device).unsqueeze(-1)
+    slot = torch.arange(slots, device=device)
+    return slot <= at if window < 0 else (slot <= at) & (slot >= at - window)
 
 
 def query_weights(
@@ -28,6 +32,7 @@ def query_weights(
     rows: int,
     scale: float,
     logit_cap: float,
+    window: int = -1,
 ) -> torch.Tensor:
     """Probabilities fp32 `[H, G, rows, S]` of new tokens at..at+rows, `q[Hq, new, D]`, `k[H, S, D]`."""
     new, slots = q.shape[1], k.shape[1]
@@ -36,7 +41,7 @@ def query_weights(
     if logit_cap > 0:
         logits = torch.tanh_(logits / logit_cap).mul_(logit_cap)
     logits = logits.view(k.shape[0], -1, rows, slots)
-    logits.masked_fill_(~causal_mask(at, rows, slots, new, q.device), -torch.inf)
+    logits.masked_fill_(~causal_mask(at, rows, slots, new, q.device, window), -torch.inf)
     if valid is not None:
         logits.masked_fill_(~valid[:, None, None], -torch.inf)
     return softmax(logits)

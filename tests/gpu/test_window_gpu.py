@@ -1,0 +1,208 @@
+"""Layers with a sliding window on the GPU: decode against float64, extends against float64 over the stored rows."""
+
+import pytest
+import torch
+
+from kvc_kernels.store import PageStore
+from tests.decode_support import make_case, relative_error
+
+from ..ops.test_window import NEW, PREFIX, ROWS, WAITING, error, queries, reference, request_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BAR = 3e-3  # the output's bf16 rounding alone is 1.1e-3
+LENS = (3 * 128 + 77, 1, 512, 130)
+TIMES = 4  # blocks of 128
+
+
+def build(case, window, columns=5, **tuning):
+    from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
+
+    store, q, rows, lens = case
+    return DecodeAttention(
+        store, max_batch=len(lens) + 1, max_blocks=rows.shape[1] + 1, query_heads=q.shape[1], columns=columns,
+        window=window, tuning=Tuning(**tuning),
+    )  # fmt: skip
+
+
+def decode(case, window, *, logit_cap=0.0, **options):
+    store, q, rows, lens = case
+    op = build(case, window, **options)
+    op.plan(rows, lens)
+    out, scale = torch.full_like(q, torch.nan), q.shape[-1] ** -0.5
+    op.run(1, q, scale=scale, logit_cap=logit_cap, out=out)
+    return relative_error(out, store, 1, q, rows, lens, scale=scale, logit_cap=logit_cap, window=window)
+
+
+@pytest.mark.parametrize("window", [0, 63, 128, 300, 5000])
+def test_decode_windows(window):
+    assert decode(make_case("k4v4", head_dim=128, block_tokens=128, lens=LENS, whole=True, device="cuda"), window) < BAR
+
+
+@pytest.mark.parametrize("names", [("k8v8",), ("k2v2",), ("k4v4", "k8v4"), ()])
+@pytest.mark.parametrize("head_dim, key_mode", [(64, "channel"), (128, "token"), (256, "channel")])
+def test_decode_formats(names, head_dim, key_mode):
+    case = make_case(
+        *names, head_dim=head_dim, block_tokens=128, lens=LENS, whole=True, key_mode=key_mode, device="cuda"
+    )
+    assert decode(case, 190, logit_cap=2.0 if head_dim == 256 else 0.0) < BAR
+
+
+@pytest.mark.parametrize("group, columns", [(1, 1), (7, None), (16, 1)])
+def test_decode_of_more_blocks_than_a_chunk(group, columns):
+    case = make_case(
+        "k4v4", lens=(80 * 64 + 5, 64 * 33), head_dim=128, group=group, whole=True, device="cuda", dtype=torch.float16
+    )
+    assert decode(case, 64 * 40 + 9, columns=columns) < BAR
+
+
+def test_decode_graph_replays_with_other_lengths_and_blocks():
+    store, q, rows, lens = case = make_case(
+        "k4v4", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), whole=True, device="cuda"
+    )
+    op = build(case, 300, columns=40)
+    rows, lens, out = rows.clone(), lens.clone(), torch.empty_like(q)
+    op.plan(rows, lens)
+    op.run(0, q, scale=0.1, out=out)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            op.plan(rows, lens)
+            op.run(1, q, scale=0.1, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    gen = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        # Whole blocks only: the last block of another request may be packed.
+        lens.copy_(torch.randint(1, rows.shape[1] + 1, (len(rows),), generator=gen) * 128)
+        rows.copy_(rows[torch.randperm(len(rows), generator=gen).cuda()])
+        q.normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        assert relative_error(out, store, 1, q, rows, lens, scale=0.1, window=300) < BAR
+
+
+def on_device(store):
+    return PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()})
+
+
+def extend(store, q, window, *, exact=None, stored=True, flashinfer=None, cap=0.0, **options):
+    """Worst row's error and output of one forward on poisoned slots."""
+    from kvc_kernels.ops.extend_window_triton import WindowedExtend
+
+    prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
+    fmt = store.ladder[1].high if stored else None
+    mine, rows = on_device(store), ROWS.cuda()
+    op = WindowedExtend(
+        mine, query_heads=q.shape[1], window=window, stored_as=fmt, flashinfer=flashinfer, **options
+    )
+    assert bool(op.prefills) == (flashinfer is not False)
+    scale = q.shape[-1] ** -0.5
+    op.plan(rows, prefix, new, WAITING if stored else None, exact)
+    op.staged.k.fill_(torch.nan)
+    op.staged.v.fill_(torch.nan)
+    out = op.run(1, q.cuda(), scale=scale, logit_cap=cap)
+    seen = [None if exact and exact[r] else fmt for r in range(len(new))]
+    want = reference(store, 1, q, ROWS, prefix, new, window=window, scale=scale, cap=cap, stored_as=seen)
+    return error(out, want), out
+
+
+@pytest.mark.parametrize("flashinfer", [True, False])
+@pytest.mark.parametrize("window", [0, 127, 300, 5000])
+def test_extend_windows(flashinfer, window):
+    store = request_case(dim=128, times=TIMES)
+    assert extend(store, queries(4, dim=128, times=TIMES), window, flashinfer=flashinfer)[0] < 0.03
+
+
+@pytest.mark.parametrize("flashinfer", [True, False])
+@pytest.mark.parametrize(
+    "spec, mode, dim, dtype, cap",
+    [
+        ("k8v4", "token", 128, torch.float16, 0.0),
+        ("k4v4", "channel", 256, torch.bfloat16, 0.0),
+        ("k4v4", "channel", 256, torch.bfloat16, 20.0),
+        ("k2v2", "channel", 64, torch.bfloat16, 0.0),
+    ],
+)
+def test_extend_formats(flashinfer, spec, mode, dim, dtype, cap):
+    store = request_case(spec, mode, dtype, dim=dim, times=TIMES)
+    q = queries(3, dtype, dim=dim, times=TIMES)
+    assert extend(store, q, 190, flashinfer=flashinfer, cap=cap)[0] < 0.03
+
+
+@pytest.mark.parametrize("flashinfer", [True, False])
+def test_extend_of_requests_that_see_blocks_as_they_are(flashinfer):
+    store, q = request_case(dim=128, times=TIMES), queries(2, dim=128, times=TIMES)
+    exact = [False, True, True, False, False]
+    assert extend(store, q, 200, exact=exact, flashinfer=flashinfer)[0] < 0.03
+    assert extend(store, q, 200, stored=False, flashinfer=flashinfer)[0] < 0.03
+
+
+@pytest.mark.parametrize("flashinfer", [True, False])
+def test_passes_and_repeats_change_nothing(flashinfer):
+    store, q = request_case(dim=128, times=TIMES), queries(2, dim=128, times=TIMES)
+    worst, whole = extend(store, q, 200, flashinfer=flashinfer)
+    assert worst < 0.03
+    for tokens in (128, 1024):
+        assert torch.equal(extend(store, q, 200, flashinfer=flashinfer, pass_tokens=tokens)[1], whole)
+
+
+def test_no_sync():
+    """Planning and running never wait for the device."""
+    from kvc_kernels.ops.extend_window_triton import WindowedExtend
+
+    store, q = on_device(request_case(dim=128, times=TIMES)), queries(2, dim=128, times=TIMES).cuda()
+    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.ladder[1].high)
+    rows, lens = ROWS.cuda(), ([TIMES * n for n in x] for x in (PREFIX, NEW))
+    lens = tuple(lens)
+    try:
+        for _ in range(3):
+            op.plan(rows, *lens, WAITING)
+            op.run(0, q, scale=0.1)
+            torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("level", [True, False])
+def test_as_the_server_calls_it(level):
+    """Both kinds of layers by turns, decode behind extend, beside plain torch on the same store."""
+    from sglang_kvc.attention import Snapshot, TorchAttention, TritonAttention
+
+    store = request_case(dim=128, times=TIMES)
+    fmt, mine = store.ladder[1].high, on_device(store)
+    prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
+    lens, p = [a + b for a, b in zip(prefix, new)], store.layout.block_tokens
+    engines = (
+        TorchAttention(store, None, fmt),
+        TritonAttention(mine, None, fmt, query_heads=8, max_batch=6, max_blocks=8, windows=(150,)),
+    )
+    gen, outs = torch.Generator().manual_seed(1), ([], [])
+    at = [(r, i) for r in range(5) for i in range(prefix[r], lens[r])]
+    blocks = torch.tensor([int(ROWS[r, i // p]) for r, i in at])
+    offsets = torch.tensor([i % p for _, i in at])
+    levels = [fmt, None, fmt, fmt, None] if level else None
+    table = torch.zeros((6, 6 * p), dtype=torch.int32)
+    table[:5] = (ROWS.repeat_interleave(p, 1) * p + torch.arange(p).repeat(6)).int()
+    steps = [n for n in lens if n]
+    for layer, window in ((0, -1), (1, 150), (0, 150)):
+        rows = [torch.randn((len(at) + 5, h, 128), generator=gen).bfloat16() for h in (8, 2, 2)]
+        for engine, out in zip(engines, outs):
+            device = engine.store.device
+            qkv = [x.to(device) for x in rows]
+            snap = Snapshot(
+                ROWS.to(device), torch.tensor(lens, device=device), blocks.to(device), offsets.to(device), lens,
+                prefix, new, levels, WAITING,
+            )  # fmt: skip
+            engine.plan_extend(snap)
+            how = {"scale": 0.09, "logit_cap": 0.0, "window": window}
+            out.append(engine.extend(layer, *(x[: len(at)] for x in qkv), **how))
+            step = torch.tensor([n + 1 for n in steps], device=device)
+            engine.plan_decode(table.to(device), torch.arange(5, device=device), step, step.tolist())
+            out.append(engine.decode(layer, *(x[len(at) :] for x in qkv), **how))
+    for a, b in zip(*outs):
+        assert error(b, a.double()) < 0.03

@@ -1,0 +1,90 @@
+"""A model with sliding windows, served: beside transformers' own forward where nothing is compressed, and beside itself.
+
+Its random weights make no text, but log-probabilities that hang on which tokens a layer sees.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .conftest import BLOCK, STOCK, border, tokens
+
+WINDOW = 100  # between one block and two
+# Around the window, around its blocks, within a chunk and over several.
+LENGTHS = [30, 99, 100, 101, 128, 300, 700]
+DRIFT = 0.06  # nats between transformers and a server, both in bf16, on average over tokens
+
+
+@pytest.fixture(scope="module")
+def reference(servers):
+    """Log-probabilities of the tokens ids[start:], by transformers; `window` another than the model's."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(servers.windowed_model(), dtype=torch.bfloat16)
+    model.set_attn_implementation("eager")
+
+    def logprobs(ids, start, window=WINDOW):
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = window if layer.self_attn.is_sliding else None
+        model.config.sliding_window = window
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, start - 1 : -1].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+
+    return logprobs
+
+
+def drift(answer, prompt, reference, **options):
+    """How far the generated tokens' log-probabilities are off, on average."""
+    return apart(answer.logprobs, reference([*prompt, *answer.ids], len(prompt), **options))
+
+
+def apart(a, b):
+    return float((torch.tensor(a) - torch.as_tensor(b)).abs().mean())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_against_transformers(windowed, reference, rng, length):
+    """Cold, from the cache, and decoded over the window's border."""
+    prompt = tokens(rng, length)
+    cold = windowed.client.generate(prompt, 40, logprobs=True, input_from=1)
+    assert drift(cold, prompt, reference) < DRIFT
+    seen = cold.input_logprobs[-60:]
+    assert apart(seen, reference(prompt, length - len(seen))) < DRIFT
+    warm = windowed.client.generate(prompt, 40, logprobs=True)
+    assert warm.cached_tokens >= border(length - 1)
+    assert drift(warm, prompt, reference) < DRIFT
+    # Appended to what was generated.
+    longer = [*prompt, *cold.ids, *tokens(rng, 17)]
+    after = windowed.client.generate(longer, 8, logprobs=True)
+    assert after.cached_tokens >= border(length + 40 - 1)
+    assert drift(after, longer, reference) < DRIFT
+
+
+def test_the_window_matters(windowed, reference, rng):
+    """What the tests above would say of a server that sees one token more or fewer, or all of them."""
+    prompt = tokens(rng, 300)
+    answer = windowed.client.generate(prompt, 40, logprobs=True)
+    right = drift(answer, prompt, reference)
+    assert all(drift(answer, prompt, reference, window=n) > 3 * right for n in (WINDOW - 1, WINDOW + 1, 10_000))
+
+
+def test_requests_of_all_lengths_at_once(windowed, reference, rng):
+    asked = [tokens(rng, n) for n in LENGTHS]
+    for prompt, answer in zip(asked, windowed.client.generate_many(asked, 30, logprobs=True)):
+        assert drift(answer, prompt, reference) < DRIFT
+
+
+@pytest.mark.skipif(STOCK, reason="stock SGLang packs nothing")
+def test_packed(windowed_packed, reference, rng):
+    """Warm answers are those of the cold; what is compressed costs little."""
+    for length in (2 * BLOCK + 1, 300, 700):
+        prompt = tokens(rng, length)
+        cold = windowed_packed.client.generate(prompt, 12, logprobs=True)
+        assert windowed_packed.client.when_idle()["packed_tokens"] >= border(length)
+        warm = windowed_packed.client.generate(prompt, 12, logprobs=True)
+        assert (cold.cached_tokens, warm.cached_tokens) == (0, border(length - 1))
+        assert warm.ids == cold.ids
+        assert apart(cold.logprobs, warm.logprobs) < DRIFT
+        assert drift(cold, prompt, reference) < 1.0
