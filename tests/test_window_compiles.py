@@ -1,4 +1,4 @@
-"""The kernels of layers with windows compile for a Hopper GPU and for one with 99 KB of shared memory, without either."""
+"""The kernels of layers with windows compile for Hopper and for a GPU with 99 KB of shared memory, without either."""
 
 import pytest
 import sglang.srt.server_args  # noqa: F401  (replaces functions of triton, as in a server)

@@ -1,4 +1,4 @@
-"""A model with sliding windows, served: beside transformers' own forward where nothing is compressed, and beside itself.
+"""A model with sliding windows, served: beside transformers where nothing is compressed, and beside itself.
 
 Its random weights make no text, but log-probabilities that hang on which tokens a layer sees.
 """
