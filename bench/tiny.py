@@ -33,8 +33,9 @@ def tiny_model(folder: Path) -> Path:
     return _save(model, folder)
 
 
-def tiny_windowed(folder: Path, window: int = 100) -> Path:
-    """Writes a Gemma 3 to `folder`: 4 layers, of which the third alone sees more than the last `window` tokens."""
+def tiny_windowed(folder: Path, window: int = 100, *, head_dim: int = 64, like: Path | None = None) -> Path:
+    """Writes a Gemma 3 to `folder`: 4 layers, of which the third alone sees more than the last `window` tokens.
+    `like`: a model to take the vocabulary and tokenizer of, instead of the demo model."""
     import torch
     from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -42,21 +43,22 @@ def tiny_windowed(folder: Path, window: int = 100) -> Path:
     kinds = ["sliding_attention"] * 4
     kinds[2] = "full_attention"
     config = Gemma3TextConfig(
-        vocab_size=AutoConfig.from_pretrained(common.demo_model()).vocab_size, hidden_size=256, intermediate_size=512,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=64,
-        max_position_embeddings=32768, sliding_window=window, layer_types=kinds, initializer_range=0.1,
+        vocab_size=AutoConfig.from_pretrained(like or common.demo_model()).vocab_size, hidden_size=256,
+        intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim,
+        query_pre_attn_scalar=head_dim, max_position_embeddings=32768, sliding_window=window, layer_types=kinds,
+        initializer_range=0.1,
     )  # fmt: skip
     model = Gemma3ForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.add_(1.0)  # attention that picks tokens, rather than averages them
-    return _save(model, folder)
+    return _save(model, folder, like)
 
 
-def _save(model, folder: Path) -> Path:
+def _save(model, folder: Path, like: Path | None = None) -> Path:
     import torch
 
-    demo = common.demo_model()
+    demo = like or common.demo_model()
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo / name, folder / name)

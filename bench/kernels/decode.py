@@ -69,13 +69,15 @@ def uneven(args) -> list[tuple[str, Workload]]:
     k4 = workloads(args.block, args.page_tokens)["k4v4"]
     size = page_bytes_for("k4v4", args.page_tokens, 64) if args.page_tokens else 0
     narrow = replace(k4, head_dim=64, page_bytes=size)
+    size = page_bytes_for("k4v4", args.page_tokens, 256) if args.page_tokens else 0
+    wide = replace(k4, head_dim=256, page_bytes=size, heads=4)
     lengths = replace(k4, tokens=2048, layers=4)
     out = [("base/base", k4), ("lengths even/lengths even", lengths)]
     out += [("one 64K of 64/lengths even", replace(lengths, tokens=1024, long=65536))]
     out += [("heads even/heads even", replace(k4, kept="heads:50:50"))]
     out += [("heads 10..90 %/heads even", replace(k4, kept="heads:10:90"))]
     out += [(f"group {g}/base", replace(k4, group=g)) for g in (1, 6, 7, 8, 16)]
-    return [*out, ("head_dim 64/base", narrow)]
+    return [*out, ("head_dim 64/base", narrow), ("head_dim 256/base", wide)]
 
 
 SUITES = {"targets": targets, "grid": grid, "uneven": uneven}

@@ -45,7 +45,7 @@ def queries(group, dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
 
 
 def reference(store, layer, q, rows, prefix, new, *, window, scale, cap=0.0, stored_as=None):
-    """float64 `[N, Hq, D]`, query by query; `stored_as[B]` as in `ops.extend_attention`."""
+    """float64 `[N, Hq, D]`, block by block of queries; `stored_as[B]` as in `ops.extend_attention`."""
     g, out, at = store.layout, [], 0
     p, group = g.block_tokens, q.shape[1] // g.heads
     for r, n in enumerate(new):
@@ -58,18 +58,21 @@ def reference(store, layer, q, rows, prefix, new, *, window, scale, cap=0.0, sto
             plain = (store.rung[blocks] == 0).view(-1, 1, 1, 1)
             again = as_stored(g, fmt, k.to(store.dtype), v.to(store.dtype))
             later = [torch.where(plain, x.float(), y) for x, y in zip(again, (k, v))]
-        for i in range(n):
-            position = prefix[r] + i
-            own = position // p
+        for own in range(prefix[r] // p, len(blocks) if n else 0):
+            position = torch.arange(max(prefix[r], own * p), min(prefix[r] + n, own * p + p))
             x = [torch.cat((a[:own], b[own : own + 1])) for a, b in zip(later, (k, v))]
-            x = [y.transpose(0, 1).flatten(1, 2)[:, max(0, position - window) : position + 1].double() for y in x]
-            one = q[at + i].double().view(g.heads, group, -1)
-            logits = torch.einsum("hgd,hsd->hgs", one, x[0]) * scale
+            keys, values = (y.transpose(0, 1).flatten(1, 2).double() for y in x)
+            mine = q[at : at + len(position)].double().unflatten(1, (g.heads, group))
+            logits = torch.einsum("nhgd,hsd->hgns", mine, keys) * scale
             if cap:
                 logits = cap * torch.tanh(logits / cap)
-            out.append(torch.einsum("hgs,hsd->hgd", logits.softmax(-1), x[1]).flatten(0, 1).cpu())
-        at += n
-    return torch.stack(out)
+            behind = position[:, None] - torch.arange(keys.shape[1])
+            logits = logits.masked_fill((behind < 0) | (behind > window), -torch.inf)
+            # A slot behind the last token may hold anything, and NaN times 0 is NaN.
+            values[:, int(position[-1]) + 1 :] = 0
+            out.append(torch.einsum("hgns,hsd->nhgd", logits.softmax(-1), values).flatten(1, 2))
+            at += len(position)
+    return torch.cat(out)
 
 
 def error(out, ref):

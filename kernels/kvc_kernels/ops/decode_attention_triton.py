@@ -40,7 +40,7 @@ class Tuning:
 
     engine: str = "auto"  # "gluon" for one tier with 4-bit keys on Hopper, else "triton", which alone has warps, stages
     warps: int = 1
-    tile: int = 0  # tokens; 0: by the bytes of a token
+    tile: int = 0  # tokens; 0: by the size of a token
     plain_tile: int = 16
     stages: int = 0  # 0: by the bytes of a tile
     max_registers: int | None = None
@@ -241,8 +241,7 @@ class DecodeAttention:
         window: int = -1,
     ):
         """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
-        `window` >= 0: a query sees its own token and so many before it, in blocks that keep every token.
-        """
+        `window` >= 0: a query sees its own token and so many before it, in blocks that keep every token."""
         layout = store.layout
         self.window = window
         if query_heads % layout.heads:
@@ -290,7 +289,8 @@ class DecodeAttention:
         value meta, tile, page ids a tile, stages."""
         page, tune = self.store.layout.page(fmt), self.tuning
         t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
-        tile = tune.plain_tile if not fmt.packed else tune.tile or 64
+        # Of 256 features, 64 tokens need more registers than there are.
+        tile = tune.plain_tile if not fmt.packed else tune.tile or (64 if page.head_dim <= 128 else 32)
         if self.engine == "gluon":
             # A tile of keys and one of values wait in shared memory.
             while fmt.packed and not tune.tile and tile > 16 and tile * token_bytes > GLUON_TILE_BYTES:
