@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -102,16 +103,22 @@ class KvcAttnBackend(AttentionBackend):
                 "this model shares KV between layers or stores it outside the attention backend, which --kv-backend "
                 "kvc does not support; serve it with --kv-backend default"
             )
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k, v = (x.view(-1, layer.tp_k_head_num, layer.qk_head_dim) for x in (k, v))
+        # Where SGLang pads a prefill for its graph it cuts queries to the tokens along their first dim, which is not
+        # that of tokens in a model that gives them as [1, N, Hq, D] (Gemma 3); it then wants all rows back.
+        padding = len(q) - len(k)
         out = attend(
             layer.layer_id - self.token_to_kv_pool.start_layer,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            v.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            q[: len(k)],
+            k,
+            v,
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
             window=layer.sliding_window_size,
         )
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        out = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return torch.nn.functional.pad(out, (0, 0, 0, padding)) if padding else out
 
     def support_triton(self) -> bool:
         return self.runtime.store.device.type == "cuda"

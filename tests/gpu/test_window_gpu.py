@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvc_kernels.store import PageStore
 from tests.decode_support import make_case, relative_error
 
 from ..ops.test_window import NEW, PREFIX, ROWS, WAITING, error, queries, reference, request_case
+from ..ops_triton.test_window import by_turns, moved
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,17 +86,13 @@ def test_decode_graph_replays_with_other_lengths_and_blocks():
         assert relative_error(out, store, 1, q, rows, lens, scale=0.1, window=300) < BAR
 
 
-def on_device(store):
-    return PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()})
-
-
 def extend(store, q, window, *, exact=None, stored=True, flashinfer=None, cap=0.0, **options):
     """Worst row's error and output of one forward on poisoned slots."""
     from kvc_kernels.ops.extend_window_triton import WindowedExtend
 
     prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
     fmt = store.ladder[1].high if stored else None
-    mine, rows = on_device(store), ROWS.cuda()
+    mine, rows = moved(store, "cuda"), ROWS.cuda()
     op = WindowedExtend(
         mine, query_heads=q.shape[1], window=window, stored_as=fmt, flashinfer=flashinfer, **options
     )
@@ -155,7 +151,7 @@ def test_no_sync():
     """Planning and running never wait for the device."""
     from kvc_kernels.ops.extend_window_triton import WindowedExtend
 
-    store, q = on_device(request_case(dim=128, times=TIMES)), queries(2, dim=128, times=TIMES).cuda()
+    store, q = moved(request_case(dim=128, times=TIMES), "cuda"), queries(2, dim=128, times=TIMES).cuda()
     op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.ladder[1].high)
     rows, lens = ROWS.cuda(), ([TIMES * n for n in x] for x in (PREFIX, NEW))
     lens = tuple(lens)
@@ -170,39 +166,4 @@ def test_no_sync():
 
 @pytest.mark.parametrize("level", [True, False])
 def test_as_the_server_calls_it(level):
-    """Both kinds of layers by turns, decode behind extend, beside plain torch on the same store."""
-    from sglang_kvc.attention import Snapshot, TorchAttention, TritonAttention
-
-    store = request_case(dim=128, times=TIMES)
-    fmt, mine = store.ladder[1].high, on_device(store)
-    prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
-    lens, p = [a + b for a, b in zip(prefix, new)], store.layout.block_tokens
-    engines = (
-        TorchAttention(store, None, fmt),
-        TritonAttention(mine, None, fmt, query_heads=8, max_batch=6, max_blocks=8, windows=(150,)),
-    )
-    gen, outs = torch.Generator().manual_seed(1), ([], [])
-    at = [(r, i) for r in range(5) for i in range(prefix[r], lens[r])]
-    blocks = torch.tensor([int(ROWS[r, i // p]) for r, i in at])
-    offsets = torch.tensor([i % p for _, i in at])
-    levels = [fmt, None, fmt, fmt, None] if level else None
-    table = torch.zeros((6, 6 * p), dtype=torch.int32)
-    table[:5] = (ROWS.repeat_interleave(p, 1) * p + torch.arange(p).repeat(6)).int()
-    steps = [n for n in lens if n]
-    for layer, window in ((0, -1), (1, 150), (0, 150)):
-        rows = [torch.randn((len(at) + 5, h, 128), generator=gen).bfloat16() for h in (8, 2, 2)]
-        for engine, out in zip(engines, outs):
-            device = engine.store.device
-            qkv = [x.to(device) for x in rows]
-            snap = Snapshot(
-                ROWS.to(device), torch.tensor(lens, device=device), blocks.to(device), offsets.to(device), lens,
-                prefix, new, levels, WAITING,
-            )  # fmt: skip
-            engine.plan_extend(snap)
-            how = {"scale": 0.09, "logit_cap": 0.0, "window": window}
-            out.append(engine.extend(layer, *(x[: len(at)] for x in qkv), **how))
-            step = torch.tensor([n + 1 for n in steps], device=device)
-            engine.plan_decode(table.to(device), torch.arange(5, device=device), step, step.tolist())
-            out.append(engine.decode(layer, *(x[len(at) :] for x in qkv), **how))
-    for a, b in zip(*outs):
-        assert error(b, a.double()) < 0.03
+    by_turns(level, "cuda", dim=128, times=TIMES)

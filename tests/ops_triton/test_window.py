@@ -7,6 +7,8 @@ from kvc_kernels import ops
 from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
 from kvc_kernels.ops.decode_plan_triton import DecodePlan
 from kvc_kernels.ops.extend_window_triton import WindowedExtend, cut
+from kvc_kernels.store import PageStore
+from sglang_kvc.attention import Snapshot, TorchAttention, TritonAttention
 from tests.decode_support import make_case, relative_error
 
 from ..ops.test_window import NEW, PREFIX, ROWS, WAITING, P, error, queries, request_case
@@ -165,3 +167,55 @@ def test_tiers_are_refused():
     store = make_case("k8v4+k4v2", lens=(64,))[0]
     with pytest.raises(ValueError, match="keep every token"):
         WindowedExtend(store, query_heads=8, window=4)
+
+
+def moved(store, device):
+    fields = {n: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()}
+    return PageStore(**fields)
+
+
+def by_turns(level, device, *, dim, times, window=150):
+    """Layers with and without a window, decode behind extend, by what serves on a GPU and by plain torch."""
+    store = request_case(dim=dim, times=times)
+    fmt, p = store.ladder[1].high, store.layout.block_tokens
+    prefix, new = ([times * n for n in x] for x in (PREFIX, NEW))
+    lens, table = [a + b for a, b in zip(prefix, new)], ROWS.clone()
+    # The last request ends with its block, and goes on in another.
+    table[4, lens[4] // p] = 17
+    ops.take_bf16(store, torch.tensor([17]))
+    engines = (
+        TorchAttention(store, None, fmt),
+        TritonAttention(
+            moved(store, device), None, fmt, query_heads=6, max_batch=6, max_blocks=8, windows=(window,)
+        ),
+    )
+    gen = torch.Generator().manual_seed(1)
+    at = [(r, i) for r in range(5) for i in range(prefix[r], lens[r])]
+    blocks, offsets = torch.tensor([int(table[r, i // p]) for r, i in at]), torch.tensor([i % p for _, i in at])
+    levels = [fmt, None, fmt, fmt, None] if level else None
+    slots = (table.repeat_interleave(p, 1) * p + torch.arange(p).repeat(6)).int()
+    for layer, seen in ((0, -1), (1, window), (0, window)):
+        # Queries of a decode step in an order of their own, as models may hand them over.
+        rows = [torch.randn((len(at), h, dim), generator=gen).bfloat16() for h in (6, 2, 2)]
+        step = [torch.randn((h, 5, dim), generator=gen).bfloat16().transpose(0, 1) for h in (6, 2, 2)]
+        outs = []
+        for engine in engines:
+            on = engine.store.device
+            engine.plan_extend(
+                Snapshot(
+                    table.to(on), torch.tensor(lens, device=on), blocks.to(on), offsets.to(on), lens, prefix, new,
+                    levels, WAITING,
+                )
+            )  # fmt: skip
+            how = {"scale": 0.09, "logit_cap": 0.0, "window": seen}
+            outs.append([engine.extend(layer, *(x.to(on) for x in rows), **how)])
+            ends = torch.tensor(lens, device=on) + 1
+            engine.plan_decode(slots.to(on), torch.arange(5, device=on), ends, ends.tolist())
+            outs[-1].append(engine.decode(layer, *(x.to(on) for x in step), **how))
+        for want, got in zip(*outs):
+            assert error(got, want.double()) < 0.03
+
+
+@pytest.mark.parametrize("level", [True, False])
+def test_as_the_server_calls_it(level):
+    by_turns(level, "cpu", dim=64, times=1, window=40)

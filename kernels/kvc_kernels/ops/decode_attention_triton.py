@@ -367,7 +367,7 @@ class DecodeAttention:
         """
         store, plan, heads = self.store, self._plan, self.store.layout.heads
         if out is None:
-            out = torch.empty_like(q)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # contiguous, whatever q is
         if q.shape[0] == 0:
             return out
         if q.dtype != store.dtype:

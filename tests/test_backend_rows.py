@@ -1,0 +1,43 @@
+"""Rows that SGLang hands to the attention backend: as many are given back, those of padding as zeros."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvc.backend import KvcAttnBackend
+
+LAYER = SimpleNamespace(
+    layer_id=3, tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=8, v_head_dim=8, scaling=0.5, logit_cap=2.0,
+    sliding_window_size=7,
+)  # fmt: skip
+
+
+def run(q, tokens):
+    """What the backend returns for `q` and `tokens` new rows, and what attention was given."""
+    given = []
+
+    def attend(layer, q, k, v, **how):
+        given.append((layer, q, k, v, how))
+        return q + 1
+
+    backend = SimpleNamespace(token_to_kv_pool=SimpleNamespace(start_layer=1))
+    k = torch.randn((tokens, 2, 8))
+    return KvcAttnBackend._run(backend, attend, q, k, k, LAYER, True, {}), given[0]
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (5, 4, 8), (1, 5, 4, 8)])
+def test_all_rows_are_tokens(shape):
+    q = torch.randn(shape)
+    out, (layer, got, k, _, how) = run(q, 5)
+    assert layer == 2 and how == {"scale": 0.5, "logit_cap": 2.0, "window": 7}
+    assert torch.equal(got, q.view(5, 4, 8)) and k.shape == (5, 2, 8)
+    assert torch.equal(out, (q + 1).view(5, 32))
+
+
+def test_queries_that_were_not_cut_to_the_tokens():
+    """FlashInfer takes as many queries as it was planned for, or none."""
+    q = torch.randn((1, 8, 4, 8))
+    out, (_, got, *_) = run(q, 5)
+    assert torch.equal(got, q[0, :5])
+    assert torch.equal(out[:5], (q[0, :5] + 1).view(5, 32)) and not out[5:].any() and len(out) == 8
