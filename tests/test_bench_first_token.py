@@ -54,7 +54,7 @@ def test_a_server_is_measured(monkeypatch):
     assert first_token.scores(numbers, a) == {}  # no GPU here
     monkeypatch.setattr(common, "has_gpu", lambda: True)
     found = first_token.scores(numbers, a)
-    assert len(found) == 3 and found["e2e.first_token.cached_vs_bf16"][0] == pytest.approx(1)
+    assert len(found) == 6 and found["e2e.first_token.cached_vs_bf16"][0] == pytest.approx(1)
     assert len(first_token.table(numbers).splitlines()) == 19
     assert first_token.scores(numbers, first_token.arguments([*SMALL, "--no-prefill-graphs"])) == {}
     assert list(small.servers(a)) == ["bf16", "kvc_k4v4"] and json.dumps(small.servers(a))

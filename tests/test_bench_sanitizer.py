@@ -67,7 +67,11 @@ def test_chunks_leave_no_job_idle():
         assert sorted((tool, t) for tool, some in made for t in some) == sorted(todo)
         assert max(len(some) for _, some in made) == most
         assert all(len({sanitizer.file_of(t) for t in some}) == 1 for _, some in made)
-        assert made[0] == ("memcheck", ids[:most])
+        assert made[0] == ("racecheck", ids[:most])
+    slow = [("memcheck", f"{sanitizer.LONGEST[1]}::test_{i}") for i in range(2)]
+    slow.append(("racecheck", f"{sanitizer.LONGEST[0]}::test_0"))
+    made = sanitizer.chunks(todo + slow, 2)
+    assert made[:3] == [(tool, [test]) for tool, test in (slow[2], slow[0], slow[1])] and len(made[3][1]) == 6
 
 
 @pytest.mark.parametrize("sees", [True, False])

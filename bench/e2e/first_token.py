@@ -92,16 +92,17 @@ def traced(server: common.Server, a: argparse.Namespace, name: str) -> dict:
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """Time over stock's, after a pause. None without graphs of prefills, which is no server's default, and none on a
+    """Time over stock's, after a pause and at once behind the request before. None without graphs of prefills, which is no server's default, and none on a
     CPU, where stock attends in plain torch."""
     mine, out = f"kvc_{a.formats.split(',')[0]}", {}
     if a.no_prefill_graphs or not common.has_gpu():
         return out
     for kind in ("computed", "cached", "appended"):
-        x, y = (numbers.get(f"{n}.{kind}.pause{a.pause:g}") for n in (mine, "bf16"))
-        if x and y:
-            unit = f"of stock bf16's time, {x['prompt_tokens']} tokens"
-            out[f"e2e.first_token.{kind}_vs_bf16"] = (x["ms_median"] / y["ms_median"], unit)
+        for pause, name in ((a.pause, kind), (0.0, f"{kind}_at_once")):
+            x, y = (numbers.get(f"{n}.{kind}.pause{pause:g}") for n in (mine, "bf16"))
+            if x and y:
+                unit = f"of stock bf16's time, {x['prompt_tokens']} tokens"
+                out[f"e2e.first_token.{name}_vs_bf16"] = (x["ms_median"] / y["ms_median"], unit)
     return out
 
 

@@ -4,10 +4,11 @@
 
 Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
 watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
-kernel that bears a name of ours. Tests that the time did not suffice for are open; the next run goes on with those,
-with tests whose file or whose kernels have changed since, and with those that had errors, as what launches a kernel may
-be elsewhere; with all of them if told `--again`. Each row has its commit and device. A test that fails while the tool
-finds nothing failed by its values.
+kernel that bears a name of ours. Files whose tests take longest come first, a process a test. Tests that the time did
+not suffice for are open; the next run goes on with those, with tests whose file or whose kernels have changed since,
+and with those that had errors, as what launches a kernel may be elsewhere; with all of them if told `--again`. Each row
+has its commit and device. A test that fails while the tool finds nothing failed by its values. A run over some files
+alone makes no score.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from .common import RESULTS, Results
 KERNELS = ROOT / "kernels" / "kvc_kernels"
 PLANTED = Path(__file__).with_name("planted.py")
 CHUNK = 6  # tests a process, at most: enough to share what is imported and compiled
+# Each compiles every kernel and takes minutes under a tool: last, they would not end.
+LONGEST = ("tests/gpu/test_warm_up_gpu.py", "tests/gpu/test_runtime_gpu.py", "tests/gpu/test_stored_gpu.py")
 REPEATS = "8"  # of what tests launch again and again, to see whether it ever differs: a tool looks at each launch
 LEAST_SECONDS = 45  # of a process that is worth starting
 TOOLS = ("memcheck", "racecheck")
@@ -127,12 +130,19 @@ class Sanitizer:
 
 
 def chunks(todo: list[tuple[str, str]], jobs: int) -> list[tuple[str, list[str]]]:
-    """(tool, tests of one file) for each process, from all (tool, test); smaller ones where jobs would be idle."""
+    """(tool, tests of one file) for each process, from all (tool, test); smaller ones where jobs would be idle.
+    Those of LONGEST come first, one by one."""
     size = max(1, min(CHUNK, len(todo) // jobs))
     files: dict[tuple[str, str], list[str]] = {}
     for tool, test in todo:
         files.setdefault((file_of(test), tool), []).append(test)
-    return [(tool, some[i : i + size]) for (_, tool), some in files.items() for i in range(0, len(some), size)]
+    # racecheck is the slower tool.
+    order = sorted(files, key=lambda x: ((*LONGEST, x[0]).index(x[0]), x[1] != "racecheck"))
+    out = []
+    for file, tool in order:
+        some, step = files[file, tool], 1 if file in LONGEST else size
+        out += [(tool, some[i : i + step]) for i in range(0, len(some), step)]
+    return out
 
 
 def scores(rows: list[dict], tests: int) -> dict[str, tuple[float, str]]:
@@ -173,7 +183,9 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         for rows in pool.map(lambda job: sanitizer.tests(*job), todo):
             results.add(*rows)
-    results.score(scores(results.rows, len({*ids, *(r["test"] for r in results.rows)})))
+    results.write()
+    if args.paths == parser.get_default("paths"):
+        results.score(scores(results.rows, len({*ids, *(r["test"] for r in results.rows)})))
     for row in results.rows:
         if row["errors"] or row["outcome"] not in ("passed", "skipped"):
             first = " ".join(row["first"])[:100]
