@@ -92,8 +92,8 @@ def traced(server: common.Server, a: argparse.Namespace, name: str) -> dict:
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """Time over stock's, after a pause and at once behind the request before. None without graphs of prefills, which is no server's default, and none on a
-    CPU, where stock attends in plain torch."""
+    """Time over stock's, after a pause and at once behind the request before. None without graphs of prefills, which is
+    no server's default, and none on a CPU, where stock attends in plain torch."""
     mine, out = f"kvc_{a.formats.split(',')[0]}", {}
     if a.no_prefill_graphs or not common.has_gpu():
         return out
