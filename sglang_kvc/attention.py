@@ -184,7 +184,10 @@ class TritonAttention(TorchAttention):
         }
         self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
         self.windowed = {
-            w: WindowedExtend(store, query_heads=query_heads, window=w, stored_as=stored_as) for w in windows
+            w: WindowedExtend(
+                store, query_heads=query_heads, window=w, stored_as=stored_as, ragged=self.extender.ragged
+            )
+            for w in windows
         }
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=device)
         self.lens = torch.ones(max_batch, dtype=torch.int32, device=device)

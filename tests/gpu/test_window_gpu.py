@@ -86,17 +86,25 @@ def test_decode_graph_replays_with_other_lengths_and_blocks():
         assert relative_error(out, store, 1, q, rows, lens, scale=0.1, window=300) < BAR
 
 
-def extend(store, q, window, *, exact=None, stored=True, flashinfer=None, cap=0.0, **options):
+def ragged(store, query_heads):
+    from kvc_kernels.ops.extend_flashinfer_triton import RaggedPrefill
+
+    g = store.layout
+    return RaggedPrefill.create(
+        torch.device("cuda"), query_heads=query_heads, heads=g.heads, head_dim=g.head_dim, dtype=store.dtype
+    )
+
+
+def extend(store, q, window, *, exact=None, stored=True, flashinfer=True, cap=0.0, **options):
     """Worst row's error and output of one forward on poisoned slots."""
     from kvc_kernels.ops.extend_window_triton import WindowedExtend
 
     prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
     fmt = store.ladder[1].high if stored else None
     mine, rows = moved(store, "cuda"), ROWS.cuda()
-    op = WindowedExtend(
-        mine, query_heads=q.shape[1], window=window, stored_as=fmt, flashinfer=flashinfer, **options
-    )
-    assert bool(op.prefills) == (flashinfer is not False)
+    options["ragged"] = ragged(store, q.shape[1]) if flashinfer else None
+    op = WindowedExtend(mine, query_heads=q.shape[1], window=window, stored_as=fmt, **options)
+    assert bool(op.prefills) == flashinfer
     scale = q.shape[-1] ** -0.5
     op.plan(rows, prefix, new, WAITING if stored else None, exact)
     op.staged.k.fill_(torch.nan)
@@ -152,7 +160,7 @@ def test_no_sync():
     from kvc_kernels.ops.extend_window_triton import WindowedExtend
 
     store, q = moved(request_case(dim=128, times=TIMES), "cuda"), queries(2, dim=128, times=TIMES).cuda()
-    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.ladder[1].high)
+    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.ladder[1].high, ragged=ragged(store, 4))
     rows, lens = ROWS.cuda(), ([TIMES * n for n in x] for x in (PREFIX, NEW))
     lens = tuple(lens)
     try:

@@ -202,24 +202,24 @@ class ExtendAttention:
         self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
         self._classes = kernel_classes(store)
         self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
-        self._hopper = self._ragged = None
+        self._hopper = self.ragged = None
         if hopper or (hopper is None and store.device.type == "cuda"):
             from . import extend_hopper_cuda as module
 
             if module.supports(store):
                 self._hopper = module.HopperExtend(store, self.group, self._classes)
         if flashinfer or flashinfer is None:
-            self._ragged = RaggedPrefill.create(
+            self.ragged = RaggedPrefill.create(
                 store.device, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim, dtype=store.dtype
             )
         dev = store.device
         self._staged = None
         if stored_as is not None:
-            self._staged = StagedExtend(store, stored_as, self._ragged, query_heads=query_heads)
+            self._staged = StagedExtend(store, stored_as, self.ragged, query_heads=query_heads)
         self._unpacked = None
         # Where the kernel for Hopper runs it is faster than FlashInfer over unpacked rows, too.
         if self._hopper is None and (stored_as is not None if whole is None else whole):
-            self._unpacked = UnpackedPrefix.create(store, self._ragged)
+            self._unpacked = UnpackedPrefix.create(store, self.ragged)
         self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
         self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
@@ -256,9 +256,9 @@ class ExtendAttention:
         if self._stages:
             self._use_ragged = self._staged.prefill is not None
         else:
-            self._use_ragged = self._ragged is not None and own > max(OWN_SHARE * over_prefix, OWN_LEAST)
+            self._use_ragged = self.ragged is not None and own > max(OWN_SHARE * over_prefix, OWN_LEAST)
             if self._use_ragged:
-                self._ragged.plan(extend_lens)
+                self.ragged.plan(extend_lens)
         self._use_pages = over_prefix > 0 or not self._use_ragged
         if not self._use_pages or self._plan_unpacked(row_blocks, prefix_lens, extend_lens):
             return
@@ -284,7 +284,7 @@ class ExtendAttention:
         self._use_unpacked = self._unpacked.plan(row_blocks, prefix_lens, extend_lens, skip)
         if self._use_unpacked and not self._use_ragged:
             self._use_ragged = True
-            self._ragged.plan(extend_lens)
+            self.ragged.plan(extend_lens)
         return self._use_unpacked
 
     def _reserve(self) -> None:
@@ -326,7 +326,7 @@ class ExtendAttention:
                 into = None if self._use_pages else (out, lse)
                 own = self._staged.own(q, into, scale=scale, logit_cap=logit_cap)
             elif self._use_ragged:
-                own = self._ragged.run(
+                own = self.ragged.run(
                     q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or self._use_pages
                 )
             if self._use_unpacked:

@@ -114,11 +114,11 @@ class WindowedExtend:
         query_heads: int,
         window: int,
         stored_as: Format | None = None,
-        flashinfer: bool | None = None,
+        ragged: RaggedPrefill | None = None,
         pass_tokens: int = PASS_TOKENS,
     ):
-        """`window` >= 0: tokens before its own that a query sees. `flashinfer`: use it or not; None where it can be.
-        `stored_as`: as in `ops.extend_attention`.
+        """`window` >= 0: tokens before its own that a query sees. `ragged`: FlashInfer's prefill for the same heads,
+        where FlashInfer is to be used. `stored_as`: as in `ops.extend_attention`.
         """
         g = store.layout
         if any(r.low is not None for r in store.ladder):
@@ -127,12 +127,7 @@ class WindowedExtend:
         self.most = max(1, pass_tokens // g.block_tokens)
         self.staged = DenseRows(store) if stored_as is None else StoredRows(store, stored_as)
         self.unpacked = UnpackedRows(store)
-        self.ragged = None
-        if flashinfer or flashinfer is None:
-            self.ragged = RaggedPrefill.create(
-                store.device, query_heads=query_heads, heads=g.heads, head_dim=g.head_dim, dtype=store.dtype
-            )
-        first = StagedPrefill.create(self.ragged, store.device, g.block_tokens, window)
+        first = StagedPrefill.create(ragged, store.device, g.block_tokens, window)
         self.prefills = [] if first is None else [first]
         self.passes: list[Pass] = []
 
