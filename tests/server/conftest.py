@@ -172,6 +172,7 @@ def border(n: int) -> int:
     return n // BLOCK * BLOCK
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items):
     """With `pytest -n` all tests of one server go to one worker (needs `--dist loadgroup`)."""
     for item in items:
