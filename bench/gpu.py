@@ -44,6 +44,8 @@ class Step:
 def steps(args: argparse.Namespace) -> list[Step]:
     model = ["--model", args.model, "--load-format", args.load_format]
     data = ["--data", args.data] if args.data else []
+    windows = ["bench.serve.windows", "--head-dim", "256", "--name", "serve/windows_gpu"]
+    windows += ["--tokenizer", args.model] if args.model else []
     out = [
         ("serving", ["bench.e2e.serving", *model], 900, ALONE),
         ("first_token", ["bench.e2e.first_token", *model, "--together"], 400, ALONE),
@@ -54,6 +56,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("extend", "bench.kernels.extend", 300, TIMED),
         ("compaction", "bench.kernels.compaction", 300, TIMED),
         ("tests", f"pytest -q -p no:cacheprovider -n {min(16, os.cpu_count() or 1)} tests/gpu", 900, RIGHT),
+        ("windows", windows, 500, RIGHT),
         ("devices", "bench.serve.devices --against bench/results/serve/devices_cpu.json.gz", 500, RIGHT),
         ("page_hash", "bench.serve.page_hash --name serve/page_hash_gpu", 400, RIGHT),
         # Beside the CPU's.
