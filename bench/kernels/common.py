@@ -156,6 +156,7 @@ class Workload:
     key_mode: str = "channel"
     layers: int = 1  # more than one where a layer would stay in the L2 cache from run to run
     long: int = 0  # tokens of the first request, where it is longer than the others
+    window: int = -1  # tokens before its own that a query sees; -1: all
 
     @property
     def formats(self):
@@ -225,6 +226,8 @@ class Workload:
         plain = rungs == 0
         plain_tokens = int(plain.sum()) * p - int(((-lens) % p).sum())
         size = self.stored_bytes(counts[~plain], plain_tokens)  # of one layer
+        if 0 <= self.window < tokens:
+            size = size * (self.window + 1) // tokens
         return store, rows.cuda(), lens.int().cuda(), size
 
     def stored_bytes(self, counts: torch.Tensor, plain_tokens: int) -> int:

@@ -101,13 +101,13 @@ def check(w: Workload, t: Tuning) -> float:
     store, rows, lens, _ = w.build(batch=2, tokens=tokens, seed=int(time.time()) % 10007)
     q = torch.randn((2, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
     op = DecodeAttention(
-        store, max_batch=2, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t, columns=4
+        store, max_batch=2, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t, columns=4, window=w.window
     )
     op.plan(rows, lens)
     out = torch.full_like(q, float("nan"))
     scale = w.head_dim**-0.5
     op.run(0, q, scale=scale, out=out)
-    ref = reference_decode(store, 0, q, rows, lens, scale=scale)
+    ref = reference_decode(store, 0, q, rows, lens, scale=scale, window=w.window)
     return ((out.double().cpu() - ref).norm() / ref.norm()).item()
 
 
@@ -118,7 +118,7 @@ def measure(w: Workload, tunings: list[tuple[Tuning, int]], bandwidth: float) ->
     for t, items in tunings:
         op = DecodeAttention(
             store, max_batch=w.batch, max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=t,
-            columns=items or None,
+            columns=items or None, window=w.window,
         )  # fmt: skip
         op.plan(rows, lens)
         y = torch.empty_like(q)
