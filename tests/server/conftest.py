@@ -38,7 +38,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "exact": ("bf16", chunk, SMALL, retract),
         "graphs": ("k4v4", chunk, "256MiB", _graphs()),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
-        "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
+        "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _graphs()),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
         "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
     }

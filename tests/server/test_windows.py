@@ -1,6 +1,7 @@
 """A model with sliding windows, served: beside transformers where nothing is compressed, and beside itself.
 
-Its random weights make no text, but log-probabilities that hang on which tokens a layer sees.
+Its random weights make no text, but log-probabilities that hang on which tokens a layer sees. Short prompts go through
+SGLang's runner of prefill graphs, which pads them, and hands a Gemma 3's queries over with their padding.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def test_the_window_matters(windowed, reference, rng):
     answer = windowed.client.generate(prompt, 40, logprobs=True)
     right = drift(answer, prompt, reference)
     assert all(drift(answer, prompt, reference, window=n) > 3 * right for n in (WINDOW - 1, WINDOW + 1, 10_000))
+
+
+def test_short_prompts_are_padded(windowed, rng):
+    windowed.client.generate(tokens(rng, 60), 1)
+    assert "prefill of 60 tokens as 64" in windowed.log.read_text()
 
 
 def test_requests_of_all_lengths_at_once(windowed, reference, rng):
