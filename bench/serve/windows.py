@@ -1,4 +1,4 @@
-"""A model with sliding windows, served: answers beside stock SGLang, cold, cached and behind what was decoded.
+"""A model with sliding windows, served: answers beside stock SGLang, cold, cached and appended to what is cached.
 
     python -m bench.serve.windows [--caches bf16,k4v4] [--head-dim 64] [--window 100] [--tokenizer FOLDER]
 

@@ -7,6 +7,7 @@ from tests.decode_support import make_case, relative_error
 
 from ..ops.test_window import NEW, PREFIX, ROWS, WAITING, error, queries, reference, request_case
 from ..ops_triton.test_window import by_turns, moved
+from .test_decode_attention import replays
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,31 +60,10 @@ def test_decode_of_more_blocks_than_a_chunk(group, columns):
 
 
 def test_decode_graph_replays_with_other_lengths_and_blocks():
-    store, q, rows, lens = case = make_case(
+    case = make_case(
         "k4v4", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), whole=True, device="cuda"
     )
-    op = build(case, 300, columns=40)
-    rows, lens, out = rows.clone(), lens.clone(), torch.empty_like(q)
-    op.plan(rows, lens)
-    op.run(0, q, scale=0.1, out=out)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            op.plan(rows, lens)
-            op.run(1, q, scale=0.1, out=out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    gen = torch.Generator().manual_seed(3)
-    for _ in range(3):
-        # Whole blocks only: the last block of another request may be packed.
-        lens.copy_(torch.randint(1, rows.shape[1] + 1, (len(rows),), generator=gen) * 128)
-        rows.copy_(rows[torch.randperm(len(rows), generator=gen).cuda()])
-        q.normal_()
-        out.fill_(torch.nan)
-        graph.replay()
-        assert relative_error(out, store, 1, q, rows, lens, scale=0.1, window=300) < BAR
+    replays(case, build(case, 300, columns=40), window=300)
 
 
 def ragged(store, query_heads):
