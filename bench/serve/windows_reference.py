@@ -1,0 +1,98 @@
+"""What a window that is one token short while generating does to the model of `bench.serve.windows`, by transformers.
+
+    python -m bench.serve.windows_reference [--head-dim 256] [--window 100] [--tokenizer FOLDER]
+
+Stock SGLang 0.5.17 gives its Triton backend's decode kernel as many tokens as its layers have *before* a query's own
+(`update_sliding_window_buffer`), the query's own among them. So a server that is right drifts from that one as far as
+`short` says here; `rounded` is what probabilities rounded to bf16, as attention kernels round them, make of it. Both in
+nats on average over the generated tokens, for the same prompts, beside attention in fp32; weights are bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench import common
+from bench.tiny import tiny_windowed
+
+from .windows import ANSWER, LENGTHS, prompt
+
+
+class Attention:
+    """`[B, H, N, D]` over a whole sequence, of which the first `given` tokens are the prompt."""
+
+    def __init__(self):
+        self.short, self.rounded, self.given = False, False, 0
+
+    def __call__(self, module, q, k, v, mask, scaling, **_):
+        group, n = q.shape[1] // k.shape[1], q.shape[2]
+        k, v = (x.repeat_interleave(group, 1).float() for x in (k, v))
+        back = torch.arange(n)[:, None] - torch.arange(n)  # how far before a query's own token
+        seen = back >= 0
+        if window := getattr(module, "sliding_window", None):
+            seen &= back < window
+            if self.short:
+                seen[self.given :] &= back[self.given :] < window - 1
+        logits = (q.float() @ k.mT * scaling).masked_fill(~seen, -math.inf)
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        sums = weights.sum(-1, keepdim=True)
+        if self.rounded:
+            weights = weights.to(q.dtype).float()
+        return (weights @ v / sums).transpose(1, 2).to(q.dtype), None
+
+
+class Reference:
+    """The model in `folder` with an `Attention` of ours."""
+
+    def __init__(self, folder: Path):
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        self.attention = Attention()
+        AttentionInterface.register("kvc_reference", self.attention)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="kvc_reference"
+        ).eval()
+
+    def logits(self, ids: list[int], last: int, **how: bool) -> torch.Tensor:
+        """fp32 `[last, V]` of the last places, `how` the fields of the attention."""
+        vars(self.attention).update({"short": False, "rounded": False, "given": len(ids)} | how)
+        with torch.no_grad():
+            hidden = self.model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -last:]
+            return hidden.float() @ self.model.lm_head.weight.float().T
+
+    def apart(self, ids: list[int], tokens: int) -> dict[str, float]:
+        """How far the log-probabilities of a greedy answer of so many tokens move, on average."""
+        given = len(ids)
+        for _ in range(tokens):
+            ids = [*ids, int(self.logits(ids, 1).argmax())]
+        said = torch.tensor(ids[given:])[:, None]
+
+        def found(**how):
+            logits = self.logits(ids, tokens + 1, given=given, **how)[:-1]
+            return logits.log_softmax(-1).gather(1, said)[:, 0]
+
+        right = found()
+        return {how: float((found(**{how: True}) - right).abs().mean()) for how in ("short", "rounded")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dim", type=int, default=256)
+    parser.add_argument("--window", type=int, default=100)
+    parser.add_argument("--tokenizer", type=Path, help="default: the demo model's")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kvc-windowed-"))
+    reference = Reference(tiny_windowed(folder, args.window, head_dim=args.head_dim, like=args.tokenizer))
+    rows = {n: reference.apart(prompt(n), ANSWER) for n in LENGTHS}
+    for n, row in rows.items():
+        print(f"{n:5}", *(f"{k} {v:.4f}" for k, v in row.items()), flush=True)
+    common.write_result("serve/windows_reference", {"window": args.window, "head_dim": args.head_dim, "nats": rows})
+
+
+if __name__ == "__main__":
+    main()

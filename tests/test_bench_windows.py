@@ -1,0 +1,44 @@
+"""The reference of the windows' bench: the model's own attention, and a window that is one token short."""
+
+import pytest
+import torch
+
+from bench import common
+from bench.serve.windows import prompt
+from bench.serve.windows_reference import Reference
+from bench.tiny import tiny_windowed
+
+WINDOW, ANSWER = 20, 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if common.demo_model() is None:
+        pytest.skip("needs the demo model's tokenizer: python -m sglang_kvc.demo")
+    return tiny_windowed(tmp_path_factory.mktemp("windowed"), WINDOW, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return Reference(folder)
+
+
+def test_attention_is_that_of_transformers(folder, reference):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    ids = prompt(50)
+    with torch.no_grad():
+        want = theirs(torch.tensor([ids])).logits[0, -8:].float().log_softmax(-1)
+    got = reference.logits(ids, 8).log_softmax(-1)
+    short = reference.logits(ids, 8, short=True, given=20).log_softmax(-1)
+    assert (got - want).abs().mean() < 0.25 * (short - want).abs().mean()
+
+
+def test_a_window_that_shows_everything_is_never_short(reference):
+    assert reference.apart(prompt(WINDOW - ANSWER - 1), ANSWER)["short"] == 0
+
+
+def test_a_short_window_moves_more_than_rounding_does(reference):
+    found = reference.apart(prompt(60), ANSWER)
+    assert found["short"] > found["rounded"] > 0
