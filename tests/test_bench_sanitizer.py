@@ -12,7 +12,7 @@ import pytest
 from bench.kernels import sanitizer
 from bench.revision import ROOT
 
-LOG = """========= COMPUTE-SANITIZER
+LOG = f"""========= COMPUTE-SANITIZER
 ============================= test session starts ==============================
 collecting ... collected 5 items
 
@@ -30,6 +30,8 @@ tests/gpu/test_a.py::test_four SKIPPED (needs a CUDA device) [ 80%]
 tests/gpu/test_a.py::test_five FAILED [100%]
 
 =================================== FAILURES ===================================
+{ROOT}/tests/gpu/test_a.py:31: AssertionError: assert tensor(0.8) < 0.03
+/somewhere/torch/random.py:9: RuntimeError: CUDA error
 tests/gpu/test_a.py::test_one[x y-1]
 FAILED tests/gpu/test_a.py::test_one[x y-1]
 =================== 2 failed, 2 passed, 1 skipped in 9.0s ======================
@@ -53,6 +55,9 @@ def test_reading():
         ("test_four", "skipped", 0), ("test_five", "failed", 0),
     ]  # fmt: skip
     assert rows[1]["first"][1].startswith("Error: Race reported between Write access at join")
+    whys = {r["test"].split("::")[1]: r["why"] for r in rows if "why" in r}
+    assert whys["test_two"] == "tests/gpu/test_a.py:31: AssertionError: assert tensor(0.8) < 0.03"
+    assert whys["test_five"].endswith("random.py:9: RuntimeError: CUDA error") and len(whys) == 2
     cut_off = LOG[: LOG.index("FAILED [ 40%]")]  # a test that did not end says nothing
     assert [r["test"].split("::")[1] for r in sanitizer.read_log(cut_off)] == ["test_one[x y-1]"]
     found = sanitizer.scores([r | dict(tool="memcheck") for r in rows], 9)

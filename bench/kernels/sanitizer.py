@@ -79,9 +79,10 @@ def visible_gpus() -> list[str]:
 
 
 def read_log(text: str) -> list[dict]:
-    """What a process said of each test that it ended: id, outcome, and the errors reported while it ran."""
+    """Of each test that a process ended: id, outcome, the errors reported while it ran, and why it failed if it did."""
     found, test, errors = [], None, []
-    for line in text.splitlines():
+    lines = iter(text.splitlines())
+    for line in lines:
         if re.match(r"=+ (FAILURES|ERRORS|warnings summary|short test summary|\d+ (passed|failed|skipped))", line):
             break  # tests are named again from here on
         if match := re.match(r"(tests/\S+::.*?) ?(=========.*|PASSED.*|FAILED.*|SKIPPED.*|ERROR.*|)$", line):
@@ -91,6 +92,9 @@ def read_log(text: str) -> list[dict]:
         if test and (match := re.match(r"(PASSED|FAILED|SKIPPED|ERROR)\b", line)):
             found.append(dict(test=test, outcome=match[1].lower(), errors=len(errors), first=errors[:3]))
             test = None
+    reasons = (match[1] for line in lines if (match := re.match(rf"(?:{ROOT}/)?(\S+\.py:\d+: .+)", line)))
+    for row, reason in zip((r for r in found if r["outcome"] == "failed"), reasons):  # in the same order
+        row["why"] = reason
     return found
 
 
@@ -188,7 +192,7 @@ def main() -> int:
         results.score(scores(results.rows, len({*ids, *(r["test"] for r in results.rows)})))
     for row in results.rows:
         if row["errors"] or row["outcome"] not in ("passed", "skipped"):
-            first = " ".join(row["first"])[:100]
+            first = " ".join([*row["first"], row.get("why", "")])[:160]
             print(f"{row['tool']:10} {row['outcome']:7} {row['errors']:3} {row['test']}  {first}")
     results.show()
     return int(any(r["errors"] for r in results.rows))
