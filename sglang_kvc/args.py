@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
-from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, listed, policy_names
+from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, check_pool, listed, policy_names
 from sglang_kvc.model_facts import from_model_config
 from sglang_kvc.model_refusals import check_facts
 from sglang_kvc.policies import SCORERS, SHARES
@@ -285,8 +285,11 @@ def _verify(args: KvcServerArgs) -> None:
     if not getattr(args, "_declarations_materialized", False):
         return  # model "dummy" or "none": SGLang resolves nothing
     config = KvcConfig.from_args(args)
-    facts = from_model_config(args.get_model_config())
+    model = args.get_model_config()
+    facts = from_model_config(model)
     check_facts(facts, config)
+    heads = model.get_num_kv_heads(args.tp_size)
+    check_pool(config, layers=model.num_hidden_layers, heads=heads, head_dim=facts.head_dim)
     for name, wanted in (
         ("attention_backend", "kvc"),
         ("radix_cache_backend", "kvc"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import RadixAttention
 
 from .attention import Snapshot, make_attention
+from .model_facts import attention_layers
 from .pool import KvcPool
 from .warm_up import compile_ahead
 
@@ -28,7 +28,7 @@ class KvcAttnBackend(AttentionBackend):
         self.block_tokens = self.runtime.layout.block_tokens
         rows, columns = runner.req_to_token_pool.req_to_token.shape
         policy = self.runtime.policy
-        layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
+        layers = attention_layers(runner.model)
         sizes = {
             "query_heads": runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
             "max_batch": rows,

@@ -62,7 +62,7 @@ _UNITS |= {unit + "I": 1 << (10 * i) for i, unit in enumerate("KMGT", start=1)}
 def parse_bytes(text: str | int) -> int:
     """'4GB' -> 4_000_000_000, '512MiB' -> 536_870_912, '1e9' and plain numbers are bytes."""
     m = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)\s*([KMGT]?I?)B?", str(text).strip().upper())
-    if not m or m[2] not in _UNITS:
+    if not m or m[2] not in _UNITS or not math.isfinite(float(m[1])):
         raise ConfigError(f"{flag('memory')} {text!r} is not a size; write it like 4GB, 512MiB or 4000000000.")
     return int(float(m[1]) * _UNITS[m[2]])
 
@@ -114,6 +114,11 @@ class KvcConfig:
             )
         if given.get("high") == BASE and "low" not in given:
             # Nothing is ever packed, so no policy has anything to decide: the same ladder under one name.
+            for option in sorted((set(policy_options(policy)) - set(policy_options("quantise"))) & set(given)):
+                raise ConfigError(
+                    f"{flag(option)} has no effect with {flag('high')} {BASE}, which compresses and drops nothing; "
+                    f"drop one of them."
+                )
             return cls(**{**given, "policy": "quantise"}).validate()
         given.setdefault("window", _policies()[policy].default_window)
         options = policy_options(policy)
@@ -336,6 +341,21 @@ def _check_verdicts(c: KvcConfig) -> None:
             f"{flag('calibration')} {c.calibration} has no effect with policy {c.policy}, which needs no statistics, "
             f"and the file judges no formats; drop it, or {guard.AGAIN}."
         )
+
+
+def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> None:
+    """What depends on the whole model, `heads` KV heads a rank: a budget in bytes, and the least memory."""
+    from sglang_kvc.policies import make_policy
+    from sglang_kvc.sizing import make_layout, size_pool
+
+    policy = make_policy(config)
+    layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
+    try:
+        policy.check(layout)
+        if config.memory is not None:
+            size_pool(config.memory, layout, policy.ladder(layout))
+    except ValueError as e:
+        raise ConfigError(f"{str(e)[0].upper()}{str(e)[1:].rstrip('.')}.") from None
 
 
 def check_geometry(config: KvcConfig, *, head_dim: int) -> None:

@@ -12,6 +12,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # OOT, not CPU: the in-tree CPU platform would dispatch to kernels that are not there.
     _enum = PlatformEnum.OOT
 
+    def get_device(self, local_rank: int) -> str:
+        # SGLang, told of no device, takes this for the name that --device gives.
+        return "cpu"
+
     def is_pin_memory_available(self, device=None) -> bool:
         return False
 

@@ -20,8 +20,10 @@ def names(text: str | None) -> tuple[str, ...]:
 
 
 def asks(custom_params: Any) -> bool:
-    """Whether a request says anything about its level."""
-    return isinstance(custom_params, dict) and custom_params.get(PARAMETER) is not None
+    """Whether a request says anything about its level, or what cannot be understood."""
+    if isinstance(custom_params, dict):
+        return custom_params.get(PARAMETER) is not None
+    return custom_params is not None
 
 
 def level_of(custom_params: Any, offered: Sequence[str] = (), default: str | None = None) -> str | None:
@@ -29,12 +31,16 @@ def level_of(custom_params: Any, offered: Sequence[str] = (), default: str | Non
     too (`Policy.own_level`). ValueError (one sentence) for another value."""
     if not asks(custom_params):
         return None
+    if not isinstance(custom_params, dict):
+        raise ValueError(
+            f'custom_params is {custom_params!r}, which is no object; write it like {{"{PARAMETER}": "{LOSSLESS}"}}.'
+        )
     level = custom_params[PARAMETER]
     if isinstance(level, str) and level in (LOSSLESS, *offered):
         return level
     if default is not None and level == default:
         return None
-    more = "".join(f', "{name}"' for name in offered)
+    more = "".join(f', "{name}"' for name in (*offered, *([default] if default else [])))
     raise ValueError(
         f'custom_params["{PARAMETER}"] is {level!r}, which is not a level of the compressed cache; give "{LOSSLESS}" '
         f"(nothing of it is ever compressed){more}, or leave it out for what the server was started with."

@@ -44,7 +44,8 @@ def from_model_config(mc: Any) -> ModelFacts:
         # Also where an option puts all layers into one pool: the layers of these models differ in more than a window.
         hybrid_swa=bool(mc.is_hybrid_swa) or is_hybrid_swa_model(list(architectures), mc.hf_text_config),
         windows="sliding_attention" in (getattr(mc.hf_text_config, "layer_types", None) or ()),
-        shared_kv=bool(getattr(mc.hf_text_config, "num_kv_shared_layers", 0)),
+        # A model that loops runs its layers again over the keys and values of the first time.
+        shared_kv=bool(getattr(mc.hf_text_config, "num_kv_shared_layers", 0)) or (getattr(hf, "loop_num", 1) or 1) > 1,
         hybrid_state=mambaish_config(mc) is not None,
         encoder_decoder=bool(mc.is_encoder_decoder),
         encoder_only=bool(set(architectures) & set(ENCODER_ARCHITECTURES)) or bool(mc.is_embedding_gemma),
@@ -59,17 +60,28 @@ def from_model_config(mc: Any) -> ModelFacts:
     )
 
 
+def attention_layers(model: Any) -> list[Any]:
+    """All `RadixAttention` of a built model. SGLang's Transformers backend keeps them in a plain dict, where
+    `modules()` does not look."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        held = getattr(module, "attention_instances", None) or {}
+        found |= {id(m): m for m in (module, *held.values()) if type(m).__name__ == "RadixAttention"}
+    return list(found.values())
+
+
 def from_configurator(configurator: Any) -> ModelFacts:
     """The same, corrected by the built model: its layers know windows and masks that a config file may not show."""
     facts = from_model_config(configurator.model_config)
-    layers = [m for m in configurator.model.modules() if type(m).__name__ == "RadixAttention"]
+    layers = attention_layers(configurator.model)
     masks = {getattr(m.attn_type, "value", m.attn_type) for m in layers}
     return replace(
         facts,
         identity=None,  # was compared when the arguments were checked; building a model may complete its config
         mla=facts.mla or bool(configurator.use_mla_backend),
         hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa),
-        windows=any(m.sliding_window_size >= 0 for m in layers),
+        hidden_layers=not layers,
+        windows=facts.windows or any(m.sliding_window_size >= 0 for m in layers),
         uneven_layers=len({(m.tp_k_head_num, m.tp_q_head_num, m.qk_head_dim, m.v_head_dim) for m in layers}) > 1,
         scaled_by_position=any(m.xai_temperature_len > 0 for m in layers),
         hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,

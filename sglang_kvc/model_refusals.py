@@ -27,6 +27,7 @@ class ModelFacts:
     windows: bool = False  # layers with a sliding window, in the one pool that all layers share
     shared_kv: bool = False
     uneven_layers: bool = False
+    hidden_layers: bool = False  # the built model's attention layers were not found
     hybrid_state: bool = False
     encoder_decoder: bool = False
     encoder_only: bool = False
@@ -77,6 +78,13 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         lambda m: m.uneven_layers,
         "The model {} with KV heads of different number or size",
         "the pages of all layers are alike",
+        _MODEL,
+    ),
+    Refusal(
+        "hidden_layers",
+        lambda m: m.hidden_layers,
+        "The model {}",
+        "its attention layers are not where SGLang's models have them, so their windows and masks are not known",
         _MODEL,
     ),
     Refusal(

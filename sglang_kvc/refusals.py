@@ -199,6 +199,11 @@ def check_args(args: Any, config: KvcConfig) -> None:
             f"--page-size {args.page_size} contradicts the block size {config.block_size}, because SGLang's page is "
             f"one block; drop it and set --kvc-block-size."
         )
+    if args.max_total_tokens is not None and config.memory is not None:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens} contradicts --kvc-memory, because both say how large the "
+            f"cache is; drop one of them."
+        )
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and "query_mean" in make_policy(config).needs and _above_one(args.tp_size):
         raise ConfigError(

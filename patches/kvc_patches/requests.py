@@ -4,6 +4,9 @@ A level that does not exist is refused where SGLang checks all sampling paramete
 scheduler; its client gets a 400 and nobody else notices. Front ends that load no plug-ins (the workers of
 `--tokenizer-worker-num`) do not check, so the scheduler aborts such a request with the same sentence. The namespace is
 set before the request is first matched with the tree.
+
+A prompt of an embedding model that could never be admitted is aborted here, too: SGLang checks its length and queues it
+all the same, and it would wait for ever, and all requests behind it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,21 @@ def before_add_request_to_queue(self, req, is_retracted=False):
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
     req.extra_key = namespace(req.extra_key, req.kvc_level)
+    if not self.is_generation and req.to_finish is None:
+        _abort_if_too_long(req, runtime)
+
+
+def _abort_if_too_long(req, runtime) -> None:
+    from sglang.srt.runtime_context import get_schedule
+
+    chunk = get_schedule().chunked_prefill_size
+    new, capacity = len(req.origin_input_ids), runtime.sizing.capacity_tokens
+    need = runtime.prompt_tokens(new, 0, runtime.policy.rung_of(req.kvc_level), chunk if (chunk or 0) > 0 else None)
+    if need + runtime.layout.block_tokens > capacity:
+        req.set_finish_with_abort(
+            f"The prompt of {new} tokens does not fit into the KV cache, which holds {capacity} tokens uncompressed; "
+            f"use a shorter one, or start the server with more --kvc-memory."
+        )
 
 
 def _served():

@@ -36,7 +36,9 @@ def around_get_new_batch_prefill(orig, self, running_batch):
     allocator = self.token_to_kv_pool_allocator
     if not isinstance(allocator, KvcAllocator):
         return orig(self, running_batch)
-    if running_batch.batch_is_full and allocator.has_room_again():
+    # Nor does SGLang look again where nothing runs: what was waited for may have been aborted.
+    nothing_runs = running_batch.is_empty() and self.chunked_req is None
+    if running_batch.batch_is_full and (nothing_runs or allocator.has_room_again()):
         running_batch.batch_is_full = False
     knew, ran = running_batch.batch_is_full, list(running_batch.reqs) if self.enable_priority_preemption else []
     plan = orig(self, running_batch)

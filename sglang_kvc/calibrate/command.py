@@ -92,6 +92,8 @@ def load(model_path: str, words: str, tokens: int):
 
 def check_config(config, tokens: int) -> None:
     """CalibrateError for a model that could not be served compressed, or is not made for so long a text."""
+    if tokens < 1:
+        raise CalibrateError(f"--tokens {tokens} is no number of tokens; choose some thousands")
     text, identity = config.get_text_config(), identity_of(config)
     longest = getattr(text, "max_position_embeddings", None)
     if longest and tokens > longest:

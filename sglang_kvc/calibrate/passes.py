@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from sglang_kvc.identity import Identity, identity_of
 from sglang_kvc.policies.findings import Chosen, Findings
@@ -50,7 +50,8 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         tensors = {name: x.contiguous() for name, x in self.tensors.items()}
-        save_file(tensors, str(path), metadata=self.findings().metadata())
+        # Not `save_file`, whose files nobody else may read: a server may run as another user.
+        Path(path).write_bytes(save(tensors, metadata=self.findings().metadata()))
 
 
 def calibrate(

@@ -118,7 +118,7 @@ class Pyramid(ByLayer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta < 1:
+        if not self.beta >= 1:  # nor is nan
             raise ValueError("beta is 1 or more")
 
     def weights(self, layers, average, most, calibration) -> Sequence[float]:

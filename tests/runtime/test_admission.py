@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_running_offset
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_request
+from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_get_new_batch_prefill
 from sglang_kvc.levels import LOSSLESS
 from sglang_kvc.sequence import Sequence
@@ -131,8 +132,11 @@ def test_growth_of_a_request_that_just_ended():
 
 def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
     server, looked = ToyServer(high="k4v4"), []
-    scheduler = SimpleNamespace(token_to_kv_pool_allocator=server.allocator, enable_priority_preemption=False)
-    batch = SimpleNamespace(batch_is_full=False, reqs=[])
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=server.allocator, enable_priority_preemption=False, chunked_req=None
+    )
+    running = [object()]
+    batch = SimpleNamespace(batch_is_full=False, reqs=[], is_empty=lambda: not running)
 
     def refused(self, batch):
         looked.append(not batch.batch_is_full)
@@ -153,6 +157,30 @@ def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
     assert not look()
     server.runtime.free(more)
     assert not look()  # no more than at the last refusal
+    running.clear()
+    assert look()  # SGLang would never: nothing runs that could end
+    scheduler.chunked_req = object()
+    assert not look()
+
+
+def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
+    """Of embedding models; packing makes room for those that are longer than what fits uncompressed."""
+    server = ToyServer(high="k4v4")
+    capacity = server.runtime.sizing.capacity_tokens
+    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: server.runtime)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: SimpleNamespace(chunked_prefill_size=CHUNK))
+
+    def aborted(tokens, generation=False):
+        said = []
+        req = SimpleNamespace(
+            origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=None), extra_key=None,
+            to_finish=None, set_finish_with_abort=said.append,
+        )  # fmt: skip
+        before_add_request_to_queue(SimpleNamespace(is_generation=generation), req)
+        return said
+
+    assert not aborted(capacity + 2 * P) and not aborted(10 * capacity, generation=True)
+    assert f"{10 * capacity} tokens does not fit" in aborted(10 * capacity)[0]
 
 
 def test_requests_that_were_preempted_in_vain_are_queued_again():
@@ -163,9 +191,9 @@ def test_requests_that_were_preempted_in_vain_are_queued_again():
     )
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=server.allocator, waiting_queue=[queued_before], _add_request_to_queue=queued.append,
-        enable_priority_preemption=True,
+        enable_priority_preemption=True, chunked_req=None,
     )  # fmt: skip
-    batch = SimpleNamespace(batch_is_full=False, reqs=[kept, queued_before, lost, ended])
+    batch = SimpleNamespace(batch_is_full=False, reqs=[kept, queued_before, lost, ended], is_empty=lambda: False)
 
     def preempt(self, batch):
         batch.reqs = [kept]

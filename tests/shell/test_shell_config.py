@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvc.config import ConfigError, KvcConfig, check_geometry, parse_bytes, policy_names, policy_options
+from sglang_kvc.config import (
+    ConfigError,
+    KvcConfig,
+    check_geometry,
+    check_pool,
+    parse_bytes,
+    policy_names,
+    policy_options,
+)
 
 from .conftest import one_sentence
 
@@ -96,6 +104,23 @@ def test_a_ratio_that_no_plan_can_reach():
 def test_bf16_is_the_same_base_under_every_policy(policy):
     assert resolve(policy=policy, high="bf16") == KvcConfig(high="bf16")
     assert resolve(policy=policy, high="bf16").formats == ()
+
+
+def test_bf16_beside_what_it_would_not_read():
+    for policy, option in (("prune", {"keep": "0.3"}), ("prune", {"budget": "4x"}), ("leankv", {"alpha_high": "2"})):
+        with pytest.raises(ConfigError) as e:
+            resolve(policy=policy, high="bf16", **option)
+        assert "--kvc-high bf16" in one_sentence(str(e.value))
+
+
+def test_what_a_whole_model_shows():
+    """A budget in bytes, and the least memory, before a weight is read."""
+    model = dict(layers=32, heads=8, head_dim=128)
+    check_pool(resolve(policy="prune", budget="20000", memory="4GB"), **model)
+    for given, named in (({"policy": "prune", "budget": "1200"}, "--kvc-budget 1200"), ({"memory": "1MiB"}, "MiB")):
+        with pytest.raises(ConfigError) as e:
+            check_pool(resolve(**given), **model)
+        assert named in one_sentence(str(e.value))
 
 
 def test_text_numbers_become_numbers():

@@ -104,7 +104,7 @@ class TestCpuPlatform:
 
         platform = TorchCpuPlatform()
         assert isinstance(platform, SRTPlatform) and platform.is_out_of_tree()
-        assert platform.get_device(0).type == "cpu" and platform.get_dispatch_key_name() == "native"
+        assert platform.get_device(0) == "cpu" and platform.get_dispatch_key_name() == "native"
         assert platform.get_default_attention_backend() == "torch_native"
         assert platform.get_mha_kv_pool_cls().__name__ == "MHATokenToKVPool"
         rest = dict(dtype=None, device="cpu", kvcache=None, need_sort=False)

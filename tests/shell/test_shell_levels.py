@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("server_args")
 def serve(parse, monkeypatch):
     """`serve(*options)` -> ask(level), by both processes of such a server; the level that the scheduler notes."""
 
-    def start(*options):
+    def start(*options, params=lambda level: {"kvc": level}):
         args = parse("--kv-backend", "kvc", *options)
         config = KvcConfig.from_args(args)
         monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
@@ -28,7 +28,7 @@ def serve(parse, monkeypatch):
         monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
 
         def ask(level):
-            sampling = SimpleNamespace(custom_params={"kvc": level})
+            sampling = SimpleNamespace(custom_params=params(level))
             aborts = []
             req = SimpleNamespace(sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append)
             refused = None
@@ -36,7 +36,8 @@ def serve(parse, monkeypatch):
                 requests.before_verify(sampling, 1000)
             except ValueError as e:
                 refused = e
-            requests.before_add_request_to_queue(None, req)  # also where nobody looked at the request before
+            # Also where nobody looked at the request before.
+            requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
             assert aborts == ([str(refused)] if refused else [])
             if refused:
                 raise refused
@@ -81,6 +82,13 @@ def test_a_format_is_not_what_a_pruning_server_serves(serve, options):
         ask("k4v4")
     assert "not a level" in one_sentence(str(e.value))
     assert ask("lossless") == "lossless" and ask(None) is None
+
+
+@pytest.mark.parametrize("wrong", ["lossless", ["kvc", "lossless"], 5, []])
+def test_parameters_that_are_no_object(serve, wrong):
+    with pytest.raises(ValueError, match="custom_params") as e:
+        serve(params=lambda _: wrong)("lossless")
+    one_sentence(str(e.value))
 
 
 def test_formats_on_offer(serve):

@@ -89,13 +89,14 @@ def test_argument_refusals(stock, name):
     [
         {"page_size": 64},
         {"chunked_prefill_size": 100},
+        {"max_total_tokens": 4096},
         {"cuda_graph_config": {"prefill": {"backend": "tc_piecewise"}}},
     ],
     ids=lambda c: next(iter(c)),
 )
 def test_contradictions(stock, changes):
     with pytest.raises(ConfigError) as e:
-        check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig())
+        check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig(memory=10**9))
     assert "--" + next(iter(changes)).replace("_", "-") in one_sentence(str(e.value))
 
 
@@ -151,6 +152,7 @@ TRAITS = {
     "hybrid_swa": {"hybrid_swa": True},
     "shared_kv": {"shared_kv": True},
     "uneven_layers": {"uneven_layers": True},
+    "hidden_layers": {"hidden_layers": True},
     "hybrid_state": {"hybrid_state": True},
     "encoder_decoder": {"encoder_decoder": True},
     "encoder_only": {"encoder_only": True},
@@ -268,6 +270,22 @@ def test_the_built_model_is_checked_again(parse):
         with pytest.raises(ConfigError) as e:
             check_model(configurator(parse, **changes))
         one_sentence(str(e.value))
+
+
+def test_layers_in_a_dict(parse):
+    """Where SGLang's Transformers backend keeps them."""
+    from sglang_kvc.model_facts import attention_layers
+
+    shown = configurator(parse, layer={"sliding_window_size": 63})
+    held = SimpleNamespace(attention_instances=dict(enumerate(shown.model.modules())))
+    model = SimpleNamespace(modules=lambda: [held, SimpleNamespace(attention_instances=None)])
+    assert attention_layers(model) == list(held.attention_instances.values())
+    check_model(configurator(parse, model=model))
+    with pytest.raises(ConfigError, match="--kvc-policy quota"):
+        check_model(configurator(parse, "--kvc-policy", "quota", model=model))
+    with pytest.raises(ConfigError) as e:
+        check_model(configurator(parse, model=SimpleNamespace(modules=lambda: [])))
+    assert "not known" in one_sentence(str(e.value))
 
 
 SLIDING = dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", sliding_window=1024)

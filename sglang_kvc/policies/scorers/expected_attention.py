@@ -34,7 +34,7 @@ class ExpectedAttention(RowScorer):
     horizon: int = 512
 
     def __post_init__(self) -> None:
-        if self.epsilon < 0 or self.horizon < 1:
+        if not self.epsilon >= 0 or self.horizon < 1:  # nor is nan
             raise ValueError("epsilon is 0 or more, and the horizon 1 position or more")
         super().__post_init__()
 
