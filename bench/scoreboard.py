@@ -198,7 +198,8 @@ def tables(board: dict[str, dict]) -> str:
     presets, of_presets = _presets(board)
     lines = [*_by_format(board, COLUMNS), *_by_format(board, DECODE)]
     if presets:
-        title = "Answers against stock SGLang in bf16 on a GPU, in points of at least 100 questions a task:"
+        title = "Answers against stock SGLang in bf16 on a GPU, in points of at least 100 questions a task"
+        title += " (sizes: SmolLM2's):"
         lines += [title, "", *presets]
     singles = [name for name in SINGLES if name in board]
     unshown = {f"{c}.{fmt}" for c in QUALITY for fmt in FORMATS}  # 64 questions; those of the presets are more

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
-from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, check_pool, listed, policy_names
+from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, check_pool, listed, policy_names, wasted_levels
 from sglang_kvc.model_facts import from_model_config
 from sglang_kvc.model_refusals import check_facts
 from sglang_kvc.policies import SCORERS, SHARES
@@ -289,6 +289,8 @@ def _verify(args: KvcServerArgs) -> None:
     facts = from_model_config(model)
     check_facts(facts, config)
     heads = model.get_num_kv_heads(args.tp_size)
+    for sentence in wasted_levels(config, head_dim=facts.head_dim):
+        logger.warning(sentence)
     check_pool(config, layers=model.num_hidden_layers, heads=heads, head_dim=facts.head_dim)
     for name, wanted in (
         ("attention_backend", "kvc"),

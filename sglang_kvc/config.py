@@ -358,6 +358,30 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
         raise ConfigError(f"{str(e)[0].upper()}{str(e)[1:].rstrip('.')}.") from None
 
 
+def wasted_levels(config: KvcConfig, *, head_dim: int) -> list[str]:
+    """A sentence for each format of `levels` whose blocks take as many pages as those of a more precise one: pages fit
+    the server's own format."""
+    from sglang_kvc.policies import make_policy
+    from sglang_kvc.sizing import make_layout
+
+    layout = make_layout(config, make_policy(config), layers=1, heads=1, head_dim=head_dim)
+    out = []
+    for name in levels.names(config.levels):
+        fmt, pages = FORMATS[name], layout.block_pages(FORMATS[name])
+        better = [
+            f for f in FORMATS.values()
+            if f.packed and f != fmt and f.key_bits >= fmt.key_bits and f.value_bits >= fmt.value_bits
+            and layout.block_pages(f) <= pages
+        ]  # fmt: skip
+        if better:
+            best = max(better, key=lambda f: (f.key_bits + f.value_bits, f.name == config.high))
+            out.append(
+                f"{flag('levels')} {name} takes as much memory as {best.name} here, because pages fit {config.high}; "
+                + ("drop it." if best.name == config.high else f"offer {best.name} instead.")
+            )
+    return out
+
+
 def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
     """What depends on the model's head size: a page must hold a group of tokens in every format, and a ratio given as
     budget must be possible.

@@ -71,8 +71,9 @@ class KvcStats:
 
     def log_line(self) -> str:
         """One short part of SGLang's own prefill and decode log lines."""
-        parts = [f"kvc: {times(self.ratio)} (body {times(self.ratio_body)})"]
-        if self.bytes_per_token is not None:
+        begun = self.tokens and not self.packed_tokens  # the ratio of an open block would read like a loss
+        parts = ["kvc: nothing packed yet" if begun else f"kvc: {times(self.ratio)} (body {times(self.ratio_body)})"]
+        if self.bytes_per_token is not None and not begun:
             parts.append(f"{self.bytes_per_token:.0f} B/token")
         parts.append(f"pages free {self.pages_free}/{self.pages_total}")
         if self.tier_shares:

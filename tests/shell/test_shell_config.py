@@ -14,6 +14,7 @@ from sglang_kvc.config import (
     parse_bytes,
     policy_names,
     policy_options,
+    wasted_levels,
 )
 
 from .conftest import one_sentence
@@ -121,6 +122,14 @@ def test_what_a_whole_model_shows():
         with pytest.raises(ConfigError) as e:
             check_pool(resolve(**given), **model)
         assert named in one_sentence(str(e.value))
+
+
+def test_levels_that_cost_quality_and_save_nothing():
+    found = wasted_levels(resolve(levels="k8v4,k4v2,k2v2"), head_dim=128)
+    assert [one_sentence(x).split()[-2:] for x in found] == [["k8v8", "instead."], ["drop", "it."]]
+    assert not wasted_levels(resolve(levels="k8v8,k2v2"), head_dim=64)
+    assert not wasted_levels(resolve(high="k8v4", levels="k4v2"), head_dim=128)
+    assert not wasted_levels(resolve(high="bf16", levels="k4v4"), head_dim=64)
 
 
 def test_text_numbers_become_numbers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -46,6 +47,8 @@ def test_an_empty_cache_has_no_ratio():
     assert EMPTY.ratio is EMPTY.ratio_body is EMPTY.bytes_per_token is None
     assert EMPTY.tier_shares == {} and times(None) == "-"
     assert EMPTY.log_line().startswith("kvc: - (body -), pages free 40000/40000")
+    begun = replace(EMPTY, tokens=1, bytes=500_000)
+    assert begun.log_line().startswith("kvc: nothing packed yet, pages free")
 
 
 def test_log_line_says_all_of_it():
