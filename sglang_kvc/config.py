@@ -359,8 +359,8 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
 
 
 def wasted_levels(config: KvcConfig, *, head_dim: int) -> list[str]:
-    """A sentence for each format of `levels` whose blocks take as many pages as those of a more precise one: pages fit
-    the server's own format."""
+    """A sentence for each format of `levels` whose blocks take as many pages as those of a more precise one: a page
+    has one size for all formats, and fits the first of `formats`."""
     from sglang_kvc.policies import make_policy
     from sglang_kvc.sizing import make_layout
 
@@ -375,9 +375,10 @@ def wasted_levels(config: KvcConfig, *, head_dim: int) -> list[str]:
         ]  # fmt: skip
         if better:
             best = max(better, key=lambda f: (f.key_bits + f.value_bits, f.name == config.high))
+            there = best in config.formats
             out.append(
-                f"{flag('levels')} {name} takes as much memory as {best.name} here, because pages fit {config.high}; "
-                + ("drop it." if best.name == config.high else f"offer {best.name} instead.")
+                f"{flag('levels')} {name} takes as much memory as {best.name} here, because pages fit "
+                f"{config.formats[0].name}; {'drop it' if there else f'offer {best.name} instead'}."
             )
     return out
 

@@ -130,6 +130,9 @@ def test_levels_that_cost_quality_and_save_nothing():
     assert not wasted_levels(resolve(levels="k8v8,k2v2"), head_dim=64)
     assert not wasted_levels(resolve(high="k8v4", levels="k4v2"), head_dim=128)
     assert not wasted_levels(resolve(high="bf16", levels="k4v4"), head_dim=64)
+    assert not wasted_levels(resolve(high="bf16", levels="k4v4,k8v8"), head_dim=64)
+    (found,) = wasted_levels(resolve(high="bf16", levels="k8v4,k4v4"), head_dim=64)
+    assert "pages fit k8v4; drop it" in one_sentence(found)
 
 
 def test_text_numbers_become_numbers():
