@@ -77,14 +77,18 @@ def _unseen(entries, TILE: tl.constexpr, WINDOWED: tl.constexpr):
 
 @triton.jit
 def _plain_program(
-    q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap, page_bytes: tl.constexpr,
-    ROW_STRIDE: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
+    q_row, live, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap, last, hidden,
+    page_bytes: tl.constexpr, ROW_STRIDE: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
+    MULTI: tl.constexpr,
 ):
-    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table."""
+    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table.
+
+    MULTI: of the item's block number `last`, a query row does not see the last `hidden[NQ]` tokens.
+    """
     d = tl.arange(0, D)
-    q = tl.load(q_row[None, :] + d[:, None], mask=(g < G)[None, :], other=0.0)
+    q = tl.load(q_row[None, :] + d[:, None], mask=live[None, :], other=0.0)
     acc = tl.zeros([D, NQ], tl.float32)
     m = tl.full([NQ], NEG, tl.float32)
     l = tl.zeros([16 * WARPS, NQ], tl.float32)
@@ -98,20 +102,20 @@ def _plain_program(
         tl.debug_barrier()
         acc, m, l = plain_part(
             acc, m, l, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
-            unseen, D, NQ, T, SPAN, VOFF, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED,
+            unseen, last - first, hidden, D, NQ, T, SPAN, VOFF, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED, MULTI,
         )
         tl.debug_barrier()
         if WINDOWED:
             unseen = unseen * 0
-    tl.store(out[None, :] + d[:, None], acc, mask=(g < G)[None, :])
-    tl.store(ml, m - P_SHIFT, mask=g < G)
-    tl.store(ml + 1, tl.sum(l, 0), mask=g < G)
+    tl.store(out[None, :] + d[:, None], acc, mask=live[None, :])
+    tl.store(ml, m - P_SHIFT, mask=live)
+    tl.store(ml + 1, tl.sum(l, 0), mask=live)
 
 
 @triton.jit
 def _packed_program(
-    q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
-    page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
+    q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
+    page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
     KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr,
     CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
@@ -128,7 +132,7 @@ def _packed_program(
     above = tl.zeros([DK, NQ], tl.float32)
     for k in tl.static_range(8 // KB):
         at = q_row[None, :] + ((8 // KB - 1 - k) * DK + dk)[:, None]
-        x = tl.load(at, mask=(g < G)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(at, mask=live[None, :], other=0.0).to(tl.float32)
         u = x * (1.0 / (1 << (KB * (8 // KB - 1 - k))))
         if TOKEN_KEYS:
             qsum += tl.sum(x, 0)
@@ -177,21 +181,27 @@ def _packed_program(
             else:
                 field = acc[1]
             o = field * (CODE_UNIT / (1 << (VB * f))) + zero[None, :]
-            tl.store(out[None, :] + (f * DV + r * ROWS + rows)[:, None], o, mask=(g < G)[None, :])
-    tl.store(ml, m - P_SHIFT, mask=g < G)
-    tl.store(ml + 1, tl.sum(l, 0), mask=g < G)
+            tl.store(out[None, :] + (f * DV + r * ROWS + rows)[:, None], o, mask=live[None, :])
+    tl.store(ml, m - P_SHIFT, mask=live)
+    tl.store(ml + 1, tl.sum(l, 0), mask=live)
 
 
-@triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
+# Starts of queries are a slice that begins anywhere; its alignment must not choose another kernel.
+@triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"], do_not_specialize_on_alignment=["starts", "sizes"])
 def _decode_kernel(
     q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, lists,
-    pages, table, counts, headers, NB, layer, scale, cap,
+    pages, table, counts, headers, NB, layer, scale, cap, starts, sizes,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr, WINDOWED: tl.constexpr,
+    ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr,
 ):
-    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
+    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`.
+
+    MULTI: request b has the queries starts[b] to starts[b + 1] (int32 `[B + 1]`), which are its last tokens and lie in
+    its last block; parts have NQ rows instead of G, row g being query g // G of the request and head g % G of the
+    group. `sizes` int32 `[B, C]`: lengths of the lists. Neither is read otherwise.
+    """
     pid = tl.program_id(0)
     h = pid % H
     head = (layer * H + h).to(tl.int64)
@@ -205,22 +215,34 @@ def _decode_kernel(
         start = tl.load(items + item * 4 + 2)
         blocks = tl.load(items + item * 4 + 3)
         entries = lists + (request * len(CLASSES) + cls).to(tl.int64) * NB + start
-        q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
-        part = (item * H + h).to(tl.int64) * G + g
+        if MULTI:
+            first = tl.load(starts + request)
+            queries = tl.load(starts + request + 1) - first
+            q_row = q_ptr + (first + g // G).to(tl.int64) * q_stride_b + (h * G + g % G) * q_stride_h
+            part = (item * H + h).to(tl.int64) * NQ + g
+            live = g < queries * G
+            hidden = queries - 1 - g // G
+            last = tl.load(sizes + request * len(CLASSES)) - 1 - start
+        else:
+            q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
+            part = (item * H + h).to(tl.int64) * G + g
+            live = g < G
+            hidden = 0
+            last = 0
         out = part_o + part * D
         ml = part_ml + part * 2
         for c in tl.static_range(len(CLASSES)):
             if cls == c:
                 if CLASSES[c][0] == 16:
                     _plain_program(
-                        q_row, g, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
-                        page_bytes, L * H * E, G, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5], CHUNK,
-                        CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED,
+                        q_row, live, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
+                        last, hidden, page_bytes, L * H * E, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5],
+                        CHUNK, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED, MULTI,
                     )
                 else:
                     _packed_program(
-                        q_row, g, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
-                        head, scale, cap, page_bytes, L * H, E, G, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
+                        q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
+                        head, scale, cap, page_bytes, L * H, E, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
                         CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
                         CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED,
                     )
@@ -239,17 +261,20 @@ class DecodeAttention:
         tuning: Tuning | None = None,
         columns: int | None = None,
         window: int = -1,
+        query_rows: int = 0,
     ):
         """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
-        `window` >= 0: a query sees its own token and so many before it, in blocks that keep every token."""
+        `window` >= 0: a query sees its own token and so many before it, in blocks that keep every token.
+        `query_rows` > 0, a power of two and at least 8: requests may have several queries, the query heads of all of
+        which make at most `query_rows` rows a KV head (see `plan`); the engine is then "triton"."""
         layout = store.layout
-        self.window = window
+        self.window, self.query_rows = window, query_rows
         if query_heads % layout.heads:
             raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
         self.engine = self._choose_engine()
-        self._query_columns = max(8, triton.next_power_of_2(self.group))
+        self._query_columns = query_rows or max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
         # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
         tiles = max(CHUNK * layout.block_tokens // c[7] + 2 for c in self._classes)
@@ -261,8 +286,10 @@ class DecodeAttention:
         dev, rows = store.device, self._plan.capacity * layout.heads
         words = self._plan.columns * layout.heads * self._scratch_words
         self._scratch = torch.empty(words, dtype=torch.int64, device=dev)
-        self._part_o = torch.empty((rows, self.group, layout.head_dim), dtype=torch.float32, device=dev)
-        self._part_ml = torch.empty((rows, self.group, 2), dtype=torch.float32, device=dev)
+        self._part_rows = query_rows or self.group
+        self._part_o = torch.empty((rows, self._part_rows, layout.head_dim), dtype=torch.float32, device=dev)
+        self._part_ml = torch.empty((rows, self._part_rows, 2), dtype=torch.float32, device=dev)
+        self._starts = self._owners = self._plan.sizes  # not read for one query a request
 
     def _choose_engine(self) -> str:
         engine, store = self.tuning.engine, self.store
@@ -272,14 +299,14 @@ class DecodeAttention:
             fits = self.group <= 8 and store.layout.head_dim == 128
             able = gluon_kernel is not None and store.device.type == "cuda" and not INTERPRET
             hopper = one_tier and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
-            return "gluon" if hopper and self.window < 0 else "triton"
+            return "gluon" if hopper and self.window < 0 and not self.query_rows else "triton"
         if engine == "gluon":
             if gluon_kernel is None:
                 raise RuntimeError("no Gluon in this Triton; take the engine 'triton'")
             if self.group > 16:
                 raise ValueError("the engine 'gluon' takes groups of up to 16 query heads")
-            if self.window >= 0:
-                raise ValueError("the engine 'gluon' knows no windows; take 'triton'")
+            if self.window >= 0 or self.query_rows:
+                raise ValueError("the engine 'gluon' takes no windows and one query a request; take 'triton'")
         elif engine != "triton":
             raise ValueError(f"engine {engine!r}")
         return engine
@@ -314,6 +341,7 @@ class DecodeAttention:
         }  # fmt: skip
         if self.engine == "triton":
             out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "WINDOWED": self.window >= 0}
+            out["MULTI"] = self.query_rows > 0
         registers = t.max_registers
         if self.engine == "gluon" and self._query_columns == 8 and layout.head_dim <= 128:
             registers = registers or GLUON_REGISTERS  # 16 columns spill with fewer than 255
@@ -337,9 +365,10 @@ class DecodeAttention:
         some = {t: torch.empty(16, dtype=t, device=store.device) for t in (torch.float32, torch.int64, torch.int32)}
         f, i8, i4 = some.values()
         q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
+        more = () if self.engine == "gluon" else (i4, i4)
         kernel = self._kernel.warmup(
             q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
-            1, 0, 1.0, 0.0, grid=(1,), **self._constants(False),
+            1, 0, 1.0, 0.0, *more, grid=(1,), **self._constants(False),
         )  # fmt: skip
         kernel._init_handles()
         props = torch.cuda.get_device_properties(store.device)
@@ -348,8 +377,20 @@ class DecodeAttention:
         warps = 4 * (props.regs_per_multiprocessor // 4 // (-(-kernel.n_regs // 8) * 8 * 32))
         return max(1, min(shared, warps // self._warps, 32) * props.multi_processor_count // heads)
 
-    def plan(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync."""
+    def plan(
+        self,
+        row_blocks: torch.Tensor,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        owners: torch.Tensor | None = None,
+    ) -> None:
+        """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync.
+
+        With `query_rows`: request b has the queries `starts[b]` to `starts[b + 1]` (int32 `[B + 1]`), which are its
+        last tokens and lie in its last, uncompressed block; query n is of request `owners[n]` (int32 `[N]`).
+        """
+        if self.query_rows:
+            self._starts, self._owners = starts, owners
         self._plan.update(self.store, row_blocks, seq_lens)
 
     def run(
@@ -362,8 +403,8 @@ class DecodeAttention:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`q[B, Hq, D]` of the planned requests -> `out[B, Hq, D]` in q's dtype. The log-sum-exp to base 2 goes to
-        `lse` fp32 `[B, Hq]`, if given.
+        """`q[N, Hq, D]`, the planned requests' queries -> `out[N, Hq, D]` in q's dtype. The log-sum-exp to base 2 goes
+        to `lse` fp32 `[N, Hq]`, if given.
         """
         store, plan, heads = self.store, self._plan, self.store.layout.heads
         if out is None:
@@ -372,14 +413,16 @@ class DecodeAttention:
             return out
         if q.dtype != store.dtype:
             raise ValueError(f"queries are {q.dtype}, the pages hold {store.dtype}")
+        more = () if self.engine == "gluon" else (self._starts, plan.sizes)
         self._kernel[(plan.columns * heads,)](
             q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items,
             plan.column_ranges, plan.lists, store.pages, store.table, store.counts, store.headers,
-            plan.max_blocks, layer, scale, logit_cap, **self._constants(logit_cap > 0),
+            plan.max_blocks, layer, scale, logit_cap, *more, **self._constants(logit_cap > 0),
         )  # fmt: skip
         merge_kernel[(q.shape[0], q.shape[1])](
-            self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, heads, self.group,
-            store.layout.head_dim, 8, lse is not None, num_warps=1,
+            self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, self._owners,
+            self._starts, heads, self.group, store.layout.head_dim, 8, lse is not None, self._part_rows,
+            self.query_rows > 0, num_warps=1,
         )  # fmt: skip
         return out
 

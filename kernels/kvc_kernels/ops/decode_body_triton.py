@@ -233,11 +233,15 @@ def packed_part(
 
 @triton.jit
 def plain_part(
-    acc, m, l, q, words, tile_pages, n_tiles, pages, page_bytes, scale, cap, unseen,
+    acc, m, l, q, words, tile_pages, n_tiles, pages, page_bytes, scale, cap, unseen, last, hidden,
     D: tl.constexpr, NQ: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, VOFF: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
+    MULTI: tl.constexpr,
 ):
-    """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, q model dtype `[D, NQ]`, m and l as above."""
+    """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, q model dtype `[D, NQ]`, m and l as above.
+
+    MULTI: of the block at place `last` of the chunk, a query does not see the last `hidden[NQ]` tokens.
+    """
     FOLD: tl.constexpr = TILE // (16 * WARPS)
     c = scale * LOG2E
     t = tl.arange(0, TILE)
@@ -255,6 +259,11 @@ def plain_part(
         at = (slots * D)[:, None] + d[None, :]
         k = tl.load(row + at, mask=ok[:, None], other=0.0)
         v = tl.load(row + (at + VOFF // 2), mask=ok[:, None], other=0.0)
+        if MULTI:
+            behind = tl.where(((word >> 24) & 0xFF).to(tl.int32) == last, hidden, 0)
+            seen = t[:, None] < (count - t0 - behind)[None, :]
+        else:
+            seen = ok[:, None]
         word = tl.load(words + i + 1)
         ids = _tile_pages(tile_pages, i + 1, SPAN)
         if not ASM:  # the interpreter multiplies bf16 words as integers
@@ -265,9 +274,11 @@ def plain_part(
             s = capped(s * scale, cap) * LOG2E
         else:
             s = s * c
-        s = tl.where(ok[:, None], s, NEG)
+        s = tl.where(seen, s, NEG)
         mn = tl.maximum(m, tl.max(s, 0))
         p = tl.exp2(s - (mn - P_SHIFT)[None, :])
+        if MULTI:  # a query that sees nothing of its first tile has a maximum of NEG
+            p = tl.where(seen, p, 0.0)
         a = tl.exp2(m - mn)
         m = mn
         l = l * a[None, :] + tl.sum(tl.reshape(p, (FOLD, 16 * WARPS, NQ)), 0)

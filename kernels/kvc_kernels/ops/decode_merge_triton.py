@@ -8,18 +8,25 @@ import triton.language as tl
 from .unpack_triton import NEG
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["owners", "starts"])
 def merge_kernel(
-    part_o, part_ml, ranges, out, out_lse, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    LSE: tl.constexpr,
+    part_o, part_ml, ranges, out, out_lse, owners, starts, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    STEP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, MULTI: tl.constexpr,
 ):
-    """grid (B, H * G). Sum of a request's partial results, weighted by 2^(m - max m); with LSE also the log-sum-exp to
-    base 2, fp32 `[B, H * G]`.
+    """grid (N, H * G). Sum of the partial results of a query, weighted by 2^(m - max m); with LSE also the log-sum-exp
+    to base 2, fp32 `[N, H * G]`. A part has ROWS rows a KV head.
+
+    MULTI: query n is of request owners[n] (int32 `[N]`), whose first query is starts[owners[n]]; otherwise each request
+    has one query and ROWS is G.
     """
-    b = tl.program_id(0)
+    n = tl.program_id(0)
     hq = tl.program_id(1)
     h = hq // G
     g = hq % G
+    b = n
+    if MULTI:
+        b = tl.load(owners + n)
+        g = g + (n - tl.load(starts + b)) * G
     first = tl.load(ranges + b)
     last = tl.load(ranges + b + 1)
     d = tl.arange(0, D)
@@ -28,7 +35,7 @@ def merge_kernel(
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([D], tl.float32)
     for at in range(first, last, STEP):
-        row = ((at + i).to(tl.int64) * H + h) * G + g
+        row = ((at + i).to(tl.int64) * H + h) * ROWS + g
         ok = at + i < last
         m = tl.load(part_ml + row * 2, mask=ok, other=NEG)
         l = tl.load(part_ml + row * 2 + 1, mask=ok, other=0.0)
@@ -41,6 +48,6 @@ def merge_kernel(
         top = m_new
     # A head with every token pruned, or a row without tokens, gives 0 rather than NaN.
     result = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out + (b * (H * G) + hq).to(tl.int64) * D + d, result.to(out.dtype.element_ty))
+    tl.store(out + (n * (H * G) + hq).to(tl.int64) * D + d, result.to(out.dtype.element_ty))
     if LSE:
-        tl.store(out_lse + b * (H * G) + hq, tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), NEG))
+        tl.store(out_lse + n * (H * G) + hq, tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), NEG))
