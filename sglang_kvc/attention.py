@@ -182,7 +182,9 @@ class TritonAttention(TorchAttention):
             w: DecodeAttention(store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, window=w)
             for w in (-1, *windows)
         }
-        self.extender = ExtendAttention(store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as)
+        self.extender = ExtendAttention(
+            store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as, appended=True
+        )
         self.windowed = {
             w: WindowedExtend(
                 store, query_heads=query_heads, window=w, stored_as=stored_as, ragged=self.extender.ragged

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 BLOCKS = 4  # of the small pool; longer prompts name them again and again
 # New tokens of a prompt: so many query rows of a KV head (token x query head of its group), or so many tokens; and
 # tokens before them, rounded up to whole blocks.
-ROWS, NEW, PREFIXES = (1, 24, 48, 96, 192, 384, 768), (640, 2048), (0, 1, 4096)
+ROWS, NEW, PREFIXES = (1, 12, 24, 48, 96, 192, 384, 768), (640, 2048), (0, 1, 4096)
 
 
 def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -> None:

@@ -92,11 +92,12 @@ def test_geometry_has_points():
 
 def test_extend_scores():
     def row(name, new, ms, vs, ours):
-        return dict(case="prefix", prefix=9, new=new, name=name, ms=ms, vs_flashinfer=vs, tflops=1.0, ours=ours)
+        return dict(case="prefix", prefix=9, new=new, name=name, ms=ms, vs_stock=vs, tflops=1.0, ours=ours)
 
     rows = [dict(case="check", name="hopper", worst_row_error=0.004)]
-    for new in (64, 1024):
-        rows += [row("flashinfer fa2 page 1", new, 2.0, 1.0, False), row("hopper", new, 1.0, 0.5, True)]
+    for new in (1, 64, 1024):
+        rows += [row("fa3 page 128", new, 2.5, 1.25, False), row("flashinfer fa2 page 1", new, 2.0, 1.0, False)]
+        rows += [row("hopper", new, 1.0, 0.5, True)]
         rows += [row("triton 64x4", new, 3.0, 1.5, True)]
     prompt = {"prefill of one layer": 20.0, "window 64": 0.1, "all": 5.0, "one in 16": 1.0}
     for case, vs in zip(extend.BATCHES, (0.7, 0.9, 0.8)):
@@ -106,10 +107,11 @@ def test_extend_scores():
         rows += [{"case": case, "name": n, "ms": ms} for n, ms in times.items()]
     scores = extend.scores(rows)
     assert {n: v for n, (v, _) in scores.items()} == pytest.approx({
-        "extend.vs_bf16.64": 0.5, "extend.vs_bf16.1k": 0.5, "extend.vs_bf16.batch": 0.9,
+        "extend.vs_stock.1": 0.5, "extend.vs_stock.64": 0.5, "extend.vs_stock.1k": 0.5, "extend.vs_stock.batch": 0.9,
         "score.prefill_overhead": 0.005,
         "score.prefill_overhead_all": 0.25, "score.prefill_overhead_sampled": 0.05, "score.decode_overhead": 0.025,
     })  # fmt: skip
+    assert scores["extend.vs_stock.64"][1] == "time over flashinfer fa2 page 1, bf16"
     assert len(common.table(rows, extend.COLUMNS).splitlines()) == 1 + len(rows)
     assert extend.scores(rows[:1]) == {}
 

@@ -27,7 +27,7 @@ def kernel_constants(ladder: str, *, rows=256, key_mode="channel", dtype=torch.b
     layout = PoolLayout(2, 8, 128, 128, size, key_mode, not whole)
     ladder = (Rung(BF16), Rung(*formats)) if formats else (Rung(BF16),)
     store = PageStore.create(layout, ladder, num_pages=4, num_blocks=2, device="cpu", dtype=dtype)
-    op = ExtendAttention(store, query_heads=32, flashinfer=False)
+    op = ExtendAttention(store, query_heads=32, dense="none")
     return extend.constants(store, 4, op._classes, rows, capped)
 
 

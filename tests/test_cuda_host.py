@@ -26,7 +26,7 @@ GROUP, NEW = 3, 150
 
 
 def build(store: extend.PageStore, rows: int, path: Path) -> ctypes.CDLL:
-    op = ExtendAttention(store, query_heads=GROUP * store.layout.heads, flashinfer=False)
+    op = ExtendAttention(store, query_heads=GROUP * store.layout.heads, dense="none")
     (path / "constants.h").write_text(extend.constants(store, GROUP, op._classes, rows, False))
     for name in ("extend.cu", "extend_tiles.cuh", "unpack.cuh"):
         shutil.copy(SOURCES / name, path)
@@ -86,7 +86,7 @@ def test_tiles(ladder, size, key_mode, block_tokens, rows, dtype, tmp_path):
     low[torch.tensor([r.low is None for r in rungs])[of]] = 0
     store = random_store(layout, rungs, of, torch.stack((high, low), -1), dtype=dtype, seed=7)
     lib = build(store, rows, tmp_path)
-    classes = ExtendAttention(store, query_heads=heads, flashinfer=False)._plan.classes
+    classes = ExtendAttention(store, query_heads=heads, dense="none")._plan.classes
 
     # Two requests over all blocks in an order of their own; the last uncompressed one is filled in part.
     requests = [(1 + torch.randperm(n, generator=gen)).tolist() for _ in range(2)]

@@ -39,7 +39,7 @@ def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -
     )
     layout = PoolLayout(2, 8, head_dim, 128, size, "channel", False)
     store = PageStore.create(layout, ladder, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
-    op = extend.ExtendAttention(store, query_heads=32, flashinfer=False, stored_as=ladder[1].high, tuning=tuning)
+    op = extend.ExtendAttention(store, query_heads=32, dense="none", stored_as=ladder[1].high, tuning=tuning)
     op.plan(torch.zeros((1, 4), dtype=torch.int32), [128], [168])
     q, k = (torch.zeros((168, n, head_dim), dtype=torch.bfloat16) for n in (32, 8))
     op.run(0, q, k, k, scale=1.0)

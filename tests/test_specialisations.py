@@ -82,7 +82,7 @@ def test_decode(launched, observe):
 def test_extend(launched, stored):
     mine = store()
     fmt = rungs("k4v4")[1].high
-    op = ExtendAttention(mine, query_heads=HEADS * 3, flashinfer=False, stored_as=fmt if stored else None)
+    op = ExtendAttention(mine, query_heads=HEADS * 3, dense="none", stored_as=fmt if stored else None)
     for n in range(1, 7):
         for blocks in (1, 2, 3, 16):
             prefix, new = [max(0, P * (blocks - 1) - i) for i in range(n)], [1 + 3 * i % P for i in range(n)]

@@ -121,12 +121,14 @@ def hopper(launched, monkeypatch):
     monkeypatch.setattr(extend_flashinfer_triton, "BatchPrefillWithRaggedKVCacheWrapper", FlashInfer)
     monkeypatch.setattr(extend_flashinfer_triton, "StagingCopy", mock.Mock)
     monkeypatch.setattr(extend_flashinfer_triton, "WORKSPACE_BYTES", 1)
-    ragged = extend_flashinfer_triton.RaggedPrefill
-    monkeypatch.setattr(ragged, "create", ragged)
+    monkeypatch.setattr(extend_flashinfer_triton.RaggedPrefill, "available", lambda device: True)
     monkeypatch.setattr(extend_hopper_cuda, "supports", lambda store: True)
     monkeypatch.setattr(extend_hopper_cuda, "_kernels", lambda text, device: 2 * (CudaKernel(text, launched),))
     monkeypatch.setattr(extend_attention_triton, "ExtendAttention", partial(WideExtend, hopper=True))
-    monkeypatch.setattr(decode_attention_triton.DecodeAttention, "_choose_engine", lambda self: "gluon")
+    monkeypatch.setattr(
+        decode_attention_triton.DecodeAttention, "_choose_engine",
+        lambda self: "triton" if self.query_rows else "gluon",
+    )  # fmt: skip
 
 
 def build(options, megabytes=40, device="cpu"):
@@ -229,10 +231,7 @@ def test_nothing_is_left_to_compile(options, cap, launched):
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
 def test_nothing_is_left_to_compile_for_hopper(options, hopper, launched):
     staged = options["policy"] == "quantise" and options["high"] != "bf16"
-    compare(
-        options, 0.0, launched, "extend.cu", "_extend_kernel", "join_parts_kernel",
-        *(["_stored_kernel"] if staged else []),
-    )  # fmt: skip
+    compare(options, 0.0, launched, "extend.cu", "_decode_kernel", *(["_stored_kernel"] if staged else []))
 
 
 WINDOWED = [x for x in CONFIGURATIONS if x["policy"] == "quantise"]
@@ -246,7 +245,7 @@ def test_nothing_is_left_to_compile_for_windows(options, cap, launched):
 
 @pytest.mark.parametrize("options", WINDOWED, ids=lambda x: "-".join(map(str, x.values())))
 def test_nothing_is_left_to_compile_for_windows_on_hopper(options, hopper, launched, monkeypatch):
-    engine = property(lambda self: "triton" if self.window >= 0 else "gluon", lambda self, value: None)
+    engine = property(lambda self: "triton" if self.window >= 0 or self.query_rows else "gluon", lambda *_: None)
     monkeypatch.setattr(decode_attention_triton.DecodeAttention, "engine", engine, raising=False)
     compare(options, 0.0, launched, "extend.cu", "_decode_kernel", "_unpack_kernel", window=70)
 

@@ -43,6 +43,36 @@ def flashinfer(batch: int, tokens: int, dim: int, dtype: torch.dtype, page: int,
     return time_graph(lambda i: wrapper.run(q, tuple(kv[i % layers]), out=out), inner=max(10, layers))
 
 
+def fa3(batch: int, tokens: int, dim: int, dtype: torch.dtype, page: int) -> float:
+    """FlashAttention 3 as SGLang's `fa3` backend calls it while decoding: page table and scheduler metadata made once a
+    step. Over fp8 pages queries are fp8, too."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+
+    dev, total = "cuda", batch * tokens // page
+    layers = cold_layers(2 * batch * tokens * HEADS * dim * dtype.itemsize)
+    shape = (2, total, page, HEADS, dim)
+    kv = [torch.randn(shape, dtype=torch.bfloat16, device=dev).to(dtype) for _ in range(layers)]
+    q = torch.randn((batch, HEADS * GROUP, dim), dtype=torch.bfloat16, device=dev).to(dtype)
+    table = torch.randperm(total, device=dev).int().view(batch, -1)
+    lens = torch.full((batch,), tokens, dtype=torch.int32, device=dev)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=dev)
+    metadata = get_scheduler_metadata(
+        batch_size=batch, max_seqlen_q=1, max_seqlen_k=tokens, num_heads=HEADS * GROUP, num_heads_k=HEADS, headdim=dim,
+        cache_seqlens=lens, qkv_dtype=dtype, cu_seqlens_q=starts, page_size=page, causal=True,
+    )  # fmt: skip
+    scales = {}
+    if dtype != torch.bfloat16:
+        one = torch.ones((batch, HEADS), device=dev)
+        scales = dict(q_descale=one, k_descale=one, v_descale=one)
+    return time_graph(
+        lambda i: flash_attn_with_kvcache(
+            q, *kv[i % layers], page_table=table, cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=1, causal=True,
+            scheduler_metadata=metadata, **scales,
+        ),
+        inner=max(10, layers),
+    )
+
+
 def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> float:
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
     from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
@@ -72,7 +102,8 @@ def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> floa
 
 def kernels(kv: str, *, quick: bool) -> dict:
     """name -> (function, further arguments); with `quick` only the forms that were found fastest."""
-    runs = {f"flashinfer_page{p}_tc": (flashinfer, (p, True)) for p in (1, 16)}
+    runs = {f"fa3_page{p}": (fa3, (p,)) for p in (1, 64, 128)}
+    runs |= {f"flashinfer_page{p}_tc": (flashinfer, (p, True)) for p in (1, 16)}
     if not quick:
         if kv == "bf16":
             runs["flashinfer_page16"] = (flashinfer, (16, False))

@@ -1,12 +1,13 @@
-"""Extend attention over a long cached prefix in packed pages, beside FlashInfer over bf16 pages of the same lengths.
+"""Extend attention over a long cached prefix in packed pages, beside stock kernels over bf16 pages of the same lengths.
 
-    python -m bench.kernels.extend [--prefix 102400] [--new 64,1024] [--format k4v4] [--block 128] [--seconds 220]
+    python -m bench.kernels.extend [--prefix 102400] [--new 1,4,8,16,64,1024] [--format k4v4] [--block 128]
+        [--seconds 220] [--stock "fa3 page 128,.."]
 
-One layer of 8 KV heads, GQA 4, head_dim 128. FlashInfer runs with each backend and page size named in `BASELINES`; the
-best counts. Every variant is checked against float64 on a short prefix first, with fresh random inputs. Then few new
-tokens, as a hit leaves them, where the host's time to launch a layer counts, too; several requests at once (`BATCHES`),
-a prompt without a prefix, seen exactly and as stored, and what collecting attention adds to a prefill of `--score`
-tokens.
+One layer of 8 KV heads, GQA 4, head_dim 128. Stock is FlashAttention 3, SGLang's default on Hopper, and FlashInfer, in
+the forms of `STOCK`; the fastest counts, and the score names it. Every variant is checked against float64 on a short
+prefix first, with fresh random inputs. Then few new tokens, as a hit leaves them, where the host's time to launch a
+layer counts, too; several requests at once (`BATCHES`), a prompt without a prefix, seen exactly and fake-quantized, and
+what collecting attention adds to a prefill of `--score` tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
@@ -24,7 +26,7 @@ from kvc_kernels.ops.observe import DECODE_STRIDE, Observe
 
 from .common import RESULTS, Budget, Results, Workload, choose_page_bytes, copy_bandwidth, table, time_graph
 
-BASELINES = (("fa2", 1), ("fa2", 16), ("fa3", 1))
+STOCK = ("fa3 page 1", "fa3 page 128", "flashinfer fa2 page 16", "flashinfer fa3 page 1")
 HEADS, GROUP, DIM = 8, 4, 128
 SCALE = 1 / math.sqrt(DIM)
 BATCHES = {  # name -> cached tokens of each request
@@ -104,29 +106,67 @@ def flashinfer_paged(backend: str, page: int, prefixes: list[int], new: list[int
     return lambda: wrapper.run(q, cache)
 
 
+def fa3_paged(page: int, prefixes: list[int], new: list[int]):
+    """The same by the FlashAttention 3 that SGLang's `fa3` backend calls."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    totals = [p + n for p, n in zip(prefixes, new)]
+    pages = [-(-n // page) for n in totals]
+    k, v = torch.randn((2, sum(pages), page, HEADS, DIM), device="cuda", dtype=torch.bfloat16)
+    table = torch.zeros((len(new), max(pages)), dtype=torch.int32, device="cuda")
+    for row, some in zip(table, torch.randperm(sum(pages), device="cuda").int().split(pages)):
+        row[: len(some)] = some
+    q = new_rows(sum(new))[0].contiguous()
+    starts = torch.tensor([0, *new], device="cuda").cumsum(0).int()
+    lens = torch.tensor(totals, dtype=torch.int32, device="cuda")
+    return lambda: flash_attn_with_kvcache(
+        q, k, v, page_table=table, cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=max(new), softmax_scale=SCALE,
+        causal=True,
+    )
+
+
+def stock(name: str, prefixes: list[int], new: list[int]):
+    """A closure of the stock kernel with this name of `STOCK`."""
+    library, *form = name.split()
+    page = int(form[-1])
+    return fa3_paged(page, prefixes, new) if library == "fa3" else flashinfer_paged(form[0], page, prefixes, new)
+
+
 def variants():
     """name -> options of `ExtendAttention`."""
     from kvc_kernels.ops.extend_attention_triton import Tuning
 
-    out = {"hopper": dict(hopper=True, flashinfer=False)}
-    out["triton 64x4"] = dict(hopper=False, flashinfer=False)
-    out["triton 128x8"] = dict(hopper=False, flashinfer=False, tuning=Tuning(rows=128, warps=8))
+    out = {"hopper": dict(hopper=True, dense="none")}
+    out["few"] = dict(appended=True, dense="none")  # the decode kernel, up to 64 query rows a KV head
+    out["triton 64x4"] = dict(hopper=False, dense="none")
+    out["triton 128x8"] = dict(hopper=False, dense="none", tuning=Tuning(rows=128, warps=8))
     out["unpacked"] = dict(whole=True, hopper=False)  # for FlashInfer, where there are many new tokens
     return out
 
 
+def takes(name: str, new: int) -> bool:
+    """Whether the variant is for so many new tokens."""
+    return {"few": new * GROUP <= 64, "unpacked": new >= LEAST_NEW}.get(name, True)
+
+
 def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: bool):
-    """A closure over one plan; with `check`, the worst relative error of an output row instead."""
+    """A closure over one plan; with `check`, the worst relative error of an output row instead. `prefix` is of whole
+    blocks; the new rows are in the pages of further blocks, too."""
+    from kvc_kernels.ops.append_triton import append_triton
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
-    store, rows, _, size = work.build(batch=1, tokens=prefix)
+    p = work.block_tokens
+    store, rows, _, size = work.build(batch=1, tokens=prefix + (new if new % p else new + 1))
     q, k, v = new_rows(new)
-    op = ExtendAttention(store, query_heads=HEADS * GROUP, **options)
+    op = ExtendAttention(store, query_heads=HEADS * GROUP, max_blocks=rows.shape[1], **options)
+    if options.get("appended"):
+        at = torch.arange(prefix, prefix + new, device="cuda")
+        append_triton(store, 0, rows[0, at // p].long(), at % p, k, v)
     op.plan(rows, [prefix], [new])
     if not check:
         return (lambda: op.run(0, q, k, v, scale=SCALE)), size, store
     out = op.run(0, q, k, v, scale=SCALE).double()
-    ref = reference(store, q, k, v, rows, prefix)
+    ref = reference(store, q, k, v, rows[:, : prefix // p], prefix)
     return float((out - ref).norm(dim=-1).max() / ref.norm(dim=-1).mean())
 
 
@@ -146,16 +186,18 @@ def reference(store, q, k, v, rows, prefix: int) -> torch.Tensor:
 
 
 def fresh_prompt(new: int) -> list[dict]:
-    """No prefix at all: FlashInfer's ragged prefill, which serves it, the kernels' own tiles, and blocks as stored."""
+    """No prefix at all: the libraries' ragged prefill, the kernels' own tiles, and fake-quantized earlier blocks."""
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
     work, rows = Workload("k4v4", block_tokens=128), []
     store, blocks, _, _ = work.build(batch=1, tokens=new, rung=0)
     q, k, v = new_rows(new)
     fmt = store.ladder[1].high
-    ours = {name: options for name, options in variants().items() if name != "unpacked"}
-    more = {"flashinfer ragged": dict(flashinfer=True), "as stored": dict(flashinfer=True, stored_as=fmt)}
-    for name, options in {**ours, **more, "as stored, triton": dict(flashinfer=False, stored_as=fmt)}.items():
+    ours = {name: options for name, options in variants().items() if name not in ("unpacked", "few")}
+    more = {"fa3 ragged": dict(dense="fa3"), "fake-quantized, fa3": dict(dense="fa3", stored_as=fmt)}
+    more |= {"flashinfer ragged": dict(dense="flashinfer")}
+    more |= {"fake-quantized, flashinfer": dict(dense="flashinfer", stored_as=fmt)}
+    for name, options in {**ours, **more, "fake-quantized, triton": dict(dense="none", stored_as=fmt)}.items():
         op = ExtendAttention(store, query_heads=HEADS * GROUP, **options)
         op.plan(blocks, [0], [new])
         ms = timed(lambda op=op: op.run(0, q, k, v, scale=SCALE))
@@ -233,74 +275,76 @@ def collecting_steps(batch: int, tokens: int) -> list[dict]:
     return out
 
 
-def baselines(prefixes: list[int], new: list[int]) -> dict[str, float]:
-    """Milliseconds of FlashInfer over bf16 pages, by backend and page size."""
+def baselines(prefixes: list[int], new: list[int], names: Sequence[str]) -> dict[str, float]:
+    """Milliseconds of the stock kernels over bf16 pages."""
     out = {}
-    for backend, page in BASELINES:
+    for name in names:
         try:
-            out[f"flashinfer {backend} page {page}"] = timed(flashinfer_paged(backend, page, prefixes, new))
+            out[name] = timed(stock(name, prefixes, new))
         except Exception as error:
-            print(f"flashinfer {backend} page {page}: {type(error).__name__} {str(error)[:200]}", flush=True)
+            print(f"{name}: {type(error).__name__} {str(error)[:200]}", flush=True)
         torch.cuda.empty_cache()
     return out
 
 
-def batches(work: Workload, good: set[str], new: int) -> list[dict]:
+def batches(work: Workload, good: set[str], new: int, names: Sequence[str]) -> list[dict]:
     """Requests with `new` tokens each over prefixes that they do not share."""
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
     out = []
     for case, prefixes in BATCHES.items():
         news, p = [new] * len(prefixes), work.block_tokens
-        times = baselines(prefixes, news)
+        times = baselines(prefixes, news, names)
         best = min(times.values(), default=math.nan)
         store, rows, _, _ = work.build(batch=len(prefixes), tokens=max(prefixes))
         for i, n in enumerate(prefixes):
             rows[i, -(-n // p) :] = 0
         q, k, v = new_rows(sum(news))
-        for name in good - {"unpacked"}:
+        for name in good - {"unpacked", "few"}:
             op = ExtendAttention(store, query_heads=HEADS * GROUP, **variants()[name])
             op.plan(rows, prefixes, news)
             times[name] = timed(partial(op.run, 0, q, k, v, scale=SCALE))
         out += [
-            dict(case=case, prefix=sum(prefixes), new=new, name=name, ms=ms, vs_flashinfer=ms / best, ours=name in good)
+            dict(case=case, prefix=sum(prefixes), new=new, name=name, ms=ms, vs_stock=ms / best, ours=name in good)
             for name, ms in times.items()
         ]
         del store, rows
     return out
 
 
-def over_prefix(work: Workload, good: set[str], prefix: int, new: int, bandwidth: float, rate: float) -> list[dict]:
-    """FlashInfer over bf16 pages, then ours over packed ones."""
+def over_prefix(
+    work: Workload, good: set[str], prefix: int, new: int, bandwidth: float, rate: float, names: Sequence[str]
+) -> list[dict]:
+    """Stock over bf16 pages, then ours over packed ones."""
     ops = 4 * new * HEADS * GROUP * DIM * (prefix + new / 2)
-    base, ours, size = baselines([prefix], [new]), {}, 0
-    for name in sorted(good if new >= LEAST_NEW else good - {"unpacked"}):
+    base, ours, size = baselines([prefix], [new], names), {}, 0
+    for name in sorted(name for name in good if takes(name, new)):
         fn, size, store = run_ours(work, prefix, new, variants()[name], check=False)
         ours[name] = timed(fn)
         del fn, store
     best = min(base.values(), default=math.nan)
     floor = dict(bytes_ms=size / bandwidth * 1e3, ops_ms=ops / rate * 1e3)
     return [
-        dict(case="prefix", prefix=prefix, new=new, name=name, ms=ms, vs_flashinfer=ms / best, tflops=ops / ms / 1e9)
+        dict(case="prefix", prefix=prefix, new=new, name=name, ms=ms, vs_stock=ms / best, tflops=ops / ms / 1e9)
         | floor
         | dict(ours=name in ours)
         for name, ms in {**base, **ours}.items()
     ]
 
 
-def few_new(work: Workload, good: set[str]) -> list[dict]:
-    """What a hit leaves to compute: each of our kernels, whichever serves so few, and FlashInfer over bf16 pages."""
+def few_new(work: Workload, good: set[str], names: Sequence[str]) -> list[dict]:
+    """What a hit leaves to compute: each of our kernels that takes so few, and stock over bf16 pages."""
     from kvc_kernels.ops import extend_attention_triton
 
     out = []
     for new in FEW:
         made = {}
-        for backend, page in BASELINES:
+        for name in names:
             try:
-                made[f"flashinfer {backend} page {page}"] = flashinfer_paged(backend, page, [HIT], [new])
+                made[name] = stock(name, [HIT], [new])
             except Exception as error:
-                print(f"flashinfer {backend} page {page}: {type(error).__name__} {str(error)[:200]}", flush=True)
-        for name in sorted(good & {"hopper", "triton 64x4"}):
+                print(f"{name}: {type(error).__name__} {str(error)[:200]}", flush=True)
+        for name in sorted(x for x in good & {"hopper", "few", "triton 64x4"} if takes(x, new)):
             with mock.patch.object(extend_attention_triton, "HOPPER_LEAST_ROWS", 0):
                 made[name] = run_ours(work, HIT, new, variants()[name], check=False)[0]
         for name, fn in made.items():
@@ -311,16 +355,19 @@ def few_new(work: Workload, good: set[str]) -> list[dict]:
 
 
 def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
-    """The scoreboard's figures: times over FlashInfer's, of our fastest variant, and the share that collecting adds."""
+    """The scoreboard's figures: times over the fastest stock kernel's, of our fastest variant, and the share that
+    collecting adds."""
     out = {}
-    for new, name in ((64, "64"), (1024, "1k")):
-        ratios = [r["vs_flashinfer"] for r in rows if r["case"] == "prefix" and r["new"] == new and r["ours"]]
-        if ratios and not math.isnan(min(ratios)):
-            out[f"extend.vs_bf16.{name}"] = (min(ratios), "time over FlashInfer bf16")
-    several = [min(r["vs_flashinfer"] for r in rows if r["case"] == case and r["ours"]) for case in
+    for new, name in ((1, "1"), (16, "16"), (64, "64"), (1024, "1k")):
+        mine = [r for r in rows if r["case"] == "prefix" and r["new"] == new]
+        ratios = [r["vs_stock"] for r in mine if r["ours"]]
+        others = [(r["ms"], r["name"]) for r in mine if not r["ours"]]
+        if ratios and others:
+            out[f"extend.vs_stock.{name}"] = (min(ratios), f"time over {min(others)[1]}, bf16")
+    several = [min(r["vs_stock"] for r in rows if r["case"] == case and r["ours"]) for case in
                {r["case"] for r in rows if r["case"] in BATCHES}]  # fmt: skip
     if several and not math.isnan(max(several)):
-        out["extend.vs_bf16.batch"] = (max(several), f"time over FlashInfer bf16, worst of {len(several)} batches")
+        out["extend.vs_stock.batch"] = (max(several), f"time over fastest stock bf16, worst of {len(several)} batches")
     times = {r["name"]: r["ms"] for r in rows if r["case"] == "score"}
     if len(times) > 1:
         whole = times["prefill of one layer"]
@@ -334,14 +381,14 @@ def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
     return out
 
 
-COLUMNS = {"case": "", "name": "", "prefix": "", "new": "", "ms": ".3f", "vs_flashinfer": ".2f", "tflops": ".0f",
+COLUMNS = {"case": "", "name": "", "prefix": "", "new": "", "ms": ".3f", "vs_stock": ".2f", "tflops": ".0f",
            "bytes_ms": ".3f", "ops_ms": ".3f", "host_us": ".0f", "worst_row_error": ".4f"}  # fmt: skip
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prefix", type=int, default=102400)
-    parser.add_argument("--new", default="64,1024")
+    parser.add_argument("--new", default="1,4,8,16,64,1024")
     parser.add_argument("--format", default="k4v4")
     parser.add_argument("--kept", default="full")
     parser.add_argument("--block", type=int, default=128)
@@ -349,7 +396,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--score", type=int, default=16384, help="tokens of the prompt that is observed; 0: none")
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument("--out", default=str(RESULTS / "extend.json"))
-    return parser.parse_args(argv)
+    parser.add_argument("--stock", default=",".join(STOCK), help="stock kernels that are measured")
+    args = parser.parse_args(argv)
+    args.stock = args.stock.split(",")
+    return args
 
 
 def main() -> None:
@@ -361,16 +411,17 @@ def main() -> None:
     )
     for name, options in variants().items():
         try:
-            worst = run_ours(work, *((4096, 600) if name == "unpacked" else (1500, 100)), options, check=True)
+            size = {"unpacked": (4096, 600), "few": (1536, 16)}.get(name, (1536, 100))
+            worst = run_ours(work, *size, options, check=True)
         except Exception as error:
             print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
             continue
         results.add(dict(case="check", name=name, worst_row_error=worst))
     good = {r["name"] for r in results.rows if r["worst_row_error"] < 0.02}
-    jobs = {f"{n} new": lambda n=n: over_prefix(work, good, args.prefix, n, bandwidth, rate)
+    jobs = {f"{n} new": lambda n=n: over_prefix(work, good, args.prefix, n, bandwidth, rate, args.stock)
             for n in map(int, filter(None, args.new.split(",")))}  # fmt: skip
-    jobs["few new"] = lambda: few_new(work, good)
-    jobs["batches"] = lambda: batches(work, good, 64)
+    jobs["few new"] = lambda: few_new(work, good, args.stock)
+    jobs["batches"] = lambda: batches(work, good, 64, args.stock)
     if args.score:
         jobs["scores"] = lambda: collecting(args.score)
         jobs["scores of steps"] = lambda: collecting_steps(64, args.score // 2)

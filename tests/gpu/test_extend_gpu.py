@@ -5,7 +5,9 @@ import torch
 
 from kvc_kernels.layout import BF16, FORMATS, Rung
 
+from ..libraries import skip_without
 from ..ops_triton.test_extend_attention import LADDERS, error, inputs, make_case, reference
+from ..ops_triton.test_extend_few import new_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,14 +117,40 @@ def test_same_answer_twice(hopper):
     assert all(torch.equal(x, outs[0]) for x in outs)
 
 
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer"])
 @pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=needs_hopper)])
-def test_flashinfer_for_the_new_tokens(hopper):
-    pytest.importorskip("flashinfer")
+def test_a_library_for_the_new_tokens(hopper, dense):
+    skip_without(dense)
     store = case("k4v4", 4, heads=8)
-    worst, _ = run(store, 4, [600, 33, 200, 1], flashinfer=True, hopper=hopper)
-    assert worst < 1.5 * TOLERANCE  # FlashInfer rounds its probabilities to bf16
-    worst, _ = run(store, 4, [600, 33, 200, 1], prefix=[0, 0, 0, 0], flashinfer=True, hopper=hopper)
-    assert worst < 1.5 * TOLERANCE  # FlashInfer rounds its probabilities to bf16
+    for prefix in (PREFIX, [0, 0, 0, 0]):
+        worst, _ = run(store, 4, [600, 33, 200, 1], prefix=prefix, dense=dense, hopper=hopper)
+        assert worst < 1.5 * TOLERANCE  # the libraries round probabilities to bf16
+
+
+@pytest.mark.parametrize("new", [(1, 1, 1), (4, 3, 1), (8, 2, 5), (16, 16, 16)])
+@pytest.mark.parametrize("form, group, head_dim, key_mode", [
+    ("k4v4", 4, 128, "channel"), ("k8v8", 1, 128, "token"), ("k2v2", 3, 64, "channel"), ("k4v2", 4, 128, "channel"),
+    ("tiers", 2, 128, "channel"), ("plain", 4, 128, "channel"),
+])  # fmt: skip
+def test_few_new_tokens(form, group, head_dim, key_mode, new):
+    """By the decode kernel, from their pages; the last blocks are uncompressed."""
+    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+
+    rungs = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
+    store = make_case(
+        FORMS[form], group=group, head_dim=head_dim, key_mode=key_mode, heads=8, block_tokens=128, rungs=rungs,
+        device="cuda", seed=torch.seed() % 2**31,
+    )  # fmt: skip
+    rows, prefix = torch.tensor([[9, 4, 2, 3], [7, 0, 0, 0], [10, 2, 12, 0]]), [3 * 128 + 9, 100, 2 * 128]
+    q, *_ = inputs(store, group, sum(new), store.dtype, device="cuda")
+    op = ExtendAttention(store, query_heads=8 * group, max_blocks=4, appended=True)
+    op.plan(rows.int().cuda(), prefix, list(new))
+    assert op._use_few
+    k, v = new_rows(store, 1, rows, prefix, new)
+    out, lse = op.run(1, q, k, v, scale=0.09, return_lse=True)
+    want, sums = reference(store, 1, q, k, v, rows, prefix, new, scale=0.09, lse=True)
+    assert error(out, want) < (1.5 if form == "k8v8" else 1) * TOLERANCE
+    assert (lse.cpu() - sums).abs().max() < 0.05
 
 
 def test_no_sync():

@@ -1,4 +1,4 @@
-"""Extends that see blocks as they will be stored, on the GPU: FlashInfer, the warp-specialised and the plain kernel."""
+"""Extends that see fake-quantized blocks, on the GPU: FlashAttention 3, FlashInfer, and our own kernels."""
 
 import os
 
@@ -10,6 +10,7 @@ from kvc_kernels.layout import FORMATS
 from kvc_kernels.ops.stored import as_stored
 from kvc_kernels.store import PageStore
 
+from ..libraries import skip_without
 from ..ops_triton.test_extend_stored import NEW, PREFIX, ROWS, WAITING, error, request_case
 
 pytestmark = [
@@ -73,7 +74,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
             assert not got[6, 20:].any()
 
 
-@pytest.mark.parametrize("flashinfer", [True, False])
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 @pytest.mark.parametrize(
     "spec, mode, group, cap, dtype",
     [
@@ -83,13 +84,12 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
         ("k2v2", "channel", 3, 0.0, torch.bfloat16),
     ],
 )
-def test_against_the_reference(spec, mode, group, cap, dtype, flashinfer):
-    if flashinfer:
-        pytest.importorskip("flashinfer")
+def test_against_the_reference(spec, mode, group, cap, dtype, dense):
+    skip_without(dense)
     store, k, v = case(spec, mode, dtype)
     q = queries(HEADS * group, DIM, dtype)
-    op = make(store, HEADS * group, flashinfer=flashinfer, hopper=HOPPER and flashinfer)
-    assert op._stages and op._use_ragged == flashinfer
+    op = make(store, HEADS * group, dense=dense, hopper=HOPPER and dense != "none")
+    assert op._stages and op._use_ragged == (dense != "none")
     for layer in (0, 1):
         out, lse = op.run(layer, q, k[layer], v[layer], scale=SCALE, logit_cap=cap, return_lse=True)
         want, exact = (
@@ -103,11 +103,10 @@ def test_against_the_reference(spec, mode, group, cap, dtype, flashinfer):
         assert lse.isfinite().all()
 
 
-@pytest.mark.parametrize("flashinfer", [True, False])
-def test_nothing_before_the_chunk(flashinfer):
-    """No pages are read at all: what FlashInfer finds is the answer."""
-    if flashinfer:
-        pytest.importorskip("flashinfer")
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
+def test_nothing_before_the_chunk(dense):
+    """No pages are read at all: the library's result is the answer."""
+    skip_without(dense)
     store, _, _ = case("k4v4")
     new = [TIMES * 33, TIMES * 15]
     rows = ROWS[2:4].cuda()
@@ -116,22 +115,21 @@ def test_nothing_before_the_chunk(flashinfer):
     k, v = (
         torch.cat([p[i].transpose(1, 2).flatten(0, 1)[:n] for p, n in zip(parts, new)]).to(store.dtype) for i in (0, 1)
     )
-    op = make(store, 4 * HEADS, flashinfer=flashinfer)
+    op = make(store, 4 * HEADS, dense=dense)
     op.plan(rows, [0, 0], new)
-    assert op._use_pages != flashinfer
+    assert op._use_pages == (dense == "none")
     out = op.run(0, q, k, v, scale=SCALE)
     seen = [store.ladder[1].high] * len(new)
     want = ops.extend_attention(store, 0, q, rows, [0, 0], new, scale=SCALE, stored_as=seen)
     assert error(out, want) < TOLERANCE
 
 
-@pytest.mark.parametrize("flashinfer", [True, False])
-def test_exact_requests_beside_others(flashinfer):
-    if flashinfer:
-        pytest.importorskip("flashinfer")
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
+def test_exact_requests_beside_others(dense):
+    skip_without(dense)
     store, k, v = case("k4v4")
     q, fmt, exact = queries(4 * HEADS, DIM), store.ladder[1].high, [False, True, False, True, True]
-    op = make(store, 4 * HEADS, flashinfer=flashinfer)
+    op = make(store, 4 * HEADS, dense=dense)
     op.plan(ROWS.cuda(), PREFIX, NEW, WAITING, exact)
     out = op.run(0, q, k[0], v[0], scale=SCALE)
     seen = [None if x else fmt for x in exact]
@@ -139,12 +137,13 @@ def test_exact_requests_beside_others(flashinfer):
     assert error(out, want) < TOLERANCE
 
 
-def test_same_answer_many_times():
-    """Neither our kernels nor FlashInfer's depend on which warp is faster (see bench/kernels/NOTES_EXTEND.md)."""
-    pytest.importorskip("flashinfer")
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer"])
+def test_same_answer_many_times(dense):
+    """Neither our kernels nor the library's depend on which warp is faster (see bench/kernels/NOTES_EXTEND.md)."""
+    skip_without(dense)
     store, k, v = case("k4v4")
     q = queries(4 * HEADS, DIM)
-    op = make(store, 4 * HEADS)
+    op = make(store, 4 * HEADS, dense=dense)
     first = [op.run(layer, q, k[layer], v[layer], scale=SCALE) for layer in (0, 1)]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(REPEATS):
@@ -153,11 +152,12 @@ def test_same_answer_many_times():
     assert wrong == 0, f"{int(wrong)} of {REPEATS * q.shape[0] * q.shape[1]} rows differ"
 
 
-def test_no_sync():
-    pytest.importorskip("flashinfer")
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer"])
+def test_no_sync(dense):
+    skip_without(dense)
     store, k, v = case("k4v4")
     q = queries(4 * HEADS, DIM)
-    op = make(store, 4 * HEADS)
+    op = make(store, 4 * HEADS, dense=dense)
     rows = ROWS.cuda()
     for _ in range(2):
         op.plan(rows, PREFIX, NEW, WAITING)

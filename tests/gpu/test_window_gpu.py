@@ -5,6 +5,7 @@ import torch
 
 from tests.decode_support import make_case, relative_error
 
+from ..libraries import skip_without
 from ..ops.test_window import NEW, PREFIX, ROWS, WAITING, error, queries, reference, request_case
 from ..ops_triton.test_window import by_turns, moved
 from .test_decode_attention import replays
@@ -66,25 +67,26 @@ def test_decode_graph_replays_with_other_lengths_and_blocks():
     replays(case, build(case, 300, columns=40), window=300)
 
 
-def ragged(store, query_heads):
-    from kvc_kernels.ops.extend_flashinfer_triton import RaggedPrefill
+def ragged(store, query_heads, library):
+    from kvc_kernels.ops.dense_prefill import ragged_prefill
 
     g = store.layout
-    return RaggedPrefill.create(
-        torch.device("cuda"), query_heads=query_heads, heads=g.heads, head_dim=g.head_dim, dtype=store.dtype
+    return ragged_prefill(
+        torch.device("cuda"), library, query_heads=query_heads, heads=g.heads, head_dim=g.head_dim, dtype=store.dtype
     )
 
 
-def extend(store, q, window, *, exact=None, stored=True, flashinfer=True, cap=0.0, **options):
+def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, **options):
     """Worst row's error and output of one forward on poisoned slots."""
     from kvc_kernels.ops.extend_window_triton import WindowedExtend
 
     prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
     fmt = store.ladder[1].high if stored else None
     mine, rows = moved(store, "cuda"), ROWS.cuda()
-    options["ragged"] = ragged(store, q.shape[1]) if flashinfer else None
+    skip_without(dense)
+    options["ragged"] = ragged(store, q.shape[1], dense)
     op = WindowedExtend(mine, query_heads=q.shape[1], window=window, stored_as=fmt, **options)
-    assert bool(op.prefills) == flashinfer
+    assert bool(op.prefills) == (dense != "none")
     scale = q.shape[-1] ** -0.5
     op.plan(rows, prefix, new, WAITING if stored else None, exact)
     op.staged.k.fill_(torch.nan)
@@ -95,14 +97,14 @@ def extend(store, q, window, *, exact=None, stored=True, flashinfer=True, cap=0.
     return error(out, want), out
 
 
-@pytest.mark.parametrize("flashinfer", [True, False])
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 @pytest.mark.parametrize("window", [0, 127, 300, 5000])
-def test_extend_windows(flashinfer, window):
+def test_extend_windows(dense, window):
     store = request_case(dim=128, times=TIMES)
-    assert extend(store, queries(4, dim=128, times=TIMES), window, flashinfer=flashinfer)[0] < 0.03
+    assert extend(store, queries(4, dim=128, times=TIMES), window, dense=dense)[0] < 0.03
 
 
-@pytest.mark.parametrize("flashinfer", [True, False])
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 @pytest.mark.parametrize(
     "spec, mode, dim, dtype, cap",
     [
@@ -112,27 +114,27 @@ def test_extend_windows(flashinfer, window):
         ("k2v2", "channel", 64, torch.bfloat16, 0.0),
     ],
 )
-def test_extend_formats(flashinfer, spec, mode, dim, dtype, cap):
+def test_extend_formats(dense, spec, mode, dim, dtype, cap):
     store = request_case(spec, mode, dtype, dim=dim, times=TIMES)
     q = queries(3, dtype, dim=dim, times=TIMES)
-    assert extend(store, q, 190, flashinfer=flashinfer, cap=cap)[0] < 0.03
+    assert extend(store, q, 190, dense=dense, cap=cap)[0] < 0.03
 
 
-@pytest.mark.parametrize("flashinfer", [True, False])
-def test_extend_of_requests_that_see_blocks_as_they_are(flashinfer):
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
+def test_extend_of_requests_that_see_blocks_as_they_are(dense):
     store, q = request_case(dim=128, times=TIMES), queries(2, dim=128, times=TIMES)
     exact = [False, True, True, False, False]
-    assert extend(store, q, 200, exact=exact, flashinfer=flashinfer)[0] < 0.03
-    assert extend(store, q, 200, stored=False, flashinfer=flashinfer)[0] < 0.03
+    assert extend(store, q, 200, exact=exact, dense=dense)[0] < 0.03
+    assert extend(store, q, 200, stored=False, dense=dense)[0] < 0.03
 
 
-@pytest.mark.parametrize("flashinfer", [True, False])
-def test_passes_and_repeats_change_nothing(flashinfer):
+@pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
+def test_passes_and_repeats_change_nothing(dense):
     store, q = request_case(dim=128, times=TIMES), queries(2, dim=128, times=TIMES)
-    worst, whole = extend(store, q, 200, flashinfer=flashinfer)
+    worst, whole = extend(store, q, 200, dense=dense)
     assert worst < 0.03
     for tokens in (128, 1024):
-        assert torch.equal(extend(store, q, 200, flashinfer=flashinfer, pass_tokens=tokens)[1], whole)
+        assert torch.equal(extend(store, q, 200, dense=dense, pass_tokens=tokens)[1], whole)
 
 
 def test_no_sync():
@@ -140,7 +142,8 @@ def test_no_sync():
     from kvc_kernels.ops.extend_window_triton import WindowedExtend
 
     store, q = moved(request_case(dim=128, times=TIMES), "cuda"), queries(2, dim=128, times=TIMES).cuda()
-    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.ladder[1].high, ragged=ragged(store, 4))
+    library = ragged(store, 4, "auto")
+    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.ladder[1].high, ragged=library)
     rows, lens = ROWS.cuda(), ([TIMES * n for n in x] for x in (PREFIX, NEW))
     lens = tuple(lens)
     try:

@@ -17,8 +17,9 @@ import triton.language as tl
 
 from ..layout import TOKEN, Format
 from ..store import PageStore
+from .dense_prefill import ragged_prefill
 from .extend_body_triton import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
-from .extend_flashinfer_triton import RaggedPrefill
+from .extend_few_triton import FewTokenExtend
 from .extend_join_triton import join_parts_kernel
 from .extend_plan_triton import ExtendPlan
 from .extend_stored_triton import StagedExtend
@@ -178,14 +179,16 @@ class ExtendAttention:
         query_heads: int,
         max_blocks: int | None = None,
         tuning: Tuning | None = None,
-        flashinfer: bool | None = None,
+        dense: str = "auto",
         hopper: bool | None = None,
         stored_as: Format | None = None,
         whole: bool | None = None,
+        appended: bool = False,
     ):
-        """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `flashinfer`, `hopper`:
-        use them or not; None where they can be. `stored_as`: as in `ops.extend_attention`. `whole`: packed blocks keep
-        all of their tokens; with `stored_as` they do.
+        """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `dense`: the library of
+        `ragged_prefill` for new tokens. `hopper`: use that kernel or not; None where it can be. `stored_as`: as in
+        `ops.extend_attention`. `whole`: packed blocks keep all of their tokens; with `stored_as` they do. `appended`:
+        new rows are in their pages before `run`, so that few of them may be read from there.
         """
         layout = store.layout
         if query_heads % layout.heads:
@@ -202,16 +205,16 @@ class ExtendAttention:
         self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
         self._classes = kernel_classes(store)
         self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
-        self._hopper = self.ragged = None
+        self._hopper = None
         if hopper or (hopper is None and store.device.type == "cuda"):
             from . import extend_hopper_cuda as module
 
             if module.supports(store):
                 self._hopper = module.HopperExtend(store, self.group, self._classes)
-        if flashinfer or flashinfer is None:
-            self.ragged = RaggedPrefill.create(
-                store.device, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim, dtype=store.dtype
-            )
+        self.ragged = ragged_prefill(
+            store.device, dense, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim,
+            dtype=store.dtype,
+        )  # fmt: skip
         dev = store.device
         self._staged = None
         if stored_as is not None:
@@ -220,6 +223,9 @@ class ExtendAttention:
         # Where the kernel for Hopper runs it is faster than FlashInfer over unpacked rows, too.
         if self._hopper is None and (stored_as is not None if whole is None else whole):
             self._unpacked = UnpackedPrefix.create(store, self.ragged)
+        self._few = None
+        if appended and max_blocks:
+            self._few = FewTokenExtend(store, query_heads=query_heads, max_blocks=max_blocks)
         self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
         self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
@@ -251,6 +257,11 @@ class ExtendAttention:
                 row_blocks, prefix_lens, extend_lens, waiting, exact
             )
             self._stages = self._staged.groups is not None
+        self._use_few = not self._stages and self._few is not None and self._few.fits(prefix_lens, extend_lens)
+        if self._use_few:
+            self._use_ragged = self._use_pages = False
+            self._few.plan(row_blocks, prefix_lens, extend_lens)
+            return
         own = sum(n * n / 2 for n in extend_lens)
         over_prefix = sum(p * n for p, n in zip(prefix_lens, extend_lens))
         if self._stages:
@@ -320,6 +331,9 @@ class ExtendAttention:
         if q.shape[0]:
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
             own = None
+            if self._use_few:
+                self._few.run(layer, q, out, lse, scale=scale, logit_cap=logit_cap)
+                return (out, lse) if return_lse else out
             if self._stages:
                 self._staged.fill(layer)
             if self._stages and self._use_ragged:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 try:
@@ -51,31 +49,20 @@ class RaggedPrefill:
     """Causal attention of new tokens, `q[N, Hq, D]` over `k`, `v` `[N, H, D]`; the plan is made at the first layer."""
 
     def __init__(self, device: torch.device, *, query_heads: int, heads: int, head_dim: int, dtype: torch.dtype):
-        self.heads = (query_heads, heads, head_dim)
-        self.dtype = dtype
+        self.heads, self.dtype, self.device = (query_heads, heads, head_dim), dtype, device
         workspace = make_workspace(device, *self.heads)
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
 
-    @classmethod
-    def create(cls, device: torch.device, **options) -> RaggedPrefill | None:
-        """None where FlashInfer cannot serve: no GPU, not installed, or its kernels cannot be built.
+    @staticmethod
+    def available(device: torch.device) -> bool:
+        """Whether FlashInfer can be imported on a machine with a GPU."""
+        return device.type == "cuda" and BatchPrefillWithRaggedKVCacheWrapper is not None
 
-        One token is run at once, so that building them takes time at the start and not in the first request.
-        """
-        if device.type != "cuda" or BatchPrefillWithRaggedKVCacheWrapper is None:
-            return None
-        try:
-            made = cls(device, **options)
-            made.plan([1])
-            query_heads, heads, head_dim = made.heads
-            q, k = (torch.zeros((1, n, head_dim), dtype=made.dtype, device=device) for n in (query_heads, heads))
-            made.run(q, k, k, scale=1.0, logit_cap=0.0, lse=True)
-        except Exception as error:
-            warnings.warn(f"FlashInfer does not work here, prefill goes through Triton: {error}", stacklevel=2)
-            return None
-        return made
+    def paged(self, device: torch.device, page: int, *, causal: bool = True, window: int = -1, first=None):
+        """A paged form for the same heads. `first`: another one whose runs precede this one's on one stream."""
+        return StagedPrefill(self, device, page, causal=causal, window=window, workspace=first and first.workspace)
 
     def plan(self, extend_lens: list[int]) -> None:
         self.starts = torch.tensor([0, *extend_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -124,34 +111,6 @@ class StagedPrefill:
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
-
-    @classmethod
-    def create(
-        cls, like: RaggedPrefill | None, device: torch.device, page: int, window: int = -1
-    ) -> StagedPrefill | None:
-        """None where FlashInfer cannot serve; tried at once as `RaggedPrefill.create` does it, with one run that sees
-        nothing."""
-        if like is None:
-            return None
-        try:
-            made = cls(like, device, page, window=window)
-            made.plan([1, 1], [[0], [0, 0]], [1, page])
-            query_heads, heads, head_dim = made.heads
-            q = torch.zeros((2, query_heads, head_dim), dtype=made.dtype, device=device)
-            k = torch.zeros((1, page, heads, head_dim), dtype=made.dtype, device=device)
-            made.run(q, k, k, (torch.empty_like(q), q.new_empty((2, query_heads), dtype=torch.float32)),
-                     scale=1.0, logit_cap=0.0)  # fmt: skip
-        except Exception as error:
-            warnings.warn(f"FlashInfer's paged prefill does not work here: {error}", stacklevel=2)
-            return None
-        return made
-
-    @classmethod
-    def after(cls, first: StagedPrefill) -> StagedPrefill:
-        """Another one like it, whose runs follow those of `first` on one stream."""
-        return cls(
-            first, first.device, first.page, causal=first.causal, window=first.window, workspace=first.workspace
-        )
 
     def plan(self, tokens: list[int], slots: list[list[int]], last: list[int]) -> None:
         """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens: if causal,

@@ -16,7 +16,7 @@ import torch
 
 from ..layout import Format
 from ..store import PageStore
-from .extend_flashinfer_triton import RaggedPrefill, StagedPrefill
+from .dense_prefill import paged_prefill
 from .stored_triton import StoredRows
 
 
@@ -108,10 +108,10 @@ class StagedExtend:
     `fill`, and `own` where FlashInfer takes what is not in pages.
     """
 
-    def __init__(self, store: PageStore, fmt: Format, ragged: RaggedPrefill | None, *, query_heads: int):
+    def __init__(self, store: PageStore, fmt: Format, ragged, *, query_heads: int):
         self.store, self.query_heads = store, query_heads
         self.rows = StoredRows(store, fmt)
-        self.prefill = StagedPrefill.create(ragged, store.device, store.layout.block_tokens)
+        self.prefill = paged_prefill(ragged, store.device, store.layout.block_tokens)
         self.groups: Groups | None = None
         self.skips: list[bool] = []
         self.waits: list[list[int]] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from ..store import PageStore
-from .extend_flashinfer_triton import RaggedPrefill, StagedPrefill
 from .extend_join_triton import join
 from .unpacked_rows_triton import UnpackedRows
 
@@ -22,16 +21,16 @@ MOST_PLANS = 8  # FlashInfer plans of a forward: one for each (new tokens, block
 class UnpackedPrefix:
     """`plan` once a forward; if it takes the forward, `run` for each layer."""
 
-    def __init__(self, store: PageStore, ragged: RaggedPrefill):
+    def __init__(self, store: PageStore, ragged):
         g, device = store.layout, store.device
         self.store, self.rows, self.ragged = store, UnpackedRows(store), ragged
         self.slots = max(1, PASS_TOKENS // g.block_tokens)
         self.k, self.v = torch.empty((2, 0, g.block_tokens, g.heads, g.head_dim), dtype=store.dtype, device=device)
         self.lse = torch.empty(0, dtype=torch.float32, device=device)
-        self.prefills: list[StagedPrefill] = []
+        self.prefills: list = []
 
     @classmethod
-    def create(cls, store: PageStore, ragged: RaggedPrefill | None) -> UnpackedPrefix | None:
+    def create(cls, store: PageStore, ragged) -> UnpackedPrefix | None:
         """None without FlashInfer, or where a block may keep fewer than all of its tokens in one format."""
         if ragged is None or any(r.low is not None for r in store.ladder):
             return None
@@ -80,12 +79,9 @@ class UnpackedPrefix:
             self.lse = self.lse.new_empty(start * heads)
         return True
 
-    def _prefill(self) -> StagedPrefill:
+    def _prefill(self):
         first = self.prefills[0] if self.prefills else None
-        return StagedPrefill(
-            self.ragged, self.store.device, self.store.layout.block_tokens, causal=False,
-            workspace=first and first.workspace,
-        )  # fmt: skip
+        return self.ragged.paged(self.store.device, self.store.layout.block_tokens, causal=False, first=first)
 
     def run(self, layer: int, q, own: tuple, out, out_lse, *, scale: float, logit_cap: float) -> None:
         """Add the planned prefixes to `own` (output and LSE of all new tokens so far), into `out`, `out_lse`.

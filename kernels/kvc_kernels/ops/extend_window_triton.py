@@ -19,7 +19,7 @@ import triton
 
 from ..layout import Format
 from ..store import PageStore
-from .extend_flashinfer_triton import RaggedPrefill, StagedPrefill
+from .dense_prefill import paged_prefill
 from .extend_window_kernel_triton import window_kernel
 from .stored_triton import DenseRows, StoredRows
 from .unpacked_rows_triton import UnpackedRows
@@ -114,7 +114,7 @@ class WindowedExtend:
         query_heads: int,
         window: int,
         stored_as: Format | None = None,
-        ragged: RaggedPrefill | None = None,
+        ragged=None,
         pass_tokens: int = PASS_TOKENS,
     ):
         """`window` >= 0: tokens before its own that a query sees. `ragged`: FlashInfer's prefill for the same heads,
@@ -127,8 +127,8 @@ class WindowedExtend:
         self.most = max(1, pass_tokens // g.block_tokens)
         self.staged = DenseRows(store) if stored_as is None else StoredRows(store, stored_as)
         self.unpacked = UnpackedRows(store)
-        first = StagedPrefill.create(ragged, store.device, g.block_tokens, window)
-        self.prefills = [] if first is None else [first]
+        first = paged_prefill(ragged, store.device, g.block_tokens, window=window)
+        self.ragged, self.prefills = ragged, [] if first is None else [first]
         self.passes: list[Pass] = []
 
     def plan(
@@ -160,7 +160,9 @@ class WindowedExtend:
         self.items = list(zip(cuts[:n], cuts[n : 2 * n], cuts[2 * n : 3 * n], cuts[3 * n :]))
         if self.prefills:
             while len(self.prefills) < n:
-                self.prefills.append(StagedPrefill.after(self.prefills[0]))
+                self.prefills.append(
+                    self.ragged.paged(store.device, p, window=self.window, first=self.prefills[0])
+                )
             for prefill, x in zip(self.prefills, self.passes):
                 prefill.plan(x.tokens, x.slots, x.last)
         self.staged.reserve(max((x.size for x in self.passes), default=0))

@@ -1,0 +1,110 @@
+"""Prefill over dense rows by FlashAttention 3, in the build that `sgl_kernel` ships for Hopper; nothing is compiled.
+
+FlashAttention returns log-sum-exps to base e as `[Hq, N]`; they are stored to base 2 as `[N, Hq]`, as our kernels
+read them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LOG2E = 1.4426950408889634
+
+
+def _load():
+    """The module with FlashAttention's entry points. ImportError where this machine has no build of it."""
+    from sgl_kernel import flash_attn
+
+    return flash_attn
+
+
+def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
+    """int32 copy of host values; does not wait for the device."""
+    host = torch.tensor(values, dtype=torch.int32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _store_lse(lse: torch.Tensor, out: torch.Tensor) -> None:
+    """`lse` fp32 `[Hq, N]` to base e -> `out` fp32 `[N, Hq]` to base 2."""
+    torch.mul(lse.t(), LOG2E, out=out)
+
+
+class Fa3Ragged:
+    """Causal attention of new tokens: `q[N, Hq, D]` over `k`, `v` `[N, H, D]`."""
+
+    def __init__(self, device: torch.device, *, query_heads: int, heads: int, head_dim: int, dtype: torch.dtype):
+        self.heads, self.dtype, self.device = (query_heads, heads, head_dim), dtype, device
+        self.module = _load()
+        self.starts, self.longest = torch.zeros(1, dtype=torch.int32, device=device), 0
+
+    @staticmethod
+    def available(device: torch.device) -> bool:
+        """Whether this is a Hopper GPU with a build of FlashAttention 3."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            return False
+        try:
+            _load()
+        except ImportError:
+            return False
+        return True
+
+    def paged(self, device: torch.device, page: int, *, causal: bool = True, window: int = -1, first=None):
+        """A paged form for the same heads. `first`: another one whose runs precede this one's on one stream."""
+        return Fa3Paged(self, page, causal=causal, window=window)
+
+    def plan(self, extend_lens: list[int]) -> None:
+        """`extend_lens[B]`: new tokens of each request. Does not sync."""
+        starts = [0]
+        for n in extend_lens:
+            starts.append(starts[-1] + n)
+        self.starts, self.longest = _to_device(starts, self.device), max(extend_lens, default=0)
+
+    def run(self, q, k, v, *, scale: float, logit_cap: float, lse: bool, into: tuple | None = None):
+        """Output `[N, Hq, D]`, and with `lse` also the log-sum-exp fp32 `[N, Hq]`; both go to `into` if it is given."""
+        want = lse or (into is not None and into[1] is not None)
+        out = self.module.flash_attn_varlen_func(
+            q, k, v, self.starts, self.starts, self.longest, self.longest, softmax_scale=scale, causal=True,
+            softcap=logit_cap, return_softmax_lse=want, out=None if into is None else into[0],
+        )  # fmt: skip
+        if not want:
+            return out
+        sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if into is None else into[1]
+        _store_lse(out[1], sums)
+        return out[0], sums
+
+
+class Fa3Paged:
+    """Attention of runs of new tokens over blocks in dense buffers; causal runs end with the last block's last token.
+
+    The buffers `k`, `v` `[slots, P, H, D]` serve as FlashAttention's paged cache with pages of P tokens. A run's page
+    table is its list of slots; tables of different runs may share slots.
+    """
+
+    def __init__(self, like: Fa3Ragged, page: int, *, causal: bool = True, window: int = -1):
+        self.heads, self.dtype, self.device, self.module = like.heads, like.dtype, like.device, like.module
+        self.page, self.causal, self.window = page, causal, window
+
+    def plan(self, tokens: list[int], slots: list[list[int]], last: list[int]) -> None:
+        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens. Host lists;
+        does not sync."""
+        width, starts = max(map(len, slots)), [0]
+        for n in tokens:
+            starts.append(starts[-1] + n)
+        seen = [(len(some) - 1) * self.page + n for some, n in zip(slots, last)]
+        table = [x for some in slots for x in (*some, *[0] * (width - len(some)))]
+        whole = _to_device(starts + seen + table, self.device)
+        n = len(tokens)
+        self.starts, self.seen, table = whole.split((n + 1, n, n * width))
+        self.table, self.longest = table.view(n, width), max(tokens)
+
+    def run(self, q, k, v, into: tuple, *, scale: float, logit_cap: float) -> None:
+        """Output, and the log-sum-exp if it is not None, into `into`."""
+        out, sums = into
+        made = self.module.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=self.seen, page_table=self.table, cu_seqlens_q=self.starts,
+            max_seqlen_q=self.longest, softmax_scale=scale, causal=self.causal,
+            window_size=(self.window, 0 if self.window >= 0 else -1), softcap=logit_cap, num_splits=1,
+            return_softmax_lse=sums is not None, out=out,
+        )  # fmt: skip
+        if sums is not None:
+            _store_lse(made[1], sums)
