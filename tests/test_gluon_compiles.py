@@ -77,7 +77,7 @@ def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dt
         ("k4v4", 4, 64, (9, 0), -1, "triton"),
         ("k4v4", 16, 128, (9, 0), -1, "triton"),
         ("k8v4", 4, 128, (9, 0), -1, "triton"),
-        ("k8v4+k4v2", 4, 128, (9, 0), -1, "triton"),
+        ("k8v4+k4v2", 4, 128, (9, 0), -1, "gluon"),
         ("k4v4", 4, 128, (9, 0), 511, "triton"),
     ],
 )
@@ -87,5 +87,7 @@ def test_served_where_it_is_faster(ladder, group, head_dim, capability, window, 
         ladder=(Rung(BF16), Rung(*(FORMATS[n] for n in ladder.split("+")))),
         device=torch.device("cuda"), layout=SimpleNamespace(head_dim=head_dim),
     )  # fmt: skip
-    op = SimpleNamespace(tuning=decode.Tuning(), store=store, group=group, window=window)
+    op = SimpleNamespace(tuning=decode.Tuning(), store=store, group=group, window=window, query_rows=0)
     assert decode.DecodeAttention._choose_engine(op) == engine
+    op.query_rows = 8  # several queries per request
+    assert decode.DecodeAttention._choose_engine(op) == "triton"

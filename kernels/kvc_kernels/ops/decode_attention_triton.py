@@ -294,11 +294,12 @@ class DecodeAttention:
     def _choose_engine(self) -> str:
         engine, store = self.tuning.engine, self.store
         if engine == "auto":
-            # Where it was measured to be faster; with 8-bit keys, and with two tiers in one launch, Triton is.
-            one_tier = all(r.low is None and r.high.key_bits <= 4 for r in store.ladder if r.high.packed)
+            # Where it was measured to be faster: with 8-bit keys in one tier, Triton is.
+            packed = [r for r in store.ladder if r.high.packed]
+            faster = all(r.low is not None or r.high.key_bits <= 4 for r in packed)
             fits = self.group <= 8 and store.layout.head_dim == 128
             able = gluon_kernel is not None and store.device.type == "cuda" and not INTERPRET
-            hopper = one_tier and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
+            hopper = faster and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
             return "gluon" if hopper and self.window < 0 and not self.query_rows else "triton"
         if engine == "gluon":
             if gluon_kernel is None:
