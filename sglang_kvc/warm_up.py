@@ -147,7 +147,7 @@ def prompts(
     be stored, also as requests see them that ask for another level."""
     p, group = attention.store.layout.block_tokens, query_heads // attention.store.layout.heads
     levels = (None, [None]) if attention.stored_as is not None else (None,)
-    lengths = sorted({*(-(-rows // group) for rows in ROWS), *NEW})
+    lengths = sorted({2, *(-(-rows // group) for rows in ROWS), *NEW})
     # Prompts go on at a border of blocks, or one token before it, so that few tokens fill a block, too.
     for new, before, cut, stored_as in itertools.product(lengths, PREFIXES, (0, 1), levels):
         whole = -(-before // p)

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from kvc_kernels.ops.extend_few_triton import TIERS as FEW_ROWS
 from kvc_kernels.ops.extend_unpacked_triton import LEAST_NEW
 from kvc_kernels.ops.observe import DECODE_STRIDE, Observe
 
@@ -137,7 +138,7 @@ def variants():
     from kvc_kernels.ops.extend_attention_triton import Tuning
 
     out = {"hopper": dict(hopper=True, dense="none")}
-    out["few"] = dict(appended=True, dense="none")  # the decode kernel, up to 64 query rows a KV head
+    out["few"] = dict(appended=True, dense="none")  # the decode kernel
     out["triton 64x4"] = dict(hopper=False, dense="none")
     out["triton 128x8"] = dict(hopper=False, dense="none", tuning=Tuning(rows=128, warps=8))
     out["unpacked"] = dict(whole=True, hopper=False)  # for FlashInfer, where there are many new tokens
@@ -146,7 +147,7 @@ def variants():
 
 def takes(name: str, new: int) -> bool:
     """Whether the variant is for so many new tokens."""
-    return {"few": new * GROUP <= 64, "unpacked": new >= LEAST_NEW}.get(name, True)
+    return {"few": new * GROUP <= FEW_ROWS[-1], "unpacked": new >= LEAST_NEW}.get(name, True)
 
 
 def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: bool):
@@ -411,7 +412,7 @@ def main() -> None:
     )
     for name, options in variants().items():
         try:
-            size = {"unpacked": (4096, 600), "few": (1536, 16)}.get(name, (1536, 100))
+            size = {"unpacked": (4096, 600), "few": (1536, 4)}.get(name, (1536, 100))
             worst = run_ours(work, *size, options, check=True)
         except Exception as error:
             print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)

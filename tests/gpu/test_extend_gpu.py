@@ -127,7 +127,7 @@ def test_a_library_for_the_new_tokens(hopper, dense):
         assert worst < 1.5 * TOLERANCE  # the libraries round probabilities to bf16
 
 
-@pytest.mark.parametrize("new", [(1, 1, 1), (4, 3, 1), (8, 2, 5), (16, 16, 16)])
+@pytest.mark.parametrize("new", [(1, 1, 1), (2, 1, 2), (4, 3, 1)])
 @pytest.mark.parametrize("form, group, head_dim, key_mode", [
     ("k4v4", 4, 128, "channel"), ("k8v8", 1, 128, "token"), ("k2v2", 3, 64, "channel"), ("k4v2", 4, 128, "channel"),
     ("tiers", 2, 128, "channel"), ("plain", 4, 128, "channel"),

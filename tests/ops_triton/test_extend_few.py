@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvc_kernels.ops.decode_attention_triton import DecodeAttention
 from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.ops.extend_few_triton import FewTokenExtend
 from kvc_kernels.testing import dense_head
@@ -40,26 +41,40 @@ def run(form, group, prefix, new, *, layer=1, cap=0.0, scale=0.2, **options):
 
 @pytest.mark.parametrize("form, group, key_mode", [
     ("k4v4", 4, "channel"), ("k8v8", 1, "token"), ("k2v2", 3, "channel"), ("tiers", 2, "channel"),
-    ("plain", 7, "channel"),
+    ("plain", 5, "channel"),
 ])  # fmt: skip
-@pytest.mark.parametrize("new", [(1, 1, 1), (2, 1, 2), (4, 3, 1)])
+@pytest.mark.parametrize("new", [(1, 1, 1), (2, 1, 2), (3, 3, 1)])
 def test_formats_groups_and_several_requests(form, group, key_mode, new):
     worst, sums = run(form, group, [3 * P + 9, 11, 2 * P + 5], list(new), key_mode=key_mode)
     assert worst < 0.02 and sums < 0.02
 
 
-@pytest.mark.parametrize("new", [1, 5, 16])
-def test_rows_of_every_width(new):
-    """4 to 64 query rows a KV head, the new tokens at the start and at the end of their block."""
-    p = 64 if new == 16 else P
-    for prefix in (3 * p, 4 * p - new):
-        worst, sums = run("k4v4", 4, [prefix], [new], block_tokens=p)
+@pytest.mark.parametrize("group, new", [(4, 1), (4, 2), (4, 4), (1, 16), (16, 1)])
+def test_rows_of_every_width(group, new):
+    """Up to 16 query rows a KV head, the new tokens at the start and at the end of their block."""
+    for prefix in (3 * P, 4 * P - new):
+        worst, sums = run("k4v4", group, [prefix], [new])
         assert worst < 0.02 and sums < 0.02
+
+
+def test_more_blocks_than_a_chunk():
+    store = make_case(LADDERS["k4v4"], group=2, rungs=(1,) * 70 + (0,))
+    rows, prefix, new = torch.arange(1, 72)[None].int(), [70 * P + 3], [4]
+    q, *_ = inputs(store, 2, 4, store.dtype)
+    op = FewTokenExtend(store, query_heads=4, max_blocks=71)
+    op._operations[8] = DecodeAttention(
+        store, max_batch=1, max_blocks=71, query_heads=4, query_rows=8, columns=1
+    )
+    op.plan(rows, prefix, new)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    op.run(0, q, out, lse, scale=0.2, logit_cap=0.0)
+    k, v = new_rows(store, 0, rows, prefix, new)
+    assert error(out, reference(store, 0, q, k, v, rows, prefix, new, scale=0.2)) < 0.02
 
 
 def test_a_query_that_sees_nothing_of_the_first_tile():
     """The last block alone, whose second tile only the last queries see."""
-    assert run("plain", 1, [1], [30])[0] < 0.02
+    assert run("plain", 1, [P - 16], [16])[0] < 0.02
 
 
 def test_capped_logits_in_fp16():
@@ -68,7 +83,7 @@ def test_capped_logits_in_fp16():
 
 @pytest.mark.parametrize("prefix, new, fits", [
     ([64], [4], True),
-    ([64], [9], False),  # 36 rows of a group of 4, where a block of 32 tokens allows 32
+    ([64], [5], False),  # 20 rows of a group of 4
     ([64 - 2], [4], False),  # the new tokens lie in two blocks
     ([64 - 4], [4], True),
     ([0], [4], False),  # nothing to read from pages

@@ -1,8 +1,8 @@
 """Extend attention with few new tokens per request: the decode kernel, with several queries per request.
 
-A tool result of a few tokens, the last token of a cached prompt and a speculative verify read a long prefix for few
-query rows. They are bound by bytes, as decode is, so the decode kernel serves them: codes are unpacked once for all
-rows of a KV head (new token x query head of its group), and the prefix is split over all programs.
+The last token of a cached prompt and a short speculative verify read a long prefix for few query rows. They are bound
+by bytes, as decode is, so the decode kernel serves them: codes are unpacked once for all rows of a KV head (new token x
+query head of its group), and the prefix is split over all programs. One token per request is a decode step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 
 from ..store import PageStore
-from .decode_attention_triton import DecodeAttention, Tuning
+from .decode_attention_triton import DecodeAttention
 
-# Query rows of a KV head -> launch parameters. More rows need more registers, hence more warps.
-TUNINGS = {rows: Tuning("triton", warps, plain_tile=16 * warps) for rows, warps in ((8, 1), (16, 1), (32, 2), (64, 4))}
+TIERS = (8, 16)  # query rows of a KV head that a program takes; with more, a warp has too few registers
 MOST_REQUESTS = 32
 
 
@@ -23,15 +22,14 @@ class FewTokenExtend:
     def __init__(self, store: PageStore, *, query_heads: int, max_blocks: int):
         self.store, self.query_heads, self.max_blocks = store, query_heads, max_blocks
         self.group = query_heads // store.layout.heads
-        # A warp takes 16 tokens of a tile, and a tile lies in one block.
-        self.most_rows = max(rows for rows, t in TUNINGS.items() if 16 * t.warps <= store.layout.block_tokens)
         self._operations: dict[int, DecodeAttention] = {}
 
     def fits(self, prefix_lens: list[int], extend_lens: list[int]) -> bool:
         """Whether every request has few new tokens, all in one block, and some request has a prefix."""
         p = self.store.layout.block_tokens
+        longest = max(extend_lens, default=0)
         return (
-            0 < max(extend_lens, default=0) * self.group <= self.most_rows
+            (longest == 1 or 1 < longest * self.group <= TIERS[-1])
             and len(extend_lens) <= MOST_REQUESTS
             and any(prefix_lens)
             and all(n and before % p + n <= p for before, n in zip(prefix_lens, extend_lens))
@@ -39,8 +37,6 @@ class FewTokenExtend:
 
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Does not sync."""
-        need = max(extend_lens) * self.group
-        self._operation = self._sized(min(rows for rows in TUNINGS if rows >= need))
         starts, owners = [0], []
         for request, n in enumerate(extend_lens):
             starts.append(starts[-1] + n)
@@ -50,13 +46,17 @@ class FewTokenExtend:
         device = self.store.device
         whole = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
         lens, starts, owners = whole.split((len(lens), len(starts), len(owners)))
+        need = max(extend_lens) * self.group
+        single = len(owners) == len(extend_lens)
+        self._operation = self._sized(0 if single else min(rows for rows in TIERS if rows >= need))
         self._operation.plan(row_blocks, lens, starts, owners)
 
     def _sized(self, rows: int) -> DecodeAttention:
+        """The operation for `rows` query rows of a KV head; 0: for one token per request."""
         if rows not in self._operations:
             self._operations[rows] = DecodeAttention(
                 self.store, max_batch=MOST_REQUESTS, max_blocks=self.max_blocks, query_heads=self.query_heads,
-                tuning=TUNINGS[rows], query_rows=rows,
+                query_rows=rows,
             )  # fmt: skip
         return self._operations[rows]
 
