@@ -50,7 +50,7 @@ def _abort_if_too_long(req, runtime) -> None:
     chunk = get_schedule().chunked_prefill_size
     new, capacity = len(req.origin_input_ids), runtime.sizing.capacity_tokens
     need = runtime.prompt_tokens(new, 0, runtime.policy.rung_of(req.kvc_level), chunk if (chunk or 0) > 0 else None)
-    if need + runtime.layout.block_tokens > capacity:
+    if need + runtime.layout.block_tokens >= capacity:  # SGLang admits only what needs less
         req.set_finish_with_abort(
             f"The prompt of {new} tokens does not fit into the KV cache, which holds {capacity} tokens uncompressed; "
             f"use a shorter one, or start the server with more --kvc-memory."

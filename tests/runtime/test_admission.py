@@ -181,6 +181,11 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
 
     assert not aborted(capacity + 2 * P) and not aborted(10 * capacity, generation=True)
     assert f"{10 * capacity} tokens does not fit" in aborted(10 * capacity)[0]
+    # An empty server takes or aborts every length: one that does neither waits forever, and all requests behind it.
+    longest = next(n for n in range(capacity, 10 * capacity) if aborted(n))
+    lengths = range(capacity - 3 * P, longest + 2 * P)
+    assert len(lengths) > 3 * P
+    assert [n for n in lengths if bool(aborted(n)) == comes_in(server, prompt(server, n, 0))] == []
 
 
 def test_requests_that_were_preempted_in_vain_are_queued_again():
