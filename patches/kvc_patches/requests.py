@@ -7,6 +7,10 @@ set before the request is first matched with the tree.
 
 A prompt of an embedding model that could never be admitted is aborted here, too: SGLang checks its length and queues it
 all the same, and it would wait for ever, and all requests behind it.
+
+A client can have its request kept out of the tree: SGLang does so where `bootstrap_host` is that of its own warm-up for
+disaggregated servers. Chunks advance by what the tree holds, so a prompt of two chunks would compute the first one
+forever. Disaggregated servers are refused, so the flag is reset for every request.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ def before_add_request_to_queue(self, req, is_retracted=False):
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
+    req.skip_radix_cache_insert = False
     offered, own = names(runtime.config.levels), runtime.policy.own_level
     try:
         req.kvc_level = level_of(req.sampling_params.custom_params, offered, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -186,6 +187,21 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
     lengths = range(capacity - 3 * P, longest + 2 * P)
     assert len(lengths) > 3 * P
     assert [n for n in lengths if bool(aborted(n)) == comes_in(server, prompt(server, n, 0))] == []
+
+
+def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
+    """SGLang keeps a request with this `bootstrap_host` out of the tree. Chunks advance by what the tree holds, so a
+    prompt longer than a chunk would compute its first chunk forever."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    server = ToyServer(high="k4v4")
+    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: server.runtime)
+    req = Req("r", "", array("q", range(5)), SamplingParams(), bootstrap_host=FAKE_BOOTSTRAP_HOST)
+    assert req.skip_radix_cache_insert
+    before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
+    assert not req.skip_radix_cache_insert
 
 
 def test_requests_that_were_preempted_in_vain_are_queued_again():

@@ -99,6 +99,13 @@ def test_abort_all(packed, rng):
     assert [s.finish for s in streams] == ["abort"] * 5
 
 
+@pytest.mark.skipif(STOCK, reason="stock SGLang computes the first chunk again until its memory is spent")
+def test_a_prompt_of_several_chunks_with_the_bootstrap_host_of_warm_ups(packed, rng):
+    stream = Stream(packed, tokens(rng, 5 * BLOCK), 4, bootstrap_host="2.2.2.2").wait(60)
+    stream.join(60)
+    assert stream.finish == "length"
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(packed, rng, mode):
     """Nothing moves while paused; afterwards every request ends at its full length."""
