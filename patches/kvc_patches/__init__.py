@@ -7,6 +7,7 @@ before a pool is built.
 
 MODULES = (
     "server_args",
+    "memory_pool",  # its hook verifies all others, so it is there even where a later module fails
     "admission",
     "allocation",
     "fused_store",
@@ -14,7 +15,6 @@ MODULES = (
     "internal_state",
     "invariants",
     "limits",
-    "memory_pool",
     "metrics",
     "requests",
     "scheduler",
@@ -29,3 +29,4 @@ def load() -> None:
 
     for name in MODULES:
         import_module(f".{name}", __name__).register()
+    import_module(".registry", __name__).loaded = True

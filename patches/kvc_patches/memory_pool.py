@@ -132,6 +132,7 @@ def register_backends() -> None:
         def create(runner):
             from sglang_kvc.backend import KvcAttnBackend
 
+            verify()  # also where the hook on `configure` is missing, which would verify earlier
             return KvcAttnBackend(runner)
 
     if "kvc" not in registered_radix_cache_backends():

@@ -20,6 +20,45 @@ class Hook:
 
 
 HOOKS: dict[str, Hook] = {}
+loaded = False  # set at the end of `kvc_patches.load`
+
+_SRT, _SCHEDULER = "sglang.srt", "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.PoolStats"
+
+# Everything that must be patched before a pool is built. A list of its own: what was never registered must be missed.
+TARGETS = frozenset(
+    (
+        f"{_ADDER}._get_running_request_total_token_offset",
+        f"{_ADDER}.add_chunked_req",
+        f"{_ADDER}.add_one_req",
+        f"{_CONFIGURATOR}._build_token_to_kv_pool",
+        f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+        f"{_CONFIGURATOR}._resolve_memory_pool_config",
+        f"{_CONFIGURATOR}.configure",
+        f"{_POOL_STATS}.get_decode_usage_msg_parts",
+        f"{_POOL_STATS}.get_prefill_usage_msg_parts",
+        f"{_SCHEDULER}._add_request_to_queue",
+        f"{_SCHEDULER}.get_internal_state",
+        f"{_SCHEDULER}.get_new_batch_prefill",
+        f"{_SCHEDULER}.on_idle",
+        f"{_SCHEDULER}.process_batch_result",
+        f"{_SCHEDULER}.run_batch",
+        f"{_SRT}.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        f"{_SRT}.constrained.xgrammar_backend._allocate_token_bitmask",
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
+        f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
+        f"{_SRT}.mem_cache.allocation.alloc_for_decode",
+        f"{_SRT}.mem_cache.allocation.alloc_for_extend",
+        f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
+        f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+        f"{_SRT}.sampling.sampling_params.SamplingParams.verify",
+        f"{_SRT}.server_args.ServerArgs",
+        f"{_SRT}.utils.common.support_triton",
+    )
+)
 
 
 def hook(target: str, kind: str, parameters: str, fn: Callable) -> None:
@@ -51,13 +90,21 @@ def parameters_of(fn: Callable) -> tuple[str, ...]:
 
 
 def verify() -> None:
-    """Raise unless every registered hook is in force: a half-patched server must not serve."""
+    """Raise unless every hook of `TARGETS` is in force on a function with the recorded parameters: a half-patched
+    server must not serve."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = sorted(set(HOOKS) - set(HookRegistry._patched))
+    missing = sorted(TARGETS - set(HookRegistry._patched))
+    changed = sorted(t for t, h in HOOKS.items() if t not in missing and parameters_of(resolve(t)) != h.parameters)
     if missing:
-        raise RuntimeError(
-            f"--kv-backend kvc cannot serve: {len(missing)} of its hooks into SGLang did not apply "
-            f"({', '.join(missing)}); install the SGLang version it is made for ({SGLANG_VERSION}) "
-            "or start with --kv-backend default"
-        )
+        problem = f"{len(missing)} of its hooks into SGLang did not apply ({', '.join(missing)})"
+    elif changed:
+        problem = f"functions that it hooks have other parameters ({', '.join(changed)})"
+    elif not loaded:
+        problem = "it did not load completely (the log has the error)"
+    else:
+        return
+    raise RuntimeError(
+        f"--kv-backend kvc cannot serve: {problem}; install the SGLang version it is made for ({SGLANG_VERSION}) or "
+        "start with --kv-backend default"
+    )

@@ -14,7 +14,6 @@ SGLANG_VERSIONS = ("0.5.17",)
 BACKEND = "kvc"
 SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 ENGINE_MODULE = "sglang.srt.entrypoints.engine"
-TARGETS = (SERVER_ARGS,)  # what the start-up self-check must find patched
 
 
 class UnsupportedSGLang(RuntimeError):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 
 import kvc_patches
 from kvc_patches import registry
+from kvc_patches.server_args import SERVER_ARGS
 
 
 @pytest.fixture(scope="module")
@@ -17,32 +19,86 @@ def hooks():
     return dict(registry.HOOKS)
 
 
+@pytest.fixture
+def patched(hooks, monkeypatch):
+    """The targets that SGLang has patched, as far as `verify` can tell: all of them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_patched", set(registry.TARGETS))
+    return HookRegistry._patched
+
+
 def test_every_hook_meets_the_function_it_was_written_for(hooks):
-    assert len(hooks) >= 15
+    assert set(hooks) == registry.TARGETS - {SERVER_ARGS} and SERVER_ARGS in registry.TARGETS
     for target, hook in hooks.items():
         assert registry.parameters_of(registry.resolve(target)) == hook.parameters, target
 
 
-def test_verify_names_the_hooks_that_did_not_apply(hooks, monkeypatch):
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    lost = "sglang.srt.mem_cache.allocation.alloc_for_decode"
-    monkeypatch.setattr(HookRegistry, "_patched", set(hooks) - {lost})
+def test_verify_names_the_hooks_that_did_not_apply(patched):
+    registry.verify()
+    patched.remove("sglang.srt.mem_cache.allocation.alloc_for_decode")
     with pytest.raises(RuntimeError, match=r"cannot serve: 1 of its hooks.*alloc_for_decode"):
         registry.verify()
-    monkeypatch.setattr(HookRegistry, "_patched", set(hooks))
-    registry.verify()
+
+
+def test_verify_refuses_a_hook_that_was_never_registered(patched, monkeypatch):
+    lost = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+    monkeypatch.delitem(registry.HOOKS, lost)
+    patched.remove(lost)
+    with pytest.raises(RuntimeError, match=r"cannot serve: 1 of its hooks.*run_batch"):
+        registry.verify()
+
+
+def test_verify_refuses_a_function_with_other_parameters(patched, monkeypatch):
+    from sglang.srt.mem_cache import allocation
+
+    monkeypatch.setattr(allocation, "alloc_for_decode", lambda batch, token_per_req, more: None)
+    with pytest.raises(RuntimeError, match=r"cannot serve: .*other parameters.*alloc_for_decode"):
+        registry.verify()
+
+
+def test_verify_refuses_a_load_that_stopped(patched, monkeypatch):
+    """SGLang logs the exception of a plug-in and goes on with what it has registered until then."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvc_patches import metrics
+
+    def fail():
+        raise OSError("no metrics")
+
+    monkeypatch.setattr(registry, "HOOKS", {})
+    monkeypatch.setattr(registry, "loaded", False)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(metrics, "register", fail)
+    with pytest.raises(OSError):
+        kvc_patches.load()
+    assert 0 < len(registry.HOOKS) < len(registry.TARGETS) - 1
+    HookRegistry._patched = set(HookRegistry._hooks)
+    with pytest.raises(RuntimeError, match="cannot serve"):
+        registry.verify()
+    HookRegistry._patched = set(registry.TARGETS)  # all hooks in force, but load() did not end
+    with pytest.raises(RuntimeError, match="cannot serve: it did not load completely"):
+        registry.verify()
+
+
+def test_a_half_patched_server_gets_no_attention(patched):
+    """Also where the hook that checks first is itself the missing one."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    patched.clear()
+    with pytest.raises(RuntimeError, match="cannot serve"):
+        ATTENTION_BACKENDS["kvc"](None)
 
 
 def test_sglang_applies_all_of_them():
     """In a process of its own: SGLang's loader finds the entry point and every hook is in force afterwards."""
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins();"
-        "from kvc_patches import registry; registry.verify(); print(len(registry.HOOKS))"
+        "from kvc_patches import registry; registry.verify(); print('verified', len(registry.HOOKS))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) >= 15
+    assert done.stdout.split()[-2:] == ["verified", str(len(registry.TARGETS) - 1)]
 
 
 def test_tensor_code_never_imports_sglang():
