@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
+from sglang_kvc import cpu_platform
 from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, check_pool, listed, policy_names, wasted_levels
 from sglang_kvc.model_facts import from_model_config
 from sglang_kvc.model_refusals import check_facts
@@ -259,6 +260,8 @@ def _prepare(args: KvcServerArgs) -> None:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
 
     cpu = _on_cpu(args)
+    if cpu:
+        _check_platform()
     if config.memory is not None:
         check_memory(config, _device_bytes("cpu" if cpu else "cuda"))
     args.attention_backend = "kvc"
@@ -315,6 +318,18 @@ def _on_cpu(args: KvcServerArgs) -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def _check_platform() -> None:
+    """SGLang chose its platform when it was imported, which is before it knows the keywords of an `Engine`."""
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    if type(current_platform) is SRTPlatform:
+        raise ConfigError(
+            "kv_backend kvc cannot be served here, because SGLang found no platform for a machine without an "
+            f"accelerator; set the environment variable SGLANG_PLATFORM={cpu_platform.NAME} before sglang is imported."
+        )
 
 
 def _device_bytes(device: str) -> float | None:

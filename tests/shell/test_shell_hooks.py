@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvc_patches import internal_state, metrics, registry
 from kvc_patches import server_args as patch
+from sglang_kvc.config import ConfigError
+from sglang_kvc.cpu_platform import activate
 
 from .conftest import one_sentence
+
+PLATFORM_CLASS = "sglang_kvc.cpu_platform_class:TorchCpuPlatform"
 
 
 def test_hook_targets_have_the_expected_parameters():
@@ -76,24 +85,86 @@ def test_entry_points():
 
 
 class TestCpuPlatform:
-    def test_steps_aside_for_an_accelerator(self, monkeypatch):
-        import torch
-
-        from sglang_kvc.cpu_platform import activate
-
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        assert activate() is None
-
-    def test_activates_without_one(self, monkeypatch):
-        import torch
-
-        from sglang_kvc.cpu_platform import activate
-
+    @pytest.fixture(autouse=True)
+    def bare(self, monkeypatch):
+        """A machine with a CPU alone, on whose command line --kv-backend is given."""
+        for name in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
         monkeypatch.setattr(torch.version, "hip", None)
-        module, name = activate().split(":")
-        assert (module, name) == ("sglang_kvc.cpu_platform_class", "TorchCpuPlatform")
+        monkeypatch.setattr("sys.argv", ["launch_server", "--kv-backend", "default"])
+
+    @pytest.mark.parametrize("argv", ["--kv-backend kvc", "--kv-backend default", "--kv-backend=kvc"])
+    def test_activates_where_it_is_asked_for(self, monkeypatch, argv):
+        monkeypatch.setattr("sys.argv", ["launch_server", *argv.split()])
+        assert activate() == PLATFORM_CLASS
+
+    @pytest.mark.parametrize("key", ["kv-backend", "kv_backend"])
+    def test_activates_for_a_config_file(self, monkeypatch, tmp_path, key):
+        file = tmp_path / "server.yaml"
+        monkeypatch.setattr("sys.argv", ["launch_server", "--config", str(file)])
+        assert activate() is None  # SGLang says that there is no file
+        file.write_text(f"{key}: kvc\nport: 30000\n")
+        assert activate() == PLATFORM_CLASS
+        file.write_text("port: 30000\n")
+        assert activate() is None
+
+    def test_stays_away_unasked(self, monkeypatch):
+        monkeypatch.setattr("sys.argv", ["launch_server", "--model-path", "m", "--device", "cpu"])
+        assert activate() is None
+        monkeypatch.setenv("SGLANG_PLATFORM", "kvc_cpu")
+        assert activate() == PLATFORM_CLASS
+
+    @pytest.mark.parametrize("name", ["cuda", "xpu", "npu", "hpu", "musa", "mps"])
+    def test_steps_aside_for_an_accelerator(self, monkeypatch, name):
+        monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
+        assert activate() is None
+
+    def test_steps_aside_for_accelerators_by_other_names(self, monkeypatch):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        assert activate() is None
+
+    def test_steps_aside_for_the_cpu_engine(self, monkeypatch):
+        monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        assert activate() is None
+
+    def test_steps_aside_for_another_platform(self, monkeypatch):
+        """SGLang refuses to start where two of them activate."""
+        from importlib.metadata import EntryPoint
+
+        ours = EntryPoint("kvc_cpu", "sglang_kvc.cpu_platform:activate", "sglang.srt.platforms")
+        other = EntryPoint("npu", "sglang_npu:activate", "sglang.srt.platforms")
+        monkeypatch.setattr("sglang_kvc.cpu_platform.entry_points", lambda group: [ours, ours])
+        assert activate() == PLATFORM_CLASS  # one distribution, found on two paths
+        monkeypatch.setattr("sglang_kvc.cpu_platform.entry_points", lambda group: [ours, other])
+        assert activate() is None
+
+    @pytest.mark.parametrize("argv, found", [("", "SRTPlatform"), ("--kv-backend default", "TorchCpuPlatform")])
+    def test_what_sglang_resolves(self, argv, found):
+        """In processes of their own, as a server and its child processes start."""
+        if torch.cuda.is_available():
+            pytest.skip("a GPU is there")
+        code = (
+            "from sglang.srt.platforms import current_platform as p;"
+            "print(type(p).__name__);"
+        )
+        env = {k: v for k, v in os.environ.items() if k not in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE")}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv.split()], capture_output=True, text=True, timeout=300, env=env
+        )
+        assert done.stdout.split()[-1:] == [found], done.stderr[-2000:]
+
+    def test_an_engine_is_told_how_to_ask(self, model, server_args, monkeypatch):
+        """Keywords come after SGLang has chosen its platform."""
+        from sglang.srt import platforms
+        from sglang.srt.platforms.interface import SRTPlatform
+
+        monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
+        with pytest.raises(ConfigError, match="SGLANG_PLATFORM=kvc_cpu") as e:
+            server_args.ServerArgs(model_path=model, device="cpu", kv_backend="kvc")
+        one_sentence(str(e.value))
 
     def test_gives_sglang_what_it_asks_for(self):
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
