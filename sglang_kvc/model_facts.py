@@ -55,7 +55,6 @@ def from_model_config(mc: Any) -> ModelFacts:
         head_dim=int(mc.head_dim),
         v_head_dim=int(mc.v_head_dim),
         dtype=str(mc.dtype).removeprefix("torch."),
-        kv_scales=_has_kv_scales(hf),
         identity=identity_of(hf),
     )
 
@@ -88,13 +87,12 @@ def from_configurator(configurator: Any) -> ModelFacts:
         encoder_decoder=facts.encoder_decoder or any(m.is_cross_attention for m in layers),
         encoder_only=facts.encoder_only or bool(masks - {"decoder"}),
         dtype=str(configurator.model_dtype).removeprefix("torch."),
+        kv_scales=_has_kv_scales(configurator.model, layers),
     )
 
 
-def _has_kv_scales(hf_config: Any) -> bool:
-    """Whether the checkpoint says that it brings scales for a quantised KV cache."""
-    quant = getattr(hf_config, "quantization_config", None) or {}
-    if not isinstance(quant, dict):
-        quant = quant.to_dict()
-    nested = quant.get("quantization") or {}
-    return any(part.get(key) for part in (quant, nested) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+def _has_kv_scales(model: Any, layers: list[Any]) -> bool:
+    """Whether the checkpoint brings scales for a quantised KV cache, or says so in any of its config files."""
+    declared = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
+    # SGLang's own weight quantisation gives every layer a scale of 1.
+    return bool(declared) or any(getattr(m, "k_scale_float", None) not in (None, 1.0) for m in layers)

@@ -5,6 +5,7 @@ Sentences as in `refusals`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from sglang_kvc.config import ConfigError, KvcConfig, check_geometry
 from sglang_kvc.identity import Identity
 from sglang_kvc.policies import make_policy
 from sglang_kvc.refusals import Refusal, check_capability
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_HEAD_DIMS = (32, 64, 128, 256)
 
@@ -38,7 +41,7 @@ class ModelFacts:
     head_dim: int = 128
     v_head_dim: int = 128
     dtype: str = "bfloat16"
-    kv_scales: bool = False
+    kv_scales: bool = False  # of the built model; not refused, the scales have no use
     identity: Identity | None = None
 
 
@@ -150,13 +153,6 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         "pages hold 16-bit values",
         "add --dtype bfloat16",
     ),
-    Refusal(
-        "kv_scales",
-        lambda m: m.kv_scales,
-        "The checkpoint {} with its own KV-cache scales",
-        "scales are computed from the data of each block",
-        "use a checkpoint without them, or --kv-backend default",
-    ),
 )
 
 
@@ -182,4 +178,10 @@ def check_model(configurator: Any) -> None:
 
     if torch.device(configurator.device).type == "cuda":
         check_capability(torch.cuda.get_device_capability())
-    check_facts(from_configurator(configurator), KvcConfig.from_args(configurator.server_args))
+    facts = from_configurator(configurator)
+    check_facts(facts, KvcConfig.from_args(configurator.server_args))
+    if facts.kv_scales:
+        logger.warning(
+            "The KV-cache scales of the checkpoint %s are ignored: --kv-backend kvc computes scales from the data of "
+            "each block.", facts.name,
+        )  # fmt: skip

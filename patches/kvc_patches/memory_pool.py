@@ -1,6 +1,7 @@
 """`sglang.srt.mem_cache.kv_cache_configurator`: our pool and allocator in place of the stock ones, sized in bytes.
 
-SGLang computes how many tokens of its own cache would fit; the same bytes become our pages, tables and reserve.
+SGLang computes how many tokens of its own cache would fit; the same bytes become our pages, tables and reserve. A
+checkpoint may declare the dtype of SGLang's cache as FP8; our tokens are counted in the dtype of the model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def before_configure(self, *, pre_model_load_memory):
 
     verify()
     check_model(self)
+    self.kv_cache_dtype, self.kv_cache_dtype_str = self.model_dtype, "auto"
 
 
 def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):

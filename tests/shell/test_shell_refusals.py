@@ -162,7 +162,6 @@ TRAITS = {
     "v_head_dim": {"v_head_dim": 64},
     "head_dim": {"head_dim": 80, "v_head_dim": 80},
     "dtype": {"dtype": "float32"},
-    "kv_scales": {"kv_scales": True},
 }
 
 
@@ -191,14 +190,6 @@ MODELS = {
     "two_pools": dict(architectures=["MellumForCausalLM"], is_hybrid_swa=True, swa_attention_layer_ids=[0]),
     "shared_kv": dict(architectures=["Gemma3nForCausalLM"], model_type="gemma3n_text", num_kv_shared_layers=1),
     "odd_head": dict(hidden_size=320, head_dim=80),
-    "kv_scales": dict(
-        quantization_config={
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {},
-            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-        }
-    ),
     "encoder": dict(architectures=["BertModel"], model_type="bert"),
 }
 WORDS = {
@@ -206,7 +197,6 @@ WORDS = {
     "two_pools": "sliding-window",
     "shared_kv": "share keys",
     "odd_head": "head size",
-    "kv_scales": "KV-cache scales",
     "encoder": "encoder",
 }
 
@@ -246,7 +236,7 @@ def configurator(parse, *options, **changes):
         server_args=args,
         device="cpu",
         model_config=args.get_model_config(),
-        model=SimpleNamespace(modules=lambda: layers),
+        model=SimpleNamespace(modules=lambda: layers, quant_config=changes.pop("quant_config", None)),
         model_dtype="torch.bfloat16",
         use_mla_backend=False,
         is_hybrid_swa=False,
