@@ -18,7 +18,14 @@ from sglang_kvc.config import KEY_MODES, ConfigError, KvcConfig, check_pool, lis
 from sglang_kvc.model_facts import from_model_config
 from sglang_kvc.model_refusals import check_facts
 from sglang_kvc.policies import SCORERS, SHARES
-from sglang_kvc.refusals import PREFILL_GRAPHS, check_args, check_chunk, check_memory, environment_warnings
+from sglang_kvc.refusals import (
+    PREFILL_GRAPHS,
+    check_args,
+    check_chunk,
+    check_memory,
+    environment_warnings,
+    trust_warning,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +84,9 @@ class KvcServerArgs(ServerArgs):
             f"What is kept, and how precisely: {listed(policy_names())}. 'quantise' (default) keeps every token in one "
             "compact format. 'leankv' keeps, demotes or drops each token of each head by the attention that it "
             "receives. 'prune' keeps a fixed share of the pages: those that --kvc-scorer ranks first, shared out by "
-            "--kvc-share. The others are 'prune' with other defaults."
+            "--kvc-share. The others are 'prune' with other defaults. 'leankv' and scorers that collect attention go "
+            "by later tokens of the request that fills a block, and others with that prefix read the result: see "
+            "--kvc-trust."
         ),
         NS("memory"),
     ] = None
@@ -154,6 +163,15 @@ class KvcServerArgs(ServerArgs):
         _option(
             "Policy quantise: formats that single requests may ask for instead, separated by commas: "
             'custom_params {"kvc": "k8v4"}. {"kvc": "lossless"} always works. Default: none.'
+        ),
+        NS("memory"),
+    ] = None
+    kvc_trust: A[
+        str | None,
+        _option(
+            "Which requests may share blocks that were packed by the attention of one of them: 'all' (default), or "
+            "'salt': those with the same cache_salt (extra_key), while a request without one shares none. Blocks of "
+            "other policies depend on their own tokens alone, and are always shared."
         ),
         NS("memory"),
     ] = None
@@ -254,7 +272,8 @@ def _prepare(args: KvcServerArgs) -> None:
     """Refuse what cannot be served, then set the fields of SGLang that select our parts."""
     config = KvcConfig.from_args(args)
     check_args(args, config)
-    for warning in environment_warnings():
+    trust = None if args.disable_radix_cache else trust_warning(config)
+    for warning in [*environment_warnings(), *([trust] if trust else [])]:
         logger.warning(warning)
     if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")

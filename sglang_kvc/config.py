@@ -15,6 +15,7 @@ from kvc_kernels.ops.observe import STRIDES
 from sglang_kvc import guard, levels
 
 KEY_MODES = (CHANNEL, TOKEN)
+ALL, SALT = TRUST = ("all", "salt")
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
 PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
 BASE = BF16.name  # as high format: nothing is compressed
@@ -75,7 +76,8 @@ class KvcConfig:
     the size of the page pool in bytes, `page_bytes` the size of a page; None leaves both to the pool. `observe` is
     "all" or the number of last queries whose attention is counted. `budget` (`4x`, or bytes per token) takes the place
     of `keep`; `scorer` and `share` are names, perhaps with settings (`snapkv:window=64`); `calibration` is a file;
-    `levels` are the formats, separated by commas, that single requests may ask for.
+    `levels` are the formats, separated by commas, that single requests may ask for; `trust` says which requests may
+    share blocks whose content depends on the request that filled them: all, or those with the same cache salt.
     """
 
     policy: str = "quantise"
@@ -96,6 +98,7 @@ class KvcConfig:
     sinks: int = 0
     calibration: str | None = None
     levels: str | None = None
+    trust: str = ALL
 
     @classmethod
     def from_args(cls, args: Any) -> KvcConfig:
@@ -223,6 +226,8 @@ def _check_formats(c: KvcConfig) -> None:
                 f"{flag('levels')} {c.levels} cannot be offered, because {name!r} is not another packed format; list "
                 f"some of {listed(packed)}, each once (lossless is always there)."
             )
+    if c.trust not in TRUST:
+        raise ConfigError(f"{flag('trust')} {c.trust!r} is not a choice; give {listed(TRUST)}.")
     if c.key_mode not in KEY_MODES:
         raise ConfigError(f"{flag('key_mode')} {c.key_mode!r} is not a key mode; choose {listed(KEY_MODES)}.")
     if c.low is None:

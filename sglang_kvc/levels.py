@@ -2,7 +2,8 @@
 server offers with `--kvc-levels`: `{"kvc": "k8v4"}`.
 
 A level is a namespace of the radix tree: blocks of different levels are never shared, so an exact request never reads a
-packed block and a cheap one never keeps an exact block alive.
+packed block and a cheap one never keeps an exact block alive. With `--kvc-trust salt` a request whose blocks carry its
+evidence and that has no salt has a namespace of its own, too.
 """
 
 from __future__ import annotations
@@ -52,8 +53,17 @@ def level(req: Any) -> str | None:
     return getattr(req, "kvc_level", None)
 
 
-def namespace(extra_key: str | None, level: str | None) -> str | None:
-    """SGLang's `extra_key` (cache salt, LoRA) behind the level, so that no key of a request spells another's level."""
+def salted(req: Any) -> bool:
+    """Whether SGLang's request brought a `cache_salt` or `extra_key`; SGLang appends the id of its LoRA adapter."""
+    return (req.extra_key or "") != (req.lora_id or "")
+
+
+def namespace(extra_key: str | None, level: str | None, private: int | None = None) -> str | None:
+    """SGLang's `extra_key` (cache salt, LoRA) behind the level, so that no key of a request spells another's level.
+
+    `private`: a number that no other request has, for a namespace that no other request finds."""
+    if private is not None:
+        return f"{PARAMETER}={level or ''}#{private}|{extra_key or ''}"
     if level is None and not (extra_key or "").startswith(f"{PARAMETER}="):
         return extra_key
     return f"{PARAMETER}={level or ''}|{extra_key or ''}"

@@ -117,11 +117,14 @@ class KvcRadixCache(RadixCache):
     # ---- requests
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """The request ends (or is retracted or aborted): the tree keeps its full blocks, the rest is freed."""
+        """The request ends (or is retracted or aborted): the tree keeps its full blocks, the rest is freed.
+
+        Blocks of a private request (`--kvc-trust salt`) are all freed when it ends: no other request finds them."""
         seq: Sequence = req.kvc
         seq.leave(self.runtime)
-        kept, due = seq.shared, seq.blocks[: seq.shared]
-        if is_insert and not self.disable and not self.disable_finished_insert:
+        private = is_insert and getattr(req, "kvc_private", False)
+        kept, due = seq.shared, [] if private else seq.blocks[: seq.shared]
+        if is_insert and not private and not self.disable and not self.disable_finished_insert:
             key = self._key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
             n = len(key) // self.page_size
             row = self._row(req, len(key))
@@ -133,6 +136,16 @@ class KvcRadixCache(RadixCache):
         req.kvc = None
         if not self.disable and req.last_node is not None:
             self.dec_lock_ref(req.last_node)
+            if private:
+                self._drop_path(req.last_node)
+
+    def _drop_path(self, node: TreeNode) -> None:
+        """Free the blocks from `node` up to the root, as far as no other request uses them."""
+        while node is not self.root_node and node.lock_ref == 0 and not node.children:
+            self.runtime.free(node.blocks)
+            self._delete_leaf(node)
+            self._record_remove_event(node)
+            node = node.parent
 
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
         """A prefill (or one chunk of it) ends: its full blocks go to the tree, the request's row follows the tree."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_kvc.config import ConfigError, KvcConfig, listed
-from sglang_kvc.policies import make_policy
+from sglang_kvc.config import ALL, SALT, ConfigError, KvcConfig, listed
+from sglang_kvc.policies import SEQUENCE, make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
 LEAST_CAPABILITY = (8, 0)  # min and max of pairs of fp16 values
@@ -251,6 +251,17 @@ def check_capability(capability: tuple[int, int]) -> None:
             f"because packing needs instructions of {at_least}; use a GPU of {at_least} or newer, or --kv-backend "
             f"default."
         )
+
+
+def trust_warning(config: KvcConfig) -> str | None:
+    """A sentence, where requests that share a prefix read what another request's tokens decided; else None."""
+    if config.trust != ALL or make_policy(config).scope != SEQUENCE:
+        return None
+    return (
+        f"--kvc-policy {config.policy} keeps what later tokens attend to, so the first request with a prefix decides "
+        f"how precisely all others read it; where tenants do not trust each other set --kvc-trust {SALT}, and give "
+        f"the requests of each tenant a cache_salt."
+    )
 
 
 def environment_warnings() -> list[str]:

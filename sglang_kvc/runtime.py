@@ -24,7 +24,7 @@ from kvc_kernels.store import PageStore
 
 from .accounting import head_map, measure
 from .blocks import Blocks, State
-from .config import KvcConfig
+from .config import SALT, KvcConfig
 from .ledger import Ledger
 from .oplog import Compact, OpLog, Release, Take
 from .policies import SEQUENCE, Evidence, Policy, make_policy
@@ -378,6 +378,11 @@ class Runtime:
     def prompt_at_once(self) -> bool:
         """Whether a chunked prompt is compacted only when it is complete: later tokens are the evidence."""
         return self.policy.scope == SEQUENCE
+
+    @property
+    def salt_only(self) -> bool:
+        """Whether blocks carry evidence of other requests, and are shared only between requests with the same salt."""
+        return self.policy.scope == SEQUENCE and self.config.trust == SALT
 
     @property
     def observe(self) -> ops.Observe | None:

@@ -16,12 +16,14 @@ forever. Disaggregated servers are refused, so the flag is reset for every reque
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+_numbers = itertools.count()
 
 
 def before_verify(self, vocab_size):
@@ -32,7 +34,7 @@ def before_verify(self, vocab_size):
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
-    from sglang_kvc.levels import level_of, names, namespace
+    from sglang_kvc.levels import level_of, names, namespace, salted
     from sglang_kvc.runtime import current
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
@@ -44,7 +46,9 @@ def before_add_request_to_queue(self, req, is_retracted=False):
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
-    req.extra_key = namespace(req.extra_key, req.kvc_level)
+    evidence = runtime.salt_only and runtime.policy.rung_of(req.kvc_level) > 0
+    req.kvc_private = evidence and not salted(req)
+    req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if not self.is_generation and req.to_finish is None:
         _abort_if_too_long(req, runtime)
 

@@ -76,15 +76,19 @@ class ToyServer:
 
     # ---- what the scheduler does
 
-    def admit(self, tokens: list[int], chunk: int | None = None, level: str | None = None) -> Request | None:
-        """Prefill `tokens` (in chunks of `chunk`) at a level; None when there is no memory or no row."""
+    def admit(
+        self, tokens: list[int], chunk: int | None = None, level: str | None = None, queued=None
+    ) -> Request | None:
+        """Prefill `tokens` (in chunks of `chunk`) at a level; None when there is no memory or no row. `queued`: a
+        request that passed the hook of the queue, whose namespace this one has."""
         if not self.rows.free:
             return None
         req = Request(
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
             req_pool_idx=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
         )
-        req.extra_key = namespace(None, level)
+        req.extra_key = namespace(None, level) if queued is None else queued.extra_key
+        req.kvc_private = queued is not None and queued.kvc_private
         key = RadixKey(req.origin_input_ids, req.extra_key, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node

@@ -22,7 +22,7 @@ SMALL = "48MiB"
 ROWS = 8  # requests that run at a time
 LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
-SERVERS = {"packed", "levels", "exact", "graphs", "unshared", "ranks", "windowed", "windowed_packed"}
+SERVERS = {"packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed"}
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
 
@@ -38,6 +38,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "exact": ("bf16", chunk, SMALL, retract),
         "graphs": ("k4v4", chunk, "256MiB", _graphs()),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
+        "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
         "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _graphs()),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
         "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
@@ -82,8 +83,9 @@ class Servers:
         return self.server
 
     def _model(self, name: str) -> Path | None:
-        if name == "ranks":
-            return tiny_model(self.models / "tiny")
+        if name in ("ranks", "salted"):
+            folder = self.models / "tiny"
+            return folder if folder.exists() else tiny_model(folder)
         return self.windowed_model() if name.startswith("windowed") else None
 
     def windowed_model(self) -> Path:
@@ -155,6 +157,11 @@ def unshared(servers):
 @pytest.fixture
 def ranks(servers):
     yield from _healthy(servers, "ranks")
+
+
+@pytest.fixture
+def salted(servers):
+    yield from _healthy(servers, "salted")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def serve(parse, monkeypatch):
         args = parse("--kv-backend", "kvc", *options)
         config = KvcConfig.from_args(args)
         monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
-        runtime = SimpleNamespace(config=config, policy=make_policy(config))
+        runtime = SimpleNamespace(config=config, policy=make_policy(config), salt_only=False)
         monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
 
         def ask(level):

@@ -1,0 +1,117 @@
+"""Which requests read blocks that were packed by another request's evidence, with `--kvc-trust` all and salt."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvc_patches.requests import before_add_request_to_queue
+from sglang_kvc.config import ConfigError, KvcConfig
+from sglang_kvc.levels import LOSSLESS
+from sglang_kvc.refusals import trust_warning
+
+from .model import P, ToyServer
+
+LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
+PROMPT = [*range(2 * P), 7]
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """`serve(**options)` -> a server, and admit(salt, level, lora): a request through the queue's hook."""
+
+    def start(**options):
+        server = ToyServer(**options)
+        monkeypatch.setattr("sglang_kvc.runtime.current", lambda: server.runtime)
+
+        def admit(salt=None, level=None, lora=None, chunk=None):
+            queued = SimpleNamespace(
+                sampling_params=SimpleNamespace(custom_params={"kvc": level} if level else None), lora_id=lora,
+                extra_key=(salt or "") + lora if lora else salt,
+            )  # fmt: skip
+            before_add_request_to_queue(SimpleNamespace(is_generation=True), queued)
+            return server.admit(PROMPT, chunk=chunk, level=queued.kvc_level, queued=queued)
+
+        return server, admit
+
+    return start
+
+
+def share(a, b) -> bool:
+    same = {x == y for x, y in zip(a.kvc.blocks[:2], b.kvc.blocks[:2])}
+    assert len(same) == 1
+    return same.pop()
+
+
+def test_all_requests_share_by_default(serve):
+    _, admit = serve(**LEANKV)
+    assert share(admit(), admit()) and share(admit("A"), admit("A")) and not share(admit("A"), admit("B"))
+
+
+@pytest.mark.parametrize("scorer", ["mean-attention", "snapkv"])
+def test_with_salt_only_requests_of_one_salt_share(serve, scorer):
+    _, admit = serve(policy="prune", scorer=scorer, trust="salt")
+    assert share(admit("A"), admit("A")) and not share(admit("A"), admit("B"))
+    assert not share(admit(), admit(""))
+
+
+def test_the_id_of_an_adapter_is_no_salt(serve):
+    _, admit = serve(**LEANKV, trust="salt")
+    assert not share(admit(lora="f00"), admit(lora="f00"))
+    assert share(admit("A", lora="f00"), admit("A", lora="f00"))
+
+
+def test_no_salt_spells_a_private_namespace(serve):
+    _, admit = serve(**LEANKV, trust="salt")
+    private = admit()
+    key = private.extra_key
+    for salt in (key, key.rstrip("|"), key.split("=")[1]):
+        assert not share(private, admit(salt))
+
+
+@pytest.mark.parametrize("options", [{"high": "k4v4"}, {"policy": "prune", "scorer": "keydiff"}])
+def test_blocks_without_evidence_are_always_shared(serve, options):
+    _, admit = serve(**options, trust="salt")
+    assert share(admit(), admit())
+
+
+def test_uncompressed_blocks_are_always_shared(serve):
+    _, admit = serve(**LEANKV, trust="salt")
+    assert share(admit(level=LOSSLESS), admit(level=LOSSLESS))
+
+
+@pytest.mark.parametrize("chunk", [None, P])
+def test_private_blocks_are_freed_at_the_end(serve, chunk):
+    """No request could find them, so they must not take the place of blocks that are found."""
+    server, admit = serve(**LEANKV, trust="salt")
+    kept = admit("A")
+    server.finish(kept)
+    used = server.runtime.blocks.used_count
+    other = admit(chunk=chunk)
+    assert server.runtime.blocks.used_count > used
+    server.finish(other)
+    server.check()
+    assert server.runtime.blocks.used_count == used == 2
+
+
+def test_a_retracted_private_request_finds_its_blocks_again(serve):
+    server, admit = serve(**LEANKV, trust="salt")
+    req = admit()
+    blocks = req.kvc.blocks[:2]
+    server.finish(req, insert=False)  # as SGLang retracts
+    server.check()
+    again = server.admit(PROMPT, queued=req)
+    assert again.kvc.blocks[:2] == blocks
+    server.finish(again)
+    server.check()
+    assert server.runtime.blocks.used_count == 0
+
+
+def test_the_start_says_so():
+    assert "--kvc-trust salt" in trust_warning(KvcConfig(**LEANKV))
+    assert "--kvc-policy prune" in trust_warning(KvcConfig(policy="prune", scorer="h2o"))
+    for config in (KvcConfig(), KvcConfig(policy="prune"), KvcConfig(**LEANKV, trust="salt")):
+        assert trust_warning(config) is None
+    with pytest.raises(ConfigError, match="--kvc-trust 'none'"):
+        KvcConfig(trust="none").validate()

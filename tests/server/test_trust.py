@@ -1,0 +1,28 @@
+"""One client's tokens decide what another reads of a shared prefix, and `--kvc-trust salt` keeps that within a salt."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import BLOCK, STOCK, tokens
+
+pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang keeps what a token is, not what looked at it")
+
+
+@pytest.mark.parametrize(
+    "first, second, crosses",
+    [("A", "A", True), ("A", "B", False), ("A", None, False), (None, None, False)],
+    ids=["one salt", "two salts", "a salt and none", "no salts"],
+)
+def test_evidence_stays_within_a_salt(salted, rng, first, second, crosses):
+    """The same request, each time behind another one with the same prefix. Blocks are packed by the attention of what
+    followed in the first request, so its tokens show in the second one's answer where they share the prefix."""
+    client, prefix = salted.client, tokens(rng, 4 * BLOCK)
+    mine, answers = prefix + tokens(rng, 20), []
+    for _ in range(2):
+        client.flush()
+        client.generate(prefix + tokens(rng, 3 * BLOCK), 1, extra_key=first)
+        client.when_idle()
+        answers.append(client.generate(mine, 8, logprobs=True, extra_key=second))
+        assert answers[-1].cached_tokens == (4 * BLOCK if crosses else 0)
+    assert (answers[0].logprobs != answers[1].logprobs) == crosses
