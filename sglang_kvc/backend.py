@@ -70,9 +70,9 @@ class KvcAttnBackend(AttentionBackend):
         extend = [int(n) for n in fb.extend_seq_lens_cpu]
         prefix = [n - e for n, e in zip(lens, extend)]
         write = fb.out_cache_loc // p, fb.out_cache_loc % p
-        rids = fb.rids or []
-        stored_as = self.runtime.stored_as(rids)
-        waiting = self.runtime.waiting(rids, prefix) if any(stored_as) else []
+        seqs = self.runtime.sequences_of(fb.rids or [])
+        stored_as = self.runtime.stored_as(seqs)
+        waiting = self.runtime.waiting(seqs, prefix) if any(stored_as) else []
         return Snapshot(
             row_blocks, fb.seq_lens, *write, lens, prefix, extend,
             stored_as or None, waiting if any(waiting) else None,

@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -85,8 +84,9 @@ class Runtime:
     step: int = 0  # forwards launched; stamps counts that are still under way
     processed: int = 0  # forwards whose results the CPU has seen
     pending: deque[PendingCounts] = field(default_factory=deque)
-    # Running requests by id, for the plan of a forward, which sees ids only; an entry goes with its sequence.
-    sequences: WeakValueDictionary[str, Sequence] = field(default_factory=WeakValueDictionary)
+    # Id and sequence of every request in the extend batch that was allocated last, in its order. The next extend
+    # forward is that batch's and names its requests by id, which several may have.
+    extending: list[tuple[str, Sequence]] = field(default_factory=list)
     # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     _exact_need: int | None = None
@@ -232,17 +232,21 @@ class Runtime:
         self.blocks.rung[due] = to_rung
         self.counters.compactions += len(due)
 
-    def stored_as(self, rids: list[str]) -> list[Format | None]:
-        """For each request: as what its full blocks are seen by queries behind them, None as they are."""
-        found = (self.sequences.get(rid) for rid in rids)
-        default = self.policy.rung_of(None)  # of the engine's own warm-up, which asks for no level
-        return [self.policy.stored_as(default if seq is None else seq.rung) for seq in found]
+    def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
+        """The sequence of each request of an extend forward; None for those of the engine's own warm-up, which no
+        scheduler allocated."""
+        known = [rid for rid, _ in self.extending]
+        return [seq for _, seq in self.extending] if rids == known else [None] * len(rids)
 
-    def waiting(self, rids: list[str], prefix_lens: list[int]) -> list[list[int]]:
+    def stored_as(self, seqs: list[Sequence | None]) -> list[Format | None]:
+        """For each request: as what its full blocks are seen by queries behind them, None as they are."""
+        default = self.policy.rung_of(None)  # a warm-up asks for no level
+        return [self.policy.stored_as(default if seq is None else seq.rung) for seq in seqs]
+
+    def waiting(self, seqs: list[Sequence | None], prefix_lens: list[int]) -> list[list[int]]:
         """Places of the full blocks of each request's prefix that stay uncompressed once the queue has been flushed."""
         out = []
-        for rid, length in zip(rids, prefix_lens):
-            seq = self.sequences.get(rid)  # none in the engine's own warm-up
+        for seq, length in zip(seqs, prefix_lens):
             whole = [] if seq is None else seq.blocks[: length // self.layout.block_tokens]
             out.append(np.flatnonzero(self.blocks.state[whole] == State.OPEN).tolist() if whole else [])
         return out
@@ -252,6 +256,7 @@ class Runtime:
         self._synchronize()
         self.log.clear()
         self.pending.clear()
+        self.extending.clear()
         self.blocks.reset()
         self.ledger.reset()
         self.store.reset()

@@ -25,10 +25,10 @@ def around_alloc_for_extend(orig, batch):
             done = req.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: done // p]
             req.kvc = Sequence.admit(allocator.runtime, blocks, done, allocator.runtime.policy.rung_of(level(req)))
-        allocator.runtime.sequences[req.rid] = req.kvc
     lengths = batch.seq_lens_cpu.tolist()
     for req, length in zip(batch.reqs, lengths):
         req.kvc.prompt = length
+    allocator.runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     need = allocator.blocks_missing(batch.reqs, lengths) * p
     with allocator.for_requests(batch.reqs, need):
         return orig(batch)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.blocks import Blocks, State
 from sglang_kvc.ledger import Ledger
 from sglang_kvc.oplog import Compact, OpLog, Release, Take
 from sglang_kvc.sequence import Sequence
 from sglang_kvc.sizing import size_pool
 
-from .model import make_runtime
+from .model import ToyServer, make_runtime
 
 BLOCKS = 10
 IDS = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5, unique=True).map(np.array)
@@ -148,13 +152,30 @@ def test_waiting_names_the_full_blocks_of_a_prefix_that_stay_uncompressed():
     runtime = make_runtime()
     seq = Sequence([])
     seq.extend(runtime, runtime.take([0, 64, 128]))
-    runtime.sequences["a"] = seq
-    assert runtime.waiting(["a", "unknown"], [150, 64]) == [[0, 1], []]
+    assert runtime.waiting([seq, None], [150, 64]) == [[0, 1], []]
     runtime.queue_due(seq.slide(runtime, 96 + 32))
-    assert runtime.waiting(["a"], [150]) == [[1]]
-    assert runtime.waiting(["a"], [127]) == [[]]
-    del seq
-    assert not runtime.sequences
+    assert runtime.waiting([seq], [150]) == [[1]]
+    assert runtime.waiting([seq], [127]) == [[]]
+
+
+def test_a_forward_finds_its_own_sequences_where_requests_share_an_id():
+    """The tokenizer processes of `--tokenizer-worker-num` do not know each other's ids."""
+    server = ToyServer(high="k4v4", levels="k8v4", window=0)
+    first, second = (server.admit([7] * 200, level=level) for level in (None, "k8v4"))
+    first.rid = second.rid = "same"
+
+    def forward(reqs, rids):
+        batch = SimpleNamespace(
+            reqs=reqs, tree_cache=server.tree, token_to_kv_pool_allocator=server.allocator,
+            seq_lens_cpu=torch.tensor([200] * len(reqs)),
+        )  # fmt: skip
+        around_alloc_for_extend(lambda batch: None, batch)
+        return server.runtime.sequences_of(rids)
+
+    # The second one came later; then the first one's next chunk, and both in one batch.
+    assert forward([second], ["same"]) == [second.kvc] and forward([first], ["same"]) == [first.kvc]
+    assert [id(s) for s in forward([first, second], ["same"] * 2)] == [id(first.kvc), id(second.kvc)]
+    assert server.runtime.sequences_of(["of a warm-up"]) == [None] and server.runtime.sequences_of([]) == []
 
 
 def test_a_count_that_comes_late_is_not_its_successors():

@@ -161,15 +161,16 @@ def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
     server.runtime.flush()
     rungs = [server.runtime.store.rung[b].tolist() for b in blocks]
     assert rungs == [[1, 1, 1, 1, -1], [0, 0, 0, 0, -1]]
-    assert server.admit([*prompt, 2], level=LOSSLESS).kvc.blocks[:2] == blocks[1][:2]
-    assert server.runtime.stored_as(["0", "1", "2"]) == [FORMATS["k4v4"], FORMATS["k4v4"], None]
+    again = server.admit([*prompt, 2], level=LOSSLESS)
+    assert again.kvc.blocks[:2] == blocks[1][:2]
+    assert server.runtime.stored_as([None, again.kvc]) == [FORMATS["k4v4"], None]
 
 
 def test_levels_go_to_rungs_of_their_own():
     server = ToyServer(high="k4v4", levels="k8v4,k2v2", window=0)
     asked = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
     reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in asked}
-    seen = server.runtime.stored_as([r.rid for r in reqs.values()])
+    seen = server.runtime.stored_as([r.kvc for r in reqs.values()])
     assert [f and f.name for f in seen] == ["k4v4", "k8v4", "k2v2", None]
     server.runtime.flush()
     for level, rung in asked.items():
@@ -186,5 +187,5 @@ def test_a_server_that_compresses_on_request_only():
     plain, small = (server.admit([*PIECES[0], 1], level=level) for level in (None, "k4v4"))
     server.runtime.flush()
     assert [server.runtime.store.rung[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]
-    # An unknown request asks for nothing.
-    assert server.runtime.stored_as([plain.rid, small.rid, "warm-up"]) == [None, FORMATS["k4v4"], None]
+    # A forward that no scheduler allocated asks for nothing.
+    assert server.runtime.stored_as([plain.kvc, small.kvc, None]) == [None, FORMATS["k4v4"], None]
