@@ -162,7 +162,15 @@ class KvcServerArgs(ServerArgs):
         str | None,
         _option(
             "Policy quantise: formats that single requests may ask for instead, separated by commas: "
-            'custom_params {"kvc": "k8v4"}. {"kvc": "lossless"} always works. Default: none.'
+            'custom_params {"kvc": "k8v4"}. {"kvc": "lossless"} needs no listing. Default: none.'
+        ),
+        NS("memory"),
+    ] = None
+    kvc_allow_lossless: A[
+        str | None,
+        _option(
+            'Whether single requests may ask for an uncompressed cache: custom_params {"kvc": "lossless"}. They take '
+            "several times the memory of others. 'true' (default), or 'false': such a request gets an error."
         ),
         NS("memory"),
     ] = None

@@ -77,7 +77,8 @@ class KvcConfig:
     "all" or the number of last queries whose attention is counted. `budget` (`4x`, or bytes per token) takes the place
     of `keep`; `scorer` and `share` are names, perhaps with settings (`snapkv:window=64`); `calibration` is a file;
     `levels` are the formats, separated by commas, that single requests may ask for; `trust` says which requests may
-    share blocks whose content depends on the request that filled them: all, or those with the same cache salt.
+    share blocks whose content depends on the request that filled them: all, or those with the same cache salt;
+    `allow_lossless` whether single requests may ask for an uncompressed cache.
     """
 
     policy: str = "quantise"
@@ -99,6 +100,7 @@ class KvcConfig:
     calibration: str | None = None
     levels: str | None = None
     trust: str = ALL
+    allow_lossless: bool = True
 
     @classmethod
     def from_args(cls, args: Any) -> KvcConfig:
@@ -182,6 +184,10 @@ def _coerce(name: str, value: Any) -> Any:
             raise ConfigError(f"{flag(name)} {value!r} is not a number; give one like 0.5.") from None
     if name == "memory":
         return parse_bytes(value)
+    if name == "allow_lossless":
+        if str(value).lower() not in ("true", "false"):
+            raise ConfigError(f"{flag(name)} {value!r} is not a choice; give true or false.")
+        return str(value).lower() == "true"
     if name == "observe":
         text = str(value).lower()
         if text == "all" or text in {f"all/{s}" for s in STRIDES}:
@@ -224,7 +230,7 @@ def _check_formats(c: KvcConfig) -> None:
             packed = [n for n, f in FORMATS.items() if f.packed and n != c.high]
             raise ConfigError(
                 f"{flag('levels')} {c.levels} cannot be offered, because {name!r} is not another packed format; list "
-                f"some of {listed(packed)}, each once (lossless is always there)."
+                f"some of {listed(packed)}, each once (lossless needs no listing)."
             )
     if c.trust not in TRUST:
         raise ConfigError(f"{flag('trust')} {c.trust!r} is not a choice; give {listed(TRUST)}.")

@@ -20,6 +20,11 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").lower().split(",") if name.strip())
 
 
+def offered(config: Any) -> tuple[str, ...]:
+    """The levels that requests to a server of this `KvcConfig` may ask for."""
+    return (*([LOSSLESS] if config.allow_lossless else []), *names(config.levels))
+
+
 def asks(custom_params: Any) -> bool:
     """Whether a request says anything about its level, or what cannot be understood."""
     if isinstance(custom_params, dict):
@@ -27,7 +32,7 @@ def asks(custom_params: Any) -> bool:
     return custom_params is not None
 
 
-def level_of(custom_params: Any, offered: Sequence[str] = (), default: str | None = None) -> str | None:
+def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: str | None = None) -> str | None:
     """The level that a request asks for, None for the server's policy. `default`: the format whose name asks for that,
     too (`Policy.own_level`). ValueError (one sentence) for another value."""
     if not asks(custom_params):
@@ -37,14 +42,17 @@ def level_of(custom_params: Any, offered: Sequence[str] = (), default: str | Non
             f'custom_params is {custom_params!r}, which is no object; write it like {{"{PARAMETER}": "{LOSSLESS}"}}.'
         )
     level = custom_params[PARAMETER]
-    if isinstance(level, str) and level in (LOSSLESS, *offered):
+    if isinstance(level, str) and level in offered:
         return level
     if default is not None and level == default:
         return None
-    more = "".join(f', "{name}"' for name in (*offered, *([default] if default else [])))
+    why = "this server does not allow" if level == LOSSLESS else "is not a level of the compressed cache"
+    notes = {LOSSLESS: " (nothing of it is ever compressed)"}
+    choices = [f'"{name}"{notes.get(name, "")}' for name in (*offered, *([default] if default else []))]
+    give = f"give {', '.join(choices)}, or " if choices else ""
     raise ValueError(
-        f'custom_params["{PARAMETER}"] is {level!r}, which is not a level of the compressed cache; give "{LOSSLESS}" '
-        f"(nothing of it is ever compressed){more}, or leave it out for what the server was started with."
+        f'custom_params["{PARAMETER}"] is {level!r}, which {why}; {give}leave it out for what the server was started '
+        f"with."
     )
 
 

@@ -34,15 +34,16 @@ def before_verify(self, vocab_size):
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
-    from sglang_kvc.levels import level_of, names, namespace, salted
+    from sglang_kvc.levels import level_of, namespace, offered, salted
     from sglang_kvc.runtime import current
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
     req.skip_radix_cache_insert = False
-    offered, own = names(runtime.config.levels), runtime.policy.own_level
     try:
-        req.kvc_level = level_of(req.sampling_params.custom_params, offered, own)
+        req.kvc_level = level_of(
+            req.sampling_params.custom_params, offered(runtime.config), runtime.policy.own_level
+        )
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
@@ -78,7 +79,7 @@ def _served():
 
 
 def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
-    """What the scheduler has of its pool: the formats on offer, and the one that is served without asking."""
+    """What the scheduler has of its pool: the levels on offer, and the format that is served without asking."""
     from sglang_kvc.args import KVC_OPTIONS
 
     return _resolved(tuple((name, getattr(args, name)) for name in KVC_OPTIONS))
@@ -88,11 +89,11 @@ def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
 def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...], str | None]:
     """By the values of the options: to resolve them may read a calibration file, which no request should wait for."""
     from sglang_kvc.config import KvcConfig
-    from sglang_kvc.levels import names
+    from sglang_kvc.levels import offered
     from sglang_kvc.policies import make_policy
 
     config = KvcConfig.from_args(SimpleNamespace(**dict(options)))
-    return names(config.levels), make_policy(config).own_level
+    return offered(config), make_policy(config).own_level
 
 
 def register() -> None:

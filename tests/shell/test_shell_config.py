@@ -161,6 +161,8 @@ def test_sizes(text, size):
 
 
 WRONG = [
+    ({"allow_lossless": "perhaps"}, "--kvc-allow-lossless"),
+    ({"policy": "leankv", "trust": "none"}, "--kvc-trust"),
     ({"policy": "magic"}, "--kvc-policy"),
     ({"high": "k3v3"}, "--kvc-high"),
     ({"high": "fp8"}, "--kvc-high"),

@@ -96,6 +96,18 @@ def test_formats_on_offer(serve):
     assert [ask(x) for x in ("k8v4", "k2v2", "k4v4", None)] == ["k8v4", "k2v2", None, None]
 
 
+@pytest.mark.parametrize("options", ["", "--kvc-levels k8v4", "--kvc-policy leankv", "--kvc-high bf16"])
+def test_a_server_may_forbid_uncompressed_requests(serve, options):
+    ask = serve("--kvc-allow-lossless", "false", *options.split())
+    with pytest.raises(ValueError, match=r"'lossless', which this server does not allow") as e:
+        ask("lossless")
+    assert '"lossless"' not in one_sentence(str(e.value))  # among what to give instead
+    assert ask(None) is None
+    if "k8v4" in options:
+        assert ask("k8v4") == "k8v4"
+    assert serve("--kvc-allow-lossless", "true", *options.split())("lossless") == "lossless"
+
+
 def test_settings_are_resolved_once(serve, monkeypatch):
     requests._resolved.cache_clear()
     ask, seen = serve("--kvc-levels", "k8v4"), []
