@@ -353,6 +353,12 @@ class Runtime:
     def unsettled(self) -> bool:
         return bool(len(self.log) or self.pending)
 
+    @property
+    def overcharged(self) -> bool:
+        """Whether settling may free memory: counts are under way, or compactions queued that have none yet."""
+        queued = (op for op in self.log.ops if isinstance(op, Compact))
+        return bool(self.pending) or any(not self.store.ladder[op.to_rung].exact for op in queued)
+
     def settle(self) -> None:
         """Flush and harvest with a sync: at idle, and before giving up on memory.
 

@@ -74,13 +74,13 @@ def before_on_idle(self):
 
 
 def around_check_decode_mem(orig, self, selected_indices=None):
-    """Before a running request is retracted: wait for counts that are still under way, then look again."""
+    """Before a retraction: wait for what queued and running compactions will free, then look again."""
     from sglang_kvc.runtime import current
 
     if orig(self, selected_indices):
         return True
     runtime = current()
-    if runtime is None or not runtime.pending:
+    if runtime is None or not runtime.overcharged:
         return False
     runtime.settle()
     return orig(self, selected_indices)

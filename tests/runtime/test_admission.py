@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_running_offset
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_request
 from kvc_patches.requests import before_add_request_to_queue
-from kvc_patches.scheduler import around_get_new_batch_prefill
+from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
 from sglang_kvc.levels import LOSSLESS
 from sglang_kvc.sequence import Sequence
 
@@ -222,6 +222,34 @@ def test_requests_that_were_preempted_in_vain_are_queued_again():
 
     around_get_new_batch_prefill(preempt, scheduler, batch)
     assert queued == [lost]
+
+
+def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
+    """Their outcome depends on the data: until they have run, their blocks are charged the most that they may take."""
+    server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
+    runtime = server.runtime
+    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
+    blocks = runtime.take([i * P for i in range(runtime.available_tokens() // P)])
+    runtime.flush()
+    runtime.queue_due(blocks)
+    queued = runtime.available_tokens()
+
+    def fits(batch, selected_indices):
+        return runtime.available_tokens() > queued
+
+    assert not runtime.pending and not fits(None, None)
+    assert around_check_decode_mem(fits, None)
+    assert not runtime.unsettled
+
+
+def test_a_retraction_waits_for_nothing_where_nothing_can_come(monkeypatch):
+    """What compactions of a fixed outcome free was credited when they were queued."""
+    server = ToyServer(high="k4v4", window=0)
+    runtime = server.runtime
+    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
+    runtime.queue_due(runtime.take([0, P]))
+    assert not around_check_decode_mem(lambda batch, selected_indices: False, None)
+    assert runtime.unsettled
 
 
 @pytest.mark.parametrize("policy", [{"high": "bf16"}, {"policy": "leankv", "high": "k8v4", "low": "k4v2"}])
