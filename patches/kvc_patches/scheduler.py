@@ -51,13 +51,13 @@ def around_get_new_batch_prefill(orig, self, running_batch):
 def _queue_preempted(scheduler, ran, plan) -> None:
     """Queue requests again that were preempted for one which then did not fit.
 
-    SGLang 0.5.17 queues the preempted behind its return where no request could be added, so it loses them.
+    SGLang 0.5.17 queues the preempted behind its return where no request could be added, so it loses them. With a new
+    batch it has queued them already, or aborted those that --max-queued-requests left no place for.
     """
     retracted = [r for r in ran if r.is_retracted and not r.finished()]
-    if not retracted:
+    if not retracted or plan.batch_to_run is not None:
         return
-    batches = [b.reqs for b in (plan.running_batch, plan.batch_to_run) if b is not None]
-    known = {id(r) for reqs in (*batches, scheduler.waiting_queue) for r in reqs}
+    known = {id(r) for reqs in (plan.running_batch.reqs, scheduler.waiting_queue) for r in reqs}
     for req in retracted:
         if id(req) not in known:
             scheduler._add_request_to_queue(req)

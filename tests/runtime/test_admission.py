@@ -207,7 +207,8 @@ def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
 def test_requests_that_were_preempted_in_vain_are_queued_again():
     """SGLang's own path queues those that it preempted for a request that came in; the rest is left to the hook."""
     server, queued = ToyServer(high="k4v4"), []
-    kept, queued_before, lost, chosen, ended = (
+    chosen = None
+    kept, queued_before, lost, came_in, ended = (
         SimpleNamespace(is_retracted=i in (1, 2, 4), finished=lambda i=i: i == 4) for i in range(5)
     )
     scheduler = SimpleNamespace(
@@ -218,8 +219,12 @@ def test_requests_that_were_preempted_in_vain_are_queued_again():
 
     def preempt(self, batch):
         batch.reqs = [kept]
-        return SimpleNamespace(running_batch=batch, batch_to_run=SimpleNamespace(reqs=[chosen]))
+        return SimpleNamespace(running_batch=batch, batch_to_run=chosen)
 
+    around_get_new_batch_prefill(preempt, scheduler, batch)
+    assert queued == [lost]
+    # With a new batch SGLang has queued them, or has aborted those for which --max-queued-requests left no place.
+    batch.reqs, chosen = [kept, queued_before, lost, ended], SimpleNamespace(reqs=[came_in])
     around_get_new_batch_prefill(preempt, scheduler, batch)
     assert queued == [lost]
 
