@@ -7,6 +7,7 @@ multi-process folder, so the gauges are made at the first use.
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from .registry import hook
@@ -37,57 +38,62 @@ LABELLED_GAUGES = {
 
 
 class Gauges:
-    """All `sglang_kvc:*` gauges of one collector."""
+    """All `sglang_kvc:*` gauges, with label names that SGLang chooses."""
 
-    def __init__(self, gauge_cls, labels: dict[str, str]):
-        self.labels = labels
+    def __init__(self, gauge_cls, labelnames: tuple[str, ...]):
         self.plain = {
-            name: gauge_cls(PREFIX + name, doc, labelnames=list(labels), multiprocess_mode="mostrecent")
+            name: gauge_cls(PREFIX + name, doc, labelnames=labelnames, multiprocess_mode="mostrecent")
             for name, (doc, _) in GAUGES.items()
         }
         self.labelled = {
-            name: gauge_cls(PREFIX + name, doc, labelnames=[*labels, extra], multiprocess_mode="mostrecent")
+            name: gauge_cls(PREFIX + name, doc, labelnames=(*labelnames, extra), multiprocess_mode="mostrecent")
             for name, (doc, extra, _) in LABELLED_GAUGES.items()
         }
 
-    def set(self, stats) -> None:
+    def set(self, stats, labels: dict[str, str]) -> None:
         for name, (_, read) in GAUGES.items():
             value = read(stats)
             if value is not None:
-                self.plain[name].labels(**self.labels).set(value)
+                self.plain[name].labels(**labels).set(value)
         for name, (_, extra, read) in LABELLED_GAUGES.items():
             for label, value in read(stats).items():
-                self.labelled[name].labels(**self.labels, **{extra: label}).set(value)
+                self.labelled[name].labels(**labels, **{extra: label}).set(value)
 
 
-def _stats():
-    """The current figures, None where there is no runtime; a figure that cannot be had must not end the server."""
+# prometheus_client takes a name once in a process, however many collectors there are.
+gauges = functools.cache(Gauges)
+
+
+def _figures(read):
+    """What `read` says of the current runtime; None where there is none, or where reading fails."""
     from sglang_kvc.runtime import current
 
     runtime = current()
     if runtime is None:
         return None
     try:
-        return runtime.stats()
-    except Exception:
+        return read(runtime)
+    except Exception:  # must not end the scheduler
         logger.exception("kvc: no statistics for the log")
         return None
 
 
 def after_usage_msg_parts(result, self):
-    stats = _stats()
-    return result if stats is None else [*result, stats.log_line()]
+    line = _figures(lambda runtime: runtime.stats().log_line())
+    return result if line is None else [*result, line]
 
 
 def after_log_stats(result, self, stats):
-    ours = _stats()
-    if ours is None:
+    ours = _figures(lambda runtime: runtime.stats())
+    if ours is None or hasattr(self, "kvc_gauges_failed"):
         return
-    if not hasattr(self, "kvc_gauges"):
+    try:
         from prometheus_client import Gauge
 
-        self.kvc_gauges = Gauges(self._gauge_cls or Gauge, self.labels)
-    self.kvc_gauges.set(ours)
+        gauges(self._gauge_cls or Gauge, tuple(self.labels)).set(ours, self.labels)
+    except Exception:
+        self.kvc_gauges_failed = True
+        logger.exception("kvc: the gauges for Prometheus cannot be set and are left alone from here on")
 
 
 def register() -> None:

@@ -107,9 +107,8 @@ def test_stock_servers_are_left_alone():
     result = SimpleNamespace(internal_state={})
     internal_state.after_get_internal_state(result, None, None)
     assert result.internal_state == {}
-    collector = SimpleNamespace()
-    metrics.after_log_stats(None, collector, None)
-    assert not hasattr(collector, "kvc_gauges")
+    metrics.after_log_stats(None, SimpleNamespace(labels={"model_name": "m"}, _gauge_cls=FakeGauge), None)
+    assert not FakeGauge.values
 
 
 class FakeGauge:
@@ -127,13 +126,16 @@ class FakeGauge:
         return SimpleNamespace(set=lambda value: self.values.__setitem__(key, value))
 
 
-def test_prometheus_gauges(fake_runtime):
+@pytest.fixture(autouse=True)
+def no_gauges():
+    metrics.gauges.cache_clear()
     FakeGauge.values = {}
+
+
+def test_prometheus_gauges(fake_runtime):
     collector = SimpleNamespace(labels={"model_name": "m"}, _gauge_cls=FakeGauge)
     metrics.after_log_stats(None, collector, None)
-    first = collector.kvc_gauges
     metrics.after_log_stats(None, collector, None)
-    assert collector.kvc_gauges is first, "gauges must be made once"
     plain = {key[0]: value for key, value in FakeGauge.values.items() if len(key) == 2}
     assert plain["sglang_kvc:compression_ratio_body"] == STATS.ratio_body
     assert plain["sglang_kvc:pages_free"] == 31000
@@ -145,12 +147,41 @@ def test_prometheus_gauges(fake_runtime):
     assert plain["sglang_kvc:occupancy"] == 0.93
 
 
-def test_gauges_fit_the_real_client(fake_runtime):
-    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+@pytest.fixture
+def real_gauge():
+    """A gauge of prometheus_client in a registry of its own, which takes a name only once."""
+    from prometheus_client import CollectorRegistry, Gauge
 
     registry = CollectorRegistry()
-    gauges = metrics.Gauges(lambda *a, **kw: Gauge(*a, **kw, registry=registry), {"model_name": "m"})
-    gauges.set(STATS)
+    return registry, lambda *args, **options: Gauge(*args, **options, registry=registry)
+
+
+def test_gauges_fit_the_real_client(fake_runtime, real_gauge):
+    from prometheus_client import generate_latest
+
+    registry, gauge = real_gauge
+    for model in ("m", "n"):  # two collectors in one process
+        collector = SimpleNamespace(labels={"model_name": model}, _gauge_cls=gauge)
+        metrics.after_log_stats(None, collector, None)
+        metrics.after_log_stats(None, collector, None)
     text = generate_latest(registry).decode()
-    assert 'sglang_kvc:compression_ratio{model_name="m"} 3.84' in text
-    assert 'sglang_kvc:tier_share{model_name="m",tier="pruned"} 0.1' in text
+    for model in ("m", "n"):
+        assert f'sglang_kvc:compression_ratio{{model_name="{model}"}} 3.84' in text
+        assert f'sglang_kvc:tier_share{{model_name="{model}",tier="pruned"}} 0.1' in text
+
+
+@pytest.mark.parametrize("later", [{"model_name": "m", "rank": "0"}, {}], ids=["more labels", "fewer labels"])
+def test_gauges_that_fail_do_not_end_the_server(fake_runtime, real_gauge, monkeypatch, later):
+    said = []
+    monkeypatch.setattr(metrics.logger, "exception", said.append)
+    collector = SimpleNamespace(labels={"model_name": "m"}, _gauge_cls=real_gauge[1])
+    metrics.after_log_stats(None, collector, None)
+    collector.labels = later
+    for _ in range(3):
+        metrics.after_log_stats(None, collector, None)
+    assert len(said) == 1
+
+
+def test_a_log_line_that_fails_does_not_end_the_server(fake_runtime):
+    fake_runtime.stats = lambda detail=False: SimpleNamespace(log_line=broken)
+    assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
