@@ -37,12 +37,18 @@ ROWS, NEW, PREFIXES = (1, 12, 24, 48, 96, 192, 384, 768), (640, 2048), (0, 1, 40
 
 def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -> None:
     """`warm_up`, with one line in the log. A failure is no reason not to serve: what could not be compiled here may
-    never be launched, and if it is, it is compiled then, or fails with its own message."""
+    never be launched, and if it is, it is compiled then, or fails with its own message. RuntimeError where the failure
+    has left the GPU unusable, as an illegal address does."""
     began = time.perf_counter()
     try:
         warm_up(runtime, kinds=kinds, **sizes)
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
+        if not _gpu_answers():
+            raise RuntimeError(
+                f"The GPU is unusable since a kernel failed when it was tried before serving ({type(error).__name__}: "
+                f"{text}); start with other --kvc options or with --kv-backend default"
+            ) from error
         logger.warning(
             "Kernels could not be compiled ahead (%s: %s); the server starts all the same, and first requests may wait "
             "for them or fail.", type(error).__name__, text,
@@ -53,6 +59,16 @@ def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _gpu_answers() -> bool:
+    """Whether kernels can still be launched; true without a GPU."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def warm_up(

@@ -271,3 +271,18 @@ def test_a_failure_is_one_line(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         warm_up.compile_ahead(None, kinds={(-1, 0.0)})
     assert "were ready after" in caplog.text
+
+
+def test_a_failure_that_leaves_the_gpu_unusable_ends_the_start(monkeypatch, caplog):
+    """An illegal address stays the answer to every later call; a failed allocation or compilation does not."""
+    failure = mock.Mock(side_effect=RuntimeError("an illegal memory access was encountered\nand much more"))
+    monkeypatch.setattr(warm_up, "warm_up", failure)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    warm_up.compile_ahead(None, kinds={(-1, 0.0)})
+    assert "starts all the same" in caplog.text
+    monkeypatch.setattr(torch.cuda, "synchronize", failure)
+    with pytest.raises(RuntimeError, match=r"GPU is unusable.*illegal memory access") as e:
+        warm_up.compile_ahead(None, kinds={(-1, 0.0)})
+    assert "\n" not in str(e.value)
