@@ -96,6 +96,7 @@ def _step(n: int) -> int:
 
 
 def html(head_map: HeadMap, title: str, caption: str, rows: list[tuple[str, str]]) -> str:
+    below = escape(f"{caption}; {head_map.blocks} packed blocks")
     body = "".join(f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>KV cache of {escape(title)}</title>
@@ -107,7 +108,7 @@ figure {{ margin: 1.5em 0; overflow-x: auto; }}
 <h1>KV cache of {escape(title)}</h1>
 <table>{body}</table>
 <figure>{svg(head_map)}
-<figcaption>{escape(caption)}; {head_map.blocks} packed blocks. Point at a cell for its numbers.</figcaption></figure>
+<figcaption>{below}. Point at a cell for its numbers.</figcaption></figure>
 </body></html>
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvc.headmap import draw
-from sglang_kvc.stats import HeadMap, KvcStats, times
+from sglang_kvc.stats import HeadMap, KvcStats, printable, times
 
 TIMEOUT_S = 30
 
@@ -26,7 +26,6 @@ class InspectError(RuntimeError):
 class Report:
     """The answer of one scheduler (one per data-parallel rank)."""
 
-    config: dict[str, Any]
     stats: KvcStats
     head_map: HeadMap | None
 
@@ -43,7 +42,7 @@ def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
             info = json.load(answer)
     except urllib.error.HTTPError as e:
         hint = "give its key with --api-key" if e.code in (401, 403) else "is it an SGLang server?"
-        raise InspectError(f"{url} answered {e.code} {e.reason}; {hint}") from None
+        raise InspectError(f"{url} answered {e.code} {printable(e.reason)}; {hint}") from None
     except (urllib.error.URLError, OSError) as e:
         reason = getattr(e, "reason", e)
         raise InspectError(
@@ -53,21 +52,25 @@ def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
         raise InspectError(
             f"{url} did not answer as an SGLang server does; give a server's address with --url"
         ) from None
-    states = [s["kvc"] for s in info.get("internal_states") or [] if "kvc" in s]
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    states = states if isinstance(states, list) else []
+    states = [s["kvc"] for s in states if isinstance(s, dict) and isinstance(s.get("kvc"), dict)]
     if not states:
         raise InspectError(f"the server at {url} keeps its cache uncompressed; start it with --kv-backend kvc")
     return states
 
 
-def parse(state: dict[str, Any]) -> Report:
+def parse(state: dict[str, Any], url: str) -> Report:
+    """The `kvc` part of one scheduler's state, which came from `url`."""
     if "error" in state:
-        raise InspectError(f"the server could not read its own figures ({state['error']}); see its log")
-    head_map = state.get("head_map")
-    return Report(
-        state.get("config", {}),
-        KvcStats.from_dict(state["stats"]),
-        HeadMap.from_dict(head_map) if head_map else None,
-    )
+        raise InspectError(f"the server could not read its own figures ({printable(state['error'])}); see its log")
+    try:
+        head_map = state.get("head_map")
+        return Report(KvcStats.from_dict(state["stats"]), HeadMap.from_dict(head_map) if head_map else None)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise InspectError(
+            f"{url} sent figures that cannot be read ({type(e).__name__}); is it a server of this version?"
+        ) from None
 
 
 def run(url: str, *, api_key: str | None = None, as_json: bool = False, map_file: str | None = None) -> int:
@@ -75,7 +78,7 @@ def run(url: str, *, api_key: str | None = None, as_json: bool = False, map_file
     states = fetch(url, api_key)
     if as_json:
         print(json.dumps(states, indent=2))
-    reports = [parse(s) for s in states]
+    reports = [parse(s, url) for s in states]
     for i, report in enumerate(reports):
         title = url if len(reports) == 1 else f"{url}, scheduler {i}"
         if not as_json:

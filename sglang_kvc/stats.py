@@ -5,6 +5,7 @@ The same record goes to the log line, to `/server_info`, to Prometheus and to `s
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -66,8 +67,9 @@ class KvcStats:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> KvcStats:
-        """Inverse of `to_dict`; derived figures, and what a newer server adds, are left out."""
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+        """Inverse of `to_dict`; derived figures, and what a newer server adds, are left out. Text is made printable;
+        TypeError or ValueError for what is no number, as `data` may come from any server."""
+        return cls(**{f.name: _READ[f.type](data[f.name]) for f in fields(cls) if f.name in data})
 
     def log_line(self) -> str:
         """One short part of SGLang's own prefill and decode log lines."""
@@ -97,7 +99,13 @@ class HeadMap:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadMap:
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
+        """Inverse of `to_dict`. KeyError, TypeError or ValueError for anything but two equal tables of numbers."""
+        kept, high = ([[float(x) for x in row] for row in data[name]] for name in ("kept", "high"))
+        if len({len(row) for row in kept}) > 1 or [len(row) for row in kept] != [len(row) for row in high]:
+            raise ValueError("the tables of heads have rows of different lengths")
+        if not all(math.isfinite(x) for row in (*kept, *high) for x in row):
+            raise ValueError("a share is not a finite number")
+        return cls(kept, high, int(data["blocks"]))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,6 +115,21 @@ class HeadMap:
 def times(ratio: float | None) -> str:
     """3.117 -> '3.12x'; nothing to compare -> '-'."""
     return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, which a terminal would obey."""
+    return "".join(c for c in str(text) if c.isprintable())
+
+
+# How the fields of `KvcStats` are read, by their types.
+_READ = {
+    "str": printable,
+    "int": int,
+    "float": float,
+    "float | None": lambda value: None if value is None else float(value),
+    "dict[str, int]": lambda counts: {printable(name): int(n) for name, n in counts.items()},
+}
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -112,6 +112,52 @@ def test_html_escapes_what_comes_from_outside(tmp_path):
     assert "<script>" not in headmap.html(MAP, "<script>", "<script>", [("a", "<script>")])
 
 
+HOSTILE = "\x1b]0;owned\x07<script>\u202e\x9b2J"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_map": {**MAP.to_dict(), "blocks": "<script>"}},
+        {"head_map": {**MAP.to_dict(), "kept": [["<script>", 0.5], [0.25, 0.0]]}},
+        {"head_map": {**MAP.to_dict(), "kept": [[1.0, 0.5], [0.25]]}},
+        {"head_map": {**MAP.to_dict(), "high": [[0.5]]}},
+        {"head_map": [1]},
+        {"stats": {**STATS.to_dict(), "tokens": "many"}},
+        {"stats": {**STATS.to_dict(), "blocks_by_rung": {"bf16": "<script>"}}},
+        {"stats": "none"},
+    ],
+    ids=["blocks", "kept", "ragged", "shapes", "no map", "count", "counts", "no figures"],
+)
+def test_figures_that_are_no_numbers_are_refused(serve, tmp_path, capsys, change):
+    file = tmp_path / "map.html"
+    url = serve(info({**STATE, **change}))
+    assert cli.main(["inspect", "--url", url, "--map", str(file)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and url in err
+    assert not file.exists()
+
+
+def test_text_of_the_server_reaches_neither_terminal_nor_page_as_it_is(serve, tmp_path, capsys):
+    names = {"config": HOSTILE, "scope": HOSTILE, "blocks_by_rung": {HOSTILE: 4}, "tokens_by_tier": {HOSTILE: 1}}
+    file = tmp_path / "map.html"
+    url = serve(info({**STATE, "stats": {**STATS.to_dict(), **names}}))
+    assert cli.main(["inspect", "--url", url, "--map", str(file)]) == 0
+    broken = serve(info({"config": {}, "error": HOSTILE}))
+    assert cli.main(["inspect", "--url", broken]) == 1
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err, file.read_text()):
+        assert all(c == "\n" or c.isprintable() for c in text)
+    assert "<script>" in shown.out and "<script>" not in file.read_text()
+
+
+@pytest.mark.parametrize("answer", [[], *({"internal_states": x} for x in (5, [5], [{"kvc": 5}]))], ids=str)
+def test_answers_of_other_shapes_are_refused(serve, capsys, answer):
+    assert cli.main(["inspect", "--url", serve(answer)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
 WRONG = [
     (info(), 200, "--kv-backend kvc"),
     ({"internal_states": [{}]}, 200, "--kv-backend kvc"),
