@@ -8,6 +8,7 @@ evidence and that has no salt has a namespace of its own, too.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,14 @@ def asks(custom_params: Any) -> bool:
 
 def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: str | None = None) -> str | None:
     """The level that a request asks for, None for the server's policy. `default`: the format whose name asks for that,
-    too (`Policy.own_level`). ValueError (one sentence) for another value."""
+    too (`Policy.own_level`). ValueError for another value: one sentence, which repeats no more than its start and end.
+    """
     if not asks(custom_params):
         return None
     if not isinstance(custom_params, dict):
         raise ValueError(
-            f'custom_params is {custom_params!r}, which is no object; write it like {{"{PARAMETER}": "{LOSSLESS}"}}.'
+            f"custom_params is {reprlib.repr(custom_params)}, which is no object; write it like "
+            f'{{"{PARAMETER}": "{LOSSLESS}"}}.'
         )
     level = custom_params[PARAMETER]
     if isinstance(level, str) and level in offered:
@@ -51,8 +54,8 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
     choices = [f'"{name}"{notes.get(name, "")}' for name in (*offered, *([default] if default else []))]
     give = f"give {', '.join(choices)}, or " if choices else ""
     raise ValueError(
-        f'custom_params["{PARAMETER}"] is {level!r}, which {why}; {give}leave it out for what the server was started '
-        f"with."
+        f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}leave it out for what the server '
+        f"was started with."
     )
 
 

@@ -91,6 +91,18 @@ def test_parameters_that_are_no_object(serve, wrong):
     one_sentence(str(e.value))
 
 
+TEXT = "x" * 10**6
+LONG = {"name": {"kvc": TEXT}, "object": {"kvc": {"a": "\n" * 10**6}}, "text": TEXT, "list": [TEXT] * 10**4}
+
+
+@pytest.mark.parametrize("params", LONG.values(), ids=LONG)
+def test_long_values_are_not_repeated_whole(serve, params):
+    """The sentence goes into the log and the answer."""
+    with pytest.raises(ValueError, match="custom_params") as e:
+        serve(params=lambda _: params)("lossless")
+    assert len(one_sentence(str(e.value))) < 400
+
+
 def test_formats_on_offer(serve):
     ask = serve("--kvc-levels", "k8v4,k2v2")
     assert [ask(x) for x in ("k8v4", "k2v2", "k4v4", None)] == ["k8v4", "k2v2", None, None]
