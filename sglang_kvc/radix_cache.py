@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 
 import numpy as np
@@ -15,6 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from .eviction import EvictionQueue
 from .runtime import Runtime
 from .sequence import Sequence
 
@@ -31,6 +31,7 @@ class KvcRadixCache(RadixCache):
     def __init__(self, params, runtime: Runtime):
         self.runtime = runtime
         super().__init__(params)
+        self.evictable_leaves = EvictionQueue(lambda leaf: self.eviction_strategy.get_priority(leaf))
 
     # ---- stock interface, physical view
 
@@ -50,20 +51,19 @@ class KvcRadixCache(RadixCache):
         if self.disable:
             return EvictResult()
         began = time.perf_counter()
-        goal = self.runtime.eviction_goal(params.num_tokens)
-        heap = [(self.eviction_strategy.get_priority(n), n) for n in self.evictable_leaves]
-        heapq.heapify(heap)
-        evicted = 0
-        while heap and self.runtime.available_tokens() < goal:
-            _, node = heapq.heappop(heap)
-            self.runtime.free(node.blocks)
-            self.runtime.counters.evicted_blocks += len(node.blocks)
-            evicted += len(node.key)
-            self._delete_leaf(node)
-            if not node.parent.children and node.parent.lock_ref == 0:
-                heapq.heappush(heap, (self.eviction_strategy.get_priority(node.parent), node.parent))
-            self._record_remove_event(node)
-        self.update_eviction_metrics(evicted, began)
+        runtime, evicted, gone, blocks, pages = self.runtime, 0, [], 0, 0
+        goal = runtime.eviction_goal(params.num_tokens)
+        while runtime.available_tokens(pages, blocks) < goal and (leaf := self.evictable_leaves.next()) is not None:
+            gone.append(leaf.blocks)
+            blocks += len(leaf.blocks)
+            pages += int(runtime.ledger.charge[leaf.blocks].sum())
+            evicted += len(leaf.key)
+            self._delete_leaf(leaf)  # may make its parent a leaf
+            self._record_remove_event(leaf)
+        if gone:
+            runtime.free(np.concatenate(gone))
+            runtime.counters.evicted_blocks += blocks
+            self.update_eviction_metrics(evicted, began)
         return EvictResult(num_tokens_evicted=evicted)
 
     # ---- locks decide what is evictable

@@ -134,8 +134,9 @@ class Runtime:
         whole = min(pages // self.layout.block_pages_bf16, block_ids)
         return max(0, min(whole * self.layout.block_tokens, self.sizing.capacity_tokens))
 
-    def available_tokens(self) -> int:
-        return self._tokens(self.ledger.free, self.blocks.free_count)
+    def available_tokens(self, pages: int = 0, blocks: int = 0) -> int:
+        """As if `blocks` blocks, charged with `pages` pages, were free already."""
+        return self._tokens(self.ledger.free + pages, self.blocks.free_count + blocks)
 
     def reachable_tokens(self) -> int:
         """Available after evicting all unlocked blocks: one joint floor, two would lose a block."""

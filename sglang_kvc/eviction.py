@@ -1,0 +1,49 @@
+"""The evictable leaves of the radix tree, kept in the order of eviction while they come and go."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+
+class EvictionQueue(set):
+    """SGLang's set `evictable_leaves` and a heap of it: finding the next leaf costs the logarithm of their number.
+
+    Each entry of the heap is (priority, leaf), the lowest priority first. A leaf that was locked or evicted leaves its
+    entry behind, and one that was used again keeps the priority it had. With the policies that SGLang offers a use
+    raises the priority, so both are noticed when the entry comes up.
+    """
+
+    def __init__(self, priority: Callable[[TreeNode], Any]):
+        super().__init__()
+        self.priority = priority
+        self.heap: list[tuple[Any, TreeNode]] = []
+
+    def add(self, leaf: TreeNode) -> None:
+        super().add(leaf)
+        if len(self.heap) > 2 * len(self) + 64:
+            self.heap = [(self.priority(x), x) for x in self]
+            heapq.heapify(self.heap)
+        else:
+            heapq.heappush(self.heap, (self.priority(leaf), leaf))
+
+    def clear(self) -> None:
+        super().clear()
+        self.heap.clear()
+
+    def next(self) -> TreeNode | None:
+        """The leaf to evict first, None if there is none; the caller evicts it."""
+        while self.heap:
+            priority, leaf = self.heap[0]
+            if leaf not in self:
+                heapq.heappop(self.heap)
+            elif (now := self.priority(leaf)) != priority:
+                heapq.heapreplace(self.heap, (now, leaf))
+            else:
+                return leaf
+        return None

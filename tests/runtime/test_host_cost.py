@@ -1,0 +1,116 @@
+"""What the scheduler thread does in proportion to: the blocks that change, not the blocks that there are."""
+
+from __future__ import annotations
+
+from array import array
+from unittest import mock
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_eviction_strategy
+
+from tests.runtime.model import P, ToyServer
+
+
+def prompt(i: int) -> list[int]:
+    """One whole block that no other shares, and a token behind it."""
+    return [1000 * i + j for j in range(P)] + [1]
+
+
+def cached(server: ToyServer, i: int) -> bool:
+    """Whether the tree still has the block of `prompt(i)`; counts as a use of it."""
+    key = RadixKey(array("q", prompt(i)), None)
+    return len(server.tree.match_prefix(MatchPrefixParams(key=key)).device_indices) == P
+
+
+def filled(leaves: int, policy: str = "lru", **options) -> ToyServer:
+    """A server whose tree has `leaves` leaves of one block, prompt(0) the oldest."""
+    server = ToyServer(**{"high": "bf16", "blocks": leaves + 3, **options})
+    server.tree.eviction_strategy = get_eviction_strategy(policy)
+    for i in range(leaves):
+        server.finish(server.admit(prompt(i)))
+    assert len(server.tree.evictable_leaves) == leaves
+    return server
+
+
+def evict(server: ToyServer, blocks: int) -> int:
+    """Make room for `blocks` blocks more than there are; returns the tokens evicted."""
+    room = server.allocator.available_size() + blocks * P
+    with server.allocator.for_requests([], room):
+        return server.tree.evict(EvictParams(num_tokens=256 * P)).num_tokens_evicted
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """`looked_at(server)`: calls of `get_priority` of that server's eviction policy from now on."""
+
+    def count(server):
+        strategy = server.tree.eviction_strategy
+        calls = mock.Mock(side_effect=strategy.get_priority)
+        monkeypatch.setattr(strategy, "get_priority", calls)
+        return calls
+
+    return count
+
+
+def test_an_eviction_whose_goal_is_met_looks_at_no_leaf(looked_at):
+    server = filled(6)
+    calls = looked_at(server)
+    assert evict(server, 0) == 0
+    assert calls.call_count == 0
+
+
+def test_an_eviction_looks_at_as_many_leaves_as_it_evicts(looked_at):
+    server = filled(20)
+    calls = looked_at(server)
+    assert evict(server, 2) == 2 * P
+    assert calls.call_count <= 6  # not the 20 leaves
+
+
+def test_evicted_blocks_are_freed_in_one_call():
+    server = filled(8)
+    with mock.patch.object(server.runtime, "free", wraps=server.runtime.free) as free:
+        assert evict(server, 5) == 5 * P
+    assert free.call_count == 1
+    assert server.runtime.counters.evicted_blocks == 5
+    server.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority"])
+def test_the_leaf_that_was_used_longest_ago_goes_first(policy):
+    server = filled(5, policy)
+    for i in (0, 2):
+        if policy == "lru":  # found by a prompt that is not admitted, so its leaf is never locked
+            assert cached(server, i)
+        else:
+            server.finish(server.admit(prompt(i)))
+    for gone in range(1, 5):
+        assert evict(server, 1) == P
+        assert [leaf(server, i) is not None for i in (1, 3, 4, 0, 2)] == [False] * gone + [True] * (5 - gone)
+
+
+def leaf(server: ToyServer, i: int):
+    """The node of `prompt(i)`'s block, None if it is gone; counts as no use of it."""
+    key = RadixKey(array("q", prompt(i)), None).child_key(P)
+    return server.tree.root_node.children.get(key)
+
+
+def test_a_parent_goes_when_its_turn_comes_and_never_before_its_children():
+    server = filled(3)
+    child = server.admit([*prompt(0)[:P], *range(P), 1])  # a leaf behind the block of prompt(0)
+    server.finish(child)
+    assert evict(server, 2) == 2 * P  # prompts 1 and 2 are older than what was used just now
+    assert [leaf(server, i) is not None for i in range(3)] == [True, False, False]
+    assert evict(server, 1) == P and not leaf(server, 0).children
+    assert evict(server, 1) == P and leaf(server, 0) is None
+
+
+def test_what_is_remembered_of_leaves_is_bounded():
+    """Each use of a prompt locks and unlocks its leaf."""
+    server = filled(4)
+    for _ in range(300):
+        server.tree.inc_lock_ref(leaf(server, 2))
+        server.tree.dec_lock_ref(leaf(server, 2))
+    assert len(server.tree.evictable_leaves.heap) < 150
+    assert evict(server, 1) == P and leaf(server, 0) is None
