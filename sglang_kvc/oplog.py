@@ -41,6 +41,24 @@ Op = Take | Release | Compact
 
 
 @dataclass
+class _Merge:
+    """Operations of one kind that run as one, and the ids of all their blocks."""
+
+    ops: list[Op]
+    blocks: set[int]
+
+    def add(self, op: Op) -> None:
+        self.ops.append(op)
+        self.blocks.update(op.blocks.tolist())
+
+    def merged(self) -> Op:
+        if len(self.ops) == 1:
+            return self.ops[0]
+        names = [name for name, value in vars(self.ops[0]).items() if isinstance(value, np.ndarray)]
+        return replace(self.ops[0], **{n: np.concatenate([getattr(op, n) for op in self.ops]) for n in names})
+
+
+@dataclass
 class OpLog:
     """Operations in the order in which the CPU decided them, those of one kind merged: a flush does each at once, for
     all requests.
@@ -51,43 +69,35 @@ class OpLog:
     taking, which may be that of its own blocks.
     """
 
-    ops: list[Op] = field(default_factory=list)
+    _merges: list[_Merge] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.ops)
+        return len(self._merges)
 
     def push(self, op: Op) -> None:
         if isinstance(op, Compact):
-            at = self._place(op)
+            found = self._place(op)
         else:
-            at = len(self.ops) - 1 if self.ops and type(op) is type(self.ops[-1]) else None
-        if at is None:
-            self.ops.append(op)
-        else:
-            self.ops[at] = _merged(self.ops[at], op)
+            found = self._merges[-1] if self._merges and type(op) is type(self._merges[-1].ops[0]) else None
+        if found is None:
+            found = _Merge([], set())
+            self._merges.append(found)
+        found.add(op)
 
-    def _place(self, op: Compact) -> int | None:
+    def _place(self, op: Compact) -> _Merge | None:
         """The last compaction between the same rungs, if `op` may run with it."""
-        for at in range(len(self.ops) - 1, -1, -1):
-            earlier = self.ops[at]
-            if isinstance(earlier, Take) or np.isin(op.blocks, earlier.blocks).any():
+        blocks = op.blocks.tolist()
+        for earlier in reversed(self._merges):
+            first = earlier.ops[0]
+            if isinstance(first, Take) or not earlier.blocks.isdisjoint(blocks):
                 return None
-            if isinstance(earlier, Compact) and (op.from_rung, op.to_rung) == (earlier.from_rung, earlier.to_rung):
-                return at
+            if isinstance(first, Compact) and (op.from_rung, op.to_rung) == (first.from_rung, first.to_rung):
+                return earlier
         return None
 
     def drain(self) -> list[Op]:
-        ops, self.ops = self.ops, []
-        return ops
+        merges, self._merges = self._merges, []
+        return [m.merged() for m in merges]
 
     def clear(self) -> None:
-        self.ops.clear()
-
-
-def _merged(first: Op, second: Op) -> Op:
-    blocks = np.concatenate([first.blocks, second.blocks])
-    if not isinstance(first, Compact):
-        return type(first)(blocks)
-    names = "starts", "lengths", "generations"
-    rest = {n: np.concatenate([getattr(op, n) for op in (first, second)]) for n in names}
-    return replace(first, blocks=blocks, **rest)
+        self._merges.clear()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from array import array
 from unittest import mock
 
+import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
+from sglang_kvc import oplog
+from sglang_kvc.oplog import Compact, OpLog, Release
 from tests.runtime.model import P, ToyServer
 
 
@@ -114,3 +117,25 @@ def test_what_is_remembered_of_leaves_is_bounded():
         server.tree.dec_lock_ref(leaf(server, 2))
     assert len(server.tree.evictable_leaves.heap) < 150
     assert evict(server, 1) == P and leaf(server, 0) is None
+
+
+def test_operations_are_merged_once_however_many_requests_push_them():
+    """Each request that ends packs a block and gives one back; each entry is copied when the queue is drained."""
+    log, copied = OpLog(), []
+    real = np.concatenate
+
+    def concatenate(parts, *args, **options):
+        out = real(parts, *args, **options)
+        copied.append(len(out))
+        return out
+
+    n = 200
+    with mock.patch.object(oplog.np, "concatenate", concatenate):
+        for i in range(n):
+            one = np.array([i])
+            log.push(Compact(one, 0, 1, one, one, one))
+            log.push(Release(n + one))
+        ops = log.drain()
+    assert [type(op) for op in ops] == [Compact, Release]
+    assert ops[0].blocks.tolist() == list(range(n)) and ops[1].blocks.tolist() == list(range(n, 2 * n))
+    assert sum(copied) <= 5 * n  # three records and the ids of one kind, the ids of the other
