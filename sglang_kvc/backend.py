@@ -93,7 +93,7 @@ class KvcAttnBackend(AttentionBackend):
         return self._run(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
 
     def _run(self, attend, q, k, v, layer, save_kv_cache: bool, kwargs: dict):
-        if asked := [name for name, value in kwargs.items() if value is not None]:
+        if kwargs and (asked := [name for name, value in kwargs.items() if value is not None]):
             raise RuntimeError(
                 f"this model's attention takes {', '.join(asked)}, which --kv-backend kvc does not know; serve it with "
                 "--kv-backend default"
@@ -103,14 +103,15 @@ class KvcAttnBackend(AttentionBackend):
                 "this model shares KV between layers or stores it outside the attention backend, which --kv-backend "
                 "kvc does not support; serve it with --kv-backend default"
             )
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k, v = (x.view(-1, layer.tp_k_head_num, layer.qk_head_dim) for x in (k, v))
+        heads, dim = layer.tp_k_head_num, layer.qk_head_dim
+        q, k, v = q.view(-1, layer.tp_q_head_num, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
         # Where SGLang pads a prefill for its graph it cuts queries to the tokens along their first dim, which is not
         # that of tokens in a model that gives them as [1, N, Hq, D] (Gemma 3); it then wants all rows back.
-        padding = len(q) - len(k)
+        tokens = k.shape[0]
+        padding = q.shape[0] - tokens
         out = attend(
             layer.layer_id - self.token_to_kv_pool.start_layer,
-            q[: len(k)],
+            q[:tokens] if padding else q,
             k,
             v,
             scale=layer.scaling,

@@ -396,6 +396,6 @@ class Runtime:
         """Whether blocks carry evidence of other requests, and are shared only between requests with the same salt."""
         return self.policy.scope == SEQUENCE and self.config.trust == SALT
 
-    @property
+    @functools.cached_property
     def observe(self) -> ops.Observe | None:
         return self.policy.collects

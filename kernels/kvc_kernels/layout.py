@@ -8,7 +8,7 @@ as; a *ladder* is the list of rungs that a configuration uses, from high to low.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 SEGMENT_ALIGN = 16  # bytes; the widest vector load of a GPU thread
 TOKEN_MULTIPLE = 16  # tokens of a packed page come in whole MMA rows, so that a tile never straddles a vector
@@ -128,6 +128,9 @@ class PageLayout:
         return self._segments(self.tokens)["end"][0]
 
 
+_page = lru_cache(maxsize=256)(PageLayout)
+
+
 @dataclass(frozen=True)
 class Rung:
     """What a block may be stored as: a high format and, below it, an optional low one.
@@ -156,18 +159,19 @@ class PoolLayout:
     scored: bool = False
 
     def page(self, fmt: Format) -> PageLayout:
-        return PageLayout(fmt, self.head_dim, self.page_bytes, self.key_mode, self.scored)
+        """One object for equal arguments: launches and the scheduler ask for it all the time."""
+        return _page(fmt, self.head_dim, self.page_bytes, self.key_mode, self.scored)
 
     def pages_for(self, fmt: Format, tokens: int) -> int:
         """Pages that one head needs for `tokens` tokens in `fmt`."""
         return -(-tokens // self.page(fmt).tokens)
 
-    @property
+    @cached_property
     def head_pages_bf16(self) -> int:
         """E: pages of one head of an uncompressed block; also the entries of a block-table row."""
         return self.pages_for(BF16, self.block_tokens)
 
-    @property
+    @cached_property
     def block_pages_bf16(self) -> int:
         return self.layers * self.heads * self.head_pages_bf16
 

@@ -7,6 +7,7 @@ makes the reuse of a page safe.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -93,6 +94,11 @@ class PageStore:
     @property
     def device(self) -> torch.device:
         return self.pages.device
+
+    @cached_property
+    def like(self) -> torch.Tensor:
+        """Any tensor of the model dtype: pages are bytes, and a kernel can be passed no pointer type by itself."""
+        return torch.empty(16, dtype=self.dtype, device=self.device)
 
     @property
     def nbytes(self) -> int:

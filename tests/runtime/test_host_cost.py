@@ -10,7 +10,11 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
+from triton.runtime.jit import JITFunction
 
+from bench.kernels import host_time
+from kvc_kernels.layout import FORMATS, PageLayout, PoolLayout
+from kvc_kernels.ops import Observe
 from sglang_kvc import oplog
 from sglang_kvc.oplog import Compact, OpLog, Release
 from tests.runtime.model import P, ToyServer
@@ -139,3 +143,29 @@ def test_operations_are_merged_once_however_many_requests_push_them():
     assert [type(op) for op in ops] == [Compact, Release]
     assert ops[0].blocks.tolist() == list(range(n)) and ops[1].blocks.tolist() == list(range(n, 2 * n))
     assert sum(copied) <= 5 * n  # three records and the ids of one kind, the ids of the other
+
+
+def test_a_layout_computes_its_pages_once():
+    layout = PoolLayout(2, 2, 64, P, 2176)
+    for fmt in FORMATS.values():
+        assert layout.page(fmt) is layout.page(fmt)
+    assert layout.block_pages_bf16 == 4 * layout.head_pages_bf16
+    with mock.patch.object(PoolLayout, "pages_for", side_effect=AssertionError):
+        assert layout.block_pages_bf16 == 4 * layout.head_pages_bf16
+
+
+@pytest.mark.parametrize("options", [dict(high="k4v4"), dict(policy="leankv", high="k8v4", low="k4v2")])
+@pytest.mark.parametrize("new", [host_time.NEW, 0], ids=["warm", "decode"])
+def test_a_forward_computes_no_constant_of_the_server_again(options, new, monkeypatch):
+    """Sizes of pages, settings of the policy and launch constants are those of the forward before."""
+    monkeypatch.setattr(host_time, "REPEATS", 1)
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
+    backend = host_time.make_backend(**options)
+    fb = host_time.batch(2, 300, new)
+    host_time.measure(backend, fb)
+    with (
+        mock.patch.object(PageLayout, "_segments", side_effect=AssertionError),
+        mock.patch.object(PageLayout, "__init__", side_effect=AssertionError),
+        mock.patch.object(Observe, "__init__", side_effect=AssertionError),
+    ):
+        host_time.measure(backend, fb)

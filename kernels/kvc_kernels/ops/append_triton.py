@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from ..layout import BF16
+from ..layout import BF16, PoolLayout
 from ..store import PageStore
 
 
@@ -20,7 +22,7 @@ def _append_kernel(
 ):
     """grid (N,): all heads of one token. `head0` = layer * H; HP, DP: H and D rounded up to powers of two.
 
-    `like` is any tensor of the model dtype: pages are bytes and a pointer type cannot be passed by itself.
+    `like`: `PageStore.like`.
     """
     n = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + n).to(tl.int64)
@@ -54,14 +56,26 @@ def append_triton(
 
     `blocks[N]`, `offsets[N]` int32 or int64. Rows of padded requests name block 0.
     """
-    g, page = store.layout, store.layout.page(BF16)
-    if k.shape[0] == 0:
+    n = k.shape[0]
+    if n == 0:
         return
-    k, v = (x.to(store.dtype) if x.stride(-1) == 1 else x.to(store.dtype).contiguous() for x in (k, v))
-    _append_kernel[(k.shape[0],)](
-        store.pages, store.table, blocks, offsets, k, v, store.pages.view(store.dtype), layer * g.heads,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+    k, v = _rows(k, store.dtype), _rows(v, store.dtype)
+    _append_kernel[(n,)](
+        store.pages, store.table, blocks, offsets, k, v, store.like, layer * store.layout.heads,
+        *k.stride()[:2], *v.stride()[:2], *_constants(store.layout), num_warps=2,
+    )  # fmt: skip
+
+
+def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    x = x if x.dtype == dtype else x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@lru_cache
+def _constants(g: PoolLayout) -> tuple[int, ...]:
+    page = g.page(BF16)
+    return (
         g.page_bytes, g.layers * g.heads, g.head_pages_bf16, g.heads, g.head_dim,
         page.tokens, page.offset("value_codes"), page.offset("scores"), g.scored,
-        triton.next_power_of_2(g.heads), triton.next_power_of_2(g.head_dim), num_warps=2,
+        triton.next_power_of_2(g.heads), triton.next_power_of_2(g.head_dim),
     )  # fmt: skip
