@@ -57,6 +57,9 @@ class Blocks:
     def used_count(self) -> int:
         return self.num_blocks - 1 - len(self._free)
 
+    def count_packed(self, ids: list[int]) -> int:
+        return int(np.count_nonzero(self.state[ids] == State.PACKED)) if ids else 0
+
     def take(self, n: int, starts: list[int]) -> list[int]:
         """n free ids, oldest freed first, now OPEN; `starts` are the positions of their first tokens."""
         ids = [self._free.popleft() for _ in range(n)]

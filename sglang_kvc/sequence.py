@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .blocks import State
 from .runtime import Runtime
 
 TURNS = 16  # parts of a block's time; each has one turn, so 2^16 blocks behind the window could have theirs
@@ -18,6 +17,8 @@ class Sequence:
 
     Blocks from index `pinned_from` on lie in the request's window or are not full yet: they stay uncompressed. The
     others go to `rung`, which its level says; 0: no block of it is ever compacted. `prompt`: tokens prefilled.
+    `length`: tokens written or about to be. `packed`: blocks from `pinned_from` on that were packed when the request
+    came to them; while it pins a block, the block's state stays as it is.
     """
 
     blocks: list[int]
@@ -25,14 +26,17 @@ class Sequence:
     pinned_from: int = 0
     rung: int = 1
     prompt: int = 0
+    length: int = 0
+    packed: int = 0
 
     @classmethod
     def admit(cls, runtime: Runtime, prefix_blocks: np.ndarray, length: int, rung: int = 1) -> Sequence:
         """A request starts with `length` cached tokens in `prefix_blocks`."""
-        seq = cls(prefix_blocks.tolist(), shared=len(prefix_blocks), rung=rung)
+        seq = cls(prefix_blocks.tolist(), shared=len(prefix_blocks), rung=rung, length=length)
         seq.pinned_from = min(len(seq.blocks), max(0, length - runtime.config.window) // runtime.layout.block_tokens)
         runtime.blocks.users[prefix_blocks] += 1
         runtime.blocks.pins[prefix_blocks[seq.pinned_from :]] += 1
+        seq.packed = runtime.blocks.count_packed(seq.blocks[seq.pinned_from :])
         return seq
 
     def missing(self, length: int, block_tokens: int) -> list[int]:
@@ -45,15 +49,15 @@ class Sequence:
         runtime.blocks.pins[ids] += 1
 
     def fill(self, runtime: Runtime, length: int) -> None:
-        """`length` tokens are written or about to be; only uncompressed blocks can change."""
+        """`length` tokens are written or about to be; whole blocks before the earlier length do not change."""
         p, filled = runtime.layout.block_tokens, runtime.blocks.filled
-        for i in range(min(self.pinned_from, len(self.blocks) - 1), len(self.blocks)):
+        for i in range(self.length // p, len(self.blocks)):
             filled[self.blocks[i]] = min(p, length - i * p)
+        self.length = length
 
     def open_tokens(self, runtime: Runtime) -> int:
         """Tokens of its uncompressed blocks; those of a cached prefix that were packed stay so, window or not."""
-        states = runtime.blocks.state[self.blocks[self.pinned_from :]]
-        return int(np.count_nonzero(states == State.OPEN)) * runtime.layout.block_tokens
+        return (len(self.blocks) - self.pinned_from - self.packed) * runtime.layout.block_tokens
 
     def slide(self, runtime: Runtime, length: int) -> list[int]:
         """Move the window: `length` tokens are written. Returns the blocks that it left behind."""
@@ -62,6 +66,8 @@ class Sequence:
         if left:
             runtime.blocks.pins[left] -= 1
             self.pinned_from = first
+            if self.packed:
+                self.packed -= runtime.blocks.count_packed(left)
         return left
 
     def revisit(self, runtime: Runtime, length: int) -> list[int]:
@@ -90,6 +96,7 @@ class Sequence:
             runtime.blocks.users[new] += 1
             if i >= self.pinned_from:
                 runtime.blocks.pins[new] += 1
+                self.packed += runtime.blocks.count_packed([new])
             self.blocks[i] = new
         self.shared = n
         return duplicates

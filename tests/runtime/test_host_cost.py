@@ -16,6 +16,7 @@ from bench.kernels import host_time
 from kvc_kernels.layout import FORMATS, PageLayout, PoolLayout
 from kvc_kernels.ops import Observe
 from sglang_kvc import oplog
+from sglang_kvc.blocks import State
 from sglang_kvc.oplog import Compact, OpLog, Release
 from tests.runtime.model import P, ToyServer
 
@@ -169,3 +170,70 @@ def test_a_forward_computes_no_constant_of_the_server_again(options, new, monkey
         mock.patch.object(Observe, "__init__", side_effect=AssertionError),
     ):
         host_time.measure(backend, fb)
+
+
+class Writes:
+    """A record of blocks that counts what is written to it."""
+
+    def __init__(self, record: np.ndarray):
+        self.record, self.written = record, 0
+
+    def __setitem__(self, at, value):
+        self.written += np.size(at)
+        self.record[at] = value
+
+    def __getitem__(self, at):
+        return self.record[at]
+
+
+def test_a_decode_step_writes_the_length_of_the_last_block_alone():
+    """The other blocks of the window were full before."""
+    server = ToyServer(high="k4v4", window=9 * P, blocks=12)
+    req = server.admit([*prompt(0)[:P], *range(6 * P), 1])
+    filled = server.runtime.blocks.filled
+    server.runtime.blocks.filled = writes = Writes(filled)
+    for step in range(P + 2):
+        before = writes.written
+        assert server.decode(req, step)
+        assert writes.written - before <= 2
+    assert filled[req.kvc.blocks].tolist() == 8 * [P] + [3]
+
+
+def test_the_lengths_of_a_prompts_blocks_are_those_of_its_chunks():
+    server = ToyServer(high="bf16", blocks=8)
+    first = server.admit([*range(2 * P + 9)], chunk=40)
+    assert server.runtime.blocks.filled[first.kvc.blocks].tolist() == [P, P, 9]
+    second = server.admit([*range(2 * P), *range(90)])
+    assert second.kvc.shared == 3 and server.runtime.blocks.filled[second.kvc.blocks].tolist() == [P, P, P, 26]
+
+
+@pytest.mark.parametrize("policy", [dict(high="k4v4"), dict(policy="leankv", high="k8v4", low="k4v2")])
+def test_uncompressed_tokens_of_a_request_are_those_of_its_blocks(policy):
+    """Behind a packed prefix, beside another with the same prompt, in chunks and while the window moves."""
+
+    def check(*reqs):
+        for seq in (r.kvc for r in reqs):
+            states = server.runtime.blocks.state[seq.blocks[seq.pinned_from :]]
+            assert seq.open_tokens(server.runtime) == P * int((states == State.OPEN).sum())
+
+    server = ToyServer(window=3 * P, blocks=24, **policy)
+    server.finish(server.admit([*range(3 * P), 1]))
+    first = server.admit([*range(5 * P), 1], chunk=P)
+    second = server.admit([*range(5 * P), 2], chunk=100)
+    check(first, second)
+    assert first.kvc.open_tokens(server.runtime) < (len(first.kvc.blocks) - first.kvc.pinned_from) * P
+    for step in range(2 * P):
+        assert server.decode(first, step)
+        check(first, second)
+    server.finish(first)
+    for step in range(4 * P):
+        assert server.decode(second, step)
+        check(second)
+    server.check()
+
+
+def test_the_uncompressed_tokens_of_a_request_are_not_counted_again():
+    server = ToyServer(high="k4v4", window=6 * P, blocks=12)
+    req = server.admit([*range(6 * P), 1])
+    server.runtime.blocks.state = None
+    assert req.kvc.open_tokens(server.runtime) == 7 * P
