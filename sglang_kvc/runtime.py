@@ -27,7 +27,7 @@ from .config import SALT, KvcConfig
 from .ledger import Ledger
 from .oplog import Compact, OpLog, Release, Take
 from .policies import SEQUENCE, Evidence, Policy, make_policy
-from .sizing import Sizing, make_layout, size_pool
+from .sizing import Sizing, make_layout, size_server
 from .stats import HeadMap, KvcStats
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Runtime:
         layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
         policy.check(layout)
         ladder = policy.ladder(layout)
-        sizing = size_pool(num_bytes, layout, ladder)
+        sizing = size_server(num_bytes, config, policy, layout, ladder, dtype.itemsize)
         store = PageStore.create(
             layout,
             ladder,
@@ -159,6 +159,14 @@ class Runtime:
         """
         whole = new if chunk is None or self.prompt_at_once else min(new, 2 * chunk + self.config.window)
         return whole + self.growth_tokens(new - whole + answer, rung, whole)
+
+    def staged_tokens(self, prefix: np.ndarray, rung: int) -> int:
+        """Tokens that a prompt at `rung` stages behind the blocks `prefix`: those of the uncompressed ones, where its
+        queries see them as they will be stored."""
+        limit, policy = self.sizing.staged_tokens, self.policy
+        if not limit or policy.stored_as(rung) is not policy.stored_as(policy.rung_of(None)):
+            return 0
+        return int(np.count_nonzero(self.blocks.state[prefix] == State.OPEN)) * self.layout.block_tokens
 
     @contextlib.contextmanager
     def exact_need(self, tokens: int):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_BLOCK_RATIO = 8.0
 # Part of the pages that is never handed out: the destinations of one wave of compactions are drawn from it.
 RESERVE_PART = 1 / 32
+# Tokens of uncompressed prefixes that the prompts of one prefill may stage together, where no window is longer.
+STAGED_TOKENS = 16384
 
 
 def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
@@ -59,6 +61,8 @@ class Sizing:
 
     `capacity_tokens` is what fits uncompressed, and what SGLang is told as its number of tokens: a lower bound that
     every request can rely on. `num_blocks` bounds how many blocks can be resident once they are compressed.
+    `staged_tokens`: of cached blocks that running windows keep uncompressed, so many tokens may be staged by one
+    prefill, whose queries see them as they will be stored; 0: no limit, for there are none.
     """
 
     num_bytes: int
@@ -66,10 +70,24 @@ class Sizing:
     num_blocks: int
     reserve_pages: int
     capacity_tokens: int
+    staged_tokens: int = 0
 
     @property
     def chargeable_pages(self) -> int:
         return self.num_pages - 1 - self.reserve_pages
+
+
+def size_server(
+    num_bytes: int, config: KvcConfig, policy: Policy, layout: PoolLayout, ladder: tuple[Rung, ...], itemsize: int
+) -> Sizing:
+    """`size_pool` with what is left beside the staged rows of one layer; `itemsize`: bytes of an uncompressed number.
+
+    Never more is staged than would fill all memory with uncompressed tokens, so it takes at most one part in L.
+    """
+    staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
+    if config.window and policy.stored_as(policy.rung_of(None)) is not None:
+        staged = min(max(config.window, STAGED_TOKENS), num_bytes // (layout.layers * row_bytes))
+    return replace(size_pool(num_bytes - staged * row_bytes, layout, ladder), staged_tokens=staged)
 
 
 def size_pool(num_bytes: int, layout: PoolLayout, ladder: tuple[Rung, ...]) -> Sizing:

@@ -3,6 +3,9 @@
 SGLang continues a half-prefilled prompt whatever is left, and an allocation that fails ends the scheduler. While others
 decode, handing the request back unchanged parks it for a step (a path SGLang has for hybrid models), and with it all
 prompts behind it; finishing or retracted requests then make room.
+
+Blocks of a cached prefix that a running request's window keeps uncompressed are staged by a prefill behind it, for all
+of its prompts at once. A prompt that would stage more than memory is left for waits for the next pass.
 """
 
 from __future__ import annotations
@@ -24,9 +27,20 @@ def _counting(adder, tokens: float):
         adder.rem_total_token_offset += tokens
 
 
+def _staged(adder, req) -> int:
+    """Tokens that `req` stages, if it comes in; the adder, which lives for one pass, remembers them."""
+    from sglang_kvc.levels import level
+
+    runtime, known = adder.token_to_kv_pool_allocator.runtime, adder.__dict__.setdefault("kvc_staged", {})
+    if id(req) not in known:
+        prefix = adder.tree_cache.path_blocks(req.last_node) if runtime.sizing.staged_tokens else ()
+        known[id(req)] = runtime.staged_tokens(prefix, runtime.policy.rung_of(level(req)))
+    return known[id(req)]
+
+
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     """A prompt waits for the memory that it will take, not for what it would take uncompressed."""
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
     from sglang.srt.runtime_context import get_schedule
 
     from sglang_kvc.allocator import KvcAllocator
@@ -40,6 +54,10 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
     chunk = None if self.rem_chunk_tokens is None else get_schedule().chunked_prefill_size
     need = runtime.prompt_tokens(new, answer, runtime.policy.rung_of(level(req)), chunk)
+    staged = _staged(self, req)
+    if staged and self.can_run_list:
+        if sum(_staged(self, r) for r in self.can_run_list) + staged > runtime.sizing.staged_tokens:
+            return AddReqResult.OTHER
     with _counting(self, new + answer - need):
         return orig(self, req, has_chunked_req, truncation_align_size)
 

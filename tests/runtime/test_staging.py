@@ -1,0 +1,115 @@
+"""Uncompressed blocks of cached prefixes, which a prefill stages as they will be stored: bounded, and paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from kvc_patches.admission import around_add_chunked_req, around_add_one_req
+from sglang_kvc.config import KvcConfig
+from sglang_kvc.levels import LOSSLESS
+from sglang_kvc.runtime import Runtime
+from sglang_kvc.sequence import Sequence
+from sglang_kvc.sizing import STAGED_TOKENS
+
+from .model import P, ToyServer
+
+LAYERS, HEADS, DIM, MIB = 16, 8, 128, 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def configured(monkeypatch):
+    """What the adder asks of a server's options."""
+    monkeypatch.setattr(schedule_policy, "is_dsa_prefill_cp_in_seq_split", lambda: False)
+    monkeypatch.setattr(schedule_policy, "is_prefill_context_parallel_enabled", lambda: False)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=4 * P))
+
+
+@pytest.fixture
+def server():
+    """A request runs whose four blocks all lie in its window; a prefill may stage nine."""
+    made = ToyServer(high="k4v4", window=4 * P, blocks=24)
+    made.runtime.sizing = dataclasses.replace(made.runtime.sizing, staged_tokens=9 * P)
+    made.admit([*range(4 * P), 1])
+    return made
+
+
+def turn(server: ToyServer, level: str | None = None) -> MagicMock:
+    """SGLang's request of a few new tokens behind the blocks of the running one."""
+    node = server.running[0].last_node
+    req = MagicMock(
+        full_untruncated_fill_ids=[0] * (4 * P + 5), prefix_indices=[0] * (4 * P), output_ids=[], host_hit_length=0,
+        kvc_level=level, last_node=node, kvc=Sequence([]),
+    )  # fmt: skip
+    req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = 3, False
+    req.needs_host_load_back.return_value = False
+    req.set_extend_range.side_effect = lambda first, last: setattr(
+        req, "extend_range", SimpleNamespace(length=last - first, end=last)
+    )
+    return req
+
+
+def come_in(server: ToyServer, reqs: list, chunked: MagicMock | None = None) -> list[AddReqResult]:
+    running = SimpleNamespace(reqs=[turn(server)], is_empty=lambda: False)
+    adder = PrefillAdder(P, server.tree, server.allocator, running, 1.0, 1 << 20, 4 * P)
+    if chunked is not None:
+        around_add_chunked_req(PrefillAdder.add_chunked_req, adder, chunked)
+    return [around_add_one_req(PrefillAdder.add_one_req, adder, r, chunked is not None, None) for r in reqs]
+
+
+def test_prompts_wait_whose_prefixes_would_stage_more_than_the_limit(server):
+    results = come_in(server, [turn(server) for _ in range(3)])
+    assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER]
+
+
+def test_a_chunk_counts_toward_what_is_staged(server):
+    results = come_in(server, [turn(server) for _ in range(2)], chunked=turn(server))
+    assert results == [AddReqResult.CONTINUE, AddReqResult.OTHER]
+
+
+def test_a_prompt_alone_comes_in_whatever_it_stages(server):
+    server.runtime.sizing = dataclasses.replace(server.runtime.sizing, staged_tokens=P)
+    assert come_in(server, [turn(server)]) == [AddReqResult.CONTINUE]
+
+
+def test_prompts_whose_blocks_are_seen_as_they_are_stage_nothing(server):
+    results = come_in(server, [turn(server, level=LOSSLESS) for _ in range(3)])
+    assert results == 3 * [AddReqResult.CONTINUE]
+
+
+def test_prefixes_that_are_packed_stage_nothing(server):
+    server.finish(server.running[0])
+    server.admit([*range(4 * P), *range(8 * P)])  # its window has left the first four blocks
+    assert server.runtime.staged_tokens(server.tree.path_blocks(server.running[0].last_node)[:4], 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (dict(window=0), 0),
+        (dict(window=64), STAGED_TOKENS),
+        (dict(window=STAGED_TOKENS + 1), STAGED_TOKENS + 1),
+        (dict(window=64, high="bf16"), 0),
+        (dict(window=64, policy="leankv", high="k8v4", low="k4v2"), 0),
+    ],
+)
+def test_the_pool_leaves_the_memory_that_is_staged(options, tokens):
+    build = dict(num_bytes=1100 * MIB, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="meta")
+    runtime = Runtime.build(KvcConfig(block_size=128, **{"high": "k4v4", **options}), **build)
+    assert runtime.sizing.staged_tokens == tokens
+    assert 1080 * MIB < runtime.store.nbytes + tokens * 4 * HEADS * DIM <= 1101 * MIB
+
+
+def test_a_small_pool_stages_no_more_than_fits_into_it():
+    runtime = Runtime.build(
+        KvcConfig(block_size=128, high="k4v4", window=64), num_bytes=100 * MIB, layers=LAYERS, heads=HEADS,
+        head_dim=DIM, dtype=torch.bfloat16, device="meta",
+    )  # fmt: skip
+    assert runtime.sizing.staged_tokens == 100 * MIB // (LAYERS * 4 * HEADS * DIM) < STAGED_TOKENS
