@@ -21,7 +21,7 @@ from kvc_kernels import ops
 from kvc_kernels.layout import Format, PoolLayout
 from kvc_kernels.store import PageStore
 
-from .accounting import head_map, measure
+from .accounting import figures, measure
 from .blocks import Blocks, State
 from .config import SALT, KvcConfig
 from .ledger import Ledger
@@ -389,8 +389,9 @@ class Runtime:
         """Real bytes, tiers and counters; `detail` may wait for the device."""
         return measure(self, detail=detail)
 
-    def head_map(self) -> HeadMap:
-        return head_map(self)
+    def figures(self) -> tuple[KvcStats, HeadMap]:
+        """`stats` in detail and the map of heads, from one look at the device."""
+        return figures(self)
 
     # ---- attention
 

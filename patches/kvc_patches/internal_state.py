@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
+REST = 10  # times as long as figures take to make they are given out again
+_last: tuple[object, float, dict] | None = None  # runtime, until when, figures
 
 
 def snapshot(runtime) -> dict:
-    """Figures, map and settings of this rank, in builtins; a figure that cannot be had must not end the server."""
+    """Figures, map and settings of this rank. They are made in the scheduler's thread, and anybody may ask for them:
+    so they are made anew only where that takes a tenth of the time at most."""
+    global _last
+    began = time.monotonic()
+    if _last is None or _last[0] is not runtime or began > _last[1]:
+        state = _figures(runtime)
+        ended = time.monotonic()
+        _last = runtime, ended + REST * (ended - began), state
+    return _last[2]
+
+
+def _figures(runtime) -> dict:
+    """In builtins; a figure that cannot be had must not end the server."""
     state: dict = {"config": runtime.config.to_dict()}
     try:
-        state["stats"] = runtime.stats(detail=True).to_dict()
-        state["head_map"] = runtime.head_map().to_dict()
+        stats, head_map = runtime.figures()
+        state |= {"stats": stats.to_dict(), "head_map": head_map.to_dict()}
     except Exception as e:
         logger.exception("kvc: no statistics for /server_info")
         state["error"] = f"{type(e).__name__}: {e}"

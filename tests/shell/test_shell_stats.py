@@ -70,7 +70,7 @@ def test_json_round_trip(stats):
 def fake_runtime():
     """A runtime that only answers questions, in the place of this process' own."""
     before = runtime.current()
-    fake = SimpleNamespace(config=KvcConfig(), stats=lambda detail=False: STATS, head_map=lambda: MAP)
+    fake = SimpleNamespace(config=KvcConfig(), stats=lambda: STATS, figures=lambda: (STATS, MAP))
     runtime.install(fake)
     yield fake
     runtime.install(before)
@@ -93,7 +93,7 @@ def test_server_info_hook_adds_builtins(fake_runtime):
 
 
 def test_broken_figures_do_not_end_the_server(fake_runtime):
-    fake_runtime.stats = broken
+    fake_runtime.stats = fake_runtime.figures = broken
     assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
     assert metrics.after_log_stats(None, SimpleNamespace(), None) is None
     result = SimpleNamespace(internal_state={})

@@ -1,0 +1,112 @@
+"""Figures of the cache against a plain count, and what it costs the scheduler to make them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvc_patches import internal_state
+from sglang_kvc import accounting
+from sglang_kvc.blocks import State
+
+from .model import H, L, P, ToyServer
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Blocks at every rung, some of them queued to be packed, looked at two at a time."""
+    monkeypatch.setattr(accounting, "PIECE", 2)
+    made = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0, blocks=20)
+    for i in range(4):
+        made.finish(made.admit([*range(100 * i, 100 * i + 2 * P), 1]))
+    made.runtime.flush()
+    random = torch.randint(0, P // 2, made.runtime.store.counts.shape, generator=torch.Generator().manual_seed(1))
+    made.runtime.store.counts.copy_(random)
+    for i in range(4, 6):
+        made.finish(made.admit([*range(100 * i, 100 * i + P), 1]))
+    assert len(made.runtime.log)
+    return made
+
+
+def counted(runtime) -> tuple[np.ndarray, int]:
+    """Tokens `[L, H, 2]` that packed blocks store, and the token slots of their pages."""
+    held, slots = np.zeros((L, H, 2), dtype=np.int64), 0
+    for block in np.flatnonzero(runtime.blocks.state == State.PACKED):
+        counts = runtime.store.counts[block].numpy().astype(np.int64)
+        if runtime.store.rung[block] == 0:
+            counts = np.broadcast_to([P, 0], (L, H, 2))
+        held += counts
+        rung = runtime.store.ladder[runtime.blocks.rung[block]]
+        for tier, fmt in enumerate((rung.high, rung.low)):
+            if fmt is not None:
+                t = runtime.layout.page(fmt).tokens
+                slots += int((-(-counts[..., tier] // t) * t).sum())
+    return held, slots
+
+
+def test_figures_are_those_of_a_plain_count(server):
+    runtime = server.runtime
+    held, slots = counted(runtime)
+    packed = int((runtime.blocks.state == State.PACKED).sum())
+    assert packed > 5 and held[..., 1].any() and (held.sum(-1) < packed * P).any()
+    stats, shown = runtime.figures()
+    assert stats.tokens_by_tier["high"] == held[..., 0].sum() and stats.tokens_by_tier["low"] == held[..., 1].sum()
+    assert stats.tokens_by_tier["pruned"] == packed * P * L * H - held.sum()
+    assert stats.occupancy == held.sum() / slots
+    assert shown.blocks == packed
+    assert np.allclose(shown.kept, held.sum(-1) / (packed * P)) and np.allclose(shown.high, held[..., 0] / (packed * P))
+    assert runtime.stats(detail=True) == stats
+
+
+def test_a_cache_without_packed_blocks_has_figures():
+    stats, shown = ToyServer(high="k4v4").runtime.figures()
+    assert stats.occupancy is None and shown.blocks == 0 and shown.kept == [[0.0] * H] * L
+
+
+class Largest(TorchDispatchMode):
+    """Most elements of a tensor of 8-byte integers that an operation gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_counts_are_not_widened_before_they_are_added_up(server):
+    """On a GPU that would take four times the table's memory beside a full pool, and a copy of it to the host."""
+    with Largest() as largest:
+        server.runtime.figures()
+    packed = int((server.runtime.blocks.state == State.PACKED).sum())
+    assert largest.elements <= max(packed, 2 * L * H) < packed * 2 * L * H
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes in `make` alone, which takes 0.1 s."""
+    now = SimpleNamespace(seconds=100.0, made=0)
+    monkeypatch.setattr(internal_state.time, "monotonic", lambda: now.seconds)
+
+    def make(runtime):
+        now.seconds += 0.1
+        now.made += 1
+        return {"made": now.made}
+
+    monkeypatch.setattr(internal_state, "_figures", make)
+    return now
+
+
+def test_figures_take_a_tenth_of_the_time_at_most_however_often_they_are_asked_for(clock):
+    runtime = object()
+    assert [internal_state.snapshot(runtime)["made"] for _ in range(3)] == [1, 1, 1]
+    clock.seconds += 0.95
+    assert internal_state.snapshot(runtime)["made"] == 1
+    clock.seconds += 0.1
+    assert internal_state.snapshot(runtime)["made"] == 2
+    assert internal_state.snapshot(object())["made"] == 3  # of another server in this process
