@@ -57,7 +57,7 @@ def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
     """From uncompressed down every rung of the ladder, with random tiers at each step."""
     from kvc_kernels.ops.compact_triton import compact_triton
 
-    seed = torch.seed() % 2**31
+    seed = torch.initial_seed()
     print("seed", seed)
     gen = torch.Generator().manual_seed(seed)
     blocks = torch.tensor([4, 1, 6, 3])
@@ -114,7 +114,7 @@ def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype, key_mode):
     """With tiers that keep everything and without tiers, on ties between codes and beyond fp16 too."""
     from kvc_kernels.ops.compact_triton import compact_triton
 
-    seed = torch.seed() % 2**31
+    seed = torch.initial_seed()
     print("seed", seed)
     gen = torch.Generator().manual_seed(seed)
     heads, blocks = 2, torch.tensor([2, 5, 1])

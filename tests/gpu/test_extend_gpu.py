@@ -32,7 +32,7 @@ def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **option
     from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 
     heads = store.layout.heads
-    seed = torch.seed() % 2**31
+    seed = torch.initial_seed()
     print("seed", seed)
     q, k, v = inputs(store, group, sum(new), store.dtype, seed=seed, device="cuda")
     op = ExtendAttention(store, query_heads=heads * group, max_blocks=16, **options)
@@ -49,7 +49,7 @@ def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **option
 def case(form, group, key_mode="channel", head_dim=128, heads=2, dtype=torch.bfloat16, scored=False):
     return make_case(
         FORMS[form], group=group, head_dim=head_dim, key_mode=key_mode, heads=heads, block_tokens=128, dtype=dtype,
-        scored=scored, rungs=RUNGS, device="cuda", seed=torch.seed() % 2**31,
+        scored=scored, rungs=RUNGS, device="cuda", seed=torch.initial_seed(),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, o
     store = PageStore.create(
         layout, ladder, num_pages=1 + 40 * layout.block_pages_bf16, num_blocks=20, dtype=torch.bfloat16, device="cuda"
     )
-    seed = torch.seed() % 2**31
+    seed = torch.initial_seed()
     print("seed", seed)
     gen = torch.Generator(device="cuda").manual_seed(seed)
     rows = ROWS.int().cuda()

@@ -34,7 +34,7 @@ def case(spec, mode="channel", dtype=torch.bfloat16, heads=HEADS, dim=DIM):
 
 
 def queries(heads, dim, dtype=torch.bfloat16):
-    seed = torch.seed() % 2**31
+    seed = torch.initial_seed()
     print("seed", seed)
     gen = torch.Generator(device="cuda").manual_seed(seed)
     return torch.randn((sum(NEW), heads, dim), generator=gen, device="cuda").to(dtype)

@@ -67,11 +67,20 @@ def test_quota_gives_pages_to_the_head_that_matters():
     assert kept.tolist() == [16, 48]
 
 
-def test_quota_leaves_lost_tokens_out():
-    scores = torch.rand(1, 1, 2, 64)
+@pytest.mark.parametrize("pages", range(2, 9))
+def test_quota_takes_lost_tokens_last(pages):
+    """Each head has 44 stored tokens, which fill 2.75 pages: what is left of the third page, and the fourth, is lost
+    tokens' only where the head keeps everything that it stores."""
+    gen = torch.Generator().manual_seed(1)
+    scores = torch.rand(50, 1, 2, 64, generator=gen)
     scores[..., 10:30] = -torch.inf
-    tiers = ops.quota(scores, 4, 16)
-    assert not tiers[..., 10:30].any()
+    stored = scores > -torch.inf
+    kept = ops.quota(scores, pages, 16) == 2
+    assert (kept.sum(-1).sum((1, 2)) == 16 * pages).all()
+    lost_kept, stored_dropped = (kept & ~stored).any(-1), (~kept & stored).any(-1)
+    assert not (lost_kept & stored_dropped).any()
+    # The fourth page of a head is worth less than any page of the other one.
+    assert pages > 6 or kept.sum(-1).max() <= 48
 
 
 def plan(significance, ceiling=None, ah=0.5, al=0.2, high=4, low=8, divisor=1.0, limit=None):

@@ -34,10 +34,11 @@ def quota(
 ) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` (2 or 0) with exactly `pages` pages of `page_tokens` tokens kept per block.
 
-    `scores` fp32 `[n, L, H, P]`, higher is kept; a token that is no longer stored should come as -inf. Heads compete in
-    units of pages (KV-Compress, section 4.2): a head's tokens are sorted by score (ties by position), page j is its
-    tokens j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, the rest go to
-    the pages worth most, ties by (layer, head, page).
+    `scores` fp32 `[n, L, H, P]`, higher is kept. A token that is no longer stored should come as -inf: its head takes
+    it last, only to fill the pages that it was given, and `compact` leaves it out. Heads compete in units of pages
+    (KV-Compress, section 4.2): a head's tokens are sorted by score (ties by position), page j is its tokens
+    j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, the rest go to the
+    pages worth most, ties by (layer, head, page).
 
     Who competes with whom: with one number all heads of all layers; with L numbers the heads of each layer, for that
     layer's pages; with L * H numbers (layer by layer) nobody: each head keeps that many. `floor_pages` is one number,
