@@ -20,16 +20,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests
 
 from bench import ports
 from bench.client import Client
-from bench.revision import ROOT, commit
+from bench.revision import RESULTS, ROOT, commit
 from kvc_kernels.layout import FORMATS
 
-RESULTS = ROOT / "bench" / "results"
 START_TIMEOUT = 600  # a first start compiles; a shared machine is slow
 START_ATTEMPTS = 3  # where another process took a port before the server listened there
 STOP_TIMEOUT = 20
@@ -54,6 +53,14 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def default_attention() -> str:
+    """The attention backend that stock SGLang 0.5.17 chooses: FlashAttention 3 on Hopper, else FlashInfer."""
+    import torch
+
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return "fa3" if hopper else "flashinfer"
 
 
 # ---- arguments of a server
@@ -90,10 +97,11 @@ def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = 
 def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]:
     """`stock` with pages as large as a block, so that both hit at the same borders; else as `kvc`.
 
-    On a GPU with `ON_GPU`, and stock with FlashInfer or what KVC_STOCK_ATTENTION says; `extra` may say otherwise.
+    On a GPU with `ON_GPU`, and stock with its default attention or what KVC_STOCK_ATTENTION says; `extra` may say
+    otherwise.
     """
     if has_gpu():
-        attention = ["--attention-backend", os.environ.get("KVC_STOCK_ATTENTION", "flashinfer")]
+        attention = ["--attention-backend", os.environ.get("KVC_STOCK_ATTENTION") or default_attention()]
         extra = (*ON_GPU.split(), *(attention if name == "stock" else []), *extra)
     if name == "stock":
         return stock("--page-size", str(block), *extra)
@@ -266,6 +274,20 @@ def device_name() -> str:
     return f"CPU, {len(os.sched_getaffinity(0))} cores, {name}"
 
 
+class Score(NamedTuple):
+    """One figure of the scoreboard."""
+
+    value: float
+    unit: str
+    baseline: str = ""  # what it is compared with, as it was configured; empty where it is no comparison
+    n: int = 1  # runs (requests, where one run times many) that `value` is the median of
+    low: float | None = None  # the least and the most that these runs allow
+    high: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in self._asdict().items() if v not in (None, "")}
+
+
 COMMIT_AT_START = commit()
 
 
@@ -287,11 +309,11 @@ def write_result(
     name: str,
     numbers: dict[str, Any],
     *,
-    scores: dict[str, tuple[float, str]] | None = None,
+    scores: dict[str, Score | tuple] | None = None,
     quiet: bool = False,
     path: Path | None = None,
 ) -> Path:
-    """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> (value, unit).
+    """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> fields of a `Score`.
 
     `quiet` for what is not the last word: a long run writes what it has after every part. `path`: another file.
     """
@@ -303,7 +325,7 @@ def write_result(
         "commit": measured_commit(),
         "device": device_name(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "scores": {k: {"value": v, "unit": u} for k, (v, u) in (scores or {}).items()},
+        "scores": {name: Score(*score).to_dict() for name, score in (scores or {}).items()},
         "numbers": numbers,
     }
     # At once: a run that is cut off must not leave half a file, nor two that write to it in turns.
@@ -312,7 +334,7 @@ def write_result(
     temporary.replace(path)
     if quiet:
         return path
-    for key, (value, unit) in (scores or {}).items():
-        print(f"{key:40} {value:.4f} {unit}")
+    for key, score in record["scores"].items():
+        print(f"{key:40} {score['value']:.4f} {score['unit']}")
     print(f"written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return path

@@ -1,12 +1,18 @@
-"""Which code was measured. Of the standard library alone: some harnesses run where the package is not installed."""
+"""Which code was measured, on which card, and where figures go.
+
+Of the standard library alone: some harnesses run where the package is not installed.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# KVC_RESULTS: another folder, for a machine that hands back files but no checkout.
+RESULTS = Path(os.environ.get("KVC_RESULTS") or ROOT / "bench" / "results").resolve()
 CODE = ("sglang_kvc", "kernels", "patches", "bench/*.py")
 
 
@@ -20,6 +26,15 @@ def commit() -> str:
         return _git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def card(device: str) -> str:
+    """`h200` for `NVIDIA H200`, `h100` for `NVIDIA H100 80GB HBM3`, `cpu` for a processor: part of file names and of
+    the names of figures that depend on the card."""
+    if device.startswith("CPU"):
+        return "cpu"
+    model = re.search(r"\b[A-Z]+\d+\b", device)
+    return model[0].lower() if model else re.sub(r"\W+", "_", device.removeprefix("NVIDIA ").lower())
 
 
 def _git(*args: str) -> str:

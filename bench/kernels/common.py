@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.revision import ROOT, commit
+from bench.common import Score
+from bench.revision import RESULTS as ALL_RESULTS
+from bench.revision import card, commit
 from kvc_kernels import layout
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.testing import random_store
 
-RESULTS = ROOT / "bench" / "results" / "kernels"
+RESULTS = ALL_RESULTS / "kernels"
 
 
 def device_facts() -> dict:
@@ -29,11 +31,14 @@ def device_facts() -> dict:
 class Results:
     """A result file that grows: written anew after every row, so that a run that is cut off leaves what it found.
 
-    `scores` (name -> value, unit) is what `bench/scoreboard.py` collects.
+    `scores` (name -> fields of a `Score`) is what `bench/scoreboard.py` collects. Each card has a file of its own:
+    `decode_targets.json` in the folder of results is `decode_targets_h200.json` there.
     """
 
     def __init__(self, path: str | pathlib.Path, **facts):
         self.path, self.facts = pathlib.Path(path), facts
+        if self.path.parent == RESULTS:
+            self.path = self.path.with_stem(f"{self.path.stem}_{card(device_facts()['name'])}")
         self.rows: list[dict] = []
         self.scores: dict[str, dict] = {}
 
@@ -41,8 +46,8 @@ class Results:
         self.rows += rows
         self.write()
 
-    def score(self, scores: dict[str, tuple[float, str]]) -> None:
-        self.scores |= {name: {"value": value, "unit": unit} for name, (value, unit) in scores.items()}
+    def score(self, scores: dict[str, Score | tuple]) -> None:
+        self.scores |= {name: Score(*score).to_dict() for name, score in scores.items()}
         self.write()
 
     def write(self) -> None:

@@ -173,8 +173,8 @@ def main() -> int:
     if sanitizer.program is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     ids, results = collect(args.paths), Results(args.out, kernels=kernel_names())
-    if args.out.exists() and not args.again:
-        before = json.loads(args.out.read_text())["rows"]
+    if results.path.exists() and not args.again:
+        before = json.loads(results.path.read_text())["rows"]
         kept = {file for file in {file_of(r["test"]) for r in before} if (ROOT / file).exists()}
         same = [r for r in before if (f := file_of(r["test"])) in kept and r["sources"] == sources(f)]
         results.rows = [r for r in same if not r["errors"]]
