@@ -179,7 +179,7 @@ def test_a_call_is_asked_behind_its_history(maker):
 
 SIMULATOR = """
 class {}:
-    def _load_scenario(self, scenario, long_context=False): self.items = scenario.get("items", [])
+    def _load_scenario(self, scenario, long_context=False): self.items = scenario.get("items", []) * (1 + long_context)
     def add(self, item): self.items.append(item); return {{"items": self.items}}
     def drop(self): return self.items[9]
 """
@@ -191,10 +191,12 @@ def test_traces_hold_what_the_simulators_return(tmp_path):
     problem = {"id": "p", "question": [[{"role": "user", "content": "Go."}]], "involved_classes": ["TicketAPI"]}
     problem["initial_config"] = {"TicketAPI": {"items": [1]}}
     files = {
-        "bfcl_eval/data/BFCL_v4_multi_turn_base.json": json.dumps(problem),
-        "bfcl_eval/data/possible_answer/BFCL_v4_multi_turn_base.json": json.dumps(
-            {"id": "p", "ground_truth": [["add(item=2)", "drop()"]]}
-        ),
+        f"bfcl_eval/data/{folder}BFCL_v4_{kind}.json": json.dumps(content)
+        for kind in (traces.BASE, traces.LONG)
+        for folder, content in (
+            ("", problem),
+            ("possible_answer/", {"id": "p", "ground_truth": [["add(item=2)", "drop()"]]}),
+        )
     }
     package = ""
     for part in traces.SOURCES.split("."):
@@ -219,6 +221,8 @@ def test_traces_hold_what_the_simulators_return(tmp_path):
     file.write_bytes(taskdata.make(human, wheel, "essays"))
     assert file.read_bytes() == taskdata.make(human, wheel, "essays")
     assert taskdata.load(file)["human_eval"] == PROBLEMS and taskdata.load(file)["agents"] == found
+    (turn,) = taskdata.load(file)["agents_long"]["traces"][0]["turns"]
+    assert turn["calls"][0][1] == '{"items": [1, 1, 2]}'
 
 
 def test_shared_blocks_are_counted_once():

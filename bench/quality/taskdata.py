@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.quality import traces
 
 NAME = "tasks.json.gz"
-VERSION = 1  # raise when `make` changes what it writes
+VERSION = 2  # raise when `make` changes what it writes
 PROBLEM = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
@@ -28,6 +28,7 @@ def make(human_eval: Path, bfcl: Path, essays: str) -> bytes:
         "version": VERSION,
         "human_eval": [{k: p[k] for k in PROBLEM} for p in problems],
         "agents": traces.read(bfcl),
+        "agents_long": traces.read(bfcl, traces.LONG),
         "essays": essays,
     }
     return gzip.compress(json.dumps(content).encode(), mtime=0)

@@ -2,7 +2,7 @@
 
 The package holds questions, the right calls, and simulators of what the functions act on. The calls are run on these,
 so that an agent's history is what it would have been. Everything is seeded there: the same package gives the same
-traces.
+traces. Of its sets two are used: `BASE`, and `LONG`, whose simulators return long lists, files and pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-KIND = "multi_turn_base"
+BASE, LONG = "multi_turn_base", "multi_turn_long_context"
 DATA = "bfcl_eval/data"
 SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
 # A class of functions -> the module of its simulator, which is mostly that of its descriptions too.
@@ -32,7 +32,7 @@ MODULES = {
 STATELESS = "MathAPI"
 
 
-def read(wheel: Path) -> dict:
+def read(wheel: Path, kind: str = BASE) -> dict:
     """`functions`: class -> descriptions; `traces`: each with its classes and turns of (call, result)."""
     with zipfile.ZipFile(wheel) as archive:
 
@@ -42,14 +42,14 @@ def read(wheel: Path) -> dict:
         functions = {
             name: [_brief(d) for d in lines(f"multi_turn_func_doc/{module}")] for name, module in MODULES.items()
         }
-        answers = {a["id"]: a["ground_truth"] for a in lines(f"possible_answer/BFCL_v4_{KIND}")}
-        problems = lines(f"BFCL_v4_{KIND}")
+        answers = {a["id"]: a["ground_truth"] for a in lines(f"possible_answer/BFCL_v4_{kind}")}
+        problems = lines(f"BFCL_v4_{kind}")
     sys.path.insert(0, str(wheel))
     try:
         simulators = {
             name: getattr(importlib.import_module(f"{SOURCES}.{module}"), name) for name, module in MODULES.items()
         }
-        traces = [_trace(problem, answers[problem["id"]], simulators) for problem in problems]
+        traces = [_trace(problem, answers[problem["id"]], simulators, kind == LONG) for problem in problems]
     finally:
         sys.path.remove(str(wheel))
     return {"functions": functions, "traces": traces}
@@ -69,13 +69,13 @@ def _brief(description: dict) -> dict:
     }
 
 
-def _trace(problem: dict, answers: list[list[str]], simulators: dict[str, type]) -> dict:
+def _trace(problem: dict, answers: list[list[str]], simulators: dict[str, type], long: bool) -> dict:
     classes = sorted(problem["involved_classes"])
     methods: dict = {}
     for name in classes:
         simulator = simulators[name]()
         if name != STATELESS:
-            simulator._load_scenario(copy.deepcopy(problem["initial_config"].get(name, {})), long_context=False)
+            simulator._load_scenario(copy.deepcopy(problem["initial_config"].get(name, {})), long_context=long)
         public = [m for m in dir(simulator) if not m.startswith("_")]
         methods |= {m: getattr(simulator, m) for m in public if callable(getattr(simulator, m))}
     turns = [
