@@ -1,6 +1,7 @@
 """Everything that has to run on a GPU, each step within its time, on all GPUs that there are.
 
-    python -m bench.gpu [--only tests,decode,..] [--model DIR [--load-format dummy]] [--list]
+    python -m bench.gpu [--only tests,decode,..] [--model DIR [--load-format dummy]]
+    python -m bench.gpu --list        # steps, the seconds that each may take, and their commands
 
 First servers whose host's time counts, one after the other and nothing beside them. Then the rest of what is timed,
 each GPU with a step of its own; then what is only right or wrong, so that its compilers do not stand in a timed step's
@@ -30,6 +31,8 @@ from bench.common import ROOT
 
 PYTHON = [sys.executable, "-m"]
 ALONE, TIMED, RIGHT, WHOLE = range(4)  # kinds of steps, in their order
+# FlashAttention 3 is SGLang's default there; with pages of 128 tokens it is faster over fp8. Other cards have no FA3.
+STOCK_ON_HOPPER = "fa3,fa3:128"
 STOP_SECONDS = 60  # for a step that is out of time to stop its servers
 
 
@@ -44,13 +47,14 @@ class Step:
 def steps(args: argparse.Namespace) -> list[Step]:
     model = ["--model", args.model, "--load-format", args.load_format]
     data = ["--data", args.data] if args.data else []
+    stock = ["--stock-backends", args.stock_backends]
     windows = ["bench.serve.windows", "--head-dim", "256", "--name", "serve/windows_gpu"]
     windows += ["--tokenizer", args.model] if args.model else []
     out = [
-        ("serving", ["bench.e2e.serving", *model], 900, ALONE),
-        ("first_token", ["bench.e2e.first_token", *model, "--together"], 400, ALONE),
+        ("serving", ["bench.e2e.serving", *model, *stock, "--repeat", "3"], 2000, ALONE),
+        ("first_token", ["bench.e2e.first_token", *model, *stock], 700, ALONE),
         ("decode", "bench.kernels.decode targets", 300, TIMED),
-        ("agents", ["bench.e2e.agents", *model, *data], 1200, TIMED),
+        ("agents", ["bench.e2e.agents", *model, *data], 1800, TIMED),
         ("grid", "bench.kernels.decode grid", 300, TIMED),
         ("uneven", "bench.kernels.decode uneven", 300, TIMED),
         ("extend", "bench.kernels.extend", 300, TIMED),
@@ -117,6 +121,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="steps, separated by commas")
     parser.add_argument("--model", default="", help="for servers under load")
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--stock-backends", default=STOCK_ON_HOPPER, help="of serving and first_token")
     parser.add_argument("--data", default="", help="for the agents; file of `bench.quality.fetch tasks`")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "kvc-gpu")
     parser.add_argument("--list", action="store_true")
@@ -128,7 +133,8 @@ def main() -> int:
             parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
         chosen = [s for s in chosen if s.name in wanted]
     if args.list:
-        print("\n".join(f"{s.name:12} {' '.join(s.command[1:])}" for s in chosen))
+        print("\n".join(f"{s.name:12} {s.seconds:5} s  python {' '.join(s.command[1:])}" for s in chosen))
+        print(f"{'all':12} {sum(s.seconds for s in chosen):5} s  on one GPU")
         return 0
     import torch
 

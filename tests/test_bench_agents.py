@@ -1,11 +1,14 @@
 """The agents' bench: what its sessions say, and that its account of a cache is right, with a client that keeps one."""
 
 import json
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from bench import common
+from bench.client import RequestRefused
 from bench.e2e import agents
 
 DATA = {
@@ -37,13 +40,17 @@ class Letters:
 class Cache:
     """A server that remembers the last `capacity` requests and what it said to them, whole."""
 
-    def __init__(self, capacity=10**9):
-        self.capacity, self.kept, self.asked = capacity, [], []
+    def __init__(self, capacity=10**9, seconds=0.001):
+        self.capacity, self.seconds, self.kept, self.asked = capacity, seconds, [], []
 
     def flush(self):
         self.kept = []
 
+    def post(self, path, body):
+        assert path == "/abort_request" and body == {"abort_all": True}
+
     def generate(self, history, answer):
+        time.sleep(self.seconds)
         hit = max((common_prefix(history, old) for old in self.kept), default=0)
         ids = [len(self.asked)] * answer
         self.asked.append(list(history))
@@ -56,73 +63,127 @@ def common_prefix(a, b):
 
 
 def made(*argv):
-    a = agents.arguments(["--model", "none", "--agents", "4", "--each", "1", "--read", "50", "--think", "3", *argv])
-    return agents.sessions(DATA, "abcdefghij" * 10, Letters(), a), a
+    a = agents.arguments(["--model", "none", "--curve", "4", "--think", "3", *argv])
+    return agents.Sessions(DATA, "abcdefghij" * 10, Letters(), a)
+
+
+def text(ids):
+    return "".join(map(chr, ids))
 
 
 @pytest.mark.parametrize("join", [1, 2])
 def test_sessions(join):
-    some, _ = made("--join", str(join), "--each", "2")
-    assert len(some) == 8 and some == made("--join", str(join), "--each", "2")[0]
+    some = [made("--join", str(join)).session(i) for i in range(8)]
+    assert some == [made("--join", str(join)).session(i) for i in range(8)]
     assert all(len(s.steps) == STEPS * join for s in some)
     heads = {}
-    for s in some:
+    for i, s in enumerate(some):
         assert heads.setdefault(s.functions, s.steps[0].sent[: s.head]) == s.steps[0].sent[: s.head]
-        first = "".join(map(chr, s.steps[0].sent))
-        assert first.startswith("<system>") and first.endswith("</><assistant>") and "<user>" in first[s.head - 6 :]
-        text = "".join(map(chr, s.steps[1].sent))
-        assert text.startswith("</><user>Result: done\n") and text.endswith("</><assistant>")
+        first = text(s.steps[0].sent)
+        assert first.startswith("<system>") and first.endswith("</><assistant>")
+        assert text(s.steps[0].sent[s.head :]).startswith(f"Session {i}.\n")
+        assert text(s.steps[1].sent) == "</><user>Result: done\n</><assistant>"
         assert s.steps[0].answer == 3 + len("ls_0(0)") + 1 and s.steps[1].answer == 3 + 2
     assert len(heads) == 3 and len({len(h) for h in heads.values()}) == 3
+    # Dialogues repeat after four sessions, but what a session says is its own from the first message on.
+    assert common_prefix(some[0].steps[0].sent, some[4].steps[0].sent) < some[0].head + len("Session 4")
 
 
-def test_an_endless_cache_has_what_was_sent_before():
-    some, _ = made("--agents", "1", "--each", "6", "--join", "1")
+def test_filler_is_accounted():
+    plain, filled = made(), made("--read", "50")
+    shares = filled.account(8)["shares"]
+    assert 0.8 < sum(shares.values()) < 1 and plain.account(8)["shares"]["filler"] == 0 < shares["filler"]
+    more = filled.session(0).tokens - plain.session(0).tokens
+    assert more == sum(step.parts["filler"] for step in filled.session(0).steps) > 0
+
+
+def test_a_session_ends_before_it_is_too_long():
+    whole, cut = made().session(0), made("--longest", "400").session(0)
+    assert cut.tokens <= 400 < whole.tokens and cut.steps == whole.steps[: len(cut.steps)]
+    assert len(made("--longest", "1").session(0).steps) == 1
+
+
+def test_steps_are_counted_behind_the_ramp_up():
     server = Cache()
-    row = agents.measure(server, some, 1, 0.0)
-    assert row["steps"] == len(server.asked) == 6 * STEPS
-    said, seen = 0, set()
-    for i, (asked, step) in enumerate(zip(server.asked, [step for s in some for step in s.steps])):
-        session, first = some[i // STEPS], i % STEPS == 0
-        said += session.head * (session.functions in seen) if first else len(asked) - len(step.sent)
-        seen.add(session.functions)
-    assert row["endless_cache"] == said / row["prompt_tokens"]
-    # Dialogues repeat after four sessions, and heads of other functions begin alike: a real cache has more.
-    assert row["endless_cache"] < row["from_cache"] < 1
-    assert row["computed_tokens"] == sum(map(len, server.asked)) - row["cached_tokens"]
+    load = agents.Load(server, made(), 3, 0.002)
+    row = load.run(0.3)
+    inside = [s for s in load.seen if not s.first]
+    assert sum(s.first for s in load.seen) == 3 and 0 < row["steps"] <= len(inside)
+    assert row["steps_s"] == pytest.approx(row["steps"] / 0.3, rel=0.2) and row["ramp_s"] < 5
+    # An endless cache has all that was sent or said before; heads of other functions begin alike, so a real one more.
+    assert row["sent_before"] <= row["from_cache"] < 1
     # What a model said is part of the history of the next step.
-    said = len(server.asked[0]) + some[0].steps[0].answer
-    assert server.asked[1][:said] == server.asked[0] + [0] * some[0].steps[0].answer
-    small = agents.measure(Cache(1), some, 3, 0.001)
-    assert small["endless_cache"] < 0.95 and small["from_cache"] < row["from_cache"]
+    answers = Counter(len(asked) for asked in server.asked)
+    assert len(answers) > 3
+    one = agents.Load(Cache(1), made(), 3, 0.002).run(0.3)
+    assert one["from_cache"] < row["from_cache"]
 
 
-def test_scores_and_table(monkeypatch):
-    _, a = made("--agents", "2,4")
-    numbers = {
-        f"{n}.a{c}": {"steps_s": float(s * c), "from_cache": 0.1 * s, "options": []}
-        for s, n in enumerate(("bf16", "fp8", "kvc_k4v4"), 1)
-        for c in (2, 4)
-    }
-    assert agents.table(numbers).splitlines()[2].split() == ["bf16.a4", "4", "0.1"]
+def test_a_step_keeps_what_the_model_said():
+    server = Cache()
+    load = agents.Load(server, made(), 1, 0.0)
+    load.run(0.1)
+    session, asked = made().session(1), server.asked
+    first = next(i for i, ids in enumerate(asked) if ids == list(session.steps[0].sent))  # the agent's second session
+    said = [first] * session.steps[0].answer
+    assert asked[first + 1] == [*session.steps[0].sent, *said, *session.steps[1].sent]
+    step = load.seen[first + 1]
+    assert step.repeated == len(asked[first]) + len(said) and step.prompt == len(asked[first + 1])
+
+
+def test_an_agent_that_fails_ends_the_run():
+    class Broken(Cache):
+        def generate(self, history, answer):
+            if len(self.asked) > 5:
+                raise RequestRefused(500, "broken")
+            return super().generate(history, answer)
+
+    with pytest.raises(RequestRefused, match="broken"):
+        agents.Load(Broken(), made(), 2, 0.0).run(30)
+    with pytest.raises(RuntimeError, match="0 of 2 agents had an answer"):
+        agents.Load(Cache(seconds=0.2), made(), 2, 0.0).run(1, ramp=0.01)
+
+
+def row(steps_s, share=0.5, options=("--attention-backend", "fa3")):
+    return dict.fromkeys(agents.COLUMNS, 1.0) | {"steps_s": steps_s, "from_cache": share, "options": list(options)}
+
+
+def test_scores_take_the_fastest_stock_server(monkeypatch):
+    a = made("--curve", "2,4").a
+    slow = ("--attention-backend", "flashinfer")
+    numbers = {"kvc_k4v4.a4": row(6.0, 0.9), "bf16.a4": row(1.0), "bf16_flashinfer.a4": row(2.0, options=slow)}
+    numbers |= {"fp8_e4m3.a4": row(3.0), "fp8_e4m3_hicache.a4": row(4.0), "bf16.a2": row(1.0, 0.1)}
+    assert agents.scores(numbers, a) == {}  # no GPU here
     monkeypatch.setattr(common, "has_gpu", lambda: True)
     found = agents.scores(numbers, a)
-    assert found["e2e.agents.vs_bf16"] == (3.0, "x steps/s, 4 agents") and found["e2e.agents.vs_fp8"][0] == 1.5
-    assert found["e2e.agents.from_cache.kvc_k4v4"][0] == pytest.approx(0.3)
-    assert "e2e.agents.vs_bf16" not in agents.scores({k: v for k, v in numbers.items() if not k.startswith("kvc")}, a)
-    assert agents.scores(numbers, made("--agents", "2,4", "--no-prefill-graphs")[1]) == {}
-    options = agents.servers(a)
-    assert list(options) == ["bf16", "fp8", "kvc_k4v4"] and json.dumps(options)
-    assert all(o[o.index("--cuda-graph-max-bs-decode", 8) + 1] for o in options.values())
+    assert found["agents.steps_vs_bf16.4"][:3] == (3.0, "x steps/s", "stock bf16, flashinfer")
+    assert found["agents.steps_vs_fp8.4"].value == 2.0 and found["agents.steps_vs_fp8_hicache.4"].value == 1.5
+    assert found["agents.curve.kvc_k4v4.4"].value == 0.9 and found["agents.curve.bf16.2"].value == 0.1
+    assert "agents.steps_vs_bf16.2" not in found
+    assert agents.scores(numbers, made("--curve", "4", "--no-prefill-graphs").a) == {}
+    assert len(agents.table({"sessions": {}, **numbers}).splitlines()) == 1 + len(numbers)
+
+
+def test_a_hierarchical_cache_is_a_server_of_its_own(monkeypatch):
+    monkeypatch.setattr(common, "has_gpu", lambda: True)
+    argv = ["--stock-backends", "fa3,flashinfer", "--hicache-gib", "64"]
+    found = agents.servers(made(*argv).a)
+    assert [n for n in found if "hicache" in n] == ["fp8_e4m3_hicache", "fp8_e4m3_hicache_flashinfer"]
+    assert found["fp8_e4m3_hicache"][-2:] == ["--hicache-size", "64"]
+    assert list(agents.servers(made(*argv, "--only", "fp8_e4m3_hicache").a)) == ["fp8_e4m3_hicache"]
+    with pytest.raises(SystemExit, match="no server fp8; there are bf16"):
+        agents.servers(made("--only", "fp8").a)
 
 
 def test_calls_that_share_a_result_file(monkeypatch, tmp_path):
-    """Two, a server each, the second started before the first wrote: nothing is lost."""
+    """Two, a server each, the second started before the first wrote: nothing is lost, and nothing measured twice."""
+    starts = []
 
     class Running:
         def __init__(self, options, model):
             self.client, self.log, self.errors = Cache(), tmp_path / "log", list
             self.log.touch()
+            starts.append(options)
 
         __enter__ = lambda self: self  # noqa: E731
         __exit__ = lambda *_: None  # noqa: E731
@@ -131,23 +192,24 @@ def test_calls_that_share_a_result_file(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(agents.serving, "RESULTS", tmp_path)
     monkeypatch.setattr(agents.prompts, "tokenizer", lambda model: Letters())
-    monkeypatch.setattr(agents.taskdata, "load", lambda path: {"agents": DATA, "essays": "abc"})
-    argv = ["agents", "--model", "none", "--agents", "2", "--read", "5", "--pause", "0", "--data", "none", "--append"]
-    measure, inner = agents.measure, []
+    monkeypatch.setattr(agents.taskdata, "load", lambda path: {"agents_long": DATA, "essays": "abc"})
+    argv = ["agents", "--model", "none", "--curve", "2", "--seconds", "0.1", "--pause", "0", "--data", "none"]
+    run_load, inner = agents.Load.run, []
 
-    def both(*args):
+    def both(self, *args):
         if not inner:
             inner.append(1)
             run("kvc_k4v4")
-        return measure(*args)
+        return run_load(self, 0.1)
 
     def run(server):
-        monkeypatch.setattr("sys.argv", [*argv, "--only", server])
+        monkeypatch.setattr("sys.argv", [*argv, "--append", "--only", server])
         agents.main()
 
-    monkeypatch.setattr(agents, "measure", both)
+    monkeypatch.setattr(agents.Load, "run", both)
     run("bf16")
-    record = json.loads((tmp_path / "e2e" / "agents.json").read_text())
-    assert set(record["numbers"]) == {"longest", "bf16.a2", "kvc_k4v4.a2"}
-    assert any("vs_bf16" in name for name in record["scores"])
-    assert [p.name for p in (tmp_path / "e2e").iterdir()] == ["agents.json"]
+    (file,) = (tmp_path / "e2e").iterdir()
+    record = json.loads(file.read_text())
+    assert file.name == "agents_cpu.json" and set(record["numbers"]) == {"sessions", "bf16.a2", "kvc_k4v4.a2"}
+    run("bf16")
+    assert len(starts) == 2

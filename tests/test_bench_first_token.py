@@ -1,6 +1,5 @@
 """First tokens: what is asked, and that waits and hits are accounted as they were."""
 
-import json
 import random
 import time
 from itertools import islice
@@ -9,55 +8,77 @@ from types import SimpleNamespace
 import pytest
 
 from bench import common
-from bench.e2e import first_token, small
+from bench.e2e import first_token
 
-SMALL = ["--model", "none", "--input", "300", "--append-tokens", "20", "--times", "4", "--pause", "0.02"]
+SMALL = ["--model", "none", "--input", "256", "--times", "8", "--pause", "0.02"]
 
 
 class Cache:
-    """Keeps every prompt, whole, until it is told to forget them; a miss takes 5 ms longer."""
+    """Keeps every prompt, whole, until it is told to forget them; a miss takes 5 ms longer, and `slow` all."""
 
-    def __init__(self):
-        self.kept, self.flushed = [], 0
+    def __init__(self, slow=0.0, log=None):
+        self.kept, self.flushed, self.slow, self.log = [], 0, slow, log
 
     def flush(self):
         self.kept, self.flushed = [], self.flushed + 1
 
     def generate(self, ids, new):
         assert new == 1
-        hits = [n for old in self.kept for n in (256, 261) if old[:n] == ids[:n] and len(ids) >= n]
+        hits = [n for old in self.kept for n in (256, 260) if old[:n] == ids[:n] and len(ids) >= n]
         self.kept.append(ids)
-        if not hits:
-            time.sleep(0.005)
+        time.sleep(self.slow + (0 if hits else 0.005))
+        if self.log is not None:
+            self.log.append(self)
         return SimpleNamespace(cached_tokens=max(hits, default=0))
 
 
 def test_prompts():
-    a = first_token.arguments(SMALL)
-    names = ("computed", "cached", "appended")
-    kinds = {k: list(islice(first_token.prompts(k, a, random.Random(1)), 3)) for k in names}
-    assert {len(p) for p in kinds["computed"] + kinds["cached"]} == {261}  # two blocks and the rest
-    assert kinds["cached"][0] == kinds["cached"][2] and {len(p) for p in kinds["appended"]} == {281}
-    assert len({tuple(p[:261]) for p in kinds["appended"]}) == 1 and len({tuple(p) for p in kinds["appended"]}) == 3
+    kinds = {k: list(islice(first_token.prompts(k, 256, random.Random(1)), 3)) for k in first_token.KINDS}
+    lengths = {k: {len(p) for p in some} for k, some in kinds.items()}
+    assert lengths == {"computed": {256}, "computed_padded": {512}, "cached": {260}, "appended": {384}}
+    assert kinds["cached"][0] == kinds["cached"][2]
+    assert len({tuple(p[:260]) for p in kinds["appended"]}) == 1 and len({tuple(p) for p in kinds["appended"]}) == 3
     assert len({tuple(p[:128]) for p in kinds["computed"]}) == 3
 
 
-def test_a_server_is_measured(monkeypatch):
-    a, client, rows = first_token.arguments(SMALL), Cache(), {}
-    first_token.measure(client, a, rows.__setitem__)
-    assert client.flushed == 3 and len(rows) == 9
-    assert rows["computed.pause0"]["cached_tokens"] == 0 and len(rows["computed.pause0"]["ms"]) == 3
-    assert rows["computed.pause0.02"]["ms_median"] >= 5 > rows["cached.pause0.02"]["ms_median"]  # without the pause
-    assert rows["appended.pause0"]["cached_tokens"] >= 256 and len(rows["appended.pause0"]["ms"]) == 4
-    assert rows["cached.pause0"]["ms_max"] >= rows["cached.pause0"]["ms_median"]
-    numbers = {f"{n}.{kind}": row for n in ("bf16", "kvc_k4v4") for kind, row in rows.items()}
-    assert first_token.scores(numbers, a) == {}  # no GPU here
+def test_servers_take_turns():
+    a, log = first_token.arguments(SMALL), []
+    one, two = Cache(log=log), Cache(log=log)
+    rows = first_token.measure({"bf16": one, "kvc_k4v4": two}, "cached", a)
+    assert set(rows) == {f"{n}.cached.{when}" for n in ("bf16", "kvc_k4v4") for when in ("at_once", "pause")}
+    assert [len(r) for r in rows["bf16.cached.pause"]["rounds"]] == [2] * first_token.ROUNDS
+    order = [client for client, before in zip(log, [None, *log]) if client is not before]
+    # Both fill their caches; then each round begins with the server that ended the one before.
+    assert order == [one, two, one, two, one, two, one] and one.flushed == two.flushed == 1
+
+
+def measured(slow):
+    clients = {"bf16": Cache(0.004), "bf16_flashinfer": Cache(0.008), "kvc_k4v4": Cache(slow)}
+    rows = {}
+    for kind in first_token.KINDS:
+        rows |= first_token.measure(clients, kind, first_token.arguments(SMALL))
+    options = {"bf16": ["--attention-backend", "fa3"], "bf16_flashinfer": ["--attention-backend", "flashinfer"]}
+    return {name: row | {"options": options.get(name.split(".")[0], [])} for name, row in rows.items()}
+
+
+def test_scores(monkeypatch):
+    a, rows = first_token.arguments(SMALL), measured(0.002)
+    assert rows["bf16.computed.at_once"]["cached_tokens"] == 0 and rows["bf16.appended.at_once"]["cached_tokens"] == 260
+    # Without the pause itself.
+    assert rows["bf16.computed.pause"]["ms_median"] >= 9 > rows["kvc_k4v4.cached.pause"]["ms_median"]
+    assert first_token.scores(rows, a) == {}  # no GPU here
     monkeypatch.setattr(common, "has_gpu", lambda: True)
-    found = first_token.scores(numbers, a)
-    assert len(found) == 6 and found["e2e.first_token.cached_vs_bf16"][0] == pytest.approx(1)
-    assert len(first_token.table(numbers).splitlines()) == 19
-    assert first_token.scores(numbers, first_token.arguments([*SMALL, "--no-prefill-graphs"])) == {}
-    assert list(small.servers(a)) == ["bf16", "kvc_k4v4"] and json.dumps(small.servers(a))
-    monkeypatch.setattr(common, "has_gpu", lambda: False)
-    assert list(small.servers(a)) == ["bf16", "kvc_k4v4"]
-    assert list(small.servers(first_token.arguments([*SMALL, "--only", "kvc_k4v4"]))) == ["kvc_k4v4"]
+    found = first_token.scores(rows, a)
+    assert len(found) == 8
+    score = found["e2e.first_token.cached_at_once_vs_bf16"]
+    assert score.value < 0.9 and score.low <= score.value <= score.high and score.n == 8
+    assert score.baseline == "stock bf16, fa3" and score.unit.endswith("260 tokens")
+    assert found["e2e.first_token.computed_padded_vs_bf16"].unit.endswith("512 tokens")
+    assert len(first_token.table(rows).splitlines()) == 1 + len(rows)
+    assert first_token.scores(rows, first_token.arguments([*SMALL, "--no-prefill-graphs"])) == {}
+
+
+def test_a_length_is_whole_blocks(capsys):
+    with pytest.raises(SystemExit):
+        first_token.arguments(["--model", "none", "--input", "300"])
+    assert "take 256" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.e2e import serving
 from bench.kernels import baselines, common, compaction, decode, extend, geometry, sectors
 from bench.scoreboard import collect, tables
 
@@ -138,42 +137,6 @@ def test_compaction_scores():
 def test_compaction_on_the_cpu(names):
     ms, threads = compaction.cpu_block_ms(names, 1, 64)
     assert ms > 0 and 1 <= threads == max(1, min(threads, torch.get_num_threads()))
-
-
-def test_serving_servers_scores_and_append(monkeypatch, tmp_path):
-    a = serving.arguments(["--model", "x", "--quick"])
-    assert list(serving.servers(a)) == ["bf16", "fp8", "kvc_k4v4"]
-    for graphs, options in (([], 0), (["--no-prefill-graphs"], 1)):
-        chosen = serving.servers(serving.arguments(["--model", "x", "--quick", *graphs]))
-        off = {n: o.count("--cuda-graph-backend-prefill=disabled") for n, (o, _) in chosen.items()}
-        assert off == dict.fromkeys(("bf16", "fp8", "kvc_k4v4"), options)
-    also = serving.arguments(["--model", "x", "--quick", "--only", "kvc_two", "--also", "two: --kvc-policy leankv"])
-    options, loads = serving.servers(also)["kvc_two"]
-    assert options[options.index("--kvc-policy") + 1] == "leankv" and loads == [64]
-    numbers = {f"{n}.c64": {"output_tok_s": v} for n, v in (("bf16", 1000.0), ("fp8", 1500.0), ("kvc_k4v4", 2400.0))}
-    scores = serving.scores(numbers, a)
-    assert scores["e2e.vs_bf16"][0] == 2.4 and scores["e2e.vs_fp8"][0] == 1.6
-    assert serving.scores(numbers, serving.arguments(["--model", "x", "--quick", "--no-prefill-graphs"])) == {}
-    spare = {f"{n}.c{c}": {"output_tok_s": v * c} for n, v in (("bf16", 10.0), ("kvc_k4v4", 11.0)) for c in (1, 8)}
-    spare |= {"bf16_free.c64": {"output_tok_s": 1600.0}, "bf16.c64": {"output_tok_s": 1.0}}
-    found = serving.scores({**numbers, **spare}, serving.arguments(["--model", "x"]))
-    assert [found[f"e2e.unconstrained_vs_bf16_c{c}"][0] for c in (1, 8, 64)] == [1.1, 1.1, 1.5]
-    assert found["e2e.unconstrained_vs_bf16"] == (1.1, "x output tok/s, worst of 3 concurrencies")
-    assert len(serving.table(numbers).splitlines()) == 4
-    monkeypatch.setattr(serving, "RESULTS", tmp_path)
-    monkeypatch.setattr(serving, "measured_commit", lambda: "abc")
-    monkeypatch.setattr(serving, "device_name", lambda: "GPU")
-    a = serving.arguments(["--model", "x", "--append", "--name", "run"])
-    assert serving.earlier(a) == {}
-    (tmp_path / "run.json").write_text(json.dumps(dict(commit="abc", device="GPU", numbers=numbers)))
-    assert serving.earlier(a) == numbers
-    mine, written = {"bf16.c64": {"output_tok_s": 5.0}}, []
-    monkeypatch.setattr(serving, "write_result", lambda name, rows, **_: written.append(dict(rows)))
-    serving.keep(mine, a)  # another call's rows stay, and what is measured anew is what counts
-    assert written == [{**numbers, **mine}]
-    (tmp_path / "run.json").write_text(json.dumps(dict(commit="def", device="GPU", numbers=numbers)))
-    with pytest.raises(SystemExit, match="commit def"):
-        serving.earlier(a)
 
 
 def test_a_budget_names_what_it_left_out(capsys):

@@ -62,8 +62,7 @@ def test_a_profile_is_no_run():
     assert serving.scores(runs, serving.arguments(["--model", "x"])) == {}
 
 
-@pytest.mark.parametrize("mark", [".c", ".a"])
-def test_runs_of_a_picture(mark):
-    runs = {f"{n}{mark}{k}": {"x": k} for n in ("bf16", "kvc_k4v4") for k in (8, 64)}
-    found = plot.rows({**runs, f"bf16_free{mark}8": {"x": 0}, "longest": 9, "bf16": {"profile": {}}})
-    assert found == (mark, 64, {"bf16": {"x": 64}, "kvc_k4v4": {"x": 64}})
+def test_points_of_a_picture():
+    runs = {f"{n}.{mark}{k}": {"x": k} for n in ("bf16", "kvc_k4v4") for k in (64, 8) for mark in "ca"}
+    found = plot.points({**runs, "sessions": {}, "bf16": {"profile": {}}, "bf16.cached.pause": {}}, "a")
+    assert list(found) == [8, 64] and found[64] == {"bf16": {"x": 64}, "kvc_k4v4": {"x": 64}}

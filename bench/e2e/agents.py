@@ -1,16 +1,21 @@
 """Agents in a closed loop, on servers with equal KV memory: what is answered from the cache, and how long a step takes.
 
     python -m bench.e2e.agents --model <folder> --load-format dummy       # on a GPU: stock bf16 and fp8, ours
-    python -m bench.e2e.agents --agents 4,16 --join 1 --read 60 --think 8 --tokens 10000    # CPU engine, a tiny model
-    ... --only bf16 --append     # adds to the result file; calls on several GPUs at a time may share one
-    ... --data FILE     # of `python -m bench.quality.fetch tasks`, where there is no network
+    ... --hicache-gib 64         # also stock fp8 with SGLang's hierarchical cache, in 64 GB of the host's memory
+    ... --only bf16 --append     # adds to the result file; points that it holds are not measured again
+    ... --data FILE              # of `python -m bench.quality.fetch tasks`, where there is no network
+    python -m bench.e2e.agents --curve 4,16 --join 1 --seconds 20 --tokens 10000    # CPU engine, a tiny model
 
-A session is a dialogue of BFCL's multi-turn problems: a system prompt with its functions, which sessions share, then
-what a user asks for and what functions return. Each step sends the whole history, gets an answer as long as the
-dialogue's call and a thought of `--think` tokens, and keeps what the model really said. A result brings about `--read`
-tokens of text along (files and pages that agents read; from a quarter of it to twice as much), and takes `--pause`
-seconds, in which the session's blocks are nobody's. For each number in `--agents`, so many sessions run at a time, and
-`--each` times as many in all. Random weights do: what counts are lengths.
+A session is one or more dialogues of BFCL's multi-turn problems with long results: a system prompt with its functions,
+which sessions share, then what a user asks for and what the functions return. Each step sends the whole history, gets
+an answer as long as the dialogue's call and a thought of `--think` tokens, and keeps what the model really said. Then
+the function takes a while, exponentially distributed around `--pause` seconds with a fixed seed, in which no request
+holds the session's blocks. Random weights do: what counts are lengths.
+
+For each number in `--curve`, that many agents run at a time, each one session after the other, from an empty cache. An
+agent begins somewhere in its first session, so that histories are as long as in the middle of a run. What is measured
+are the steps that end within `--seconds` after every agent has had its first answer; the time before that is `ramp_s`,
+and steps that are under way at the end are aborted.
 """
 
 from __future__ import annotations
@@ -20,24 +25,30 @@ import itertools
 import random
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from bench import common, prompts
-from bench.client import Client
+from bench.client import Client, RequestRefused
+from bench.common import Score
 from bench.compare import percentile
-from bench.e2e import serving, small
+from bench.e2e import arms, serving, small
 from bench.quality import fetch, taskdata
 from bench.quality.calls import INTRO, RESULT, described
 
 NAME, SEED = "e2e/agents", 3
+KEPT = ("join", "think", "read", "longest", "pause", "seconds")  # options that say what the sessions are
+RAMP = 240  # seconds until every agent has had its first answer, at most
 
 
 @dataclass(frozen=True)
 class Step:
     sent: tuple[int, ...]  # tokens behind the history
     answer: int  # tokens
+    parts: Counter  # kind of text -> tokens, of both; what the chat template writes is in none
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,10 @@ class Session:
     head: int  # first tokens, which sessions with the same functions share
     steps: tuple[Step, ...]
 
+    @property
+    def tokens(self) -> int:
+        return sum(len(step.sent) + step.answer for step in self.steps)
+
 
 @dataclass
 class Seen:
@@ -53,23 +68,11 @@ class Seen:
 
     prompt: int
     cached: int
-    repeated: int  # prompt tokens that were sent or said before: what an endless cache would have
+    repeated: int  # prompt tokens that this session, or one with the same system prompt, sent or got before
     answer: int
     seconds: float
-
-
-@dataclass
-class Heads:
-    """System prompts that some session has sent."""
-
-    known: set[tuple[str, ...]] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def first(self, functions: tuple[str, ...]) -> bool:
-        with self.lock:
-            new = functions not in self.known
-            self.known.add(functions)
-            return new
+    ended: float  # time.monotonic()
+    first: bool  # of its agent, which fills the cache
 
 
 def template(tok) -> tuple[str, str, str, str]:
@@ -86,74 +89,176 @@ def template(tok) -> tuple[str, str, str, str]:
     return parts[0], parts[1], parts[3], text
 
 
-def sessions(data: dict, essays: str, tok, a: argparse.Namespace) -> list[Session]:
-    """`a.join` dialogues with the same functions in each; the same arguments, the same sessions."""
+class Sessions:
+    """Numbered sessions of `a.join` dialogues with the same functions; the same arguments, the same sessions.
 
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(tok(text, add_special_tokens=False).input_ids)
+    A session ends early where its history would be longer than `a.longest` tokens. It begins with its number, so that
+    no two have more than the system prompt in common although dialogues repeat.
+    """
 
-    begin, first, after, answer = template(tok)
-    draw, pages, at = random.Random(SEED), ids(essays), 0
-    groups: dict[tuple[str, ...], list[dict]] = {}
-    for trace in data["traces"]:
-        groups.setdefault(tuple(trace["classes"]), []).append(trace)
-    dialogues = [(names, trace) for names, some in groups.items() for trace in some]
-    draw.shuffle(dialogues)
-    out = []
-    for names, trace in itertools.islice(itertools.cycle(dialogues), a.each * max(a.agents)):
-        known = {f["name"]: f for n in names for f in data["functions"][n]}
-        head = sent = ids(f"{begin}{INTRO}\n\n" + "\n".join(described(f) for f in known.values()) + first)
+    def __init__(self, data: dict, essays: str, tok, a: argparse.Namespace):
+        self.data, self.a = data, a
+        self.tok, self.marks = tok, template(tok)
+        self.pages = self.ids(essays) if a.read else ()
+        self.groups: dict[tuple[str, ...], list[dict]] = {}
+        for trace in data["traces"]:
+            self.groups.setdefault(tuple(trace["classes"]), []).append(trace)
+        self.dialogues = [(names, trace) for names, some in self.groups.items() for trace in some]
+        random.Random(SEED).shuffle(self.dialogues)
+        self.ids, self.session = lru_cache(1 << 16)(self.ids), lru_cache(1024)(self.session)
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tok(text, add_special_tokens=False).input_ids)
+
+    def session(self, number: int) -> Session:
+        begin, first, after, answer = self.marks
+        draw, ids = random.Random(f"{SEED} session {number}"), self.ids
+        names, trace = self.dialogues[number % len(self.dialogues)]
+        known = {f["name"]: f for n in names for f in self.data["functions"][n]}
+        head = ids(f"{begin}{INTRO}\n\n" + "\n".join(described(f) for f in known.values()) + first)
+        others = draw.choices(self.groups[names], k=self.a.join - 1)
         steps: list[Step] = []
-        for turn in [t for d in [trace, *draw.choices(groups[names], k=a.join - 1)] for t in d["turns"]]:
-            sent += ids(turn["user"] + answer)
+        sent, parts = [*head, *ids(f"Session {number}.\n")], Counter(functions=len(head))
+
+        def ask(call: tuple[int, ...]) -> None:
+            nonlocal sent, parts
+            length = self.a.think + len(call) + 1
+            steps.append(Step(tuple(sent), length, parts + Counter(answers=length)))
+            sent, parts = [], Counter()
+
+        for turn in [turn for dialogue in [trace, *others] for turn in dialogue["turns"]]:
+            said = ids(turn["user"] + answer)
+            sent += said
+            parts["users"] += len(said)
             for call, result in turn["calls"]:
-                steps.append(Step(sent, a.think + len(ids(call)) + 1))
-                length = int(a.read * 2 ** draw.uniform(-2, 1))
-                sent = ids(f"{after}{RESULT}{result}\n")
-                sent += tuple(pages[(at + i) % len(pages)] for i in range(length)) + ids(answer)
-                at += length
-            steps.append(Step(sent, a.think + 2))
-            sent = ids(after)
-        out.append(Session(names, len(head), tuple(steps)))
-    return out
+                ask(ids(call))
+                returned, filler = ids(f"{after}{RESULT}{result}\n"), self.filler(draw)
+                sent += [*returned, *filler, *ids(answer)]
+                parts += Counter(results=len(returned), filler=len(filler))
+            ask((0,))  # a token of an answer that says that nothing is left to do
+            sent += ids(after)
+        totals = itertools.accumulate(len(step.sent) + step.answer for step in steps)
+        fitting = [step for step, total in zip(steps, totals) if total <= self.a.longest]
+        return Session(names, len(head), tuple(fitting or steps[:1]))
+
+    def filler(self, draw: random.Random) -> tuple[int, ...]:
+        """Text of essays, about `--read` tokens: from a quarter of it to twice as much."""
+        length = int(self.a.read * 2 ** draw.uniform(-2, 1))
+        at = draw.randrange(len(self.pages)) if length else 0
+        return tuple(itertools.islice(itertools.cycle(self.pages), at, at + length))
+
+    def account(self, agents: int) -> dict:
+        """What the first sessions of `agents` agents consist of: shares of tokens by kind of text, and lengths."""
+        some = [self.session(i) for i in range(agents)]
+        parts: Counter = sum((step.parts for s in some for step in s.steps), Counter())
+        lengths = [s.tokens for s in some]
+        kinds = ("functions", "users", "results", "filler", "answers")
+        return {
+            "shares": {kind: parts[kind] / sum(lengths) for kind in kinds},
+            "tokens_mean": sum(lengths) / len(lengths),
+            "tokens_longest": max(lengths),
+            "steps_mean": sum(len(s.steps) for s in some) / len(some),
+        }
 
 
-def live(client: Client, session: Session, heads: Heads, pause: float) -> list[Seen]:
-    """One session from its first step to its last."""
-    history: list[int] = []
-    out = []
-    known = 0 if heads.first(session.functions) else session.head
-    for step in session.steps:
-        history += step.sent
+class Load:
+    """`agents` agents at one server."""
+
+    def __init__(self, client: Client, made: Sessions, agents: int, pause: float):
+        self.client, self.made, self.agents, self.pause = client, made, agents, pause
+        self.lock, self.over, self.all_ran = threading.Lock(), threading.Event(), threading.Event()
+        self.heads: set[tuple[str, ...]] = set()  # functions of system prompts that were sent
+        self.started = 0  # agents that had their first answer
+        self.seen: list[Seen] = []
+
+    def run(self, seconds: float, ramp: float = RAMP) -> dict:
+        """Live, and say what the steps did that ended in the `seconds` behind the ramp-up.
+
+        Raises:
+            RuntimeError: some agent had no answer after `ramp` seconds.
+        """
+        self.client.flush()
         began = time.monotonic()
-        answer = client.generate(history, step.answer)
-        seconds = time.monotonic() - began
-        out.append(Seen(len(history), answer.cached_tokens, known, len(answer.ids), seconds))
-        history += answer.ids
-        known = len(history)
-        time.sleep(pause)
-    return out
+        with ThreadPoolExecutor(self.agents) as pool:
+            lives = [pool.submit(self.live, i) for i in range(self.agents)]
+            ready = self.all_ran.wait(ramp)
+            measured = time.monotonic()
+            if ready:
+                self.over.wait(seconds)  # set early where an agent failed
+            ended = time.monotonic()
+            self.over.set()
+            self.client.post("/abort_request", {"abort_all": True})
+            for life in lives:
+                life.result()
+        if not ready:
+            raise RuntimeError(f"{self.started} of {self.agents} agents had an answer after {ramp:.0f} s")
+        steps = [s for s in self.seen if not s.first and measured <= s.ended < ended]
+        return {"ramp_s": measured - began, "measured_s": ended - measured, **summary(steps, ended - measured)}
+
+    def live(self, agent: int) -> None:
+        """Sessions `agent`, `agent + agents`, ..; the first from somewhere in it, behind random tokens as answers."""
+        draw, first = random.Random(f"{SEED} agent {agent}"), True
+        try:
+            for number in itertools.count(agent, self.agents):
+                session = self.made.session(number)
+                skipped = draw.randrange(len(session.steps)) if first else 0
+                history: list[int] = []
+                for step in session.steps[:skipped]:
+                    history += [*step.sent, *draw.choices(step.sent, k=step.answer)]
+                known = self.known_head(session)
+                for step in session.steps[skipped:]:
+                    history += step.sent
+                    answer = self.step(history, step, known, first)
+                    if answer is None:
+                        return
+                    history += answer
+                    first, known = False, len(history)
+                    if self.over.wait(draw.expovariate(1 / self.pause) if self.pause else 0):
+                        return
+        except BaseException:
+            self.over.set()
+            raise
+
+    def known_head(self, session: Session) -> int:
+        with self.lock:
+            known = session.functions in self.heads
+            self.heads.add(session.functions)
+        return session.head if known else 0
+
+    def step(self, history: list[int], step: Step, known: int, first: bool) -> list[int] | None:
+        """The answer; None where the run is over."""
+        began = time.monotonic()
+        try:
+            answer = self.client.generate(history, step.answer)
+        except RequestRefused:
+            if self.over.is_set():
+                return None
+            raise
+        if self.over.is_set():
+            return None
+        ended = time.monotonic()
+        one = Seen(len(history), answer.cached_tokens, known, len(answer.ids), ended - began, ended, first)
+        with self.lock:
+            self.seen.append(one)
+            self.started += first
+            if self.started == self.agents:
+                self.all_ran.set()
+        return answer.ids
 
 
-def measure(client: Client, todo: list[Session], agents: int, pause: float) -> dict:
-    """All of `todo`, `agents` at a time, from an empty cache."""
-    client.flush()
-    heads, began = Heads(), time.monotonic()
-    with ThreadPoolExecutor(agents) as pool:
-        seen = [s for steps in pool.map(lambda session: live(client, session, heads, pause), todo) for s in steps]
-    seconds = time.monotonic() - began
-    taken = [s.seconds for s in seen]
-    prompt, cached = sum(s.prompt for s in seen), sum(s.cached for s in seen)
+def summary(steps: list[Seen], seconds: float) -> dict:
+    if not steps:
+        raise RuntimeError(f"no step ended within {seconds:.0f} s; take more --seconds")
+    taken, prompt = [s.seconds for s in steps], sum(s.prompt for s in steps)
+    cached = sum(s.cached for s in steps)
     return {
-        "steps": len(seen),
+        "steps": len(steps),
         "prompt_tokens": prompt,
-        "cached_tokens": cached,
         "computed_tokens": prompt - cached,
-        "output_tokens": sum(s.answer for s in seen),
+        "output_tokens": sum(s.answer for s in steps),
         "from_cache": cached / prompt,
-        "endless_cache": sum(s.repeated for s in seen) / prompt,
-        "duration_s": round(seconds, 2),
-        "steps_s": len(seen) / seconds,
+        "sent_before": sum(s.repeated for s in steps) / prompt,
+        "steps_s": len(steps) / seconds,
         "step_s_mean": sum(taken) / len(taken),
         "step_s_median": percentile(taken, 0.5),
         "step_s_p99": percentile(taken, 0.99),
@@ -162,47 +267,69 @@ def measure(client: Client, todo: list[Session], agents: int, pause: float) -> d
 
 def servers(a: argparse.Namespace) -> dict[str, list[str]]:
     """name -> options; all with the memory of `a.tokens` bf16 tokens."""
-    if common.has_gpu():
-        a.server_args += f" --cuda-graph-max-bs-decode {max(a.agents)}"
-    return small.servers(a, "--chunked-prefill-size", "512")
+    if not common.has_gpu():
+        return small.servers(a, "--chunked-prefill-size", "512")
+    only, a.only = a.only, ""
+    a.server_args += f" --cuda-graph-max-bs-decode {max(a.curve)}"
+    out = small.servers(a)
+    if a.hicache_gib:
+        extra = ["--enable-hierarchical-cache", "--hicache-size", str(a.hicache_gib)]
+        fp8 = {name: options for name, options in out.items() if arms.is_variant(name, arms.FP8)}
+        out |= {name.replace(arms.FP8, arms.HICACHE): [*options, *extra] for name, options in fp8.items()}
+    a.only = only
+    return arms.chosen(out, only)
 
 
-def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """Steps a second over stock's, and what comes from the cache; of the first format and the most agents. None where
-    servers capture no prefills, which is not their default."""
-    if a.no_prefill_graphs:
+def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
+    """What comes from the cache, and steps a second over stock's, at each point of the curve; of the first format. None
+    where servers capture no prefills, which is not their default, and none on a CPU, where stock attends in plain
+    torch."""
+    if a.no_prefill_graphs or not common.has_gpu():
         return {}
-    mine, most = f"kvc_{a.formats.split(',')[0]}", max(a.agents)
-    head = "e2e.agents" if common.has_gpu() else "serve.agents"
-    found = {n: numbers[f"{n}.a{most}"] for n in ("bf16", "fp8", mine) if f"{n}.a{most}" in numbers}
-    unit = f"share of prompt tokens, {most} agents"
-    out = {f"{head}.from_cache.{n}": (row["from_cache"], unit) for n, row in found.items()}
-    if mine in found:
-        ratio = {n: found[mine]["steps_s"] / row["steps_s"] for n, row in found.items() if n != mine}
-        out |= {f"{head}.vs_{n}": (x, f"x steps/s, {most} agents") for n, x in ratio.items()}
+    out, mine = {}, f"kvc_{a.formats.split(',')[0]}"
+    for agents in a.curve:
+        point = f"a{agents}"
+        for server in arms.servers_at(numbers, point):
+            row = numbers[f"{server}.{point}"]
+            unit = f"share of the prompt tokens of {row['steps']} steps"
+            which = "" if server.startswith("kvc") else arms.described(row["options"])
+            out[f"agents.curve.{server}.{agents}"] = Score(row["from_cache"], unit, which)
+        for name, stock in (("bf16", arms.BF16), ("fp8", arms.FP8), ("fp8_hicache", arms.HICACHE)):
+            best = arms.fastest(numbers, stock, point, lambda row: row["steps_s"])
+            if best and f"{mine}.{point}" in numbers:
+                ratio = numbers[f"{mine}.{point}"]["steps_s"] / numbers[best]["steps_s"]
+                out[f"agents.steps_vs_{name}.{agents}"] = Score(
+                    ratio, "x steps/s", arms.described(numbers[best]["options"])
+                )
     return out
 
 
+COLUMNS = (
+    "steps", "from_cache", "sent_before", "steps_s", "step_s_mean", "step_s_median", "step_s_p99", "ramp_s",
+    "retractions",
+)  # fmt: skip
+
+
 def table(numbers: dict[str, dict]) -> str:
-    columns = [c for c in next(iter(numbers.values())) if c not in ("options", "command")]
-    lines = [f"{'server.agents':16}" + "".join(f"{c:>16}" for c in columns)]
-    lines += [f"{n:16}" + "".join(f"{row[c]:16.4g}" for c in columns) for n, row in numbers.items()]
+    rows = {name: row for name, row in numbers.items() if "steps_s" in row}
+    lines = [f"{'server.agents':28}" + "".join(f"{c:>14}" for c in COLUMNS)]
+    lines += [f"{name:28}" + "".join(f"{row[c]:14.4g}" for c in COLUMNS) for name, row in rows.items()]
     return "\n".join(lines)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--agents", default="16,64", help="sessions at a time")
-    p.add_argument("--each", type=int, default=2, help="sessions of an agent")
-    p.add_argument("--join", type=int, default=2, help="dialogues in a session")
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--curve", default="16,32,64,128,256", help="numbers of agents, one after the other")
+    p.add_argument("--seconds", type=float, default=40, help="that are measured at each point, behind the ramp-up")
+    p.add_argument("--join", type=int, default=1, help="dialogues in a session")
     p.add_argument("--think", type=int, default=64, help="tokens of an answer besides the call")
-    p.add_argument("--read", type=int, default=600, help="tokens of text that a result brings along, about")
-    p.add_argument("--pause", type=float, default=2.0, help="seconds between an answer and the next step")
-    p.add_argument("--append", action="store_true", help="keep what the result file holds of other servers")
+    p.add_argument("--read", type=int, default=0, help="tokens of essays that a result brings along besides, about")
+    p.add_argument("--longest", type=int, default=65536, help="tokens of a history; a session ends before it has more")
+    p.add_argument("--pause", type=float, default=2.0, help="mean seconds between an answer and the next step")
+    p.add_argument("--hicache-gib", type=int, default=0, help="host memory of stock fp8's second tier; 0: none")
     p.add_argument("--data", type=Path, help="file of `bench.quality.fetch tasks`; default: made anew")
-    p.add_argument("--name", default=NAME)
-    a = small.arguments(p, argv, tokens=120_000, only="")
-    a.agents = [int(n) for n in a.agents.split(",")]
+    a = small.arguments(p, argv, tokens=120_000, name=NAME)
+    a.curve = [int(n) for n in a.curve.split(",")]
     return a
 
 
@@ -210,23 +337,28 @@ def main() -> None:
     a = arguments()
     a.model = small.model(a)
     data = taskdata.load(a.data or fetch.tasks())
-    todo = sessions(data["agents"], data["essays"], prompts.tokenizer(a.model), a)
-    longest = max(sum(len(s.sent) + s.answer for s in session.steps) for session in todo)
-    print(f"{len(todo)} sessions, {sum(len(s.steps) for s in todo)} steps, up to {longest} tokens", flush=True)
+    made = Sessions(data["agents_long"], data["essays"], prompts.tokenizer(a.model), a)
     numbers = serving.earlier(a)
+    numbers["sessions"] = made.account(max(a.curve)) | {k: getattr(a, k) for k in KEPT}
+    print(numbers["sessions"], flush=True)
     for name, options in servers(a).items():
+        todo = [agents for agents in a.curve if f"{name}.a{agents}" not in numbers]
+        if not todo:
+            continue
         with common.Server(options, model=a.model) as server:
-            measure(server.client, todo[:4], 4, 0.0)  # compile and warm up
-            for agents in a.agents:
+            Load(server.client, made, 4, 0.0).run(3)  # compile and warm up
+            for agents in todo:
                 before = server.log.read_text(errors="replace").count("Retract requests")
-                row = measure(server.client, todo[: a.each * agents], agents, a.pause)
+                row = Load(server.client, made, agents, a.pause).run(a.seconds)
                 after = server.log.read_text(errors="replace").count("Retract requests")
                 numbers |= serving.earlier(a)  # another GPU's call may have added to it
                 row |= {"retractions": after - before, "options": options, "command": common.command_line()}
-                numbers |= {"longest": longest, f"{name}.a{agents}": row}
+                numbers[f"{name}.a{agents}"] = row
+                print(table({f"{name}.a{agents}": row}), flush=True)
                 common.write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
-            assert not server.errors(), server.errors()
-    print(table({name: row for name, row in numbers.items() if name != "longest"}))
+            if errors := server.errors():
+                raise RuntimeError(f"{name}: {errors}")
+    print(table(numbers))
 
 
 if __name__ == "__main__":

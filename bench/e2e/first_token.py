@@ -1,12 +1,17 @@
 """How long a single request waits for its first token: computed, from the cache, and appended to what is cached.
 
-    python -m bench.e2e.first_token --model <folder> --load-format dummy --together     # on a GPU
-    python -m bench.e2e.first_token --times 5 --only bf16,kvc_k4v4                      # CPU engine, a tiny model
+    python -m bench.e2e.first_token --model <folder> --load-format dummy        # on a GPU: stock bf16 and ours
+    python -m bench.e2e.first_token --times 8                                   # CPU engine, a tiny model
+    ... --stock-backends fa3,fa3:128,flashinfer     # stock servers with each; scores take the fastest of them
     ... --trace FOLDER      # also a torch trace of five cached requests of each server, and what it says in short
 
-One request at a time, of one new token, so that what is timed is the way from the client to the first token and back.
-Each kind at once behind the one before, and after `--pause` seconds, in which a server has nothing to do. Servers are
-those of `bench.e2e.serving`. Random weights do.
+One request at a time, of one new token, so that what is timed is the way from the client to the first token and back:
+at once behind the request before, and after `--pause` seconds in which the server has nothing to do. All servers run,
+and are asked in turns, the first one of a round last in the next; a round is a share of `--times`.
+
+Prompts are as long as graphs of prefills: SGLang pads a prefill to the next size that it captured, so that 4101 tokens
+take it as long as 4608. `computed` has 4096 tokens, a size of stock's; `computed_padded` 4352, which is none.
+A cached prompt leaves 4 tokens behind its blocks to compute, an appended one 128. Random weights do.
 """
 
 from __future__ import annotations
@@ -16,30 +21,35 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import common
 from bench.client import Client
+from bench.common import Score
 from bench.compare import percentile
-from bench.e2e import small, trace
+from bench.e2e import arms, serving, small, trace
 
 NAME, SEED = "e2e/first_token", 7
 BLOCK = 128
-REST = 5  # tokens behind the last whole block: what a repeated prompt has to compute in a cache of blocks
+REST = 4  # tokens behind the last whole block of a cached prompt: what a cache of blocks has to compute again
+APPENDED = BLOCK - REST  # with which a cache of blocks computes a block
+PADDED = 2 * BLOCK  # tokens more than `--input`, which no server has a graph for
 COMMON_IDS = range(1000, 40_000)
+KINDS = ("computed", "computed_padded", "cached", "appended")
+ROUNDS = 4
 TRACED = 5
 
 
-def prompts(kind: str, a: argparse.Namespace, draw: random.Random) -> Iterator[list[int]]:
-    """Endlessly: the same prompt (`cached`), one that goes on differently (`appended`), another one (`computed`)."""
-    same = draw.sample(COMMON_IDS, a.input // BLOCK * BLOCK + REST)
+def prompts(kind: str, length: int, draw: random.Random) -> Iterator[list[int]]:
+    """Endlessly: another prompt each time (`computed`), the same one (`cached`), it with other ends (`appended`)."""
+    same = draw.sample(COMMON_IDS, length + REST)
     while True:
-        if kind == "computed":
-            yield draw.sample(COMMON_IDS, len(same))
+        if kind.startswith("computed"):
+            yield draw.sample(COMMON_IDS, length + (PADDED if kind == "computed_padded" else 0))
         else:
-            yield same + (draw.sample(COMMON_IDS, a.append_tokens) if kind == "appended" else [])
+            yield same + (draw.sample(COMMON_IDS, APPENDED) if kind == "appended" else [])
 
 
 def timed(client: Client, asked: Iterator[list[int]], times: int, pause: float) -> dict:
@@ -51,32 +61,42 @@ def timed(client: Client, asked: Iterator[list[int]], times: int, pause: float) 
         answer = client.generate(ids, 1)
         took.append(1000 * (time.monotonic() - began))
         cached.append(answer.cached_tokens)
-    return {
-        "ms_median": statistics.median(took),
-        "ms_p90": percentile(took, 0.9),
-        "ms_max": max(took),
-        "cached_tokens": min(cached),
-        "prompt_tokens": len(ids),
-        "ms": [round(t, 2) for t in took],
-    }
+    return {"ms": [round(t, 3) for t in took], "cached_tokens": min(cached), "prompt_tokens": len(ids)}
 
 
-def measure(client: Client, a: argparse.Namespace, save: Callable[[str, dict], None]) -> None:
-    """All kinds. The first requests of a kind stand apart: one fills the cache, and one may be the first of its size
-    that the server ever sees, for which libraries load other kernels."""
-    for kind in ("computed", "cached", "appended"):
+def measure(clients: dict[str, Client], kind: str, a: argparse.Namespace) -> dict[str, dict]:
+    """`server.kind.pause` -> what the requests of this kind took, round by round.
+
+    Requests that are not counted: the first three of a server, one of which fills the cache and one of which may be the
+    first of its size that it ever sees; and one ahead of each round of those that follow at once.
+    """
+    out: dict[str, dict] = {}
+    asked = {name: prompts(kind, a.input, random.Random(f"{SEED} {kind}")) for name in clients}
+    for name, client in clients.items():
         client.flush()
-        asked = prompts(kind, a, random.Random(f"{SEED} {kind}"))
-        save(f"{kind}.first", timed(client, asked, 3, 0.0))
-        for pause in (0.0, a.pause):
-            times = max(3, a.times // 4) if kind == "computed" else a.times
-            save(f"{kind}.pause{pause:g}", timed(client, asked, times, pause))
+        timed(client, asked[name], 3, 0.0)
+    for turn in range(ROUNDS):
+        order = list(clients)
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            for pause in (0.0, a.pause):
+                if not pause:
+                    timed(clients[name], asked[name], 1, 0.0)
+                found = timed(clients[name], asked[name], -(-a.times // ROUNDS), pause)
+                row = out.setdefault(f"{name}.{kind}.{'pause' if pause else 'at_once'}", {"rounds": []})
+                row["rounds"].append(found.pop("ms"))
+                row |= found | {"cached_tokens": min(found["cached_tokens"], row.get("cached_tokens", 1 << 30))}
+    return {name: row | summary(row["rounds"]) for name, row in out.items()}
+
+
+def summary(rounds: list[list[float]]) -> dict[str, float]:
+    took = [ms for some in rounds for ms in some]
+    return {"ms_median": statistics.median(took), "ms_p90": percentile(took, 0.9), "ms_max": max(took)}
 
 
 def traced(server: common.Server, a: argparse.Namespace, name: str) -> dict:
     """A trace of cached requests, in short: kernels, and the calls of the host."""
     folder, mark = Path(a.trace).resolve(), str(int(time.time()))
-    asked = prompts("cached", a, random.Random(f"{SEED} traced"))
+    asked = prompts("cached", a.input, random.Random(f"{SEED} traced"))
     timed(server.client, asked, 2, 0.0)
     body = {"output_dir": str(folder), "activities": ["CPU", "GPU"], "profile_prefix": name, "profile_id": mark}
     server.client.post("/start_profile", body | {"with_stack": False, "record_shapes": False}).raise_for_status()
@@ -88,68 +108,78 @@ def traced(server: common.Server, a: argparse.Namespace, name: str) -> dict:
     if not files:
         raise RuntimeError(f"the server wrote no trace to {folder}")
     time.sleep(1)
-    return row | {"profile": trace.profile(files[0])}
+    return row | summary([row.pop("ms")]) | {"profile": trace.profile(files[0])}
 
 
-def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
-    """Time over stock's, after a pause and at once behind the request before. None without graphs of prefills, which is
-    no server's default, and none on a CPU, where stock attends in plain torch."""
+def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
+    """Time over the fastest stock server's. None without graphs of prefills, which is no server's default, and none on
+    a CPU, where stock attends in plain torch."""
     mine, out = f"kvc_{a.formats.split(',')[0]}", {}
     if a.no_prefill_graphs or not common.has_gpu():
         return out
-    for kind in ("computed", "cached", "appended"):
-        for pause, name in ((a.pause, kind), (0.0, f"{kind}_at_once")):
-            x, y = (numbers.get(f"{n}.{kind}.pause{pause:g}") for n in (mine, "bf16"))
-            if x and y:
-                unit = f"of stock bf16's time, {x['prompt_tokens']} tokens"
-                out[f"e2e.first_token.{name}_vs_bf16"] = (x["ms_median"] / y["ms_median"], unit)
+    for kind in KINDS:
+        for when, name in (("pause", kind), ("at_once", f"{kind}_at_once")):
+            best = arms.fastest(numbers, arms.BF16, f"{kind}.{when}", lambda row: -row["ms_median"])
+            x = numbers.get(f"{mine}.{kind}.{when}")
+            if best and x:
+                out[f"e2e.first_token.{name}_vs_bf16"] = ratio(x, numbers[best])
     return out
+
+
+def ratio(mine: dict, stock: dict) -> Score:
+    """Median over median; `low` and `high` are those of single rounds."""
+    rounds = [statistics.median(x) / statistics.median(y) for x, y in zip(mine["rounds"], stock["rounds"], strict=True)]
+    unit = f"of stock's time, {mine['prompt_tokens']} tokens"
+    requests = sum(map(len, mine["rounds"]))
+    value = mine["ms_median"] / stock["ms_median"]
+    return Score(value, unit, arms.described(stock["options"]), n=requests, low=min(rounds), high=max(rounds))
 
 
 def table(numbers: dict[str, dict]) -> str:
     columns = ("ms_median", "ms_p90", "ms_max", "cached_tokens", "prompt_tokens")
-    lines = [f"{'server, kind':32}" + "".join(f"{c:>16}" for c in columns)]
-    lines += [f"{n:32}" + "".join(f"{row[c]:16.5g}" for c in columns) for n, row in numbers.items()]
+    lines = [f"{'server, kind':40}" + "".join(f"{c:>16}" for c in columns)]
+    lines += [f"{n:40}" + "".join(f"{row[c]:16.5g}" for c in columns) for n, row in numbers.items()]
     return "\n".join(lines)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--input", type=int, default=4096, help="tokens of the prompt; whole blocks of it and a few more")
-    p.add_argument("--append-tokens", type=int, default=120)
-    p.add_argument("--times", type=int, default=20)
-    p.add_argument("--pause", type=float, default=1.0, help="seconds of nothing to do ahead of a request")
-    p.add_argument("--together", action="store_true", help="start all servers at once, ask them one by one")
+    p.add_argument("--input", type=int, default=4096, help="tokens of a prompt, whole blocks")
+    p.add_argument("--times", type=int, default=40, help="requests of each kind, with and without a pause")
+    p.add_argument("--pause", type=float, default=0.5, help="seconds of nothing to do ahead of a request")
     p.add_argument("--trace", default="", help="folder for traces of cached requests")
-    p.add_argument("--name", default=NAME)
-    return small.arguments(p, argv, tokens=60_000, only="bf16,kvc_k4v4")
+    a = small.arguments(p, argv, tokens=60_000, name=NAME)
+    if a.input % BLOCK:
+        p.error(f"--input {a.input} is no multiple of {BLOCK} tokens; take {a.input // BLOCK * BLOCK}")
+    return a
 
 
 def main() -> None:
     a = arguments()
     a.model = small.model(a)
-    chosen, numbers = small.servers(a), {}
+    numbers = serving.earlier(a)
+    chosen = {name: options for name, options in small.servers(a).items() if not name.startswith(arms.FP8) or a.only}
+
+    def keep(rows: dict[str, dict]) -> None:
+        said = {"command": common.command_line()}
+        numbers.update({n: row | said | {"options": chosen[n.split(".")[0]]} for n, row in rows.items()})
+        common.write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
+
     with contextlib.ExitStack() as running:
-        waiting = {name: common.Server(options, model=a.model) for name, options in chosen.items()}
-        if a.together:
-            with ThreadPoolExecutor(len(waiting)) as pool:
-                list(pool.map(running.enter_context, waiting.values()))
-        for name, server in waiting.items():
-
-            def save(kind: str, row: dict, name: str = name) -> None:
-                numbers[f"{name}.{kind}"] = row | {"options": chosen[name]}
-                common.write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
-
-            with contextlib.ExitStack() as alone:
-                if not a.together:
-                    alone.enter_context(server)
-                measure(server.client, a, save)
-                if a.trace:
-                    try:
-                        save("traced", traced(server, a, name))
-                    except Exception as e:
-                        print(f"{name}: no trace, {type(e).__name__} {str(e)[:300]}", flush=True)
-                assert not server.errors(), server.errors()
+        servers = {name: common.Server(options, model=a.model) for name, options in chosen.items()}
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(running.enter_context, servers.values()))
+        for kind in KINDS:
+            if not all(f"{name}.{kind}.at_once" in numbers for name in servers):
+                keep(measure({name: server.client for name, server in servers.items()}, kind, a))
+        for name, server in servers.items() if a.trace else ():
+            try:
+                keep({f"{name}.traced": traced(server, a, name)})
+            except Exception as e:
+                print(f"{name}: no trace, {type(e).__name__} {str(e)[:300]}", flush=True)
+        for name, server in servers.items():
+            if errors := server.errors():
+                raise RuntimeError(f"{name}: {errors}")
     print(table(numbers))
     common.write_result(a.name, numbers, scores=scores(numbers, a))
 

@@ -1,6 +1,6 @@
-"""The servers' measurements as pictures: what a load took, and what agents waited for.
+"""The servers' measurements as pictures: bars of what a load took, or curves over the number of agents.
 
-    python -m bench.e2e.plot [--name e2e/serving | e2e/agents]
+    python -m bench.e2e.plot e2e/serving_h200 e2e/agents_h200
 """
 
 from __future__ import annotations
@@ -9,35 +9,73 @@ import argparse
 import json
 
 from bench.common import RESULTS
+from bench.e2e import arms
 
-NAMES = {"bf16": "stock, bf16", "fp8": "stock, fp8", "bf16_free": "stock, bf16,\nall it needs"}
-# Figure, factor, format and title of each panel, by what follows a server's name in a run's.
-PANELS = {
-    ".c": (
-        ("output_tok_s", 1, "%.0f", "output tokens / s"),
-        ("ttft_ms_median", 1e-3, "%.1f", "median time to first token, s"),
-    ),
-    ".a": (
-        ("from_cache", 100, "%.0f", "tokens of prompts that come from the cache, %"),
-        ("step_s_mean", 1, "%.1f", "mean time of a step, s"),
-    ),
-}
-TITLES = {
-    ".c": "{most} sessions at once on one {device}, 8B Llama, 14.6 GB of KV unless said",
-    ".a": "{most} agents with histories of up to 14k tokens on one {device}, 8B Llama, 14.6 GB of KV",
-}
+# Figure, factor, format and title of each panel.
+BARS = (
+    ("output_tok_s", 1, "%.0f", "output tokens / s"),
+    ("ttft_ms_median", 1e-3, "%.1f", "median time to first token, s"),
+)
+CURVES = (
+    ("from_cache", 100, "tokens of prompts that come from the cache, %"),
+    ("step_s_mean", 1, "mean time of a step, s"),
+    ("step_s_p99", 1, "p99 time of a step, s"),
+)
+OURS, STOCK = "#2a7f62", ("#9aa5b1", "#5b6b7b", "#c3a26b", "#8b6bab", "#b5564e")
 
 
-def label(server: str) -> str:
-    return NAMES.get(server, server.replace("kvc_", "kvc, "))
+def label(server: str, row: dict) -> str:
+    if server.startswith("kvc_"):
+        return server.replace("kvc_", "kvc, ")
+    return arms.described(row["options"]).replace(", ", ",\n", 1)
 
 
-def rows(numbers: dict) -> tuple[str, int, dict[str, dict]]:
-    """(".c" or ".a", the most sessions or agents, server -> its run with so many)."""
-    runs = {run: r for run, r in numbers.items() if isinstance(r, dict) and "profile" not in r}
-    mark = next(mark for mark in PANELS if all(mark in run for run in runs))
-    most = max(int(run.rsplit(mark, 1)[1]) for run in runs)
-    return mark, most, {run.rsplit(mark, 1)[0]: r for run, r in runs.items() if run.endswith(f"{mark}{most}")}
+def points(numbers: dict, mark: str) -> dict[int, dict[str, dict]]:
+    """Number of sessions -> server -> its row, of the runs named `server.<mark><number>`."""
+    out: dict[int, dict[str, dict]] = {}
+    for name, row in numbers.items():
+        server, _, point = name.rpartition(".")
+        if server and point[:1] == mark and point[1:].isdigit():
+            out.setdefault(int(point[1:]), {})[server] = row
+    return dict(sorted(out.items()))
+
+
+def bars(record: dict, pyplot):
+    """Of the most sessions at once."""
+    most, found = max(points(record["numbers"], "c").items())
+    found = {server: row for server, row in found.items() if not arms.is_variant(server, f"{arms.BF16}_free")}
+    order = sorted(found, key=lambda server: (server.startswith("kvc"), found[server]["output_tok_s"]))
+    colours = [OURS if server.startswith("kvc") else STOCK[0] for server in order]
+    figure, axes = pyplot.subplots(1, len(BARS), figsize=(5 + len(order), 3.2))
+    for axis, (key, scale, text, title) in zip(axes, BARS):
+        drawn = axis.bar([label(s, found[s]) for s in order], [found[s][key] * scale for s in order], color=colours)
+        axis.bar_label(drawn, fmt=text, fontsize=9)
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(axis="x", labelsize=7)
+    figure.suptitle(f"{most} sessions at once on one {record['device']}, in equal KV memory", fontsize=10)
+    return figure, axes
+
+
+def curves(record: dict, pyplot):
+    found = points(record["numbers"], "a")
+    servers = list(dict.fromkeys(server for rows in found.values() for server in rows))
+    colours = iter(STOCK)
+    figure, axes = pyplot.subplots(1, len(CURVES), figsize=(12, 3.6))
+    for server in servers:
+        known = {agents: rows[server] for agents, rows in found.items() if server in rows}
+        colour = OURS if server.startswith("kvc") else next(colours)
+        for axis, (key, scale, _) in zip(axes, CURVES):
+            text = label(server, next(iter(known.values()))).replace("\n", " ")
+            axis.plot(list(known), [row[key] * scale for row in known.values()], "o-", color=colour, label=text)
+    for axis, (_, _, title) in zip(axes, CURVES):
+        axis.set_title(title, fontsize=9)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(list(found), [str(n) for n in found])
+        axis.set_ylim(bottom=0)
+    axes[0].set_xlabel("agents", fontsize=9)
+    axes[0].legend(fontsize=7)
+    figure.suptitle(f"Agents on one {record['device']}, in equal KV memory", fontsize=10)
+    return figure, axes
 
 
 def main() -> None:
@@ -46,24 +84,15 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--name", default="e2e/serving")
-    name = parser.parse_args().name
-    record = json.loads((RESULTS / f"{name}.json").read_text())
-    mark, most, found = rows(record["numbers"])
-    panels = PANELS[mark]
-    order = sorted(found, key=lambda server: (server.startswith("kvc"), found[server][panels[0][0]]))
-    colours = ["#2a7f62" if server.startswith("kvc") else "#9aa5b1" for server in order]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(9, 3.2))
-    for axis, (key, scale, text, title) in zip(axes, panels):
-        bars = axis.bar([label(s) for s in order], [found[s][key] * scale for s in order], color=colours)
-        axis.bar_label(bars, fmt=text, fontsize=9)
-        axis.set_title(title, fontsize=10)
-        axis.tick_params(axis="x", labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(TITLES[mark].format(most=most, device=record["device"]), fontsize=10)
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=130)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", help="result files below bench/results, without .json")
+    for name in parser.parse_args().names:
+        record = json.loads((RESULTS / f"{name}.json").read_text())
+        figure, axes = (curves if points(record["numbers"], "a") else bars)(record, pyplot)
+        for axis in axes:
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(RESULTS / f"{name}.png", dpi=130)
 
 
 if __name__ == "__main__":

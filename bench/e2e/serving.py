@@ -2,6 +2,8 @@
 
     python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
     python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # the constrained runs alone
+    ... --stock-backends fa3,fa3:128,flashinfer   # stock servers with each; scores take the fastest of them
+    ... --repeat 5           # each load five times; figures are medians, with the least and the most beside them
     ... --together           # start all servers at once, where the GPU holds them: one is loaded, the others idle
     ... --also "h2o: --kvc-policy prune --kvc-scorer h2o --kvc-budget 4x"   # a further server of ours, kvc_h2o
     ... --profile FOLDER     # a trace of ten decode steps of each server, and its kernels in the result file
@@ -15,8 +17,9 @@ Unconstrained: loads that leave memory to spare. Where `--tokens` hold all reque
 do not, bf16 gets one with more (all memory, or `--free-tokens`), and ours stays as it is. Load comes from SGLang's own
 generator (random token ids). Random weights prove speed, never quality.
 
-The result file is written after every load. To measure in several calls, `--only NAMES --append` adds servers to the
-file of an earlier one on the same commit and device; calls on several GPUs at a time may share one.
+The result file is written after every load. `--append` goes on with the file of an earlier call on the same commit and
+device: loads that it holds often enough are not repeated, so that a call which was cut off can be made again, and
+`--only NAMES` adds servers. Calls on several GPUs at a time may share one file.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import contextlib
 import io
 import json
 import re
+import statistics
 import sys
 import threading
 import time
@@ -33,9 +37,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from bench.common import RESULTS, Server, command_line, device_name, measured_commit, write_result
+from bench.common import (
+    RESULTS,
+    Score,
+    Server,
+    command_line,
+    default_attention,
+    device_name,
+    measured_commit,
+    write_result,
+)
+from bench.e2e import arms
 from bench.e2e.trace import profile
 from bench.e2e.trace import table as profile_table
+from bench.revision import card
 
 FIGURES = {
     "output_tok_s": r"Output token throughput \(tok/s\):\s+([\d.]+)",
@@ -46,10 +61,13 @@ FIGURES = {
     "itl_ms_p99": r"P99 ITL \(ms\):\s+([\d.]+)",
     "duration_s": r"Benchmark duration \(s\):\s+([\d.]+)",
 }
+FREE = f"{arms.BF16}_free"  # stock with memory to spare where `--tokens` do not hold a load
 DECODE_WAIT = 300  # seconds until all prompts of a traced load decode, at most
-# The generator sends the first prompt once before it counts: of few prompts, that is a large share from the cache.
 LEAST_PROMPTS = 8
 TRACE_OUTPUT = 256  # least tokens of a traced request: the log's second word, then the traced steps
+
+
+BACKENDS_HELP = "of stock's attention, separated by commas; fa3:128 has pages of 128 tokens; default: SGLang's own"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,7 +81,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
     p.add_argument("--also", action="append", default=[], metavar="NAME: OPTIONS", help="a further server of ours")
     p.add_argument("--concurrency", default="1,8,64", help="of the runs with memory to spare; empty: none")
-    p.add_argument("--stock-backend", default="flashinfer", help="stock SGLang's best attention backend here")
+    p.add_argument("--stock-backends", default="", help=BACKENDS_HELP)
+    p.add_argument("--repeat", type=int, default=1, help="times that each load runs")
     p.add_argument("--no-prefill-graphs", action="store_true", help="no server captures prefills")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
     p.add_argument("--server-args", default="", help="more options for every server")
@@ -72,11 +91,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--free-tokens", type=int, default=0, help="tokens of the unconstrained runs; 0: all memory")
     p.add_argument("--together", action="store_true", help="start all servers at once, load them one by one")
     p.add_argument("--profile", default="", help="folder for traces of decode steps")
-    p.add_argument("--name", default="e2e/serving")
+    p.add_argument("--name", default="", help="of the result file; default: e2e/serving_CARD")
     a = p.parse_args(argv)
     if a.quick:
         a.concurrency = ""
+    a.stock_backends = a.stock_backends or default_attention()
+    a.name = a.name or named("e2e/serving")
     return a
+
+
+def named(bench: str) -> str:
+    """Each card has a result file of its own."""
+    return f"{bench}_{card(device_name())}"
 
 
 def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
@@ -84,28 +110,32 @@ def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
     base = ["--load-format", a.load_format, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
     base += ["--cuda-graph-max-bs-decode", "64", *a.server_args.split()]
     base += ["--cuda-graph-backend-prefill=disabled"] if a.no_prefill_graphs else []
-    stock = [*base, "--kv-backend", "default", "--attention-backend", a.stock_backend]
+    memory = ["--max-total-tokens", str(a.tokens)]
     spare = ["--max-total-tokens", str(a.free_tokens)] if a.free_tokens else []
     free = [int(c) for c in a.concurrency.split(",") if c]
     fits = [c for c in free if c * (a.input + a.output) <= a.tokens]
     both = [a.prompts, *(c for c in fits if c != a.prompts)]
-    out = {
-        "bf16": ([*stock, "--max-total-tokens", str(a.tokens)], both),
-        "fp8": ([*stock, "--kv-cache-dtype", "fp8_e4m3", "--max-total-tokens", str(2 * a.tokens)], [a.prompts]),
-    }
+
+    def stock(name: str, options: list[str], loads: list[int]) -> dict[str, tuple[list[str], list[int]]]:
+        return {n: (o, loads) for n, o in arms.stock(name, a.stock_backends, [*base, *options]).items()}
+
+    out = stock(arms.BF16, memory, both)
+    twice = ["--max-total-tokens", str(2 * a.tokens)]
+    out |= stock(arms.FP8, ["--kv-cache-dtype", arms.FP8, *twice], [a.prompts])
     for i, fmt in enumerate(a.formats.split(",")):
-        ours = [*base, "--kv-backend", "kvc", "--kvc-high", fmt, "--max-total-tokens", str(a.tokens)]
+        ours = [*base, "--kv-backend", "kvc", "--kvc-high", fmt, *memory]
         out[f"kvc_{fmt}"] = (ours, [a.prompts] if i else [*both, *(c for c in free if c not in both)])
     for name, _, options in (text.partition(":") for text in a.also):
-        ours = [*base, "--kv-backend", "kvc", *options.split(), "--max-total-tokens", str(a.tokens)]
+        ours = [*base, "--kv-backend", "kvc", *options.split(), *memory]
         out[f"kvc_{name.strip()}"] = (ours, [a.prompts])
     if len(fits) < len(free):
-        out["bf16_free"] = ([*stock, *spare], [c for c in free if c not in fits])
-    only = [n for n in a.only.split(",") if n]
-    return {n: s for n, s in out.items() if not only or n in only}
+        out |= stock(FREE, spare, [c for c in free if c not in fits])
+    return arms.chosen(out, a.only)
 
 
-def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int, *, input: int = 0):
+def load(
+    server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int, *, input: int = 0, seed: int = 0
+) -> dict[str, float]:
     """One run of SGLang's own load generator, in this process (it takes 10 s to import); every request at its full
     length. Its figures by name."""
     from sglang.benchmark.serving import cli_main
@@ -113,8 +143,9 @@ def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, 
     command = ["sglang.benchmark.serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(server.port)]
     command += ["--tokenizer", a.model, "--dataset-name", "random-ids", "--random-range-ratio", "1.0"]
     command += ["--random-input-len", str(input or a.input), "--random-output-len", str(output)]
-    command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(concurrency)]
-    command += ["--output-file", str(server.log.parent / "load.jsonl")]
+    command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(seed + concurrency)]
+    # No request ahead of the load: it would be the load's first prompt, and leave it in the cache.
+    command += ["--warmup-requests", "0", "--output-file", str(server.log.parent / "load.jsonl")]
     said = io.StringIO()
     with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
         cli_main()
@@ -127,7 +158,7 @@ def load(server: Server, a: argparse.Namespace, concurrency: int, prompts: int, 
 def when_decoding(log: Path, skip: int, requests: int, over: threading.Event) -> None:
     """Wait until `requests` run in decode steps, by what the server's log says behind its first `skip` characters.
 
-    It says so every 40 steps. The first time may be the generator's warm-up request, the second cannot.
+    It says so every 40 steps. The first time may be while the last prompts are computed, the second cannot.
     """
     until = time.monotonic() + DECODE_WAIT
     while time.monotonic() < until and not over.is_set():
@@ -194,11 +225,12 @@ def table(numbers: dict[str, dict]) -> str:
 def main() -> None:
     a = arguments()
     numbers = earlier(a)
-    chosen = servers(a)
+    wanted = {name: (options, missing(numbers, a, name, loads)) for name, (options, loads) in servers(a).items()}
+    chosen = {name: (options, loads) for name, (options, loads) in wanted.items() if loads or a.profile}
     with contextlib.ExitStack() as running:
         if a.together:
             waiting = {name: Server(options, model=a.model) for name, (options, _) in chosen.items()}
-            with ThreadPoolExecutor(len(waiting)) as pool:
+            with ThreadPoolExecutor(max(1, len(waiting))) as pool:
                 list(pool.map(running.enter_context, waiting.values()))
         for name, (options, concurrencies) in chosen.items():
             with contextlib.ExitStack() as alone:
@@ -209,6 +241,16 @@ def main() -> None:
                 measure(server, a, name, options, concurrencies, numbers)
     print(table(numbers))
     keep(numbers, a, quiet=False)
+
+
+def missing(numbers: dict, a: argparse.Namespace, name: str, concurrencies: list[int]) -> list[int]:
+    """The loads of a server that `numbers` does not hold `--repeat` times."""
+    return [c for c in concurrencies if len(numbers.get(f"{name}.c{c}", {}).get("runs", [])) < a.repeat]
+
+
+def summary(runs: list[dict[str, float]]) -> dict:
+    """Each figure's median over the runs of one load, and the runs."""
+    return {f: statistics.median(run[f] for run in runs) for f in FIGURES if f in runs[0]} | {"runs": runs}
 
 
 def keep(numbers: dict, a: argparse.Namespace, *, quiet: bool = True) -> None:
@@ -224,14 +266,16 @@ def measure(
     start = round(server.seconds_to_start, 1)  # with --together all start at once
     load(server, a, 8, 8, 16)  # compile and warm up
     for c in concurrencies:
-        server.client.flush()
         prompts = a.prompts if c == a.prompts else max(2 * c, LEAST_PROMPTS)
-        run = load(server, a, c, prompts, a.output)
-        kvc = server.client.stats() if name.startswith("kvc") else None
-        said = {"options": options, "command": command_line(), "prompts": prompts}
-        numbers[f"{name}.c{c}"] = {**said, **run, "stats": kvc, "start_s": start}
-        print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in run.items()), flush=True)
-        keep(numbers, a)
+        runs = list(numbers.get(f"{name}.c{c}", {}).get("runs", []))
+        while len(runs) < a.repeat:
+            server.client.flush()
+            runs.append(load(server, a, c, prompts, a.output, seed=1000 * len(runs)))
+            kvc = server.client.stats() if name.startswith("kvc") else None
+            said = {"options": options, "command": command_line(), "prompts": prompts, "stats": kvc, "start_s": start}
+            numbers[f"{name}.c{c}"] = said | summary(runs)
+            print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in runs[-1].items()), flush=True)
+            keep(numbers, a)
     if a.profile:
         try:
             found = trace(server, a, name)
@@ -244,27 +288,43 @@ def measure(
         print(name, line)
 
 
-def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, tuple[float, str]]:
+def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
     """The scoreboard's ratios, of the first format; none of another load or of servers with options of their own."""
     usual, fields = arguments(["--model", a.model]), ("tokens", "input", "output", "prompts", "server_args")
     if any(getattr(a, f) != getattr(usual, f) for f in (*fields, "no_prefill_graphs")):
         return {}
     ours, out = f"kvc_{a.formats.split(',')[0]}", {}
 
-    def ratio(name: str, x: str, y: str) -> None:
-        if x in numbers and y in numbers:
-            out[name] = (numbers[x]["output_tok_s"] / numbers[y]["output_tok_s"], "x output tok/s")
+    def compare(name: str, stock: str, concurrency: int, figure: str = "output_tok_s") -> None:
+        point, sign = f"c{concurrency}", 1 if figure == "output_tok_s" else -1
+        best = arms.fastest(numbers, stock, point, lambda run: sign * run[figure])
+        if best and f"{ours}.{point}" in numbers:
+            out[name] = ratio(numbers[f"{ours}.{point}"], numbers[best], figure)
 
-    ratio("e2e.vs_bf16", f"{ours}.c{a.prompts}", f"bf16.c{a.prompts}")
-    ratio("e2e.vs_fp8", f"{ours}.c{a.prompts}", f"fp8.c{a.prompts}")
+    compare("e2e.vs_bf16", arms.BF16, a.prompts)
+    compare("e2e.vs_fp8", arms.FP8, a.prompts)
+    compare("e2e.ttft_vs_fp8", arms.FP8, a.prompts, "ttft_ms_median")
     spare = "e2e.unconstrained_vs_bf16"
     most = a.tokens // (a.input + a.output)  # sessions that its usual memory holds
-    free = {c: "bf16" if int(c) <= most else "bf16_free" for c in a.concurrency.split(",") if c}
-    for c, stock in free.items():
-        ratio(f"{spare}_c{c}", f"{ours}.c{c}", f"{stock}.c{c}")
-    if worst := [out[f"{spare}_c{c}"][0] for c in free if f"{spare}_c{c}" in out]:
-        out[spare] = (min(worst), f"x output tok/s, worst of {len(worst)} concurrencies")
+    free = [int(c) for c in a.concurrency.split(",") if c]
+    for c in free:
+        compare(f"{spare}_c{c}", arms.BF16 if c <= most else FREE, c)
+    if found := [out[f"{spare}_c{c}"] for c in free if f"{spare}_c{c}" in out]:
+        worst = min(found)
+        out[spare] = worst._replace(unit=f"{worst.unit}, worst of {len(found)} concurrencies")
     return out
+
+
+UNITS = {"output_tok_s": "x output tok/s", "ttft_ms_median": "x median time to first token"}
+
+
+def ratio(mine: dict, stock: dict, figure: str) -> Score:
+    """Median over median; `low` and `high` are what the runs of both allow."""
+    x, y = ([run[figure] for run in side["runs"]] for side in (mine, stock))
+    return Score(
+        mine[figure] / stock[figure], UNITS[figure], arms.described(stock["options"]), n=min(len(x), len(y)),
+        low=min(x) / max(y), high=max(x) / min(y),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

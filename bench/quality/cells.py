@@ -132,5 +132,6 @@ def attempts(name: str, args, port: int) -> Iterator[list[str]]:
     if not gpu:
         yield common.stock(*pages, *fp8, *common_options)
         return
-    for backend, page in (("flashinfer", pages), ("flashinfer", []), ("triton", pages)):
-        yield common.stock("--attention-backend", backend, *page, *fp8, *common_options)
+    for backend in dict.fromkeys((common.default_attention(), "flashinfer", "triton")):
+        for page in (pages, []):
+            yield common.stock("--attention-backend", backend, *page, *fp8, *common_options)

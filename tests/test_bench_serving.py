@@ -1,0 +1,100 @@
+"""End to end: which servers run, which stock server counts, and what several calls and runs add up to."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from bench.e2e import arms, serving
+
+
+def arguments(*argv):
+    return serving.arguments(["--model", "x", "--stock-backends", "fa3", *argv])
+
+
+def test_servers():
+    assert list(serving.servers(arguments("--quick"))) == ["bf16", "fp8_e4m3", "kvc_k4v4"]
+    found = serving.servers(arguments("--stock-backends", "fa3,fa3:128,flashinfer"))
+    assert [n for n in found if n.startswith("bf16")] == [
+        "bf16", "bf16_fa3_p128", "bf16_flashinfer", "bf16_free", "bf16_free_fa3_p128", "bf16_free_flashinfer",
+    ]  # fmt: skip
+    described = {n: arms.described(options) for n, (options, _) in found.items()}
+    assert described["fp8_e4m3_fa3_p128"] == "stock fp8_e4m3, fa3, pages of 128 tokens"
+    assert described["bf16"] == "stock bf16, fa3" and described["bf16_free_flashinfer"] == "stock bf16, flashinfer"
+    assert found["bf16"][1] == [64, 1, 8] and found["bf16_free"][1] == [64] and found["kvc_k4v4"][1] == [64, 1, 8]
+    off = serving.servers(arguments("--quick", "--no-prefill-graphs")).values()
+    assert all("--cuda-graph-backend-prefill=disabled" in options for options, _ in off)
+    also = arguments("--quick", "--only", "kvc_two", "--also", "two: --kvc-policy leankv")
+    options, loads = serving.servers(also)["kvc_two"]
+    assert options[options.index("--kvc-policy") + 1] == "leankv" and loads == [64]
+
+
+def run(*speeds, ttft=1000.0, options="--attention-backend fa3"):
+    runs = [{"output_tok_s": s, "ttft_ms_median": ttft} for s in speeds]
+    return {"options": options.split(), **serving.summary(runs)}
+
+
+def test_scores_take_the_fastest_stock_server():
+    a = arguments("--quick")
+    fp8 = "--kv-cache-dtype fp8_e4m3 --attention-backend fa3"
+    numbers = {"bf16.c64": run(900.0), "bf16_flashinfer.c64": run(1000.0, options="--attention-backend flashinfer")}
+    numbers |= {"fp8_e4m3.c64": run(1500.0, ttft=500.0, options=fp8)}
+    numbers |= {"fp8_e4m3_fa3_p128.c64": run(1400.0, ttft=400.0, options=f"{fp8} --page-size 128")}
+    numbers |= {"kvc_k4v4.c64": run(2400.0, ttft=300.0)}
+    found = serving.scores(numbers, a)
+    assert found["e2e.vs_bf16"].value == 2.4 and found["e2e.vs_bf16"].baseline == "stock bf16, flashinfer"
+    assert found["e2e.vs_fp8"].value == 1.6 and found["e2e.vs_fp8"].baseline == "stock fp8_e4m3, fa3"
+    ttft = found["e2e.ttft_vs_fp8"]  # against the server that is first with the first token
+    assert ttft.value == 0.75 and ttft.baseline == "stock fp8_e4m3, fa3, pages of 128 tokens"
+    assert serving.scores(numbers, arguments("--quick", "--no-prefill-graphs")) == {}
+    assert serving.scores(numbers, arguments("--quick", "--tokens", "9")) == {}
+    assert len(serving.table(numbers).splitlines()) == 6
+
+
+def test_spare_memory():
+    numbers = {f"{n}.c{c}": run(v * c) for n, v in (("bf16", 10.0), ("kvc_k4v4", 11.0)) for c in (1, 8)}
+    numbers |= {"kvc_k4v4.c64": run(2400.0), "bf16_free.c64": run(1600.0), "bf16.c64": run(1.0)}
+    found = serving.scores(numbers, arguments())
+    assert [found[f"e2e.unconstrained_vs_bf16_c{c}"].value for c in (1, 8, 64)] == [1.1, 1.1, 1.5]
+    worst = found["e2e.unconstrained_vs_bf16"]
+    assert worst.value == 1.1 and worst.unit == "x output tok/s, worst of 3 concurrencies"
+
+
+def test_repeated_runs_have_a_spread():
+    numbers = {"bf16.c64": run(100.0, 110.0, 90.0), "kvc_k4v4.c64": run(200.0, 260.0, 220.0)}
+    score = serving.scores(numbers, arguments("--quick"))["e2e.vs_bf16"]
+    assert score.value == pytest.approx(2.2) and score.n == 3
+    assert (score.low, score.high) == (pytest.approx(200 / 110), pytest.approx(260 / 90))
+
+
+def test_a_call_goes_on_where_one_was_cut_off(monkeypatch, tmp_path):
+    loads = []
+    monkeypatch.setattr(serving, "load", lambda server, a, c, *_, seed=0: loads.append((c, seed)) or {
+        "output_tok_s": 1.0 + len(loads), "ttft_ms_median": 1.0
+    })  # fmt: skip
+    monkeypatch.setattr(serving, "RESULTS", tmp_path)
+    monkeypatch.setattr(serving, "measured_commit", lambda: "abc")
+    monkeypatch.setattr(serving, "device_name", lambda: "GPU")
+    server = SimpleNamespace(seconds_to_start=1.0, errors=list)
+    server.client = SimpleNamespace(flush=lambda: None, stats=dict)
+    a, numbers = arguments("--append", "--name", "run", "--repeat", "2"), {}
+    monkeypatch.setattr(serving, "scores", lambda *_: {})
+
+    def written(name, rows, **_):
+        (tmp_path / "run.json").write_text(json.dumps(dict(commit="abc", device="GPU", numbers=rows)))
+
+    monkeypatch.setattr(serving, "write_result", written)
+    assert serving.earlier(a) == {} and serving.missing({}, a, "bf16", [64, 1]) == [64, 1]
+    serving.measure(server, a, "bf16", [], [64, 1], numbers)
+    assert loads[1:] == [(64, 0), (64, 1000), (1, 0), (1, 1000)] and serving.earlier(a) == numbers
+    assert numbers["bf16.c64"]["output_tok_s"] == 3.5 and len(numbers["bf16.c64"]["runs"]) == 2
+    a.repeat = 3
+    assert serving.missing(numbers, a, "bf16", [64, 1, 8]) == [64, 1, 8]
+    serving.measure(server, a, "bf16", [], [64], numbers)
+    assert loads[-1] == (64, 2000) and serving.missing(numbers, a, "bf16", [64]) == []
+    # What another call added meanwhile stays.
+    serving.keep({"kvc_k4v4.c64": {"runs": []}}, a)
+    assert set(serving.earlier(a)) == {"bf16.c64", "bf16.c1", "kvc_k4v4.c64"}
+    (tmp_path / "run.json").write_text(json.dumps(dict(commit="def", device="GPU", numbers=numbers)))
+    with pytest.raises(SystemExit, match="commit def"):
+        serving.earlier(a)
