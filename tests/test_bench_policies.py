@@ -42,12 +42,13 @@ def test_what_is_recommended_is_what_is_measured():
 
 
 def test_points_lost_reach_the_scoreboard():
-    def row(right):
-        return {"niah": {"em": right / 24, "of": 24}, "ratio_body": 3.6, "kl": {"p99": 0.04}}
-
-    found = cells.scores({"stock": row(24), "k4v4": row(18)}, "smollm2")
-    assert found["quality.balanced.smollm2.niah.delta"] == (-25.0, "points of 24 questions")
-    assert found["quality.balanced.smollm2.kl_p99"][0] == 0.04 and "quality.safe.ratio_body" not in found
+    marks = {"em": 18 / 24, "of": 24, "right_to_wrong": 7, "wrong_to_right": 1}
+    found = cells.scores({"k4v4": {"niah": marks, "ratio_body": 3.6, "kl": {"p99": 0.04}}}, "smollm2")
+    score = found["quality.balanced.smollm2.niah.delta"]
+    assert score[:3] == (-25.0, "points of 24 questions", "stock bf16 of the same run")
+    assert score.low < -40 and -5 < score.high < 0
+    assert found["quality.balanced.smollm2.all.delta"].value == -25.0
+    assert found["quality.balanced.smollm2.kl_p99"].value == 0.04 and not any("safe" in name for name in found)
 
 
 def test_refusals_say_why():

@@ -8,8 +8,8 @@ decoding that of `--batch` requests at `--context` tokens, each of which fills a
 tokens, every one moved by a launch of its own.
 
 `ms` is the device's time while the host runs ahead of it, as overlap scheduling has it: the device is kept busy until
-all launches are queued. `launch_ms` is what the host takes for them. `cpu_ms` is the same move by the plain torch
-reference on the CPU, from a few blocks.
+all launches are queued. `launch_ms` is what the host takes for them. Prefill and decode step are modelled: matrix
+products and attention of a layer, times the number of layers.
 
 Of two tiers also: `again_ms`, a move of packed blocks that takes some tokens down a tier, and `plan_ms`, LeanKV's plan
 of uncompressed and of packed blocks, each with the host's launches. While generating, a block that fills costs a plan
@@ -41,7 +41,6 @@ from .common import (
 
 HEADS, DIM = 8, 128
 AHEAD_CYCLES = 20_000_000  # some 10 ms, in which the host queues what is measured
-CPU_BLOCKS = 2
 
 
 def build(names: str, layers: int, blocks: int, block_tokens: int, device: str = "cuda"):
@@ -110,26 +109,6 @@ def timed(prepare: Callable[[], object], run: Callable[[], object], repeats: int
     return sorted(device)[repeats // 2], sorted(host)[repeats // 2]
 
 
-def cpu_block_ms(names: str, layers: int, block_tokens: int) -> tuple[float, int]:
-    """Milliseconds a block of the plain torch reference on the CPU, and its threads; the best of two runs each with one
-    thread, 4, and 16: where other programs run, many small operations lose much by more."""
-    from kvc_kernels import ops
-
-    store, ids, tiers = build(names, layers, CPU_BLOCKS, block_tokens, "cpu")
-    times, all_threads = [], torch.get_num_threads()
-    try:
-        for threads in sorted({min(n, all_threads) for n in (1, 4, 16)}):
-            torch.set_num_threads(threads)
-            for _ in range(2):
-                refill(store, ids)
-                began = time.perf_counter()
-                ops.compact(store, ids, 1, tiers, from_rung=0)
-                times.append((1e3 * (time.perf_counter() - began) / CPU_BLOCKS, threads))
-    finally:
-        torch.set_num_threads(all_threads)
-    return min(times)
-
-
 def plan_time(store, ids, args) -> float:
     """Milliseconds of a quota plan that keeps half of the pages, from random scores."""
     from kvc_kernels import ops
@@ -184,9 +163,8 @@ def tiered(store, ids, tiers) -> dict[str, float]:
     return out
 
 
-def measure(names: str, blocks: int, args, bandwidth: float, cpu: tuple[float, int] | None) -> dict:
-    """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device. cpu: ms of a block, and
-    threads."""
+def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
+    """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device."""
     from kvc_kernels import ops
     from kvc_kernels.ops.compact_triton import compact_triton
 
@@ -201,8 +179,6 @@ def measure(names: str, blocks: int, args, bandwidth: float, cpu: tuple[float, i
         case="compact", format=names, blocks=blocks, block_tokens=args.block, layers=args.layers, ms=ours,
         launch_ms=launch, floor_ms=floor, digest_of_one_block=digest,
     )  # fmt: skip
-    if cpu is not None:
-        row |= dict(cpu_ms=cpu[0] * blocks, cpu_threads=cpu[1], vs_cpu=cpu[0] * blocks / ours)
     if blocks > 1:
         once(store, ids, tiers, ops.compact, 1)
         row["torch_ms"], _ = once(store, ids, tiers, ops.compact, 1)
@@ -242,23 +218,22 @@ def scores(rows: list[dict], batch: int) -> dict[str, tuple[float, str]]:
         return {}
     mine = {r["blocks"]: r for r in moves if r["format"] == moves[0]["format"]}
     prompt, out = mine[max(mine)], {}
-    out["compaction.prefill_overhead"] = (prompt["ms"] / whole["prefill"], "share of prefill")
-    if "vs_cpu" in prompt:
-        out["compaction.vs_cpu"] = (prompt["vs_cpu"], "x, plain torch on the CPU")
+    out["compaction.prefill_overhead"] = (prompt["ms"] / whole["prefill"], "share of a modelled prefill")
     if 1 in mine:
         # Blocks fill at random steps, so most come alone. Exposed: where nothing hides the host's launches.
         one, step = mine[1], whole["decode step"] * mine[1]["block_tokens"] / batch
-        out["compaction.decode_overhead"] = (one["ms"] / step, "share of a decode step")
+        out["compaction.decode_overhead"] = (one["ms"] / step, "share of a modelled decode step")
         exposed = max(one["ms"], one["launch_ms"]) / step
-        out["compaction.decode_overhead_exposed"] = (exposed, "share of a decode step, launches not hidden")
+        out["compaction.decode_overhead_exposed"] = (exposed, "share of a modelled decode step, launches not hidden")
         for r in (r for r in moves if r["blocks"] == 1 and "again_ms" in r):
             parts = sum(r[key] for key in ("ms", "plan_ms", "plan_again_ms", "again_ms"))
-            out["compaction.leankv_decode_overhead"] = (parts / step, "share of a decode step, packed again once")
+            unit = "share of a modelled decode step, packed again once"
+            out["compaction.leankv_decode_overhead"] = (parts / step, unit)
     return out
 
 
 COLUMNS = {"case": "", "format": "", "name": "", "blocks": "", "ms": ".3f", "launch_ms": ".3f", "floor_ms": ".3f",
-           "torch_ms": ".1f", "cpu_ms": ".0f", "vs_cpu": ".0f", "quota_plan_ms": ".3f", "plan_ms": ".3f",
+           "torch_ms": ".1f", "quota_plan_ms": ".3f", "plan_ms": ".3f",
            "plan_again_ms": ".3f", "again_ms": ".3f", "again_launch_ms": ".3f"}  # fmt: skip
 
 
@@ -281,12 +256,9 @@ def main() -> None:
     results = Results(args.out, copy_bytes_per_s=bandwidth)
     results.add(*model_times(args))
     for names in args.formats.split(","):
-        cpu = None
-        if not budget.over(f"{names} on the CPU"):
-            cpu = cpu_block_ms(names, args.layers, args.block)
         for blocks in (args.tokens // args.block, 8, 1):
             if not budget.over(f"{names}, {blocks} blocks"):
-                results.add(measure(names, blocks, args, bandwidth, cpu))
+                results.add(measure(names, blocks, args, bandwidth))
                 torch.cuda.empty_cache()
     results.score(scores(results.rows, args.batch))
     print(table(results.rows, COLUMNS))

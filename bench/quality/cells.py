@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from bench import common
+from bench.common import Score
+from bench.quality.intervals import paired
 from bench.quality.tasks import TITLES
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.config import ConfigError, KvcConfig
@@ -51,22 +53,51 @@ def _named(policy: str, budget: str, high: str | None) -> str | None:
     return f"{policy}+budget={budget}" + (f"+high={high}" if high and high != own else "")
 
 
-def scores(rows: dict[str, dict], model: str) -> dict[str, tuple[float, str]]:
-    """The scoreboard's figures, of what is recommended and of stock fp8 beside it: points lost, KL, bytes."""
-    out: dict[str, tuple[float, str]] = {}
+def scores(rows: dict[str, dict], model: str, first: int = 0) -> dict[str, Score]:
+    """The scoreboard's figures, of what is recommended and of stock fp8 beside it: points lost against stock in the
+    same run, with their 95 % interval, KL, bytes. `first`: number of the first context that was asked."""
+    out: dict[str, Score] = {}
     for name, cell in RECOMMENDED.items():
-        if cell not in rows or STOCK not in rows:
-            continue
-        row = rows[cell]
+        row = rows.get(cell, {})
         for task in TITLES:
-            if task in row and task in rows[STOCK]:
-                delta = 100 * (row[task]["em"] - rows[STOCK][task]["em"])
-                out[f"quality.{name}.{model}.{task}.delta"] = (delta, f"points of {row[task]['of']} questions")
+            if "right_to_wrong" in row.get(task, {}):
+                out[f"quality.{name}.{model}.{task}.delta"] = lost(row[task], chosen_on(cell, task, first))
+        asked = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
+        if asked:
+            out[f"quality.{name}.{model}.all.delta"] = lost(together(asked), f" of {len(asked)} tasks")
         if row.get("kl"):
-            out[f"quality.{name}.{model}.kl_p99"] = (row["kl"]["p99"], "nats a token, from the 20 best candidates")
+            unit = "nats a token, from the 20 best candidates"
+            out[f"quality.{name}.{model}.kl_p99"] = Score(row["kl"]["p99"], unit, REFERENCE)
         if row.get("ratio_body"):
-            out[f"quality.{name}.ratio_body"] = (row["ratio_body"], "x smaller than bf16")
+            out[f"quality.{name}.{model}.ratio_body"] = Score(row["ratio_body"], "x smaller", PLAIN)
     return out
+
+
+PLAIN = "bf16 keys and values alone"
+REFERENCE = "stock bf16 of the same run"
+FLOOR = 0.05  # share of right answers of stock below which a task has nothing to lose
+
+
+def chosen_on(cell: str, task: str, first: int) -> str:
+    """Said of questions by which a preset was chosen: the dictionaries of the first contexts chose `max`."""
+    return " on which it was chosen" if (cell, task, first) == ("max", "kv", 0) else ""
+
+
+def together(tasks: list[dict]) -> dict:
+    """The marks of several tasks as those of one."""
+    of = sum(marks["of"] for marks in tasks)
+    flips = {k: sum(marks[k] for marks in tasks) for k in ("right_to_wrong", "wrong_to_right")}
+    return {"of": of, "em": sum(marks["em"] * marks["of"] for marks in tasks) / of, **flips}
+
+
+def lost(marks: dict, which: str = "") -> Score:
+    """Points of one task against stock of the same run. `marks`: of `run.summary`; `which`: what its questions are."""
+    won, gone, of = marks["wrong_to_right"], marks["right_to_wrong"], marks["of"]
+    right = round(marks["em"] * of) - won + gone  # of stock
+    floor = f", floor: stock has {right} right" if right < FLOOR * of else ""
+    low, high = paired(won, gone, of)
+    unit = f"points of {of} questions{which}{floor}"
+    return Score(100 * (won - gone) / of, unit, REFERENCE, low=100 * low, high=100 * high)
 
 
 def chosen(wanted: str) -> list[str]:

@@ -22,9 +22,10 @@ class Merged:
     length: int
     questions: int  # of a task whose contexts have eight each
     device: str
+    first: int = 0  # number of the first context: others than 0 are other questions
     rows: dict[str, dict] = field(default_factory=dict)
     raw: dict[str, dict] = field(default_factory=dict)
-    source: dict[str, dict] = field(default_factory=dict)  # the record that a cell's row is from
+    source: dict[str, tuple[dict, Path]] = field(default_factory=dict)  # the record that a cell's row is from, its file
 
     @property
     def tasks(self) -> list[str]:
@@ -36,21 +37,22 @@ class Merged:
 
 
 def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
-    """One for each model, length and number of contexts; long contexts first."""
+    """One for each model, length, number of contexts and first context; long contexts first."""
     out: dict[tuple, Merged] = {}
     ranks: dict[tuple, tuple] = {}
     for path in sorted(folder.glob("policies_*.json")):
         record = json.loads(path.read_text())
         n = record["numbers"]
-        key = n["model"], n["length"], n["contexts"]
-        group = out.setdefault(key, Merged(n["model"], n["length"], 8 * n["contexts"], record["device"]))
+        key = n["model"], n["length"], n["contexts"], n.get("first", 0)
+        fresh = Merged(n["model"], n["length"], 8 * n["contexts"], record["device"], n.get("first", 0))
+        group = out.setdefault(key, fresh)
         for name, row in n["cells"].items():
             # The reference is that of the run with the most cells, which most figures of the tables stand beside.
             rank = (_tasks(row), len(n["cells"]) if name == "stock" else 0, record.get("date", ""))
             if rank > ranks.get((key, name), (-1,)):
                 ranks[key, name] = rank
-                group.rows[name], group.raw[name], group.source[name] = row, n["raw"][name], record
-    return sorted(out.values(), key=lambda g: (-g.length, list(_MODELS).index(g.model), -g.questions))
+                group.rows[name], group.raw[name], group.source[name] = row, n["raw"][name], (record, path)
+    return sorted(out.values(), key=lambda g: (-g.length, list(_MODELS).index(g.model), -g.questions, g.first))
 
 
 def _tasks(row: dict) -> int:

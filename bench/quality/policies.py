@@ -2,6 +2,7 @@
 
     python -m bench.quality.policies --model qwen-0.5b --calibration FILE     # once, on a GPU: some 5 minutes
     python -m bench.quality.policies --model qwen-0.5b --tasks niah,kv,nll,fewshot,extract,code,calls --data FILE
+    python -m bench.quality.policies --model qwen-0.5b --first 1000 --cells stock,max    # on other questions
     python -m bench.quality.policies --model smollm2 --device cpu --length 600 --contexts 1 --cells snapkv --parallel 1
 
 Each cell (`bench.quality.cells`) is a server of its own; several share the device. The tasks are those of
@@ -39,7 +40,7 @@ from bench.quality.tasks import Maker
 from sglang_kvc.identity import Identity, identity_of
 
 REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
-SETTINGS = ("model", "length", "contexts", "block", "answer_tokens")  # cells of other ones are not the same cells
+SETTINGS = ("model", "length", "contexts", "first", "block", "answer_tokens")  # cells of others are not the same
 LIMITS = {"code": "problems", "calls": "calls"}  # likewise, where the task is wanted
 PORTS = 21000, 32000, 16  # behind bench.ports.RANGE, and below what the system gives to outgoing connections
 
@@ -155,7 +156,7 @@ class Harness:
             keys = (*SETTINGS, *LIMITS.values(), "data_sha256", "tasks", "parallel", "concurrency", "tokens")
             numbers = {k: getattr(self.args, k) for k in keys} | {"wall_seconds": self.seconds, "reference": reference}
             numbers |= {"cells": rows, "refused": self.refused, "failed": self.failed, "not_begun": self.left}
-            scores = cells.scores(rows, self.args.model)
+            scores = cells.scores(rows, self.args.model, self.args.first)
             numbers["raw"] = self.raw
             return common.write_result(self.args.name, numbers, scores=scores, quiet=True, path=self.args.out)
 
@@ -206,6 +207,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--contexts", type=int, default=13, help="of each task; 8 questions each")
+    p.add_argument("--first", type=int, default=0, help="number of the first context; HumanEval and calls have one set")
     p.add_argument("--tasks", default=",".join(suite.DEFAULT), help=f"of {', '.join(suite.NAMES)}")
     p.add_argument("--problems", type=int, default=164, help="of HumanEval")
     p.add_argument("--calls", type=int, default=100, help="of agents, if so many fit into twice the length")
@@ -232,7 +234,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     a.cell_seconds = a.cell_seconds or (240 if a.device == "cuda" else 7200)
     a.model_path = (a.model_path or fetch.MODELS[a.model]()).resolve()  # servers run in a folder of their own
     a.data_sha256 = None  # until it is read
-    a.name = f"quality/policies_{a.model}_{a.length}"
+    a.name = f"quality/policies_{a.model}_{a.length}" + (f"_from_{a.first}" if a.first else "")
     a.out = a.out or common.RESULTS / f"{a.name}.json"
     a.reference = a.out.with_suffix(".reference.json.gz")
     # All contexts of a task, uncompressed, with room for scores and tables, and what is asked at a time.
@@ -246,7 +248,7 @@ def earlier(a: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
         return {}, {}
     numbers = json.loads(a.out.read_text())["numbers"]
     wanted = [*SETTINGS, *(k for task, k in LIMITS.items() if task in a.tasks)]
-    if any(numbers.get(k) != getattr(a, k) for k in wanted):
+    if any(({"first": 0} | numbers).get(k) != getattr(a, k) for k in wanted):
         return {}, {}
     raw = {n: got for n, got in numbers["raw"].items() if all(task in got for task in a.tasks)}
     reference = numbers["reference"] if numbers["reference"] in raw else None

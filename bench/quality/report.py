@@ -11,12 +11,13 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 
 from bench.common import RESULTS, ROOT
 from bench.quality import cells, findings
 from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
-from bench.scoreboard import MODELS
+from bench.tables import MODELS, points_lost, short
 from sglang_kvc.policies.presets import PRESETS
 from sglang_kvc.policies.registry import POLICIES
 
@@ -42,9 +43,11 @@ def numbers(path: str) -> dict | None:
     return json.loads(file.read_text())["numbers"] if file.exists() else None
 
 
-def groups(length: int | None = None) -> list[Merged]:
-    """What was asked through the server, by model; of contexts of one length alone, if it is given."""
-    return [g for g in merged(RESULTS / "quality") if length in (None, g.length)]
+def groups(length: int | None = None, *, others: bool = False) -> list[Merged]:
+    """What was asked through the server, by model; of contexts of one length alone, if it is given, and with `others`
+    also what was asked of other contexts than the first ones."""
+    found = [g for g in merged(RESULTS / "quality") if length in (None, g.length)]
+    return [g for g in found if others or not g.first]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -81,7 +84,9 @@ def formats() -> str:
     return table(["format", "keys per", *(MODELS[m] for m in found)], rows)
 
 
-def _policy_row(name: str, r: dict, tasks: list[str], free: list[str]) -> list[str]:
+def _policy_row(name: str, r: dict, tasks: list[str], free: list[str], first: int | None) -> list[str]:
+    """With the number of the first context: points against stock of the same run, with their interval, instead of the
+    share of right answers."""
     out = [f"`{name}`", f"{r['ratio_body']:.2f}x", f"{r['ratio']:.2f}x", f"{100 * r['kept']:.0f} %"]
     for task in tasks:
         t = r.get(task)
@@ -89,7 +94,10 @@ def _policy_row(name: str, r: dict, tasks: list[str], free: list[str]) -> list[s
             out.append("")
             continue
         flips = f" (-{t['right_to_wrong']} +{t['wrong_to_right']})" if "right_to_wrong" in t else ""
-        out.append(f"{100 * t['em']:.1f} %{flips}")
+        if first is not None and flips:
+            out.append(points_lost(cells.lost(t, cells.chosen_on(name, task, first)).to_dict()) + flips)
+        else:
+            out.append(f"{100 * t['em']:.1f} %{flips}")
     out += [f"{r[t]['length_ratio']:.2f}x" if "length_ratio" in r.get(t, {}) else "" for t in free]
     delta, kl = r.get("nll", {}).get("delta"), r.get("kl")
     out.append(f"{delta:+.3f}" if delta is not None else "")
@@ -104,7 +112,7 @@ def _title(task: str, of: int, questions: int) -> str:
     return TITLES[task] if of == questions else f"{TITLES[task]} ({of})"
 
 
-def _cells(group: Merged, rows: dict[str, dict]) -> str:
+def _cells(group: Merged, rows: dict[str, dict], points: bool = False) -> str:
     """A table of some cells of one model, from large to small and within that from good to bad."""
     tasks = [t for t in group.tasks if any(t in r for r in rows.values())]
     free = [t for t in tasks if any("length_ratio" in r.get(t, {}) for r in rows.values())]
@@ -112,18 +120,23 @@ def _cells(group: Merged, rows: dict[str, dict]) -> str:
     head = ["cell", "body", "whole request", "tokens kept"]
     head += [_title(t, next(r[t]["of"] for r in rows.values() if t in r), group.questions) for t in tasks]
     head += [*(f"{TITLES[t]}, length" for t in free), "NLL", "KL mean, p99"]
-    title = f"{MODELS[group.model]}, {group.length} tokens, {group.questions} questions a task, {_device(group)}:\n"
-    return f"{title}\n{table(head, [_policy_row(name, r, tasks, free) for name, r in ranked])}"
+    title = f"{MODELS[group.model]}, {group.length} tokens, {group.questions} questions a task"
+    title += f" from context {group.first} on" if group.first else ""
+    body = [_policy_row(name, r, tasks, free, group.first if points else None) for name, r in ranked]
+    return f"{title}, {_devices(group, rows)}:\n\n{table(head, body)}"
 
 
-def _device(group: Merged) -> str:
-    return "the CPU engine" if group.device.startswith("CPU") else group.device.removeprefix("NVIDIA ")
+def _devices(group: Merged, names: Iterable[str]) -> str:
+    """What the cells ran on, and at which commits."""
+    records = [group.source[name][0] for name in names if name in group.source]
+    return ", ".join(dict.fromkeys(f"{short(r['device'])} at {r['commit'][:7]}" for r in records))
 
 
 def presets(length: int = MAIN) -> str:
-    """What is recommended, beside stock in 16 bits and in fp8, with every task that was asked."""
+    """What is recommended, and fp8, against stock in 16 bits of the same run, with every task that was asked."""
     wanted = [cells.STOCK, *cells.RECOMMENDED.values()]
-    return "\n\n".join(_cells(g, {n: g.rows[n] for n in wanted if n in g.rows}) for g in groups(length))
+    some = groups(length, others=True)
+    return "\n\n".join(_cells(g, {n: g.rows[n] for n in wanted if n in g.rows}, points=True) for g in some)
 
 
 def longer() -> str:

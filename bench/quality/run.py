@@ -17,7 +17,7 @@ import math
 import statistics
 
 from bench import common, prompts
-from bench.quality import cells, fetch
+from bench.quality import fetch
 from bench.quality.tasks import TITLES, Context, Maker, right
 
 NAME = "quality"
@@ -136,7 +136,7 @@ def main() -> None:
         print(fmt, rows[fmt], flush=True)
         # After each format, so that a run that is cut short leaves what it has.
         numbers = {**settings, "formats": rows, "raw": raw}
-        common.write_result(f"{NAME}/{args.model}_{args.length}", numbers, scores=scores(args.model, rows))
+        common.write_result(f"{NAME}/{args.model}_{args.length}", numbers)
 
 
 def _earlier(args, settings: dict) -> dict[str, dict]:
@@ -144,17 +144,6 @@ def _earlier(args, settings: dict) -> dict[str, dict]:
     path = common.RESULTS / f"{NAME}/{args.model}_{args.length}.json"
     numbers = json.loads(path.read_text())["numbers"] if path.exists() else {}
     return numbers["raw"] if settings.items() <= numbers.items() else {}
-
-
-def scores(model: str, rows: dict[str, dict]) -> dict[str, tuple[float, str]]:
-    out = {}
-    for fmt, row in rows.items():
-        for task in TASKS:
-            if task in row:
-                nll = task == "nll"
-                value, unit = (row[task]["nats"], "nats") if nll else (row[task]["em"], "share of questions")
-                out[f"quality.{model}.{task}.{fmt}"] = (value, unit)
-    return out | cells.scores(rows, model)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Task:
 
 
 def _each(make: Callable[[Maker, int, int], Context]) -> Callable[[Maker, Any], list[Context]]:
-    return lambda maker, args: [make(maker, i, args.length) for i in range(args.contexts)]
+    return lambda maker, args: [make(maker, args.first + i, args.length) for i in range(args.contexts)]
 
 
 ASKED = {
@@ -69,7 +69,7 @@ class Work:
     def of(cls, maker: Maker, args) -> Work:
         made = {n: ASKED[n].make(maker, args) for n in args.tasks if n in ASKED}
         count = args.contexts if NLL in args.tasks else 0
-        return cls(made, [maker.passage(i, args.length + SCORED + 1) for i in range(count)])
+        return cls(made, [maker.passage(args.first + i, args.length + SCORED + 1) for i in range(count)])
 
     def sample(self) -> list[int]:
         """A context of the measured length."""

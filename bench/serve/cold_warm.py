@@ -3,10 +3,10 @@
     python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 24] [--block 128] [--name NAME]
 
 Every prompt is asked cold (after a flush) and at once again, warm; the second must hit the cache exactly
-up to the last block border. *Agreement* is the share of equal tokens over the positions where both runs
-had the same past: up to and with the first difference. *KL* is of the warm from the cold distribution at
-these positions, from the ten best candidates of each. Stock SGLang flips some tokens as well, by
-rounding; it is measured beside the others.
+up to the last block border. *Agreement* is the share of equal tokens up to the first difference of an answer,
+which is where both runs had the same past; `.answers` is the share of answers that are equal as a whole. *KL* is of
+the warm from the cold distribution at these positions, from the ten best candidates of each. Stock SGLang flips some
+tokens as well, by rounding; it is measured beside the others.
 
 *Warm against warm*: prompts are asked again from the same cached state, alone in the batch, in rounds with
 other traffic in between: other questions behind the same text, and unrelated ones.
@@ -19,11 +19,13 @@ import statistics
 
 from bench import common, prompts
 from bench.client import Answer
+from bench.common import Score
 from bench.compare import kl_top, match, percentile
 
 NAME = "serve/cold_warm"
 FORMATS = ("stock", "bf16", "k8v4", "k4v4", "leankv")
 TOP = 10
+UP_TO = "share of tokens up to the first difference"
 ROUNDS = 3
 # Policies whose blocks depend on nothing but their own rows: their warm answers must repeat.
 SEQUENCE_SCOPE = ("leankv",)
@@ -153,18 +155,33 @@ def main() -> None:
         # After each format, so that a run that is cut short leaves what it has.
         lengths = [len(x) for x in asked]
         numbers = {"block": args.block, "answer_tokens": args.tokens, "lengths": lengths, "formats": out}
-        common.write_result(args.name, numbers, scores=scores(out, common.has_gpu()))
+        common.write_result(args.name, numbers, scores=scores(numbers, common.has_gpu()))
 
 
-def scores(out: dict, gpu: bool) -> dict[str, tuple[float, str]]:
-    result = {
-        f"serve.cold_warm_agreement{'_gpu' * gpu}.{fmt}": (row["warm_vs_cold"]["agreement"], "share of tokens")
-        for fmt, row in out.items()
+def shares(name: str, found: dict, tokens: int, baseline: str) -> dict[str, Score]:
+    """The scores of one `summary`: tokens up to the first difference, and whole answers."""
+    whole, n = f"share of answers of {tokens} tokens", found["prompts"]
+    return {
+        name: Score(found["agreement"], UP_TO, baseline, n),
+        f"{name}.answers": Score(found["same_answers"], whole, baseline, n),
     }
+
+
+def scores(numbers: dict, gpu: bool) -> dict[str, Score]:
+    """n is the number of prompts; warm against warm, of repetitions."""
+    result, out, tokens = {}, numbers["formats"], numbers["answer_tokens"]
+    for fmt, row in out.items():
+        name = f"serve.cold_warm_agreement{'_gpu' * gpu}.{fmt}"
+        result |= shares(name, row["warm_vs_cold"], tokens, "the same server's computed answer")
+        if "cold_vs_stock_cold" in row and fmt != "stock":
+            name = f"serve.stock_agreement{'_gpu' * gpu}.{fmt}"
+            result |= shares(name, row["cold_vs_stock_cold"], tokens, "stock's computed answer")
     pure = [row["warm_warm"] for fmt, row in out.items() if fmt not in ("stock", *SEQUENCE_SCOPE)]
     if pure:
-        share = sum(w["same"] for w in pure) / sum(w["of"] for w in pure)
-        result["serve.warm_warm_match"] = (share, "share of repeated prompts")
+        of = sum(w["of"] for w in pure)
+        share = sum(w["same"] for w in pure) / of
+        baseline = "the first answer from the cache"
+        result["serve.warm_warm_match"] = Score(share, "share of repeated prompts", baseline, n=of)
     return result
 
 

@@ -16,8 +16,10 @@ import sys
 
 from bench import common, prompts
 from bench.client import Answer
+from bench.common import Score
 from bench.compare import TIE, match
 from bench.prompts import Prompt
+from bench.serve.cold_warm import UP_TO
 
 NAME = "serve/honest_base"
 
@@ -113,7 +115,6 @@ def main() -> int:
     for r in apart:
         verdict = f"within {TIE} nat" if r["tie"] else "TOO FAR"
         print(f"{r['name']}: parts at token {r['equal']} of {r['total']}, gap {r['gap']:.4f} nat, {verdict}")
-    scores = {"serve.bf16_token_match": (len(same) / len(rows), "share of prompts")}
     numbers = {
         "prompts": len(rows),
         "prompts_digest": prompts.digest(ours.asked),
@@ -130,7 +131,8 @@ def main() -> int:
         "server_errors": errors,
         "rows": rows,
     }
-    common.write_result(NAME + ("_quick" if args.quick else ""), numbers, scores={} if args.quick else scores)
+    found = {} if args.quick else scores(numbers, common.device_name())
+    common.write_result(NAME + ("_quick" if args.quick else ""), numbers, scores=found)
     print(
         f"{len(same)} of {len(rows)} answers equal, {len(apart) - len(far)} part at a tie, {len(far)} do not"
     )
@@ -138,6 +140,17 @@ def main() -> int:
     for line in problems:
         print("PROBLEM:", line)
     return 1 if problems else 0
+
+
+def scores(numbers: dict, device: str) -> dict[str, Score]:
+    """n is the number of prompts."""
+    rows, baseline = numbers["rows"], f"stock on the same {'CPU' if device.startswith('CPU') else 'GPU'}"
+    tokens = sum(r["equal"] for r in rows) / sum(min(r["equal"] + 1, r["total"]) for r in rows)
+    whole = f"share of answers of {numbers['answer_tokens']} tokens"
+    return {
+        "serve.bf16_token_match": Score(tokens, UP_TO, baseline, n=len(rows)),
+        "serve.bf16_token_match.answers": Score(numbers["equal"] / len(rows), whole, baseline, n=len(rows)),
+    }
 
 
 def _share(rows: list[dict], kind: str) -> str:

@@ -170,7 +170,8 @@ def main() -> int:
             rows[name]["as_on_cpu"] = sum(alone(config, *on_cpu, i) == d for i, d in enumerate(expected))
         print(name, rows[name], flush=True)
         equal, total = equal + good, total + len(digests)
-    scores = {"serve.page_hash_match": (equal / total, "share of packed blocks")}
+    baseline = "the same rows packed alone"
+    scores = {"serve.page_hash_match": common.Score(equal / total, "share of packed blocks", baseline, n=total)}
     numbers = {"block": args.block, "blocks": args.blocks, "histories": args.histories, "configs": rows}
     common.write_result(args.name, {**numbers, "control_differs": control}, scores=scores)
     return 0 if equal == total and control else 1

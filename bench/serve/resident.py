@@ -63,7 +63,8 @@ def main() -> None:
         print(f"{name:12}" + ", ".join(f"{k} {v}" for k, v in numbers[name].items()), flush=True)
         if name != "stock":
             unit = f"x requests at a time, {numbers['stock']['running']} in stock bf16"
-            scores[f"serve.resident.{name}"] = (numbers[name]["running"] / numbers["stock"]["running"], unit)
+            ratio = numbers[name]["running"] / numbers["stock"]["running"]
+            scores[f"serve.resident.{name}"] = (ratio, unit, "stock bf16 on the same CPU")
         common.write_result(a.name, numbers, scores=scores, quiet=True)
     print(common.RESULTS / f"{a.name}.json")
 

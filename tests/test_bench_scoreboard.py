@@ -1,0 +1,108 @@
+"""The scoreboard: which row counts, what a row says of its measurement, and what pages show of it."""
+
+import json
+
+import pytest
+
+from bench import scoreboard, tables
+from bench.common import Score
+from bench.quality import cells, intervals
+
+
+def write(folder, name, device, day=1, numbers=None, **scores):
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"command": "c", "commit": f"{day}abcdef0123", "device": device, "date": f"2026-01-0{day}"}
+    scores = {k.replace("__", "."): Score(*v).to_dict() for k, v in scores.items()}
+    path.write_text(json.dumps(record | {"scores": scores, "numbers": numbers or {}}))
+
+
+def test_figures_of_a_card_have_names_of_their_own(tmp_path):
+    for day, (device, value) in enumerate({"NVIDIA H100 80GB HBM3": 2.0, "NVIDIA H200": 1.0, "CPU, 2": 9.0}.items(), 1):
+        write(tmp_path, str(day), device, day, decode__x=(value, "x"), serve__x=(value, "x"))
+    found = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
+    assert found["decode.x"] == 1.0 and found["decode.x_h100"] == 2.0 and found["decode.x_cpu"] == 9.0
+    assert found["serve.x"] == 9.0 and "serve.x_h100" not in found  # correctness: the latest counts, wherever it ran
+
+
+def test_rows_say_how_they_were_measured(tmp_path):
+    rows = {"bf16.c1": {"options": [], "command": "one"}, "kvc.c1": {"options": [], "command": "two"}}
+    rows["reference"] = {"command": "that of another file"}
+    write(tmp_path, "e2e/a", "NVIDIA H200", numbers=rows, e2e__vs_bf16=(1.5, "x", "stock bf16, fa3", 3, 1.4, 1.6))
+    write(tmp_path, "b", "NVIDIA H200", decode__x=(0.5, "x"))
+    board = scoreboard.collect(tmp_path)
+    row = board["e2e.vs_bf16"]
+    assert row["commands"] == ["one", "two"] and row["file"] == "e2e/a.json" and row["baseline"] == "stock bf16, fa3"
+    assert (row["n"], row["low"], row["high"]) == (3, 1.4, 1.6) and board["decode.x"]["n"] == 1
+    text = tables.tables(board, tmp_path)
+    assert "| 1.50x (1.40x to 1.60x) |  | stock bf16, fa3 | 3 | 1abcdef |" in text
+    assert "`one`; `two`" in text and "(`b.json`): `c`" in text
+
+
+def test_cards_stand_side_by_side(tmp_path):
+    write(tmp_path, "a", "NVIDIA H200", 1, e2e__vs_fp8=(1.5, "x", "stock, fa3"), decode__vs_fp8__k4v4=(2.0, "x"))
+    write(tmp_path, "b", "NVIDIA H100", 2, e2e__vs_fp8=(1.7, "x", "stock, fa3"), decode__vs_fp8__k4v4=(3.0, "x"))
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "| against stock fp8 | 1.50x | 1.70x | stock, fa3 | 1 | 1abcdef; 2abcdef |" in text
+    assert "| k4v4 | 2.00x | 3.00x |" in text
+
+
+def test_agents_are_shown_as_a_curve(tmp_path):
+    step = dict(from_cache=0.5, step_s_mean=1.0, step_s_median=0.9, step_s_p99=4.0)
+    numbers = {f"{s}.a{n}": step | {"options": []} for s, n in (("bf16", 16), ("bf16", 64), ("kvc_k4v4", 64))}
+    shares = {"results": 0.8, "filler": 0.0}
+    numbers["sessions"] = {"shares": shares, "tokens_mean": 9e3, "tokens_longest": 3e4, "pause": 2.0, "seconds": 40.0}
+    write(tmp_path, "e2e/agents_h200", "NVIDIA H200", numbers=numbers, **{"agents__curve__bf16__16": (0.5, "share")})
+    text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert "| server | 16 agents | 64 agents |" in text and "80 % of them are real outputs" in text
+    assert "| kvc, k4v4 |  | 50 %; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
+
+
+def test_pages_show_figures_in_their_text(tmp_path, monkeypatch):
+    write(tmp_path, "a", "CPU, 2", numbers={"rows": [{"speed": 1234.4}]}, serve__x=(0.25, "share of tokens"))
+    board = scoreboard.collect(tmp_path)
+    monkeypatch.setattr(scoreboard, "RESULTS", tmp_path)
+    page = "so <!--= serve.x -->old<!--/--> and <!--= a numbers/rows/0/speed .0f --><!--/-->."
+    shown = scoreboard.render(page, board)
+    assert shown == "so <!--= serve.x -->25.0 %<!--/--> and <!--= a numbers/rows/0/speed .0f -->1234<!--/-->."
+    assert scoreboard.render(shown, board) == shown
+    with pytest.raises(SystemExit, match=r"shows serve\.y, which no result file has"):
+        scoreboard.render("<!--= serve.y --><!--/-->", board)
+
+
+def run(questions, first, lost, device="NVIDIA H200"):
+    marks = {"em": (questions - lost) / questions, "of": questions, "right_to_wrong": lost, "wrong_to_right": 0}
+    rows = {"stock": {"kv": {"em": 1.0, "of": questions}}, "max": {"kv": marks}}
+    numbers = {"model": "qwen-0.5b", "length": 2048, "contexts": questions // 8, "cells": rows, "first": first}
+    numbers["raw"] = {name: {} for name in rows}
+    return {"command": "c", "commit": "0", "device": device, "date": "2026-01-01", "numbers": numbers}
+
+
+def test_a_preset_counts_on_questions_that_did_not_choose_it(tmp_path):
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "quality" / "policies_a.json").write_text(json.dumps(run(104, 0, 4)))
+    row = scoreboard.collect(tmp_path)["quality.max.qwen-0.5b.kv.delta"]
+    assert row["value"] == pytest.approx(-100 * 4 / 104) and "chosen" in row["unit"]
+    assert tables.points_lost(row).startswith("-3.8\\* [-9.")
+    (tmp_path / "quality" / "policies_b.json").write_text(json.dumps(run(104, 1000, 9)))
+    row = scoreboard.collect(tmp_path)["quality.max.qwen-0.5b.kv.delta"]
+    assert row["value"] == pytest.approx(-100 * 9 / 104) and "chosen" not in row["unit"]
+
+
+def test_nothing_to_lose_is_said():
+    marks = {"em": 2 / 104, "of": 104, "right_to_wrong": 1, "wrong_to_right": 1}
+    score = cells.lost(marks)
+    assert score.unit.endswith("floor: stock has 2 right") and tables.points_lost(score.to_dict()) == "floor"
+
+
+@pytest.mark.parametrize(("won", "lost"), [(0, 0), (5, 1), (0, 30), (104, 0)])
+def test_intervals_hold_what_was_found(won, lost):
+    low, high = intervals.paired(won, lost, 104)
+    assert -1 <= low <= (won - lost) / 104 <= high <= 1 and high - low > 0.03
+    assert intervals.paired(lost, won, 104) == (pytest.approx(-high), pytest.approx(-low))
+
+
+def test_intervals_agree_with_tango():
+    """Where nothing changed the interval has a closed form: z^2 / (n + z^2)."""
+    z2 = intervals.Z**2
+    assert intervals.paired(0, 0, 104)[1] == pytest.approx(z2 / (104 + z2), abs=1e-6)
