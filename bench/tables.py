@@ -79,7 +79,7 @@ SINGLES = {
     "serve.bf16_token_match.answers": "nothing compressed against stock, whole answers",
     "serve.page_hash_match": "packed blocks with equal bytes whatever the order of operations",
     "serve.warm_warm_match": "repeated prompts with the same answer from the cache (bf16, k4v4)",
-    "defects.open": "tests of known defects",
+    "defects.open": "known defects that are open",
 }
 
 
@@ -102,7 +102,7 @@ def shown(row: dict, value: float | None = None) -> str:
         return f"{value:+.1f}"
     if unit.startswith("nats"):
         return f"{value:.2f}"
-    return f"{value:.{0 if unit.startswith('errors') else 3}f} {unit}"
+    return f"{value:.{0 if unit.startswith(('errors', 'tests')) else 3}f} {unit}"
 
 
 def spread(row: dict) -> str:
