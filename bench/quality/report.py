@@ -214,6 +214,16 @@ def kvpress() -> str:
     return table(head, rows) if rows else ""
 
 
+def generation() -> str:
+    """How far a cell is from stock along its own answers, from near to far."""
+    found = {n: r for f in ("leankv", "max") for n, r in (numbers(f"quality/generation_{f}.json") or {}).items()}
+    rows = [
+        [f"`{n}`", f"{r['nats']:.4f} +- {r['standard_error']:.4f}", ", ".join(f"{q:.4f}" for q in r["quarters"])]
+        for n, r in sorted(found.items(), key=lambda item: item[1]["nats"])
+    ]
+    return table(["cell", "nats a token", "quarters"], rows)
+
+
 _ORDER = ("qwen-0.5b", "qwen-1.5b", "smollm2")
 
 
@@ -261,7 +271,7 @@ def _beside(group: Merged, cell: str, press: dict) -> list[str]:
 
 
 SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
-SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything}
+SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything, "generation": generation}
 
 
 def render(text: str) -> str:
