@@ -1,5 +1,6 @@
 """For all tests: no test draws different numbers from one run to the next, and none fails for being slow."""
 
+import os
 import random
 import zlib
 
@@ -11,10 +12,6 @@ from hypothesis import settings
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
-
-import os
-
-import torch
 
 if not torch.cuda.is_available():
     # pytest's command line has no --kv-backend, by which the platform for CPUs would know that it is wanted.

@@ -97,7 +97,7 @@ def _plain_program(
         n = tl.minimum(blocks - first, CHUNK)
         tiles = _list_tiles(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
-            CHUNK, TILE, padded(P // TILE), T, 1, SPAN, True, WINDOWED,
+            CHUNK, TILE, padded(P // TILE), T, 1, SPAN, True, WINDOWED, WARPS > 1,
         )
         tl.debug_barrier()
         acc, m, l = plain_part(
@@ -155,7 +155,7 @@ def _packed_program(
         n = tl.minimum(blocks - first, CHUNK)
         tiles = _list_tiles(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
-            CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False, WINDOWED,
+            CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False, WINDOWED, WARPS > 1,
         )
         if not TOKEN_KEYS:
             factor = scale if CAPPED else scale * LOG2E

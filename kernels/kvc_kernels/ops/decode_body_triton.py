@@ -20,7 +20,7 @@ P_SHIFT: tl.constexpr = tl.constexpr(5.0)
 def _list_tiles(
     words, tile_pages, entries, n, counts, counts_stride, table, table_stride,
     CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
-    SPAN: tl.constexpr, FROM_LIST: tl.constexpr, WINDOWED: tl.constexpr,
+    SPAN: tl.constexpr, FROM_LIST: tl.constexpr, WINDOWED: tl.constexpr, ENDED: tl.constexpr,
 ):
     """Write what the tile loop needs to know of `n` <= CHUNK blocks; return the number of tiles.
 
@@ -29,7 +29,8 @@ def _list_tiles(
     words int64 `[tiles]`: block << 32 | j << 24 | first token << 12 | tokens of the block, j the place in the chunk.
     tile_pages int32 `[tiles, SPAN]`: ids of the pages that a tile touches.
     So the tile loop is flat over blocks of ragged lengths, and no load in it waits for another load. WINDOWED: entries
-    also have the first token that is seen, at bit 16, and tiles before it are left out.
+    also have the first token that is seen, at bit 16, and tiles before it are left out. ENDED: a tile of no tokens ends
+    the list, for loops that several warps run read further ahead.
     """
     j = tl.arange(0, CHUNK)
     e = tl.load(entries + j, mask=j < n, other=0)
@@ -56,7 +57,13 @@ def _list_tiles(
         live = used & (entry * T < count[:, None])
         page = tl.load(row[:, None] + STEP * entry, mask=live, other=0)
         tl.store(tile_pages + to * SPAN + k, page, mask=used)
-    return tl.sum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    if ENDED:
+        end = tl.arange(0, 2)
+        tl.store(words + total + end, tl.zeros([2], tl.int64))
+        for k in tl.static_range(SPAN):
+            tl.store(tile_pages + (total + end) * SPAN + k, tl.zeros([2], tl.int32))
+    return total
 
 
 @triton.jit
