@@ -60,6 +60,7 @@ SINGLES = {
     "extend.vs_stock.16": "time of 16 new tokens over 100K cached in k4v4",
     "extend.vs_stock.64": "time of 64 new tokens over 100K cached in k4v4",
     "extend.vs_stock.1k": "time of 1024 new tokens over 100K cached in k4v4",
+    "extend.vs_stock.batch": "time of 64 new tokens each for 16 requests at once over 1K to 64K cached, worst",
     "extend.vs_bf16.64": "time of 64 new tokens over 100K cached in k4v4",
     "extend.vs_bf16.1k": "time of 1024 new tokens over 100K cached in k4v4",
     "extend.vs_bf16.batch": "time of 64 new tokens each for 16 requests at once over 1K to 64K cached, worst",

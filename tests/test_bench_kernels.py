@@ -39,6 +39,7 @@ def test_decode_targets(tmp_path, capsys):
     }
     assert scores["decode.vs_bf16.k8v8"][0] == pytest.approx(10 / 8)  # the second shape's, which is the worse one
     assert scores["decode.vs_fp8.k8v8"][0] == pytest.approx(9 / 8)
+    assert scores["decode.vs_fp8.k8v8"].baseline == "stock fp8_e4m3: flashinfer_page16_tc"
     results = common.Results(tmp_path / "deep" / "decode.json", copy_bytes_per_s=1e12)
     for row in rows:
         results.add(row)
@@ -92,12 +93,12 @@ def test_extend_scores():
     for case, times in (("score", prompt), ("score decode", steps)):
         rows += [{"case": case, "name": n, "ms": ms} for n, ms in times.items()]
     scores = extend.scores(rows)
-    assert {n: v for n, (v, _) in scores.items()} == pytest.approx({
+    assert {n: score[0] for n, score in scores.items()} == pytest.approx({
         "extend.vs_stock.1": 0.5, "extend.vs_stock.64": 0.5, "extend.vs_stock.1k": 0.5, "extend.vs_stock.batch": 0.9,
         "score.prefill_overhead": 0.005,
         "score.prefill_overhead_all": 0.25, "score.prefill_overhead_sampled": 0.05, "score.decode_overhead": 0.025,
     })  # fmt: skip
-    assert scores["extend.vs_stock.64"][1] == "time over flashinfer fa2 page 1, bf16"
+    assert scores["extend.vs_stock.64"][2] == "bf16, flashinfer fa2 page 1"
     assert len(common.table(rows, extend.COLUMNS).splitlines()) == 1 + len(rows)
     assert extend.scores(rows[:1]) == {}
 

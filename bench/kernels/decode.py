@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 
+from bench.common import Score
 from kvc_kernels.ops.decode_attention_triton import Tuning
 
 from . import baselines, geometry
@@ -140,6 +141,14 @@ def best_stock(rows: list[dict]) -> dict[tuple[str, int, int], float]:
     return out
 
 
+def fastest(rows: list[dict], kv: str) -> str:
+    """The stock kernels that were the fastest at some shape, by name."""
+    best = best_stock(rows)
+    stock = [r for r in rows if r["case"] == "stock" and r["kv"] == kv]
+    names = {r["name"] for r in stock if r["ms"] == best[kv, r["batch"], r["tokens"]]}
+    return f"stock {kv}: {', '.join(sorted(names))}"
+
+
 def compared(rows: list[dict]) -> list[dict]:
     """Our rows with what the stock kernels of the same shape, or the even case, make of them."""
     stock, out = best_stock(rows), []
@@ -158,27 +167,30 @@ def compared(rows: list[dict]) -> list[dict]:
     return out
 
 
-def scores(suite: str, rows: list[dict]) -> dict[str, tuple[float, str]]:
+def scores(suite: str, rows: list[dict]) -> dict[str, Score]:
     """The scoreboard's figures: the worst of all shapes that were measured."""
     lines, out = compared(rows), {}
     if suite == "targets":
         for name in dict.fromkeys(r["name"] for r in lines):
             mine = [r for r in lines if r["name"] == name]
-            for kv in ("bf16", "fp8"):
+            for kv, dtype in (("bf16", "bf16"), ("fp8", "fp8_e4m3")):
                 ratios = [r[f"vs_{kv}"] for r in mine if f"vs_{kv}" in r]
                 if ratios:
                     unit = f"x fastest stock {kv}, worst of {len(ratios)} shapes"
-                    out[f"decode.vs_{kv}.{name}"] = (min(ratios), unit)
+                    out[f"decode.vs_{kv}.{name}"] = Score(min(ratios), unit, fastest(rows, dtype))
             if name == "k8v4":
-                out["decode.bandwidth.k8v4"] = (min(r["of_copy"] for r in mine), "share of copy bandwidth")
+                share = min(r["of_copy"] for r in mine)
+                out["decode.bandwidth.k8v4"] = Score(share, "share of copy bandwidth", "a device copy")
     if suite == "grid":
         ratios = [1 / r["vs_bf16"] for r in lines if "vs_bf16" in r]
         if ratios:
-            out["decode.worst_vs_bf16"] = (max(ratios), f"time over FlashInfer bf16, worst of {len(ratios)} points")
+            unit = f"time over the fastest stock bf16, worst of {len(ratios)} points"
+            out["decode.worst_vs_bf16"] = Score(max(ratios), unit, fastest(rows, "bf16"))
     if suite == "uneven":
         ratios = [r["per_byte"] for r in lines if "per_byte" in r and not r["name"].startswith(WINDOW)]
         if ratios:
-            out["decode.worst_uneven"] = (max(ratios), "time per byte over the even case")
+            unit = "time per byte over the even case"
+            out["decode.worst_uneven"] = Score(max(ratios), unit, "even lengths and heads")
     return out
 
 
