@@ -249,6 +249,15 @@ def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
     return out, used
 
 
+def pictures(results: Path) -> list[str]:
+    """What `bench.e2e.plot` drew, of each card."""
+    titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory"}
+    found = [(title, f"{bench}_{which}.png", name) for which, name in CARDS.items() for bench, title in titles.items()]
+    shown = [f"![{title}, {name}](bench/results/e2e/{file})" for title, file, name in found
+             if (results / "e2e" / file).exists()]  # fmt: skip
+    return [*shown, ""] if shown else []
+
+
 def _server(server: str, found: dict[int, dict[str, dict]]) -> str:
     row = next(rows[server] for rows in found.values() if server in rows)
     return server.replace("kvc_", "kvc, ") if server.startswith("kvc") else arms.described(row["options"])
@@ -291,7 +300,7 @@ def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
         text, used = [*text, *part], used | names
     rest = [_bare(name) for name in board if name not in used]
     text += singles(board, [n for n in SINGLES if n in rest] + [n for n in dict.fromkeys(rest) if n not in SINGLES])
-    return "\n".join([*text, *origins(board)]).strip()
+    return "\n".join([*text, *pictures(results), *origins(board)]).strip()
 
 
 def _bare(name: str) -> str:

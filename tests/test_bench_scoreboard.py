@@ -53,7 +53,9 @@ def test_agents_are_shown_as_a_curve(tmp_path):
     shares = {"results": 0.8, "filler": 0.0}
     numbers["sessions"] = {"shares": shares, "tokens_mean": 9e3, "tokens_longest": 3e4, "pause": 2.0, "seconds": 40.0}
     write(tmp_path, "e2e/agents_h200", "NVIDIA H200", numbers=numbers, **{"agents__curve__bf16__16": (0.5, "share")})
+    (tmp_path / "e2e" / "agents_h200.png").touch()
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
+    assert text.count("![") == 1 and "H200](bench/results/e2e/agents_h200.png)" in text
     assert "| server | 16 agents | 64 agents |" in text and "80 % of them are real outputs" in text
     assert "| kvc, k4v4 |  | 50 %; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
 
