@@ -236,16 +236,16 @@ def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
         found, sessions = points(record["numbers"], "a"), record["numbers"]["sessions"]
         servers = dict.fromkeys(server for rows in found.values() for server in rows)
         rows = [[_server(server, found), *(_step(rows.get(server)) for rows in found.values())] for server in servers]
-        shares = sessions["shares"]
-        out += [
-            f"Agents on an {name}: prompt tokens from the cache; mean / median / p99 seconds of a step. Histories "
-            f"have {sessions['tokens_mean'] / 1000:.1f}K tokens on average, at most "
-            f"{sessions['tokens_longest'] / 1000:.0f}K; "
-            f"{100 * shares['results']:.0f} % of them are real outputs of BFCL's functions, "
-            f"{100 * shares['filler']:.0f} % filler. Random weights, pauses of {sessions['pause']:g} s on average, "
-            f"{sessions['seconds']:g} s measured at each point behind the ramp-up, at {record['commit']}, one run.",
-            "", *lines(["server", *(f"{n} agents" for n in found)], rows),
-        ]  # fmt: skip
+        shares, head = sessions["shares"], ["server", *(f"{n} agents" for n in found)]
+        text = (
+            f"Agents on an {name}: prompt tokens from the cache; steps a second; mean / median / p99 seconds a step. "
+            f"Histories have {sessions['tokens_mean'] / 1000:.1f}K tokens on average, at most "
+            f"{sessions['tokens_longest'] / 1000:.0f}K; {100 * shares['results']:.0f} % of them are real outputs of "
+            f"BFCL's functions, {100 * shares['filler']:.0f} % filler. Random weights; pauses of "
+            f"{sessions['pause']:g} s on average; {sessions['seconds']:g} s measured at each point behind the ramp-up; "
+            f"at {record['commit'][:7]}, n = 1."
+        )
+        out += [text, "", *lines(head, rows)]
     return out, used
 
 
@@ -267,7 +267,7 @@ def _step(row: dict | None) -> str:
     if row is None:
         return ""
     times = " / ".join(f"{row[f'step_s_{k}']:.3g}" for k in ("mean", "median", "p99"))
-    return f"{100 * row['from_cache']:.0f} %; {times}"
+    return f"{100 * row['from_cache']:.0f} %; {row['steps_s']:.1f}; {times}"
 
 
 def singles(board: dict[str, dict], names: list[str]) -> list[str]:

@@ -48,7 +48,7 @@ def test_cards_stand_side_by_side(tmp_path):
 
 
 def test_agents_are_shown_as_a_curve(tmp_path):
-    step = dict(from_cache=0.5, step_s_mean=1.0, step_s_median=0.9, step_s_p99=4.0)
+    step = dict(from_cache=0.5, steps_s=3.94, step_s_mean=1.0, step_s_median=0.9, step_s_p99=4.0)
     numbers = {f"{s}.a{n}": step | {"options": []} for s, n in (("bf16", 16), ("bf16", 64), ("kvc_k4v4", 64))}
     shares = {"results": 0.8, "filler": 0.0}
     numbers["sessions"] = {"shares": shares, "tokens_mean": 9e3, "tokens_longest": 3e4, "pause": 2.0, "seconds": 40.0}
@@ -57,7 +57,7 @@ def test_agents_are_shown_as_a_curve(tmp_path):
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
     assert text.count("![") == 1 and "H200](bench/results/e2e/agents_h200.png)" in text
     assert "| server | 16 agents | 64 agents |" in text and "80 % of them are real outputs" in text
-    assert "| kvc, k4v4 |  | 50 %; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
+    assert "| kvc, k4v4 |  | 50 %; 3.9; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
 
 
 def test_pages_show_figures_in_their_text(tmp_path, monkeypatch):
