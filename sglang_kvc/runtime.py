@@ -55,7 +55,6 @@ class Counters:
     compactions: int = 0  # blocks compacted
     compaction_ms: float = 0.0  # host time of the flushes that compacted (CPU: the work itself)
     evicted_blocks: int = 0
-    retractions_avoided: int = 0
 
 
 @dataclass

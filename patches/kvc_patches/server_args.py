@@ -21,8 +21,14 @@ class UnsupportedSGLang(RuntimeError):
 
 
 def check_version() -> None:
-    """Refuse an SGLang whose inside is not known, rather than patch it half."""
+    """Refuse an SGLang whose inside is not known, rather than patch it half.
+
+    SGLang logs a plug-in's exception and goes on without it. Whoever asked for this one must not get that: a command
+    line ends here, and an `Engine` gets the same sentence instead of `unexpected keyword argument`.
+    """
     from importlib.metadata import version
+
+    from sglang_kvc.command_line import names_backend
 
     found = version("sglang")
     if found in SGLANG_VERSIONS:
@@ -31,11 +37,22 @@ def check_version() -> None:
         f"sglang-kvc works with SGLang {', '.join(SGLANG_VERSIONS)}, but {found} is installed, whose internals may "
         f"differ; run: pip install sglang=={SGLANG_VERSIONS[-1]}"
     )
-    if any(arg.startswith("--kv-backend") for arg in sys.argv):
-        # SGLang logs a plug-in's exception and goes on without it; whoever asked for us must not get that.
+    if names_backend():
         print(f"error: {sentence}", file=sys.stderr)
         raise SystemExit(2)
+    _refuse_keyword(sentence)
     raise UnsupportedSGLang(sentence)
+
+
+def _refuse_keyword(sentence: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def around_init(orig, self, *args, **kwargs):
+        if "kv_backend" in kwargs:
+            raise UnsupportedSGLang(sentence)
+        return orig(self, *args, **kwargs)
+
+    HookRegistry.register(f"{SERVER_ARGS}.__init__", around_init, HookType.AROUND)
 
 
 def register() -> None:

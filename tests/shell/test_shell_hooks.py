@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -63,9 +64,11 @@ def test_configurator_has_the_fields_that_refusals_read():
     assert read <= set(KVCacheConfigurator.__dataclass_fields__)
 
 
-def test_another_sglang_is_refused(monkeypatch, capsys):
+def test_another_sglang_is_refused(monkeypatch, capsys, tmp_path):
     patch.check_version()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.6.0")
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.6.0" if name == "sglang" else real(name))
+    monkeypatch.setattr(patch, "_refuse_keyword", lambda sentence: None)  # a hook that would stay in this process
     monkeypatch.setattr("sys.argv", ["launch_server", "--model-path", "m"])
     with pytest.raises(patch.UnsupportedSGLang, match=r"0\.6\.0"):
         patch.check_version()  # logged by SGLang, which then serves as if we were not there
@@ -73,6 +76,29 @@ def test_another_sglang_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         patch.check_version()
     assert e.value.code == 2 and "sglang==0.5.17" in one_sentence(capsys.readouterr().err.strip() + ".")
+    file = tmp_path / "server.yaml"
+    file.write_text("kv-backend: kvc\n")
+    monkeypatch.setattr("sys.argv", ["launch_server", "--config", str(file)])
+    with pytest.raises(SystemExit) as e:
+        patch.check_version()
+    assert e.value.code == 2 and "sglang==0.5.17" in one_sentence(capsys.readouterr().err.strip() + ".")
+
+
+def test_an_engine_with_another_sglang_is_told_so():
+    """Its keywords are no part of the command line; without ours they would be refused as unknown ones."""
+    code = (
+        "import importlib.metadata as m; real = m.version;"
+        "m.version = lambda name: '0.6.0' if name == 'sglang' else real(name);"
+        "from sglang.srt.entrypoints.engine import Engine;"
+        "from sglang.srt.plugins import load_plugins; load_plugins();"
+        "from sglang.srt.server_args import ServerArgs;"
+        "print('stock', ServerArgs(model_path='dummy').model_path);"
+        "Engine(model_path='dummy', kv_backend='kvc')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stdout.split()[-2:] == ["stock", "dummy"], done.stderr[-2000:]
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("kvc_patches.server_args.UnsupportedSGLang: ") and "sglang==0.5.17" in last
 
 
 def test_entry_points():
