@@ -1,8 +1,11 @@
 """The workspace suffices for what FlashInfer's own rules ask for, on GPUs that are not there."""
 
-import pytest
+import tracemalloc
 
-from kvc_kernels.ops.extend_flashinfer_triton import WORKSPACE_BYTES, workspace_bytes
+import pytest
+import torch
+
+from kvc_kernels.ops.extend_flashinfer_triton import WORKSPACE_BYTES, StagedPrefill, workspace_bytes
 from kvc_kernels.ops.extend_stored_triton import Groups
 
 P = 128
@@ -49,3 +52,20 @@ def test_the_least_would_not_do():
 
 def test_most_need_no_more_than_the_least():
     assert workspace_bytes(132, 4, 128) == workspace_bytes(108, 8, 128) == WORKSPACE_BYTES
+
+
+def test_the_lists_of_a_long_prompt_are_no_python_lists():
+    """They grow with the square of a prompt that is prefilled at once: 4 bytes an entry, and 4 for the plan's copy."""
+    groups = Groups.cut([0], [1024 * P], None, P)
+    tracemalloc.start()
+    slots, last, _ = groups.lists()
+    prefill = object.__new__(StagedPrefill)
+    prefill.device = torch.device("cpu")
+    prefill.plan(groups.tokens, slots, last)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    entries = sum(map(len, slots))
+    assert entries == 1024 * 1025 // 2
+    assert most < 9 * entries + (2 << 20)
+    own = [1023 + i for i in range(1024)]
+    assert prefill.lists[2].tolist() == [x for i in range(1024) for x in (*range(i), own[i])]

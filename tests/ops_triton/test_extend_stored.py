@@ -202,7 +202,7 @@ def test_groups():
     assert groups.staged == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert groups.runs() == ([0, 1, 2], [32, 64, 0], [60, 40, 5])
     slots, last, items = groups.lists()
-    assert slots == [[5], [0, 6], [0, 1, 7], [2, 3, 8], [2, 3, 4, 9], [10]]
+    assert [x.tolist() for x in slots] == [[5], [0, 6], [0, 1, 7], [2, 3, 8], [2, 3, 4, 9], [10]]
     assert last == [32, 32, 9, 32, 8, 15]
     # (request, place, slot as stored, slot as it is, tokens)
     assert items[:3] == [(0, 1, 0, 5, 32), (0, 2, 1, 6, 32), (1, 0, 2, -1, 32)]
@@ -215,7 +215,7 @@ def test_groups_of_exact_requests():
     assert (groups.prefix, groups.first, groups.count) == ([45, 64, 64], [0, 0, 0], [0, 2, 3])
     assert groups.staged == [(1, 0), (1, 1), (1, 2)]
     slots, last, items = groups.lists()
-    assert slots == [[3, 4, 5], [0, 1, 6], [0, 1, 2, 7]]
+    assert [x.tolist() for x in slots] == [[3, 4, 5], [0, 1, 6], [0, 1, 2, 7]]
     assert last == [9, 32, 8]
     assert (0, 1, -1, 3, 32) in items and (0, 3, -1, 5, 9) in items and (1, 2, 2, 6, 32) in items
     assert groups.runs() == ([0, 1], [32, 64], [60, 40])

@@ -6,6 +6,7 @@ read them.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 LOG2E = 1.4426950408889634
@@ -18,9 +19,9 @@ def _load():
     return flash_attn
 
 
-def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
+def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """int32 copy of host values; does not wait for the device."""
-    host = torch.tensor(values, dtype=torch.int32)
+    host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
@@ -54,9 +55,7 @@ class Fa3Ragged:
 
     def plan(self, extend_lens: list[int]) -> None:
         """`extend_lens[B]`: new tokens of each request. Does not sync."""
-        starts = [0]
-        for n in extend_lens:
-            starts.append(starts[-1] + n)
+        starts = np.concatenate(([0], np.cumsum(extend_lens))).astype(np.int32)
         self.starts, self.longest = _to_device(starts, self.device), max(extend_lens, default=0)
 
     def run(self, q, k, v, *, scale: float, logit_cap: float, lse: bool, into: tuple | None = None):
@@ -84,16 +83,16 @@ class Fa3Paged:
         self.heads, self.dtype, self.device, self.module = like.heads, like.dtype, like.device, like.module
         self.page, self.causal, self.window = page, causal, window
 
-    def plan(self, tokens: list[int], slots: list[list[int]], last: list[int]) -> None:
-        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens. Host lists;
+    def plan(self, tokens: list[int], slots: list[list[int]] | list[np.ndarray], last: list[int]) -> None:
+        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens. On the host;
         does not sync."""
-        width, starts = max(map(len, slots)), [0]
-        for n in tokens:
-            starts.append(starts[-1] + n)
-        seen = [(len(some) - 1) * self.page + n for some, n in zip(slots, last)]
-        table = [x for some in slots for x in (*some, *[0] * (width - len(some)))]
-        whole = _to_device(starts + seen + table, self.device)
-        n = len(tokens)
+        n, width = len(tokens), max(map(len, slots))
+        table = np.zeros((n, width), dtype=np.int32)
+        for row, some in zip(table, slots):
+            row[: len(some)] = some
+        starts = np.concatenate(([0], np.cumsum(tokens)))
+        seen = [(len(some) - 1) * self.page + tail for some, tail in zip(slots, last)]
+        whole = _to_device(np.concatenate((starts, seen, table.ravel()), dtype=np.int32, casting="unsafe"), self.device)
         self.starts, self.seen, table = whole.split((n + 1, n, n * width))
         self.table, self.longest = table.view(n, width), max(tokens)
 

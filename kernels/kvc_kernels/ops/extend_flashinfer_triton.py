@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 try:
@@ -112,14 +113,14 @@ class StagedPrefill:
         self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
 
-    def plan(self, tokens: list[int], slots: list[list[int]], last: list[int]) -> None:
+    def plan(self, tokens: list[int], slots: list[list[int]] | list[np.ndarray], last: list[int]) -> None:
         """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens: if causal,
-        it is the last of these itself. Host lists."""
+        it is the last of these itself. On the host."""
 
         def starts(x):
             return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
-        host = torch.tensor([x for some in slots for x in some], dtype=torch.int32)
+        host = torch.from_numpy(np.concatenate(slots, dtype=np.int32, casting="same_kind"))
         if self.device.type == "cuda":
             host = host.pin_memory()
         indices = host.to(self.device, non_blocking=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ..layout import Format
@@ -70,13 +71,14 @@ class Groups:
         self.first.append(first)
         self.count.append(count)
 
-    def lists(self) -> tuple[list[list[int]], list[int], list[tuple[int, ...]]]:
+    def lists(self) -> tuple[list[np.ndarray], list[int], list[tuple[int, ...]]]:
         """Slots of each group's staged and own blocks, tokens in its last one, and the items of `StoredRows`.
 
         A group's own blocks are those of its new tokens, from their first token on, cached or new: slots behind the
-        staged ones.
+        staged ones. All slots of a long prompt grow with its square, so they are int32 arrays.
         """
         slots, last, at = [], [], len(self.staged)
+        every = np.arange(at + sum(n // self.p + 2 for n in self.tokens), dtype=np.int32)
         places = {x: [*x, slot, -1, self.p] for slot, x in enumerate(self.staged)}
         for r, tokens, begin, first, count in zip(self.request, self.tokens, self.begin, self.first, self.count):
             end = begin + tokens
@@ -84,7 +86,7 @@ class Groups:
             for j in own:
                 item = places.setdefault((r, j), [r, j, -1, -1, 0])
                 item[3:] = at + j - own.start, min(self.p, end - j * self.p)
-            slots.append([*range(first, first + count), *range(at, at + len(own))])
+            slots.append(np.concatenate((every[first : first + count], every[at : at + len(own)])))
             last.append(end - own[-1] * self.p)
             at += len(own)
         return slots, last, [tuple(x) for x in places.values()]
@@ -145,7 +147,7 @@ class StagedExtend:
         else:
             request, prefix, tokens = groups.runs()
             pages, last, items = groups.lists()
-            slots = pages[-1][-1] + 1
+            slots = int(pages[-1][-1]) + 1
             self.prefill.plan(groups.tokens, pages, last)
         self.skips = [not (exact and exact[r]) for r in request]
         self.waits = [waiting[r] if waiting and skips else [] for r, skips in zip(request, self.skips)]
