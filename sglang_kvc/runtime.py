@@ -141,14 +141,16 @@ class Runtime:
         """Available after evicting all unlocked blocks: one joint floor, two would lose a block."""
         return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
 
+    def packed_tokens(self, tokens: float, rung: int) -> float:
+        """Uncompressed tokens whose memory `tokens` tokens take when they are packed at `rung`."""
+        ladder = self.store.ladder
+        return tokens * ladder[rung].pages / self.layout.block_pages_bf16 if 0 < rung < len(ladder) else tokens
+
     def growth_tokens(self, tokens: float, rung: int, held: int) -> float:
         """Uncompressed tokens whose memory a sequence with `held` uncompressed tokens needs to grow by `tokens`: what
         leaves the window is packed."""
-        ladder = self.store.ladder
         first = self.layout.block_tokens + max(0, self.config.window - held)  # stays open
-        if tokens <= first or not 0 < rung < len(ladder):
-            return tokens
-        return first + (tokens - first) * ladder[rung].pages / self.layout.block_pages_bf16
+        return tokens if tokens <= first else first + self.packed_tokens(tokens - first, rung)
 
     def prompt_tokens(self, new: int, answer: int, rung: int, chunk: int | None) -> float:
         """Uncompressed tokens whose memory a prompt of `new` tokens needs at most, with an answer of `answer`.

@@ -17,6 +17,7 @@ MODULES = (
     "limits",
     "metrics",
     "requests",
+    "retraction",
     "scheduler",
     "triton_support",
 )
