@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,6 +20,21 @@ from .runtime import Runtime
 from .sequence import Sequence
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
+
+
+class BlockKey(RadixKey):
+    """SGLang's key with bytes in place of a tuple of Python ints where a node finds its children: a fifth of the memory
+    at 128 tokens a block."""
+
+    __slots__ = ()
+
+    def __getitem__(self, idx) -> BlockKey:
+        part = super().__getitem__(idx)
+        return BlockKey(part.token_ids, part.extra_key)
+
+    def child_key(self, page_size: int = 1):
+        plain = self.token_ids[:page_size].tobytes()
+        return plain if self.extra_key is None else (self.extra_key, plain)
 
 
 class KvcRadixCache(RadixCache):
@@ -65,6 +81,10 @@ class KvcRadixCache(RadixCache):
             runtime.counters.evicted_blocks += blocks
             self.update_eviction_metrics(evicted, began)
         return EvictResult(num_tokens_evicted=evicted)
+
+    def match_prefix(self, params: MatchPrefixParams):
+        key = params.key
+        return super().match_prefix(replace(params, key=BlockKey(key.token_ids, key.extra_key, limit=key.limit)))
 
     # ---- locks decide what is evictable
 
@@ -175,7 +195,7 @@ class KvcRadixCache(RadixCache):
             self.runtime.queue_due(seq.slide(self.runtime, len(tokens)), seq.rung)
 
     def _key(self, req, tokens) -> RadixKey:
-        return RadixKey(tokens, req.extra_key, is_bigram=self.is_eagle).page_aligned(self.page_size)
+        return BlockKey(tokens, req.extra_key).page_aligned(self.page_size)
 
     def _row(self, req, n: int) -> torch.Tensor:
         return self.req_to_token_pool.req_to_token[req.req_pool_idx, :n].to(torch.int64, copy=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
@@ -100,8 +103,8 @@ def test_the_leaf_that_was_used_longest_ago_goes_first(policy):
 
 def leaf(server: ToyServer, i: int):
     """The node of `prompt(i)`'s block, None if it is gone; counts as no use of it."""
-    key = RadixKey(array("q", prompt(i)), None).child_key(P)
-    return server.tree.root_node.children.get(key)
+    tokens = array("q", prompt(i)[:P])
+    return next((n for n in server.tree.root_node.children.values() if n.key.token_ids == tokens), None)
 
 
 def test_a_parent_goes_when_its_turn_comes_and_never_before_its_children():
@@ -237,3 +240,22 @@ def test_the_uncompressed_tokens_of_a_request_are_not_counted_again():
     req = server.admit([*range(6 * P), 1])
     server.runtime.blocks.state = None
     assert req.kvc.open_tokens(server.runtime) == 7 * P
+
+
+def test_a_leaf_of_one_block_takes_two_words_a_token():
+    """Its tokens, and once more as the key of its parent's table."""
+    server = ToyServer(high="bf16", blocks=4)
+    keys = [RadixKey(array("q", range(1000 * i, 1000 * i + P)), salt) for salt in (None, "a") for i in range(1, 51)]
+    slots, req = torch.zeros(P, dtype=torch.int64), SimpleNamespace(priority=0)
+    tracemalloc.start()
+    for key in keys:
+        mine = server.tree._key(SimpleNamespace(extra_key=key.extra_key), key.token_ids)
+        assert server.tree._insert_blocks(req, mine, slots, [1], False) == 0
+    per_leaf = tracemalloc.get_traced_memory()[0] / len(keys)
+    tracemalloc.stop()
+    assert per_leaf < 2 * 8 * P + 1000
+    for key in keys:
+        longer = RadixKey(key.token_ids + array("q", [7]), key.extra_key, limit=P + 1)
+        assert len(server.tree.match_prefix(MatchPrefixParams(key=longer)).device_indices) == P
+    other = RadixKey(keys[0].token_ids, "b")
+    assert len(server.tree.match_prefix(MatchPrefixParams(key=other)).device_indices) == 0
