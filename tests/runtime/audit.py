@@ -1,0 +1,91 @@
+"""What must hold after every forward and every turn of the scheduler, recounted from scratch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvc_kernels import ops
+from sglang_kvc.blocks import State
+
+from . import record
+from .model import P, pages_held
+
+
+def check_device(runtime) -> None:
+    """Behind a flush: every page is in one place, and the ledger charges no block less than it holds."""
+    ops.check_invariants(runtime.store)
+    held, charge = pages_held(runtime.store), runtime.ledger.charge
+    assert (held <= charge).all(), "the ledger is below the device"
+    exact = [i for i, rung in enumerate(runtime.store.ladder) if rung.exact]
+    mine = np.isin(runtime.store.rung.numpy(), exact) & (np.arange(len(held)) > 0)
+    assert (held[mine] == charge[mine]).all(), "a rung of a known size has another"
+
+
+def check_reads(server, reqs: list) -> None:
+    """What the requests read in this forward: their rows name their blocks, which store their tokens."""
+    runtime, blocks = server.runtime, {}
+    for req in reqs:
+        n = req.kv_committed_len
+        row = server.req_to_token_pool.req_to_token[req.req_pool_idx, :n]
+        mine = req.kvc.blocks
+        expected = (np.array(mine).repeat(P) * P)[:n] + np.arange(n) % P
+        assert len(mine) == -(-n // P) and (row.numpy() == expected).all(), "a row and its record differ"
+        rungs = set(runtime.store.rung[mine].tolist())
+        assert rungs <= {0, runtime.policy.rung_of(req.kvc_level)}, "a block is at another level than its request"
+        for i, block in enumerate(mine):
+            tokens = req.history[i * P : min(n, (i + 1) * P)]
+            assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()
+            if len(tokens) > len(blocks[block]):
+                blocks[block] = tokens
+    record.check(runtime.store, blocks, runtime.policy.keeps_all)
+
+
+def check_tree(server) -> None:
+    """All that the tree keeps, with nothing queued: each node stores the tokens of the path to it."""
+    blocks, stack = {}, [(server.tree_cache.root_node, [])]
+    while stack:
+        node, tokens = stack.pop()
+        for child in node.children.values():
+            path = [*tokens, *child.key.token_ids]
+            index = record.history(path, child.key.extra_key)
+            for i, block in enumerate(child.blocks.tolist(), start=len(tokens) // P):
+                blocks[block] = index[i * P : (i + 1) * P]
+            stack.append((child, path))
+    if blocks:
+        record.check(server.runtime.store, blocks, server.runtime.policy.keeps_all)
+
+
+def check_records(server) -> None:
+    """The CPU's records: owners, users, windows, charges, and SGLang's leak equation."""
+    runtime, tree = server.runtime, server.tree_cache
+    blocks, ledger = runtime.blocks, runtime.ledger
+    holding = [r for r in server.requests.values() if getattr(r, "kvc", None) is not None]
+    own = [b for r in holding for b in r.kvc.blocks[r.kvc.shared :]]
+    kept, idle = [], []
+    for node in _nodes(tree):
+        kept += node.blocks.tolist()
+        idle += node.blocks.tolist() if node.lock_ref == 0 else []
+    assert len({*own, *kept}) == len(own) + len(kept) == blocks.used_count, "a block has two owners, or none"
+    assert server.token_to_kv_pool_allocator.used_slots() == tree.evictable_size_ + tree.protected_size_ + len(own) * P
+
+    users, pins = np.zeros_like(blocks.users), np.zeros_like(blocks.pins)
+    for r in holding:
+        users[r.kvc.blocks] += 1
+        pins[r.kvc.blocks[r.kvc.pinned_from :]] += 1
+        window = max(0, r.kv_committed_len - runtime.config.window) // P
+        assert r.kvc.pinned_from <= window, "a window was left too early"
+        assert (blocks.state[r.kvc.blocks[max(window, r.kvc.shared) :]] == State.OPEN).all(), "a window is packed"
+    assert (users == blocks.users).all() and (pins == blocks.pins).all(), "users or pins drifted"
+
+    assert sorted(idle) == np.flatnonzero(ledger.idle).tolist(), "what is idle drifted"
+    assert ledger.total == ledger.charge.sum() <= ledger.limit and ledger.idle_blocks == len(idle)
+    assert ledger.idle_total == ledger.charge[idle].sum()
+    assert runtime.reachable_tokens() <= runtime.sizing.capacity_tokens
+
+
+def _nodes(tree):
+    stack = list(tree.root_node.children.values())
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        yield node

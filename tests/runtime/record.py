@@ -1,0 +1,120 @@
+"""An independent record of K and V: what every token's rows are in every layer follows from its whole history.
+
+A block that lies under another prefix than the one that filled it, was overwritten, or lost its pages, shows as wrong
+rows, whoever reads it.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16
+from kvc_kernels.ops.pack import segment
+from kvc_kernels.store import PageStore
+
+from .model import D, H, L, P
+
+PARTS = (997, 1009, 1013)
+_gen = torch.Generator().manual_seed(0)
+# A token's rows are the sum of one entry of each table, `[entries, K or V, L, H, D]`: whole numbers from -9 to 6, which
+# bf16 holds exactly, and of so many kinds that no two histories of a life have the same.
+_TABLES = [torch.randint(-3, 3, (n, 2, L, H, D), generator=_gen, dtype=torch.int8) for n in PARTS]
+# Attention received by a token, by which LeanKV plans, `[entries, L, H]`.
+_RECEIVED = torch.empty(PARTS[0], L, H).exponential_(0.4, generator=_gen)
+
+
+def history(tokens: list[int], namespace: str | None) -> np.ndarray:
+    """A number for each token that follows from all up to it and the namespace, int64 `[len(tokens)]`."""
+    out, state = [], zlib.crc32((namespace or "").encode())
+    for token in tokens:
+        state = (state * 1_000_003 + token + 1) % (2**61 - 1)
+        out.append(state)
+    return np.array(out, dtype=np.int64)
+
+
+def rows(numbers: np.ndarray) -> torch.Tensor:
+    """Rows fp32 `[*numbers.shape, K or V, L, H, D]` of tokens with these histories."""
+    out = 0
+    for size, table in zip(PARTS, _TABLES):
+        out, numbers = out + table[numbers % size].float(), numbers // size
+    return out
+
+
+def write(store: PageStore, req_to_token: torch.Tensor, reqs: list, spans: list[tuple[int, int]]) -> None:
+    """What a forward does to the pages: rows of the new tokens in every layer, and what attention adds to scores."""
+    slots = torch.cat([req_to_token[r.req_pool_idx, first:last] for r, (first, last) in zip(reqs, spans)]).long()
+    write_rows(store, slots, np.concatenate([r.history[first:last] for r, (first, last) in zip(reqs, spans)]))
+    if store.layout.scored:
+        table = torch.zeros((len(reqs), max(-(-last // P) for _, last in spans)), dtype=torch.long)
+        for i, (r, (_, last)) in enumerate(zip(reqs, spans)):
+            table[i, : -(-last // P)] = req_to_token[r.req_pool_idx, 0:last:P] // P
+        ops.note_observers(store, table, [first for first, _ in spans], [last - first for first, last in spans], None)
+
+
+def write_rows(store: PageStore, slots: torch.Tensor, numbers: np.ndarray) -> None:
+    """Write tokens with histories `numbers[n]` to `slots[n]` of every layer, with the attention that they received."""
+    blocks, places = slots // P, slots % P
+    assert (store.rung[blocks] == 0).all(), "a forward writes to a packed or free block"
+    assert len(set(slots.tolist())) == len(slots), "two tokens are written to one slot"
+    new = rows(numbers)
+    for layer in range(L):
+        ops.append(store, layer, blocks, places, new[:, 0, layer].bfloat16(), new[:, 1, layer].bfloat16())
+    if store.layout.scored:
+        page = store.layout.page(BF16)
+        scores = segment(page, store.pages, "scores", torch.float32)
+        pages = store.table[blocks, :, :, places // page.tokens].long()
+        scores[pages, (places % page.tokens)[:, None, None]] = _RECEIVED[numbers % PARTS[0]]
+
+
+def check(store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool) -> None:
+    """Assert that each block stores the tokens with these histories (of an open block: the first of them).
+
+    `keeps_all`: the policy drops no token and has one tier.
+    """
+    ids = torch.tensor(list(blocks))
+    rungs = store.rung[ids]
+    assert (rungs >= 0).all(), f"free blocks are read: {ids[rungs < 0].tolist()}"
+    for rung in sorted(set(rungs.tolist())):
+        mine = ids[rungs == rung]
+        counts = torch.tensor([len(blocks[b]) for b in mine.tolist()])
+        live = torch.arange(P) < counts[:, None]
+        assert rung == 0 or live.all(), "a block is packed before it is full"
+        want = rows(np.stack([np.resize(blocks[b], P) for b in mine.tolist()]))
+        want = want.permute(2, 3, 0, 4, 1, 5)  # [K or V, L, n, H, P, D]
+        for layer in range(L):
+            k, v, tier = ops.load_dense(store, layer, mine, rung)
+            assert not keeps_all or (tier == 2).all(), "a token is gone"
+            _check_rows(store, rung, (k, v), tier * live[:, None], want[:, layer])
+
+
+def _check_rows(store: PageStore, rung: int, stored, tier: torch.Tensor, want: torch.Tensor) -> None:
+    """K and V `[n, H, P, D]` stored at `tier` `[n, H, P]` against those that are wanted, `[2, n, H, P, D]`."""
+    spec = store.ladder[rung]
+    if rung and not store.layout.scored and (tier != 2).any():
+        place = _places(stored[0], want[0], tier).unsqueeze(-1).expand(want.shape[1:])
+        want = torch.stack([x.gather(2, place) for x in want])
+    for name, got, right in zip("KV", stored, want):
+        allowed = torch.zeros(3)
+        if rung:
+            bits = [getattr(f, "key_bits" if name == "K" else "value_bits") for f in (spec.low or spec.high, spec.high)]
+            # Half a step of a range of 15, and the rounding of the scale; a low token may have been a high one before.
+            allowed[2] = 0.1 + 7.5 / (2 ** bits[1] - 1)
+            allowed[1] = allowed[2] + 0.1 + 7.5 / (2 ** bits[0] - 1)
+        error = (got - right).abs().amax(-1)
+        wrong = (error > allowed[tier.long()]) & (tier > 0)
+        assert not wrong.any(), f"{name} of {int(wrong.sum())} tokens at rung {rung} is off by {error[wrong].max():.1f}"
+
+
+def _places(keys: torch.Tensor, want: torch.Tensor, tier: torch.Tensor) -> torch.Tensor:
+    """Which tokens `[n, H, P]` a head stores where pages hold no positions: those whose keys are nearest. Each tier has
+    its tokens in order, and no token is stored twice."""
+    place = torch.cdist(keys, want).argmin(-1)
+    for name in (1, 2):
+        mine = torch.where(tier == name, place, -1)
+        last = torch.cat((torch.full_like(mine[..., :1], -1), mine.cummax(-1).values[..., :-1]), -1)
+        assert ((mine > last) | (tier != name)).all(), "stored tokens are out of order, or doubled"
+    return place

@@ -1,0 +1,131 @@
+"""Lives of many requests under SGLang's overlap schedule, with every row that is read checked in every forward."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from kvc_patches.limits import longest_request
+from sglang_kvc.levels import LOSSLESS
+
+from .audit import check_tree
+from .model import P, make_runtime
+from .overlap import Overlap, configured
+
+LIVES = int(os.environ.get("KVC_LIVES", "1"))  # lives of each kind, each with a seed of its own
+TURNS = 120
+
+
+class Client:
+    """Sends prompts that share prefixes and answers, aborts some, pauses at times; all drawn from one seed."""
+
+    def __init__(self, server: Overlap, seed: int, levels: tuple[str | None, ...]):
+        self.server, self.draw, self.levels = server, random.Random(seed), levels
+        self.longest = longest_request(server.runtime.sizing.capacity_tokens, P)
+
+    def act(self) -> None:
+        draw, server = self.draw, self.server
+        if len(server.waiting_queue) < 4 and draw.random() < 0.4:
+            self.submit()
+        live = [r for r in server.requests.values() if not r.finished()]
+        if live and draw.random() < 0.01:
+            server.abort(draw.choice(live).rid)
+        if server.chunked_req is not None and draw.random() < 0.05:
+            server.abort(server.chunked_req.rid)
+        if draw.random() < 0.01:
+            server.pause()
+        if draw.random() < 0.02:
+            server.tree_cache.evict(EvictParams(num_tokens=draw.randint(1, 3) * P))
+
+    def submit(self) -> None:
+        draw = self.draw
+        pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, 3))]
+        prompt = [100 * piece + j for piece in pieces for j in range(P)]
+        prompt += [7] * draw.choice([0, 1, 5, 20, P - 1])
+        prompt = (prompt or [3])[: self.longest - 2]
+        kind = draw.choice([0, 0, len(self.server.requests)])  # answers that others have given, too, or one's own
+        most = min(draw.choice([1, P - 1, P, P + 1, 2 * P, 3 * P]), self.longest - len(prompt))
+        answer = [5000 + 200 * kind + i for i in range(most)]
+        self.server.submit(prompt, answer, draw.choice(self.levels), draw.choice([None, None, None, "tenant"]))
+
+
+def life(seed: int, kind: Kind) -> Counter:
+    """One server from its start until all requests are answered. Returns how often each thing happened."""
+    runtime = make_runtime(**kind.options)
+    with configured(runtime, kind.chunk, retract_every=20):
+        server = Overlap(runtime, kind.chunk, kind.disable)
+        client = Client(server, seed, kind.asked)
+        for turn in range(TURNS):
+            client.act()
+            if turn == TURNS // 2:
+                server.pause()
+            server.turn()
+        for _ in range(10 * TURNS):
+            if not server.busy:
+                break
+            server.turn()
+        assert not server.busy, "requests wait for ever"
+        server.turn()  # idle: settles
+        assert not runtime.unsettled
+        check_tree(server)
+        server.seen["evicted"] = runtime.counters.evicted_blocks
+        server.tree_cache.evict(EvictParams(num_tokens=10**9))
+        assert server.token_to_kv_pool_allocator.used_slots() == 0
+        assert runtime.available_tokens() == runtime.sizing.capacity_tokens
+        assert server.req_to_token_pool.available_size() == server.req_to_token_pool.size
+    return server.seen
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A server and what its clients ask for."""
+
+    options: dict
+    chunk: int | None = 2 * P
+    asked: tuple[str | None, ...] = (None,)
+    disable: bool = False  # the radix cache
+
+
+TIGHT = {"blocks": 7}  # uncompressed
+LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
+KINDS = {
+    "k4v4": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS)),
+    "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": "k2v2", **TIGHT}, P, (None, LOSSLESS, "k2v2")),
+    "window": Kind({"high": "k4v4", "window": 32}, P),
+    "window-tight": Kind({"high": "k8v4", "window": 2 * P, **TIGHT}),
+    "levels": Kind({"high": "k4v4", "levels": "k8v4", "window": 0}, None, (None, "k8v4")),
+    "leankv": Kind({**LEANKV, "window": 0}, asked=(None, LOSSLESS)),
+    "leankv-tight": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS)),
+    "quota": Kind({"policy": "quota", "keep": 0.5}, P),
+    "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
+    "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
+    "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are small, and threads of several workers would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_lives(name):
+    kind, seen = KINDS[name], Counter()
+    for seed in range(LIVES):
+        seen += life(seed, kind)
+    print(name, dict(seen))
+    expected = {"retracted", "paused"}
+    expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
+    expected |= {"chunks"} if kind.chunk else set()
+    expected |= set() if kind.disable else {"hits", "hits after a retraction", "evicted"}
+    assert not expected - seen.keys(), "these lives hold too little"
