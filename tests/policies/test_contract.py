@@ -13,6 +13,7 @@ import torch
 
 from kvc_kernels import ops
 from sglang_kvc.policies import BLOCK, POLICIES, SCORERS, SHARES, Policy, Prune
+from sglang_kvc.policies.scorers.base import RowScorer
 from sglang_kvc.runtime import make_policy
 
 from .support import H, L, P, World, statistics
@@ -74,6 +75,23 @@ def test_contract(policy):
     moved = ops.compact(world.store, world.row[:3], 1, tiers, from_rung=0)
     assert moved.tolist() == by_block.tolist()
     ops.check_invariants(world.store)
+
+
+def test_exactly_the_sinks_are_protected(monkeypatch):
+    """Later tokens count more. Of the sequence's first block the sinks stay all the same, and the token behind them
+    goes; of the second block the first tokens go."""
+
+    class Later(RowScorer):
+        name = "later"
+
+        def score_layer(self, evidence, layer):
+            return evidence.positions()[:, None, :].expand(-1, evidence.layout.heads, -1)
+
+    monkeypatch.setitem(SCORERS, "later", Later)
+    sinks = 4
+    kept = World.make(Prune(scorer="later", share="uniform", sinks=sinks)).tiers((0, 1)) == 2
+    assert kept[0, :, :, :sinks].all() and not kept[0, :, :, sinks].any()
+    assert not kept[1, :, :, :sinks].any()
 
 
 def test_block_scope_means_the_blocks_own_rows(policy):

@@ -171,3 +171,16 @@ def test_a_prompt_is_planned_as_one_whoever_sees_its_end_first(tokens):
     n = (tokens - P) // P
     assert queued_for_a_prompt(tokens, False) == [([P * i for i in range(n)], [0] * n)]
     assert queued_for_a_prompt(tokens, True) == queued_for_a_prompt(tokens, False)
+
+
+@pytest.mark.parametrize("new", [0, 5])
+def test_a_request_that_ends_is_planned_by_its_length_once_it_has_answered(new):
+    """What its window held is packed at its end: by the prompt's rule before the first token, then by Algorithm 1's."""
+    server = ToyServer(**LEANKV, window=P, blocks=20)
+    req = server.admit(list(range(2 * P)))
+    for step in range(new):
+        assert server.decode(req, step)
+    server.runtime.log.clear()
+    server.finish(req)
+    (op,) = (op for op in server.runtime.log.drain() if isinstance(op, Compact))
+    assert op.starts.tolist() == [P] and op.lengths.tolist() == [2 * P + new if new else 0]

@@ -1,0 +1,103 @@
+"""What is counted and charged against what the store really holds, recounted without the code that counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from kvc_kernels import ops
+from kvc_kernels.layout import FORMATS, PoolLayout
+from sglang_kvc.blocks import State
+from sglang_kvc.policies.leankv import LeanKV
+
+from . import record
+from .model import P, ToyServer, make_runtime, pages_held
+
+
+def bytes_in_store(runtime, blocks: np.ndarray) -> int:
+    """Bytes of the pages of `blocks`, of those pages' places in the ring, and of every row that a block id has."""
+    store = runtime.store
+    page = store.pages[0].nbytes + store.ring[0].nbytes
+    rows = [x for x in (store.table, store.counts, store.headers, store.rung, store.observed) if len(x)]
+    assert all(len(x) == runtime.sizing.num_blocks for x in rows)
+    return int(pages_held(store)[blocks].sum()) * page + len(blocks) * sum(x[0].nbytes for x in rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"high": "bf16"}, {"high": "k4v4"}, {"policy": "quota", "keep": 0.5}, {"high": "k8v8", "key_mode": "token"}],
+    ids=lambda options: "-".join(str(x) for x in options.values()),
+)
+def test_bytes_are_those_of_pages_tables_headers_and_ring(options):
+    server = ToyServer(**options)
+    for tail in (1, 2):
+        server.admit([*range(2 * P), *[tail] * 40])
+    server.runtime.flush()
+    stats, state = server.runtime.stats(), server.runtime.blocks.state
+    assert stats.bytes == bytes_in_store(server.runtime, np.flatnonzero(state != State.FREE))
+    assert stats.packed_bytes == bytes_in_store(server.runtime, np.flatnonzero(state == State.PACKED))
+
+
+@pytest.mark.parametrize("low", [None, "k4v2"])
+def test_a_full_pool_is_packed_in_waves_that_the_reserve_pays_for(low):
+    """All blocks are queued at once when nothing is free but the reserve: no page may be handed out twice."""
+    tiers = {"policy": "leankv", "high": "k8v4", "low": low} if low else {"high": "k4v4"}
+    runtime = make_runtime(blocks=20, window=0, **tiers)
+    blocks = runtime.take([P * i for i in range(runtime.available_tokens() // P)])
+    runtime.flush()
+    head, tail = runtime.store.cursor.tolist()
+    assert len(blocks) * runtime.store.ladder[1].pages > tail - head, "one wave would fit"
+    numbers = record.history(list(range(P * len(blocks))), None)
+    slots = torch.tensor(blocks).repeat_interleave(P) * P + torch.arange(P).repeat(len(blocks))
+    record.write_rows(runtime.store, slots, numbers)
+    assert runtime.queue_due(blocks) == len(blocks)
+    runtime.flush()
+    ops.check_invariants(runtime.store)
+    record.check(runtime.store, {b: numbers[P * i : P * (i + 1)] for i, b in enumerate(blocks)}, keeps_all=low is None)
+
+
+def test_block_ids_are_a_limit_where_blocks_are_smaller_than_was_assumed():
+    """LeanKV may prune a block to nothing. Then ids run out long before pages."""
+    runtime = make_runtime(blocks=4, policy="leankv", high="k8v4", low="k4v2", alpha_high=9, alpha_low=9, window=0)
+    held = []
+    while ids := runtime.take([0]):
+        held += ids
+        assert len(held) < runtime.sizing.num_blocks
+        runtime.step += 1
+        runtime.flush()
+        runtime.store.observed[ids] = 1
+        runtime.queue_due(ids)
+        runtime.settle()
+    assert len(held) == runtime.sizing.num_blocks - 1
+    assert runtime.ledger.free > 4 * runtime.layout.block_pages_bf16, "pages ran out"
+    assert runtime.available_tokens() == runtime.reachable_tokens() == 0
+    runtime.ledger.set_idle(np.array(held[:1]), True)
+    assert runtime.reachable_tokens() == P and runtime.available_tokens() == 0
+
+
+@pytest.mark.parametrize(("high", "low"), [("k8v4", "k4v2"), ("k4v4", "k2v2")])
+@pytest.mark.parametrize("page_bytes", [1152, 1680, 2304])
+def test_leankv_is_charged_for_the_worst_split_of_a_head(high, low, page_bytes):
+    layout = PoolLayout(2, 3, 32, P, page_bytes, scored=True)
+    tokens = [layout.page(FORMATS[f]).tokens for f in (high, low)]
+    splits = [-(-n // tokens[0]) + -(-(P - n) // tokens[1]) for n in range(P + 1)]
+    charged = LeanKV(high=high, low=low).ladder(layout)[1].pages
+    assert charged >= 2 * 3 * min(max(splits), layout.head_pages_bf16)
+
+
+def test_the_prefix_that_was_used_last_is_evicted_last():
+    server = ToyServer(high="bf16", blocks=6)
+    prompts = [[1000 * n + i for i in range(P)] + [n] for n in range(3)]
+    blocks = []
+    for prompt in prompts:
+        req = server.admit(prompt)
+        blocks.append(req.kvc.blocks[0])
+        server.finish(req)
+    server.finish(server.admit(prompts[0]))  # a hit
+    order = []
+    while server.runtime.ledger.idle_blocks:
+        server.tree.evict(EvictParams(num_tokens=P))
+        order += [b for b in blocks if server.runtime.blocks.state[b] == State.FREE and b not in order]
+    assert order == [blocks[1], blocks[2], blocks[0]]
