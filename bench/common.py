@@ -26,6 +26,7 @@ import requests
 
 from bench import ports
 from bench.client import Client
+from bench.guard import Guard
 from bench.revision import RESULTS, ROOT, commit
 from kvc_kernels.layout import FORMATS
 
@@ -133,6 +134,7 @@ class Server:
         self.env = {**os.environ, **_quiet_environment(), **(env or {})}
         self.log = Path(tempfile.mkdtemp(prefix="kvc-server-")) / "server.log"
         self.process: subprocess.Popen | None = None
+        self.guard: Guard | None = None
         self.started = 0  # lines of the log that no error is looked for in
         self.seconds_to_start = 0.0
 
@@ -166,6 +168,7 @@ class Server:
                 self._listen_at(None)
 
     def _start(self) -> None:
+        self.guard = Guard()
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(
                 self.command,
@@ -175,6 +178,7 @@ class Server:
                 cwd=self.log.parent,  # not the repository: `python -m` puts its own directory on the path
                 start_new_session=True,
             )
+        self.guard.watch(self.process.pid)
         began = time.monotonic()
         try:
             while not self._healthy():
@@ -225,6 +229,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 continue
         self.process = None
+        self.guard.release()
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self._lines()[-lines:])

@@ -44,6 +44,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
     }
     fmt, extra, memory, env = table[name]
+    extra = ["--sleep-on-idle", *extra]  # else a waiting server takes a core from the tests beside it
     if STOCK:
         tokens = "2048" if memory == SMALL else "11264"
         return common.stock("--page-size", str(BLOCK), "--max-total-tokens", tokens, *extra), {
