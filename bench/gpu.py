@@ -9,7 +9,8 @@ way. Last the sanitizer, on all GPUs.
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
 only how it ended. `serving`, `agents` and `first_token` need a model of some size (`--model`); those that serve the
-demo model are `cold_warm`, `page_hash` and `devices`.
+demo model are `served`, `kits`, `cold_warm`, `page_hash` and `devices`. It is found in SGLANG_KVC_CACHE, where the
+machine has no network: copy the folder that `python -m sglang_kvc.demo` prints there.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("extend", "bench.kernels.extend", 300, TIMED),
         ("compaction", "bench.kernels.compaction", 300, TIMED),
         ("tests", f"pytest -q -p no:cacheprovider -n {min(16, os.cpu_count() or 1)} tests/gpu", 900, RIGHT),
+        ("served", ["pytest", "-q", "-p", "no:cacheprovider", "tests/server", "-m", "not cpu_only"], 580, RIGHT),
+        ("kits", "bench.serve.kits --format k4v4,leankv,quota", 580, RIGHT),
         ("windows", windows, 500, RIGHT),
         ("devices", "bench.serve.devices --against bench/results/serve/devices_cpu.json.gz", 500, RIGHT),
         ("page_hash", "bench.serve.page_hash --name serve/page_hash_gpu", 400, RIGHT),

@@ -1,6 +1,6 @@
 """Do SGLang's own test kits pass against a server with the compressed cache, under strict memory checks?
 
-    python -m bench.serve.kits [--quick] [--only radix,abort] [--format k4v4] [--block 64] [--nodes 400]
+    python -m bench.serve.kits [--quick] [--only radix,abort] [--format k4v4,leankv] [--block 64] [--nodes 400]
 
 Each kit runs unmodified as a client of our server (`sglang.test.kits`). The server checks its memory
 account in every step (SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY). After each kit the server must be
@@ -8,6 +8,13 @@ alive, its log free of errors, and, once flushed, every page free again: the rad
 status codes only. Results are added to those of earlier runs with the same settings. `--quick` asks for
 fewer nodes, clients and tokens. On a CPU several kits get smaller numbers than they were written for; the
 result file says which.
+
+Several formats are served at the same time, each by a process and servers of its own. On a GPU the kits are
+those of `GPU_KITS`, servers have overlap scheduling and CUDA graphs, and the share of kits that pass is the
+score `kits.gpu.<format>`, once all of them ran at one commit with the default numbers.
+
+The model is the demo model. Without a network, copy its folder to another machine and name the folder above
+it in SGLANG_KVC_CACHE (`python -m sglang_kvc.demo` prints where it is here).
 """
 
 from __future__ import annotations
@@ -18,6 +25,8 @@ import importlib
 import io
 import json
 import random
+import signal
+import subprocess
 import sys
 import time
 import unittest
@@ -31,7 +40,9 @@ from bench.compare import TIE, match
 
 NAME = "serve/kits"
 NODES = 400  # what the kit itself takes
+BLOCK = 64
 RUNNING = ("--max-running-requests", "16")
+MEMORY = {"cpu": "192MiB", "gpu": "256MiB"}  # little, so that the radix kit meets eviction
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,8 @@ class Kit:
     run: Callable[[common.Server, argparse.Namespace, dict], None]
     env: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = RUNNING
-    memory: str | None = None  # where it must not be little
+    gpu_args: tuple[str, ...] | None = None  # in their place on a GPU
+    cpu_memory: str | None = None  # where it must not be little; on a GPU no server is started for that
 
 
 def radix(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
@@ -104,13 +116,16 @@ def mixin(
     numbers: dict | None = None,
     quick_numbers: dict | None = None,
     skip: dict[str, str] | None = None,
+    gpu_numbers: dict | None = None,
 ) -> Callable[[common.Server, argparse.Namespace, dict], None]:
-    """A kit written as a mix-in of unittest classes. `skip`: test -> why the model cannot pass it."""
+    """A kit written as a mix-in of unittest classes. `skip`: test -> why the model cannot pass it. `gpu_numbers`: of a
+    GPU, where answers must be long to be still under way when the kit acts."""
 
     def run(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
         module, name = path.split(":")
         kit = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
         used = {**(numbers or {}), **((quick_numbers or {}) if args.quick else {})}
+        used |= (gpu_numbers or {}) if common.has_gpu() else {}
         notes.update(used)
         attributes = {"base_url": server.url, "model": server.model, "process": server.process, **used}
         case = type("KitTest", (kit, unittest.TestCase), attributes)
@@ -142,9 +157,15 @@ def kl(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
 
 
 KL_THRESHOLD = 0.02
+LONG = 7000  # tokens of an answer that takes a small model seconds on a GPU, too; its context has 8192
 ABORT = {"abort_all_num_requests": 16, "abort_all_max_new_tokens": 4000, "abort_all_sleep": 6}
 PAUSE = {"pause_num_requests": 12, "pause_max_new_tokens": 192}
+ABORT_GPU = {"abort_all_max_new_tokens": LONG, "abort_all_sleep": 2}
+PAUSE_GPU = {"pause_max_new_tokens": 3000}
 PAUSE_QUICK = {"pause_num_requests": 4, "pause_max_new_tokens": 64, "pause_duration": 2}
+WAITING = {"waiting_timeout_max_new_tokens": 120}
+WAITING_GPU = {"waiting_timeout_max_new_tokens": LONG}
+WAVES_GPU = {"running_timeout_max_new_tokens": LONG}
 WAVES = {"running_timeout_num_wave1": 4, "running_timeout_num_wave2": 4}
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "16"}
 # On stock SGLang the same, same run: bench/results/serve/kits_stock_p64.json.
@@ -158,12 +179,16 @@ CANNOT = {
 KITS = {
     "radix": Kit("radix_cache_server_kit", radix),
     "hit": Kit("cache_hit_kit", cache_hit),
-    "abort": Kit("abort_timeout_kit, abort all", mixin("abort_timeout_kit:AbortAllMixin", ABORT)),
+    "abort": Kit(
+        "abort_timeout_kit, abort all",
+        mixin("abort_timeout_kit:AbortAllMixin", ABORT, gpu_numbers=ABORT_GPU),
+    ),
     "pause": Kit(
         "pause_generation_kit",
-        mixin("pause_generation_kit:PauseResumeInPlaceMixin", PAUSE, PAUSE_QUICK),
+        mixin("pause_generation_kit:PauseResumeInPlaceMixin", PAUSE, PAUSE_QUICK, gpu_numbers=PAUSE_GPU),
         # It wants some text from every request; the demo model sometimes ends at its first token.
         args=(*RUNNING, "--preferred-sampling-params", '{"min_new_tokens": 4}'),
+        gpu_args=(*RUNNING, "--preferred-sampling-params", '{"min_new_tokens": 2500}'),
     ),
     "kl": Kit("kl_divergence_kit", kl),
     "json": Kit("json_constrained_kit", mixin("json_constrained_kit:JSONConstrainedMixin")),
@@ -175,21 +200,23 @@ KITS = {
     "stress": Kit(
         "basic_scheduler_stress_kit",
         mixin("basic_scheduler_stress_kit:BasicSchedulerStressMixin", skip=CANNOT),
-        memory="1GB",  # a single prompt nearly fills the model's context
+        cpu_memory="1GB",  # a single prompt nearly fills the model's context
     ),
     "waiting": Kit(
         "abort_timeout_kit, waiting timeout",
-        mixin("abort_timeout_kit:WaitingTimeoutMixin", {"waiting_timeout_max_new_tokens": 120}),
+        mixin("abort_timeout_kit:WaitingTimeoutMixin", WAITING, gpu_numbers=WAITING_GPU),
         env={"SGLANG_REQ_WAITING_TIMEOUT": "2"},
         args=("--max-running-requests", "1"),
     ),
     "running": Kit(
         "abort_timeout_kit, running timeout",
-        mixin("abort_timeout_kit:RunningTimeoutTwoWaveMixin", WAVES),
+        mixin("abort_timeout_kit:RunningTimeoutTwoWaveMixin", WAVES, gpu_numbers=WAVES_GPU),
         env={"SGLANG_REQ_RUNNING_TIMEOUT": "5"},
     ),
     "retract": Kit("radix_cache_server_kit, forced retraction", radix, env=RETRACT),
 }
+# Those that need no grammar backend and no better model. Neighbors share a server where options are the same.
+GPU_KITS = ("radix", "hit", "abort", "stress", "pause", "waiting", "running", "retract")
 
 
 @contextlib.contextmanager
@@ -249,27 +276,39 @@ def _after(server: common.Server, start: int | None, before: int) -> str:
     return "" if start == end else f"{start} pages were free before, {end} after the flush"
 
 
+def server_options(kit: Kit, args: argparse.Namespace) -> list[str]:
+    shared = ["--enable-fp32-lm-head", "--chunked-prefill-size", "512"]
+    options = [*kit.args, *shared]
+    if common.has_gpu():
+        graphs = ["--cuda-graph-max-bs-decode", RUNNING[1]]
+        options = [*common.ON_GPU.split(), *graphs, *(kit.gpu_args or kit.args), *shared]
+    if args.format == "stock":
+        return common.stock(*options)
+    memory = args.memory or (MEMORY["gpu"] if common.has_gpu() else kit.cpu_memory or MEMORY["cpu"])
+    return common.kvc(args.format, *options, block=args.block, memory=memory)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help=f"of {','.join(KITS)}")
-    parser.add_argument("--format", default="k4v4", help="a packed format, bf16, quota, leankv; or stock")
-    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--format", default="k4v4", help="a packed format, bf16, quota, leankv; or stock; or several")
+    parser.add_argument("--block", type=int, default=BLOCK)
     parser.add_argument("--nodes", type=int, default=NODES, help="prompts of the radix kit")
-    parser.add_argument("--memory", default="192MiB", help="little, so that the radix kit meets eviction")
+    parser.add_argument("--memory", default="", help=f"of the cache; {MEMORY['cpu']}, on a GPU {MEMORY['gpu']}")
     args = parser.parse_args()
+    if unknown := {*filter(None, args.only.split(","))} - {*KITS}:
+        parser.error(f"no such kit: {', '.join(sorted(unknown))}; there are {', '.join(KITS)}")
+    if "," in args.format:
+        return side_by_side(args.format.split(","), sys.argv[1:])
 
-    names = args.only.split(",") if args.only else list(KITS)
+    names = args.only.split(",") if args.only else GPU_KITS if common.has_gpu() else [*KITS]
     rows, server, started = [], None, None
     try:
         for kit in (KITS[n] for n in names):
-            options = [*kit.args, "--enable-fp32-lm-head", "--chunked-prefill-size", "512"]
-            if args.format == "stock":
-                options = common.stock(*options)
-            else:
-                options = common.kvc(args.format, *options, block=args.block, memory=kit.memory or args.memory)
+            options = server_options(kit, args)
             if server is None or not server.alive or started != (options, kit.env):
                 if server is not None:
                     server.stop()
@@ -278,25 +317,50 @@ def main() -> int:
             rows.append(run_kit(kit, server, args))
             _write(args, rows[-1])
             state = "passed" if rows[-1]["passed"] else "FAILED"
-            print(
-                f"{kit.name:45} {state} {rows[-1]['seconds']:8.1f} s  {rows[-1]['problem'][:300]}", flush=True
-            )
+            name = f"{args.format}: {kit.name}"
+            print(f"{name:50} {state} {rows[-1]['seconds']:8.1f} s  {rows[-1]['problem'][:300]}", flush=True)
     finally:
         if server is not None:
             server.stop()
     passed = sum(r["passed"] for r in rows)
-    print(f"{passed} of {len(rows)} kits passed")
+    print(f"{args.format}: {passed} of {len(rows)} kits passed", flush=True)
     return 0 if passed == len(rows) else 1
+
+
+def side_by_side(formats: list[str], argv: list[str]) -> int:
+    """One process for each format, because kits patch modules; interrupted with this one. 1 if any failed."""
+    command = [sys.executable, "-m", "bench.serve.kits", *argv]
+    runs = [subprocess.Popen([*command, "--format", fmt], cwd=common.ROOT) for fmt in formats]
+    try:
+        return int(any([run.wait() for run in runs]))
+    except BaseException:
+        for run in runs:
+            run.send_signal(signal.SIGINT)
+        for run in runs:
+            run.wait()
+        raise
+
+
+def scores(args: argparse.Namespace, kits: list[dict]) -> dict[str, tuple[float, str]]:
+    """Of a GPU, where all its kits ran at this commit and none with less than it asks for."""
+    last = {r["kit"]: r for r in kits if r["commit"] == common.commit()}
+    wanted = [KITS[name].name for name in GPU_KITS]
+    if not common.has_gpu() or args.quick or args.block != BLOCK or args.nodes < NODES or not {*wanted} <= {*last}:
+        return {}
+    passed = sum(last[name]["passed"] for name in wanted)
+    return {f"kits.gpu.{args.format}": (passed / len(wanted), f"share of {len(wanted)} kits of SGLang")}
 
 
 def _write(args, row: dict) -> None:
     """After each kit, so that a run that is cut short leaves what it has; a kit that ran before is replaced."""
-    name = f"{NAME}_{args.format}_p{args.block}" + ("_quick" if args.quick else "")
+    name = f"{NAME}_{args.format}_p{args.block}"
+    name += ("_gpu" if common.has_gpu() else "") + ("_quick" if args.quick else "")
     row |= {"commit": common.commit(), "command": common.command_line()}
     path = common.RESULTS / f"{name}.json"
     earlier = json.loads(path.read_text())["numbers"]["kits"] if path.exists() else []
     kits = [*(r for r in earlier if r["kit"] != row["kit"]), row]
-    common.write_result(name, {"passed": sum(r["passed"] for r in kits), "of": len(kits), "kits": kits})
+    numbers = {"passed": sum(r["passed"] for r in kits), "of": len(kits), "kits": kits}
+    common.write_result(name, numbers, scores=scores(args, kits))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     }
     fmt, extra, memory, env = table[name]
     extra = ["--sleep-on-idle", *extra]  # else a waiting server takes a core from the tests beside it
+    if common.has_gpu():
+        extra = [*common.ON_GPU.split(), "--cuda-graph-max-bs-decode", str(ROWS), *extra]
     if STOCK:
         tokens = "2048" if memory == SMALL else "11264"
         return common.stock("--page-size", str(BLOCK), "--max-total-tokens", tokens, *extra), {
@@ -55,7 +57,9 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _graphs() -> dict[str, str]:
-    """The plug-in in `graphs_on_cpu/`, with the metadata by which SGLang finds it."""
+    """The plug-in in `graphs_on_cpu/`, with the metadata by which SGLang finds it; a GPU has graphs."""
+    if common.has_gpu():
+        return {}
     folders = str(Path(__file__).parent / "graphs_on_cpu"), os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 

@@ -59,6 +59,7 @@ def test_question_about_a_long_text(packed, tok):
     assert "7391" in answer.text
 
 
+@pytest.mark.cpu_only  # a grammar backend, which `ON_GPU` does without
 def test_json_schema(packed):
     schema = {
         "type": "object",
@@ -77,6 +78,7 @@ def test_json_schema(packed):
     assert isinstance(parsed["name"], str) and isinstance(parsed["population"], int)
 
 
+@pytest.mark.cpu_only  # a grammar backend, which `ON_GPU` does without
 def test_regex(packed):
     pattern = r"2024-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
     prompt = "A date in the format YYYY-MM-DD: "
@@ -84,6 +86,7 @@ def test_regex(packed):
     assert re.fullmatch(pattern, answer.text), answer.text
 
 
+@pytest.mark.cpu_only  # a grammar backend, which `ON_GPU` does without
 def test_grammar_beside_free_requests(packed):
     """Constrained and free requests in one batch do not disturb each other."""
     pattern = r"\(\d{3}\) \d{3}-\d{4}"

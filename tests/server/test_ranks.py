@@ -6,7 +6,10 @@ import pytest
 
 from .conftest import BLOCK, ROWS, STOCK, tokens
 
-pytestmark = pytest.mark.skipif(STOCK, reason="about the compressed cache of each rank")
+pytestmark = [
+    pytest.mark.skipif(STOCK, reason="about the compressed cache of each rank"),
+    pytest.mark.cpu_only,  # two ranks on one machine
+]
 
 
 def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
