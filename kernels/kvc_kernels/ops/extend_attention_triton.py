@@ -32,7 +32,6 @@ CHUNK = 32  # blocks whose tiles a program lists at a time
 # FlashInfer takes the new tokens among themselves where they are this share of the work over the prefix, and this many
 # products a head; below, they cost less as further tiles of our kernel than as another launch.
 OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
-HOPPER_LEAST_ROWS = 32
 WIDE_SHARED = 106_496  # bytes that a program of the default tuning takes with head_dim 256
 
 
@@ -274,9 +273,9 @@ class ExtendAttention:
         if not self._use_pages or self._plan_unpacked(row_blocks, prefix_lens, extend_lens):
             return
         widest = max(extend_lens, default=0) * self.group
-        # The warp-specialised kernel knows no staged blocks; what lies in pages it takes with them or without.
+        # The warp-specialised kernel reads no staged blocks; what lies in pages it takes with them or without.
         staged_here = self._stages and not self._use_ragged
-        self._use_hopper = self._hopper is not None and widest > HOPPER_LEAST_ROWS and not staged_here
+        self._use_hopper = self._hopper is not None and not staged_here
         if self._use_hopper:
             self._rows, programs = 256 if widest > 128 else 128, self._sms
         else:
