@@ -89,6 +89,7 @@ class Runtime:
     # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     _exact_need: int | None = None
+    _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
     @classmethod
     def build(
@@ -238,6 +239,7 @@ class Runtime:
         lengths = np.full(len(due), length, dtype=np.int64)
         generations = self.blocks.generation[due].copy()
         self.log.push(Compact(due, from_rung, to_rung, self.blocks.start[due], lengths, generations))
+        self._open_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
         self.blocks.rung[due] = to_rung
         self.counters.compactions += len(due)
@@ -267,6 +269,7 @@ class Runtime:
         self.log.clear()
         self.pending.clear()
         self.extending.clear()
+        self._open_queued = False
         self.blocks.reset()
         self.ledger.reset()
         self.store.reset()
@@ -278,7 +281,7 @@ class Runtime:
         if not len(self.log):
             return
         began = time.perf_counter()
-        compacted = False
+        compacted = self._open_queued = False
         for op in self.log.drain():
             if isinstance(op, Take):
                 self._ring.take_bf16(self.store, self._to_device(op.blocks))
@@ -365,9 +368,8 @@ class Runtime:
 
     @property
     def overcharged(self) -> bool:
-        """Whether settling may free memory: counts are under way, or compactions queued that have none yet."""
-        queued = (op for op in self.log.ops if isinstance(op, Compact))
-        return bool(self.pending) or any(not self.store.ladder[op.to_rung].exact for op in queued)
+        """Whether settling may free memory: counts are under way, or compactions queued that will have some."""
+        return self._open_queued or bool(self.pending)
 
     def settle(self) -> None:
         """Flush and harvest with a sync: at idle, and before giving up on memory.
