@@ -34,8 +34,8 @@ from kvc_patches import admission, allocation
 from kvc_patches import scheduler as hooks
 from sglang_kvc.allocator import KvcAllocator
 from sglang_kvc.levels import namespace
-from sglang_kvc.oplog import Compact
 from sglang_kvc.radix_cache import KvcRadixCache
+from sglang_kvc.runtime import Runtime
 
 from . import record
 from .audit import check_device, check_reads, check_records
@@ -104,6 +104,7 @@ class Overlap(Scheduler):
 
     def __init__(self, runtime, chunk: int | None, disable: bool):
         self.runtime, self.seen = runtime, Counter()
+        runtime._compact = self._compact  # counts
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P), runtime)
@@ -228,9 +229,10 @@ class Overlap(Scheduler):
             begins = req.extend_batch_idx == 1 and len(req.prefix_indices) > 0
             self.seen["hits"] += begins
             self.seen["hits after a retraction"] += begins and req.retraction_count > 0
-        for op in self.runtime.log.ops:
-            if isinstance(op, Compact):
-                self.seen["planned again" if op.from_rung else "packed"] += len(op.blocks)
+
+    def _compact(self, op) -> None:
+        self.seen["planned again" if op.from_rung else "packed"] += len(op.blocks)
+        Runtime._compact(self.runtime, op)
 
     @staticmethod
     def _span(batch, i: int) -> tuple[int, int]:
