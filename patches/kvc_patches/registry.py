@@ -48,6 +48,7 @@ TARGETS = frozenset(
         f"{_SRT}.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         f"{_SRT}.constrained.xgrammar_backend._allocate_token_bitmask",
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        f"{_SRT}.managers.schedule_batch.release_req",
         f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
         f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
         f"{_SRT}.mem_cache.allocation.alloc_for_decode",
