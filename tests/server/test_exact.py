@@ -14,11 +14,7 @@ import pytest
 from bench import prompts
 from bench.compare import match
 
-from .conftest import BLOCK, border, tokens
-
-# With room: kvc and stock at other prefix hits (other matrix shapes) parted by 0.09, drifted by 0.12 nat.
-TIE = 0.2  # nats between the two candidates where two answers part
-DRIFT = 0.4  # nats between the two runs' log-probabilities of one token, at most
+from .conftest import BLOCK, DRIFT, EXACT, TIE, border, tokens
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +30,12 @@ def assert_same(alone, company):
         (i, m.to_dict()) for i, m in enumerate(matches) if not (m.same or m.gap <= TIE) or m.drift > DRIFT
     ]
     assert not wrong, wrong
+
+
+def test_prompts_read_what_the_model_computed(exact, tok, off_by):
+    """Two runs of a server that packs would agree with each other; another implementation does not with them."""
+    prompt = prompts.cut(tok, prompts.prose(), 7 * BLOCK + 10)
+    assert off_by(exact.client.generate(prompt, 1, input_from=BLOCK - 1), prompt) < EXACT
 
 
 def test_rows_reused_at_once(exact, tok):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench import prompts
 from bench.client import RequestRefused
+from bench.common import demo_model
 
-from .conftest import BLOCK, LEVEL, LOSSLESS, STOCK, border, tokens
+from .conftest import BLOCK, EXACT, LEVEL, LOSSLESS, STOCK, border, tokens
 
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
 
@@ -21,6 +23,14 @@ def test_lossless_blocks_are_kept_and_shared_only_among_their_like(packed, rng):
     assert again.ids == first.ids[:4]
     assert packed.client.generate(prompt, 4).cached_tokens == 0
     assert packed.client.when_idle()["packed_tokens"] == 4 * BLOCK
+
+
+def test_lossless_requests_read_what_the_model_computed(packed, off_by):
+    """What its own account says of the blocks is not asked: the numbers are compared with another implementation's."""
+    prompt = prompts.cut(prompts.tokenizer(demo_model()), prompts.prose(), 7 * BLOCK + 10)
+    ask = {"input_from": BLOCK - 1}
+    assert off_by(packed.client.generate(prompt, 1, sampling=LOSSLESS, **ask), prompt) < EXACT
+    assert off_by(packed.client.generate(prompt, 1, **ask), prompt) > EXACT, "packed blocks would not be noticed"
 
 
 @pytest.mark.parametrize("level", ["best", 3, ["lossless"], LEVEL])

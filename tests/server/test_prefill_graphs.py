@@ -14,12 +14,11 @@ import pytest
 from bench import prompts
 from bench.compare import match
 
-from .conftest import BLOCK, tokens
+from .conftest import BLOCK, DRIFT, TIE, tokens
 
 pytestmark = pytest.mark.cpu_only  # what the stand-in for graphs writes into the log is looked at
 
 FREE = itertools.count()
-TIE, DRIFT = 0.2, 0.4  # nats: a toss-up that rounding decides, and what it does to a token that both chose
 
 
 def padded(server) -> list[tuple[int, int]]:
