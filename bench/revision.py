@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# KVC_RESULTS: another folder, for a machine that hands back files but no checkout.
+# KVC_RESULTS: another folder for result files.
 RESULTS = Path(os.environ.get("KVC_RESULTS") or ROOT / "bench" / "results").resolve()
 CODE = ("sglang_kvc", "kernels", "patches", "bench/*.py")
 

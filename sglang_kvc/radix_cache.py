@@ -139,10 +139,11 @@ class KvcRadixCache(RadixCache):
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """The request ends (or is retracted or aborted): the tree keeps its full blocks, the rest is freed.
 
-        Blocks of a private request (`--kvc-trust salt`) are all freed when it ends: no other request finds them."""
+        Blocks of a private request (`--kvc-trust salt`) are all freed when it ends: no other request finds them. A
+        retracted one, which has not finished, finds its own again."""
         seq: Sequence = req.kvc
         seq.leave(self.runtime)
-        private = is_insert and getattr(req, "kvc_private", False)
+        private = getattr(req, "kvc_private", False) and (is_insert or req.finished())
         kept, due = seq.shared, [] if private else seq.blocks[: seq.shared]
         if is_insert and not private and not self.disable and not self.disable_finished_insert:
             key = self._key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])

@@ -246,9 +246,16 @@ class Runtime:
 
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
         """The sequence of each request of an extend forward; None for those of the engine's own warm-up, which no
-        scheduler allocated."""
+        scheduler allocated. RuntimeError if some of them, but not these in this order, were allocated last."""
         known = [rid for rid, _ in self.extending]
-        return [seq for _, seq in self.extending] if rids == known else [None] * len(rids)
+        if rids == known:
+            return [seq for _, seq in self.extending]
+        if not set(rids).isdisjoint(known):
+            raise RuntimeError(
+                f"a forward extends {len(rids)} requests but the last allocation was for {len(known)} others; "
+                "--kv-backend kvc needs both to be the same batch"
+            )
+        return [None] * len(rids)
 
     def stored_as(self, seqs: list[Sequence | None]) -> list[Format | None]:
         """For each request: as what its full blocks are seen by queries behind them, None as they are."""
@@ -368,7 +375,7 @@ class Runtime:
 
     @property
     def overcharged(self) -> bool:
-        """Whether settling may free memory: counts are under way, or compactions queued that will have some."""
+        """Whether settling may free memory: page counts are under way, or compactions that yield some are queued."""
         return self._open_queued or bool(self.pending)
 
     def settle(self) -> None:

@@ -61,8 +61,9 @@ class Sizing:
 
     `capacity_tokens` is what fits uncompressed, and what SGLang is told as its number of tokens: a lower bound that
     every request can rely on. `num_blocks` bounds how many blocks can be resident once they are compressed.
-    `staged_tokens`: of cached blocks that running windows keep uncompressed, so many tokens may be staged by one
-    prefill, whose queries see them as they will be stored; 0: no limit, for there are none.
+    A prefill stages cached blocks that running windows keep uncompressed, since its queries see them fake-quantized.
+    `staged_tokens`: the most tokens of such blocks that the prompts of one prefill may stage, beyond the first prompt;
+    0: no limit, since there are no such blocks.
     """
 
     num_bytes: int

@@ -1,4 +1,4 @@
-"""For all tests: no test draws different numbers from one run to the next, and none fails for being slow."""
+"""For all tests: no test draws different numbers from one run to the next, and none has a deadline."""
 
 import os
 import random

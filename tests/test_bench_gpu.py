@@ -14,6 +14,8 @@ from bench.common import ROOT
 
 SAY = "import os, sys, time; time.sleep(float(sys.argv[2])); "
 SAY += "open(sys.argv[1], 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + '\\n')"
+# Ends well behind another step, whose file it waits for.
+BEHIND = "import os, sys, time\nwhile not os.path.exists(sys.argv[3]): time.sleep(0.01)\n" + SAY
 # What holds a server: it says when it was stopped in order.
 HOLD = """
 import sys, time
@@ -25,15 +27,16 @@ except KeyboardInterrupt:
 """
 
 
-def say(name, kind, said, seconds=0.0, code=SAY):
-    return gpu.Step(name, [sys.executable, "-c", code, str(said / name), str(seconds)], 20, kind)
+def say(name, kind, said, seconds=0.0, code=SAY, *more):
+    return gpu.Step(name, [sys.executable, "-c", code, str(said / name), str(seconds), *more], 20, kind)
 
 
 @pytest.mark.parametrize("gpus", [["0"], ["2", "5"]])
 def test_order_and_gpus(gpus, tmp_path, capsys):
+    slow = (1.5, BEHIND, str(tmp_path / "quick")) if len(gpus) > 1 else (0.5,)
     chosen = [
         say("whole", gpu.WHOLE, tmp_path), say("right", gpu.RIGHT, tmp_path),
-        say("slow", gpu.TIMED, tmp_path, 0.5), say("quick", gpu.TIMED, tmp_path),
+        say("slow", gpu.TIMED, tmp_path, *slow), say("quick", gpu.TIMED, tmp_path),
         say("long", gpu.ALONE, tmp_path, 0.5), say("short", gpu.ALONE, tmp_path),
         say("broken", gpu.TIMED, tmp_path, code="raise SystemExit(3)"),
     ]  # fmt: skip

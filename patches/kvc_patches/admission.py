@@ -5,7 +5,8 @@ decode, handing the request back unchanged parks it for a step (a path SGLang ha
 prompts behind it; finishing or retracted requests then make room.
 
 Blocks of a cached prefix that a running request's window keeps uncompressed are staged by a prefill behind it, for all
-of its prompts at once. A prompt that would stage more than memory is left for waits for the next pass.
+of its prompts at once. A prompt whose staging would exceed the reserved memory waits for the next pass; one prompt
+alone is always admitted.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import time
 from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
-REST = 10  # times as long as figures take to make they are given out again
+REST = 10  # figures are reused for this many times the time it took to make them
 _last: tuple[object, float, dict] | None = None  # runtime, until when, figures
 
 

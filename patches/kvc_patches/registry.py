@@ -27,7 +27,8 @@ _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.PoolStats"
 
-# Everything that must be patched before a pool is built. A list of its own: what was never registered must be missed.
+# Everything that must be patched before a pool is built. Kept apart from `HOOKS`, so that
+# a hook that was never registered is noticed.
 TARGETS = frozenset(
     (
         f"{_ADDER}._get_running_request_total_token_offset",

@@ -1,7 +1,7 @@
 """`sglang.srt.managers.schedule_batch.release_req`: what is evicted when a running request is retracted.
 
-SGLang then makes room for 20 more tokens of each request that stays. Most of them will lie in packed blocks; counted
-uncompressed they would cost the tree as many times their number in cached tokens as packing saves.
+SGLang then makes room for 20 more tokens of each request that stays. Most of them will lie in packed blocks. Counting
+them as uncompressed would evict several times more cached tokens than needed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,10 @@ def check_version() -> None:
 
 
 def _refuse_keyword(sentence: str) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except ImportError:  # the caller's sentence matters more than where it is said
+        return
 
     def around_init(orig, self, *args, **kwargs):
         if "kv_backend" in kwargs:

@@ -139,7 +139,7 @@ def test_few_new_tokens(form, group, head_dim, key_mode, new):
     rungs = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
     store = make_case(
         FORMS[form], group=group, head_dim=head_dim, key_mode=key_mode, heads=8, block_tokens=128, rungs=rungs,
-        device="cuda", seed=torch.seed() % 2**31,
+        device="cuda", seed=torch.initial_seed() % 2**31,
     )  # fmt: skip
     rows, prefix = torch.tensor([[9, 4, 2, 3], [7, 0, 0, 0], [10, 2, 12, 0]]), [3 * 128 + 9, 100, 2 * 128]
     q, *_ = inputs(store, group, sum(new), store.dtype, device="cuda")

@@ -57,6 +57,11 @@ def row(tokens: list[int]) -> np.ndarray:
 class Request(SimpleNamespace):
     """The attributes of SGLang's `Req` that the tree and the allocator use."""
 
+    aborted = False
+
+    def finished(self) -> bool:
+        return self.aborted
+
     def get_fill_ids(self):
         return (self.origin_input_ids + self.output_ids)[: self.fill]
 

@@ -95,6 +95,16 @@ def test_private_blocks_are_freed_at_the_end(serve, chunk):
     assert server.runtime.blocks.used_count == used == 2
 
 
+def test_private_blocks_are_freed_if_a_chunk_is_aborted(serve):
+    """SGLang then frees a finished request without inserting it."""
+    server, admit = serve(**LEANKV, trust="salt")
+    req = admit(chunk=P)
+    req.aborted = True
+    server.finish(req, insert=False)
+    server.check()
+    assert server.runtime.blocks.used_count == 0
+
+
 def test_a_retracted_private_request_finds_its_blocks_again(serve):
     server, admit = serve(**LEANKV, trust="salt")
     req = admit()

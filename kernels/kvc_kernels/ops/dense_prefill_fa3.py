@@ -1,7 +1,6 @@
 """Prefill over dense rows by FlashAttention 3, in the build that `sgl_kernel` ships for Hopper; nothing is compiled.
 
-FlashAttention returns log-sum-exps to base e as `[Hq, N]`; they are stored to base 2 as `[N, Hq]`, as our kernels
-read them.
+FlashAttention returns natural log-sum-exps `[Hq, N]`. They are stored in base 2 as `[N, Hq]`, which our kernels read.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _store_lse(lse: torch.Tensor, out: torch.Tensor) -> None:
-    """`lse` fp32 `[Hq, N]` to base e -> `out` fp32 `[N, Hq]` to base 2."""
+    """Natural `lse` fp32 `[Hq, N]` -> base-2 `out` fp32 `[N, Hq]`."""
     torch.mul(lse.t(), LOG2E, out=out)
 
 

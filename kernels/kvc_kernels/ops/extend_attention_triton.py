@@ -29,8 +29,8 @@ from .unpacked_rows_triton import kernel_classes
 
 INTERPRET = triton.knobs.runtime.interpret
 CHUNK = 32  # blocks whose tiles a program lists at a time
-# FlashInfer takes the new tokens among themselves where they are this share of the work over the prefix, and this many
-# products a head; below, they cost less as further tiles of our kernel than as another launch.
+# The prefill library attends new tokens to themselves where that is at least this share of the work over the prefix and
+# at least this many products per head. Below, further tiles of our kernel cost less than another launch.
 OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
 WIDE_SHARED = 106_496  # bytes that a program of the default tuning takes with head_dim 256
 
@@ -168,7 +168,8 @@ def _extend_kernel(
 class ExtendAttention:
     """Plan and buffers of the extend attention of one store: `plan` once a forward, `run` for each layer.
 
-    The new tokens among themselves are the kernel's own last tiles, or FlashInfer's where they are most of the work.
+    The new tokens among themselves are the kernel's own last tiles, or go to a prefill library if they are most of the
+    work.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class ExtendAttention:
         if stored_as is not None:
             self._staged = StagedExtend(store, stored_as, self.ragged, query_heads=query_heads)
         self._unpacked = None
-        # Where the kernel for Hopper runs it is faster than FlashInfer over unpacked rows, too.
+        # The kernel for Hopper is faster than a library over unpacked rows, too.
         if self._hopper is None and (stored_as is not None if whole is None else whole):
             self._unpacked = UnpackedPrefix.create(store, self.ragged)
         self._few = None
@@ -287,7 +288,7 @@ class ExtendAttention:
         self._reserve()
 
     def _plan_unpacked(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> bool:
-        """Whether packed blocks are unpacked for FlashInfer in this forward; it then has the new tokens, too."""
+        """Whether packed blocks are unpacked for the library in this forward; it then takes the new tokens, too."""
         if self._unpacked is None or (self._stages and not self._use_ragged):
             return False
         skip = self._staged.waits if self._stages else None

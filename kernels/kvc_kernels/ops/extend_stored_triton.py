@@ -3,9 +3,9 @@
 A *group* is the new tokens of one block of one request. It attends to three disjoint sets of tokens: those of its own
 block (exact, causally), the blocks before it that are packed already (from pages), and the *staged* ones: full blocks
 before it that are still uncompressed, be it that this forward fills them or that they wait to be packed. Staged blocks
-of a request lie in consecutive slots of `StoredRows`. With FlashInfer the group's own block has a slot there, too, so
-that all but the packed pages is one causal call over a list of slots; else the plain kernel takes the new tokens as
-they come.
+of a request lie in consecutive slots of `StoredRows`. With a prefill library the group's own block has a slot there,
+too, so that one causal call over a list of slots covers all but the packed pages; else the plain kernel takes the new
+tokens as they come.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Groups:
 
 class StagedExtend:
     """The plan and buffers of one forward whose queries see blocks as stored; `plan` once a forward, then by layer
-    `fill`, and `own` where FlashInfer takes what is not in pages.
+    `fill`, and `own` where the library takes what is not in pages.
     """
 
     def __init__(self, store: PageStore, fmt: Format, ragged, *, query_heads: int):
@@ -134,7 +134,7 @@ class StagedExtend:
         `skips[B']` then says whose whole uncompressed blocks are staged, hence not to be read from pages; `waits[B']`
         are their places.
         `groups` is None, and the arguments come back, where no query sees a staged block. Does not sync. `sees` int32
-        `[B', 2]`: first slot and number of the staged blocks of each run, where FlashInfer does not take them.
+        `[B', 2]`: first slot and number of the staged blocks of each run, where the library does not take them.
         """
         groups = Groups.cut(prefix_lens, extend_lens, waiting, self.store.layout.block_tokens, exact)
         self.groups = groups if groups.staged else None

@@ -1,4 +1,4 @@
-"""Long appends over long packed prefixes: blocks unpacked into a reused buffer, a piece at a time, for FlashInfer.
+"""Long appends over long packed prefixes: blocks are unpacked, a piece at a time, for a prefill library.
 
 Where a thousand new tokens look at each cached one, attention is bound by arithmetic and unpacking is small beside it,
 so the fastest dense kernel wins. The buffer has a fixed size: a long prefix is taken in passes, joined by log-sum-exp.
@@ -15,7 +15,7 @@ from .unpacked_rows_triton import UnpackedRows
 
 PASS_TOKENS = 16384
 LEAST_NEW, LEAST_PREFIX = 512, 2048  # below, our kernel over packed pages is as fast
-MOST_PLANS = 8  # FlashInfer plans of a forward: one for each (new tokens, blocks) of a pass
+MOST_PLANS = 8  # plans of the library in a forward: one for each (new tokens, blocks) of a pass
 
 
 class UnpackedPrefix:
@@ -31,7 +31,7 @@ class UnpackedPrefix:
 
     @classmethod
     def create(cls, store: PageStore, ragged) -> UnpackedPrefix | None:
-        """None without FlashInfer, or where a block may keep fewer than all of its tokens in one format."""
+        """None without a library, or where a block may keep fewer than all of its tokens in one format."""
         if ragged is None or any(r.low is not None for r in store.ladder):
             return None
         return cls(store, ragged)

@@ -1,4 +1,4 @@
-"""Causal attention with a sliding window over dense rows in slots: `extend_window_triton` without FlashInfer."""
+"""Causal attention with a sliding window over dense rows in slots: `extend_window_triton` without a prefill library."""
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A query sees its own token and `window` tokens before it, so a forward reads few blocks beside its own, whatever the
 length of the prefix. They are unpacked into *slots* of one block each, the new tokens' own blocks are copied there, and
-one causal call over lists of slots does the rest: FlashInfer's where it can be had, else `window_kernel`.
+one causal call over lists of slots does the rest: a prefill library's where there is one, else `window_kernel`.
 
 A *run* is new tokens that share a list: those of one block where queries see earlier blocks as they will be stored
 (each block has a slot as it will be stored, for the queries behind it, and one as it is, for its own), else all new
@@ -117,8 +117,8 @@ class WindowedExtend:
         ragged=None,
         pass_tokens: int = PASS_TOKENS,
     ):
-        """`window` >= 0: tokens before its own that a query sees. `ragged`: FlashInfer's prefill for the same heads,
-        where FlashInfer is to be used. `stored_as`: as in `ops.extend_attention`.
+        """`window` >= 0: tokens before its own that a query sees. `ragged`: of `ragged_prefill` for the same heads,
+        where a library is to be used. `stored_as`: as in `ops.extend_attention`.
         """
         g = store.layout
         if any(r.low is not None for r in store.ladder):
