@@ -1,11 +1,12 @@
 """The scoreboard: which row counts, what a row says of its measurement, and what pages show of it."""
 
 import json
+import subprocess
 
 import pytest
 
 from bench import scoreboard, tables
-from bench.common import Score
+from bench.common import ROOT, Score
 from bench.quality import cells, intervals
 
 
@@ -15,6 +16,14 @@ def write(folder, name, device, day=1, numbers=None, **scores):
     record = {"command": "c", "commit": f"{day}abcdef0123", "device": device, "date": f"2026-01-0{day}"}
     scores = {k.replace("__", "."): Score(*v).to_dict() for k, v in scores.items()}
     path.write_text(json.dumps(record | {"scores": scores, "numbers": numbers or {}}))
+
+
+def test_figures_are_of_commits_of_this_repository():
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs the repository's history")
+    for sha in {row["commit"] for row in json.loads(scoreboard.OUT.read_text()).values()}:
+        found = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
+        assert found.returncode == 0, f"{sha} is no ancestor of HEAD"
 
 
 def test_figures_of_a_card_have_names_of_their_own(tmp_path):
