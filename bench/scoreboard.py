@@ -1,4 +1,4 @@
-"""Collect the figures of all raw result files into one, and render what README and docs show of them.
+"""Collect the figures of all raw result files into one, and render them into README and docs.
 
     python -m bench.scoreboard [--check]
 
@@ -6,8 +6,8 @@ Reads `scores` of every JSON under bench/results and writes bench/results/scoreb
 baseline, n, low, high, commands, commit, device, date, file. Figures that depend on the card have a name for each: the
 bare one is the H200's, `e2e.vs_bf16_h100` the H100's. Of several measurements of one on one card the latest counts.
 
-Renders the README's tables between its `<!-- scoreboard -->` marks, the tables of `bench.quality.report`, and single
-figures in the text of README and docs: `<!--= NAME -->1.92x<!--/-->` is the figure NAME, and with a file below
+Renders the tables of docs/benchmarks.md between its `<!-- scoreboard -->` marks, the tables of `bench.quality.report`,
+and single figures in README and docs: `<!--= NAME -->1.92x<!--/-->` is the figure NAME, and with a file below
 bench/results, a path in it and a format `<!--= e2e/serving_h100 numbers/bf16.c64/output_tok_s .0f -->1374<!--/-->`.
 `--check` only says whether all of them are up to date.
 """
@@ -27,8 +27,7 @@ from bench.tables import PRESETS, keyed, points_lost, short, shown, tables
 
 LENGTH = 2048  # tokens of the contexts whose figures are shown
 OUT = RESULTS / "scoreboard.json"
-README = ROOT / "README.md"
-PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = "<!-- scoreboard -->"
 FIGURE = re.compile(r"<!--= (?P<name>\S+)(?: (?P<path>\S+) (?P<format>\S+))? -->.*?<!--/-->", re.DOTALL)
 # The same figure under the name that a preset gives it.

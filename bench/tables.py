@@ -1,4 +1,4 @@
-"""What README and docs show of the scoreboard: tables, and where their figures come from."""
+"""The tables of docs/benchmarks.md, and where their figures come from."""
 
 from __future__ import annotations
 
@@ -14,70 +14,72 @@ from bench.revision import card
 
 CARDS = {"h200": "H200", "h100": "H100"}  # the first one's figures have the bare names
 KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.")
-LONGEST = 60  # characters of a word of a command in the README
+LONGEST = 60  # characters of a word of a command on the page
 PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
 FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "mix_256", "quota", "max")
 FORMATS += ("leankv", "kv-compress", "stock")
 TITLES = {"stock": "stock SGLang", "k4v4_half": "k4v4, half pruned", "mix": "35 % k8v4, 40 % k4v2, rest pruned",
-          "mix_256": "the same in blocks of 256 tokens"}  # fmt: skip
+          "mix_256": "the same mix, blocks of 256 tokens"}  # fmt: skip
 TITLES["kv-compress"] = "kv-compress, 4x"
 # Scores are grouped by the part of the name before the format; the rest of the names are listed one by one.
 SIZES = {
-    "serve.ratio_body": "smaller than bf16, packed blocks",
-    "serve.ratio_4k": "smaller than bf16, a request of 4k tokens",
+    "serve.ratio_body": "compression of packed blocks",
+    "serve.ratio_4k": "compression of a running 4K-token request",
 }
 # Tokens up to the first difference, and whole answers (`.answers` behind the format).
 ANSWERS = {
-    "serve.cold_warm_agreement": "from the cache and computed, CPU engine",
-    "serve.cold_warm_agreement_gpu": "from the cache and computed, GPU",
-    "serve.stock_agreement": "against stock, CPU engine",
-    "serve.stock_agreement_gpu": "against stock, GPU",
-    "serve.devices_agreement": "GPU against CPU",
+    "serve.cold_warm_agreement": "cached vs. fresh prefill, CPU engine",
+    "serve.cold_warm_agreement_gpu": "cached vs. fresh prefill, GPU",
+    "serve.stock_agreement": "vs. stock, CPU engine",
+    "serve.stock_agreement_gpu": "vs. stock, GPU",
+    "serve.devices_agreement": "GPU vs. CPU engine",
 }
-ANSWERS_NOTE = "Tokens equal up to an answer's first difference / answers (24 or 32 tokens) equal as a whole:"
+ANSWERS_NOTE = """Each cell gives the share of tokens that agree, up to and including an answer's first difference, and
+the share of whole answers (24 or 32 tokens) that agree."""
+DECODE_NOTE = "Each cell is the speedup over the fastest stock kernel, at the worse of two shapes."
 DECODE = {"decode.vs_bf16": "stock bf16", "decode.vs_fp8": "stock fp8"}
 MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.5b": "Qwen2.5-Coder-1.5B"}
 SINGLES = {
-    "e2e.vs_bf16": "output tokens/s against stock bf16 at equal KV memory, 64 x (4096 in, 512 out)",
-    "e2e.vs_fp8": "against stock fp8",
-    "e2e.ttft_vs_fp8": "median time to the first token of these sessions, against stock fp8",
-    "e2e.unconstrained_vs_bf16": "output tokens/s against stock bf16 with memory to spare, worst of 1, 8, 64 sessions",
-    "e2e.unconstrained_vs_bf16_c1": "one session",
-    "e2e.unconstrained_vs_bf16_c8": "8 sessions",
-    "e2e.unconstrained_vs_bf16_c64": "64 sessions",
-    "e2e.first_token.computed_vs_bf16": "time to the first token of one request, computed, of a length without padding",
-    "e2e.first_token.computed_at_once_vs_bf16": "computed right behind another request",
-    "e2e.first_token.computed_padded_vs_bf16": "computed, a length that stock pads to the next graph",
-    "e2e.first_token.computed_padded_at_once_vs_bf16": "the same, right behind another request",
-    "e2e.first_token.cached_vs_bf16": "the same prompt again, after a pause",
-    "e2e.first_token.cached_at_once_vs_bf16": "the same prompt again, at once",
-    "e2e.first_token.appended_vs_bf16": "124 tokens appended to it, after a pause",
-    "e2e.first_token.appended_at_once_vs_bf16": "124 tokens appended to it, at once",
-    "decode.bandwidth.k8v4": "bytes that decode attention over k8v4 moves, of a plain copy's",
-    "decode.worst_vs_bf16": "time of decode attention over k4v4 against stock bf16, worst of batches and lengths",
-    "decode.worst_uneven": "time a byte of decode attention with uneven lengths or heads, against even ones, worst",
-    "extend.vs_stock.1": "time of 1 new token over 100K cached in k4v4",
-    "extend.vs_stock.16": "time of 16 new tokens over 100K cached in k4v4",
-    "extend.vs_stock.64": "time of 64 new tokens over 100K cached in k4v4",
-    "extend.vs_stock.1k": "time of 1024 new tokens over 100K cached in k4v4",
-    "extend.vs_stock.batch": "time of 64 new tokens each for 16 requests at once over 1K to 64K cached, worst",
-    "score.prefill_overhead": "attention collected by the last 64 queries of a 16K prompt, of its modelled prefill",
-    "score.prefill_overhead_all": "attention collected by all queries of it",
-    "score.prefill_overhead_sampled": "attention collected by one query in 16 of it",
-    "score.decode_overhead": "attention collected while generating (64 x 8K, one step in 32), of a layer's step",
-    "compaction.prefill_overhead": "compaction of a 16K prompt, of its modelled prefill",
-    "compaction.decode_overhead": "compaction while decoding 64 sequences, of a modelled step",
-    "compaction.decode_overhead_exposed": "the same if nothing hid the host's launches",
-    "compaction.leankv_decode_overhead": "LeanKV: a block planned and packed twice while decoding, of a modelled step",
-    "sanitizer.memcheck": "compute-sanitizer, memcheck: errors in our kernels",
-    "sanitizer.racecheck": "compute-sanitizer, racecheck: errors in our kernels",
+    "e2e.vs_bf16": "output tokens/s vs. stock bf16, equal KV memory, 64 x (4096 in + 512 out)",
+    "e2e.vs_fp8": "output tokens/s vs. stock fp8, same load and memory",
+    "e2e.ttft_vs_fp8": "median time to first token vs. stock fp8, same load and memory",
+    "e2e.unconstrained_vs_bf16": "output tokens/s vs. stock bf16, ample KV memory, worst of 1, 8 and 64 sessions",
+    "e2e.unconstrained_vs_bf16_c1": "output tokens/s vs. stock bf16, ample KV memory, 1 session",
+    "e2e.unconstrained_vs_bf16_c8": "output tokens/s vs. stock bf16, ample KV memory, 8 sessions",
+    "e2e.unconstrained_vs_bf16_c64": "output tokens/s vs. stock bf16, ample KV memory, 64 sessions",
+    "e2e.first_token.computed_vs_bf16": "time to first token, cold prompt, length that needs no padding",
+    "e2e.first_token.computed_at_once_vs_bf16": "time to first token, cold prompt right behind another request",
+    "e2e.first_token.computed_padded_vs_bf16": "time to first token, cold prompt that stock pads to a CUDA graph",
+    "e2e.first_token.computed_padded_at_once_vs_bf16": "time to first token, padded cold prompt behind another request",
+    "e2e.first_token.cached_vs_bf16": "time to first token, cached prompt after a pause",
+    "e2e.first_token.cached_at_once_vs_bf16": "time to first token, cached prompt at once",
+    "e2e.first_token.appended_vs_bf16": "time to first token, 124 tokens appended to a cached prompt after a pause",
+    "e2e.first_token.appended_at_once_vs_bf16": "time to first token, 124 tokens appended to a cached prompt at once",
+    "decode.bandwidth.k8v4": "memory bandwidth of k8v4 decode attention, share of a device copy's",
+    "decode.worst_vs_bf16": "k4v4 decode attention time, worst of batch sizes and lengths",
+    "decode.worst_uneven": "decode attention time per byte, uneven lengths or heads, worst",
+    "extend.vs_stock.1": "attention time, 1 new token over 100K cached in k4v4",
+    "extend.vs_stock.16": "attention time, 16 new tokens over 100K cached in k4v4",
+    "extend.vs_stock.64": "attention time, 64 new tokens over 100K cached in k4v4",
+    "extend.vs_stock.1k": "attention time, 1024 new tokens over 100K cached in k4v4",
+    "extend.vs_stock.batch": "attention time, batch of 16, 64 new tokens each over 1K to 64K cached, worst",
+    "score.prefill_overhead": "attention scores of the last 64 queries of a 16K prompt, share of a modeled prefill",
+    "score.prefill_overhead_all": "attention scores of all its queries, share of a modeled prefill",
+    "score.prefill_overhead_sampled": "attention scores of one query in 16, share of a modeled prefill",
+    "score.decode_overhead": "attention scores while decoding (64 x 8K, one step in 32), share of a layer's step",
+    "compaction.prefill_overhead": "packing a 16K prompt, share of a modeled prefill",
+    "compaction.decode_overhead": "packing while decoding 64 sequences, share of a modeled step",
+    "compaction.decode_overhead_exposed": "packing while decoding, host launches not hidden, share of a modeled step",
+    "compaction.leankv_decode_overhead": "LeanKV, a block packed twice while decoding, share of a modeled step",
+    "sanitizer.memcheck": "compute-sanitizer memcheck, errors in this project's kernels",
+    "sanitizer.racecheck": "compute-sanitizer racecheck, errors in this project's kernels",
     "serve.occupancy": "token slots of packed pages that hold a token, worst format",
-    "serve.resident.k4v4": "requests that run at a time in equal memory, prompts of 40 % of it, k4v4",
-    "serve.bf16_token_match": "nothing compressed against stock, tokens up to the first difference",
-    "serve.bf16_token_match.answers": "nothing compressed against stock, whole answers",
-    "serve.page_hash_match": "packed blocks with equal bytes whatever the order of operations",
-    "serve.warm_warm_match": "repeated prompts with the same answer from the cache (bf16, k4v4)",
-    "defects.open": "known defects that are open",
+    "serve.resident.k4v4": "concurrent requests in equal memory, prompts of 40 % of it, k4v4",
+    "serve.bf16_token_match": "uncompressed pages vs. stock, tokens up to the first difference",
+    "serve.bf16_token_match.answers": "uncompressed pages vs. stock, whole answers",
+    "serve.page_hash_match": "packed blocks with equal bytes under any order of operations",
+    "serve.warm_warm_match": "repeated cached prompts with an unchanged answer (bf16, k4v4)",
+    "defects.open": "known open defects",
 }
 
 
@@ -152,10 +154,15 @@ def formats(board: dict[str, dict]) -> tuple[list[str], set[str]]:
         return shown(board[name]) + (f" / {shown(whole)}" if whole else "")
 
     answers, of_answers, names = by_format(board, ANSWERS, both)
-    out = [*sizes, *captions(of_sizes)]
+    out = [*titled("Size", sizes), *captions(of_sizes)]
     if answers:
-        out += [ANSWERS_NOTE, "", *answers, *captions(of_answers)]
+        out += [*titled("Agreement of answers", [ANSWERS_NOTE, "", *answers]), *captions(of_answers)]
     return out, size_names | names | {f"{name}.answers" for name in names}
+
+
+def titled(title: str, text: list[str]) -> list[str]:
+    """A section of the page, if it has any text."""
+    return [f"## {title}", "", *text] if text else []
 
 
 def captions(notes: list[str]) -> list[str]:
@@ -164,7 +171,7 @@ def captions(notes: list[str]) -> list[str]:
 
 def decode(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     """Decode attention on each card against stock."""
-    columns = [(keyed_on(f"{d}.{{}}", c), f"{name}, against {DECODE[d]}") for c, name in CARDS.items() for d in DECODE]
+    columns = [(keyed_on(f"{d}.{{}}", c), f"{name}, vs. {DECODE[d]}") for c, name in CARDS.items() for d in DECODE]
     found = {title: {f: board[n] for f in FORMATS if (n := pattern.format(f)) in board} for pattern, title in columns}
     found = {title: rows for title, rows in found.items() if rows}
     body = []
@@ -177,7 +184,8 @@ def decode(board: dict[str, dict]) -> tuple[list[str], set[str]]:
         against = ", ".join(sorted({r["baseline"] for r in rows.values()}))
         notes.append(f"{title} ({against}): {measured(list(rows.values()))}")
     names = {pattern.format(f) for pattern, _ in columns for f in FORMATS}
-    return [*lines(["decode attention", *found], body), *captions(notes)], names & set(board)
+    table = titled("Decode attention", [DECODE_NOTE, "", *lines(["pages", *found], body)] if body else [])
+    return [*table, *captions(notes)], names & set(board)
 
 
 def keyed_on(name: str, which: str) -> str:
@@ -186,7 +194,7 @@ def keyed_on(name: str, which: str) -> str:
 
 def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     """What is recommended against bf16, a line for each model and preset; and the names of the figures in it."""
-    columns = {"ratio_body": "smaller, packed blocks"}
+    columns = {"ratio_body": "compression"}
     columns |= {"all.delta": "all tasks"} | {f"{task}.delta": name for task, name in QUESTIONS.items()}
     columns |= {"kl_p99": "KL p99"}
     every = [f"quality.{p}.{m}.{c}" for p in PRESETS for m in MODELS for c in columns]
@@ -203,14 +211,15 @@ def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     if not rows:
         return [], used
     text = [QUALITY_NOTE, "", *lines(["model", "preset", *columns.values(), "measured"], rows)]
-    return text, used | {f"quality.{p}.{r}" for p in PRESETS for r in ("ratio_body", "ratio_4k")} & set(board)
+    sizes = {f"quality.{p}.{r}" for p in PRESETS for r in ("ratio_body", "ratio_4k")} & set(board)
+    return titled("Answer quality", text), used | sizes
 
 
-QUALITY_NOTE = """Answers against stock SGLang in bf16 of the same run, in points of 104 questions a task
-(HumanEval 164, tool calls 100), with 95 % intervals of independent questions (Tango's score interval; eight share a
-context). An interval that holds 0 shows no difference. *floor*: stock has fewer than one in twenty right, so that there
-is nothing to lose. `*`: the preset was chosen on these questions. One run each, greedy. The models' weights are
-dequantized from 4-bit GGUF uploads ([which](docs/quality.md#models))."""
+QUALITY_NOTE = """Each cell is the change in correct answers against stock SGLang in bf16 of the same run, in points. A
+task has 104 questions (HumanEval 164, tool calls 100). Brackets hold 95 % intervals (Tango's score interval for
+independent questions; eight questions share a context). An interval that contains 0 shows no difference. *floor*:
+stock answers fewer than one question in twenty. `*`: the preset was chosen on these questions. Each cell is one greedy
+run. The weights are dequantized from 4-bit GGUF uploads ([models](quality.md#models))."""
 
 
 def points_lost(row: dict) -> str:
@@ -235,22 +244,22 @@ def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
         rows = [[_server(server, found), *(_step(rows.get(server)) for rows in found.values())] for server in servers]
         shares, head = sessions["shares"], ["server", *(f"{n} agents" for n in found)]
         text = (
-            f"Agents on an {name}: prompt tokens from the cache; steps a second; mean / median / p99 seconds a step. "
-            f"Histories have {sessions['tokens_mean'] / 1000:.1f}K tokens on average, at most "
-            f"{sessions['tokens_longest'] / 1000:.0f}K; {100 * shares['results']:.0f} % of them are real outputs of "
-            f"BFCL's functions, {100 * shares['filler']:.0f} % filler. Random weights; pauses of "
-            f"{sessions['pause']:g} s on average; {sessions['seconds']:g} s measured at each point behind the ramp-up; "
-            f"at {record['commit'][:7]}, n = 1."
+            f"Each cell gives the prefix-cache hit rate by tokens, steps per second, and the mean / median / p99 "
+            f"seconds per step on one {name}. Histories average {sessions['tokens_mean'] / 1000:.1f}K tokens and reach "
+            f"{sessions['tokens_longest'] / 1000:.0f}K. {100 * shares['results']:.0f} % of these tokens are outputs of "
+            f"BFCL's functions and {100 * shares['filler']:.0f} % are filler. The weights are random. Pauses average "
+            f"{sessions['pause']:g} s, and each point covers {sessions['seconds']:g} s after the ramp-up "
+            f"({record['commit'][:7]}, n = 1)."
         )
         out += [text, "", *lines(head, rows)]
-    return out, used
+    return titled("Agents", out), used
 
 
 def pictures(results: Path) -> list[str]:
     """What `bench.e2e.plot` drew, of each card."""
     titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory"}
     found = [(title, f"{bench}_{which}.png", name) for which, name in CARDS.items() for bench, title in titles.items()]
-    shown = [f"![{title}, {name}](bench/results/e2e/{file})" for title, file, name in found
+    shown = [f"![{title}, {name}](../bench/results/e2e/{file})" for title, file, name in found
              if (results / "e2e" / file).exists()]  # fmt: skip
     return [*shown, ""] if shown else []
 
@@ -280,8 +289,9 @@ def singles(board: dict[str, dict], names: list[str]) -> list[str]:
         else:
             row = board[name]
             others.append([title, spread(row), short(row["device"]), row["baseline"], str(row["n"]), row["commit"][:7]])
-    head = ["figure", *CARDS.values(), "against", "n", "commit"]
-    return [*lines(head, on_cards), *lines(["figure", "value", "on", "against", "n", "commit"], others)]
+    speed = lines(["figure", *CARDS.values(), "baseline", "n", "commit"], on_cards)
+    rest = lines(["figure", "value", "device", "baseline", "n", "commit"], others)
+    return [*titled("Speed", speed), *titled("Correctness and memory", rest)]
 
 
 def _join(rows: list[dict], field: str) -> str:
@@ -309,7 +319,7 @@ def origins(board: dict[str, dict]) -> list[str]:
     files: dict[str, list[str]] = {}
     for name, row in board.items():
         files.setdefault(row["file"], []).append(name)
-    out = ["Measured by:", ""] if files else []
+    out = titled("Commands", ["Paths are below `bench/results`.", ""] if files else [])
     for file, names in sorted(files.items()):
         row, groups = board[names[0]], sorted({".".join(_bare(n).split(".")[:2]) for n in names})
         if len(groups) > FEW:

@@ -52,7 +52,7 @@ def test_cards_stand_side_by_side(tmp_path):
     write(tmp_path, "a", "NVIDIA H200", 1, e2e__vs_fp8=(1.5, "x", "stock, fa3"), decode__vs_fp8__k4v4=(2.0, "x"))
     write(tmp_path, "b", "NVIDIA H100", 2, e2e__vs_fp8=(1.7, "x", "stock, fa3"), decode__vs_fp8__k4v4=(3.0, "x"))
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
-    assert "| against stock fp8 | 1.50x | 1.70x | stock, fa3 | 1 | 1abcdef; 2abcdef |" in text
+    assert "vs. stock fp8, same load and memory | 1.50x | 1.70x | stock, fa3 | 1 | 1abcdef; 2abcdef |" in text
     assert "| k4v4 | 2.00x | 3.00x |" in text
 
 
@@ -64,8 +64,8 @@ def test_agents_are_shown_as_a_curve(tmp_path):
     write(tmp_path, "e2e/agents_h200", "NVIDIA H200", numbers=numbers, **{"agents__curve__bf16__16": (0.5, "share")})
     (tmp_path / "e2e" / "agents_h200.png").touch()
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
-    assert text.count("![") == 1 and "H200](bench/results/e2e/agents_h200.png)" in text
-    assert "| server | 16 agents | 64 agents |" in text and "80 % of them are real outputs" in text
+    assert text.count("![") == 1 and "H200](../bench/results/e2e/agents_h200.png)" in text
+    assert "| server | 16 agents | 64 agents |" in text and "80 % of these tokens are outputs" in text
     assert "| kvc, k4v4 |  | 50 %; 3.9; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
 
 
