@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import bench.scoreboard
+from sglang_kvc.args import KVC_OPTIONS
+from sglang_kvc.config import flag
+from sglang_kvc.refusals import ARG_REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = {"sglang_kvc": ROOT, "kvc_kernels": ROOT / "kernels", "kvc_patches": ROOT / "patches"}
@@ -26,3 +29,10 @@ def test_every_package_is_installed():
 def test_scoreboard_readme_and_docs_show_the_committed_results(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["scoreboard", "--check"])
     assert bench.scoreboard.main() == 0, capsys.readouterr().out
+
+
+def test_the_options_page_names_every_option_and_refusal():
+    page = (ROOT / "docs" / "options.md").read_text()
+    flags = [flag(name.removeprefix("kvc_")) for name in KVC_OPTIONS]
+    flags += ["--" + refusal.name.replace("_", "-") for refusal in ARG_REFUSALS]
+    assert [name for name in flags if not re.search(rf"`{name}[`= ]", page)] == []
