@@ -123,12 +123,12 @@ def test_registered_under_their_names(registry):
         assert hash(cls()) == hash(cls())
 
 
-def test_the_scorer_of_the_readme(monkeypatch):
+def test_the_scorer_of_the_docs(monkeypatch):
     """The example of one's own policy works as printed: a file, a line, a name on the command line."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = next(x for x in re.findall(r"```python\n(.*?)```", readme, re.S) if "RowScorer" in x)
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    code = next(x for x in re.findall(r"```python\n(.*?)```", page, re.S) if "RowScorer" in x)
     module = {"__name__": "sglang_kvc.policies.scorers.own", "__package__": "sglang_kvc.policies.scorers"}
-    exec(compile(code, "README.md", "exec", dont_inherit=True), module)
+    exec(compile(code, "policies.md", "exec", dont_inherit=True), module)
     (cls,) = (x for x in module.values() if getattr(x, "__module__", "") == module["__name__"])
     monkeypatch.setitem(SCORERS, cls.name, cls)
     test_contract(Prune(scorer=cls.name, share="ada"))
