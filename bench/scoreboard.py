@@ -98,7 +98,7 @@ def render(page: str, board: dict[str, dict]) -> str:
 
 
 def figure(mark: re.Match, board: dict[str, dict]) -> str:
-    """What stands between the marks of one figure."""
+    """What stands between the marks of one figure. In its path `~1` is a slash within a key, as in JSON pointers."""
     name, path = mark["name"], mark["path"]
     if path is None:
         if name not in board:
@@ -106,7 +106,7 @@ def figure(mark: re.Match, board: dict[str, dict]) -> str:
         return points_lost(board[name])
     value = json.loads((RESULTS / f"{name}.json").read_text())
     for key in path.split("/"):
-        value = value[int(key) if isinstance(value, list) else key]
+        value = value[int(key) if isinstance(value, list) else key.replace("~1", "/")]
     return format(value, mark["format"])
 
 

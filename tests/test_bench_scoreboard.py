@@ -70,12 +70,12 @@ def test_agents_are_shown_as_a_curve(tmp_path):
 
 
 def test_pages_show_figures_in_their_text(tmp_path, monkeypatch):
-    write(tmp_path, "a", "CPU, 2", numbers={"rows": [{"speed": 1234.4}]}, serve__x=(0.25, "share of tokens"))
+    write(tmp_path, "a", "CPU, 2", numbers={"a/b": [{"speed": 1234.4}]}, serve__x=(0.25, "share of tokens"))
     board = scoreboard.collect(tmp_path)
     monkeypatch.setattr(scoreboard, "RESULTS", tmp_path)
-    page = "so <!--= serve.x -->old<!--/--> and <!--= a numbers/rows/0/speed .0f --><!--/-->."
+    page = "so <!--= serve.x -->old<!--/--> and <!--= a numbers/a~1b/0/speed .0f --><!--/-->."
     shown = scoreboard.render(page, board)
-    assert shown == "so <!--= serve.x -->25.0 %<!--/--> and <!--= a numbers/rows/0/speed .0f -->1234<!--/-->."
+    assert shown == "so <!--= serve.x -->25.0 %<!--/--> and <!--= a numbers/a~1b/0/speed .0f -->1234<!--/-->."
     assert scoreboard.render(shown, board) == shown
     with pytest.raises(SystemExit, match=r"shows serve\.y, which no result file has"):
         scoreboard.render("<!--= serve.y --><!--/-->", board)
