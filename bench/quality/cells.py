@@ -26,7 +26,7 @@ STOCK, FP8 = "stock", "stock-fp8"
 BUDGETS = ("4x", "8x", "2x")
 # The most telling first; presets that this list does not know follow.
 FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "streaming-llm", "pyramid", "minikv")
-# What the README recommends, as the cells that it is.
+# The presets that docs/policies.md recommends, as cells.
 RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "max", "fp8": FP8}
 FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
 QUANTISED = ("k8v8", "k4v2", "k2v2")
