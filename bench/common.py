@@ -131,7 +131,9 @@ class Server:
         self.args = list(args)
         self.chosen = port is None  # by this class, which may choose again
         self._listen_at(port)
-        self.env = {**os.environ, **_quiet_environment(), **(env or {})}
+        # Servers choose their platform by their own command line, as a user's do.
+        inherited = {k: v for k, v in os.environ.items() if k != "SGLANG_PLATFORM"}
+        self.env = {**inherited, **_quiet_environment(), **(env or {})}
         self.log = Path(tempfile.mkdtemp(prefix="kvc-server-")) / "server.log"
         self.process: subprocess.Popen | None = None
         self.guard: Guard | None = None
