@@ -52,7 +52,7 @@ _APART = "ranks that serve different requests would plan their pages differently
 _WHOLE = "each rank must hold whole sequences of its own layers' pages"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between captured parts of a prefill, not in them"
-PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's CUDA graphs of prefills that can be served
+PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's prefill CUDA graph backends that can be served
 
 # name = the ServerArgs field whose value is looked at.
 ARG_REFUSALS: tuple[Refusal, ...] = (

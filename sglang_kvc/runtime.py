@@ -163,8 +163,8 @@ class Runtime:
         return whole + self.growth_tokens(new - whole + answer, rung, whole)
 
     def staged_tokens(self, prefix: np.ndarray, rung: int) -> int:
-        """Tokens that a prompt at `rung` stages behind the blocks `prefix`: those of the uncompressed ones, where its
-        queries see them as they will be stored."""
+        """Tokens that a prompt at `rung` stages behind the blocks `prefix`: those of the uncompressed ones, if its
+        queries see them fake-quantized."""
         limit, policy = self.sizing.staged_tokens, self.policy
         if not limit or policy.stored_as(rung) is not policy.stored_as(policy.rung_of(None)):
             return 0

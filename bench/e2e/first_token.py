@@ -9,7 +9,7 @@ One request at a time, of one new token, so that what is timed is the way from t
 at once behind the request before, and after `--pause` seconds in which the server has nothing to do. All servers run,
 and are asked in turns, the first one of a round last in the next; a round is a share of `--times`.
 
-Prompts are as long as graphs of prefills: SGLang pads a prefill to the next size that it captured, so that 4101 tokens
+Prompts are as long as prefill CUDA graphs: SGLang pads a prefill to the next size that it captured, so that 4101 tokens
 take it as long as 4608. `computed` has 4096 tokens, a size of stock's; `computed_padded` 4352, which is none.
 A cached prompt leaves 4 tokens behind its blocks to compute, an appended one 128. Random weights do.
 """
@@ -112,7 +112,7 @@ def traced(server: common.Server, a: argparse.Namespace, name: str) -> dict:
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
-    """Time over the fastest stock server's. None without graphs of prefills, which is no server's default, and none on
+    """Time over the fastest stock server's. None without prefill CUDA graphs, which is no server's default, and none on
     a CPU, where stock attends in plain torch."""
     mine, out = f"kvc_{a.formats.split(',')[0]}", {}
     if a.no_prefill_graphs or not common.has_gpu():

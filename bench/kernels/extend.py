@@ -145,7 +145,7 @@ def variants():
 
 
 def takes(name: str, new: int) -> bool:
-    """Whether the variant is for so many new tokens."""
+    """Whether the variant takes `new` new tokens."""
     return {"few": new * GROUP <= FEW_ROWS[-1], "unpacked": new >= LEAST_NEW}.get(name, True)
 
 

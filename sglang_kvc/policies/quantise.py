@@ -15,8 +15,8 @@ from .base import Evidence, Policy
 class Quantise(Policy):
     """`high` is the packed format; "bf16" compresses nothing (the honest base: same memory layout, exact values).
 
-    A prompt's queries see the blocks before their own as they will be stored, and with no window a decode step does so
-    too: what a block holds is then a function of the tokens up to its end, whichever of them were cached.
+    A prompt's queries see the blocks before their own fake-quantized, and with no window a decode step does so too.
+    What a block holds is then a function of the tokens up to its end, whichever of them were cached.
     """
 
     name: ClassVar[str] = "quantise"
