@@ -18,7 +18,7 @@ class Sequence:
     Blocks from index `pinned_from` on lie in the request's window or are not full yet: they stay uncompressed. The
     others go to `rung`, which its level says; 0: no block of it is ever compacted. `prompt`: tokens prefilled.
     `length`: tokens written or about to be. `packed`: blocks from `pinned_from` on that were already packed when the
-    request adopted them; while it pins a block, the block's state stays as it is.
+    request adopted them; a block's state does not change while a request pins it.
     """
 
     blocks: list[int]

@@ -1,4 +1,4 @@
-"""Extends that see blocks as they will be stored: equal bits however much of a prompt was cached or cut."""
+"""Extends that see fake-quantized blocks: equal bits however much of a prompt was cached or cut."""
 
 import itertools
 

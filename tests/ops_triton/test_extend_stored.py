@@ -1,4 +1,4 @@
-"""Extends that see blocks as they will be stored, under the interpreter, against the plain-torch reference."""
+"""Extends that see fake-quantized blocks, under the interpreter, against the plain-torch reference."""
 
 import pytest
 import torch

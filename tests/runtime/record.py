@@ -21,7 +21,7 @@ from .model import D, H, L, P
 PARTS = (997, 1009, 1013)
 _gen = torch.Generator().manual_seed(0)
 # A token's rows are the sum of one entry of each table, `[entries, K or V, L, H, D]`: whole numbers from -9 to 6, which
-# bf16 holds exactly, and of so many kinds that no two histories of a life have the same.
+# bf16 holds exactly. The tables are large enough that no two histories of a life have equal rows.
 _TABLES = [torch.randint(-3, 3, (n, 2, L, H, D), generator=_gen, dtype=torch.int8) for n in PARTS]
 # Attention received by a token, by which LeanKV plans, `[entries, L, H]`.
 _RECEIVED = torch.empty(PARTS[0], L, H).exponential_(0.4, generator=_gen)

@@ -1,4 +1,4 @@
-"""Uncompressed blocks of cached prefixes, which a prefill stages as they will be stored: bounded, and paid for."""
+"""Uncompressed blocks of cached prefixes, which a prefill stages fake-quantized: bounded, and paid for."""
 
 from __future__ import annotations
 

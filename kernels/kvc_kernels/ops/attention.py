@@ -94,7 +94,7 @@ def extend_attention(
     before, to uncompressed blocks. Other arguments as in `decode_attention`.
 
     With `stored_as[i]`, the format that every block of request i will be packed in whole, a query sees the blocks
-    before its own as they will be stored and its own block as it is. Then a token's output depends on the tokens
+    before its own fake-quantized and its own block exact. Then a token's output depends on the tokens
     before it alone, not on which of them were cached, and not on how the prompt was cut into chunks.
     """
     prefixes = prefix_lens.tolist() if isinstance(prefix_lens, torch.Tensor) else prefix_lens

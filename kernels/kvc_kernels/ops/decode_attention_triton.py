@@ -264,7 +264,7 @@ class DecodeAttention:
         query_rows: int = 0,
     ):
         """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
-        `window` >= 0: a query sees its own token and so many before it, in blocks that keep every token.
+        `window` >= 0: a query sees its own token and `window` tokens before it, in blocks that keep every token.
         `query_rows` > 0, a power of two and at least 8: requests may have several queries, the query heads of all of
         which make at most `query_rows` rows a KV head (see `plan`); the engine is then "triton"."""
         layout = store.layout

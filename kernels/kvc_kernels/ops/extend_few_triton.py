@@ -20,9 +20,16 @@ class FewTokenExtend:
     """`plan` once a forward that `fits`, then `run` for each layer, after its new rows were appended to their pages."""
 
     def __init__(self, store: PageStore, *, query_heads: int, max_blocks: int):
-        self.store, self.query_heads, self.max_blocks = store, query_heads, max_blocks
+        self.store = store
         self.group = query_heads // store.layout.heads
-        self._operations: dict[int, DecodeAttention] = {}
+        # By query rows; 0: one token per request. Made at once, so that no forward compiles, allocates or waits.
+        self._operations = {
+            rows: DecodeAttention(
+                store, max_batch=MOST_REQUESTS, max_blocks=max_blocks, query_heads=query_heads, query_rows=rows
+            )
+            for rows in (0, *TIERS)
+            if rows == 0 or 2 * self.group <= rows
+        }
 
     def fits(self, prefix_lens: list[int], extend_lens: list[int]) -> bool:
         """Whether every request has few new tokens, all in one block, and some request has a prefix."""
@@ -48,17 +55,8 @@ class FewTokenExtend:
         lens, starts, owners = whole.split((len(lens), len(starts), len(owners)))
         need = max(extend_lens) * self.group
         single = len(owners) == len(extend_lens)
-        self._operation = self._sized(0 if single else min(rows for rows in TIERS if rows >= need))
+        self._operation = self._operations[0 if single else min(rows for rows in TIERS if rows >= need)]
         self._operation.plan(row_blocks, lens, starts, owners)
-
-    def _sized(self, rows: int) -> DecodeAttention:
-        """The operation for `rows` query rows of a KV head; 0: for one token per request."""
-        if rows not in self._operations:
-            self._operations[rows] = DecodeAttention(
-                self.store, max_batch=MOST_REQUESTS, max_blocks=self.max_blocks, query_heads=self.query_heads,
-                query_rows=rows,
-            )  # fmt: skip
-        return self._operations[rows]
 
     def run(self, layer: int, q, out, lse, *, scale: float, logit_cap: float) -> None:
         """`q[N, Hq, D]` -> `out`, and the log-sum-exp to base 2 to `lse` fp32 `[N, Hq]` unless it is None."""

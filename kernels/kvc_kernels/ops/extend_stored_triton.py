@@ -1,4 +1,4 @@
-"""New tokens that see earlier blocks as they will be stored and their own as it is: the cut into groups.
+"""New tokens that see earlier blocks fake-quantized and their own block exact: the cut into groups.
 
 A *group* is the new tokens of one block of one request. It attends to three disjoint sets of tokens: those of its own
 block (exact, causally), the blocks before it that are packed already (from pages), and the *staged* ones: full blocks

@@ -4,9 +4,9 @@ A query sees its own token and `window` tokens before it, so a forward reads few
 length of the prefix. They are unpacked into *slots* of one block each, the new tokens' own blocks are copied there, and
 one causal call over lists of slots does the rest: a prefill library's where there is one, else `window_kernel`.
 
-A *run* is new tokens that share a list: those of one block where queries see earlier blocks as they will be stored
-(each block has a slot as it will be stored, for the queries behind it, and one as it is, for its own), else all new
-tokens of a request. It serves ladders that keep every token of a block: a window counts positions.
+A *run* is new tokens that share a list: those of one block where queries see earlier blocks fake-quantized (each
+block has a fake-quantized slot for the queries behind it, and an exact one for its own), else all new tokens of a
+request. It serves ladders that keep every token of a block: a window counts positions.
 """
 
 from __future__ import annotations
