@@ -20,11 +20,11 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 serve: $(VENV)/.serve
-	@$(BIN)/python -m sglang_kvc.demo_server --port $(PORT) $(ARGS)
+	@$(BIN)/python -m sglang_kvc.demo.server --port $(PORT) $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .
-	$(BIN)/python -m sglang_kvc.demo
+	$(BIN)/python -m sglang_kvc.demo.model
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 # The stamps are remade when the dependencies change; the package itself is installed in place.

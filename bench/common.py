@@ -44,8 +44,8 @@ class PortTakenError(ServerError):
 
 
 def demo_model() -> Path | None:
-    """The folder of the demo model, None where it has not been made (see `python -m sglang_kvc.demo`)."""
-    from sglang_kvc import demo
+    """The folder of the demo model, None where it has not been made (see `python -m sglang_kvc.demo.model`)."""
+    from sglang_kvc.demo import model as demo
 
     return demo.model_dir() if demo.ready() else None
 
@@ -125,7 +125,7 @@ class Server:
     ):
         model = model or demo_model()
         if model is None:
-            raise ServerError("The demo model is not there; make it with: python -m sglang_kvc.demo")
+            raise ServerError("The demo model is not there; make it with: python -m sglang_kvc.demo.model")
         # The server starts in a folder of its own, where a relative path would be taken for a name on the hub.
         self.model = str(Path(model).resolve() if Path(model).exists() else model)
         self.args = list(args)

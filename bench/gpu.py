@@ -10,7 +10,7 @@ way. Last the sanitizer, on all GPUs.
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
 only how it ended. `serving`, `agents` and `first_token` need a model of some size (`--model`); those that serve the
 demo model are `served`, `kits`, `cold_warm`, `page_hash` and `devices`. It is found in SGLANG_KVC_CACHE, where the
-machine has no network: copy the folder that `python -m sglang_kvc.demo` prints there.
+machine has no network: copy the folder that `python -m sglang_kvc.demo.model` prints there.
 """
 
 from __future__ import annotations

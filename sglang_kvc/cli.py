@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sglang_kvc import demo, inspect
+from sglang_kvc.demo import model as demo
+from sglang_kvc.stats import inspect
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         return demo.main()
     if args.command == "calibrate":
         # Imported here: torch and transformers take seconds, which the other commands do not need.
-        from sglang_kvc.calibrate import command
+        from sglang_kvc.calibration.measure import command
 
         return command.main(args)
     try:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvc.backend import KvcAttnBackend
+from sglang_kvc.adapter.attention_backend import KvcAttnBackend
 
 LAYER = SimpleNamespace(
     layer_id=3, tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=8, v_head_dim=8, scaling=0.5, logit_cap=2.0,

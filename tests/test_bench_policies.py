@@ -10,7 +10,7 @@ import pytest
 
 from bench import common
 from bench.quality import cells, generation, pareto, policies
-from sglang_kvc.identity import Identity
+from sglang_kvc.calibration.model_fingerprint import Identity
 from sglang_kvc.policies.presets import PRESETS
 
 MODEL = Identity("LlamaForCausalLM", layers=4, heads=4, kv_heads=2, head_dim=64, fingerprint="none")
@@ -29,7 +29,7 @@ def test_every_preset_is_measured_at_some_size(tmp_path):
 
 
 def test_what_is_recommended_is_what_is_measured():
-    from sglang_kvc.config import KvcConfig
+    from sglang_kvc.options.config import KvcConfig
     from sglang_kvc.policies import make_policy
 
     def plan(name: str):

@@ -14,7 +14,7 @@ WINDOW, ANSWER = 20, 6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     if common.demo_model() is None:
-        pytest.skip("needs the demo model's tokenizer: python -m sglang_kvc.demo")
+        pytest.skip("needs the demo model's tokenizer: python -m sglang_kvc.demo.model")
     return tiny_windowed(tmp_path_factory.mktemp("windowed"), WINDOW, head_dim=32)
 
 

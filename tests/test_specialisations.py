@@ -19,7 +19,7 @@ from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.ops.extend_join_triton import join
 from kvc_kernels.ops.keydiff_triton import keydiff_blocks
 from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
-from sglang_kvc.attention import Snapshot, TritonAttention
+from sglang_kvc.engine.attention import Snapshot, TritonAttention
 
 from .ops.support import make_store, rungs
 

@@ -29,11 +29,11 @@ from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.ops.keydiff_triton import keydiff_blocks
 from kvc_kernels.ops.score_columns_triton import ReceivedAttention
 from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
-from sglang_kvc import warm_up
-from sglang_kvc.attention import Snapshot, TritonAttention
-from sglang_kvc.config import KvcConfig
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.engine import warm_up
+from sglang_kvc.engine.attention import Snapshot, TritonAttention
+from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies.scorers.keydiff import KeyDiff
-from sglang_kvc.runtime import Runtime
 
 P, HEADS, GROUP, DIM, LAYERS = 32, 3, 3, 128, 2  # nothing else divides by 16 by chance
 REQUESTS, COLUMNS = 7, 200

@@ -17,10 +17,10 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from bench.kernels.common import RESULTS, Results
-from sglang_kvc.attention import TritonAttention
-from sglang_kvc.backend import KvcAttnBackend
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.runtime import Runtime
+from sglang_kvc.adapter.attention_backend import KvcAttnBackend
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.engine.attention import TritonAttention
+from sglang_kvc.options.config import KvcConfig
 
 LAYERS, QUERY_HEADS, HEADS, DIM, P = 32, 32, 8, 128, 128
 CACHED, NEW, STEP = 4096, 5, 64

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import common
 from bench.quality import fetch
-from sglang_kvc.calibrate import command
+from sglang_kvc.calibration.measure import command
 
 
 def main() -> None:

@@ -15,12 +15,12 @@ from bench.common import Score
 from bench.quality.intervals import paired
 from bench.quality.tasks import TITLES
 from kvc_kernels.layout import FORMATS
-from sglang_kvc.config import ConfigError, KvcConfig
-from sglang_kvc.identity import Identity
+from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.calibration.model_fingerprint import Identity
+from sglang_kvc.options.config import ConfigError, KvcConfig
 from sglang_kvc.policies import make_policy
 from sglang_kvc.policies.presets import PRESETS
 from sglang_kvc.policies.registry import POLICIES
-from sglang_kvc.sizing import make_layout
 
 STOCK, FP8 = "stock", "stock-fp8"
 BUDGETS = ("4x", "8x", "2x")

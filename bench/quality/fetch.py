@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.quality import taskdata
-from sglang_kvc import demo
+from sglang_kvc.demo import model as demo
 
 
 class Quantised(NamedTuple):

@@ -37,7 +37,7 @@ from bench.quality.asking import CellError, Tops, measure
 from bench.quality.run import SCORED, summary
 from bench.quality.suite import Work
 from bench.quality.tasks import Maker
-from sglang_kvc.identity import Identity, identity_of
+from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 
 REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
 SETTINGS = ("model", "length", "contexts", "first", "block", "answer_tokens")  # cells of others are not the same

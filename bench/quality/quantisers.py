@@ -19,10 +19,10 @@ import torch
 
 from bench import common
 from bench.quality import fetch
-from sglang_kvc.calibrate import command
-from sglang_kvc.calibrate.attend import by_block
-from sglang_kvc.calibrate.capture import run
-from sglang_kvc.calibrate.formats import compare
+from sglang_kvc.calibration.measure import command
+from sglang_kvc.calibration.measure.attend import by_block
+from sglang_kvc.calibration.measure.capture import run
+from sglang_kvc.calibration.measure.formats import compare
 
 Rows = torch.Tensor  # [H, NB, P, D]
 Quantiser = Callable[[Rows, torch.Tensor], Rows]  # rows and the layer's offset [H, 1, 1, D] -> rows as read back

@@ -16,7 +16,7 @@ import statistics
 from bench import common, prompts
 from bench.compare import match
 from kvc_kernels.layout import FORMATS, page_bytes_for
-from sglang_kvc.identity import identity_of
+from sglang_kvc.calibration.model_fingerprint import identity_of
 
 NAME = "serve/decoded"
 CACHES = "stock,bf16,k4v4/64,k4v4/32,k4v4/48"

@@ -14,7 +14,7 @@ those of `GPU_KITS`, servers have overlap scheduling and CUDA graphs, and the sh
 score `kits.gpu.<format>`, once all of them ran at one commit with the default numbers.
 
 The model is the demo model. Without a network, copy its folder to another machine and name the folder above
-it in SGLANG_KVC_CACHE (`python -m sglang_kvc.demo` prints where it is here).
+it in SGLANG_KVC_CACHE (`python -m sglang_kvc.demo.model` prints where it is here).
 """
 
 from __future__ import annotations

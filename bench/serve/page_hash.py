@@ -21,8 +21,8 @@ import torch
 
 from bench import common, prompts
 from kvc_kernels import ops
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.runtime import Runtime
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.options.config import KvcConfig
 
 NAME = "serve/page_hash"
 # Policies of scope "block"; what LeanKV keeps depends on the request that filled the block, by definition.

@@ -30,7 +30,7 @@ def _counting(adder, tokens: float):
 
 def _staged(adder, req) -> int:
     """Tokens that `req` stages, if it comes in; the adder, which lives for one pass, remembers them."""
-    from sglang_kvc.levels import level
+    from sglang_kvc.options.request_quality import level
 
     runtime, known = adder.token_to_kv_pool_allocator.runtime, adder.__dict__.setdefault("kvc_staged", {})
     if id(req) not in known:
@@ -44,8 +44,8 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
     from sglang.srt.runtime_context import get_schedule
 
-    from sglang_kvc.allocator import KvcAllocator
-    from sglang_kvc.levels import level
+    from sglang_kvc.adapter.allocator import KvcAllocator
+    from sglang_kvc.options.request_quality import level
 
     allocator = self.token_to_kv_pool_allocator
     if not isinstance(allocator, KvcAllocator):
@@ -64,7 +64,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
 
 
 def around_add_chunked_req(orig, self, req):
-    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.adapter.allocator import KvcAllocator
 
     allocator = self.token_to_kv_pool_allocator
     if not isinstance(allocator, KvcAllocator) or self.running_batch is None or self.running_batch.is_empty():
@@ -87,8 +87,8 @@ def around_add_chunked_req(orig, self, req):
 
 def around_running_offset(orig, self, req):
     """Room that a running request may still need: one more open block in full, what grows beyond it packed."""
-    from sglang_kvc.allocator import KvcAllocator
-    from sglang_kvc.levels import level
+    from sglang_kvc.adapter.allocator import KvcAllocator
+    from sglang_kvc.options.request_quality import level
 
     growth, allocator = orig(self, req), self.token_to_kv_pool_allocator
     # Asked of the request, not of its sequence: one that just ended is still in the batch, without a sequence.

@@ -12,9 +12,9 @@ ALLOCATION = "sglang.srt.mem_cache.allocation"
 
 
 def around_alloc_for_extend(orig, batch):
-    from sglang_kvc.allocator import KvcAllocator
-    from sglang_kvc.levels import level
-    from sglang_kvc.sequence import Sequence
+    from sglang_kvc.adapter.allocator import KvcAllocator
+    from sglang_kvc.cache.sequence import Sequence
+    from sglang_kvc.options.request_quality import level
 
     allocator = batch.token_to_kv_pool_allocator
     if not isinstance(allocator, KvcAllocator):
@@ -35,7 +35,7 @@ def around_alloc_for_extend(orig, batch):
 
 
 def around_alloc_for_decode(orig, batch, token_per_req):
-    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.adapter.allocator import KvcAllocator
 
     allocator = batch.token_to_kv_pool_allocator
     if not isinstance(allocator, KvcAllocator):

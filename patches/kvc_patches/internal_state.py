@@ -37,7 +37,7 @@ def _figures(runtime) -> dict:
 
 
 def after_get_internal_state(result, self, recv_req):
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
 
     if (runtime := current()) is not None:
         result.internal_state["kvc"] = snapshot(runtime)

@@ -12,7 +12,7 @@ from .registry import hook
 
 
 def around_check_full_pool(orig, self, ps, uncached=0):
-    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.adapter.allocator import KvcAllocator
 
     allocator = self.token_to_kv_pool_allocator
     if not isinstance(allocator, KvcAllocator):

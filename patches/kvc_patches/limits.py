@@ -17,7 +17,7 @@ def longest_request(capacity: int, block_tokens: int) -> int:
 
 
 def around_get_worker_info(orig, self):
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
 
     info = orig(self)
     if (runtime := current()) is None:

@@ -22,7 +22,7 @@ def before_configure(self, *, pre_model_load_memory):
     """The first hook to run in a scheduler process: everything that can stop us, stops us here."""
     if not _active(self):
         return
-    from sglang_kvc.model_refusals import check_model
+    from sglang_kvc.options.unsupported_models import check_model
 
     verify()
     check_model(self)
@@ -33,8 +33,8 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     config = orig(self, pre_model_load_memory)
     if not _active(self):
         return config
-    from sglang_kvc.config import KvcConfig
-    from sglang_kvc.runtime import Runtime, install
+    from sglang_kvc.cache.runtime import Runtime, install
+    from sglang_kvc.options.config import KvcConfig
 
     kvc, model = KvcConfig.from_args(self.server_args), self.model_config
     heads = model.get_num_kv_heads(self.ps.attn_tp_size)
@@ -98,8 +98,8 @@ def around_build_pool(orig, self, *, sizes, is_dsa_model, is_dsv4_model, req_to_
             is_dsv4_model=is_dsv4_model,
             req_to_token_pool=req_to_token_pool,
         )
-    from sglang_kvc.pool import KvcPool
-    from sglang_kvc.runtime import current
+    from sglang_kvc.adapter.pool import KvcPool
+    from sglang_kvc.cache.runtime import current
 
     return KvcPool(
         current(), start_layer=self.layer_info.start_layer, end_layer=self.layer_info.end_layer
@@ -118,7 +118,7 @@ def around_build_allocator(
             req_to_token_pool=req_to_token_pool,
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
-    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.adapter.allocator import KvcAllocator
 
     return KvcAllocator(token_to_kv_pool.runtime, token_to_kv_pool, self.device)
 
@@ -132,7 +132,7 @@ def register_backends() -> None:
 
         @register_attention_backend("kvc")
         def create(runner):
-            from sglang_kvc.backend import KvcAttnBackend
+            from sglang_kvc.adapter.attention_backend import KvcAttnBackend
 
             verify()  # also where the hook on `configure` is missing, which would verify earlier
             return KvcAttnBackend(runner)
@@ -144,7 +144,7 @@ def register_backends() -> None:
 def create_radix_cache(ctx):
     import dataclasses
 
-    from sglang_kvc.radix_cache import KvcRadixCache
+    from sglang_kvc.adapter.radix_cache import KvcRadixCache
 
     params = ctx.params
     if ctx.disable_radix_cache and not params.disable:

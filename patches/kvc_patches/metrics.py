@@ -66,7 +66,7 @@ gauges = functools.cache(Gauges)
 
 def _figures(read):
     """What `read` says of the current runtime; None where there is none, or where reading fails."""
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
 
     runtime = current()
     if runtime is None:

@@ -27,15 +27,15 @@ _numbers = itertools.count()
 
 
 def before_verify(self, vocab_size):
-    from sglang_kvc.levels import asks, level_of
+    from sglang_kvc.options.request_quality import asks, level_of
 
     if asks(self.custom_params) and (args := _served()) is not None:
         level_of(self.custom_params, *_levels_of_args(args))
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
-    from sglang_kvc.levels import level_of, namespace, offered, salted
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
+    from sglang_kvc.options.request_quality import level_of, namespace, offered, salted
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
@@ -80,7 +80,7 @@ def _served():
 
 def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
     """What the scheduler has of its pool: the levels on offer, and the format that is served without asking."""
-    from sglang_kvc.args import KVC_OPTIONS
+    from sglang_kvc.options.server_args import KVC_OPTIONS
 
     return _resolved(tuple((name, getattr(args, name)) for name in KVC_OPTIONS))
 
@@ -88,8 +88,8 @@ def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
 @functools.lru_cache(maxsize=4)
 def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...], str | None]:
     """By the values of the options: to resolve them may read a calibration file, which no request should wait for."""
-    from sglang_kvc.config import KvcConfig
-    from sglang_kvc.levels import offered
+    from sglang_kvc.options.config import KvcConfig
+    from sglang_kvc.options.request_quality import offered
     from sglang_kvc.policies import make_policy
 
     config = KvcConfig.from_args(SimpleNamespace(**dict(options)))

@@ -20,7 +20,7 @@ PARAMETERS = (
 def around_release_req(orig, **arguments):
     from sglang.srt.environ import envs
 
-    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.adapter.allocator import KvcAllocator
 
     allocator = arguments["token_to_kv_pool_allocator"]
     if not isinstance(allocator, KvcAllocator):

@@ -12,14 +12,14 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def before_run_batch(self, batch, pp_proxy_tensors=None):
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
 
     if (runtime := current()) is not None:
         runtime.step += 1
 
 
 def after_process_batch_result(_, self, batch, result):
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
 
     if (runtime := current()) is not None:
         runtime.processed += 1
@@ -31,7 +31,7 @@ def around_get_new_batch_prefill(orig, self, running_batch):
 
     SGLang, whose memory only shrinks while requests run, leaves a full batch alone until one of them ends.
     """
-    from sglang_kvc.allocator import KvcAllocator
+    from sglang_kvc.adapter.allocator import KvcAllocator
 
     allocator = self.token_to_kv_pool_allocator
     if not isinstance(allocator, KvcAllocator):
@@ -64,7 +64,7 @@ def _queue_preempted(scheduler, ran, plan) -> None:
 
 
 def before_on_idle(self):
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
 
     runtime = current()
     if runtime is None or not runtime.unsettled or not self.is_fully_idle():
@@ -75,7 +75,7 @@ def before_on_idle(self):
 
 def around_check_decode_mem(orig, self, selected_indices=None):
     """Before a retraction: wait for what queued and running compactions will free, then look again."""
-    from sglang_kvc.runtime import current
+    from sglang_kvc.cache.runtime import current
 
     if orig(self, selected_indices):
         return True

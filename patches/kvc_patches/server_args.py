@@ -28,7 +28,7 @@ def check_version() -> None:
     """
     from importlib.metadata import version
 
-    from sglang_kvc.command_line import names_backend
+    from sglang_kvc.options.command_line import names_backend
 
     found = version("sglang")
     if found in SGLANG_VERSIONS:
@@ -65,7 +65,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])

@@ -10,10 +10,10 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.layout import Format, PoolLayout, Rung
 from kvc_kernels.store import PageStore
-from sglang_kvc.levels import LOSSLESS
+from sglang_kvc.options.request_quality import LOSSLESS
 
 if TYPE_CHECKING:
-    from .calibration import Calibration
+    from ..calibration.tensors import Calibration
 
 BLOCK, SEQUENCE = "block", "sequence"
 
@@ -122,7 +122,7 @@ class Policy:
         raise NotImplementedError
 
     def rung_of(self, level: str | None) -> int:
-        """The rung that blocks of a request go to: 0 stays uncompressed. `level`: see `sglang_kvc.levels`."""
+        """The rung that blocks of a request go to: 0 stays uncompressed. `level`: see `options.request_quality`."""
         return 0 if level == LOSSLESS else 1
 
     @property

@@ -13,12 +13,12 @@ from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
 from kvc_kernels.ops.tiers import LOW
 
-from . import calibration as calibrations
+from ..calibration import tensors as calibrations
+from .allocation import SHARES, Share
 from .base import BLOCK, SEQUENCE, Evidence, Policy
 from .budget import Budget, smaller, token_bytes
+from .parse import build
 from .scorers import SCORERS, Scorer
-from .shares import SHARES, Share
-from .spec import build
 
 
 @dataclass(frozen=True)

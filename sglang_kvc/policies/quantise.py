@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvc_kernels.layout import BF16, FORMATS, Format, PoolLayout, Rung
-from sglang_kvc.levels import names
+from sglang_kvc.options.request_quality import names
 
 from .base import Evidence, Policy
 

@@ -48,6 +48,6 @@ def model():
 
 @pytest.fixture(scope="session")
 def found(model, ids):
-    from sglang_kvc.calibrate.passes import calibrate
+    from sglang_kvc.calibration.measure.passes import calibrate
 
     return calibrate(model, ids, block=BLOCK)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from sglang_kvc.calibrate import formats
-from sglang_kvc.calibrate.attend import by_block
-from sglang_kvc.calibrate.capture import CalibrateError, run
-from sglang_kvc.calibrate.passes import calibrate
-from sglang_kvc.calibrate.queries import rotary_frequencies, same_before_rotation, unrotate
-from sglang_kvc.calibrate.received import layer_shares, received, retention
+from sglang_kvc.calibration.measure import formats
+from sglang_kvc.calibration.measure.attend import by_block
+from sglang_kvc.calibration.measure.capture import CalibrateError, run
+from sglang_kvc.calibration.measure.passes import calibrate
+from sglang_kvc.calibration.measure.queries import rotary_frequencies, same_before_rotation, unrotate
+from sglang_kvc.calibration.measure.received import layer_shares, received, retention
 
 from .conftest import BLOCK, DIM, HEADS, KV_HEADS, LAYERS, TOKENS, make_ids, make_model
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from sglang_kvc import cli
-from sglang_kvc.calibrate import command
-from sglang_kvc.calibrate.progress import Progress
-from sglang_kvc.identity import identity_of
-from sglang_kvc.policies import calibration, findings
+from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.calibration import tensors as calibration
+from sglang_kvc.calibration import verdicts
+from sglang_kvc.calibration.measure import command
+from sglang_kvc.calibration.measure.progress import Progress
+from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.policies.quantise import Quantise
-from sglang_kvc.sizing import make_layout
 
 from .conftest import DIM, KV_HEADS, LAYERS, VOCAB, make_model
 
@@ -49,7 +50,7 @@ def test_from_text_to_file(folder, tmp_path, capsys):
     assert "[100 %]" in printed.err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    found = findings.read(str(out))
+    found = verdicts.read(str(out))
     from transformers import AutoConfig
 
     assert found.identity == identity_of(AutoConfig.from_pretrained(folder))
@@ -58,7 +59,7 @@ def test_from_text_to_file(folder, tmp_path, capsys):
     stats = calibration.load(str(out), torch.device("cpu"))
     assert stats["query_mean"].shape == (LAYERS, 4, DIM)
     assert stats["rotary_frequencies"].shape == (DIM // 2,)
-    from sglang_kvc.config import KvcConfig
+    from sglang_kvc.options.config import KvcConfig
 
     layout = make_layout(KvcConfig(), Quantise(), layers=LAYERS, heads=KV_HEADS, head_dim=DIM)
     calibration.check_shapes(str(out), ("query_mean", "query_covariance", "layer_shares"), layout)

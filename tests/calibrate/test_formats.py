@@ -12,13 +12,13 @@ import torch
 from kvc_kernels.layout import FORMATS
 from kvc_kernels.ops import quant
 from kvc_kernels.ops.stored import as_stored
-from sglang_kvc.calibrate import formats, thresholds
-from sglang_kvc.calibrate.attend import by_block, causal
-from sglang_kvc.calibrate.formats import Difference, compare, verdict
-from sglang_kvc.calibrate.passes import calibrate
-from sglang_kvc.config import KvcConfig
+from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.calibration.measure import formats, thresholds
+from sglang_kvc.calibration.measure.attend import by_block, causal
+from sglang_kvc.calibration.measure.formats import Difference, compare, verdict
+from sglang_kvc.calibration.measure.passes import calibrate
+from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies.leankv import LeanKV
-from sglang_kvc.sizing import make_layout
 
 from .conftest import BLOCK, DIM, HEADS, KV_HEADS, LAYERS, TOKENS, make_model
 

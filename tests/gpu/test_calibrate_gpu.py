@@ -12,7 +12,7 @@ pytestmark = [
 
 
 def test_both_devices_agree():
-    from sglang_kvc.calibrate.passes import calibrate
+    from sglang_kvc.calibration.measure.passes import calibrate
 
     there = calibrate(make_model().cuda(), make_ids().cuda(), block=BLOCK)
     here = calibrate(make_model(), make_ids(), block=BLOCK)

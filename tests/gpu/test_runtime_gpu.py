@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.runtime import Runtime
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.options.config import KvcConfig
 
 GPU = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kvc_kernels.ops import nvrtc
-from sglang_kvc.warm_up import warm_up
+from sglang_kvc.engine.warm_up import warm_up
 
 from ..test_warm_up import CONFIGURATIONS, WINDOWED, build, serve, sizes
 

@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 
 from kvc_kernels import ops
 from kvc_kernels.store import PageStore
-from sglang_kvc.attention import Snapshot, TorchAttention, TritonAttention
+from sglang_kvc.engine.attention import Snapshot, TorchAttention, TritonAttention
 
 from ..ops.support import fill, make_store, random_kv, rungs
 

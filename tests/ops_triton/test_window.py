@@ -8,7 +8,7 @@ from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
 from kvc_kernels.ops.decode_plan_triton import DecodePlan
 from kvc_kernels.ops.extend_window_triton import WindowedExtend, cut
 from kvc_kernels.store import PageStore
-from sglang_kvc.attention import Snapshot, TorchAttention, TritonAttention
+from sglang_kvc.engine.attention import Snapshot, TorchAttention, TritonAttention
 from tests.decode_support import make_case, relative_error
 
 from ..ops.test_window import NEW, PREFIX, ROWS, WAITING, P, error, queries, request_case

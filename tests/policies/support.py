@@ -132,7 +132,7 @@ def score(world: World) -> np.ndarray:
     assert isinstance(policy, Prune)
     from dataclasses import replace
 
-    from sglang_kvc.policies.calibration import load
+    from sglang_kvc.calibration.tensors import load
 
     stats = load(policy.calibration, torch.device("cpu")) if policy.needs else None
     return policy.scorer_part.score(replace(world.evidence(), calibration=stats)).double().numpy()

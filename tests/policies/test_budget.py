@@ -10,12 +10,12 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout
-from sglang_kvc.config import KvcConfig
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.calibration.tensors import check_shapes, load
+from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import Prune, make_policy
 from sglang_kvc.policies.budget import Budget, smaller, token_bytes
-from sglang_kvc.policies.calibration import check_shapes, load
-from sglang_kvc.runtime import Runtime
-from sglang_kvc.sizing import make_layout
 
 from ..shell.conftest import one_sentence
 from .support import D, H, L, P, World, statistics
@@ -70,7 +70,7 @@ def test_a_budget_that_asks_for_nothing_keeps_everything():
 
 
 def test_the_runtime_refuses_what_cannot_be(tmp_path):
-    from sglang_kvc.config import KvcConfig
+    from sglang_kvc.options.config import KvcConfig
 
     size = {"num_bytes": 1 << 26, "layers": L, "heads": H, "head_dim": D, "dtype": torch.bfloat16, "device": "cpu"}
     with pytest.raises(ValueError, match="--kvc-budget 3 cannot be met") as e:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvc_kernels import ops
-from sglang_kvc.blocks import State
+from sglang_kvc.cache.blocks import State
 
 from . import record
 from .model import P, pages_held

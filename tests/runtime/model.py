@@ -19,15 +19,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvc_kernels import ops
 from kvc_kernels.layout import PoolLayout
 from kvc_kernels.store import PageStore
-from sglang_kvc.allocator import KvcAllocator
-from sglang_kvc.blocks import Blocks
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.ledger import Ledger
-from sglang_kvc.levels import LOSSLESS, namespace
+from sglang_kvc.adapter.allocator import KvcAllocator
+from sglang_kvc.adapter.radix_cache import KvcRadixCache
+from sglang_kvc.cache.blocks import Blocks
+from sglang_kvc.cache.ledger import Ledger
+from sglang_kvc.cache.runtime import Runtime, make_policy
+from sglang_kvc.cache.sizing import size_pool
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.request_quality import LOSSLESS, namespace
 from sglang_kvc.policies import Prune
-from sglang_kvc.radix_cache import KvcRadixCache
-from sglang_kvc.runtime import Runtime, make_policy
-from sglang_kvc.sizing import size_pool
 
 P, L, H, D = 64, 2, 2, 32
 ROWS, CONTEXT = 8, 1024

@@ -32,10 +32,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from kvc_patches import admission, allocation
 from kvc_patches import scheduler as hooks
-from sglang_kvc.allocator import KvcAllocator
-from sglang_kvc.levels import namespace
-from sglang_kvc.radix_cache import KvcRadixCache
-from sglang_kvc.runtime import Runtime
+from sglang_kvc.adapter.allocator import KvcAllocator
+from sglang_kvc.adapter.radix_cache import KvcRadixCache
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.options.request_quality import namespace
 
 from . import record
 from .audit import check_device, check_reads, check_records
@@ -75,7 +75,7 @@ def configured(runtime, chunk: int | None, retract_every: int):
         for name, hook in ALLOCATION_HOOKS.items():
             stack.enter_context(_around(schedule_batch, name, hook))
         stack.enter_context(_around(ScheduleBatch, "check_decode_mem", hooks.around_check_decode_mem))
-        stack.enter_context(patch("sglang_kvc.runtime._current", runtime))
+        stack.enter_context(patch("sglang_kvc.cache.runtime._current", runtime))
         for name in ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled"):
             stack.enter_context(patch.object(schedule_policy, name, lambda: False))
         for name, value in {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": retract_every}.items():

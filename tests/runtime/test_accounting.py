@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvc_patches import internal_state
-from sglang_kvc import accounting
-from sglang_kvc.blocks import State
+from sglang_kvc.cache.blocks import State
+from sglang_kvc.stats import collect as accounting
 
 from .model import H, L, P, ToyServer
 

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, PoolLayout
-from sglang_kvc.blocks import State
+from sglang_kvc.cache.blocks import State
 from sglang_kvc.policies.leankv import LeanKV
 
 from . import record

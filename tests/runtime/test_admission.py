@@ -16,8 +16,8 @@ from kvc_patches.admission import around_add_chunked_req, around_add_one_req, ar
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_request
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
-from sglang_kvc.levels import LOSSLESS
-from sglang_kvc.sequence import Sequence
+from sglang_kvc.cache.sequence import Sequence
+from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
 
@@ -168,7 +168,7 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
     """Of embedding models; packing makes room for those that are longer than what fits uncompressed."""
     server = ToyServer(high="k4v4")
     capacity = server.runtime.sizing.capacity_tokens
-    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: server.runtime)
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
     monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: SimpleNamespace(chunked_prefill_size=CHUNK))
 
     def aborted(tokens, generation=False):
@@ -197,7 +197,7 @@ def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     server = ToyServer(high="k4v4")
-    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: server.runtime)
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
     req = Req("r", "", array("q", range(5)), SamplingParams(), bootstrap_host=FAKE_BOOTSTRAP_HOST)
     assert req.skip_radix_cache_insert
     before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
@@ -233,7 +233,7 @@ def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
     """Their outcome depends on the data: until they have run, their blocks are charged the most that they may take."""
     server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
     runtime = server.runtime
-    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
     blocks = runtime.take([i * P for i in range(runtime.available_tokens() // P)])
     runtime.flush()
     runtime.queue_due(blocks)
@@ -251,7 +251,7 @@ def test_a_retraction_waits_for_nothing_where_nothing_can_come(monkeypatch):
     """What compactions of a fixed outcome free was credited when they were queued."""
     server = ToyServer(high="k4v4", window=0)
     runtime = server.runtime
-    monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
     runtime.queue_due(runtime.take([0, P]))
     assert not around_check_decode_mem(lambda batch, selected_indices: False, None)
     assert runtime.unsettled
@@ -277,10 +277,10 @@ def test_what_the_worker_tells(monkeypatch):
     worker.model_runner.effective_max_total_num_tokens, worker.model_runner.dcp_size = 2000, 1
     real = tp_worker.TpModelWorker.get_worker_info(worker)  # the places are SGLang's
     assert (real[LENGTH], real[INPUT]) == (999, 994) and len([x for x in real if isinstance(x, int)]) == 2
-    monkeypatch.setattr("sglang_kvc.runtime._current", None)
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", None)
     assert around_get_worker_info(lambda self: told, None) == told
     runtime = ToyServer(high="k4v4").runtime
-    monkeypatch.setattr("sglang_kvc.runtime._current", runtime)
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
     found = around_get_worker_info(lambda self: told, None)
     longest = longest_request(runtime.sizing.capacity_tokens, P)
     assert found == (*told[:4], longest, longest - 5, 42)

@@ -18,9 +18,9 @@ from triton.runtime.jit import JITFunction
 from bench.kernels import host_time
 from kvc_kernels.layout import FORMATS, PageLayout, PoolLayout
 from kvc_kernels.ops import Observe
-from sglang_kvc import oplog
-from sglang_kvc.blocks import State
-from sglang_kvc.oplog import Compact, OpLog, Release
+from sglang_kvc.cache import op_queue
+from sglang_kvc.cache.blocks import State
+from sglang_kvc.cache.op_queue import Compact, OpLog, Release
 from tests.runtime.model import P, ToyServer
 
 
@@ -138,7 +138,7 @@ def test_operations_are_merged_once_however_many_requests_push_them():
         return out
 
     n = 200
-    with mock.patch.object(oplog.np, "concatenate", concatenate):
+    with mock.patch.object(op_queue.np, "concatenate", concatenate):
         for i in range(n):
             one = np.array([i])
             log.push(Compact(one, 0, 1, one, one, one))

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches.limits import longest_request
-from sglang_kvc.levels import LOSSLESS
+from sglang_kvc.options.request_quality import LOSSLESS
 
 from .audit import check_tree
 from .model import P, make_runtime

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
 from kvc_patches.allocation import around_alloc_for_extend
-from sglang_kvc.blocks import Blocks, State
-from sglang_kvc.ledger import Ledger
-from sglang_kvc.oplog import Compact, OpLog, Release, Take
-from sglang_kvc.sequence import Sequence
-from sglang_kvc.sizing import size_pool
+from sglang_kvc.cache.blocks import Blocks, State
+from sglang_kvc.cache.ledger import Ledger
+from sglang_kvc.cache.op_queue import Compact, OpLog, Release, Take
+from sglang_kvc.cache.sequence import Sequence
+from sglang_kvc.cache.sizing import size_pool
 
 from .model import ToyServer, make_runtime
 

@@ -12,9 +12,9 @@ from kvc_kernels import ops
 from kvc_kernels.layout import BF16
 from kvc_kernels.ops.pack import segment
 from kvc_patches.allocation import around_alloc_for_decode
-from sglang_kvc.allocator import KvcAllocator
-from sglang_kvc.oplog import Compact
-from sglang_kvc.sequence import Sequence
+from sglang_kvc.adapter.allocator import KvcAllocator
+from sglang_kvc.cache.op_queue import Compact
+from sglang_kvc.cache.sequence import Sequence
 
 from .model import H, L, P, Request, ToyServer, make_runtime
 

@@ -13,11 +13,11 @@ from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.levels import LOSSLESS
-from sglang_kvc.runtime import Runtime
-from sglang_kvc.sequence import Sequence
-from sglang_kvc.sizing import STAGED_TOKENS
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.sequence import Sequence
+from sglang_kvc.cache.sizing import STAGED_TOKENS
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
 

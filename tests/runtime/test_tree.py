@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels.layout import FORMATS
-from sglang_kvc.levels import LOSSLESS, names
+from sglang_kvc.options.request_quality import LOSSLESS, names
 from tests.runtime.model import P, ToyServer
 
 PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks that prompts are put together from

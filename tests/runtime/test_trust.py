@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvc_patches.requests import before_add_request_to_queue
-from sglang_kvc.config import ConfigError, KvcConfig
-from sglang_kvc.levels import LOSSLESS
-from sglang_kvc.refusals import trust_warning
+from sglang_kvc.options.config import ConfigError, KvcConfig
+from sglang_kvc.options.request_quality import LOSSLESS
+from sglang_kvc.options.unsupported_args import trust_warning
 
 from .model import P, ToyServer
 
@@ -23,7 +23,7 @@ def serve(monkeypatch):
 
     def start(**options):
         server = ToyServer(**options)
-        monkeypatch.setattr("sglang_kvc.runtime.current", lambda: server.runtime)
+        monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
 
         def admit(salt=None, level=None, lora=None, chunk=None):
             queued = SimpleNamespace(

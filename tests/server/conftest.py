@@ -113,7 +113,7 @@ class Servers:
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory):
     if common.demo_model() is None:
-        pytest.skip("the demo model is not there; make it with: python -m sglang_kvc.demo")
+        pytest.skip("the demo model is not there; make it with: python -m sglang_kvc.demo.model")
     pool = Servers(tmp_path_factory.mktemp("models"))
     yield pool
     pool.stop()

@@ -56,7 +56,7 @@ def server_args():
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from kvc_patches import server_args as patch
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     if module.ServerArgs is not KvcServerArgs:
         patch.register()

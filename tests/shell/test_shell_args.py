@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kvc.config import ConfigError, KvcConfig
+from sglang_kvc.options.config import ConfigError, KvcConfig
 
 from .conftest import one_sentence
 
@@ -37,7 +37,7 @@ def test_cpu_is_served_without_more_options(parse):
 @pytest.fixture
 def on_a_gpu():
     """The arguments as they are prepared for a GPU, which need not be there."""
-    from sglang_kvc.args import KvcServerArgs, _prepare
+    from sglang_kvc.options.server_args import KvcServerArgs, _prepare
 
     def prepare(**options):
         args = object.__new__(KvcServerArgs)
@@ -73,7 +73,7 @@ def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
     ],
 )
 def test_prefill_graphs_are_broken_at_attention_or_none(parse, device, chosen, served):
-    from sglang_kvc.args import _verify
+    from sglang_kvc.options.server_args import _verify
 
     args = parse("--kv-backend", "kvc")
     object.__setattr__(args, "device", device)  # SGLang's own setter refuses once arguments are resolved
@@ -120,7 +120,7 @@ def flags(options: dict) -> list[str]:
 def test_command_line_yaml_and_keywords_agree(parse, model, tmp_path):
     import yaml
 
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     by_flags = parse("--kv-backend", "kvc", *flags(ALL))
     file = tmp_path / "server.yaml"
@@ -158,14 +158,14 @@ def test_pickle_asdict_and_a_second_resolution(parse):
 def test_values_reach_the_runtime_context(parse):
     from sglang.srt.arg_groups.arg_utils import namespace_of
 
-    from sglang_kvc.args import KVC_OPTIONS, KvcServerArgs
+    from sglang_kvc.options.server_args import KVC_OPTIONS, KvcServerArgs
 
     spaces = namespace_of(KvcServerArgs)
     assert all(spaces[name] == "memory" for name in ("kv_backend", *KVC_OPTIONS))
 
 
 def test_default_is_stock_field_by_field(parse, model):
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     stock_class = KvcServerArgs.__mro__[1]
     ours = dataclasses.asdict(parse("--random-seed", "1"))
@@ -177,7 +177,7 @@ def test_default_is_stock_field_by_field(parse, model):
 
 
 def test_stock_defaults_are_inherited():
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     stock = {f.name: f for f in dataclasses.fields(KvcServerArgs.__mro__[1])}
     ours = {f.name: f for f in dataclasses.fields(KvcServerArgs)}
@@ -213,7 +213,7 @@ def test_command_line_errors_are_one_sentence(parse, capsys, argv, word):
 
 
 def test_keywords_raise_value_errors(model):
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     with pytest.raises(ConfigError, match="turbo"):
         KvcServerArgs(model_path=model, device="cpu", kv_backend="turbo")
@@ -227,7 +227,7 @@ def test_engine_takes_our_options(server_args, model):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from kvc_patches import server_args as patch
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     if Engine.server_args_class is not KvcServerArgs:  # the module was imported before the options came in force
         patch.register()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_kvc.config import ConfigError, KvcConfig
-from sglang_kvc.identity import Identity, identity_of
-from sglang_kvc.model_refusals import ModelFacts, check_facts
-from sglang_kvc.policies.findings import KEY, Chosen, Findings, read
+from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
+from sglang_kvc.calibration.verdicts import KEY, Chosen, Findings, read
+from sglang_kvc.options.config import ConfigError, KvcConfig
+from sglang_kvc.options.unsupported_models import ModelFacts, check_facts
 
 from .conftest import one_sentence
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvc.config import (
+from sglang_kvc.options.config import (
     ConfigError,
     KvcConfig,
     check_geometry,

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvc import cli, demo, demo_server
+from sglang_kvc import cli
+from sglang_kvc.demo import model as demo
+from sglang_kvc.demo import server as demo_server
 
 CONTENT = b"not really a model"
 

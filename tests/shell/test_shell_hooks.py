@@ -14,12 +14,12 @@ import torch
 
 from kvc_patches import internal_state, metrics, registry
 from kvc_patches import server_args as patch
-from sglang_kvc.config import ConfigError
-from sglang_kvc.cpu_platform import activate
+from sglang_kvc.cpu.platform import activate
+from sglang_kvc.options.config import ConfigError
 
 from .conftest import one_sentence
 
-PLATFORM_CLASS = "sglang_kvc.cpu_platform_class:TorchCpuPlatform"
+PLATFORM_CLASS = "sglang_kvc.cpu.platform_class:TorchCpuPlatform"
 
 
 def test_hook_targets_have_the_expected_parameters():
@@ -46,7 +46,7 @@ def test_server_args_are_as_the_subclass_expects():
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     stock = KvcServerArgs.__mro__[1]
     assert stock.__name__ == "ServerArgs" and stock.__module__ == "sglang.srt.server_args"
@@ -107,7 +107,7 @@ def test_entry_points():
     (plugin,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "kvc"]
     (platform,) = [e for e in entry_points(group="sglang.srt.platforms") if e.name == "kvc_cpu"]
     assert plugin.value == "kvc_patches:load"
-    assert platform.value == "sglang_kvc.cpu_platform:activate"
+    assert platform.value == "sglang_kvc.cpu.platform:activate"
 
 
 class TestCpuPlatform:
@@ -160,11 +160,11 @@ class TestCpuPlatform:
         """SGLang refuses to start where two of them activate."""
         from importlib.metadata import EntryPoint
 
-        ours = EntryPoint("kvc_cpu", "sglang_kvc.cpu_platform:activate", "sglang.srt.platforms")
+        ours = EntryPoint("kvc_cpu", "sglang_kvc.cpu.platform:activate", "sglang.srt.platforms")
         other = EntryPoint("npu", "sglang_npu:activate", "sglang.srt.platforms")
-        monkeypatch.setattr("sglang_kvc.cpu_platform.entry_points", lambda group: [ours, ours])
+        monkeypatch.setattr("sglang_kvc.cpu.platform.entry_points", lambda group: [ours, ours])
         assert activate() == PLATFORM_CLASS  # one distribution, found on two paths
-        monkeypatch.setattr("sglang_kvc.cpu_platform.entry_points", lambda group: [ours, other])
+        monkeypatch.setattr("sglang_kvc.cpu.platform.entry_points", lambda group: [ours, other])
         assert activate() is None
 
     @pytest.mark.parametrize("argv, found", [("", "SRTPlatform"), ("--kv-backend default", "TorchCpuPlatform")])
@@ -196,8 +196,8 @@ class TestCpuPlatform:
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.platforms.interface import SRTPlatform
 
-        from sglang_kvc.cpu_allocator import TorchPagedAllocator
-        from sglang_kvc.cpu_platform_class import TorchCpuPlatform
+        from sglang_kvc.cpu.platform_class import TorchCpuPlatform
+        from sglang_kvc.cpu.stock_allocator import TorchPagedAllocator
 
         platform = TorchCpuPlatform()
         assert isinstance(platform, SRTPlatform) and platform.is_out_of_tree()

@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from sglang_kvc import cli, headmap
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.stats import HeadMap
+from sglang_kvc import cli
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.stats import head_map
+from sglang_kvc.stats.records import HeadMap
 
 from .test_shell_stats import EMPTY, MAP, STATS
 
@@ -95,21 +96,21 @@ def test_every_scheduler_gets_its_own(serve, tmp_path, capsys):
 
 
 def test_svg_is_well_formed_and_shows_every_head():
-    root = ET.fromstring(headmap.svg(MAP))
+    root = ET.fromstring(head_map.svg(MAP))
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 8, "kept and high, for 2 layers of 2 heads"
     assert "layer 1, head 0: 25.0 % kept, 25.0 % high" in titles
     tall = HeadMap([[0.5] * 8] * 80, [[0.5] * 8] * 80, 1)  # a single tier: a single panel
-    assert len(list(ET.fromstring(headmap.svg(tall)).iter("{http://www.w3.org/2000/svg}title"))) == 640
+    assert len(list(ET.fromstring(head_map.svg(tall)).iter("{http://www.w3.org/2000/svg}title"))) == 640
 
 
 def test_colours_run_from_pale_to_dark():
-    assert headmap.colour(0) == "#edf3fa" and headmap.colour(1) == "#0b3d6e"
-    assert headmap.colour(-1) == headmap.colour(0) and headmap.colour(2) == headmap.colour(1)
+    assert head_map.colour(0) == "#edf3fa" and head_map.colour(1) == "#0b3d6e"
+    assert head_map.colour(-1) == head_map.colour(0) and head_map.colour(2) == head_map.colour(1)
 
 
 def test_html_escapes_what_comes_from_outside(tmp_path):
-    assert "<script>" not in headmap.html(MAP, "<script>", "<script>", [("a", "<script>")])
+    assert "<script>" not in head_map.html(MAP, "<script>", "<script>", [("a", "<script>")])
 
 
 HOSTILE = "\x1b]0;owned\x07<script>\u202e\x9b2J"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvc_patches import memory_pool
-from sglang_kvc import model_refusals
+from sglang_kvc.options import unsupported_models
 
 from .conftest import one_sentence
 from .test_shell_refusals import configurator
@@ -44,8 +44,8 @@ def test_the_start_does_not_refuse_them(parse, checkpoint):
 def test_the_built_model_is_served_with_a_warning(parse, monkeypatch):
     def said(**changes) -> list[str]:
         shown, messages = configurator(parse, **changes), []
-        monkeypatch.setattr(model_refusals.logger, "warning", lambda text, *args: messages.append(text % args))
-        model_refusals.check_model(shown)
+        monkeypatch.setattr(unsupported_models.logger, "warning", lambda text, *args: messages.append(text % args))
+        unsupported_models.check_model(shown)
         return messages
 
     for changes in (
@@ -66,7 +66,7 @@ def test_the_pool_takes_what_is_free(parse, monkeypatch, declared):
     from sglang.srt.mem_cache import kv_cache_configurator as module
     from sglang.srt.model_executor import pool_configurator
 
-    from sglang_kvc import runtime
+    from sglang_kvc.cache import runtime
 
     args = parse("--kv-backend", "kvc", "--max-total-tokens", str(1 << 30))  # no --kvc-memory: from what is free
     sgl = object.__new__(module.KVCacheConfigurator)
@@ -90,7 +90,7 @@ def test_the_pool_takes_what_is_free(parse, monkeypatch, declared):
     monkeypatch.setattr(module, "get_schedule", lambda: SimpleNamespace(page_size=128, mem_fraction_static=0.5))
     monkeypatch.setattr(pool_configurator, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     monkeypatch.setattr(memory_pool, "verify", lambda: None)
-    monkeypatch.setattr("sglang_kvc.model_refusals.check_model", lambda configurator: None)
+    monkeypatch.setattr("sglang_kvc.options.unsupported_models.check_model", lambda configurator: None)
     monkeypatch.setattr(runtime, "_current", None)
     memory_pool.before_configure(sgl, pre_model_load_memory=0)
     orig = inspect.unwrap(module.KVCacheConfigurator._resolve_memory_pool_config)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvc_patches import requests
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.levels import namespace
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.request_quality import namespace
 from sglang_kvc.policies import make_policy
 
 from .conftest import one_sentence
@@ -25,7 +25,7 @@ def serve(parse, monkeypatch):
         config = KvcConfig.from_args(args)
         monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
         runtime = SimpleNamespace(config=config, policy=make_policy(config), salt_only=False)
-        monkeypatch.setattr("sglang_kvc.runtime.current", lambda: runtime)
+        monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
 
         def ask(level):
             sampling = SimpleNamespace(custom_params=params(level))

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import bench.scoreboard
-from sglang_kvc.args import KVC_OPTIONS
-from sglang_kvc.config import flag
-from sglang_kvc.refusals import ARG_REFUSALS
+from sglang_kvc.options.config import flag
+from sglang_kvc.options.server_args import KVC_OPTIONS
+from sglang_kvc.options.unsupported_args import ARG_REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = {"sglang_kvc": ROOT, "kvc_kernels": ROOT / "kernels", "kvc_patches": ROOT / "patches"}

@@ -7,9 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvc.config import ConfigError, KvcConfig
-from sglang_kvc.model_refusals import MODEL_REFUSALS, ModelFacts, check_facts, check_model
-from sglang_kvc.refusals import ARG_REFUSALS, check_args, check_capability, check_memory, environment_warnings
+from sglang_kvc.options.config import ConfigError, KvcConfig
+from sglang_kvc.options.unsupported_args import (
+    ARG_REFUSALS,
+    check_args,
+    check_capability,
+    check_memory,
+    environment_warnings,
+)
+from sglang_kvc.options.unsupported_models import MODEL_REFUSALS, ModelFacts, check_facts, check_model
 
 from .conftest import one_sentence
 
@@ -61,7 +67,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def stock():
     """A ServerArgs with stock defaults, as far as the refusals look."""
-    from sglang_kvc.args import KvcServerArgs
+    from sglang_kvc.options.server_args import KvcServerArgs
 
     fields = dataclasses.fields(KvcServerArgs)
     return {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
@@ -264,7 +270,7 @@ def test_the_built_model_is_checked_again(parse):
 
 def test_layers_in_a_dict(parse):
     """Where SGLang's Transformers backend keeps them."""
-    from sglang_kvc.model_facts import attention_layers
+    from sglang_kvc.options.model_facts import attention_layers
 
     shown = configurator(parse, layer={"sliding_window_size": 63})
     held = SimpleNamespace(attention_instances=dict(enumerate(shown.model.modules())))

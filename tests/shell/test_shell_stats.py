@@ -10,9 +10,9 @@ from typing import ClassVar
 import pytest
 
 from kvc_patches import internal_state, metrics
-from sglang_kvc import runtime
-from sglang_kvc.config import KvcConfig
-from sglang_kvc.stats import HeadMap, KvcStats, times
+from sglang_kvc.cache import runtime
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.stats.records import HeadMap, KvcStats, times
 
 STATS = KvcStats(
     config="leankv k8v4+k4v2, block 256",

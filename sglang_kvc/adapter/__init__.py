@@ -1,0 +1,1 @@
+"""Classes that SGLang calls: KV pool, allocator, radix cache with its eviction queue, attention backend."""

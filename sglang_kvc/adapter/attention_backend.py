@@ -1,0 +1,125 @@
+"""The attention backend: flush the queue and take one snapshot a step, then append and attend, layer by layer."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from ..engine.attention import Snapshot, make_attention
+from ..engine.warm_up import compile_ahead
+from ..options.model_facts import attention_layers
+from .pool import KvcPool
+
+
+class KvcAttnBackend(AttentionBackend):
+    """Plugs into SGLang under the name "kvc". Decode and extend read packed pages directly."""
+
+    def __init__(self, runner):
+        super().__init__()
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, KvcPool):
+            raise RuntimeError(
+                f"--attention-backend kvc needs the pool of --kv-backend kvc but found {type(pool).__name__}: "
+                "a hook did not apply; use --kv-backend kvc, which sets the attention backend itself"
+            )
+        self.token_to_kv_pool = pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.runtime = pool.runtime
+        self.block_tokens = self.runtime.layout.block_tokens
+        rows, columns = runner.req_to_token_pool.req_to_token.shape
+        policy = self.runtime.policy
+        layers = attention_layers(runner.model)
+        sizes = {
+            "query_heads": runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
+            "max_batch": rows,
+            "max_blocks": -(-columns // self.block_tokens),
+            "windows": sorted({m.sliding_window_size for m in layers} - {-1}),
+        }
+        self.attention = make_attention(
+            self.runtime.store, policy.collects, policy.stored_as(policy.rung_of(None)), **sizes
+        )
+        if self.runtime.store.device.type == "cuda" and not runner.server_args.skip_server_warmup:
+            kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}
+            compile_ahead(self.runtime, kinds=kinds, **sizes)
+
+    # ---- once per forward
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        """Apply the queue, then plan. Capture and dummy runs name row 0, whose slots lie in the scratch block."""
+        if not in_capture:
+            self.runtime.flush()
+        fb = forward_batch
+        if fb.forward_mode.is_idle():
+            return
+        if fb.forward_mode.is_decode():
+            snap = self.attention.plan_decode(
+                self.req_to_token_pool.req_to_token, fb.req_pool_indices, fb.seq_lens, fb.seq_lens_cpu.tolist()
+            )
+        else:
+            snap = self._extend_snapshot(fb)
+            self.attention.plan_extend(snap)
+        if self.runtime.observe is not None and not in_capture:
+            # From the device's own lengths: a list would be copied there, and the host wait for it.
+            self.attention.note(snap, None if snap.extend_lens_cpu is None else fb.extend_seq_lens)
+
+    def _extend_snapshot(self, fb) -> Snapshot:
+        p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()
+        # Only the first slot of every block is read; the rest of a block follows from it.
+        starts = self.req_to_token_pool.req_to_token[:, ::p]
+        row_blocks = starts[fb.req_pool_indices, : -(-max(lens) // p)] // p
+        extend = [int(n) for n in fb.extend_seq_lens_cpu]
+        prefix = [n - e for n, e in zip(lens, extend)]
+        write = fb.out_cache_loc // p, fb.out_cache_loc % p
+        seqs = self.runtime.sequences_of(fb.rids or [])
+        stored_as = self.runtime.stored_as(seqs)
+        waiting = self.runtime.waiting(seqs, prefix) if any(stored_as) else []
+        return Snapshot(
+            row_blocks, fb.seq_lens, *write, lens, prefix, extend,
+            stored_as or None, waiting if any(waiting) else None,
+        )  # fmt: skip
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """The attention's buffers are static and sized for every row already."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    # ---- once per layer
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        return self._run(self.attention.decode, q, k, v, layer, save_kv_cache, kwargs)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        return self._run(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
+
+    def _run(self, attend, q, k, v, layer, save_kv_cache: bool, kwargs: dict):
+        if kwargs and (asked := [name for name, value in kwargs.items() if value is not None]):
+            raise RuntimeError(
+                f"this model's attention takes {', '.join(asked)}, which --kv-backend kvc does not know; serve it with "
+                "--kv-backend default"
+            )
+        if k is None or not save_kv_cache:
+            raise RuntimeError(
+                "this model shares KV between layers or stores it outside the attention backend, which --kv-backend "
+                "kvc does not support; serve it with --kv-backend default"
+            )
+        heads, dim = layer.tp_k_head_num, layer.qk_head_dim
+        q, k, v = q.view(-1, layer.tp_q_head_num, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
+        # Where SGLang pads a prefill for its graph it cuts queries to the tokens along their first dim, which is not
+        # that of tokens in a model that gives them as [1, N, Hq, D] (Gemma 3); it then wants all rows back.
+        tokens = k.shape[0]
+        padding = q.shape[0] - tokens
+        out = attend(
+            layer.layer_id - self.token_to_kv_pool.start_layer,
+            q[:tokens] if padding else q,
+            k,
+            v,
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            window=layer.sliding_window_size,
+        )
+        out = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return torch.nn.functional.pad(out, (0, 0, 0, padding)) if padding else out
+
+    def support_triton(self) -> bool:
+        return self.runtime.store.device.type == "cuda"

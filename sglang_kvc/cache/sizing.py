@@ -1,0 +1,114 @@
+"""From a byte budget to numbers of pages and blocks, and the geometry of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvc_kernels.layout import (
+    BF16,
+    FORMATS,
+    TOKEN_MULTIPLE,
+    Format,
+    PageLayout,
+    PoolLayout,
+    Rung,
+    choose_page_bytes,
+    page_bytes_for,
+)
+
+if TYPE_CHECKING:
+    from ..options.config import KvcConfig
+    from ..policies import Policy
+
+# Blocks that a threshold rung may shrink to at most: bounds the tables, which cost bytes even for empty heads.
+MAX_BLOCK_RATIO = 8.0
+# Part of the pages that is never handed out: the destinations of one wave of compactions are drawn from it.
+RESERVE_PART = 1 / 32
+# Tokens of uncompressed prefixes that the prompts of one prefill may stage together, where no window is longer.
+STAGED_TOKENS = 16384
+
+
+def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
+    """The pool's geometry; page bytes are searched unless the user fixed them."""
+    formats = [FORMATS[f] for f in policy.formats()]
+    options = {"head_dim": head_dim, "key_mode": config.key_mode, "scored": policy.observes}
+    if config.page_bytes:
+        page_bytes = config.page_bytes
+    elif policy.page_tokens:
+        page_bytes = _page_of(formats, policy.page_tokens, **options)
+    else:
+        whole = policy.stored_as() is not None
+        page_bytes = choose_page_bytes(formats, block_tokens=config.block_size, whole=whole, **options)
+    return PoolLayout(
+        layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes
+    )
+
+
+def _page_of(formats: list[Format], tokens: int, **options) -> int:
+    """Bytes of a page of `tokens` tokens in the first format, or of as many more as the others and bf16 need."""
+    while True:
+        size = page_bytes_for(formats[0], tokens, **options)
+        pages = [PageLayout(f, options["head_dim"], size, options["key_mode"], options["scored"]) for f in formats]
+        if all(page.tokens for page in (*pages, replace(pages[0], format=BF16))):
+            return size
+        tokens += TOKEN_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What one pool is made of, for `num_bytes` of memory.
+
+    `capacity_tokens` is what fits uncompressed, and what SGLang is told as its number of tokens: a lower bound that
+    every request can rely on. `num_blocks` bounds how many blocks can be resident once they are compressed.
+    A prefill stages cached blocks that running windows keep uncompressed, since its queries see them fake-quantized.
+    `staged_tokens`: the most tokens of such blocks that the prompts of one prefill may stage, beyond the first prompt;
+    0: no limit, since there are no such blocks.
+    """
+
+    num_bytes: int
+    num_pages: int
+    num_blocks: int
+    reserve_pages: int
+    capacity_tokens: int
+    staged_tokens: int = 0
+
+    @property
+    def chargeable_pages(self) -> int:
+        return self.num_pages - 1 - self.reserve_pages
+
+
+def size_server(
+    num_bytes: int, config: KvcConfig, policy: Policy, layout: PoolLayout, ladder: tuple[Rung, ...], itemsize: int
+) -> Sizing:
+    """`size_pool` with what is left beside the staged rows of one layer; `itemsize`: bytes of an uncompressed number.
+
+    Never more is staged than would fill all memory with uncompressed tokens, so it takes at most one part in L.
+    """
+    staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
+    if config.window and policy.stored_as(policy.rung_of(None)) is not None:
+        staged = min(max(config.window, STAGED_TOKENS), num_bytes // (layout.layers * row_bytes))
+    return replace(size_pool(num_bytes - staged * row_bytes, layout, ladder), staged_tokens=staged)
+
+
+def size_pool(num_bytes: int, layout: PoolLayout, ladder: tuple[Rung, ...]) -> Sizing:
+    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts).
+
+    Raises ValueError, in one sentence, when not even four blocks fit.
+    """
+    bf16 = layout.block_pages_bf16
+    smallest = min([r.pages if r.exact else 1 for r in ladder[1:]] or [bf16])
+    ratio = min(bf16 / max(smallest, 1), MAX_BLOCK_RATIO)
+    pages = int(num_bytes / (layout.page_bytes + 4 + ratio * layout.block_meta_bytes / bf16))
+    blocks = int(pages / bf16 * ratio) + 2
+    largest_target = max([r.pages for r in ladder[1:]] or [0])
+    reserve = max(largest_target, int(pages * RESERVE_PART)) if largest_target else 0
+    capacity = (pages - 1 - reserve) // bf16 * layout.block_tokens
+    if capacity < 4 * layout.block_tokens:
+        need = (4 * bf16 + largest_target + 1) * layout.page_bytes
+        raise ValueError(
+            f"the KV memory of {num_bytes / 2**20:.1f} MiB holds fewer than 4 uncompressed blocks of "
+            f"{layout.block_tokens} tokens; give at least {need * 1.1 / 2**20:.0f} MiB (--kvc-memory, "
+            f"--max-total-tokens or --mem-fraction-static) or a smaller --kvc-block-size"
+        )
+    return Sizing(num_bytes, pages, blocks, reserve, capacity)

@@ -1,0 +1,1 @@
+"""Calibration files: their tensors and verdicts, the fingerprint of a model, and enforcement at server start."""

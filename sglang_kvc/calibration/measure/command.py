@@ -1,0 +1,122 @@
+"""The command: read model and text, measure, write the file and the plot, print a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from sglang_kvc.calibration.model_fingerprint import identity_of
+from sglang_kvc.calibration.verdicts import Findings
+from sglang_kvc.options.unsupported_models import SUPPORTED_HEAD_DIMS
+
+from . import plot
+from .capture import CalibrateError
+
+
+def main(args: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    try:
+        found = run(args.model_path, args.text, args.out, tokens=args.tokens, device=args.device, picture=args.plot)
+    except CalibrateError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    print(table(found))
+    print(f"\nwritten in {time.monotonic() - begin:.0f} s: {args.out}" + (f", {args.plot}" if args.plot else ""))
+    print(f"serve with it: --kv-backend kvc --kvc-calibration {args.out}")
+    return 0
+
+
+def run(
+    model_path: str, text: str, out: str, *, tokens: int = 4096, device: str = "auto", picture: str | None = None
+) -> Findings:
+    """CalibrateError, in one sentence without a full stop, for what cannot be done; checked before the long part."""
+    for path in (out, picture):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise CalibrateError(f"{path} cannot be written, because its folder does not exist; make it first")
+    if picture is not None:
+        plot.check(picture)
+    try:
+        words = Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise CalibrateError(f"--text {text} cannot be read ({e}); give a file of plain text") from None
+
+    import torch
+
+    from .passes import calibrate
+    from .progress import Progress
+
+    device = _device(device)
+    model, ids = load(model_path, words, tokens)
+    result = calibrate(model.to(device), torch.tensor(ids, device=device), progress=Progress(sys.stderr))
+    result.save(out)
+    if picture is not None:
+        plot.draw(result, Path(picture))
+    return result.findings()
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    there = torch.cuda.is_available()
+    if wanted == "auto":
+        return "cuda" if there else "cpu"
+    kind = wanted.split(":")[0]
+    if kind not in ("cuda", "cpu") or (kind == "cuda" and not there):
+        raise CalibrateError(f"--device {wanted} is not there; choose cpu, cuda where there is a GPU, or auto")
+    return wanted
+
+
+def load(model_path: str, words: str, tokens: int):
+    """The model, in 16 bits as it would be served, and the first `tokens` token ids of the text."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        check_config(config, tokens)
+        ids = AutoTokenizer.from_pretrained(model_path)(words, verbose=False).input_ids[:tokens]
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").eval()
+    except (OSError, ValueError) as e:
+        raise CalibrateError(
+            f"--model-path {model_path} cannot be read ({str(e).splitlines()[0].rstrip('.')}); give the folder of a "
+            f"model with its tokenizer"
+        ) from None
+    if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
+        model = model.to(torch.bfloat16)
+    return model, ids
+
+
+def check_config(config, tokens: int) -> None:
+    """CalibrateError for a model that could not be served compressed, or is not made for so long a text."""
+    if tokens < 1:
+        raise CalibrateError(f"--tokens {tokens} is no number of tokens; choose some thousands")
+    text, identity = config.get_text_config(), identity_of(config)
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest and tokens > longest:
+        raise CalibrateError(f"--tokens {tokens} is more than this model reads; choose {longest} or less")
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if kinds or identity.head_dim not in SUPPORTED_HEAD_DIMS:
+        what = f"layers of the kind {sorted(kinds)[0]}" if kinds else f"heads of size {identity.head_dim}"
+        raise CalibrateError(
+            f"{identity.architecture} has {what}, which the compressed cache cannot serve; serve it with "
+            f"--kv-backend default"
+        )
+
+
+def table(found: Findings) -> str:
+    """What was found, for a terminal."""
+    head = "format keys per  bytes/token  KL mean   KL p99    NLL diff  equal top-1  verdict"
+    lines = [str(found.identity), "", head]
+    for r in found.formats:
+        lines.append(
+            f"{r['format']:6} {r['key_mode']:9} {r['token_bytes']:10.0f}   {r['kl_mean']:<9.4f} {r['kl_p99']:<9.4f} "
+            f"{r['nll_delta']:<+9.4f} {100 * r['top1_equal']:8.1f} %   {r['verdict']}"
+        )
+    t = found.thresholds
+    best = ", ".join(f"{fmt} with keys per {mode}" for mode, fmt in found.recommended.items())
+    thresholds = f"leankv {t.high}+{t.low}: alpha-high {t.alpha_high:g}, alpha-low {t.alpha_low:g}"
+    return "\n".join([*lines, "", f"recommended: {best}", thresholds])

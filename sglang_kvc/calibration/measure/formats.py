@@ -1,0 +1,136 @@
+"""What each packed format does to the model's predictions, and the verdict on it.
+
+Teacher-forced: the text is read once for each format, and every prediction is compared with that of the exact cache.
+By KL(exact || packed) per token: it bounds what a sampled answer can notice. By Pinsker's inequality the share of
+probability that moves to other tokens is at most sqrt(KL / 2).
+
+| verdict  | when                                  | why there                                                         |
+|----------|---------------------------------------|-------------------------------------------------------------------|
+| `ok`     | mean <= 0.02 and p99 <= 0.2 nats      | at most 10 % of the probability moves, and a third at 1 token in  |
+|          |                                       | 100; two bf16 implementations are themselves some 0.002 apart     |
+| `breaks` | mean > 0.2 nats                       | a third of it may move at every token: the answers are another    |
+|          |                                       | model's                                                           |
+| `loses`  | between                               | easy tasks and short contexts survive it                          |
+
+The NLL alone would not do: predictions can change and remain as good on average as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvc_kernels.layout import CHANNEL, FORMATS, TOKEN, PoolLayout
+from kvc_kernels.ops.stored import as_stored
+from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.budget import token_bytes
+
+from .attend import by_block
+from .capture import run
+from .progress import Progress
+
+OK, LOSES, BREAKS = "ok", "loses", "breaks"
+OK_MEAN, OK_P99, BREAKS_MEAN = 0.02, 0.2, 0.2  # nats per token
+PACKED = tuple(name for name, fmt in FORMATS.items() if fmt.packed)
+KEY_MODES = (CHANNEL, TOKEN)
+ROWS = 128  # predictions that are compared at a time: [ROWS, V] in fp32
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Predictions against those of the exact cache, over n tokens; nats per token."""
+
+    kl_mean: float
+    kl_p99: float
+    nll_delta: float
+    top1_equal: float
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """A format and key mode: bytes per token of a packed block, everything counted, and what it does."""
+
+    format: str
+    key_mode: str
+    token_bytes: float
+    difference: Difference
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.difference)
+
+    def to_dict(self) -> dict[str, Any]:
+        out = {"format": self.format, "key_mode": self.key_mode, "token_bytes": self.token_bytes}
+        return {**out, **asdict(self.difference), "verdict": self.verdict}
+
+
+def verdict(d: Difference) -> str:
+    """See the table above. What is not a number breaks."""
+    if not d.kl_mean <= BREAKS_MEAN:
+        return BREAKS
+    return OK if d.kl_mean <= OK_MEAN and d.kl_p99 <= OK_P99 else LOSES
+
+
+def recommended(results: list[FormatResult], key_mode: str) -> str:
+    """The smallest format of this key mode that is ok; "bf16" when none is."""
+    fine = [r for r in results if r.key_mode == key_mode and r.verdict == OK]
+    return min(fine, key=lambda r: r.token_bytes).format if fine else "bf16"
+
+
+def compare(exact: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> Difference:
+    """`exact`, `logits` `[n, V]` of any float dtype; `targets` int64 `[n]`, the tokens that came."""
+    kl, nll, same = [], [], []
+    for at in range(0, len(targets), ROWS):
+        p, q = (x[at : at + ROWS].float().log_softmax(-1) for x in (exact, logits))
+        own = targets[at : at + ROWS, None]
+        kl.append((p.exp() * (p - q)).sum(-1))
+        nll.append((p.gather(1, own) - q.gather(1, own)).squeeze(1))
+        same.append(p.argmax(-1) == q.argmax(-1))
+    per_token = torch.cat(kl).double()
+    return Difference(
+        kl_mean=per_token.mean().item(),
+        kl_p99=per_token.quantile(0.99).item(),
+        nll_delta=torch.cat(nll).double().mean().item(),
+        top1_equal=torch.cat(same).double().mean().item(),
+    )
+
+
+def layout_for(fmt: str, key_mode: str, shape: tuple[int, int, int], block: int) -> tuple[PoolLayout, float]:
+    """The server's geometry for this format, and bytes per token of its packed blocks; `shape` is (L, H, D)."""
+    config = KvcConfig(high=fmt, key_mode=key_mode, block_size=block)
+    layers, heads, head_dim = shape
+    layout = make_layout(config, make_policy(config), layers=layers, heads=heads, head_dim=head_dim)
+    return layout, token_bytes(layout, layout.block_pages(FORMATS[fmt]))
+
+
+def measure(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    scored: torch.Tensor,
+    exact: torch.Tensor,
+    shape: tuple[int, int, int],
+    block: int,
+    progress: Progress,
+) -> list[FormatResult]:
+    """Every packed format with keys per channel and per token. `exact` are the logits of the exact cache at `scored`.
+
+    The exact pass must be `attend.by_block` without a format, so that its own difference is 0.
+    """
+    out, targets = [], ids[scored + 1]
+    for key_mode in KEY_MODES:
+        for name in PACKED:
+            layout, size = layout_for(name, key_mode, shape, block)
+
+            def attend(layer, q, k, v, scale, layout=layout, name=name, key_mode=key_mode):
+                result = by_block(q, k, v, scale, block, functools.partial(as_stored, layout, FORMATS[name]))
+                progress.step(f"{name}, keys per {key_mode}", layer, shape[0])
+                return result
+
+            logits = run(model, ids, attend, scored)
+            out.append(FormatResult(name, key_mode, size, compare(exact, logits, targets)))
+    return out

@@ -1,0 +1,114 @@
+"""All measurements on one model and one text, in the order in which they need each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
+from sglang_kvc.calibration.verdicts import Chosen, Findings
+
+from . import formats, thresholds
+from .attend import by_block
+from .capture import CalibrateError, run
+from .formats import FormatResult
+from .progress import Progress
+from .queries import QueryStatistics, rotary_frequencies, same_before_rotation, unrotate
+from .received import layer_shares, received, retention
+from .thresholds import Prompt, ThresholdResult
+
+BLOCK = 128
+MOST_SCORED = 1024  # predictions that are compared: their logits are held twice
+LEAST_BLOCKS = 4
+
+
+@dataclass
+class Calibration:
+    """What was found. `tensors` are those of the file; `settings` say how it was measured."""
+
+    identity: Identity
+    settings: dict[str, Any]
+    formats: list[FormatResult]
+    tensors: dict[str, torch.Tensor]
+    chosen: Chosen
+    tried: list[ThresholdResult] = field(default_factory=list)
+
+    def findings(self) -> Findings:
+        """What the file says in words and numbers, beside its tensors."""
+        return Findings(
+            identity=self.identity,
+            settings=self.settings,
+            formats=tuple(r.to_dict() for r in self.formats),
+            recommended={mode: formats.recommended(self.formats, mode) for mode in formats.KEY_MODES},
+            thresholds=self.chosen,
+            tried=tuple(r.to_dict() for r in self.tried),
+        )
+
+    def save(self, path: str | Path) -> None:
+        tensors = {name: x.contiguous() for name, x in self.tensors.items()}
+        # Not `save_file`, whose files nobody else may read: a server may run as another user.
+        Path(path).write_bytes(save(tensors, metadata=self.findings().metadata()))
+
+
+def calibrate(
+    model: torch.nn.Module, ids: torch.Tensor, *, block: int = BLOCK, progress: Progress | None = None
+) -> Calibration:
+    """`ids` int64 `[N]` on the model's device. Peak memory beside the model: the text's K and V, one layer's attention,
+    and the logits of `MOST_SCORED` tokens. CalibrateError, in one sentence, where it cannot be done.
+    """
+    identity = identity_of(model.config)
+    n, layers = len(ids), identity.layers
+    if n < LEAST_BLOCKS * block:
+        raise CalibrateError(
+            f"the text has {n} tokens, and {LEAST_BLOCKS} blocks of {block} are the least that shows what earlier "
+            f"blocks do to later ones; give a longer text, or a higher --tokens"
+        )
+    passes = 1 + len(formats.KEY_MODES) * len(formats.PACKED)
+    passes += 1 + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
+    progress = progress or Progress()
+    progress.begin(passes * layers)
+    # Predictions from the second block on, whose queries see a packed block, at an even distance.
+    scored = torch.arange(block, n - 1, -(-(n - 1 - block) // MOST_SCORED), device=ids.device)
+    shape = (layers, identity.kv_heads, identity.head_dim)
+
+    prompt = Prompt.of(layers)
+    prompt_tokens = 3 * n // 4 // block * block
+    queries = QueryStatistics(layers)
+    curves: list[torch.Tensor] = [torch.empty(0)] * layers
+    frequencies = rotary_frequencies(model)
+
+    def attend(layer, q, k, v, scale):
+        nonlocal frequencies
+        if layer == 0 and frequencies is not None and not same_before_rotation(k, ids, frequencies):
+            frequencies = None
+        queries.add(layer, q if frequencies is None else unrotate(q, frequencies))
+        early, late = received(q, k, scale, (prompt_tokens, n))
+        prompt.add(layer, k, v, early[..., :prompt_tokens])
+        curves[layer] = retention(late.sum(1), block)
+        out = by_block(q, k, v, scale, block, None)
+        progress.step("capture", layer, layers)
+        return out
+
+    exact = run(model, ids, attend, scored)
+    found = formats.measure(model, ids, scored, exact, shape, block, progress)
+    del exact
+    chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
+
+    progress.end()
+    stacked = torch.stack(curves)
+    tensors = {**queries.tensors(), "layer_shares": layer_shares(stacked), "retention_curves": stacked.float()}
+    if frequencies is not None:
+        tensors["rotary_frequencies"] = frequencies
+    settings = {
+        "tokens": n,
+        "block_size": block,
+        "scored": len(scored),
+        "prompt_tokens": prompt_tokens,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": ids.device.type,
+    }
+    return Calibration(identity, settings, found, tensors, chosen, tried)

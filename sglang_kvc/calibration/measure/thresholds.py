@@ -1,0 +1,160 @@
+"""LeanKV's thresholds (arXiv 2412.03131, section 4): alpha_high first, then alpha_low.
+
+The text is split: its first three quarters are a prompt whose tokens are stored high, low or not at all by what the
+prompt's own later queries paid them, as the policy `leankv` does; the rest is read behind that prompt, and its
+predictions are compared with those behind the exact one. alpha_high is the largest of 1 .. 5 whose mean KL, with
+nothing pruned, is at most `LOSS`, what makes a format "ok". With it alpha_low is the largest of 0.02 .. 0.1 that adds
+at most `PRUNING_LOSS`: little, because predictions hardly show what is missing until it is asked for. Where none will
+do it is 0, the paper's "never": all high, or nothing pruned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import FORMATS, PoolLayout
+from kvc_kernels.ops.stored import as_stored
+from kvc_kernels.ops.tiers import HIGH, PRUNED
+from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.calibration.verdicts import Chosen
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.leankv import LeanKV
+
+from .attend import causal
+from .capture import run
+from .formats import OK_MEAN, Difference, compare
+from .progress import Progress
+
+ALPHA_HIGH = (1.0, 2.0, 3.0, 4.0, 5.0)
+ALPHA_LOW = (0.02, 0.04, 0.06, 0.08, 0.1)
+LOSS, PRUNING_LOSS = OK_MEAN, OK_MEAN / 4  # nats per token
+
+
+@dataclass(frozen=True)
+class ThresholdResult:
+    alpha_high: float
+    alpha_low: float
+    high: float  # share of the prompt's tokens, over all heads
+    low: float
+    pruned: float
+    difference: Difference
+
+    def to_dict(self) -> dict[str, Any]:
+        out = asdict(self)
+        difference = out.pop("difference")
+        return {**out, **difference}
+
+
+@dataclass
+class Prompt:
+    """What the exact pass left of the prompt's n tokens (whole blocks), a list entry a layer."""
+
+    k: list[torch.Tensor]  # [H, n, D]
+    v: list[torch.Tensor]
+    significance: list[torch.Tensor]  # fp32 [H, n]
+
+    @classmethod
+    def of(cls, layers: int) -> Prompt:
+        return cls(*([torch.empty(0)] * layers for _ in range(3)))
+
+    def add(self, layer: int, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor) -> None:
+        """`received` fp32 `[H, G, n]`: sums over the prompt's later queries. Significance is their mean, max over G."""
+        n = received.shape[-1]
+        observers = torch.arange(n - 1, -1, -1, device=k.device).clamp(min=1)
+        self.k[layer], self.v[layer] = k[:, :n].clone(), v[:, :n].clone()
+        self.significance[layer] = received.amax(1) / observers
+
+    @property
+    def tokens(self) -> int:
+        return self.k[0].shape[1]
+
+
+def plan(
+    significance: torch.Tensor, layout: PoolLayout, policy: LeanKV, alpha_high: float, alpha_low: float
+) -> torch.Tensor:
+    """Tiers int8 `[H, n]` of one layer's prompt, as the policy plans them after a prompt."""
+    p = layout.block_tokens
+    by_block = significance.unflatten(1, (-1, p)).movedim(0, 1).unsqueeze(1)  # [blocks, 1, H, P]
+    positions = torch.arange(significance.shape[1], device=significance.device).view(-1, p)
+    pages = [layout.page(FORMATS[f]).tokens for f in (policy.high, policy.low)]
+    everything = torch.full(by_block.shape, HIGH, dtype=torch.int8, device=significance.device)
+    tiers = ops.threshold(by_block, positions + 1.0, alpha_high, alpha_low, everything, *pages)
+    return tiers[:, 0].movedim(1, 0).flatten(1)
+
+
+def stored_rows(
+    k: torch.Tensor, v: torch.Tensor, tiers: torch.Tensor, layout: PoolLayout, policy: LeanKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V `[H, n, D]` as blocks with these tiers return them; rows of pruned tokens mean nothing.
+
+    A block's key header spans the tokens that it keeps: in the place of a pruned one stands one that is kept.
+    """
+    p = layout.block_tokens
+    kept = (tiers != PRUNED).unflatten(1, (-1, p))
+    keys, values = (x.unflatten(1, (-1, p)) for x in (k, v))
+    some = kept.to(torch.int8).argmax(-1)[..., None, None].expand(-1, -1, 1, k.shape[-1])
+    keys = torch.where(kept.unsqueeze(-1), keys, keys.gather(2, some))
+    high, low = (as_stored(layout, FORMATS[f], keys, values) for f in (policy.high, policy.low))
+    is_high = (tiers == HIGH).unsqueeze(-1)
+    k, v = (torch.where(is_high, a.flatten(1, 2), b.flatten(1, 2)) for a, b in zip(high, low))
+    return k, v
+
+
+def behind(prompt: Prompt, tiers: list[torch.Tensor] | None, layout: PoolLayout, policy: LeanKV, step):
+    """An `Attend` for tokens behind the prompt; `tiers` `[H, n]` a layer, None: the prompt is exact."""
+
+    def attend(layer, q, k, v, scale):
+        keys, values, valid = prompt.k[layer], prompt.v[layer], None
+        if tiers is not None:
+            keys, values = stored_rows(keys, values, tiers[layer], layout, policy)
+            valid = torch.cat((tiers[layer] != PRUNED, tiers[layer].new_ones(k.shape[:2], dtype=torch.bool)), 1)
+        out = causal(q, torch.cat((keys, k), 1), torch.cat((values, v), 1), scale, valid)
+        step(layer)
+        return out
+
+    return attend
+
+
+def measure(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    prompt: Prompt,
+    shape: tuple[int, int, int],
+    block: int,
+    progress: Progress,
+) -> tuple[Chosen, list[ThresholdResult]]:
+    """The thresholds that were chosen, and everything that was tried. `ids` `[N]` is the whole text."""
+    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="leankv", kvc_block_size=block))
+    policy = make_policy(config)
+    layout = make_layout(config, policy, layers=shape[0], heads=shape[1], head_dim=shape[2])
+    rest = ids[prompt.tokens :]
+    scored = torch.arange(len(rest) - 1, device=ids.device)
+
+    def predictions(name: str, tiers: list[torch.Tensor] | None) -> torch.Tensor:
+        attend = behind(prompt, tiers, layout, policy, lambda layer: progress.step(name, layer, shape[0]))
+        return run(model, rest, attend, scored, prompt.tokens)
+
+    exact = predictions("thresholds, exact", None)
+
+    def tried(alpha_high: float, alpha_low: float) -> ThresholdResult:
+        tiers = [plan(s, layout, policy, alpha_high, alpha_low) for s in prompt.significance]
+        name = f"alpha_high {alpha_high:g}, alpha_low {alpha_low:g}"
+        difference = compare(exact, predictions(name, tiers), rest[1:])
+        every = torch.stack(tiers)
+        high, low, pruned = ((every == t).double().mean().item() for t in (HIGH, 1, PRUNED))
+        return ThresholdResult(alpha_high, alpha_low, high, low, pruned, difference)
+
+    first = [tried(a, 0.0) for a in ALPHA_HIGH]
+    alpha_high = max([r.alpha_high for r in first if r.difference.kl_mean <= LOSS], default=0.0)
+    if not alpha_high:  # every token is high, and none is left to prune
+        return Chosen(0.0, 0.0, policy.high, policy.low, layout.key_mode), first
+    limit = next(r.difference.kl_mean for r in first if r.alpha_high == alpha_high) + PRUNING_LOSS
+    second = [tried(alpha_high, a) for a in ALPHA_LOW]
+    alpha_low = max([r.alpha_low for r in second if r.difference.kl_mean <= limit], default=0.0)
+    return Chosen(alpha_high, alpha_low, policy.high, policy.low, layout.key_mode), first + second

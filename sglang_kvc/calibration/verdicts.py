@@ -1,0 +1,75 @@
+"""What a calibration file says beside its tensors: whose it is, a verdict for each format, thresholds.
+
+JSON in the metadata of the safetensors file, under one key. A file without it holds tensors alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from sglang_kvc.calibration.model_fingerprint import Identity
+
+KEY = "sglang-kvc"
+VERSION = 1
+BREAKS = "breaks"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """LeanKV's thresholds and the ladder for which they were found; 0 is never low, or never pruned."""
+
+    alpha_high: float
+    alpha_low: float
+    high: str
+    low: str
+    key_mode: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """`formats`: records with `format`, `key_mode`, `token_bytes`, `kl_mean`, `kl_p99`, `nll_delta`, `top1_equal`,
+    `verdict` ("ok", "loses", "breaks"). `recommended`: key mode -> the smallest format that is ok, "bf16" if none is.
+    `tried`: what each pair of thresholds does. `settings`: tokens, block size, dtype, device.
+    """
+
+    identity: Identity
+    settings: dict[str, Any]
+    formats: tuple[dict[str, Any], ...]
+    recommended: dict[str, str]
+    thresholds: Chosen
+    tried: tuple[dict[str, Any], ...] = ()
+
+    def of(self, fmt: str, key_mode: str) -> dict[str, Any] | None:
+        """The record of one format, None where it was not measured."""
+        return next((r for r in self.formats if (r["format"], r["key_mode"]) == (fmt, key_mode)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def metadata(self) -> dict[str, str]:
+        return {KEY: json.dumps({"version": VERSION, **self.to_dict()})}
+
+
+def read(path: str) -> Findings | None:
+    """None for a file of tensors alone. ValueError, in one clause, when it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(KEY)
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"the file cannot be read ({str(e).splitlines()[0].rstrip('.')})") from None
+    if text is None:
+        return None
+    try:
+        record = json.loads(text)
+        if record.pop("version") != VERSION:
+            raise ValueError
+        record["identity"] = Identity(**record["identity"])
+        record["thresholds"] = Chosen(**record["thresholds"])
+        record |= {name: tuple(record[name]) for name in ("formats", "tried")}
+        return Findings(**record)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("its findings were written by another version") from None

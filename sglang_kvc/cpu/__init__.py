@@ -1,0 +1,1 @@
+"""CPU platform: servers without an accelerator."""

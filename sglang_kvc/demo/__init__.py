@@ -1,0 +1,1 @@
+"""Demo: a small model, and a server of it."""

@@ -1,0 +1,189 @@
+"""Every kernel that a configuration can launch, once before the server is ready: its first long prompts would else wait
+for the compiler, some seconds in all.
+
+Triton compiles a kernel for each combination of constants, of dtypes, and of integers that divide by 16. So nothing is
+launched here by itself: a runtime of a few blocks with the server's layout, ladder and policy runs through the code
+that serves, with prompts on both sides of every border at which that code chooses another kernel. Nothing here imports
+sglang.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from kvc_kernels.store import PageStore
+
+from ..cache.blocks import Blocks
+from ..cache.ledger import Ledger
+from ..cache.op_queue import Compact
+from ..cache.runtime import Runtime
+from ..cache.sizing import Sizing
+from .attention import Attention, Snapshot, make_attention
+
+logger = logging.getLogger(__name__)
+
+BLOCKS = 4  # of the small pool; longer prompts name them again and again
+# New tokens of a prompt: so many query rows of a KV head (token x query head of its group), or so many tokens; and
+# tokens before them, rounded up to whole blocks.
+ROWS, NEW, PREFIXES = (1, 12, 24, 48, 96, 192, 384, 768), (640, 2048), (0, 1, 4096)
+
+
+def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -> None:
+    """`warm_up`, with one line in the log. A failure is no reason not to serve: what could not be compiled here may
+    never be launched, and if it is, it is compiled then, or fails with its own message. RuntimeError where the failure
+    has left the GPU unusable, as an illegal address does."""
+    began = time.perf_counter()
+    try:
+        warm_up(runtime, kinds=kinds, **sizes)
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0]
+        if not _gpu_answers():
+            raise RuntimeError(
+                f"The GPU is unusable since a kernel failed when it was tried before serving ({type(error).__name__}: "
+                f"{text}); start with other --kvc options or with --kv-backend default"
+            ) from error
+        logger.warning(
+            "Kernels could not be compiled ahead (%s: %s); the server starts all the same, and first requests may wait "
+            "for them or fail.", type(error).__name__, text,
+        )  # fmt: skip
+    else:
+        logger.info("Kernels for this configuration were ready after %.1f s.", time.perf_counter() - began)
+    # The small pool's and FlashInfer's memory, before CUDA graphs are captured.
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _gpu_answers() -> bool:
+    """Whether kernels can still be launched; true without a GPU."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def warm_up(
+    runtime: Runtime,
+    *,
+    kinds: set[tuple[int, float]],
+    query_heads: int,
+    max_batch: int,
+    max_blocks: int,
+    windows: Collection[int] = (),
+) -> None:
+    """Launch what `runtime` can come to launch, on a small pool. `kinds`: (window, logit cap) of the model's layers;
+    other sizes are those of the server's `make_attention`."""
+    small, policy = small_runtime(runtime), runtime.policy
+    attention = make_attention(
+        small.store, policy.collects, policy.stored_as(policy.rung_of(None)), query_heads=query_heads,
+        max_batch=max_batch, max_blocks=max_blocks, windows=windows,
+    )  # fmt: skip
+    p = runtime.layout.block_tokens
+    ladder = range(len(small.store.ladder))
+    for rung in ladder:
+        ids = small.take([p * i for i in range(BLOCKS)])
+        small.flush()
+        packed, own = ids[: BLOCKS // 2], ids[BLOCKS // 2 :]
+        small.queue_due(packed, rung, length=BLOCKS * p)
+        small.flush()
+        if policy.replans and rung == ladder[-1] > 0:
+            at = np.asarray(packed)
+            lengths, generations = np.full(len(at), BLOCKS * p), small.blocks.generation[at]
+            small.log.push(Compact(at, rung, rung, small.blocks.start[at], lengths, generations))
+            small.flush()
+        if rung == ladder[-1]:
+            for window, cap in sorted(kinds or {(-1, 0.0)}):
+                layer = {"scale": 1.0, "logit_cap": cap, "window": window}
+                decode(attention, packed, own, query_heads, layer)
+                prompts(attention, packed, own, query_heads, max_blocks, layer)
+        small.free(ids)
+        small.flush()
+    if small.store.device.type == "cuda":
+        torch.cuda.synchronize(small.store.device)
+
+
+def small_runtime(runtime: Runtime) -> Runtime:
+    """As `runtime`, with a pool of BLOCKS blocks."""
+    layout, ladder, store = runtime.layout, runtime.store.ladder, runtime.store
+    reserve = max(r.pages for r in ladder[1:]) * BLOCKS if len(ladder) > 1 else 0
+    pages = 1 + BLOCKS * layout.block_pages_bf16 + reserve
+    # A kernel takes the length of the ring, and is another one where that divides by 16.
+    pages += (store.ring.numel() - pages) % 16
+    sizing = Sizing(
+        pages * layout.page_bytes, pages, BLOCKS + 1, pages - 1 - BLOCKS * layout.block_pages_bf16,
+        BLOCKS * layout.block_tokens,
+    )  # fmt: skip
+    mine = PageStore.create(
+        layout, ladder, num_pages=pages, num_blocks=sizing.num_blocks, dtype=store.dtype, device=store.device
+    )
+    return Runtime(
+        runtime.config, runtime.policy, layout, sizing, mine, Ledger(sizing.num_blocks, sizing.chargeable_pages),
+        Blocks(sizing.num_blocks),
+    )  # fmt: skip
+
+
+def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values as a layer gives them: slices of one product."""
+    store = attention.store
+    heads, dim = store.layout.heads, store.layout.head_dim
+    qkv = torch.zeros((tokens, query_heads + 2 * heads, dim), dtype=store.dtype, device=store.device)
+    return qkv.split((query_heads, heads, heads), 1)
+
+
+def _row(packed: list[int], own: list[int], prefix: int, blocks: int) -> list[int]:
+    """Block ids of a request: `prefix` packed ones, then its own, each time and again."""
+    return [packed[j % len(packed)] if j < prefix else own[j % len(own)] for j in range(blocks)]
+
+
+def decode(attention: Attention, packed: list[int], own: list[int], query_heads: int, layer: dict) -> None:
+    """One step of two requests."""
+    store, p = attention.store, attention.store.layout.block_tokens
+    row = torch.tensor(_row(packed, own, 1, 2), dtype=torch.int32).repeat_interleave(p) * p
+    table = (row + torch.arange(p, dtype=torch.int32).repeat(2)).repeat(2, 1).to(store.device)
+    lens = torch.tensor([p + 1, 2 * p], device=store.device)
+    snap = attention.plan_decode(table, torch.arange(2, device=store.device), lens, [p + 1, 2 * p])
+    if attention.observe is not None:
+        attention.note(snap, None)
+    attention.decode(0, *_rows(attention, 2, query_heads), **layer)
+
+
+def prompts(
+    attention: Attention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
+) -> None:
+    """Prompts of all lengths that fit into `max_blocks` blocks, one at a time; where a policy shows blocks as they will
+    be stored, also as requests see them that ask for another level."""
+    p, group = attention.store.layout.block_tokens, query_heads // attention.store.layout.heads
+    levels = (None, [None]) if attention.stored_as is not None else (None,)
+    lengths = sorted({2, *(-(-rows // group) for rows in ROWS), *NEW})
+    # Prompts go on at a border of blocks, or one token before it, so that few tokens fill a block, too.
+    for new, before, cut, stored_as in itertools.product(lengths, PREFIXES, (0, 1), levels):
+        whole = -(-before // p)
+        prefix = max(0, whole * p - cut)
+        row = _row(packed, own, prefix // p, -(-(prefix + new) // p))
+        if len(row) <= max_blocks:
+            snap = _prompt(attention.store, row, prefix, new, stored_as)
+            attention.plan_extend(snap)
+            if attention.observe is not None:
+                attention.note(snap, torch.tensor([new], dtype=torch.int32, device=attention.store.device))
+                # A block that a row named twice would have two writers of its scores at a time.
+                places = next((j for j, block in enumerate(row) if block in row[:j]), len(row))
+                attention.received.plan(snap.row_blocks, [0], [min(new, places * p)])
+            attention.extend(0, *_rows(attention, new, query_heads), **layer)
+
+
+def _prompt(store: PageStore, row: list[int], prefix: int, new: int, stored_as: list | None) -> Snapshot:
+    p, device = store.layout.block_tokens, store.device
+    blocks, at = torch.tensor([row], dtype=torch.int32), torch.arange(prefix, prefix + new)
+    return Snapshot(
+        blocks.to(device), torch.tensor([prefix + new], device=device), blocks[0, at // p].long().to(device),
+        (at % p).to(device), [prefix + new], [prefix], [new], stored_as,
+    )  # fmt: skip

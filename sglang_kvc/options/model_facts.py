@@ -1,0 +1,98 @@
+"""Reads what the refusals need to know off SGLang's objects: the model's config first, the built model later.
+
+Written against SGLang 0.5.17: `ModelConfig` (configs/model_config.py) and `KVCacheConfigurator`
+(mem_cache/kv_cache_configurator.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sglang_kvc.calibration.model_fingerprint import identity_of
+from sglang_kvc.options.unsupported_models import ModelFacts
+
+# Architectures that attend in both directions or keep no KV cache; SGLang has no flag for them in ModelConfig.
+ENCODER_ARCHITECTURES = (
+    "BertModel",
+    "BertForSequenceClassification",
+    "CLIPModel",
+    "Contriever",
+    "Lfm2BidirectionalModel",
+    "RobertaModel",
+    "XLMRobertaModel",
+    "XLMRobertaForSequenceClassification",
+)
+
+
+def from_model_config(mc: Any) -> ModelFacts:
+    """Facts that the model's config file shows, before any weight is read."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import (
+        AttentionArch,
+        is_deepseek_dsa,
+        is_deepseek_v4,
+        is_hybrid_swa_model,
+        is_minimax_sparse,
+    )
+
+    hf = mc.hf_config
+    architectures = tuple(getattr(hf, "architectures", None) or ("unknown",))
+    return ModelFacts(
+        name=architectures[0],
+        mla=mc.attention_arch == AttentionArch.MLA,
+        # Also where an option puts all layers into one pool: the layers of these models differ in more than a window.
+        hybrid_swa=bool(mc.is_hybrid_swa) or is_hybrid_swa_model(list(architectures), mc.hf_text_config),
+        windows="sliding_attention" in (getattr(mc.hf_text_config, "layer_types", None) or ()),
+        # A model that loops runs its layers again over the keys and values of the first time.
+        shared_kv=bool(getattr(mc.hf_text_config, "num_kv_shared_layers", 0)) or (getattr(hf, "loop_num", 1) or 1) > 1,
+        hybrid_state=mambaish_config(mc) is not None,
+        encoder_decoder=bool(mc.is_encoder_decoder),
+        encoder_only=bool(set(architectures) & set(ENCODER_ARCHITECTURES)) or bool(mc.is_embedding_gemma),
+        local_attention=bool(mc.is_local_attention_model),
+        sparse_attention=is_deepseek_dsa(hf) or is_deepseek_v4(hf) or is_minimax_sparse(hf),
+        dual_chunk=getattr(hf, "dual_chunk_attention_config", None) is not None,
+        head_dim=int(mc.head_dim),
+        v_head_dim=int(mc.v_head_dim),
+        dtype=str(mc.dtype).removeprefix("torch."),
+        identity=identity_of(hf),
+    )
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """All `RadixAttention` of a built model. SGLang's Transformers backend keeps them in a plain dict, where
+    `modules()` does not look."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        held = getattr(module, "attention_instances", None) or {}
+        found |= {id(m): m for m in (module, *held.values()) if type(m).__name__ == "RadixAttention"}
+    return list(found.values())
+
+
+def from_configurator(configurator: Any) -> ModelFacts:
+    """The same, corrected by the built model: its layers know windows and masks that a config file may not show."""
+    facts = from_model_config(configurator.model_config)
+    layers = attention_layers(configurator.model)
+    masks = {getattr(m.attn_type, "value", m.attn_type) for m in layers}
+    return replace(
+        facts,
+        identity=None,  # was compared when the arguments were checked; building a model may complete its config
+        mla=facts.mla or bool(configurator.use_mla_backend),
+        hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa),
+        hidden_layers=not layers,
+        windows=facts.windows or any(m.sliding_window_size >= 0 for m in layers),
+        uneven_layers=len({(m.tp_k_head_num, m.tp_q_head_num, m.qk_head_dim, m.v_head_dim) for m in layers}) > 1,
+        scaled_by_position=any(m.xai_temperature_len > 0 for m in layers),
+        hybrid_state=facts.hybrid_state or configurator.mambaish_config is not None,
+        encoder_decoder=facts.encoder_decoder or any(m.is_cross_attention for m in layers),
+        encoder_only=facts.encoder_only or bool(masks - {"decoder"}),
+        dtype=str(configurator.model_dtype).removeprefix("torch."),
+        kv_scales=_has_kv_scales(configurator.model, layers),
+    )
+
+
+def _has_kv_scales(model: Any, layers: list[Any]) -> bool:
+    """Whether the checkpoint brings scales for a quantised KV cache, or says so in any of its config files."""
+    declared = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
+    # SGLang's own weight quantisation gives every layer a scale of 1.
+    return bool(declared) or any(getattr(m, "k_scale_float", None) not in (None, 1.0) for m in layers)

@@ -1,0 +1,367 @@
+"""`KvcServerArgs`: SGLang's server arguments plus `--kv-backend` and the `--kvc-*` options.
+
+A module of its own that can be imported by path, because server arguments are pickled into child processes, which
+unpickle them before any plugin is loaded there. Importing it changes nothing. Written against SGLang 0.5.17:
+`ServerArgs.__post_init__(self)`, `ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`.
+"""
+
+import dataclasses
+import logging
+import sys
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from kvc_kernels.layout import FORMATS
+from sglang_kvc.cpu import platform as cpu_platform
+from sglang_kvc.options.config import KEY_MODES, ConfigError, KvcConfig, check_pool, listed, policy_names, wasted_levels
+from sglang_kvc.options.model_facts import from_model_config
+from sglang_kvc.options.unsupported_args import (
+    PREFILL_GRAPHS,
+    check_args,
+    check_chunk,
+    check_memory,
+    environment_warnings,
+    trust_warning,
+)
+from sglang_kvc.options.unsupported_models import check_facts
+from sglang_kvc.policies import SCORERS, SHARES
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("default", "kvc")
+MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 and more would size tables for requests that never come
+MAX_RUNNING_REQUESTS_CPU = 32
+# New tokens of the largest prefill in a CUDA graph. A graph saves the host's time, which more tokens hide anyway, and
+# pads them to the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
+MAX_PREFILL_GRAPH = 2048
+MEMORY_CPU = "1GB"  # SGLang would take most of the machine's memory, which a laptop does not forgive
+
+
+def _backend(text: str) -> str:
+    """Refuse an unknown backend in one sentence (argparse would print every option of the server first)."""
+    if text not in BACKENDS:
+        _exit(f"--kv-backend {text!r} does not exist; choose {listed(BACKENDS)}.")
+    return text
+
+
+def _number(text: str) -> int | float | str:
+    """A number where it is one; other text is kept, and refused with its option's name by `KvcConfig`."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _exit(sentence: str) -> None:
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _option(help: str, *, number: bool = False) -> Arg:
+    return Arg(help=help, type_parser=_number if number else str)
+
+
+@dataclasses.dataclass
+class KvcServerArgs(ServerArgs):
+    """None means "not given"; `KvcConfig` holds the defaults, because some depend on the policy."""
+
+    kv_backend: A[
+        str,
+        Arg(
+            help="How the KV cache is kept. 'default' is SGLang's own cache, unchanged. 'kvc' keeps it compressed and "
+            "shares the compressed pages between all requests with the same prefix.",
+            choices=list(BACKENDS),
+            type_parser=_backend,
+        ),
+        NS("memory"),
+    ] = "default"
+    kvc_policy: A[
+        str | None,
+        _option(
+            f"What is kept, and how precisely: {listed(policy_names())}. 'quantise' (default) keeps every token in one "
+            "compact format. 'leankv' keeps, demotes or drops each token of each head by the attention that it "
+            "receives. 'prune' keeps a fixed share of the pages: those that --kvc-scorer ranks first, shared out by "
+            "--kvc-share. The others are 'prune' with other defaults. 'leankv' and scorers that collect attention go "
+            "by later tokens of the request that fills a block, and others with that prefix read the result: see "
+            "--kvc-trust."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_high: A[
+        str | None,
+        _option(
+            f"Page format of the important tokens, named by the bits of keys and values: {listed(FORMATS)}. 'bf16' "
+            "compresses nothing. Default: k4v4; k8v4 with policy leankv; what was published with the others."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_low: A[
+        str | None,
+        _option(
+            "Page format of the less important tokens, below --kvc-high. With policy prune they are then kept, not "
+            "dropped. Default: k4v2 with policy leankv, k2v2 with mikv."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_window: A[
+        int | None,
+        _option(
+            "Number of latest tokens of a sequence that stay uncompressed. Default: 64; 0 with policy quantise, whose "
+            "answers then do not depend on what was cached.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_block_size: A[
+        int | None,
+        _option(
+            "Tokens in a block, the unit that is shared, compressed and evicted: a multiple of 64 from 64 to 1024. "
+            "Only whole blocks are found again in the prefix cache. Takes the place of --page-size. Default: 128.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_keep: A[
+        float | None,
+        _option("Policy prune: share of a block's pages that is kept, above 0 and up to 1. Default: 0.5.", number=True),
+        NS("memory"),
+    ] = None
+    kvc_budget: A[
+        str | None,
+        _option(
+            "Policy prune, in the place of --kvc-keep: how small packed tokens shall be, everything counted: at least "
+            "so many times smaller than bf16, like 4x, or at most so many bytes per token (on each GPU), like 1200."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_scorer: A[
+        str | None,
+        _option(
+            f"Policy prune: how important a token is for a head: {listed(SCORERS)}. Settings may follow, like "
+            "snapkv:window=64,pool=5. Default: keydiff."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_share: A[
+        str | None,
+        _option(
+            f"Policy prune: how a block's pages are shared out among layers and heads: {listed(SHARES)}. Settings may "
+            "follow, like ada:floor=0.3. Default: global."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_sinks: A[
+        int | None,
+        _option("Policy prune: first tokens of a sequence that are never dropped. Default: 4.", number=True),
+        NS("memory"),
+    ] = None
+    kvc_levels: A[
+        str | None,
+        _option(
+            "Policy quantise: formats that single requests may ask for instead, separated by commas: "
+            'custom_params {"kvc": "k8v4"}. {"kvc": "lossless"} needs no listing. Default: none.'
+        ),
+        NS("memory"),
+    ] = None
+    kvc_allow_lossless: A[
+        str | None,
+        _option(
+            'Whether single requests may ask for an uncompressed cache: custom_params {"kvc": "lossless"}. They take '
+            "several times the memory of others. 'true' (default), or 'false': such a request gets an error."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_trust: A[
+        str | None,
+        _option(
+            "Which requests may share blocks that were packed by the attention of one of them: 'all' (default), or "
+            "'salt': those with the same cache_salt (extra_key), while a request without one shares none. Blocks of "
+            "other policies depend on their own tokens alone, and are always shared."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_calibration: A[
+        str | None,
+        _option(
+            "File that sglang-kvc calibrate wrote for this model. Formats that it saw break the model are refused; "
+            "its recommended format and LeanKV's thresholds become the defaults; scorer expected-attention and share "
+            "xkv read their statistics from it."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_alpha_high: A[
+        float | None,
+        _option(
+            "Policy leankv: a token is kept at high precision when it receives at least this many times the average "
+            "attention. Default: 1.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_alpha_low: A[
+        float | None,
+        _option(
+            "Policy leankv: a token is dropped when it receives less than this many times the average attention. "
+            "Default: 0.02.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_observe: A[
+        str | None,
+        _option(
+            "Policy leankv: whose attention counts: 'all' queries (default; nearly doubles the time of a prefill), one "
+            "in 16 of them ('all/16'), or the last N of a prompt."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_key_mode: A[
+        str | None,
+        _option(
+            f"How keys are quantised: {listed(KEY_MODES)}. 'channel' (default) shares scales over a block and is safe "
+            "for models with large key biases; 'token' is what LeanKV describes."
+        ),
+        NS("memory"),
+    ] = None
+    kvc_page_bytes: A[
+        int | None,
+        _option(
+            "Bytes of a page, the unit in which memory is given out: a multiple of 16. Default: chosen for the formats "
+            "in use, so that little is wasted.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
+    kvc_memory: A[
+        str | None,
+        _option(
+            "Memory for the KV cache and all its tables, like 4GB or 512MiB. Default: what --mem-fraction-static "
+            f"leaves, as in SGLang; {MEMORY_CPU} on the CPU."
+        ),
+        NS("memory"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        # Before SGLang's own resolution, so that it sees our values. It may run again on resolved values.
+        if self.kv_backend == "kvc":
+            _prepare(self)
+        else:
+            _refuse_strays(self)
+        super().__post_init__()
+        if self.kv_backend == "kvc":
+            _verify(self)
+
+    @classmethod
+    def from_cli_args(cls, args):
+        """On the command line a refusal ends the process with one sentence, not with a traceback."""
+        try:
+            return super().from_cli_args(args)
+        except ConfigError as e:
+            _exit(str(e))
+
+
+KVC_OPTIONS = tuple(f.name for f in dataclasses.fields(KvcServerArgs) if f.name.startswith("kvc_"))
+
+
+def _refuse_strays(args: KvcServerArgs) -> None:
+    if args.kv_backend not in BACKENDS:
+        raise ConfigError(f"kv_backend {args.kv_backend!r} does not exist; choose {listed(BACKENDS)}.")
+    for name in KVC_OPTIONS:
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect without --kv-backend kvc; add --kv-backend kvc, or drop it."
+            )
+
+
+def _prepare(args: KvcServerArgs) -> None:
+    """Refuse what cannot be served, then set the fields of SGLang that select our parts."""
+    config = KvcConfig.from_args(args)
+    check_args(args, config)
+    trust = None if args.disable_radix_cache else trust_warning(config)
+    for warning in [*environment_warnings(), *([trust] if trust else [])]:
+        logger.warning(warning)
+    if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
+        logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
+
+    cpu = _on_cpu(args)
+    if cpu:
+        _check_platform()
+    if config.memory is not None:
+        check_memory(config, _device_bytes("cpu" if cpu else "cuda"))
+    args.attention_backend = "kvc"
+    args.prefill_attention_backend = None
+    args.decode_attention_backend = None
+    args.radix_cache_backend = "kvc"
+    args.page_size = config.block_size
+    if args.max_running_requests is None:
+        args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
+    if args.cuda_graph_max_bs_prefill is None and args.cuda_graph_bs_prefill is None:
+        most = (MAX_PREFILL_GRAPH, args.max_total_tokens, args.chunked_prefill_size)
+        args.cuda_graph_max_bs_prefill = min(n for n in most if n is not None and n > 0)
+    if cpu:
+        args.device = "cpu"
+        args.disable_overlap_schedule = True
+        args.sleep_on_idle = True  # a waiting scheduler would spin on one of the few cores that also compute
+        args.cuda_graph_backend_decode = args.cuda_graph_backend_prefill = "disabled"
+        if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
+            args.kvc_memory = MEMORY_CPU
+
+
+def _verify(args: KvcServerArgs) -> None:
+    """After SGLang's resolution: the model's config is known, and SGLang may have changed our choices for it."""
+    if not getattr(args, "_declarations_materialized", False):
+        return  # model "dummy" or "none": SGLang resolves nothing
+    config = KvcConfig.from_args(args)
+    model = args.get_model_config()
+    facts = from_model_config(model)
+    check_facts(facts, config)
+    heads = model.get_num_kv_heads(args.tp_size)
+    for sentence in wasted_levels(config, head_dim=facts.head_dim):
+        logger.warning(sentence)
+    check_pool(config, layers=model.num_hidden_layers, heads=heads, head_dim=facts.head_dim)
+    for name, wanted in (
+        ("attention_backend", "kvc"),
+        ("radix_cache_backend", "kvc"),
+        ("page_size", config.block_size),
+    ):
+        got = getattr(args, name)
+        if got != wanted:
+            raise ConfigError(
+                f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
+                f"{name}={got} for it; serve it with --kv-backend default."
+            )
+    check_chunk(args.chunked_prefill_size, config)
+    graph = args.cuda_graph_config.prefill
+    if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # others are SGLang's choice: asked for, they were refused
+        graph.backend = "disabled"
+
+
+def _on_cpu(args: KvcServerArgs) -> bool:
+    if args.device is not None:
+        return args.device.split(":")[0] == "cpu"
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _check_platform() -> None:
+    """SGLang chose its platform when it was imported, which is before it knows the keywords of an `Engine`."""
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    if type(current_platform) is SRTPlatform:
+        raise ConfigError(
+            "kv_backend kvc cannot be served here, because SGLang found no platform for a machine without an "
+            f"accelerator; set the environment variable SGLANG_PLATFORM={cpu_platform.NAME} before sglang is imported."
+        )
+
+
+def _device_bytes(device: str) -> float | None:
+    """All memory of the device; SGLang asks the driver's tools, so no CUDA context is made here."""
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    megabytes = get_device_memory_capacity(device)
+    return None if megabytes is None else megabytes * (1 << 20)

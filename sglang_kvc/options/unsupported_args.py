@@ -1,0 +1,274 @@
+"""What arguments cannot be served with the compressed cache, as a table; `unsupported_models` has that of models.
+
+A refusal is one sentence: what, why, and what to do instead. It is raised before anything is started where the
+arguments or the model's config file show it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_kvc.options.config import ALL, SALT, ConfigError, KvcConfig, listed
+from sglang_kvc.policies import SEQUENCE, make_policy
+
+PLAIN = "drop the option, or use --kv-backend default"
+LEAST_CAPABILITY = (8, 0)  # min and max of pairs of fp16 values
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`when` looks at one value (a ServerArgs field) or, in the model table, at all `ModelFacts`."""
+
+    name: str
+    when: Callable[[Any], bool]
+    what: str
+    why: str
+    instead: str = PLAIN
+
+    def error(self, value: Any = None) -> ConfigError:
+        return ConfigError(
+            f"{self.what.format(value)} cannot be served with --kv-backend kvc, because {self.why}; {self.instead}."
+        )
+
+
+def _on(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return (value or 1) > 1
+
+
+def _other_than(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in allowed
+
+
+_BUFFERS = "it reads K/V buffers that exist only in the stock cache"
+_BY_SLOT = "it keeps a row for each slot of the stock cache, and the compressed one has more"
+_APART = "ranks that serve different requests would plan their pages differently"
+_WHOLE = "each rank must hold whole sequences of its own layers' pages"
+_ATTENTION = "only its own attention backend can read packed pages"
+_BETWEEN = "attention over the pages runs between captured parts of a prefill, not in them"
+PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's prefill CUDA graph backends that can be served
+
+# name = the ServerArgs field whose value is looked at.
+ARG_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "speculative_algorithm",
+        _on,
+        "--speculative-algorithm {}",
+        "drafts are written and rolled back token by token, which packed pages do not allow",
+    ),
+    Refusal("enable_hierarchical_cache", _on, "--enable-hierarchical-cache", _BUFFERS),
+    Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),
+    Refusal("enable_flexkv", _on, "--enable-flexkv", _BUFFERS),
+    Refusal("enable_hisparse", _on, "--enable-hisparse", _BUFFERS),
+    Refusal("enable_unified_memory", _on, "--enable-unified-memory", "it replaces the memory pool that holds pages"),
+    Refusal("enable_page_major_kv_layout", _on, "--enable-page-major-kv-layout", "pages have a layout of their own"),
+    Refusal("disaggregation_mode", _other_than("null", None), "--disaggregation-mode {}", _BUFFERS),
+    Refusal(
+        "disaggregation_decode_enable_offload_kvcache",
+        _on,
+        "--disaggregation-decode-enable-offload-kvcache",
+        _BUFFERS,
+    ),
+    Refusal("pp_size", _above_one, "--pp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal("dcp_size", _above_one, "--dcp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal("attn_cp_size", _above_one, "--attn-cp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal("enable_prefill_cp", _on, "--enable-prefill-cp", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal(
+        "enable_dp_attention",
+        _on,
+        "--enable-dp-attention",
+        _APART,
+        "use --tp-size or --dp-size without it",
+    ),
+    Refusal("enable_two_batch_overlap", _on, "--enable-two-batch-overlap", "a step's pages are written as one batch"),
+    Refusal(
+        "enable_single_batch_overlap", _on, "--enable-single-batch-overlap", "a step's pages are written as one batch"
+    ),
+    Refusal("enable_pdmux", _on, "--enable-pdmux", "pages may be written by one stream only"),
+    Refusal("dllm_algorithm", _on, "--dllm-algorithm {}", "a diffusion model rewrites tokens that are packed already"),
+    Refusal(
+        "enable_deterministic_inference",
+        _on,
+        "--enable-deterministic-inference",
+        "the moment at which a block is packed changes the last bits of an answer",
+    ),
+    Refusal(
+        "rl_on_policy_target",
+        _on,
+        "--rl-on-policy-target {}",
+        "it needs bitwise equal answers, and packing a block changes the last bits",
+    ),
+    Refusal("enable_streaming_session", _on, "--enable-streaming-session", "it frees the cache in parts of a block"),
+    Refusal("enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs a radix tree of another kind"),
+    Refusal(
+        "kv_cache_dtype",
+        _other_than("auto", "bf16", "bfloat16", None),
+        "--kv-cache-dtype {}",
+        "precision is set per token by the cache's own formats",
+        "drop it and choose --kvc-high, like k8v8",
+    ),
+    Refusal(
+        "quantization_param_path",
+        _on,
+        "--quantization-param-path",
+        "scales are computed from the data of each block",
+        "drop it",
+    ),
+    Refusal(
+        "enable_mixed_chunk",
+        _on,
+        "--enable-mixed-chunk",
+        "prefill and decode read the cache with different kernels",
+        "drop the option",
+    ),
+    Refusal("attention_backend", _other_than("kvc", None), "--attention-backend {}", _ATTENTION, "drop the option"),
+    Refusal(
+        "prefill_attention_backend",
+        _other_than("kvc", None),
+        "--prefill-attention-backend {}",
+        _ATTENTION,
+        "drop the option",
+    ),
+    Refusal(
+        "decode_attention_backend",
+        _other_than("kvc", None),
+        "--decode-attention-backend {}",
+        _ATTENTION,
+        "drop the option",
+    ),
+    Refusal(
+        "radix_cache_backend",
+        _other_than("kvc", None),
+        "--radix-cache-backend {}",
+        "blocks are owned by its own radix tree",
+        "drop the option",
+    ),
+    Refusal("enable_torch_compile", _on, "--enable-torch-compile", "the cache's kernels are compiled on their own"),
+    Refusal(
+        "cuda_graph_backend_prefill",
+        _other_than(*PREFILL_GRAPHS, None),
+        "--cuda-graph-backend-prefill {}",
+        _BETWEEN,
+        "drop the option, which gives breakable graphs",
+    ),
+    Refusal("dwdp_size", _above_one, "--dwdp-size {}", _APART, "use --tp-size or --dp-size"),
+    Refusal(
+        "strip_thinking_cache",
+        _on,
+        "--strip-thinking-cache",
+        "it frees the cache in parts of a block",
+        "drop the option: packed answers take a fraction of the memory",
+    ),
+    Refusal("enable_return_routed_experts", _on, "--enable-return-routed-experts", _BY_SLOT),
+    Refusal("enable_return_indexer_topk", _on, "--enable-return-indexer-topk", _BY_SLOT),
+    Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the tree"),
+    Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
+    Refusal("prefill_only_disable_kv_cache", _on, "--prefill-only-disable-kv-cache", "there would be nothing to keep"),
+    Refusal("enable_mis", _on, "--enable-mis", "its attention mask is not causal"),
+    Refusal(
+        "dtype",
+        _other_than("auto", "half", "float16", "bfloat16", None),
+        "--dtype {}",
+        "pages hold 16-bit values",
+        "use --dtype bfloat16 or float16",
+    ),
+    Refusal(
+        "device",
+        lambda d: d is not None and str(d).split(":")[0] not in ("cuda", "cpu"),
+        "--device {}",
+        "its kernels run on CUDA devices and, as plain torch, on the CPU",
+        "use --device cuda or --device cpu",
+    ),
+)
+
+
+def check_args(args: Any, config: KvcConfig) -> None:
+    """Raise at the first argument that cannot be served. `args` is a ServerArgs before its resolution."""
+    for refusal in ARG_REFUSALS:
+        value = getattr(args, refusal.name, None)
+        if refusal.when(value):
+            raise refusal.error(value)
+    if args.page_size not in (None, config.block_size):
+        raise ConfigError(
+            f"--page-size {args.page_size} contradicts the block size {config.block_size}, because SGLang's page is "
+            f"one block; drop it and set --kvc-block-size."
+        )
+    if args.max_total_tokens is not None and config.memory is not None:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens} contradicts --kvc-memory, because both say how large the "
+            f"cache is; drop one of them."
+        )
+    check_chunk(args.chunked_prefill_size, config)
+    if config.calibration is not None and "query_mean" in make_policy(config).needs and _above_one(args.tp_size):
+        raise ConfigError(
+            f"--tp-size {args.tp_size} cannot be served with the query statistics of --kvc-calibration, because the "
+            f"file holds all heads and a rank does not know which are its own; use --tp-size 1 or another --kvc-scorer."
+        )
+    graph = _prefill_graph(args.cuda_graph_config)
+    if graph not in (*PREFILL_GRAPHS, None):
+        raise ConfigError(
+            f"--cuda-graph-config with prefill backend {graph!r} cannot be served with --kv-backend kvc, because "
+            f"{_BETWEEN}; use {listed(PREFILL_GRAPHS)} there, or leave it out."
+        )
+
+
+def check_chunk(chunk: int | None, config: KvcConfig) -> None:
+    """Also of the chunk that SGLang chooses, which only a block size that is no power of two does not divide."""
+    if chunk is not None and chunk > 0 and chunk % config.block_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
+            f"must end at the end of a block; choose {-(-chunk // config.block_size) * config.block_size}."
+        )
+
+
+def _prefill_graph(graph_config: Any) -> str | None:
+    """Backend that a `--cuda-graph-config` (dict or SGLang's dataclass) asks for in the prefill phase."""
+    part = graph_config.get("prefill") if isinstance(graph_config, dict) else getattr(graph_config, "prefill", None)
+    return part.get("backend") if isinstance(part, dict) else getattr(part, "backend", None)
+
+
+def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
+    """Refuse a pool that is larger than the whole device (`device_bytes` None: not known)."""
+    if config.memory and device_bytes and config.memory > device_bytes:
+        raise ConfigError(
+            f"--kvc-memory of {config.memory / 1e9:.1f} GB is more than the device has ({device_bytes / 1e9:.1f} GB); "
+            f"choose a smaller size, or drop the option to have it chosen."
+        )
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """Refuse GPUs that lack the instructions of packing; seen from a scheduler process, which has its GPU already."""
+    if capability < LEAST_CAPABILITY:
+        at_least = ".".join(map(str, LEAST_CAPABILITY))
+        raise ConfigError(
+            f"A GPU of compute capability {capability[0]}.{capability[1]} cannot be served with --kv-backend kvc, "
+            f"because packing needs instructions of {at_least}; use a GPU of {at_least} or newer, or --kv-backend "
+            f"default."
+        )
+
+
+def trust_warning(config: KvcConfig) -> str | None:
+    """A sentence, where requests that share a prefix read what another request's tokens decided; else None."""
+    if config.trust != ALL or make_policy(config).scope != SEQUENCE:
+        return None
+    return (
+        f"--kvc-policy {config.policy} keeps what later tokens attend to, so the first request with a prefix decides "
+        f"how precisely all others read it; where tenants do not trust each other set --kvc-trust {SALT}, and give "
+        f"the requests of each tenant a cache_salt."
+    )
+
+
+def environment_warnings() -> list[str]:
+    """Environment variables that lose their effect; not wrong enough to refuse."""
+    ignored = ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
+    return [
+        f"{name} is ignored: --kv-backend kvc brings its own radix tree."
+        for name in ignored
+        if os.environ.get(name, "0").lower() not in ("", "0", "false")
+    ]

@@ -1,0 +1,1 @@
+"""Statistics: their records and collection, the head map, and `sglang-kvc inspect`."""

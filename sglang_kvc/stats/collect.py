@@ -1,0 +1,113 @@
+"""Reads a runtime's figures off its records: real bytes per token, tiers, occupancy, the per-head map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..cache.blocks import State
+from ..policies.budget import RING_ENTRY_BYTES
+from .records import HeadMap, KvcStats
+
+if TYPE_CHECKING:
+    from kvc_kernels.layout import Rung
+
+    from ..cache.runtime import Runtime
+
+PIECE = 4096  # blocks whose counts are looked at together
+
+
+def rung_name(rung: Rung) -> str:
+    return rung.high.name + (f"+{rung.low.name}" if rung.low else "")
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """What the packed blocks store: tokens int64 `[L, H, 2]` (high, low), in pages with `slots` places for a token."""
+
+    blocks: int
+    held: torch.Tensor
+    slots: int
+
+
+def packed_tokens(runtime: Runtime) -> PackedTokens:
+    """Added up on the device, a piece of the table at a time; waits for the device.
+
+    Page state changes on the forward stream alone, so nothing is flushed here: blocks whose compaction is still queued
+    count as kept whole.
+    """
+    layout, store, blocks = runtime.layout, runtime.store, runtime.blocks
+    packed = np.flatnonzero(blocks.state == State.PACKED)
+    held = torch.zeros((layout.layers, layout.heads, 2), dtype=torch.int64, device=store.device)
+    slots = torch.zeros((), dtype=torch.int64, device=store.device)
+    whole = torch.tensor([layout.block_tokens, 0], dtype=store.counts.dtype).to(store.device)
+    for i, rung in enumerate(store.ladder[1:], start=1):
+        formats = (rung.high,) if rung.low is None else (rung.high, rung.low)
+        ids = torch.from_numpy(packed[blocks.rung[packed] == i])
+        for some in ids.split(PIECE):
+            some = some.to(store.device)
+            waiting = (store.rung[some] == 0)[:, None, None, None]
+            counts = torch.where(waiting, whole, store.counts[some])
+            held += counts.sum(0, dtype=torch.int64)
+            for tier, fmt in enumerate(formats):
+                t = layout.page(fmt).tokens
+                pages = torch.div(counts[..., tier] + (t - 1), t, rounding_mode="floor")
+                slots += t * pages.sum(dtype=torch.int64)
+    return PackedTokens(len(packed), held.cpu(), int(slots))
+
+
+def measure(runtime: Runtime, *, detail: bool) -> KvcStats:
+    """Figures from the CPU records. `detail` also reads token counts, which on a GPU waits for the device."""
+    return _stats(runtime, packed_tokens(runtime) if detail or runtime.store.device.type == "cpu" else None)
+
+
+def figures(runtime: Runtime) -> tuple[KvcStats, HeadMap]:
+    """All figures in detail, and kept and high shares per layer and head over all packed blocks."""
+    held = packed_tokens(runtime)
+    share = held.held.double() / max(1, held.blocks * runtime.layout.block_tokens)
+    shown = HeadMap(kept=share.sum(-1).tolist(), high=share[..., 0].tolist(), blocks=held.blocks)
+    return _stats(runtime, held), shown
+
+
+def _stats(runtime: Runtime, held: PackedTokens | None) -> KvcStats:
+    layout, blocks, ledger = runtime.layout, runtime.blocks, runtime.ledger
+    packed = np.flatnonzero(blocks.state == State.PACKED)
+    used = np.flatnonzero(blocks.state != State.FREE)
+    page_cost = layout.page_bytes + RING_ENTRY_BYTES
+
+    def bytes_of(ids: np.ndarray) -> int:
+        return int(ledger.charge[ids].sum()) * page_cost + len(ids) * layout.block_meta_bytes
+
+    ladder = runtime.store.ladder
+    by_rung = {rung_name(r): int((blocks.rung[used] == i).sum()) for i, r in enumerate(ladder)}
+    tokens = int(blocks.filled[used].sum())
+    tiers, occupancy = ({}, None) if held is None else _tiers(runtime, held, tokens)
+    return KvcStats(
+        config=runtime.config.summary(),
+        scope=runtime.policy.scope,
+        bf16_token_bytes=2 * layout.layers * layout.heads * layout.head_dim * runtime.store.dtype.itemsize,
+        page_bytes=layout.page_bytes,
+        pages_total=ledger.limit,
+        pages_free=ledger.free,
+        tokens=tokens,
+        bytes=bytes_of(used),
+        packed_tokens=len(packed) * layout.block_tokens,
+        packed_bytes=bytes_of(packed),
+        blocks_by_rung=by_rung,
+        tokens_by_tier=tiers,
+        occupancy=occupancy,
+        compactions=runtime.counters.compactions,
+        compaction_ms=runtime.counters.compaction_ms,
+        evicted_blocks=runtime.counters.evicted_blocks,
+    )
+
+
+def _tiers(runtime: Runtime, packed: PackedTokens, tokens: int) -> tuple[dict[str, int], float | None]:
+    """(layer, head, token) triples in each tier, and the share of the packed pages' token slots that hold a token."""
+    heads, whole = runtime.layout.layers * runtime.layout.heads, packed.blocks * runtime.layout.block_tokens
+    high, low = packed.held.sum((0, 1)).tolist()
+    tiers = {"bf16": (tokens - whole) * heads, "high": high, "low": low, "pruned": whole * heads - high - low}
+    return tiers, (high + low) / packed.slots if packed.slots else None
