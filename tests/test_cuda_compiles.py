@@ -9,10 +9,10 @@ import pytest
 import torch
 import triton
 
+from kvc_kernels.common import nvrtc
+from kvc_kernels.extend import hopper as extend
+from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
-from kvc_kernels.ops import extend_hopper_cuda as extend
-from kvc_kernels.ops import nvrtc
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention
 from kvc_kernels.store import PageStore
 
 SPILLS = 72  # bytes that are allowed; a few are spilled where tiles are listed or rows are copied whole

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvc_kernels.common.nvrtc import SOURCES
+from kvc_kernels.extend import hopper as extend
+from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, page_bytes_for
-from kvc_kernels.ops import extend_hopper_cuda as extend
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention
-from kvc_kernels.ops.nvrtc import SOURCES
 from kvc_kernels.testing import dense_head, random_store
 
 HERE, COMPILER = Path(__file__).parent / "cuda_host", shutil.which("g++")

@@ -9,8 +9,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from kvc_kernels.extend import attention as extend
 from kvc_kernels.layout import PoolLayout, choose_page_bytes
-from kvc_kernels.ops import extend_attention_triton as extend
 from kvc_kernels.store import PageStore
 
 from .decode_support import ladder_of

@@ -5,8 +5,8 @@ import tracemalloc
 import pytest
 import torch
 
-from kvc_kernels.ops.extend_flashinfer_triton import WORKSPACE_BYTES, StagedPrefill, workspace_bytes
-from kvc_kernels.ops.extend_stored_triton import Groups
+from kvc_kernels.extend.dense_flashinfer import WORKSPACE_BYTES, StagedPrefill, workspace_bytes
+from kvc_kernels.extend.staged import Groups
 
 P = 128
 CARDS = {"A100": 108, "RTX 4090": 128, "L40S": 142, "B200": 148, "RTX PRO 6000": 188, "L4": 58}

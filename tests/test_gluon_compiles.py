@@ -11,8 +11,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kvc_kernels.decode import attention as decode
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
-from kvc_kernels.ops import decode_attention_triton as decode
 from kvc_kernels.store import PageStore
 
 TYPES = {

@@ -14,9 +14,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
-from kvc_kernels.ops import score_step_triton as step
-from kvc_kernels.ops.observe import Observe
-from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+from kvc_kernels.scores import decode_kernel as step
+from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+from kvc_kernels.scores.reference import Observe
 from kvc_kernels.store import PageStore
 
 TARGET = GPUTarget("cuda", 90, 32)

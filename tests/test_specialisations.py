@@ -13,12 +13,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvc_kernels import ops
-from kvc_kernels.ops import ring_triton
-from kvc_kernels.ops.compact_triton import compact_triton
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention
-from kvc_kernels.ops.extend_join_triton import join
-from kvc_kernels.ops.keydiff_triton import keydiff_blocks
-from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
+from kvc_kernels.compact.launch import compact_triton
+from kvc_kernels.extend.attention import ExtendAttention
+from kvc_kernels.extend.merge_kernel import join
+from kvc_kernels.pages import kernel as ring_triton
+from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
+from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 from sglang_kvc.engine.attention import Snapshot, TritonAttention
 
 from .ops.support import make_store, rungs

@@ -17,18 +17,16 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvc_kernels import ops
-from kvc_kernels.ops import (
-    decode_attention_triton,
-    extend_attention_triton,
-    extend_flashinfer_triton,
-    extend_hopper_cuda,
-    ring_triton,
-)
-from kvc_kernels.ops.compact_triton import compact_triton
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention
-from kvc_kernels.ops.keydiff_triton import keydiff_blocks
-from kvc_kernels.ops.score_columns_triton import ReceivedAttention
-from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
+from kvc_kernels.compact.launch import compact_triton
+from kvc_kernels.decode import attention as decode_attention_triton
+from kvc_kernels.extend import attention as extend_attention_triton
+from kvc_kernels.extend import dense_flashinfer
+from kvc_kernels.extend import hopper as extend_hopper_cuda
+from kvc_kernels.extend.attention import ExtendAttention
+from kvc_kernels.pages import kernel as ring_triton
+from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
+from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.engine import warm_up
 from sglang_kvc.engine.attention import Snapshot, TritonAttention
@@ -117,11 +115,11 @@ def launched(monkeypatch):
 @pytest.fixture
 def hopper(launched, monkeypatch):
     """As where there are FlashInfer and a Hopper GPU."""
-    monkeypatch.setattr(extend_flashinfer_triton, "BatchPrefillWithPagedKVCacheWrapper", FlashInfer)
-    monkeypatch.setattr(extend_flashinfer_triton, "BatchPrefillWithRaggedKVCacheWrapper", FlashInfer)
-    monkeypatch.setattr(extend_flashinfer_triton, "StagingCopy", mock.Mock)
-    monkeypatch.setattr(extend_flashinfer_triton, "WORKSPACE_BYTES", 1)
-    monkeypatch.setattr(extend_flashinfer_triton.RaggedPrefill, "available", lambda device: True)
+    monkeypatch.setattr(dense_flashinfer, "BatchPrefillWithPagedKVCacheWrapper", FlashInfer)
+    monkeypatch.setattr(dense_flashinfer, "BatchPrefillWithRaggedKVCacheWrapper", FlashInfer)
+    monkeypatch.setattr(dense_flashinfer, "StagingCopy", mock.Mock)
+    monkeypatch.setattr(dense_flashinfer, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(dense_flashinfer.RaggedPrefill, "available", lambda device: True)
     monkeypatch.setattr(extend_hopper_cuda, "supports", lambda store: True)
     monkeypatch.setattr(extend_hopper_cuda, "_kernels", lambda text, device: 2 * (CudaKernel(text, launched),))
     monkeypatch.setattr(extend_attention_triton, "ExtendAttention", partial(WideExtend, hopper=True))

@@ -9,10 +9,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from kvc_kernels.decode import attention as decode
+from kvc_kernels.extend.windowed import WindowedExtend
+from kvc_kernels.extend.windowed_kernel import window_kernel
 from kvc_kernels.layout import PoolLayout, choose_page_bytes
-from kvc_kernels.ops import decode_attention_triton as decode
-from kvc_kernels.ops.extend_window_kernel_triton import window_kernel
-from kvc_kernels.ops.extend_window_triton import WindowedExtend
 from kvc_kernels.store import PageStore
 
 from .decode_support import ladder_of

@@ -75,7 +75,7 @@ def build(names: str, layers: int, blocks: int, block_tokens: int, device: str =
 def refill(store, ids: torch.Tensor) -> None:
     """Give `ids` fresh uncompressed pages of random rows."""
     from kvc_kernels import ops
-    from kvc_kernels.ops.pack import bf16_rows
+    from kvc_kernels.common.bits import bf16_rows
 
     if int(store.rung[ids[0]]) >= 0:
         ops.release(store, ids)
@@ -131,8 +131,8 @@ def plan_time(store, ids, args) -> float:
 def tiered(store, ids, tiers) -> dict[str, float]:
     """What blocks of two tiers cost beside their first move. The blocks are packed afterwards."""
     from kvc_kernels import ops
-    from kvc_kernels.ops.compact_triton import compact_triton
-    from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
+    from kvc_kernels.compact.launch import compact_triton
+    from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 
     out = {}
     starts, alpha = ids * store.layout.block_tokens, ops.Thresholds(1.0, 0.02)
@@ -166,7 +166,7 @@ def tiered(store, ids, tiers) -> dict[str, float]:
 def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
     """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device."""
     from kvc_kernels import ops
-    from kvc_kernels.ops.compact_triton import compact_triton
+    from kvc_kernels.compact.launch import compact_triton
 
     store, ids, tiers = build(names, args.layers, blocks, args.block)
     once(store, ids, tiers, compact_triton, 1)
@@ -192,7 +192,7 @@ def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
 
 def model_times(args) -> list[dict]:
     """Milliseconds of a whole prefill and of a decode step of an 8B-shaped model, from one layer's."""
-    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
+    from kvc_kernels.decode.attention import DecodeAttention
 
     from . import layer
 

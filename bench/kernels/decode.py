@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from bench.common import Score
-from kvc_kernels.ops.decode_attention_triton import Tuning
+from kvc_kernels.decode.attention import Tuning
 
 from . import baselines, geometry
 from .common import RESULTS, Budget, Results, Workload, cold_layers, copy_bandwidth, page_bytes_for, table

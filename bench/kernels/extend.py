@@ -20,9 +20,9 @@ from functools import partial
 
 import torch
 
-from kvc_kernels.ops.extend_few_triton import TIERS as FEW_ROWS
-from kvc_kernels.ops.extend_unpacked_triton import LEAST_NEW
-from kvc_kernels.ops.observe import DECODE_STRIDE, Observe
+from kvc_kernels.extend.few_tokens import TIERS as FEW_ROWS
+from kvc_kernels.extend.unpacked import LEAST_NEW
+from kvc_kernels.scores.reference import DECODE_STRIDE, Observe
 
 from .common import RESULTS, Budget, Results, Workload, choose_page_bytes, copy_bandwidth, table, time_graph
 
@@ -134,7 +134,7 @@ def stock(name: str, prefixes: list[int], new: list[int]):
 
 def variants():
     """name -> options of `ExtendAttention`."""
-    from kvc_kernels.ops.extend_attention_triton import Tuning
+    from kvc_kernels.extend.attention import Tuning
 
     out = {"hopper": dict(hopper=True, dense="none")}
     out["few"] = dict(appended=True, dense="none")  # the decode kernel
@@ -152,8 +152,8 @@ def takes(name: str, new: int) -> bool:
 def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: bool):
     """A closure over one plan; with `check`, the worst relative error of an output row instead. `prefix` is of whole
     blocks; the new rows are in the pages of further blocks, too."""
-    from kvc_kernels.ops.append_triton import append_triton
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.append.kernel import append_triton
+    from kvc_kernels.extend.attention import ExtendAttention
 
     p = work.block_tokens
     store, rows, _, size = work.build(batch=1, tokens=prefix + (new if new % p else new + 1))
@@ -187,7 +187,7 @@ def reference(store, q, k, v, rows, prefix: int) -> torch.Tensor:
 
 def fresh_prompt(new: int) -> list[dict]:
     """No prefix at all: the libraries' ragged prefill, the kernels' own tiles, and fake-quantized earlier blocks."""
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     work, rows = Workload("k4v4", block_tokens=128), []
     store, blocks, _, _ = work.build(batch=1, tokens=new, rung=0)
@@ -208,7 +208,7 @@ def fresh_prompt(new: int) -> list[dict]:
 def collecting(tokens: int) -> list[dict]:
     """What adding up received attention costs in a prompt of `tokens`, beside one layer's prefill."""
     from kvc_kernels.layout import PoolLayout
-    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
     from kvc_kernels.testing import random_store
 
     from . import layer
@@ -252,8 +252,8 @@ def observed_step(batch: int, tokens: int):
 def collecting_steps(batch: int, tokens: int) -> list[dict]:
     """The same while generating, one decode step: every step of every request is looked at, or those that `Observe`
     samples, one request in DECODE_STRIDE here."""
-    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
-    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+    from kvc_kernels.decode.attention import DecodeAttention
+    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 
     from . import layer
 
@@ -289,7 +289,7 @@ def baselines(prefixes: list[int], new: list[int], names: Sequence[str]) -> dict
 
 def batches(work: Workload, good: set[str], new: int, names: Sequence[str]) -> list[dict]:
     """Requests with `new` tokens each over prefixes that they do not share."""
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     out = []
     for case, prefixes in BATCHES.items():

@@ -28,7 +28,7 @@ def products_ms(tokens: int) -> float:
 
 def prefill_ms(tokens: int) -> float:
     """A layer's prefill of one prompt: products, and causal attention by the library that serves it here."""
-    from kvc_kernels.ops.dense_prefill import ragged_prefill
+    from kvc_kernels.extend.dense_prefill import ragged_prefill
 
     qkv = torch.randn((tokens, (GROUP + 2) * HEADS, DIM), device="cuda").bfloat16()
     q, k, v = qkv.split((GROUP * HEADS, HEADS, HEADS), 1)

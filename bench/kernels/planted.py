@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvc_kernels.ops import nvrtc
+from kvc_kernels.common import nvrtc
 
 BODIES = {
     "memcheck": "x[(1ll << 34) + threadIdx.x] = 1;",

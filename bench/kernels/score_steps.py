@@ -13,9 +13,9 @@ from dataclasses import asdict
 
 import torch
 
-from kvc_kernels.ops.observe import Observe
-from kvc_kernels.ops.score_columns_triton import ReceivedAttention
-from kvc_kernels.ops.score_step_triton import StepTuning
+from kvc_kernels.scores.decode_kernel import StepTuning
+from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+from kvc_kernels.scores.reference import Observe
 
 from . import extend
 from .common import RESULTS, Results, time_graph

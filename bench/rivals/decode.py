@@ -19,7 +19,7 @@ import torch
 
 from bench.kernels import decode as mine
 from bench.kernels.common import RESULTS, Budget, Results, Workload, cold_layers, copy_bandwidth, table, time_graph
-from kvc_kernels.ops.decode_attention_triton import Tuning
+from kvc_kernels.decode.attention import Tuning
 
 from . import diffkv, oscar, reference
 

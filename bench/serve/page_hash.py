@@ -59,7 +59,7 @@ class Replay:
         self.k, self.v, self.p = k, v, config.block_size
         self.append = ops.append
         if k.device.type == "cuda":
-            from kvc_kernels.ops.append_triton import append_triton
+            from kvc_kernels.append.kernel import append_triton
 
             self.append = append_triton
         self.held: dict[int, int] = {}  # block of the text -> block id in the cache

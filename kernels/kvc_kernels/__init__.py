@@ -1,5 +1,17 @@
 """Tensor code of sglang_kvc: page layouts, the page store and the operations on it.
 
-Imports torch and triton only, never sglang. Every operation has a plain-torch reference in `ops/`; a Triton
-kernel of the same signature stands beside it where there is one.
+Imports torch and triton only, never sglang. Every operation has a plain-torch reference, listed in `ops.py`; a
+Triton kernel of the same signature stands beside it where there is one.
+
+* `layout.py`: formats and pages; the only place that knows a byte offset.
+* `store.py`: the page store.
+* `common/`: quantization, bit packing, softmax weights, reference attention, NVRTC.
+* `append/`: new rows into the open bf16 blocks.
+* `pages/`: allocation and release of pages, dense rows and tiers read back from them.
+* `compact/`: packing and repacking of full blocks.
+* `decode/`: decode attention and the snapshot of a step; `gluon/` has the Gluon kernel.
+* `extend/`: attention of new tokens over a cached prefix; `cuda/` has the CUDA C++ kernel for Hopper.
+* `scores/`: attention scores per cached token.
+* `tiering/`: tokens to tiers, by importance, quota or threshold.
+* `testing.py`: checks of the layout, written apart from the operations.
 """

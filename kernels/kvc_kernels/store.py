@@ -1,7 +1,7 @@
 """The device state of one pool: pages, block table, free ring, headers. Created once, never resized.
 
-Only operations in `ops/` write it, and the runtime calls those in one order on one stream, so that stream order alone
-makes the reuse of a page safe.
+Only operations in this package write it, and the runtime calls those in one order on one stream, so that stream
+order alone makes the reuse of a page safe.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random page stores and a float64 reading of them: material for kernel tests and benchmarks.
 
-Written from the layout's documentation alone and apart from `ops/`, so that it can check those.
+Written from the layout's documentation alone and apart from the operations, so that it can check those.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class Runtime:
     def _move(self) -> Callable[..., torch.Tensor]:
         """The compaction of this device: one kernel on a GPU, plain torch elsewhere; both write the same bytes."""
         if self.store.device.type == "cuda":
-            from kvc_kernels.ops.compact_triton import compact_triton
+            from kvc_kernels.compact.launch import compact_triton
 
             return compact_triton
         return ops.compact
@@ -313,7 +313,7 @@ class Runtime:
     def _ring(self) -> ModuleType:
         """Taking and returning of whole blocks on this device: a few kernels on a GPU, plain torch elsewhere."""
         if self.store.device.type == "cuda":
-            from kvc_kernels.ops import ring_triton
+            from kvc_kernels.pages import kernel as ring_triton
 
             return ring_triton
         return ops

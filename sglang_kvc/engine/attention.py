@@ -167,13 +167,13 @@ class TritonAttention(TorchAttention):
     ):
         """`windows`: those of the model's layers, without -1; each has a plan of its own."""
         super().__init__(store, observe, stored_as)
-        from kvc_kernels.ops.append_triton import append_triton
-        from kvc_kernels.ops.decode_attention_triton import DecodeAttention
-        from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
-        from kvc_kernels.ops.extend_attention_triton import ExtendAttention
-        from kvc_kernels.ops.extend_window_triton import WindowedExtend
-        from kvc_kernels.ops.note_triton import note_observers_triton
-        from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+        from kvc_kernels.append.kernel import append_triton
+        from kvc_kernels.decode.attention import DecodeAttention
+        from kvc_kernels.decode.snapshot_kernel import decode_snapshot_triton
+        from kvc_kernels.extend.attention import ExtendAttention
+        from kvc_kernels.extend.windowed import WindowedExtend
+        from kvc_kernels.scores.count_kernel import note_observers_triton
+        from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 
         device = store.device
         self.append, self.copy_step = append_triton, decode_snapshot_triton

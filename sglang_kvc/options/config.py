@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvc_kernels.layout import BF16, CHANNEL, FORMATS, TOKEN, Format, PageLayout
-from kvc_kernels.ops.observe import STRIDES
+from kvc_kernels.scores.reference import STRIDES
 from sglang_kvc.calibration import enforce
 from sglang_kvc.options import request_quality
 

@@ -61,7 +61,7 @@ class Evidence:
         """Tiers int8 `[n, L, H, P]` by `significance` against thresholds: LeanKV's plan, on a GPU one kernel."""
         plan = ops.plan_thresholds
         if self.store.device.type == "cuda":
-            from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton as plan
+            from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton as plan
         seen = self.observe or ops.Observe()
         return plan(
             self.store, self.blocks, self.starts, self.lengths, alpha, seen, from_rung=self.from_rung, to=rung

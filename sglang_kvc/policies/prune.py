@@ -11,7 +11,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
-from kvc_kernels.ops.tiers import LOW
+from kvc_kernels.pages.tiers import LOW
 
 from ..calibration import tensors as calibrations
 from .allocation import SHARES, Share

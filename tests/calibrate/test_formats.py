@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kvc_kernels.common import quant
+from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.layout import FORMATS
-from kvc_kernels.ops import quant
-from kvc_kernels.ops.stored import as_stored
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.measure import formats, thresholds
 from sglang_kvc.calibration.measure.attend import by_block, causal

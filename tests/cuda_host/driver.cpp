@@ -1,4 +1,4 @@
-// Runs programs of cuda/extend.cu on the host, up to the tiles that they would multiply.
+// Runs programs of extend/cuda/extend.cu on the host, up to the tiles that they would multiply.
 #include "constants.h"
 #include "extend.cu"
 

@@ -1,4 +1,4 @@
-// Takes the place of cuda/hopper.cuh for a C++ compiler of the host: 256 unpacking threads and one that takes their tiles
+// Takes the place of extend/cuda/hopper.cuh for a C++ compiler of the host: 256 unpacking threads and one that takes their tiles
 // run in turn on stacks of their own, and change where they wait. What shared memory held before is NaN.
 #pragma once
 #include <setjmp.h>

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.common import bits
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes, page_bytes_for
 from kvc_kernels.store import PageStore
 
@@ -55,7 +56,7 @@ def make(device, specs, head_dim, heads, key_mode, scored, dtype, blocks=5, toke
 )
 def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
     """From uncompressed down every rung of the ladder, with random tiers at each step."""
-    from kvc_kernels.ops.compact_triton import compact_triton
+    from kvc_kernels.compact.launch import compact_triton
 
     seed = torch.initial_seed()
     print("seed", seed)
@@ -80,7 +81,7 @@ def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
             rows = (x[layer].to(device, dtype) for x in (k, v))
             ops.append(store, layer, ids[at // TOKENS], at % TOKENS, *rows)
         if scored:
-            scores = ops.pack.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
+            scores = bits.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
         seen = []
         for i, tiers in enumerate(plans):
@@ -112,7 +113,7 @@ def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
 )
 def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype, key_mode):
     """With tiers that keep everything and without tiers, on ties between codes and beyond fp16 too."""
-    from kvc_kernels.ops.compact_triton import compact_triton
+    from kvc_kernels.compact.launch import compact_triton
 
     seed = torch.initial_seed()
     print("seed", seed)
@@ -142,7 +143,7 @@ def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype, key_mode):
         for layer in range(LAYERS):
             ops.append(store, layer, ids[at // tokens], at % tokens, *(x[layer].to(device, dtype) for x in (k, v)))
         if scored:
-            scores = ops.pack.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
+            scores = bits.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
         tiers = ops.keep_all(3, store.layout, device) if given else None
         counts = move(store, ids, 1, tiers, from_rung=0)
@@ -158,7 +159,7 @@ def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype, key_mode):
 @pytest.mark.parametrize("source, given", [(0, True), (1, True), (0, False)])
 def test_no_sync(source, given):
     """A compaction is queued without waiting for the device."""
-    from kvc_kernels.ops.compact_triton import compact_triton
+    from kvc_kernels.compact.launch import compact_triton
 
     store = make("cuda", ["k8v4+k4v2", "k8v4+k4v2"], 64, 2, "channel", True, torch.bfloat16)
     first, second = torch.tensor([1, 4], device="cuda"), torch.tensor([3, 5], device="cuda")

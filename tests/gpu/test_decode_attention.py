@@ -14,7 +14,7 @@ ENGINES = pytest.mark.parametrize("engine", ["triton", "gluon"])
 
 
 def build(case, engine, **kw):
-    from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
+    from kvc_kernels.decode.attention import DecodeAttention, Tuning
 
     store, q, rows, lens = case
     columns = kw.pop("columns", 5)

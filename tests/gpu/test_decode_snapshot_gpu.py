@@ -12,7 +12,7 @@ pytestmark = [
 
 
 def test_snapshot():
-    from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
+    from kvc_kernels.decode.snapshot_kernel import decode_snapshot_triton
 
     p, columns, requests = 128, 1025, 65
     gen = torch.Generator("cuda").manual_seed(1)

@@ -17,7 +17,7 @@ libraries = pytest.mark.parametrize("library", ["fa3", "flashinfer"])
 
 
 def ragged(library, dim=128, dtype=torch.bfloat16):
-    from kvc_kernels.ops.dense_prefill import ragged_prefill
+    from kvc_kernels.extend.dense_prefill import ragged_prefill
 
     skip_without(library)
     made = ragged_prefill(

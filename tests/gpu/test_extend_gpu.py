@@ -29,7 +29,7 @@ TOLERANCE = 0.02  # of one output row over the mean norm; bf16 outputs alone rou
 
 def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **options):
     """(worst row's error, output) of one plan and run on poisoned memory."""
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     heads = store.layout.heads
     seed = torch.initial_seed()
@@ -108,7 +108,7 @@ def test_hopper_fp16_with_capped_logits():
 def test_same_answer_twice(hopper):
     """Nothing depends on the order in which programs run."""
     store = case("k4v4", 4)
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     q, k, v = inputs(store, 4, 124, store.dtype, device="cuda")
     op = ExtendAttention(store, query_heads=8, max_blocks=16, hopper=hopper)
@@ -134,7 +134,7 @@ def test_a_library_for_the_new_tokens(hopper, dense):
 ])  # fmt: skip
 def test_few_new_tokens(form, group, head_dim, key_mode, new):
     """By the decode kernel, from their pages; the last blocks are uncompressed."""
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     rungs = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
     store = make_case(
@@ -155,7 +155,7 @@ def test_few_new_tokens(form, group, head_dim, key_mode, new):
 
 def test_no_sync():
     """Planning and running never wait for the device."""
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     store = case("k4v4", 4)
     q, k, v = inputs(store, 4, 71, store.dtype, device="cuda")

@@ -18,7 +18,7 @@ BLOCKS = torch.tensor([5, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim, block_tokens", [(64, 64), (128, 128), (256, 96)])
 def test_keydiff(head_dim, block_tokens, dtype):
-    from kvc_kernels.ops.keydiff_triton import keydiff_blocks
+    from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 
     here = make_store(head_dim=head_dim, block_tokens=block_tokens, layers=2, dtype=dtype)
     fill(here, BLOCKS, *random_kv(here, 3 * block_tokens, seed=4))

@@ -39,9 +39,9 @@ def captured(step):
     [("k4v4", None, 4, 128, "channel"), ("k8v4", "k4v2", 7, 64, "token"), ("k8v4", "k4v2", 1, 128, "channel")],
 )
 def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, observe):
-    from kvc_kernels.ops.compact_triton import compact_triton
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
-    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+    from kvc_kernels.compact.launch import compact_triton
+    from kvc_kernels.extend.attention import ExtendAttention
+    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 
     heads, p = 2, 128
     formats = [FORMATS[x] for x in (high, low) if x]
@@ -91,8 +91,8 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, o
 @pytest.mark.parametrize("ladder, group, key_mode", [("k4v4", 4, "channel"), ("k8v4+k4v2", 7, "token")])
 def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
     """Two replays of one CUDA graph collect twice what the reference finds in one step; blocks are shared."""
-    from kvc_kernels.ops.decode_attention_triton import DecodeAttention
-    from kvc_kernels.ops.score_columns_triton import ReceivedAttention
+    from kvc_kernels.decode.attention import DecodeAttention
+    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 
     from ..ops_triton.test_score import ROWS as SHARED
     from ..ops_triton.test_score import SCALE, TOTAL, queries, stored_case
@@ -139,7 +139,7 @@ def test_a_captured_step_serves_later_ones(reduce):
 @pytest.mark.parametrize("kernel", [False, True])
 def test_observers_are_counted_without_waiting(kernel):
     """From lengths on the device, as the backend gives them."""
-    from kvc_kernels.ops.note_triton import note_observers_triton
+    from kvc_kernels.scores.count_kernel import note_observers_triton
 
     from ..ops_triton.test_score import ROWS as SHARED
     from ..ops_triton.test_score import TOTAL, stored_case

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.layout import FORMATS
-from kvc_kernels.ops.stored import as_stored
 from kvc_kernels.store import PageStore
 
 from ..libraries import skip_without
@@ -41,7 +41,7 @@ def queries(heads, dim, dtype=torch.bfloat16):
 
 
 def make(store, query_heads, **options):
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     op = ExtendAttention(store, query_heads=query_heads, max_blocks=16, stored_as=store.ladder[1].high, **options)
     op.plan(ROWS.cuda(), PREFIX, NEW, WAITING)
@@ -51,7 +51,7 @@ def make(store, query_heads, **options):
 @pytest.mark.parametrize("mode", ["channel", "token"])
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
 def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
-    from kvc_kernels.ops.stored_triton import StoredRows
+    from kvc_kernels.extend.fake_quant_kernel import StoredRows
 
     store, _, _ = case(spec, mode)
     fmt = store.ladder[1].high

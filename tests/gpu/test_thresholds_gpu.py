@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.common import bits
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.store import PageStore
 
@@ -18,7 +19,7 @@ BLOCKS = torch.tensor([4, 1, 2])
 @pytest.mark.parametrize("alpha", [ops.Thresholds(1.0, 0.02), ops.Thresholds(3.0, 0.9)])
 @pytest.mark.parametrize("observe", [ops.Observe(), ops.Observe(stride=16), ops.Observe(window=32)], ids=str)
 def test_same_tiers_first_and_again(observe, alpha, tokens):
-    from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
+    from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 
     formats = [FORMATS["k8v4"], FORMATS["k4v2"]]
     size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, key_mode="channel", scored=True)
@@ -30,7 +31,7 @@ def test_same_tiers_first_and_again(observe, alpha, tokens):
     here.pages.zero_()
     ops.take_bf16(here, BLOCKS)
     page, gen = layout.page(BF16), torch.Generator().manual_seed(tokens)
-    scores = ops.pack.segment(page, here.pages, "scores", torch.float32)
+    scores = bits.segment(page, here.pages, "scores", torch.float32)
     scores.exponential_(generator=gen).mul_(2)
     scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
     here.observed[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)

@@ -43,7 +43,7 @@ def case(spec, mode="channel", page_tokens=32):
 @pytest.mark.parametrize("mode, page_tokens", [("channel", 32), ("channel", 64), ("token", 64)])
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
 def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode, page_tokens):
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     store, rows, _, _ = case(spec, mode, page_tokens)
     op = ExtendAttention(store, query_heads=4 * HEADS, whole=True, hopper=False)._unpacked
@@ -59,7 +59,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode, page_tokens):
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("spec, mode, group, cap", [("k4v4", "channel", 4, 0.0), ("k8v4", "token", 1, 20.0)])
 def test_against_the_reference(spec, mode, group, cap, staged):
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     store, rows, k, v = case(spec, mode, 64)
     seed = torch.initial_seed()
@@ -82,7 +82,7 @@ def test_against_the_reference(spec, mode, group, cap, staged):
 
 
 def test_no_sync():
-    from kvc_kernels.ops.extend_attention_triton import ExtendAttention
+    from kvc_kernels.extend.attention import ExtendAttention
 
     store, rows, k, v = case("k4v4")
     q = torch.randn((sum(NEW), HEADS * 4, DIM), device="cuda").bfloat16()
@@ -97,7 +97,7 @@ def test_no_sync():
 
 def test_results_joined_in_place():
     """The log-sum-exps of the rows are read by all warps of a program and written by one."""
-    from kvc_kernels.ops.extend_join_triton import join
+    from kvc_kernels.extend.merge_kernel import join
 
     gen = torch.Generator(device="cuda").manual_seed(2)
     a, b = torch.randn((2, 4099, 32, DIM), generator=gen, device="cuda").bfloat16()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvc_kernels.ops import nvrtc
+from kvc_kernels.common import nvrtc
 from sglang_kvc.engine.warm_up import warm_up
 
 from ..test_warm_up import CONFIGURATIONS, WINDOWED, build, serve, sizes

@@ -20,7 +20,7 @@ TIMES = 4  # blocks of 128
 
 
 def build(case, window, columns=5, **tuning):
-    from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
+    from kvc_kernels.decode.attention import DecodeAttention, Tuning
 
     store, q, rows, lens = case
     return DecodeAttention(
@@ -68,7 +68,7 @@ def test_decode_graph_replays_with_other_lengths_and_blocks():
 
 
 def ragged(store, query_heads, library):
-    from kvc_kernels.ops.dense_prefill import ragged_prefill
+    from kvc_kernels.extend.dense_prefill import ragged_prefill
 
     g = store.layout
     return ragged_prefill(
@@ -78,7 +78,7 @@ def ragged(store, query_heads, library):
 
 def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, **options):
     """Worst row's error and output of one forward on poisoned slots."""
-    from kvc_kernels.ops.extend_window_triton import WindowedExtend
+    from kvc_kernels.extend.windowed import WindowedExtend
 
     prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
     fmt = store.ladder[1].high if stored else None
@@ -139,7 +139,7 @@ def test_passes_and_repeats_change_nothing(dense):
 
 def test_no_sync():
     """Planning and running never wait for the device."""
-    from kvc_kernels.ops.extend_window_triton import WindowedExtend
+    from kvc_kernels.extend.windowed import WindowedExtend
 
     store, q = moved(request_case(dim=128, times=TIMES), "cuda"), queries(2, dim=128, times=TIMES).cuda()
     library = ragged(store, 4, "auto")

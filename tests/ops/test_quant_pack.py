@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.common import bits as pack
+from kvc_kernels.common import quant
 from kvc_kernels.layout import BF16, FORMATS, PageLayout
-from kvc_kernels.ops import pack, quant
 
 from .support import RefStore, encode, fill, lower, make_store, random_kv, random_tiers, rungs
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from kvc_kernels import ops
+from kvc_kernels.common.bits import segment
 from kvc_kernels.layout import BF16
-from kvc_kernels.ops.pack import segment
 
 from .support import RefStore, make_store, random_tiers, rungs
 

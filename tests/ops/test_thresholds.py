@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.common.bits import segment
 from kvc_kernels.layout import BF16, FORMATS, Rung
-from kvc_kernels.ops.pack import segment
 
 from .support import fill, make_store, random_kv
 

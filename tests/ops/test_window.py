@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops.stored import as_stored
+from kvc_kernels.extend.fake_quant import as_stored
 
 from .support import fill, make_store, random_kv, rungs
 

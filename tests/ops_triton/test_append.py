@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops.append_triton import append_triton
+from kvc_kernels.append.kernel import append_triton
 
 from ..ops.support import make_store
 

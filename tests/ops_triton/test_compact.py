@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.common import bits
+from kvc_kernels.compact import launch as module
+from kvc_kernels.compact.launch import compact_triton
 from kvc_kernels.layout import page_bytes_for
-from kvc_kernels.ops import compact_triton as module
-from kvc_kernels.ops.compact_triton import compact_triton
 
 from ..ops.support import fill, free_pages, make_store, random_kv, random_tiers, rungs
 
@@ -21,7 +22,7 @@ def pair(**options):
         fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
         if store.layout.scored:
             page = store.layout.page(store.ladder[0].high)
-            scores = ops.pack.segment(page, store.pages, "scores", torch.float32)
+            scores = bits.segment(page, store.pages, "scores", torch.float32)
             scores.uniform_(generator=torch.Generator().manual_seed(7))
     return stores
 

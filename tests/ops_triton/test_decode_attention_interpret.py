@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning, decode_attention_triton
-from kvc_kernels.ops.decode_plan_triton import DecodePlan
+from kvc_kernels.decode.attention import DecodeAttention, Tuning, decode_attention_triton
+from kvc_kernels.decode.planner import DecodePlan
 from tests.decode_support import make_case, relative_error
 
 BAR = 3e-3  # the output's bf16 rounding alone is 1.1e-3

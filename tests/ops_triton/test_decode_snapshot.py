@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops.decode_snapshot_triton import decode_snapshot_triton
+from kvc_kernels.decode.snapshot_kernel import decode_snapshot_triton
 
 BATCH, BLOCKS = 6, 300  # of the buffers
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvc_kernels.extend.attention import ExtendAttention, Tuning, extend_attention_triton
+from kvc_kernels.extend.planner import ExtendPlan, cut_prefixes
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention, Tuning, extend_attention_triton
-from kvc_kernels.ops.extend_plan_triton import ExtendPlan, cut_prefixes
 from kvc_kernels.testing import dense_head, random_store
 
 SMALL = Tuning(rows=16, tile=32, programs_per_sm=12)

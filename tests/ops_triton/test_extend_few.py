@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvc_kernels.ops.decode_attention_triton import DecodeAttention
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention
-from kvc_kernels.ops.extend_few_triton import FewTokenExtend
+from kvc_kernels.decode.attention import DecodeAttention
+from kvc_kernels.extend.attention import ExtendAttention
+from kvc_kernels.extend.few_tokens import FewTokenExtend
 from kvc_kernels.testing import dense_head
 
 from .test_extend_attention import LADDERS, error, inputs, make_case, reference

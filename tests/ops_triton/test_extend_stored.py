@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.extend.attention import ExtendAttention, Tuning
+from kvc_kernels.extend.fake_quant import as_stored
+from kvc_kernels.extend.fake_quant_kernel import StoredRows
+from kvc_kernels.extend.staged import Groups
 from kvc_kernels.layout import FORMATS
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention, Tuning
-from kvc_kernels.ops.extend_stored_triton import Groups
-from kvc_kernels.ops.stored import as_stored
-from kvc_kernels.ops.stored_triton import StoredRows
 
 from ..ops.support import fill, make_store, random_kv, rungs
 

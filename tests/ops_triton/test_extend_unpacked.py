@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.extend import unpacked as module
+from kvc_kernels.extend.attention import ExtendAttention
+from kvc_kernels.extend.unpack_rows_kernel import UnpackedRows
 from kvc_kernels.layout import FORMATS
-from kvc_kernels.ops import extend_unpacked_triton as module
-from kvc_kernels.ops.extend_attention_triton import ExtendAttention
-from kvc_kernels.ops.unpacked_rows_triton import UnpackedRows
 
 from .test_extend_stored import DIM, HEADS, NEW, PREFIX, ROWS, SCALE, WAITING, Dense, P, error, request_case
 

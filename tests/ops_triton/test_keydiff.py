@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops.keydiff_triton import keydiff_blocks
+from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 
 from ..ops.support import fill, make_store, random_kv
 from .test_compact import BLOCKS

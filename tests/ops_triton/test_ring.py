@@ -1,12 +1,12 @@
-"""`ring_triton` and the moves built on it against `ring` and `compact`: any order of operations, page for page."""
+"""`pages.kernel` and the moves built on it against `pages.reference`: any order of operations, page for page."""
 
 import numpy as np
 import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops import ring_triton
-from kvc_kernels.ops.compact_triton import compact_triton
+from kvc_kernels.compact.launch import compact_triton
+from kvc_kernels.pages import kernel as ring_triton
 
 from ..ops.support import free_pages, make_store, random_tiers, rungs
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.decode.attention import DecodeAttention
 from kvc_kernels.layout import FORMATS, page_bytes_for
-from kvc_kernels.ops.decode_attention_triton import DecodeAttention
-from kvc_kernels.ops.note_triton import note_observers_triton
-from kvc_kernels.ops.score_columns_triton import ReceivedAttention
-from kvc_kernels.ops.score_plan_triton import ObservedBlocks
-from kvc_kernels.ops.score_step_triton import StepTuning
+from kvc_kernels.scores.count_kernel import note_observers_triton
+from kvc_kernels.scores.decode_kernel import StepTuning
+from kvc_kernels.scores.planner import ObservedBlocks
+from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 
 from ..ops.support import fill, make_store, random_kv, random_tiers, rungs
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops.thresholds import Thresholds, plan_thresholds
-from kvc_kernels.ops.thresholds_triton import plan_thresholds_triton
+from kvc_kernels.common import bits
+from kvc_kernels.tiering.thresholds import Thresholds, plan_thresholds
+from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 
 from ..ops.support import fill, make_store, random_kv, rungs
 from .test_compact import BLOCKS
@@ -17,7 +18,7 @@ def scored_store(ladder, **options):
     fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
     gen = torch.Generator().manual_seed(6)
     page = store.layout.page(store.ladder[0].high)
-    scores = ops.pack.segment(page, store.pages, "scores", torch.float32)
+    scores = bits.segment(page, store.pages, "scores", torch.float32)
     scores.exponential_(generator=gen).mul_(2)
     scores.masked_fill_(torch.rand(scores.shape, generator=gen) < 0.2, 0.0)
     scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))

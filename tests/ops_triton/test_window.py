@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops.decode_attention_triton import DecodeAttention, Tuning
-from kvc_kernels.ops.decode_plan_triton import DecodePlan
-from kvc_kernels.ops.extend_window_triton import WindowedExtend, cut
+from kvc_kernels.decode.attention import DecodeAttention, Tuning
+from kvc_kernels.decode.planner import DecodePlan
+from kvc_kernels.extend.windowed import WindowedExtend, cut
 from kvc_kernels.store import PageStore
 from sglang_kvc.engine.attention import Snapshot, TorchAttention, TritonAttention
 from tests.decode_support import make_case, relative_error

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.common.bits import segment
 from kvc_kernels.layout import BF16
-from kvc_kernels.ops.pack import segment
 from kvc_kernels.store import PageStore
 
 from .model import D, H, L, P

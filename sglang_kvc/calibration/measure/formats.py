@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.layout import CHANNEL, FORMATS, TOKEN, PoolLayout
-from kvc_kernels.ops.stored import as_stored
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import make_policy

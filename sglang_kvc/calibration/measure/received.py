@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.ops.weights import MAX_ELEMENTS, query_weights
+from kvc_kernels.common.softmax import MAX_ELEMENTS, query_weights
 
 # Share of all tokens for which layers are allotted: XKV's gain is at low budgets, and the server scales the shares.
 KEPT = 0.25

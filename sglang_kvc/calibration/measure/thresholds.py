@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.layout import FORMATS, PoolLayout
-from kvc_kernels.ops.stored import as_stored
-from kvc_kernels.ops.tiers import HIGH, PRUNED
+from kvc_kernels.pages.tiers import HIGH, PRUNED
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.verdicts import Chosen
 from sglang_kvc.options.config import KvcConfig

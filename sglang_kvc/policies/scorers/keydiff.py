@@ -24,7 +24,7 @@ class KeyDiff(RowScorer):
 
     def score(self, evidence) -> torch.Tensor:
         if evidence.store.device.type == "cuda" and evidence.from_rung == 0:
-            from kvc_kernels.ops.keydiff_triton import keydiff_blocks
+            from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 
             return keydiff_blocks(evidence.store, evidence.blocks)
         return super().score(evidence)

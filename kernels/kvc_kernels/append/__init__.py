@@ -1,0 +1,1 @@
+"""Append: new rows into the open bf16 blocks."""

@@ -1,0 +1,36 @@
+"""Write new K/V rows into the uncompressed pages of open blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.bits import bf16_rows, segment
+from ..layout import BF16
+from ..store import PageStore
+
+
+def append(
+    store: PageStore,
+    layer: int,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """Store `k[N, H, D]`, `v[N, H, D]` at token `offsets[N]` (0..P-1) of bf16 `blocks[N]` of `layer`.
+
+    Page = table[block, layer, head, offset // T0], slot = offset % T0. The slot's score starts at 0 when the
+    layout is scored, for the page may come with the score of an earlier owner. Rows of padded requests name
+    block 0.
+    """
+    page = store.layout.page(BF16)
+    entry = torch.div(offsets, page.tokens, rounding_mode="floor")
+    slot = (offsets - entry * page.tokens).unsqueeze(-1).long()
+    heads = torch.arange(store.layout.heads, device=store.device)
+    ids = store.table[blocks.unsqueeze(-1), layer, heads, entry.unsqueeze(-1)].long()
+    rows_k, rows_v = bf16_rows(page, store.pages, store.dtype)
+    rows_k[ids, slot] = k.to(store.dtype)
+    rows_v[ids, slot] = v.to(store.dtype)
+    scores = segment(page, store.pages, "scores", torch.float32)
+    if scores is not None:
+        scores[ids, slot] = scores.new_zeros(())  # a Python 0 would be copied from the host

@@ -1,0 +1,1 @@
+"""Compact: the packing of full blocks, and the repacking of packed ones."""

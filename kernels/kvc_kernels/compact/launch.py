@@ -1,0 +1,106 @@
+"""`compact` with kernels for the move: gather, header, quantise, pack, write, for all layers and heads at once."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from ..layout import BF16, TOKEN, Format, PoolLayout, Rung
+from ..pages.kernel import exchange_pages
+from ..store import PageStore
+from ..tiering.quota import keep_all
+from .pack_kernel import pack_kernel
+from .reference import check_rung, compact
+from .repack_kernel import order_kernel, repack_kernel
+
+INTERPRET = triton.knobs.runtime.interpret
+WARPS, MAX_WARPS = 4, 16
+HELD = 4096  # elements of keys that a warp holds
+MAX_REGISTERS = 128  # four programs of four warps on a multiprocessor
+
+
+def _constants(layout: PoolLayout, fmt: Format | None) -> tuple[int, ...]:
+    """What `write_tier` has to know of the pages it writes."""
+    if fmt is None:
+        return ()
+    page = layout.page(fmt)
+    names = ("key_meta", "value_codes", "value_meta", "scores", "positions")
+    slack = triton.next_power_of_2(max(1, layout.page_bytes - page.used_bytes))
+    return (
+        fmt.key_bits, fmt.value_bits, page.tokens, triton.next_power_of_2(page.tokens),
+        *(page.offset(n) for n in names), page.used_bytes, slack,
+    )  # fmt: skip
+
+
+@functools.lru_cache
+def _prepared(layout: PoolLayout, to: Rung) -> tuple[tuple[int, ...], ...]:
+    """Constants of the uncompressed pages, and of both tiers; checked once, for it is much Python."""
+    check_rung(layout, to)
+    bf16 = layout.page(BF16)
+    source = (bf16.tokens, bf16.offset("value_codes"), bf16.offset("scores"))
+    return source, _constants(layout, to.high), _constants(layout, to.low)
+
+
+def compact_triton(
+    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, *, from_rung: int
+) -> torch.Tensor:
+    """`compact` with the same bytes, in a fixed number of launches for all layers, heads and blocks.
+
+    Say `tiers=None` where everything is kept: whether a tensor says so could only be known by waiting for the device.
+    """
+    layout = store.layout
+    to, source, n = store.ladder[to_rung], store.ladder[from_rung], blocks.numel()
+    if not to.high.packed or not n:
+        return compact(store, blocks, to_rung, tiers, from_rung=from_rung)
+    if source.high.packed and tiers is None:
+        tiers = keep_all(n, layout, store.device)
+    if tiers is not None:
+        tiers = tiers.reshape(n * layout.layers * layout.heads, layout.block_tokens).contiguous()
+    move = _repack if source.high.packed else _pack
+    return move(store, blocks.long(), to_rung, tiers, source)
+
+
+def _pack(
+    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, source: Rung
+) -> torch.Tensor:
+    """Move uncompressed heads. Without tiers nothing about single tokens is read, and keys are read once."""
+    layout, p = store.layout, store.layout.block_tokens
+    plain, high, low = _prepared(layout, store.ladder[to_rung])
+    got = exchange_pages(store, blocks, to_rung, tiers=tiers)
+    whole, rows, padded = tiers is None, len(got.ids), triton.next_power_of_2(p)
+    # What reads neither gets some tensor of the right type.
+    order = got.ids if whole else torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
+    elements = padded * layout.head_dim
+    hold = whole and elements <= HELD * MAX_WARPS
+    warps = max(WARPS, elements // HELD) if hold else WARPS
+    limit = {"maxnreg": MAX_REGISTERS} if hold and high[0] > 2 and not INTERPRET else {}
+    pack_kernel[(2 * rows,)](
+        store.pages, got.old, got.ids, got.held, blocks, got.ids if whole else tiers, order, store.headers,
+        store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p,
+        padded, layout.page_bytes, plain, high, low, layout.key_mode == TOKEN, layout.scored, whole, hold,
+        num_warps=warps, **limit,
+    )  # fmt: skip
+    return got.pages
+
+
+def _repack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor, source: Rung) -> torch.Tensor:
+    """Move packed heads. Key headers stay."""
+    layout, p, to = store.layout, store.layout.block_tokens, store.ladder[to_rung]
+    _, high, low = _prepared(layout, to)
+    tiers_from = tuple(x for x in _prepared(layout, source)[1:] if x)
+    where, order = torch.empty((2, *tiers.shape), dtype=torch.int16, device=store.device)
+    counts = torch.empty((len(tiers), 2), dtype=torch.int32, device=store.device)
+    order_kernel[(len(tiers),)](
+        store.pages, store.table[blocks], store.counts[blocks], tiers, where, order, counts, layout.head_pages_bf16, p,
+        triton.next_power_of_2(p), layout.page_bytes, tiers_from, to.low is not None, layout.scored, num_warps=4,
+    )  # fmt: skip
+    got = exchange_pages(store, blocks, to_rung, counts=counts)
+    # Without fused multiply-add, for the reference multiplies and adds one after the other.
+    repack_kernel[(len(tiers),)](
+        store.pages, got.old, got.ids, got.held, counts, where, order, layout.head_pages_bf16, layout.head_dim, p,
+        layout.page_bytes, tiers_from, high, low, layout.key_mode == TOKEN, layout.scored,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return got.pages

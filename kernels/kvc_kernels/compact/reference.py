@@ -1,0 +1,289 @@
+"""Move blocks down the ladder: take pages, gather, quantise, pack, rewrite the table, recycle.
+
+The bytes written are a pure function of a block's own rows, its tiers and the target rung: no page id and no
+neighbour enters, so that equal prefixes are equal bytes wherever and whenever they were packed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..common import quant
+from ..common.bits import PageRows, bf16_rows, read_page, segment, write_page
+from ..layout import BF16, CHANNEL, Format, PageLayout, PoolLayout, Rung
+from ..pages.reference import block_tier_pages, return_pages, table_order, take_pages, tier_pages
+from ..pages.tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
+from ..store import SCRATCH_PAGE, PageStore
+from ..tiering.quota import keep_all
+
+# Bytes of temporaries per chunk of rows (a row is one block-head). On the CPU smaller chunks stay in cache.
+TEMP_BYTES = {"cpu": 24 << 20}
+TEMP_BYTES_DEFAULT = 256 << 20
+TEMP_PER_ELEMENT = 26  # temporaries for each of the P * D elements of a row, K and V together, measured
+
+
+class _Source(NamedTuple):
+    """One tier of the source with its slots flattened: `rows` have leading `[m, S]`."""
+
+    format: Format
+    rows: PageRows
+
+
+def max_tier_pages(layout: PoolLayout, fmt: Format) -> int:
+    """Pages that one head of a block needs at most in `fmt`."""
+    return layout.pages_for(fmt, layout.block_tokens)
+
+
+def check_rung(layout: PoolLayout, rung: Rung) -> None:
+    """ValueError when some split of P tokens over the rung's tiers would overflow a table row."""
+    if rung.low is None:
+        worst = max_tier_pages(layout, rung.high)
+    else:
+        p = layout.block_tokens
+        worst = max(layout.pages_for(rung.high, n) + layout.pages_for(rung.low, p - n) for n in range(p + 1))
+    if worst > layout.head_pages_bf16:
+        names = rung.high.name + (f"+{rung.low.name}" if rung.low else "")
+        raise ValueError(
+            f"rung {names} may take {worst} pages a head, a table row has {layout.head_pages_bf16}: "
+            f"choose another page size than {layout.page_bytes} bytes"
+        )
+
+
+def _gather_pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:
+    """uint8 `[m, pages, page_bytes]` of ids `[m, pages]`."""
+    return store.pages.index_select(0, ids.flatten()).view(*ids.shape, store.layout.page_bytes)
+
+
+def _flat_slots(rows: PageRows) -> PageRows:
+    """Rows read from `[m, pages, page_bytes]` with the page and slot dimensions merged: `[m, S, ...]`.
+
+    Metas change from the page's `[..., T]` to token-major: key_meta `[m, S, 2]`, value_meta `[m, S, G, 2]`.
+    """
+    return PageRows(
+        keys=rows.keys.flatten(1, 2),
+        values=rows.values.flatten(1, 2),
+        key_meta=None if rows.key_meta is None else rows.key_meta.movedim(-1, 2).flatten(1, 2),
+        value_meta=None if rows.value_meta is None else rows.value_meta.movedim(-1, 2).flatten(1, 2),
+        scores=None if rows.scores is None else rows.scores.flatten(1, 2),
+        positions=None if rows.positions is None else rows.positions.flatten(1, 2),
+    )
+
+
+def read_tiers(store: PageStore, tiers: list[TierSlots]) -> list[_Source]:
+    """Codes and metas of the tiers' slots; what lies in slots that are not valid is anything."""
+    return [
+        _Source(t.page.format, _flat_slots(read_page(t.page, _gather_pages(store, t.ids), store.dtype))) for t in tiers
+    ]
+
+
+def read_bf16(store: PageStore, row_table: torch.Tensor) -> PageRows:
+    """P tokens of m uncompressed heads, `row_table` `[m, E]`: keys, values `[m, P, D]`, scores `[m, P]`."""
+    page, p = store.layout.page(BF16), store.layout.block_tokens
+    raw = _gather_pages(store, row_table.long())
+    k, v = bf16_rows(page, raw, store.dtype)
+    scores = segment(page, raw, "scores", torch.float32)
+    return PageRows(
+        keys=k.flatten(1, 2)[:, :p],
+        values=v.flatten(1, 2)[:, :p],
+        scores=None if scores is None else scores.flatten(1, 2)[:, :p],
+    )
+
+
+def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x `[m, S, ...]` at index `[m, N]` -> `[m, N, ...]`, by one flat row gather."""
+    m, s = x.shape[:2]
+    flat = index + torch.arange(m, device=x.device).unsqueeze(-1) * s
+    return x.reshape(m * s, *x.shape[2:]).index_select(0, flat.flatten()).view(*index.shape, *x.shape[2:])
+
+
+def _order(chosen: torch.Tensor, slots: int) -> torch.Tensor:
+    """Token of each destination slot, int64 `[m, slots]`: `chosen` (bool `[m, P]`) in position order, then 0."""
+    m, p = chosen.shape
+    rank = chosen.cumsum(1) - 1
+    order = rank.new_zeros((m, slots + 1))
+    tokens = torch.arange(p, device=chosen.device).expand(m, p)
+    order.scatter_(1, torch.where(chosen, rank, slots), tokens)
+    return order[:, :slots]
+
+
+def _encode_rows(page: PageLayout, k: torch.Tensor, v: torch.Tensor, header: torch.Tensor | None) -> PageRows:
+    """Codes of bf16 rows `[m, N, D]` for `page`; header fp16 `[m, 2, D]` with per-channel keys."""
+    f = page.format
+    if header is not None:
+        keys, meta = quant.quantise_keys(k, header, f.key_bits), None
+    else:
+        keys, meta = quant.quantise_tokens(k, f.key_bits, 1)
+        meta = meta.squeeze(-3)
+    values, vmeta = quant.quantise_tokens(v, f.value_bits, page.value_groups)
+    return PageRows(keys, values, meta, vmeta)
+
+
+def _convert_rows(page: PageLayout, s: _Source, index: torch.Tensor) -> PageRows:
+    """Rows of one source tier at slots `index[m, N]` in the format of `page`; values requantised only if need be."""
+    f = page.format
+    keys = _pick(s.rows.keys, index)
+    meta = None
+    if s.rows.key_meta is None:
+        keys = quant.convert_codes(keys, s.format.key_bits, f.key_bits)
+    else:
+        meta = _pick(s.rows.key_meta, index).movedim(1, -1)
+        keys, meta = quant.convert_token_keys(keys, meta, s.format.key_bits, f.key_bits)
+    values = _pick(s.rows.values, index)
+    vmeta = _pick(s.rows.value_meta, index).movedim(1, -1)
+    if s.format.value_bits != f.value_bits:
+        values, vmeta = quant.quantise_tokens(quant.dequantise_tokens(values, vmeta), f.value_bits, page.value_groups)
+    return PageRows(keys, values, meta, vmeta)
+
+
+def _merge_rows(take_second: torch.Tensor, a: PageRows, b: PageRows) -> PageRows:
+    """Slot by slot `b` where bool `[m, N]` is set, else `a`."""
+    row, meta = take_second.unsqueeze(-1), take_second.unsqueeze(-2)
+    return PageRows(
+        keys=torch.where(row, b.keys, a.keys),
+        values=torch.where(row, b.values, a.values),
+        key_meta=None if a.key_meta is None else torch.where(meta, b.key_meta, a.key_meta),
+        value_meta=torch.where(meta.unsqueeze(-3), b.value_meta, a.value_meta),
+    )
+
+
+def _page_shape(rows: PageRows, pages: int) -> PageRows:
+    """Slots `[m, N, ...]` split into pages `[m, pages, T, ...]`; metas into `[m, pages, ..., T]`."""
+
+    def split(x, dim):
+        return None if x is None else x.unflatten(dim, (pages, -1)).movedim(dim if dim >= 0 else dim - 1, 1)
+
+    return PageRows(
+        keys=split(rows.keys, 1),
+        values=split(rows.values, 1),
+        key_meta=split(rows.key_meta, -1),
+        value_meta=split(rows.value_meta, -1),
+        scores=split(rows.scores, 1),
+        positions=split(rows.positions, 1),
+    )
+
+
+def _move(
+    store: PageStore,
+    to: Rung,
+    source: Rung,
+    row_table: torch.Tensor,
+    row_counts: torch.Tensor,
+    chosen: list[torch.Tensor],
+    dest_ids: list[torch.Tensor],
+) -> torch.Tensor | None:
+    """Move m heads: gather the chosen tokens of each tier, encode, write pages `dest_ids[tier] [m, pages]`.
+
+    `chosen[tier]` bool `[m, P]`. Returns the new key headers `[m, 2, D]` when the source was uncompressed.
+    """
+    layout, p = store.layout, store.layout.block_tokens
+    header = None
+    if source.high.packed:
+        placed = tier_slots(store, source, row_table, row_counts)
+        sources = read_tiers(store, placed)
+        slots = token_slots(placed, p).clamp_(min=0)
+        scores = None
+        if layout.scored:
+            scores = torch.cat([s.rows.scores for s in sources], 1)
+        first = placed[0].valid.shape[1]
+    else:
+        plain = read_bf16(store, row_table)
+        scores = plain.scores
+        if layout.key_mode == CHANNEL:
+            kept = chosen[0] if to.low is None else chosen[0] | chosen[1]
+            header = quant.key_header(plain.keys, kept)
+    for tier, fmt in enumerate((to.high, to.low)):
+        if fmt is None:
+            continue
+        page, pages = layout.page(fmt), dest_ids[tier].shape[1]
+        order = _order(chosen[tier], pages * page.tokens)
+        n = chosen[tier].sum(1, keepdim=True)
+        valid = torch.arange(order.shape[1], device=store.device) < n
+        if source.high.packed:
+            at = slots.gather(1, order)
+            rows = _convert_rows(page, sources[0], at.clamp(max=first - 1))
+            if len(sources) > 1:
+                other = _convert_rows(page, sources[1], (at - first).clamp_(min=0))
+                rows = _merge_rows(at >= first, rows, other)
+        else:
+            at = order
+            rows = _encode_rows(page, _pick(plain.keys, at), _pick(plain.values, at), header)
+        if layout.scored:
+            rows = rows._replace(scores=scores.gather(1, at), positions=order.to(torch.int16))
+        data = write_page(page, _page_shape(rows, pages), valid.unflatten(1, (pages, -1)))
+        # Entries behind a head's count name page 0: all of them write the same zeros there.
+        store.pages.index_copy_(0, dest_ids[tier].flatten(), data.flatten(0, 1))
+    return header
+
+
+def compact(
+    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, *, from_rung: int
+) -> torch.Tensor:
+    """Move `blocks[n]` (distinct, full, at `from_rung`) to packed rung `to_rung`, keeping what `tiers` says.
+
+    `tiers` int8 `[n, L, H, P]` by token position: 2 high, 1 low (dropped when the rung has no low format), 0
+    pruned; None means all high. Tokens that the source does not hold stay pruned. High tokens are stored in
+    position order, then the low ones. From bf16 the key header is computed over the kept tokens; from a packed
+    rung it is frozen: key codes are copied, or mapped code to code at fewer bits, and values are requantised only
+    when their bits change. Scores and positions are carried. Destination pages are taken before source pages
+    return, so both must fit at once.
+
+    Returns int32 `[n]`: pages that each block has afterwards. ValueError when `to_rung` is not a packed rung
+    or may overflow a table row.
+    """
+    layout = store.layout
+    to, source = store.ladder[to_rung], store.ladder[from_rung]
+    if not to.high.packed:
+        raise ValueError(f"rung {to_rung} is not packed")
+    check_rung(layout, to)
+    blocks = blocks.long()
+    n, p = blocks.numel(), layout.block_tokens
+    m = n * layout.layers * layout.heads
+    if not n:
+        return store.ring.new_zeros(0)
+    old_table = store.table[blocks].view(m, -1)
+    old_counts = store.counts[blocks].view(m, 2).long()
+    old_high, old_low = (x.flatten() for x in block_tier_pages(store, blocks))
+    tiers = (keep_all(n, layout, store.device) if tiers is None else tiers).reshape(m, p)
+    if source.high.packed:
+        stored = token_slots(tier_slots(store, source, old_table, old_counts), p) >= 0
+        tiers = torch.where(stored, tiers, PRUNED)
+    counts = torch.stack(((tiers == HIGH).sum(1), (tiers == LOW).sum(1) * (1 if to.low is not None else 0)), 1)
+
+    high, low = tier_pages(store, to, counts)
+    ids = take_pages(store, high + low)
+    dest = []
+    for held, start, fmt in ((high, None, to.high), (low, high, to.low)):
+        if fmt is None:
+            dest.append(ids.new_zeros((m, 0)).long())
+            continue
+        j = torch.arange(max_tier_pages(layout, fmt), device=store.device)
+        at = j.expand(m, -1) if start is None else (start.unsqueeze(-1) + j).clamp(max=ids.shape[1] - 1)
+        dest.append(torch.where(j < held.unsqueeze(-1), ids.gather(1, at), SCRATCH_PAGE).long())
+
+    limit = TEMP_BYTES.get(store.device.type, TEMP_BYTES_DEFAULT)
+    step = max(1, limit // (p * layout.head_dim * TEMP_PER_ELEMENT))
+    headers = []
+    for i in range(0, m, step):
+        part = slice(i, min(i + step, m))
+        chosen = [tiers[part] == HIGH, tiers[part] == LOW]
+        headers.append(_move(store, to, source, old_table[part], old_counts[part], chosen, [d[part] for d in dest]))
+    if headers[0] is not None:
+        store.headers[blocks] = torch.cat(headers).view(n, *store.headers.shape[1:])
+
+    store.table[blocks] = _table_rows(ids, high, low).view(n, *store.table.shape[1:])
+    store.counts[blocks] = counts.to(torch.int16).view(n, *store.counts.shape[1:])
+    store.rung.index_fill_(0, blocks, to_rung)
+    return_pages(store, table_order(old_table, old_high, old_low), old_high + old_low)
+    return (high + low).view(n, -1).sum(1).to(torch.int32)
+
+
+def _table_rows(ids: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Table rows `[m, E]` of taken ids (high then low): high from the left, low from the right, 0 between."""
+    entries = ids.shape[1]
+    e = torch.arange(entries, device=ids.device).expand(ids.shape)
+    h, back = high.unsqueeze(-1), entries - 1 - e
+    from_low = back < low.unsqueeze(-1)
+    at = torch.where(from_low, h + back, e).clamp(max=entries - 1)
+    return torch.where((e < h) | from_low, ids.gather(1, at), SCRATCH_PAGE)

@@ -1,0 +1,234 @@
+"""Move heads that are packed already: codes to codes, values quantised again where their bits change.
+
+Two kernels around the taking of pages: `order_kernel` finds which stored tokens go where, `repack_kernel` moves them.
+The bytes are `compact._move`'s: integer arithmetic for keys, and for values the same fp32 operations, a product and a
+sum apart (the launch switches fused multiply-add off).
+"""
+
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .write_kernel import clear_slack, write_evidence, write_values
+
+
+@triton.jit
+def _place_tokens(
+    where, pages, row_table, n, first, page_bytes: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+    T: tl.constexpr, POFF: tl.constexpr, SIDE: tl.constexpr, SCORED: tl.constexpr,
+):
+    """where[token] = slot of this tier (plus 0x4000 in the low one); unscored pages hold tokens first, first + 1, .."""
+    i = tl.arange(0, PP)
+    held = i < n
+    token = first + i
+    if SCORED:
+        entry = i // T if SIDE == 0 else E - 1 - i // T
+        page = tl.load(row_table + entry, mask=held, other=0).to(tl.int64)
+        at = (pages + page * page_bytes + POFF).to(tl.pointer_type(tl.int16)) + i % T
+        token = tl.load(at, mask=held, other=0).to(tl.int32)
+    tl.store(where + token, (i + SIDE * 0x4000).to(tl.int16), mask=held & (token < P))
+
+
+@triton.jit
+def order_kernel(
+    pages, row_table, row_counts, tiers, where, order, counts,
+    E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, page_bytes: tl.constexpr, SOURCE: tl.constexpr,
+    TWO_TIERS: tl.constexpr, SCORED: tl.constexpr,
+):
+    """grid (m,). where int16 `[m, P]`: slot of each token or -1; order int16 `[m, P]`: tokens kept high, then low;
+    counts int32 `[m, 2]`: their numbers. tiers int8 `[m, P]`, row_counts int16 `[m, 2]` of the source.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, PP)
+    where += row * P
+    order += row * P
+    row_table += row * E
+    tl.store(where + t, tl.full([PP], -1, tl.int16), mask=t < P)
+    tl.debug_barrier()
+    n_high = tl.load(row_counts + row * 2).to(tl.int32)
+    _place_tokens(
+        where, pages, row_table, n_high, 0, page_bytes, E, P, PP, SOURCE[0][2], SOURCE[0][8], 0, SCORED
+    )
+    if len(SOURCE) > 1:
+        n_low = tl.load(row_counts + row * 2 + 1).to(tl.int32)
+        _place_tokens(
+            where, pages, row_table, n_low, n_high, page_bytes, E, P, PP, SOURCE[1][2], SOURCE[1][8], 1, SCORED
+        )
+    tl.debug_barrier()
+    stored = tl.load(where + t, mask=t < P, other=-1) >= 0
+    tier = tl.load(tiers + row * P + t, mask=t < P, other=0)
+    high = (stored & (tier == 2)).to(tl.int32)
+    kept = tl.sum(high, 0)
+    tl.store(order + tl.cumsum(high, 0) - 1, t.to(tl.int16), mask=high == 1)
+    tl.store(counts + row * 2, kept)
+    if TWO_TIERS:
+        low = (stored & (tier == 1)).to(tl.int32)
+        tl.store(order + kept + tl.cumsum(low, 0) - 1, t.to(tl.int16), mask=low == 1)
+        tl.store(counts + row * 2 + 1, tl.sum(low, 0))
+    else:
+        tl.store(counts + row * 2 + 1, 0)
+
+
+@triton.jit
+def _convert(code, FROM: tl.constexpr, TO: tl.constexpr):
+    """Key codes at another number of bits, down by way of 4 bits; see `quant.convert_codes`."""
+    if FROM == 8 and TO < 8:
+        code = (code + 8) // 17
+    if FROM > 2 and TO == 2:
+        code = (code + 2) // 5
+    if FROM < TO:
+        code = code * (((1 << TO) - 1) // ((1 << FROM) - 1))
+    return code
+
+
+@triton.jit
+def _source_codes(at, first, width: tl.constexpr, STRIDE, D: tl.constexpr, BITS: tl.constexpr, mask):
+    """int32 codes `[N, width]` of features first..first+width; `at` `[N]` is where byte 0 of a token's codes lies,
+    STRIDE bytes lead to the next.
+    """
+    x = first + tl.arange(0, width)
+    B: tl.constexpr = D * BITS // 8
+    byte = tl.load(at[:, None] + (x % B * STRIDE)[None, :], mask=mask[:, None], other=0).to(tl.int32)
+    return (byte >> (x // B * BITS)[None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _repack_tier(
+    pages, row_table, ids, n_pages, n, order, where,
+    page_bytes: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TO: tl.constexpr,
+    TOKEN_KEYS: tl.constexpr, SCORED: tl.constexpr,
+):
+    """Pages of one tier of one head, as `write_tier`; tokens come from both tiers of the source."""
+    KB: tl.constexpr = TO[0]
+    VB: tl.constexpr = TO[1]
+    T: tl.constexpr = TO[2]
+    TP: tl.constexpr = TO[3]
+    DK: tl.constexpr = D * KB // 8
+    DV: tl.constexpr = D * VB // 8
+    W: tl.constexpr = 32 if VB == 2 and DV > 32 else DV
+    GROUPS: tl.constexpr = D // 32 if VB == 2 else 1
+    i = tl.arange(0, TP)
+    dk = tl.arange(0, DK)
+    held = i < T
+    for j in range(0, n_pages):
+        valid = held & (j * T + i < n)
+        token = tl.load(order + j * T + i, mask=valid, other=0).to(tl.int32)
+        code = tl.load(where + token, mask=valid, other=0).to(tl.int32)
+        page = pages + tl.load(ids + j).to(tl.int64) * page_bytes
+        keys = tl.zeros([TP, DK], tl.int32)
+        score = tl.zeros([TP], tl.float32)
+        kscale = tl.zeros([TP], tl.float16)
+        kzero = tl.zeros([TP], tl.float16)
+        for a in tl.static_range(len(SOURCE)):
+            mine = valid & (code // 0x4000 == a)
+            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][2], a)
+            for f in tl.static_range(8 // KB):
+                got = _source_codes(
+                    base + slot * (D * SOURCE[a][0] // 8), f * DK, DK, 1, D, SOURCE[a][0], mine
+                )
+                got = tl.where(mine[:, None], _convert(got, SOURCE[a][0], KB), 0)
+                keys |= got << (KB * f)
+            if TOKEN_KEYS:
+                meta = (base + SOURCE[a][4]).to(tl.pointer_type(tl.float16)) + slot
+                s = tl.load(meta, mask=mine, other=0.0)
+                if SOURCE[a][0] != KB:
+                    s = (s.to(tl.float32) * _key_ratio(SOURCE[a][0], KB)).to(tl.float16)
+                kscale = tl.where(mine, s, kscale)
+                kzero = tl.where(mine, tl.load(meta + SOURCE[a][2], mask=mine, other=0.0), kzero)
+            if SCORED:
+                at = (base + SOURCE[a][7]).to(tl.pointer_type(tl.float32)) + slot
+                score += tl.load(at, mask=mine, other=0.0)
+        tl.store(page + i[:, None] * DK + dk[None, :], keys.to(tl.uint8), mask=held[:, None])
+        if TOKEN_KEYS:
+            meta = (page + TO[4]).to(tl.pointer_type(tl.float16)) + i
+            tl.store(meta, kscale, mask=held)
+            tl.store(meta + T, kzero, mask=held)
+        for a in tl.static_range(len(SOURCE)):
+            mine = valid & (code // 0x4000 == a)
+            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][2], a)
+            # The slots of the other tier are written by its own turn; empty ones by the first, as zeros.
+            turn = mine
+            if a == 0:
+                turn = held & (mine | ~valid)
+            _move_values(
+                page, base, slot, i, turn, mine, TP, D, W, GROUPS, VB, T, TO[5], TO[6], SOURCE[a][1], SOURCE[a][2],
+                SOURCE[a][5], SOURCE[a][6],
+            )  # fmt: skip
+        if SCORED:
+            write_evidence(page, i, held, valid, score, token, TO[7], TO[8])
+        if TO[9] < page_bytes:
+            clear_slack(page, TO[9], page_bytes, TO[10])
+
+
+@triton.jit
+def _key_ratio(FROM: tl.constexpr, TO: tl.constexpr):
+    """Steps of the finer grid in one of the coarser: the scale's factor when per-token keys change their bits."""
+    return (255 // ((1 << TO) - 1)) / (255 // ((1 << FROM) - 1))
+
+
+@triton.jit
+def _source_slot(
+    pages, row_table, code, mine, page_bytes: tl.constexpr, E: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr
+):
+    """Page base `[N]` and slot `[N]` of tokens at `code` in tier SIDE of the source."""
+    index = code % 0x4000
+    entry = index // T if SIDE == 0 else E - 1 - index // T
+    page = tl.load(row_table + entry, mask=mine, other=0).to(tl.int64)
+    return pages + page * page_bytes, index % T
+
+
+@triton.jit
+def _move_values(
+    page, base, slot, i, turn, mine, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr,
+    VB: tl.constexpr, T: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, SVB: tl.constexpr, ST: tl.constexpr,
+    SVOFF: tl.constexpr, SVMETA: tl.constexpr,
+):
+    """Values of tokens `mine` of one source tier (SVB bits, ST tokens a page) into slots i; writes where `turn`."""
+    DV: tl.constexpr = D * VB // 8
+    SGROUPS: tl.constexpr = D // 32 if SVB == 2 else 1
+    w = tl.arange(0, W)
+    codes = base + SVOFF + slot
+    meta = (base + SVMETA).to(tl.pointer_type(tl.float16)) + slot
+    if SVB == VB:
+        for r in tl.static_range(DV // W):
+            x = tl.load(codes[:, None] + ((r * W + w) * ST)[None, :], mask=mine[:, None], other=0)
+            tl.store(page + VOFF + (r * W + w)[None, :] * T + i[:, None], x, mask=turn[:, None])
+        to = (page + VMETA).to(tl.pointer_type(tl.float16)) + i
+        for g in tl.static_range(2 * GROUPS):
+            tl.store(to + g * T, tl.load(meta + g * ST, mask=mine, other=0.0), mask=turn)
+    else:
+        v = ()
+        for p in tl.static_range(D // W):
+            x = _source_codes(codes, p * W, W, ST, D, SVB, mine).to(tl.float32)
+            group = (p * W + w) * SGROUPS // D * (2 * ST)
+            s = tl.load(meta[:, None] + group[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
+            z = tl.load(meta[:, None] + (group + ST)[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
+            v = v + (x * s + z,)
+        write_values(page, i, turn, v, N, W, D, VB, T, VOFF, VMETA, 1)
+
+
+@triton.jit
+def repack_kernel(
+    pages, row_table, ids, page_counts, counts, where, order,
+    E: tl.constexpr, D: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr, SOURCE: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, TOKEN_KEYS: tl.constexpr, SCORED: tl.constexpr,
+):
+    """grid (m,): as `pack_kernel`, from the tiers of SOURCE (a tuple of one or two constants as HIGH and LOW)."""
+    row = tl.program_id(0).to(tl.int64)
+    row_table += row * E
+    ids += row * E
+    where += row * P
+    order += row * P
+    pages_high = tl.load(page_counts + row).to(tl.int32)
+    n_high = tl.load(counts + row * 2)
+    _repack_tier(
+        pages, row_table, ids, pages_high, n_high, order, where, page_bytes, D, E, SOURCE, HIGH, TOKEN_KEYS, SCORED
+    )
+    if len(LOW) > 0:
+        pages_low = tl.load(page_counts + tl.num_programs(0) + row).to(tl.int32)
+        _repack_tier(
+            pages, row_table, ids + pages_high, pages_low, tl.load(counts + row * 2 + 1), order + n_high, where,
+            page_bytes, D, E, SOURCE, LOW, TOKEN_KEYS, SCORED,
+        )  # fmt: skip

@@ -1,0 +1,444 @@
+"""Decode attention over mixed-precision pages: `plan` once a step, then per layer one launch and a merge.
+
+Programs: one per (work item, KV head); a work item is a run of blocks of one request in one class, a class being a
+format and its side of the table. So every program knows one precision at compile time, and a layer's bf16 tails, high
+and low pages run side by side in one launch. Their results are merged by log-sum-exp.
+"""
+
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.unpack_kernel import CODE_UNIT, LOG2E, NEG
+from ..compact.write_kernel import padded
+from ..layout import TOKEN, Format
+from ..store import PageStore
+from .body_kernel import P_SHIFT, _list_tiles, packed_part, plain_part
+from .merge_kernel import merge_kernel
+from .planner import DecodePlan, ladder_classes
+
+try:
+    from .gluon.kernel import decode_kernel as gluon_kernel
+except ImportError:  # Gluon is experimental in Triton 3.6; without it the Triton kernel runs
+    gluon_kernel = None
+
+INTERPRET = triton.knobs.runtime.interpret
+GLUON_TILE_BYTES = 12288  # of shared memory, of which 12 programs of a multiprocessor have 17 KB each
+GLUON_REGISTERS = 168  # 12 programs of one warp fit a multiprocessor
+STAGED_BYTES = 9000  # tiles above this are not double-buffered, for 8 programs a multiprocessor would not fit
+CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a block
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
+
+    engine: str = "auto"  # "gluon" for one tier with 4-bit keys on Hopper, else "triton", which alone has warps, stages
+    warps: int = 1
+    tile: int = 0  # tokens; 0: by the size of a token
+    plain_tile: int = 16
+    stages: int = 0  # 0: by the bytes of a tile
+    max_registers: int | None = None
+
+
+@triton.jit
+def _zero_products(
+    qz, q, zeros, header_stride, entries, n, factor,
+    D: tl.constexpr, NQ: tl.constexpr, KB: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """qz fp32 `[CHUNK, NQ]` = factor * q . zero of each block's header, by a small MMA whose rows are the blocks."""
+    DK: tl.constexpr = D * KB // 8
+    NF: tl.constexpr = 8 // KB
+    j = tl.arange(0, CHUNK)
+    dk = tl.arange(0, DK)
+    block = tl.load(entries + j, mask=j < n, other=0) >> 32
+    s = tl.zeros([CHUNK, NQ], tl.float32)
+    for k in tl.static_range(NF):
+        at = zeros + (block * header_stride)[:, None] + ((NF - 1 - k) * DK + dk)[None, :]
+        zero = tl.load(at, mask=(j < n)[:, None], other=0.0)
+        s += tl.dot(zero, q[k]) * (1 << (KB * (NF - 1 - k)))
+    heads = tl.arange(0, NQ)
+    tl.store(qz + j[:, None] * NQ + heads[None, :], s * factor)
+
+
+@triton.jit
+def _unseen(entries, TILE: tl.constexpr, WINDOWED: tl.constexpr):
+    """Tokens that the window leaves out of the first tile of an item, where it can begin in the first block only."""
+    if WINDOWED:
+        return ((tl.load(entries) >> 16) & 0xFFFF).to(tl.int32) % TILE
+    else:
+        return 0
+
+
+@triton.jit
+def _plain_program(
+    q_row, live, out, ml, words, tile_pages, entries, blocks, pages, table, row, scale, cap, last, hidden,
+    page_bytes: tl.constexpr, ROW_STRIDE: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
+    MULTI: tl.constexpr,
+):
+    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table.
+
+    MULTI: of the item's block number `last`, a query row does not see the last `hidden[NQ]` tokens.
+    """
+    d = tl.arange(0, D)
+    q = tl.load(q_row[None, :] + d[:, None], mask=live[None, :], other=0.0)
+    acc = tl.zeros([D, NQ], tl.float32)
+    m = tl.full([NQ], NEG, tl.float32)
+    l = tl.zeros([16 * WARPS, NQ], tl.float32)
+    unseen = _unseen(entries, TILE, WINDOWED)
+    for first in range(0, blocks, CHUNK):
+        n = tl.minimum(blocks - first, CHUNK)
+        tiles = _list_tiles(
+            words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
+            CHUNK, TILE, padded(P // TILE), T, 1, SPAN, True, WINDOWED, WARPS > 1,
+        )
+        tl.debug_barrier()
+        acc, m, l = plain_part(
+            acc, m, l, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
+            unseen, last - first, hidden, D, NQ, T, SPAN, VOFF, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED, MULTI,
+        )
+        tl.debug_barrier()
+        if WINDOWED:
+            unseen = unseen * 0
+    tl.store(out[None, :] + d[:, None], acc, mask=live[None, :])
+    tl.store(ml, m - P_SHIFT, mask=live)
+    tl.store(ml + 1, tl.sum(l, 0), mask=live)
+
+
+@triton.jit
+def _packed_program(
+    q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
+    page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
+    KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr,
+    CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """One item of packed blocks in one format; `head` = layer * H + KV head."""
+    DK: tl.constexpr = D * KB // 8
+    DV: tl.constexpr = D * VB // 8
+    ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32
+    ROW_GROUP: tl.constexpr = D if VB > 2 else 32
+    dk = tl.arange(0, DK)
+    q = ()
+    qsum = tl.zeros([NQ], tl.float32)
+    above = tl.zeros([DK, NQ], tl.float32)
+    for k in tl.static_range(8 // KB):
+        at = q_row[None, :] + ((8 // KB - 1 - k) * DK + dk)[:, None]
+        x = tl.load(at, mask=live[None, :], other=0.0).to(tl.float32)
+        u = x * (1.0 / (1 << (KB * (8 // KB - 1 - k))))
+        if TOKEN_KEYS:
+            qsum += tl.sum(x, 0)
+            q = q + ((u - above).to(tl.float16),)
+            above = u
+        else:
+            q = q + (u.to(tl.float16),)
+    acc = ()
+    for _ in tl.static_range((DV // ROWS) * (8 // VB)):
+        acc = acc + (tl.zeros([ROWS, NQ], tl.float32),)
+    zs = ()
+    for _ in tl.static_range(D // ROW_GROUP):
+        zs = zs + (tl.zeros([16 * WARPS, NQ], tl.float32),)
+    m = tl.full([NQ], NEG, tl.float32)
+    l = tl.zeros([16 * WARPS, NQ], tl.float32)
+    row = table + head * E + SIDE * (E - 1)
+    header = headers + head * (2 * D)
+    unseen = _unseen(entries, TILE, WINDOWED)
+    for first in range(0, blocks, CHUNK):
+        n = tl.minimum(blocks - first, CHUNK)
+        tiles = _list_tiles(
+            words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
+            CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False, WINDOWED, WARPS > 1,
+        )
+        if not TOKEN_KEYS:
+            factor = scale if CAPPED else scale * LOG2E
+            _zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, D, NQ, KB, CHUNK)
+        tl.debug_barrier()
+        acc, m, l, zs = packed_part(
+            acc, m, l, zs, q, qsum, words, tile_pages, qz, tiles,
+            pages, page_bytes, header, LH * 2 * D, scale, cap, unseen,
+            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED,
+        )
+        tl.debug_barrier()
+        if WINDOWED:
+            unseen = unseen * 0
+    rows = tl.arange(0, ROWS)
+    for r in tl.static_range(DV // ROWS):
+        for f in tl.static_range(8 // VB):
+            zero = tl.sum(zs[(f * DV + r * ROWS) // ROW_GROUP], 0)
+            if VB == 2:
+                field = acc[r * 4 + f]
+            elif f == 8 // VB - 1:
+                # `nested`: field f = F[n-1-f] - F[n-f], and F[n] = 0.
+                field = acc[0] - acc[1] if VB == 4 else acc[0]
+            else:
+                field = acc[1]
+            o = field * (CODE_UNIT / (1 << (VB * f))) + zero[None, :]
+            tl.store(out[None, :] + (f * DV + r * ROWS + rows)[:, None], o, mask=live[None, :])
+    tl.store(ml, m - P_SHIFT, mask=live)
+    tl.store(ml + 1, tl.sum(l, 0), mask=live)
+
+
+# Starts of queries are a slice that begins anywhere; its alignment must not choose another kernel.
+@triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"], do_not_specialize_on_alignment=["starts", "sizes"])
+def _decode_kernel(
+    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, lists,
+    pages, table, counts, headers, NB, layer, scale, cap, starts, sizes,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
+    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
+    ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr,
+):
+    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`.
+
+    MULTI: request b has the queries starts[b] to starts[b + 1] (int32 `[B + 1]`), which are its last tokens and lie in
+    its last block; parts have NQ rows instead of G, row g being query g // G of the request and head g % G of the
+    group. `sizes` int32 `[B, C]`: lengths of the lists. Neither is read otherwise.
+    """
+    pid = tl.program_id(0)
+    h = pid % H
+    head = (layer * H + h).to(tl.int64)
+    words = scratch + pid.to(tl.int64) * SCRATCH
+    qz = (words + WORDS).to(tl.pointer_type(tl.float32))
+    tile_pages = (words + WORDS + CHUNK * NQ // 2).to(tl.pointer_type(tl.int32))
+    g = tl.arange(0, NQ)
+    for item in range(tl.load(column_ranges + pid // H), tl.load(column_ranges + pid // H + 1)):
+        request = tl.load(items + item * 4)
+        cls = tl.load(items + item * 4 + 1)
+        start = tl.load(items + item * 4 + 2)
+        blocks = tl.load(items + item * 4 + 3)
+        entries = lists + (request * len(CLASSES) + cls).to(tl.int64) * NB + start
+        if MULTI:
+            first = tl.load(starts + request)
+            queries = tl.load(starts + request + 1) - first
+            q_row = q_ptr + (first + g // G).to(tl.int64) * q_stride_b + (h * G + g % G) * q_stride_h
+            part = (item * H + h).to(tl.int64) * NQ + g
+            live = g < queries * G
+            hidden = queries - 1 - g // G
+            last = tl.load(sizes + request * len(CLASSES)) - 1 - start
+        else:
+            q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
+            part = (item * H + h).to(tl.int64) * G + g
+            live = g < G
+            hidden = 0
+            last = 0
+        out = part_o + part * D
+        ml = part_ml + part * 2
+        for c in tl.static_range(len(CLASSES)):
+            if cls == c:
+                if CLASSES[c][0] == 16:
+                    _plain_program(
+                        q_row, live, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
+                        last, hidden, page_bytes, L * H * E, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5],
+                        CHUNK, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED, MULTI,
+                    )
+                else:
+                    _packed_program(
+                        q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
+                        head, scale, cap, page_bytes, L * H, E, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
+                        CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
+                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED,
+                    )
+
+
+class DecodeAttention:
+    """Plan and buffers of the decode attention of one store; `plan` once a step, `run` for each layer."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        query_heads: int,
+        tuning: Tuning | None = None,
+        columns: int | None = None,
+        window: int = -1,
+        query_rows: int = 0,
+    ):
+        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
+        `window` >= 0: a query sees its own token and `window` tokens before it, in blocks that keep every token.
+        `query_rows` > 0, a power of two and at least 8: requests may have several queries, the query heads of all of
+        which make at most `query_rows` rows a KV head (see `plan`); the engine is then "triton"."""
+        layout = store.layout
+        self.window, self.query_rows = window, query_rows
+        if query_heads % layout.heads:
+            raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
+        self.store, self.tuning = store, tuning or Tuning()
+        self.group = query_heads // layout.heads
+        self.engine = self._choose_engine()
+        self._query_columns = query_rows or max(8, triton.next_power_of_2(self.group))
+        self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
+        # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
+        tiles = max(CHUNK * layout.block_tokens // c[7] + 2 for c in self._classes)
+        ids = max((CHUNK * layout.block_tokens // c[7] + 2) * c[8] for c in self._classes)
+        self._words = (tiles + 1) // 2 * 2
+        self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (ids + 3) // 4 * 2
+        columns = columns or self._resident_columns()
+        self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns, window=window)
+        dev, rows = store.device, self._plan.capacity * layout.heads
+        words = self._plan.columns * layout.heads * self._scratch_words
+        self._scratch = torch.empty(words, dtype=torch.int64, device=dev)
+        self._part_rows = query_rows or self.group
+        self._part_o = torch.empty((rows, self._part_rows, layout.head_dim), dtype=torch.float32, device=dev)
+        self._part_ml = torch.empty((rows, self._part_rows, 2), dtype=torch.float32, device=dev)
+        self._starts = self._owners = self._plan.sizes  # not read for one query a request
+
+    def _choose_engine(self) -> str:
+        engine, store = self.tuning.engine, self.store
+        if engine == "auto":
+            # Where it was measured to be faster: with 8-bit keys in one tier, Triton is.
+            packed = [r for r in store.ladder if r.high.packed]
+            faster = all(r.low is not None or r.high.key_bits <= 4 for r in packed)
+            fits = self.group <= 8 and store.layout.head_dim == 128
+            able = gluon_kernel is not None and store.device.type == "cuda" and not INTERPRET
+            hopper = faster and fits and able and torch.cuda.get_device_capability(store.device)[0] == 9
+            return "gluon" if hopper and self.window < 0 and not self.query_rows else "triton"
+        if engine == "gluon":
+            if gluon_kernel is None:
+                raise RuntimeError("no Gluon in this Triton; take the engine 'triton'")
+            if self.group > 16:
+                raise ValueError("the engine 'gluon' takes groups of up to 16 query heads")
+            if self.window >= 0 or self.query_rows:
+                raise ValueError("the engine 'gluon' takes no windows and one query a request; take 'triton'")
+        elif engine != "triton":
+            raise ValueError(f"engine {engine!r}")
+        return engine
+
+    def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
+        """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
+        value meta, tile, page ids a tile, stages."""
+        page, tune = self.store.layout.page(fmt), self.tuning
+        t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
+        # Of 256 features, 64 tokens need more registers than there are.
+        tile = tune.plain_tile if not fmt.packed else tune.tile or (64 if page.head_dim <= 128 else 32)
+        if self.engine == "gluon":
+            # A tile of keys and one of values wait in shared memory.
+            while fmt.packed and not tune.tile and tile > 16 and tile * token_bytes > GLUON_TILE_BYTES:
+                tile //= 2
+        tile = min(tile, self.store.layout.block_tokens)
+        # Small pages are those of ragged blocks, whose tiles are mostly part-filled.
+        stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES and t % tile == 0 else 2)
+        span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
+        if self.engine == "gluon":
+            span = 4
+        names = ("key_meta", "value_codes", "value_meta")
+        return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span, stages)
+
+    def _constants(self, capped: bool) -> dict:
+        layout, t = self.store.layout, self.tuning
+        out = {
+            "L": layout.layers, "H": layout.heads, "G": self.group, "NQ": self._query_columns,
+            "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
+            "page_bytes": layout.page_bytes, "CLASSES": self._classes, "SCRATCH": self._scratch_words,
+            "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
+        }  # fmt: skip
+        if self.engine == "triton":
+            out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "WINDOWED": self.window >= 0}
+            out["MULTI"] = self.query_rows > 0
+        registers = t.max_registers
+        if self.engine == "gluon" and self._query_columns == 8 and layout.head_dim <= 128:
+            registers = registers or GLUON_REGISTERS  # 16 columns spill with fewer than 255
+        if registers and not INTERPRET:
+            out["maxnreg"] = registers
+        return out
+
+    @property
+    def _warps(self) -> int:
+        return 1 if self.engine == "gluon" else self.tuning.warps
+
+    @property
+    def _kernel(self):
+        return gluon_kernel if self.engine == "gluon" else _decode_kernel
+
+    def _resident_columns(self) -> int:
+        """Programs a head that the device holds at once, from what the compiled kernel takes of a multiprocessor."""
+        store, heads = self.store, self.store.layout.heads
+        if store.device.type != "cuda":
+            return 4
+        some = {t: torch.empty(16, dtype=t, device=store.device) for t in (torch.float32, torch.int64, torch.int32)}
+        f, i8, i4 = some.values()
+        q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
+        more = () if self.engine == "gluon" else (i4, i4)
+        kernel = self._kernel.warmup(
+            q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
+            1, 0, 1.0, 0.0, *more, grid=(1,), **self._constants(False),
+        )  # fmt: skip
+        kernel._init_handles()
+        props = torch.cuda.get_device_properties(store.device)
+        shared = props.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
+        # Each of the four partitions of a multiprocessor has a quarter of the registers, for whole warps.
+        warps = 4 * (props.regs_per_multiprocessor // 4 // (-(-kernel.n_regs // 8) * 8 * 32))
+        return max(1, min(shared, warps // self._warps, 32) * props.multi_processor_count // heads)
+
+    def plan(
+        self,
+        row_blocks: torch.Tensor,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        owners: torch.Tensor | None = None,
+    ) -> None:
+        """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync.
+
+        With `query_rows`: request b has the queries `starts[b]` to `starts[b + 1]` (int32 `[B + 1]`), which are its
+        last tokens and lie in its last, uncompressed block; query n is of request `owners[n]` (int32 `[N]`).
+        """
+        if self.query_rows:
+            self._starts, self._owners = starts, owners
+        self._plan.update(self.store, row_blocks, seq_lens)
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`q[N, Hq, D]`, the planned requests' queries -> `out[N, Hq, D]` in q's dtype. The log-sum-exp to base 2 goes
+        to `lse` fp32 `[N, Hq]`, if given.
+        """
+        store, plan, heads = self.store, self._plan, self.store.layout.heads
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # contiguous, whatever q is
+        if q.shape[0] == 0:
+            return out
+        if q.dtype != store.dtype:
+            raise ValueError(f"queries are {q.dtype}, the pages hold {store.dtype}")
+        more = () if self.engine == "gluon" else (self._starts, plan.sizes)
+        self._kernel[(plan.columns * heads,)](
+            q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items,
+            plan.column_ranges, plan.lists, store.pages, store.table, store.counts, store.headers,
+            plan.max_blocks, layer, scale, logit_cap, *more, **self._constants(logit_cap > 0),
+        )  # fmt: skip
+        merge_kernel[(q.shape[0], q.shape[1])](
+            self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, self._owners,
+            self._starts, heads, self.group, store.layout.head_dim, 8, lse is not None, self._part_rows,
+            self.query_rows > 0, num_warps=1,
+        )  # fmt: skip
+        return out
+
+
+def decode_attention_triton(
+    store: PageStore,
+    layer: int,
+    q: torch.Tensor,
+    row_blocks: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """One query a request, as `decode_attention`: plans and runs at once. A server keeps a `DecodeAttention`."""
+    op = DecodeAttention(store, max_batch=q.shape[0], max_blocks=row_blocks.shape[1], query_heads=q.shape[1])
+    op.plan(row_blocks.int(), seq_lens.int())
+    return op.run(layer, q, scale=scale, logit_cap=logit_cap)

@@ -1,0 +1,399 @@
+"""Extend attention: new tokens over their cached prefix, read from pages, and over themselves.
+
+`ExtendAttention` plans once a forward, from the lengths that the host knows, and runs once a layer. A program takes a
+tile of query rows (new token x query head of one group) of one KV head and a part of the prefix, class by class (a
+class is a format and its side of the table), then, in the first part, the new tokens themselves from the dense inputs.
+Parts are joined by log-sum-exp. Nothing grows with the prefix but the list of its blocks.
+"""
+
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.unpack_kernel import NEG
+from ..layout import TOKEN, Format
+from ..store import PageStore
+from .body_kernel import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
+from .dense_prefill import ragged_prefill
+from .few_tokens import FewTokenExtend
+from .merge_kernel import join_parts_kernel
+from .planner import ExtendPlan
+from .staged import StagedExtend
+from .unpack_rows_kernel import kernel_classes
+from .unpacked import UnpackedPrefix
+
+INTERPRET = triton.knobs.runtime.interpret
+CHUNK = 32  # blocks whose tiles a program lists at a time
+# The prefill library attends new tokens to themselves where that is at least this share of the work over the prefix and
+# at least this many products per head. Below, further tiles of our kernel cost less than another launch.
+OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
+WIDE_SHARED = 106_496  # bytes that a program of the default tuning takes with head_dim 256
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES_EXTEND.md)."""
+
+    rows: int = 64  # query rows a program
+    warps: int = 4
+    tile: int = 64  # keys an iteration
+    stages: int = 2
+    programs_per_sm: int = 2
+
+    @classmethod
+    def best(cls, head_dim: int, shared: int) -> Tuning:
+        """`shared`: bytes of shared memory that a program may have; of all cards but those of data centres 99 KB."""
+        return cls(stages=1) if head_dim > 128 and shared < WIDE_SHARED else cls()
+
+
+@triton.jit(do_not_specialize=["layer", "scale", "cap", "NB"])
+def _extend_kernel(
+    q, q_stride_n, q_stride_h, k, k_stride_n, k_stride_h, v, v_stride_n, v_stride_h, out, own_o, own_lse,
+    part_o, part_lse, out_lse, scratch, items, lists, sizes, NB, pages, table, counts, headers, staged, staged_k,
+    staged_v, layer, scale, cap,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr, MAX_TILES: tl.constexpr,
+    WIDTH: tl.constexpr, OWN: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, STAGED: tl.constexpr, LSE: tl.constexpr, ASM: tl.constexpr,
+):
+    """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. out `[N, Hq, D]` takes items that none is joined with
+    (and with LSE out_lse fp32 `[N, Hq]`), part_o fp32 `[slots, H, BM, D]` and part_lse fp32 `[slots, H, BM]` the
+    others. All log-sum-exps are to base 2.
+
+    The new tokens themselves: computed here, or (OWN false) own_o `[N, Hq, D]`, own_lse fp32 `[N, Hq]` hold
+    that part of the result, which is what the first part of the prefix then starts from. With STAGED, a request also
+    sees staged int32 `[requests, 2]` (first slot, slots) of staged_k, staged_v `[slots, P, H, D]`, whole.
+    """
+    pid = tl.program_id(0)
+    h = pid % H
+    item = items + (pid // H) * 8
+    request = tl.load(item)
+    start = tl.load(item + 1)
+    row0 = tl.load(item + 2)
+    rows = tl.load(item + 3)
+    share_from = tl.load(item + 4)
+    share_to = tl.load(item + 5)
+    share_of = tl.load(item + 6)
+    slot = tl.load(item + 7)
+    own = (share_from == 0).to(tl.int32)
+    last = (tl.minimum(row0 + BM, rows) + G - 1) // G  # of the new tokens that the tile sees
+    head = (layer * H + h).to(tl.int64)
+    tile_list = scratch + pid.to(tl.int64) * (CHUNK * MAX_TILES)
+    row = row0 + tl.arange(0, BM)
+    valid = row < rows
+    token = row // G
+    hq = h * G + row % G
+    q_rows = q + (start + token).to(tl.int64) * q_stride_n + hq * q_stride_h
+    acc = ()
+    for _ in tl.static_range(D // WIDTH):
+        acc = acc + (tl.zeros([BM, WIDTH], tl.float32),)
+    m = tl.full([BM], NEG, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    w = tl.arange(0, WIDTH)
+    place = (start + token).to(tl.int64) * (H * G) + hq
+    if not OWN:
+        mine = valid & (own == 1)
+        m = tl.load(own_lse + place, mask=mine, other=NEG)
+        l = tl.where(mine, 1.0, 0.0)
+        acc = ()
+        for j in tl.static_range(D // WIDTH):
+            x = tl.load(own_o + place[:, None] * D + (j * WIDTH + w)[None, :], mask=mine[:, None], other=0.0)
+            acc = acc + (x.to(tl.float32),)
+    for c in tl.static_range(len(CLASSES)):
+        n = tl.load(sizes + request * len(CLASSES) + c)
+        ahead = (last + P - 1) // P if OWN and c == len(CLASSES) - 1 else 0
+        lo = tl.maximum(((n + ahead).to(tl.int64) * share_from // share_of).to(tl.int32) - ahead, 0)
+        hi = tl.maximum(((n + ahead).to(tl.int64) * share_to // share_of).to(tl.int32) - ahead, 0)
+        entries = lists + (request * len(CLASSES) + c).to(tl.int64) * NB
+        first_page = table + head * E + CLASSES[c][3] * (E - 1)
+        if hi > lo:
+            if CLASSES[c][0] == 16:
+                qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
+            else:
+                qc = load_q(q_rows, valid, tl.float16, D, 8 // CLASSES[c][0])
+            for at in range(lo, hi, CHUNK):
+                some = tl.minimum(hi - at, CHUNK)
+                tl.debug_barrier()
+                n_tiles = list_tiles(
+                    tile_list, entries + at, some, counts + head * 2 + CLASSES[c][3], L * H * 2,
+                    CHUNK, TILE, MAX_TILES, CLASSES[c][0] == 16, 0,
+                )
+                tl.debug_barrier()
+                if CLASSES[c][0] == 16:
+                    acc, m, l = plain_tiles(
+                        acc, m, l, qc[0], tile_list, n_tiles, pages, page_bytes, first_page, L * H * E, scale, cap,
+                        D, CLASSES[c][2], CLASSES[c][5], WIDTH, CAPPED, TILE, STAGES, ASM,
+                    )
+                else:
+                    acc, m, l = packed_tiles(
+                        acc, m, l, qc, tile_list, n_tiles, pages, page_bytes, first_page, L * H * E,
+                        headers + head * (2 * D), L * H * 2 * D, scale, cap, D, CLASSES[c][0], CLASSES[c][1],
+                        CLASSES[c][2], 1 - 2 * CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6], WIDTH,
+                        TOKEN_KEYS, CAPPED, TILE, STAGES, ASM,
+                    )
+    if STAGED:
+        qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
+        n = tl.load(staged + request * 2 + 1) * P * own
+        at = tl.load(staged + request * 2).to(tl.int64) * (P * H * D) + h * D
+        acc, m, l = causal_tiles(
+            acc, m, l, qc[0], staged_k + at, staged_v + at, H * D, H * D, token * 0 + n, n, scale, cap,
+            D, WIDTH, CAPPED, TILE, STAGES, ASM,
+        )
+    if OWN:
+        qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
+        acc, m, l = causal_tiles(
+            acc, m, l, qc[0], k + start.to(tl.int64) * k_stride_n + h * k_stride_h,
+            v + start.to(tl.int64) * v_stride_n + h * v_stride_h, k_stride_n, v_stride_n, token, last * own, scale, cap,
+            D, WIDTH, CAPPED, TILE, STAGES, ASM,
+        )
+    some = tl.where(l > 0, l, 1.0)
+    if slot < 0:
+        for j in tl.static_range(D // WIDTH):
+            x = (acc[j] / some[:, None]).to(out.dtype.element_ty)
+            tl.store(out + place[:, None] * D + (j * WIDTH + w)[None, :], x, mask=valid[:, None])
+        if LSE:
+            tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
+    else:
+        i = (slot.to(tl.int64) * H + h) * BM + tl.arange(0, BM)
+        for j in tl.static_range(D // WIDTH):
+            tl.store(part_o + i[:, None] * D + (j * WIDTH + w)[None, :], acc[j] / some[:, None])
+        tl.store(part_lse + i, tl.where(l > 0, m + tl.log2(some), NEG))
+
+
+class ExtendAttention:
+    """Plan and buffers of the extend attention of one store: `plan` once a forward, `run` for each layer.
+
+    The new tokens among themselves are the kernel's own last tiles, or go to a prefill library if they are most of the
+    work.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        query_heads: int,
+        max_blocks: int | None = None,
+        tuning: Tuning | None = None,
+        dense: str = "auto",
+        hopper: bool | None = None,
+        stored_as: Format | None = None,
+        whole: bool | None = None,
+        appended: bool = False,
+    ):
+        """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `dense`: the library of
+        `ragged_prefill` for new tokens. `hopper`: use that kernel or not; None where it can be. `stored_as`: as in
+        `ops.extend_attention`. `whole`: packed blocks keep all of their tokens; with `stored_as` they do. `appended`:
+        new rows are in their pages before `run`, so that few of them may be read from there.
+        """
+        layout = store.layout
+        if query_heads % layout.heads:
+            raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
+        self.store = store
+        self.group = query_heads // layout.heads
+        self._sms, shared = 1, WIDE_SHARED
+        if store.device.type == "cuda":
+            card = torch.cuda.get_device_properties(store.device)
+            self._sms, shared = card.multi_processor_count, card.shared_memory_per_block_optin
+        self.tuning = tuning or Tuning.best(layout.head_dim, shared)
+        self._plan = ExtendPlan(store, self.group, max_blocks=max_blocks)
+        self._tile = min(self.tuning.tile, triton.next_power_of_2(layout.block_tokens))
+        self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
+        self._classes = kernel_classes(store)
+        self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
+        self._hopper = None
+        if hopper or (hopper is None and store.device.type == "cuda"):
+            from . import hopper as module
+
+            if module.supports(store):
+                self._hopper = module.HopperExtend(store, self.group, self._classes)
+        self.ragged = ragged_prefill(
+            store.device, dense, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim,
+            dtype=store.dtype,
+        )  # fmt: skip
+        dev = store.device
+        self._staged = None
+        if stored_as is not None:
+            self._staged = StagedExtend(store, stored_as, self.ragged, query_heads=query_heads)
+        self._unpacked = None
+        # The kernel for Hopper is faster than a library over unpacked rows, too.
+        if self._hopper is None and (stored_as is not None if whole is None else whole):
+            self._unpacked = UnpackedPrefix.create(store, self.ragged)
+        self._few = None
+        if appended and max_blocks:
+            self._few = FewTokenExtend(store, query_heads=query_heads, max_blocks=max_blocks)
+        self._scratch = torch.empty(0, dtype=torch.int64, device=dev)
+        self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
+        self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
+
+    def _run_of_features(self, fmt: Format) -> int:
+        """Features in a row that lie in one field, and share a scale, of a value in `fmt`."""
+        d = self.store.layout.head_dim
+        if not fmt.packed:
+            return d
+        field = d * fmt.value_bits // 8
+        return min(field, 32) if fmt.value_bits == 2 else field
+
+    def plan(
+        self,
+        row_blocks: torch.Tensor,
+        prefix_lens: list[int],
+        extend_lens: list[int],
+        waiting: list[list[int]] | None = None,
+        exact: list[bool] | None = None,
+    ) -> None:
+        """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Copies to the device; does not sync.
+
+        `waiting[B]`, with `stored_as`: places of the full blocks of each prefix that are uncompressed as yet;
+        `exact[B]`: requests whose blocks are seen as they are all the same.
+        """
+        self._stages = self._use_unpacked = False
+        if self._staged is not None:
+            row_blocks, prefix_lens, extend_lens = self._staged.plan(
+                row_blocks, prefix_lens, extend_lens, waiting, exact
+            )
+            self._stages = self._staged.groups is not None
+        self._use_few = not self._stages and self._few is not None and self._few.fits(prefix_lens, extend_lens)
+        if self._use_few:
+            self._use_ragged = self._use_pages = False
+            self._few.plan(row_blocks, prefix_lens, extend_lens)
+            return
+        own = sum(n * n / 2 for n in extend_lens)
+        over_prefix = sum(p * n for p, n in zip(prefix_lens, extend_lens))
+        if self._stages:
+            self._use_ragged = self._staged.prefill is not None
+        else:
+            self._use_ragged = self.ragged is not None and own > max(OWN_SHARE * over_prefix, OWN_LEAST)
+            if self._use_ragged:
+                self.ragged.plan(extend_lens)
+        self._use_pages = over_prefix > 0 or not self._use_ragged
+        if not self._use_pages or self._plan_unpacked(row_blocks, prefix_lens, extend_lens):
+            return
+        widest = max(extend_lens, default=0) * self.group
+        # The warp-specialised kernel reads no staged blocks; what lies in pages it takes with them or without.
+        staged_here = self._stages and not self._use_ragged
+        self._use_hopper = self._hopper is not None and not staged_here
+        if self._use_hopper:
+            self._rows, programs = 256 if widest > 128 else 128, self._sms
+        else:
+            self._rows, programs = self.tuning.rows, self._sms * self.tuning.programs_per_sm
+        self._plan.update(
+            row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs, own=not self._use_ragged,
+            skip_full=self._staged.skips if self._stages else None,
+        )
+        self._reserve()
+
+    def _plan_unpacked(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> bool:
+        """Whether packed blocks are unpacked for the library in this forward; it then takes the new tokens, too."""
+        if self._unpacked is None or (self._stages and not self._use_ragged):
+            return False
+        skip = self._staged.waits if self._stages else None
+        self._use_unpacked = self._unpacked.plan(row_blocks, prefix_lens, extend_lens, skip)
+        if self._use_unpacked and not self._use_ragged:
+            self._use_ragged = True
+            self.ragged.plan(extend_lens)
+        return self._use_unpacked
+
+    def _reserve(self) -> None:
+        """Grow the buffers to the plan: bounded by the new tokens of a forward and the programs that run at a time."""
+        layout, plan = self.store.layout, self._plan
+        words = 0 if self._use_hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles
+        if self._scratch.numel() < words:
+            self._scratch = self._scratch.new_empty(words)
+        rows = plan.n_slots * layout.heads * self._rows
+        if self._part_lse.numel() < rows:
+            self._part_lse = self._part_lse.new_empty(rows)
+        parts = rows * layout.head_dim // (2 if self._use_hopper else 1)  # there they are fp16
+        if self._part_o.numel() < parts:
+            self._part_o = self._part_o.new_empty(parts)
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`q[N, Hq, D]`, new rows `k`, `v` `[N, H, D]` (any token and head stride) -> `[N, Hq, D]` in q's dtype.
+
+        With `return_lse` also the log-sum-exp to base 2, fp32 `[N, Hq]`.
+        """
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        if q.shape[0]:
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            own = None
+            if self._use_few:
+                self._few.run(layer, q, out, lse, scale=scale, logit_cap=logit_cap)
+                return (out, lse) if return_lse else out
+            if self._stages:
+                self._staged.fill(layer)
+            if self._stages and self._use_ragged:
+                into = None if self._use_pages else (out, lse)
+                own = self._staged.own(q, into, scale=scale, logit_cap=logit_cap)
+            elif self._use_ragged:
+                own = self.ragged.run(
+                    q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or self._use_pages
+                )
+            if self._use_unpacked:
+                self._unpacked.run(layer, q, own, out, lse, scale=scale, logit_cap=logit_cap)
+            elif self._use_pages:
+                self._attend(layer, q, k, v, out, lse, own, scale, logit_cap)
+            elif not self._stages:
+                return own
+        return (out, lse) if return_lse else out
+
+    def _attend(self, layer: int, q, k, v, out, lse, own, scale: float, logit_cap: float) -> None:
+        """Fill `out`, and `lse` if given; `own` is None, or (output, LSE) of the new tokens among themselves."""
+        store, layout, plan, t = self.store, self.store.layout, self._plan, self.tuning
+        out_lse = self._part_lse if lse is None else lse
+        if self._use_hopper:
+            self._hopper.launch(
+                plan, self._rows, layer, q, k, v, out, lse, own, self._part_o, self._part_lse, scale, logit_cap
+            )
+            return
+        own_o, own_lse = own or (out, self._part_lse)
+        staged = self._stages and own is None
+        rows = (self._staged.sees, self._staged.rows.k, self._staged.rows.v) if staged else (plan.sizes, k, v)
+        _extend_kernel[(plan.n_items * layout.heads,)](
+            q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
+            own_o, own_lse, self._part_o, self._part_lse, out_lse, self._scratch, plan.items, plan.lists,
+            plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, *rows, layer, scale,
+            logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
+            layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
+            own is None, layout.key_mode == TOKEN, logit_cap > 0, self._rows, self._tile, t.stages,
+            staged, lse is not None, not INTERPRET, num_warps=t.warps,
+        )  # fmt: skip
+        if plan.n_joins:
+            rows = min(16, self._rows)
+            join_parts_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
+                self._part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
+                self._rows, rows, lse is not None, num_warps=4,
+            )  # fmt: skip
+
+
+def extend_attention_triton(
+    store: PageStore,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_blocks: torch.Tensor,
+    prefix_lens: list[int],
+    extend_lens: list[int],
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """`extend_attention` plus the new rows `k`, `v`: plans and runs at once. A server keeps an `ExtendAttention`."""
+    op = ExtendAttention(store, query_heads=q.shape[1])
+    op.plan(row_blocks.int(), prefix_lens, extend_lens)
+    return op.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)

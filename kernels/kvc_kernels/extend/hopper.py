@@ -1,0 +1,121 @@
+"""Extend attention on Hopper, in CUDA C++ (`extend/cuda/extend.cu`): tiles of 256 or 128 query rows, head_dim 128.
+
+Two warpgroups turn pages into fp16 tiles of 64 keys and values in shared memory, whatever their format; two others
+multiply them (wgmma) and do the softmax. So unpacking runs beside the tensor cores and serves all rows. The plain
+Triton kernel of `extend_attention_triton` does the same work everywhere, with every warp doing all of it in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from ..common.nvrtc import Kernel, Module, available
+from ..layout import TOKEN
+from ..store import PageStore
+
+LOG2E = 1.4426950408889634
+JOIN_WARPS = 4  # rows that a block joins
+MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
+STAGES = 3  # unpacked tiles in flight
+# Registers of a thread that multiplies and of one that unpacks, by query rows; twice both are the 512 that there are.
+REGISTERS = {256: (208, 48), 128: (168, 88)}
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of `extend/cuda/extend.cu`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in (
+            "q", "k", "v", "out", "own_o", "own_lse", "part_o", "part_lse", "out_lse", "items", "lists", "sizes",
+            "pages", "table", "counts", "headers",
+        )],
+        *[(f"{name}_stride_{of}", ctypes.c_int64) for name in "qkv" for of in "nh"],
+        ("max_blocks", ctypes.c_int),
+        ("layer", ctypes.c_int),
+        ("factor", ctypes.c_float),
+        ("inner", ctypes.c_float),
+        ("cap_factor", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class JoinArguments(ctypes.Structure):
+    """`JoinArguments` of `extend/cuda/extend_join.cuh`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("part_o", "part_lse", "joins", "out", "out_lse")]
+
+
+def supports(store: PageStore) -> bool:
+    """Whether the kernel is written for this store: head_dim 128, blocks that it can list, on Hopper."""
+    if store.device.type != "cuda" or torch.cuda.get_device_capability(store.device) != (9, 0):
+        return False
+    return store.layout.head_dim == 128 and store.layout.block_tokens <= MOST_BLOCK_TOKENS and available()
+
+
+def constants(store: PageStore, group: int, classes: tuple[tuple[int, ...], ...], rows: int, capped: bool) -> str:
+    """What `extend/cuda/extend.cu` is compiled for."""
+    g = store.layout
+    numbers = dict(
+        H=g.heads, G=group, LH=g.layers * g.heads, E=g.head_pages_bf16, P=g.block_tokens, PAGE_BYTES=g.page_bytes,
+        GROUPS=rows // 128, STAGES=STAGES, ATTEND_REGISTERS=REGISTERS[rows][0], UNPACK_REGISTERS=REGISTERS[rows][1],
+    )  # fmt: skip
+    flags = dict(TOKEN_KEYS=g.key_mode == TOKEN, CAPPED=capped, MODEL_BF16=store.dtype == torch.bfloat16)
+    listed = ", ".join("{" + ", ".join(map(str, c)) + "}" for c in classes)
+    return "\n".join([
+        f"#define KVC_CLASSES {listed}",
+        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+    ])  # fmt: skip
+
+
+@cache
+def _kernels(text: str, device: torch.device) -> tuple[Kernel, Kernel]:
+    """(attention over parts, join of parts); compiled at their first use, in a second or two."""
+    module = Module("extend.cu", text)
+    return Kernel(module, "extend", shared=module.integer("shared_bytes")), Kernel(module, "join", early=True)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy whose rows begin at multiples of 16 bytes, as the kernel reads them."""
+    whole = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    return x if whole else x.contiguous()
+
+
+class HopperExtend:
+    """Launches of one store."""
+
+    def __init__(self, store: PageStore, group: int, classes: tuple[tuple[int, ...], ...]):
+        self.store, self.group, self.classes = store, group, classes
+        self._kernels: dict[tuple[int, bool], tuple[Kernel, Kernel]] = {}
+
+    def kernels(self, rows: int, capped: bool) -> tuple[Kernel, Kernel]:
+        if (rows, capped) not in self._kernels:
+            text = constants(self.store, self.group, self.classes, rows, capped)
+            self._kernels[rows, capped] = _kernels(text, self.store.device)
+        return self._kernels[rows, capped]
+
+    def launch(self, plan, rows: int, layer: int, q, k, v, out, lse, own, part_o, part_lse, scale, logit_cap) -> None:
+        """`rows` query rows a program, 128 or 256; `part_o` fp16, the rest as in `ExtendAttention`."""
+        store = self.store
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        own_o, own_lse = own or (None, None)
+        a = Arguments(max_blocks=plan.max_blocks, layer=layer, factor=scale * LOG2E)
+        if logit_cap > 0:
+            a.inner, a.cap_factor = 2 * scale * LOG2E / logit_cap, logit_cap * LOG2E
+        tensors = dict(
+            q=q, k=k, v=v, out=out, own_o=own_o, own_lse=own_lse, part_o=part_o, part_lse=part_lse, out_lse=lse,
+            items=plan.items, lists=plan.lists, sizes=plan.sizes, pages=store.pages, table=store.table,
+            counts=store.counts, headers=store.headers,
+        )  # fmt: skip
+        for name, x in tensors.items():
+            setattr(a, name, None if x is None else x.data_ptr())
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            setattr(a, f"{name}_stride_n", x.stride(0) * x.element_size())
+            setattr(a, f"{name}_stride_h", x.stride(1) * x.element_size())
+        attend, join = self.kernels(rows, logit_cap > 0)
+        attend.launch(plan.n_items * store.layout.heads, 512, a)
+        if plan.n_joins:
+            b = JoinArguments(a.part_o, a.part_lse, plan.joins.data_ptr(), a.out, a.out_lse)
+            join.launch(plan.n_joins * store.layout.heads * rows // JOIN_WARPS, 32 * JOIN_WARPS, b)

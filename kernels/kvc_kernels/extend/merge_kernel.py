@@ -1,0 +1,80 @@
+"""Attention over disjoint sets of tokens -> over all of them, by log-sum-exp (base 2)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.unpack_kernel import NEG
+
+
+@triton.jit
+def join_parts_kernel(
+    part_o, part_lse, joins, out, out_lse,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr,
+):
+    """Partial results of query tiles. grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: query start, first, end row,
+    first slot, slots.
+    """
+    join = joins + tl.program_id(0) * 5
+    h = tl.program_id(2)
+    start = tl.load(join)
+    end = tl.load(join + 2)
+    slot = tl.load(join + 3).to(tl.int64)
+    slots = tl.load(join + 4)
+    within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(join + 1) + within
+    valid = row < end
+    place = (start + row // G).to(tl.int64) * (H * G) + h * G + row % G
+    d = tl.arange(0, D)
+    m = tl.full([ROWS], NEG, tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    for s in range(0, slots):
+        i = ((slot + s) * H + h) * BM + within
+        lse = tl.load(part_lse + i, mask=valid, other=NEG)
+        o = tl.load(part_o + i[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
+        mn = tl.maximum(m, lse)
+        a = tl.exp2(m - mn)
+        b = tl.where(lse > NEG, tl.exp2(lse - mn), 0.0)
+        acc = acc * a[:, None] + o * b[:, None]
+        l = l * a + b
+        m = mn
+    some = tl.where(l > 0, l, 1.0)
+    x = acc / some[:, None]
+    tl.store(out + place[:, None] * D + d[None, :], x.to(out.dtype.element_ty), mask=valid[:, None])
+    if LSE:
+        tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
+
+
+# Slices of requests begin anywhere, and each alignment would be a kernel of its own.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["a_lse", "b_lse", "out_lse"])
+def _join_kernel(a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: tl.constexpr):
+    """Two results of the same rows. grid (rows / ROWS,). All `[rows, D]`, LSE (base 2) fp32 `[rows]`."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    live = i < rows
+    la = tl.load(a_lse + i, mask=live, other=0.0)
+    lb = tl.load(b_lse + i, mask=live, other=0.0)
+    top = tl.maximum(la, lb)
+    wa = tl.exp2(la - top)
+    wb = tl.exp2(lb - top)
+    at = i[:, None] * D + d[None, :]
+    x = tl.load(a + at, mask=live[:, None], other=0.0).to(tl.float32)
+    y = tl.load(b + at, mask=live[:, None], other=0.0).to(tl.float32)
+    # Every warp has read the sums that one of them may be about to write in place.
+    tl.debug_barrier()
+    total = wa + wb
+    mixed = (x * wa[:, None] + y * wb[:, None]) / total[:, None]
+    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=live[:, None])
+    tl.store(out_lse + i, top + tl.log2(total), mask=live)
+
+
+def join(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor, out, out_lse) -> None:
+    """Attention over two disjoint sets of tokens -> over both; contiguous `[N, Hq, D]` and base-2 LSE fp32 `[N, Hq]`.
+
+    `out`, `out_lse` may be those of `a` or of `b`.
+    """
+    rows, dim = a_lse.numel(), a.shape[-1]
+    _join_kernel[(triton.cdiv(rows, 16),)](a, a_lse, b, b_lse, out, out_lse, rows, dim, 16, num_warps=4)

@@ -1,0 +1,112 @@
+"""Long appends over long packed prefixes: blocks are unpacked, a piece at a time, for a prefill library.
+
+Where a thousand new tokens look at each cached one, attention is bound by arithmetic and unpacking is small beside it,
+so the fastest dense kernel wins. The buffer has a fixed size: a long prefix is taken in passes, joined by log-sum-exp.
+It serves ladders that keep every token of a block; pruned heads have lengths that the host does not know.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..store import PageStore
+from .merge_kernel import join
+from .unpack_rows_kernel import UnpackedRows
+
+PASS_TOKENS = 16384
+LEAST_NEW, LEAST_PREFIX = 512, 2048  # below, our kernel over packed pages is as fast
+MOST_PLANS = 8  # plans of the library in a forward: one for each (new tokens, blocks) of a pass
+
+
+class UnpackedPrefix:
+    """`plan` once a forward; if it takes the forward, `run` for each layer."""
+
+    def __init__(self, store: PageStore, ragged):
+        g, device = store.layout, store.device
+        self.store, self.rows, self.ragged = store, UnpackedRows(store), ragged
+        self.slots = max(1, PASS_TOKENS // g.block_tokens)
+        self.k, self.v = torch.empty((2, 0, g.block_tokens, g.heads, g.head_dim), dtype=store.dtype, device=device)
+        self.lse = torch.empty(0, dtype=torch.float32, device=device)
+        self.prefills: list = []
+
+    @classmethod
+    def create(cls, store: PageStore, ragged) -> UnpackedPrefix | None:
+        """None without a library, or where a block may keep fewer than all of its tokens in one format."""
+        if ragged is None or any(r.low is not None for r in store.ladder):
+            return None
+        return cls(store, ragged)
+
+    def plan(
+        self,
+        row_blocks: torch.Tensor,
+        prefix_lens: list[int],
+        extend_lens: list[int],
+        skip: list[list[int]] | None = None,
+    ) -> bool:
+        """Whether this forward is taken: every prefix in it is long, of whole blocks, and under many new tokens.
+
+        Lengths on the host, `row_blocks[B, NB]` int32 on the device; `skip[B]`: places of blocks that are attended to
+        elsewhere. Does not sync.
+        """
+        p, items, passes, start = self.store.layout.block_tokens, [], [], 0
+        for r, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
+            if prefix and new:
+                if prefix % p or prefix < LEAST_PREFIX or new < LEAST_NEW:
+                    return False
+                left = set(skip[r]) if skip else ()
+                places = [j for j in range(prefix // p) if j not in left]
+                for at in range(0, len(places), self.slots):
+                    some = places[at : at + self.slots]
+                    passes.append((start, new, len(items), len(some)))
+                    items += [(r, j, slot, p) for slot, j in enumerate(some)]
+            start += new
+        shapes = sorted({(new, n) for _, new, _, n in passes})
+        if not passes or len(shapes) > MOST_PLANS:
+            return False
+        host = torch.tensor(items, dtype=torch.int32)
+        if self.store.device.type == "cuda":
+            host = host.pin_memory()
+        self._items, self._blocks, self._passes = host.to(self.store.device, non_blocking=True), row_blocks, passes
+        while len(self.prefills) < len(shapes):
+            self.prefills.append(self._prefill())
+        self._plans = dict(zip(shapes, self.prefills))
+        for (new, n), prefill in self._plans.items():
+            prefill.plan([new], [list(range(n))], [p])
+        if not len(self.k):
+            self.k, self.v = self.k.new_empty((2, self.slots, *self.k.shape[1:]))
+        heads = self.ragged.heads[0]
+        if self.lse.numel() < start * heads:
+            self.lse = self.lse.new_empty(start * heads)
+        return True
+
+    def _prefill(self):
+        first = self.prefills[0] if self.prefills else None
+        return self.ragged.paged(self.store.device, self.store.layout.block_tokens, causal=False, first=first)
+
+    def run(self, layer: int, q, own: tuple, out, out_lse, *, scale: float, logit_cap: float) -> None:
+        """Add the planned prefixes to `own` (output and LSE of all new tokens so far), into `out`, `out_lse`.
+
+        The rows of requests without a prefix are copied; what `own` holds is lost.
+        """
+        o, lse = own
+        part = self.lse[: lse.numel()].view(lse.shape)
+        if out_lse is None:
+            out_lse = part
+        done, passes = 0, self._passes
+        for i, (start, new, first, n) in enumerate(passes):
+            if start > done:
+                self._copy(slice(done, start), own, out, out_lse)
+            mine, last = slice(start, start + new), i + 1 == len(passes) or passes[i + 1][0] != start
+            self.rows.fill(layer, self._blocks, self._items, first, n, self.k, self.v)
+            into = out[mine], part[mine]
+            self._plans[new, n].run(q[mine], self.k, self.v, into, scale=scale, logit_cap=logit_cap)
+            to = (out[mine], out_lse[mine]) if last else (o[mine], lse[mine])
+            join(o[mine], lse[mine], *into, *to)
+            done = start + new
+        if done < len(q):
+            self._copy(slice(done, len(q)), own, out, out_lse)
+
+    @staticmethod
+    def _copy(rows: slice, own: tuple, out, out_lse) -> None:
+        out[rows].copy_(own[0][rows])
+        out_lse[rows].copy_(own[1][rows])

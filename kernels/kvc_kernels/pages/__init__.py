@@ -1,0 +1,1 @@
+"""Pages: their allocation and release, and dense rows and tiers read back from them."""

@@ -1,0 +1,168 @@
+"""Stored blocks back as dense tensors in token order, their digest, scores and tiers.
+
+Except with an explicit `rung`, these read the rungs of the blocks on the host: not for a step's critical
+path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+from ..common import quant
+from ..compact.reference import _Source, read_bf16, read_tiers
+from ..layout import BF16, CHANNEL
+from ..store import PageStore
+from .reference import block_tier_pages, table_order
+from .tiers import HIGH, segment_rows, slot_tiers, tier_slots, token_slots
+
+
+def _by_rung(
+    store: PageStore, blocks: torch.Tensor, rung: int | None, outs: list[torch.Tensor], fill: Callable
+) -> None:
+    """Call `fill(rung, blocks) -> tensors` once for every rung among `blocks` and put its rows into `outs`."""
+    if rung is not None:
+        for out, x in zip(outs, fill(rung, blocks)):
+            out.copy_(x)
+        return
+    rungs = store.rung[blocks].tolist()
+    if any(r < 0 for r in rungs):
+        raise ValueError(f"block {int(blocks[[r < 0 for r in rungs].index(True)])} is free")
+    for r in sorted(set(rungs)):
+        rows = torch.tensor([i for i, x in enumerate(rungs) if x == r], device=store.device)
+        for out, x in zip(outs, fill(r, blocks[rows])):
+            out[rows] = x
+
+
+def dequantise_source(s: _Source, header: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 K, V `[m, S, D]` of one stored tier; header fp16 `[m, 2, D]` with per-channel keys."""
+    if header is not None:
+        k = quant.dequantise_keys(s.rows.keys, header, s.format.key_bits)
+    else:
+        k = quant.dequantise_tokens(s.rows.keys, s.rows.key_meta.movedim(1, -1).unsqueeze(1))
+    return k, quant.dequantise_tokens(s.rows.values, s.rows.value_meta.movedim(1, -1))
+
+
+def load_dense(
+    store: PageStore, layer: int, blocks: torch.Tensor, rung: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K, V fp32 `[n, H, P, D]` and tier int8 `[n, H, P]` (2 high, 1 low, 0 pruned) of `blocks[n]` of one layer.
+
+    Pruned tokens read as 0. Layouts without scores store no positions: their tokens come in stored order
+    (high, then low), with tier 0 behind them. In an open bf16 block the slots that were never written hold
+    anything. Give `rung` when all blocks share a known one: then nothing is read on the host.
+    """
+    g = store.layout
+    n, p = blocks.numel(), g.block_tokens
+    k = torch.zeros((n, g.heads, p, g.head_dim), device=store.device)
+    v = torch.zeros_like(k)
+    tier = torch.zeros((n, g.heads, p), dtype=torch.int8, device=store.device)
+
+    def fill(r, ids):
+        table = store.table[ids, layer].flatten(0, 1)
+        if r == 0:
+            rows = read_bf16(store, table)
+            parts = rows.keys.float(), rows.values.float(), torch.full_like(tier[0, :1, :1], HIGH)
+            return (
+                x.expand(table.shape[0], *x.shape[1:]).reshape(ids.numel(), g.heads, -1, *x.shape[2:]) for x in parts
+            )
+        placed = tier_slots(store, store.ladder[r], table, store.counts[ids, layer].flatten(0, 1).long())
+        header = store.headers[ids, layer].flatten(0, 1) if g.key_mode == CHANNEL else None
+        dense = [dequantise_source(s, header) for s in read_tiers(store, placed)]
+        slots = token_slots(placed, p)
+        at, held = slots.clamp(min=0), (slots >= 0)
+        out = []
+        for j in (0, 1):
+            x = torch.cat([d[j] for d in dense], 1)
+            x = x.gather(1, at.unsqueeze(-1).expand(*at.shape, g.head_dim)).masked_fill_(~held.unsqueeze(-1), 0)
+            out.append(x.unflatten(0, (-1, g.heads)))
+        out.append(slot_tiers(slots, placed[0].valid.shape[1]).unflatten(0, (-1, g.heads)))
+        return out
+
+    _by_rung(store, blocks, rung, [k, v, tier], fill)
+    return k, v, tier
+
+
+def block_tiers(store: PageStore, blocks: torch.Tensor, rung: int | None = None) -> torch.Tensor:
+    """Tiers int8 `[n, L, H, P]` of stored tokens, in token order (stored order in unscored layouts); bf16: all 2.
+
+    Give `rung` when all blocks share a known one: then nothing is read on the host.
+    """
+    g = store.layout
+    n, p = blocks.numel(), g.block_tokens
+    out = torch.zeros((n, g.layers, g.heads, p), dtype=torch.int8, device=store.device)
+
+    def fill(r, ids):
+        if r == 0:
+            return (torch.full_like(out[: ids.numel()], HIGH),)
+        counts, table = store.counts[ids].flatten(0, 2).long(), store.table[ids].flatten(0, 2)
+        placed = tier_slots(store, store.ladder[r], table, counts)
+        return (slot_tiers(token_slots(placed, p), placed[0].valid.shape[1]).view(-1, *out.shape[1:]),)
+
+    _by_rung(store, blocks, rung, [out], fill)
+    return out
+
+
+def block_scores(store: PageStore, blocks: torch.Tensor, rung: int | None = None) -> torch.Tensor:
+    """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError when unscored.
+
+    Give `rung` when all blocks share a known one: then nothing is read on the host.
+    """
+    g = store.layout
+    if not g.scored:
+        raise ValueError("this layout keeps no scores")
+    n, p = blocks.numel(), g.block_tokens
+    out = torch.zeros((n, g.layers, g.heads, p), device=store.device)
+
+    def fill(r, ids):
+        table = store.table[ids].flatten(0, 2)
+        if r == 0:
+            x = segment_rows(store, g.page(BF16), "scores", torch.float32, table)[:, :p]
+            return (x.reshape(-1, *out.shape[1:]),)
+        placed = tier_slots(store, store.ladder[r], table, store.counts[ids].flatten(0, 2).long())
+        stored = torch.cat([segment_rows(store, t.page, "scores", torch.float32, t.ids) for t in placed], 1)
+        slots = token_slots(placed, p)
+        x = stored.gather(1, slots.clamp(min=0)).masked_fill_(slots < 0, 0)
+        return (x.view(-1, *out.shape[1:]),)
+
+    _by_rung(store, blocks, rung, [out], fill)
+    return out
+
+
+def block_digest(store: PageStore, block: int, *, scores: bool = True, tokens: int | None = None) -> str:
+    """sha256 (hex) over what one block stores: rung, counts, key header, page bytes in (layer, head, table) order.
+
+    Page ids do not enter, nor bytes that nothing defines: of a bf16 block only the first `tokens` (default
+    P) K/V rows and scores count, and no header. Packed pages count whole, their padding being zero.
+    `scores=False` leaves the score segments out, which attention adds to after a block was packed.
+    """
+    g = store.layout
+    rung = int(store.rung[block])
+    if rung < 0:
+        raise ValueError(f"block {block} is free")
+    digest = hashlib.sha256(bytes([rung]))
+    blocks = torch.tensor([block], device=store.device)
+    if rung == 0:
+        n = g.block_tokens if tokens is None else tokens
+        rows = read_bf16(store, store.table[block].flatten(0, 1))
+        parts = [rows.keys[:, :n], rows.values[:, :n]] + ([rows.scores[:, :n]] if g.scored and scores else [])
+    else:
+        spec = store.ladder[rung]
+        high, low = (x.flatten() for x in block_tier_pages(store, blocks))
+        ids = table_order(store.table[block].flatten(0, 1), high, low)
+        raw = store.pages[ids.long()]
+        if g.scored and not scores:
+            j = torch.arange(ids.shape[1], device=store.device)
+            for fmt, mine in ((spec.high, j < high.unsqueeze(-1)), (spec.low, j >= high.unsqueeze(-1))):
+                if fmt is not None:
+                    at, size = g.page(fmt).segments["scores"]
+                    raw[..., at : at + size].masked_fill_(mine.unsqueeze(-1), 0)
+        live = torch.arange(ids.shape[1], device=store.device) < (high + low).unsqueeze(-1)
+        parts = [store.counts[block], raw[live]]
+        if g.key_mode == CHANNEL:
+            parts.append(store.headers[block])
+    for x in parts:
+        digest.update(x.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()

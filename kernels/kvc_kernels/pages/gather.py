@@ -1,0 +1,254 @@
+"""One request's stored tokens of one layer, gathered in runs of equal format: what the attention reference reads.
+
+A *part* is all blocks of a request that share a format. Slots of packed parts are padded to whole pages of the longest
+head, with a mask; tokens stay in stored order, which attention does not mind. Uncompressed parts come in sequence order
+and hold the request's last tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..common import quant
+from ..common.bits import bf16_rows, key_bytes, key_meta, segment, unpack_features, value_bytes, value_meta
+from ..layout import BF16, CHANNEL, PageLayout, Rung
+from ..store import SCRATCH_PAGE, PageStore
+
+
+@dataclass
+class PlainPart:
+    """Blocks in the model dtype. `k`, `v` `[H, S, D]`; `ids` int64 `[H, nb, E]`; H KV heads, S tokens."""
+
+    page: PageLayout
+    ids: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_tokens: int
+    valid: torch.Tensor | None = None  # every slot holds a token
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[1]
+
+    def logits(self, q: torch.Tensor) -> torch.Tensor:
+        """q fp32 `[H, G, D]` -> fp32 `[H, G, S]`, not scaled."""
+        return torch.bmm(q, self.k.float().transpose(1, 2))
+
+    def weigh(self, p: torch.Tensor) -> torch.Tensor:
+        """Probabilities fp32 `[H, G, S]` -> fp32 `[H, G, D]`."""
+        return torch.bmm(p, self.v.float())
+
+    def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k.to(dtype), self.v.to(dtype)
+
+    def add_scores(self, store: PageStore, received: torch.Tensor) -> None:
+        """Add fp32 `[H, S]` to the scores of the slots."""
+        heads, blocks, entries = self.ids.shape
+        full = received.new_zeros((heads, blocks * self.block_tokens))
+        full[:, : self.slots] = received
+        padded = received.new_zeros((heads, blocks, entries * self.page.tokens))
+        padded[..., : self.block_tokens] = full.view(heads, blocks, -1)
+        _add_scores(store, self.page, self.ids, padded)
+
+
+@dataclass
+class PackedPart:
+    """Blocks of one packed format. `raw` uint8 `[H, nb, pages, page_bytes]`, `ids` int64 `[H, nb, pages]`.
+
+    `valid` bool `[H, S]` with S = nb * pages * T, None when every slot holds a token. `header` fp16 `[H, nb, 2, D]`
+    with per-channel keys. `count` int: tokens of every head of every block when that is one number, else 0.
+    """
+
+    page: PageLayout
+    ids: torch.Tensor
+    raw: torch.Tensor
+    header: torch.Tensor | None
+    valid: torch.Tensor | None
+    count: int
+
+    @property
+    def slots(self) -> int:
+        return self.ids.shape[1] * self.ids.shape[2] * self.page.tokens
+
+    def logits(self, q: torch.Tensor) -> torch.Tensor:
+        """q fp32 `[H, G, D]` -> fp32 `[H, G, S]`, not scaled; anything where not valid.
+
+        Scale and zero never touch the codes: per channel, `(q * scale) . code + q . zero`; per token,
+        `scale * (q . code) + zero * sum(q)`.
+        """
+        heads, blocks, pages, _ = self.raw.shape
+        group, bits = q.shape[1], self.page.format.key_bits
+        packed = key_bytes(self.page, self.raw)
+        if self.header is not None:
+            scale, zero = quant.channel_scale_zero(self.header, bits)
+            folded = q.unsqueeze(1) * scale  # [H, nb, G, D]
+            bias = q.unsqueeze(1) @ zero.transpose(-1, -2)  # [H, nb, G, 1]
+        else:
+            folded = q.unsqueeze(1).expand(heads, blocks, group, -1)
+        folded = folded.flatten(0, 1)
+        out, width = None, self.page.key_row_bytes
+        for j in range(8 // bits):
+            codes = _field(packed, bits, j).view(heads * blocks, pages * self.page.tokens, width)
+            part = folded[..., j * width : (j + 1) * width]
+            dots = torch.bmm(part, codes.transpose(1, 2))
+            out = dots if out is None else out.add_(dots)
+        out = out.view(heads, blocks, group, -1)
+        if self.header is not None:
+            out += bias
+        else:
+            meta = key_meta(self.page, self.raw).float()  # [H, nb, pages, 2, T]
+            scale, zero = (meta[..., i, :].flatten(-2).unsqueeze(2) for i in (0, 1))
+            out = out * scale + zero * q.sum(-1).view(heads, 1, group, 1)
+        return out.transpose(1, 2).reshape(heads, group, -1)
+
+    def weigh(self, p: torch.Tensor) -> torch.Tensor:
+        """Probabilities fp32 `[H, G, S]`, 0 where not valid -> fp32 `[H, G, D]`: sum of p * (scale * code + zero)."""
+        heads, group = p.shape[:2]
+        t, f, d = self.page.tokens, self.page.format, self.page.head_dim
+        flat, p = p, p.reshape(heads, group, -1, t).transpose(1, 2)  # [H, N, G, T] with N pages of all blocks
+        meta = value_meta(self.page, self.raw).flatten(1, 2).float()  # [H, N, groups, 2, T]
+        if self.valid is not None:
+            # Slots behind a head's tokens may lie in the scratch page, whose bytes can spell NaN.
+            meta = meta.masked_fill(~self.valid.view(heads, -1, 1, 1, t), 0)
+        packed = value_bytes(self.page, self.raw).flatten(1, 2)  # [H, N, D*bits/8, T]
+        width, groups = self.page.value_row_bytes, self.page.value_groups
+        run = min(width, d // groups)  # features in a row that share a field and a group
+        out = p.new_empty((heads, group, d))
+        weights = [(p * meta[:, :, g, 0].unsqueeze(2)).flatten(0, 1) for g in range(groups)]
+        for j in range(8 // f.value_bits):
+            codes = _field(packed, f.value_bits, j)
+            for at in range(0, width, run):
+                first = j * width + at
+                rows = codes[:, :, at : at + run].flatten(0, 1)
+                dots = torch.bmm(weights[first * groups // d], rows.transpose(1, 2))
+                out[..., first : first + run] = dots.view(heads, -1, group, run).sum(1)
+        zeros = torch.bmm(flat, meta[:, :, :, 1].transpose(2, 3).reshape(heads, -1, groups))
+        return out.view(heads, group, groups, -1).add_(zeros.unsqueeze(-1)).view(heads, group, d)
+
+    def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, V `[H, S, D]` in `dtype`, 0 where not valid; S without padding when all heads hold `count` tokens."""
+        f, page = self.page.format, self.page
+        k = unpack_features(key_bytes(page, self.raw), f.key_bits)
+        if self.header is not None:
+            k = quant.dequantise_keys(k.flatten(2, 3), self.header, f.key_bits)
+        else:
+            k = quant.dequantise_tokens(k, key_meta(page, self.raw).unsqueeze(-3)).flatten(2, 3)
+        v = unpack_features(value_bytes(page, self.raw), f.value_bits, -2).transpose(-1, -2)
+        v = quant.dequantise_tokens(v, value_meta(page, self.raw)).flatten(2, 3)
+        if self.count:
+            return tuple(x[:, :, : self.count].to(dtype).flatten(1, 2) for x in (k, v))
+        k, v = (x.to(dtype).flatten(1, 2) for x in (k, v))
+        empty = ~self.valid.unsqueeze(-1)
+        return k.masked_fill_(empty, 0), v.masked_fill_(empty, 0)
+
+    def add_scores(self, store: PageStore, received: torch.Tensor) -> None:
+        """Add fp32 `[H, S]` to the scores of the slots; S as in `logits` or as in `dense`."""
+        heads, blocks, pages = self.ids.shape
+        if received.shape[1] != self.slots:
+            padded = received.new_zeros((heads, blocks, pages * self.page.tokens))
+            padded[..., : self.count] = received.view(heads, blocks, -1)
+            received = padded
+        _add_scores(store, self.page, self.ids, received)
+
+
+Part = PlainPart | PackedPart
+
+
+def _field(packed: torch.Tensor, bits: int, j: int) -> torch.Tensor:
+    """Field j of bytes as fp32 codes, contiguous."""
+    if bits == 8:
+        return packed.float(memory_format=torch.contiguous_format)
+    field = packed >> (j * bits) if j else packed
+    if (j + 1) * bits < 8:
+        field = field & ((1 << bits) - 1)
+    return field.float(memory_format=torch.contiguous_format)
+
+
+def _add_scores(store: PageStore, page: PageLayout, ids: torch.Tensor, received: torch.Tensor) -> None:
+    words = segment(page, store.pages, "scores", torch.float32)
+    words.index_add_(0, ids.flatten(), received.reshape(-1, page.tokens))
+
+
+def _pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:
+    return store.pages.index_select(0, ids.flatten()).view(*ids.shape, store.layout.page_bytes)
+
+
+def _plain(store: PageStore, layer: int, blocks: torch.Tensor, tokens: int) -> PlainPart:
+    """The first `tokens` tokens of uncompressed `blocks[nb]`."""
+    g, page = store.layout, store.layout.page(BF16)
+    ids = store.table[blocks, layer].transpose(0, 1).long()
+    k, v = bf16_rows(page, _pages(store, ids), store.dtype)  # [H, nb, E, T0, D]
+    k, v = (x.flatten(2, 3)[:, :, : g.block_tokens].flatten(1, 2)[:, :tokens] for x in (k, v))
+    return PlainPart(page, ids, k, v, g.block_tokens)
+
+
+def _packed(store: PageStore, layer: int, blocks: torch.Tensor, rung: Rung) -> list[PackedPart]:
+    """Both tiers of `blocks[nb]`, all at `rung`; a tier that no head uses is left out."""
+    g, out = store.layout, []
+    table = store.table[blocks, layer].transpose(0, 1).long()
+    counts = store.counts[blocks, layer].permute(2, 1, 0).long()  # [2, H, nb]
+    header = store.headers[blocks, layer].transpose(0, 1) if g.key_mode == CHANNEL else None
+    limits = [x.tolist() for x in counts.flatten(1).aminmax(dim=1)]
+    for tier, fmt in enumerate((rung.high, rung.low)):
+        least, most = limits[0][tier], limits[1][tier]
+        if fmt is None or not most:
+            continue
+        page, held = g.page(fmt), counts[tier].unsqueeze(-1)
+        pages = -(-most // page.tokens)
+        ids = table[..., :pages] if tier == 0 else table[..., -pages:].flip(-1)
+        full = least == most
+        if not full:
+            ids = torch.where(torch.arange(pages, device=ids.device) * page.tokens < held, ids, SCRATCH_PAGE)
+        valid = None
+        if not full or most < pages * page.tokens:
+            valid = (torch.arange(pages * page.tokens, device=ids.device) < held).flatten(1)
+        out.append(PackedPart(page, ids, _pages(store, ids), header, valid, most if full else 0))
+    return out
+
+
+def request_parts(store: PageStore, layer: int, blocks: torch.Tensor, rungs: list[int], tokens: int) -> list[Part]:
+    """Parts of a request of `tokens` tokens in `blocks[nb]` with `rungs`; packed parts first, then the plain one.
+
+    Only the last block may be part-filled, and then it is uncompressed. A free block (rung -1) belongs to a request
+    that ended while its last step was under way: it is read as scratch.
+    """
+    rungs = [max(r, 0) for r in rungs]
+    kinds = sorted(set(rungs), reverse=True)
+    p = store.layout.block_tokens
+    parts: list[Part] = []
+    for r in kinds:
+        mine = blocks
+        if len(kinds) > 1:
+            index = [i for i, x in enumerate(rungs) if x == r]
+            contiguous = index[-1] - index[0] + 1 == len(index)
+            mine = blocks[index[0] : index[-1] + 1] if contiguous else blocks[torch.tensor(index).to(blocks.device)]
+        if r:
+            parts += _packed(store, layer, mine, store.ladder[r])
+        else:
+            short = len(rungs) * p - tokens if rungs[-1] == 0 else 0
+            parts.append(_plain(store, layer, mine, mine.numel() * p - short))
+    return parts
+
+
+def sequence_rows(
+    store: PageStore, layer: int, blocks: torch.Tensor, rungs: list[int], tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V `[H, tokens, D]` in the model dtype and in sequence order, of blocks that keep every token.
+
+    Arguments as in `request_parts`. Windows need this order: what a query sees is a matter of its position.
+    """
+    g, p = store.layout, store.layout.block_tokens
+    rows = torch.empty((2, g.heads, len(rungs), p, g.head_dim), dtype=store.dtype, device=store.device)
+    rungs = [max(r, 0) for r in rungs]
+    for r in sorted(set(rungs)):
+        index = torch.tensor([i for i, x in enumerate(rungs) if x == r], device=store.device)
+        held = len(index) * p - (len(rungs) * p - tokens if rungs[-1] == r == 0 else 0)
+        (part,) = request_parts(store, layer, blocks[index], [r] * len(index), held)
+        for to, x in zip(rows, part.dense(store.dtype)):
+            whole = to.new_zeros((g.heads, len(index) * p, g.head_dim))
+            whole[:, :held] = x
+            to[:, index] = whole.unflatten(1, (-1, p))
+    k, v = rows.flatten(2, 3)[:, :, :tokens]
+    return k, v

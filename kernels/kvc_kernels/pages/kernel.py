@@ -1,0 +1,239 @@
+"""Pages change hands on the GPU: `reference` in a fixed few launches, whatever the number of blocks, layers and heads.
+
+A row is one head of one layer of one block. Ring, table, counts and rungs end up as `reference` and `compact` leave
+them, page for page. Taking and returning share a launch: at most n - 1 of the ring's n slots are in use, free or owed
+to a live row, so what is pushed behind the tail never reaches what is popped at the head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import PoolLayout, Rung
+from ..store import PageStore
+
+
+class Exchange(NamedTuple):
+    """What m rows gave and got; E entries a table row. No `ids` and no `old` of a release."""
+
+    ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 behind them
+    held: torch.Tensor  # int64 [2, m]: how many, high and low
+    old: torch.Tensor | None  # int32 [m, E]: the table rows before
+    pages: torch.Tensor  # int32 [n]: pages of each block afterwards
+
+
+def _tokens_a_page(layout: PoolLayout, rung: Rung) -> tuple[int, int]:
+    """Of the rung's tiers, 0 for one that is not there; uncompressed pages are whole rows and never counted."""
+    if not rung.high.packed:
+        return 0, 0
+    return layout.page(rung.high).tokens, layout.page(rung.low).tokens if rung.low else 0
+
+
+@triton.jit(do_not_specialize=["m"])
+def _count_kernel(
+    tiers, new_counts, blocks, rung, counts, held, need, m,
+    LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, TO: tl.constexpr, LADDER: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    """grid (m,). held int64 `[4, m]`: pages high and low that a row gets, then those that it has; need int64 `[2, m]`:
+    their sums. new_counts int32 `[m, 2]` is read, or, where GIVEN is "tiers" or "nothing" (then all P tokens are high),
+    written. TO, LADDER: tokens a page of the tiers.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.load(blocks + row // LH).to(tl.int64)
+    if TO[0] > 0:
+        if GIVEN == "nothing":
+            high = tl.full([], P, tl.int32)
+            low = high * 0
+            tl.store(new_counts + row * 2, high)
+            tl.store(new_counts + row * 2 + 1, low)
+        elif GIVEN == "tiers":
+            t = tl.arange(0, PP)
+            tier = tl.load(tiers + row * P + t, mask=t < P, other=0)
+            high = tl.sum((tier == 2).to(tl.int32), 0)
+            low = high * 0
+            if TO[1] > 0:
+                low = tl.sum((tier == 1).to(tl.int32), 0)
+            tl.store(new_counts + row * 2, high)
+            tl.store(new_counts + row * 2 + 1, low)
+        else:
+            high = tl.load(new_counts + row * 2)
+            low = tl.load(new_counts + row * 2 + 1)
+        new_high = ((high + TO[0] - 1) // TO[0]).to(tl.int64)
+        new_low = new_high * 0
+        if TO[1] > 0:
+            new_low = ((low + TO[1] - 1) // TO[1]).to(tl.int64)
+        tl.store(held + row, new_high)
+        tl.store(held + m + row, new_low)
+        tl.store(need + row, new_high + new_low)
+    else:
+        tl.store(need + row, row * 0)
+    at = tl.load(rung + block).to(tl.int32)
+    entry = counts + (block * LH + row % LH) * 2
+    stored_high = tl.load(entry).to(tl.int32)
+    stored_low = tl.load(entry + 1).to(tl.int32)
+    old_high = tl.where(at == 0, E, 0)
+    old_low = old_high * 0
+    for r in tl.static_range(1, len(LADDER)):
+        old_high = tl.where(at == r, (stored_high + LADDER[r][0] - 1) // LADDER[r][0], old_high)
+        if LADDER[r][1] > 0:
+            old_low = tl.where(at == r, (stored_low + LADDER[r][1] - 1) // LADDER[r][1], old_low)
+    tl.store(held + 2 * m + row, old_high.to(tl.int64))
+    tl.store(held + 3 * m + row, old_low.to(tl.int64))
+    tl.store(need + m + row, (old_high + old_low).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["m"])
+def _exchange_kernel(
+    ring, cursor, table, counts, blocks, held, need, ends, new_counts, ids, old_rows, m, size,
+    LH: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, GETS: tl.constexpr,
+):
+    """grid (m,). Copy the table row to old_rows, push its pages, pop new ones (with GETS) and write the row and counts;
+    ends int64 `[2 m]` is the running sum of need."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    inside = e < E
+    entry = tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH
+    old = tl.load(table + entry * E + e, mask=inside, other=0)
+    old_high = tl.load(held + 2 * m + row)
+    old_low = tl.load(held + 3 * m + row)
+    back = E - 1 - e
+    given = inside & ((e < old_high) | (back < old_low))
+    place = tl.where(e < old_high, e, old_high + back)
+    taken = tl.load(ends + m - 1)
+    behind = tl.load(cursor + 1) + tl.load(ends + m + row) - tl.load(need + m + row) - taken
+    tl.store(ring + (behind + place) % size, old, mask=given)
+    fresh = tl.zeros([EP], tl.int32)
+    if GETS:
+        tl.store(old_rows + row * E + e, old, mask=inside)
+        first = tl.load(cursor) + tl.load(ends + row) - tl.load(need + row)
+        high = tl.load(held + row)
+        low = tl.load(held + m + row)
+        popped = tl.load(ring + (first + e) % size, mask=inside & (e < high + low), other=0)
+        tl.store(ids + row * E + e, popped, mask=inside)
+        of_low = back < low
+        place = tl.where(of_low, high + back, e)
+        fresh = tl.load(ring + (first + place) % size, mask=inside & ((e < high) | of_low), other=0)
+        tl.store(counts + entry * 2, tl.load(new_counts + row * 2).to(tl.int16))
+        tl.store(counts + entry * 2 + 1, tl.load(new_counts + row * 2 + 1).to(tl.int16))
+    else:
+        tl.store(counts + entry * 2, tl.zeros([], tl.int16))
+        tl.store(counts + entry * 2 + 1, tl.zeros([], tl.int16))
+    tl.store(table + entry * E + e, fresh, mask=inside)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _finish_kernel(
+    cursor, blocks, rung, need, ends, pages, m, LH: tl.constexpr, LHP: tl.constexpr, RUNG: tl.constexpr
+):
+    """grid (n,): rungs, pages of each block `pages[n]`, and, by the first program, both cursors."""
+    i = tl.program_id(0).to(tl.int64)
+    tl.store(rung + tl.load(blocks + i), tl.full([], RUNG, tl.int8))
+    row = tl.arange(0, LHP)
+    tl.store(pages + i, tl.sum(tl.load(need + i * LH + row, mask=row < LH, other=0), 0).to(tl.int32))
+    if i == 0:
+        taken = tl.load(ends + m - 1)
+        tl.store(cursor, tl.load(cursor) + taken)
+        tl.store(cursor + 1, tl.load(cursor + 1) + tl.load(ends + 2 * m - 1) - taken)
+
+
+@triton.jit
+def _take_kernel(
+    ring, cursor, table, counts, blocks, size, LH: tl.constexpr, E: tl.constexpr, EP: tl.constexpr
+):
+    """grid (m,): whole uncompressed table rows, in row order."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    entry = tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH
+    ids = tl.load(ring + (tl.load(cursor) + row * E + e) % size, mask=e < E, other=0)
+    tl.store(table + entry * E + e, ids, mask=e < E)
+    tl.store(counts + entry * 2, tl.zeros([], tl.int16))
+    tl.store(counts + entry * 2 + 1, tl.zeros([], tl.int16))
+
+
+@triton.jit
+def _taken_kernel(cursor, blocks, rung, observed, PAGES: tl.constexpr):
+    """grid (n,): the blocks' states, and the cursor by the first program."""
+    i = tl.program_id(0)
+    block = tl.load(blocks + i)
+    tl.store(rung + block, tl.zeros([], tl.int8))
+    tl.store(observed + block, tl.zeros([], tl.int32))
+    if i == 0:
+        tl.store(cursor, tl.load(cursor) + tl.num_programs(0).to(tl.int64) * PAGES)
+
+
+def _constants(layout: PoolLayout) -> tuple[int, int, int]:
+    """Rows a block, entries a row, entries rounded up."""
+    entries = layout.head_pages_bf16
+    return layout.layers * layout.heads, entries, triton.next_power_of_2(entries)
+
+
+def _swap(
+    store: PageStore, blocks: torch.Tensor, rung: int, tiers: torch.Tensor | None, counts: torch.Tensor | None
+) -> Exchange:
+    layout, n = store.layout, blocks.numel()
+    rows, entries, padded = _constants(layout)
+    m, p, gets = n * rows, layout.block_tokens, rung > 0  # a release gets nothing, and keeps no record of what it gave
+    ladder = tuple(_tokens_a_page(layout, r) for r in store.ladder)
+    held = torch.empty((4, m), dtype=torch.int64, device=store.device)
+    need = torch.empty((2, m), dtype=torch.int64, device=store.device)
+    given = "tiers" if tiers is not None else "nothing" if counts is None else "counts"
+    ids = old = None
+    if gets:
+        # Two tensors: in the second half of one the alignment, and with it the compiled kernel, would vary with m.
+        ids, old = (torch.empty((m, entries), dtype=torch.int32, device=store.device) for _ in range(2))
+        if counts is None:
+            counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
+    pages = torch.empty(n, dtype=torch.int32, device=store.device)
+    _count_kernel[(m,)](
+        counts if tiers is None else tiers, counts, blocks, store.rung, store.counts, held, need, m, rows, entries, p,
+        triton.next_power_of_2(p), ladder[rung] if gets else (0, 0), ladder, given, num_warps=1,
+    )  # fmt: skip
+    ends = need.view(-1).cumsum(0)
+    _exchange_kernel[(m,)](
+        store.ring, store.cursor, store.table, store.counts, blocks, held, need, ends, counts, ids, old, m,
+        store.ring.numel(), rows, entries, padded, gets, num_warps=1,
+    )  # fmt: skip
+    _finish_kernel[(n,)](
+        store.cursor, blocks, store.rung, need, ends, pages, m, rows, triton.next_power_of_2(rows), rung, num_warps=1
+    )
+    return Exchange(ids, held[:2], old, pages)
+
+
+def exchange_pages(
+    store: PageStore,
+    blocks: torch.Tensor,
+    to_rung: int,
+    *,
+    tiers: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> Exchange:
+    """Move `blocks[n]` (int64, distinct) to packed rung `to_rung` in the table and the ring; no page is written.
+
+    What a row needs comes from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`);
+    from neither where every token is kept high.
+    """
+    return _swap(store, blocks, to_rung, tiers, counts)
+
+
+def release(store: PageStore, blocks: torch.Tensor) -> None:
+    """`reference.release`."""
+    if blocks.numel():
+        _swap(store, blocks.long(), -1, None, None)
+
+
+def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
+    """`reference.take_bf16`."""
+    if not blocks.numel():
+        return
+    blocks, n = blocks.long(), blocks.numel()
+    rows, entries, padded = _constants(store.layout)
+    _take_kernel[(n * rows,)](
+        store.ring, store.cursor, store.table, store.counts, blocks, store.ring.numel(), rows, entries, padded,
+        num_warps=1,
+    )  # fmt: skip
+    _taken_kernel[(n,)](store.cursor, blocks, store.rung, store.observed, rows * entries, num_warps=1)

@@ -1,0 +1,1 @@
+"""Attention scores: their sums per cached token, collected by prefill and decode."""

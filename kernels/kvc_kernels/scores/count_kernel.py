@@ -1,0 +1,46 @@
+"""`note_observers` in one launch: it runs in every step of a server that collects attention."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..store import PageStore
+from .reference import Observe
+
+PLACES = 64  # blocks of a request at a time
+
+
+@triton.jit(do_not_specialize=["row_stride"])
+def note_kernel(
+    observed, row_blocks, row_stride, seq_lens, extend_lens,
+    P: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr, DECODING: tl.constexpr, PLACES: tl.constexpr,
+):
+    """grid (B,). WINDOW 0: all queries. Requests share blocks; whole numbers add up alike in any order."""
+    r = tl.program_id(0).to(tl.int64)
+    end = tl.load(seq_lens + r).to(tl.int32)
+    first = end - 1
+    if not DECODING:
+        first = end - tl.load(extend_lens + r).to(tl.int32)
+    if WINDOW > 0:
+        first = tl.maximum(first, end - WINDOW)
+    if end // STRIDE > first // STRIDE:
+        for at in range(0, end // P, PLACES):
+            j = at + tl.arange(0, PLACES)
+            behind = (j + 1) * P
+            n = (end // STRIDE - tl.maximum(first, behind) // STRIDE) * STRIDE
+            block = tl.load(row_blocks + r * row_stride + j, mask=n > 0, other=0)
+            tl.atomic_add(observed + block, n, mask=n > 0, sem="relaxed")
+
+
+def note_observers_triton(
+    store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor, extend_lens: torch.Tensor | None, seen: Observe
+) -> None:
+    """`seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step; all on the device."""
+    decoding = extend_lens is None
+    note_kernel[(len(seq_lens),)](
+        store.observed, row_blocks, row_blocks.stride(0), seq_lens, seq_lens if decoding else extend_lens,
+        store.layout.block_tokens, seen.window or 0, seen.decode_stride if decoding else seen.stride, decoding, PLACES,
+        num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,286 @@
+"""Attention that tokens receive from one decode step: the columns of K q^T, one query a request.
+
+A program takes one part of a block of one KV head. It folds the block's key scales into the queries of the group and
+multiplies codes as they are, as the decode attention does (`unpack_kernel.nested`), so that nothing of a key is
+dequantised. What it needs to know of its block is listed once a step (`planner.py`), so that page ids, counts,
+headers and queries are asked for together, then keys and scores: a step that few requests observe takes as long as
+that chain.
+"""
+
+# ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.unpack_kernel import CODE_UNIT, LOG2E, capped, nested
+from ..decode.body_kernel import _page_pointers, _spread
+from ..extend.body_kernel import locate
+from ..layout import TOKEN
+from ..store import PageStore
+from .reference import Observe
+
+INTERPRET = triton.knobs.runtime.interpret
+PLAIN_TILE = 16  # uncompressed tokens at a time
+
+
+@dataclass(frozen=True)
+class StepTuning:
+    """Launch parameters: `tile` keys a product, `tiles` of them a program, which folds its queries once for all."""
+
+    tile: int = 128
+    tiles: int = 1
+    warps: int = 2
+    programs: int = 8  # a multiprocessor
+    max_registers: int = 128
+
+
+@triton.jit
+def _paid(x, b, c, lse, cap, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUCE: tl.constexpr):
+    """fp32 `[TILE]`: exp2(EXPONENT * (log2 e * logit - lse)), reduced over heads, of logits x * c + b; b `[1, NQ]` or
+    `[TILE, NQ]`. EXPONENT 2 and 4 are the powers of a probability. Heads of padding have an infinite lse."""
+    if CAPPED:
+        s = capped(x * c + b, cap) * (LOG2E * EXPONENT) - (lse * EXPONENT)[None, :]
+    else:
+        s = x * (c * (LOG2E * EXPONENT)) + (b * (LOG2E * EXPONENT) - (lse * EXPONENT)[None, :])
+    p = tl.exp2(s)
+    return tl.max(p, 1) if REDUCE == "max" else tl.sum(p, 1)
+
+
+@triton.jit
+def _here(x, ASM: tl.constexpr):
+    """x, which the compiler computes in one layout before it moves it to another. Else it would move each load on its
+    own, through shared memory, and every load would wait for the one before."""
+    if ASM:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
+    else:
+        return x
+
+
+@triton.jit
+def _fold(x, scales, zeros, KB: tl.constexpr, TOKEN_KEYS: tl.constexpr, ASM: tl.constexpr):
+    """Queries x with a block's key scales, fp16 `[D*KB/8, NQ]` for each tensor of `nested`, and fp32 `[NQ]` q . zero
+    (per-token keys: the sum of q). All `[D*KB/8, NQ]`, the highest field first."""
+    NKF: tl.constexpr = 8 // KB
+    q = ()
+    b = tl.zeros([x[0].shape[1]], tl.float32)
+    above = tl.zeros(x[0].shape, tl.float16)
+    for k in tl.static_range(NKF):
+        mine = (x[k].to(tl.float32) * (1.0 / (1 << (KB * (NKF - 1 - k))))).to(tl.float16)
+        if TOKEN_KEYS:
+            b += tl.sum(x[k].to(tl.float32), 0)
+        else:
+            b += tl.sum(x[k].to(tl.float32) * zeros[k].to(tl.float32), 0)
+            mine = mine * scales[k]
+        q = q + (_here(mine - above, ASM),)
+        above = mine
+    return q, b
+
+
+@triton.jit
+def _packed_tiles(
+    q_row, lse, row, counts, header, first, pages, page_bytes, scale, cap,
+    KB: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr, KMETA: tl.constexpr, SOFF: tl.constexpr,
+    SPAN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NQ: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr,
+    REDUCE: tl.constexpr, COUNTS: tl.constexpr, ASM: tl.constexpr,
+):
+    """Add to the scores of a block's packed tokens `first`, .., TILES tiles, what one query pays them, which counts
+    COUNTS times. `q_row`: of the first head; `lse` fp32 `[NQ]`; `row`: first table entry; `counts`: the head's tokens
+    of this side. Loads come before all that waits for one of them."""
+    DK: tl.constexpr = D * KB // 8
+    NKF: tl.constexpr = 8 // KB
+    t = tl.arange(0, TILE)
+    dk = tl.arange(0, DK)
+    g = tl.arange(0, NQ)
+    ids = ()
+    for k in tl.static_range(TILES * SPAN):
+        # Entries behind a head's pages name pages, too.
+        e = (first + k // SPAN * TILE) // T + k % SPAN
+        ids = ids + (tl.load(row + (1 - 2 * SIDE) * e, mask=e * T < P, other=0),)
+    count = tl.load(counts).to(tl.int32)
+    x = ()
+    scales = ()
+    zeros = ()
+    for k in tl.static_range(NKF):
+        # The highest field first; see `nested`. Read for every head, headers lie as queries do.
+        feature = ((NKF - 1 - k) * DK + dk)[:, None]
+        x = x + (tl.load(q_row + g[None, :] * D + feature, mask=(g < G)[None, :], other=0.0),)
+        if not TOKEN_KEYS:
+            scales = scales + (tl.load(header + g[None, :] * 0 + feature),)
+            zeros = zeros + (tl.load(header + D + g[None, :] * 0 + feature),)
+    score = ()
+    before = ()
+    codes = ()
+    metas = ()
+    for i in tl.static_range(TILES):
+        t0 = first + i * TILE
+        live = t < count - t0
+        mine = ()
+        for k in tl.static_range(SPAN):
+            mine = mine + (ids[i * SPAN + k],)
+        base, at, slots = _page_pointers(pages, mine, page_bytes, t0, t, TILE, T, SPAN, 16)
+        score = score + ((base + SOFF).to(tl.pointer_type(tl.float32)) + at + slots,)
+        before = before + (tl.load(score[i], mask=live, other=0.0),)
+        if TOKEN_KEYS:
+            meta = (base + KMETA).to(tl.pointer_type(tl.float16)) + at + slots
+            metas = metas + (tl.load(meta, mask=live, other=0.0), tl.load(meta + T, mask=live, other=0.0))
+        rows = (_spread(base, SPAN, 1) + at * DK) + (slots[:, None] * DK + dk[None, :])
+        if SPAN == 1:
+            codes = codes + (tl.load(rows),)
+        else:
+            codes = codes + (tl.load(rows, mask=live[:, None], other=0),)
+    q, b = _fold(x, scales, zeros, KB, TOKEN_KEYS, ASM)
+    c = scale * CODE_UNIT
+    for i in tl.static_range(TILES):
+        kf = nested(codes[i], KB, ASM)
+        s = tl.zeros([TILE, NQ], tl.float32)
+        for k in tl.static_range(NKF):
+            s = tl.dot(kf[k], q[k], s)
+        if TOKEN_KEYS:
+            s = s * (metas[2 * i].to(tl.float32) * c)[:, None]
+            add = metas[2 * i + 1].to(tl.float32)[:, None] * (b * scale)[None, :]
+            paid = _paid(s, add, 1.0, lse, cap, CAPPED, EXPONENT, REDUCE)
+        else:
+            grid = c * (255 // ((1 << KB) - 1))
+            paid = _paid(s, (b * scale)[None, :], grid, lse, cap, CAPPED, EXPONENT, REDUCE)
+        tl.store(score[i], _here(before[i], ASM) + paid * COUNTS, mask=t < count - first - i * TILE)
+
+
+@triton.jit
+def _plain_block(
+    q_row, lse, row, count, far, part, pages, page_bytes, scale, cap,
+    T: tl.constexpr, SOFF: tl.constexpr, G: tl.constexpr, D: tl.constexpr, NQ: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUCE: tl.constexpr, COUNTS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The same of an uncompressed block; the first `far` of its `count` tokens are far enough from the query."""
+    t = tl.arange(0, TILE)
+    d = tl.arange(0, D)
+    g = tl.arange(0, NQ)
+    q = tl.load(q_row + g[None, :] * D + d[:, None], mask=(g < G)[None, :], other=0.0)
+    if not ASM:  # the interpreter multiplies bf16 words as integers
+        q = q.to(tl.float32)
+    for t0 in tl.range(part * TILE, tl.minimum(count, far), PARTS * TILE, num_stages=1):
+        base, slot = locate(pages, row, page_bytes, t0, count, t, T, 1, 1)
+        live = t0 + t < tl.minimum(count, far)
+        k = tl.load((base.to(tl.pointer_type(q_row.dtype.element_ty)) + slot * D)[:, None] + d[None, :])
+        score = (base + SOFF).to(tl.pointer_type(tl.float32)) + slot
+        before = tl.load(score, mask=live, other=0.0)
+        s = tl.dot(k.to(q.dtype), q)
+        paid = _paid(s, tl.zeros([1, NQ], tl.float32), scale, lse, cap, CAPPED, EXPONENT, REDUCE)
+        tl.store(score, before + paid * COUNTS, mask=live)
+
+
+@triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
+def _step_kernel(
+    q, q_stride_n, lse, lse_stride, requests, found, listed, capacity, row_blocks, row_stride,
+    pages, table, counts, headers, layer, scale, cap,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    page_bytes: tl.constexpr, CLASSES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    NQ: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PLAIN_TILE: tl.constexpr, NEAREST: tl.constexpr,
+    REDUCE: tl.constexpr, EXPONENT: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
+):
+    """Any grid: programs take parts of listed blocks, head by head, as many as there are.
+
+    `found`, `listed`, `requests`: see `ObservedBlocks`; one query a request, its last token. CLASSES: of each class,
+    key bits, tokens a page, side, offsets of key meta and scores, pages that a tile may touch.
+    """
+    PARTS: tl.constexpr = (P + TILE * TILES - 1) // (TILE * TILES)
+    g = tl.arange(0, NQ)
+    item = tl.program_id(0)
+    # Words are read ahead, before it is known whether there are so many.
+    following = tl.minimum(item // (H * PARTS), capacity - 1)
+    what = tl.load(listed + following)
+    who = tl.load(listed + capacity + following)
+    n = tl.load(found) * (H * PARTS)
+    while item < n:
+        part = item % PARTS
+        h = item // PARTS % H
+        block = what >> 32
+        place = ((what & 0xFFFFFFFF) >> 12).to(tl.int32)
+        held = (what & 0xFFF).to(tl.int32)
+        me = (who >> 32).to(tl.int32)
+        last = tl.where(held > 0, (who & 0xFFFFFFFF).to(tl.int32), -1)
+        head = block * (L * H) + layer * H + h
+        item += tl.num_programs(0)
+        following = tl.minimum(item // (H * PARTS), capacity - 1)
+        what = tl.load(listed + following)
+        who = tl.load(listed + capacity + following)
+        for r in range(me, last + 1):
+            # Who shares a block does so in the same place; a place behind a request's end names any block.
+            holds = r == me
+            if r > me:
+                reaches = tl.load(requests + r * 4) > place * P
+                holds = tl.load(row_blocks + r * row_stride + place, mask=reaches, other=-1) == block
+            if holds:
+                query = me.to(tl.int64) + (r - me)
+                q_row = q + query * q_stride_n + h * (G * D)
+                paid = tl.load(lse + query * lse_stride + h * G + g, mask=g < G, other=float("inf"))
+                for c in tl.static_range(len(CLASSES)):
+                    if (held >> c) & 1 == 1:
+                        if CLASSES[c][0] == 16:
+                            tokens = tl.load(requests + r * 4)
+                            start = place * P
+                            _plain_block(
+                                q_row, paid, table + head * E, tl.minimum(tokens - start, P),
+                                tokens - NEAREST - start, part, pages, page_bytes, scale, cap, CLASSES[c][1],
+                                CLASSES[c][4], G, D, NQ, PLAIN_TILE, PARTS, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
+                            )
+                        else:
+                            # Packed blocks lie before every query, in no order that would say who is near.
+                            _packed_tiles(
+                                q_row, paid, table + head * E + CLASSES[c][2] * (E - 1),
+                                counts + head * 2 + CLASSES[c][2], headers + head * (2 * D), part * (TILE * TILES),
+                                pages, page_bytes, scale, cap, CLASSES[c][0], CLASSES[c][1], CLASSES[c][2],
+                                CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], G, D, P, NQ, TILE, TILES, TOKEN_KEYS,
+                                CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
+                            )
+                if last > me:
+                    # Another request's turn adds to the same scores, maybe by other threads.
+                    tl.debug_barrier()
+
+
+class ScoreStep:
+    """The launch of one decode step's columns."""
+
+    def __init__(
+        self, store: PageStore, classes: tuple[tuple[int, ...], ...], group: int, observe: Observe, tuning: StepTuning
+    ):
+        """`classes`: as the kernel has them, without the last word."""
+        layout, p = store.layout, store.layout.block_tokens
+        self.store, self.group, self.observe, self.tuning = store, group, observe, tuning
+        self.tile = min(tuning.tile, triton.next_power_of_2(p))
+        self.tiles = min(tuning.tiles, triton.cdiv(p, self.tile))
+        self.classes = tuple((*c, self._span(c[1])) for c in classes)
+        self.programs = 8
+        if store.device.type == "cuda":
+            self.programs = tuning.programs * torch.cuda.get_device_properties(store.device).multi_processor_count
+        self.options = {"num_warps": tuning.warps}
+        if tuning.max_registers and not INTERPRET and layout.head_dim <= 128 and group <= 8:
+            self.options["maxnreg"] = tuning.max_registers
+
+    def _span(self, tokens: int) -> int:
+        tile = self.tile
+        if tokens % tile == 0:
+            return 1
+        return tile // tokens if tile % tokens == 0 else (tile + tokens - 2) // tokens + 1
+
+    def add(
+        self, layer: int, q: torch.Tensor, lse: torch.Tensor, requests: torch.Tensor, blocks: tuple, scale: float,
+        cap: float,
+    ) -> None:  # fmt: skip
+        """`blocks`: found, list, its length, block ids of each request and their stride, as the kernel has them."""
+        store, g, seen = self.store, self.store.layout, self.observe
+        exponent = seen.power * (2 if seen.reduce == "squares" else 1)
+        _step_kernel[(self.programs,)](
+            q, q.stride(0), lse, lse.stride(0), requests, *blocks, store.pages, store.table, store.counts,
+            store.headers, layer, scale, cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
+            g.block_tokens, g.page_bytes, self.classes, g.key_mode == TOKEN, cap > 0,
+            max(8, triton.next_power_of_2(self.group)), self.tile, self.tiles, PLAIN_TILE,
+            seen.nearest, seen.reduce, exponent, seen.decode_stride, not INTERPRET, **self.options,
+        )  # fmt: skip

@@ -1,0 +1,292 @@
+"""Attention that tokens receive, without the attention matrix: column sums from the log-sum-exp of each query.
+
+One program owns some blocks of one KV head: it multiplies a block's keys with the observing queries again, takes
+exp2(logit - lse), sums over queries head by head, reduces over the heads of the group, and adds the result to the
+scores of the block's slots. Of several requests that share a block, the program of the first one adds for all, in
+their order; who that is, and who observes at all, is listed once a forward (`planner.py`). So no slot has two
+writers, no atomics are needed and no order decides. Decode steps, with one query each, have a kernel of their own
+(`decode_kernel.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.unpack_kernel import LOG2E, capped, dequant, key_scales
+from ..decode.planner import ladder_classes
+from ..extend.body_kernel import load_q, locate
+from ..layout import TOKEN
+from ..store import PageStore
+from .decode_kernel import ScoreStep, StepTuning
+from .planner import ObservedBlocks
+from .reference import Observe
+
+INTERPRET = triton.knobs.runtime.interpret
+PROGRAMS = 4096  # about as many an extend, so that long requests are spread over the device
+
+
+@triton.jit
+def _logits(k, q, scale, cap, FIELDS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr,
+            ASM: tl.constexpr):
+    """Logits to base 2, fp32 `[TILE, N]`, of keys k and N queries, both in FIELDS pieces of features."""
+    s = tl.zeros([TILE, N], tl.float32)
+    for f in tl.static_range(FIELDS):
+        if ASM:
+            s = tl.dot(k[f], tl.trans(q[f]), s)
+        else:  # the interpreter multiplies bf16 words as integers
+            s = tl.dot(k[f].to(tl.float32), tl.trans(q[f].to(tl.float32)), s)
+    if CAPPED:
+        return capped(s * scale, cap) * LOG2E
+    else:
+        return s * (scale * LOG2E)
+
+
+@triton.jit
+def _reduced(total, head, REDUCE: tl.constexpr):
+    """Add one head's sums to what is reduced over heads."""
+    if REDUCE == "max":
+        return tl.maximum(total, head)
+    elif REDUCE == "sum":
+        return total + head
+    else:
+        return total + head * head
+
+
+@triton.jit
+def _column_sums(
+    k, q_rows, lse_rows, q_stride_n, lse_stride, n_queries, position, first_position, scale, cap, dtype: tl.constexpr,
+    FIELDS: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr,
+    CAPPED: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """fp32 `[TILE]`: sum over queries of the probability paid to keys k (FIELDS pieces `[TILE, D / FIELDS]`), raised to
+    POWER, reduced over G heads. `q_rows`, `lse_rows`: the first observing query of the first head, at
+    `first_position`; the others follow by STRIDE. NEAREST > 0: of a query's tokens up to its own, so many are left out.
+    Queries that stand before all of the keys are passed over, QB at a time: half of a prompt's, where all observe.
+    """
+    result = tl.zeros([TILE], tl.float32)
+    n = tl.arange(0, QB)
+    begin = n_queries * 0
+    if NEAREST:
+        ahead = tl.min(tl.where(position < 0, 1 << 30, position), 0) + NEAREST - first_position
+        begin = (tl.maximum(ahead, 0) + STRIDE - 1) // STRIDE // QB * QB
+    for g in range(G):
+        total = tl.zeros([TILE], tl.float32)
+        for at in range(begin, n_queries, QB):
+            live = at + n < n_queries
+            row = (at + n).to(tl.int64) * STRIDE
+            q = load_q(q_rows + row * q_stride_n + g * D, live, dtype, D, FIELDS)
+            lse = tl.load(lse_rows + row * lse_stride + g, mask=live, other=0.0)
+            s = _logits(k, q, scale, cap, FIELDS, TILE, QB, CAPPED, ASM)
+            seen = live[None, :] & (position >= 0)[:, None]
+            if NEAREST:
+                seen = seen & (position[:, None] <= (first_position + (at + n) * STRIDE - NEAREST)[None, :])
+            p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
+            total += tl.sum(p * p if POWER == 2 else p, 1)
+        result = _reduced(result, total, REDUCE)
+    return result
+
+
+@triton.jit
+def _received(
+    k, position, q, q_stride_n, lse, lse_stride, requests, row_blocks, row_stride, block, j, first, last, h, scale,
+    cap, dtype: tl.constexpr, FIELDS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+    P: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr, CAPPED: tl.constexpr, NEAREST: tl.constexpr,
+    REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
+):
+    """fp32 `[TILE]`: what all of the requests first .. last pay, whose block in place j is `block`. A query counts
+    STRIDE times."""
+    total = tl.zeros([TILE], tl.float32)
+    for r in range(first, last + 1):
+        # A place behind a request's end names any block.
+        tokens = tl.load(requests + r * 4)
+        other = tl.load(row_blocks + r * row_stride + j, mask=tokens > j * P, other=-1)
+        if other.to(tl.int64) == block:
+            start = tl.load(requests + r * 4 + 1).to(tl.int64)
+            n_queries = tl.load(requests + r * 4 + 2)
+            first_position = tl.load(requests + r * 4 + 3)
+            total += _column_sums(
+                k, q + start * q_stride_n + h * (G * D), lse + start * lse_stride + h * G, q_stride_n, lse_stride,
+                n_queries, position, first_position, scale, cap, dtype, FIELDS, D, G, TILE, QB, CAPPED, NEAREST,
+                REDUCE, POWER, STRIDE, ASM,
+            )
+    return total * STRIDE
+
+
+@triton.jit
+def _add(base, slot, received, live, SOFF: tl.constexpr):
+    at = (base + SOFF).to(tl.pointer_type(tl.float32)) + slot
+    tl.store(at, tl.load(at, mask=live, other=0.0) + received, mask=live)
+
+
+@triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
+def _columns_kernel(
+    q, q_stride_n, lse, lse_stride, requests, found, listed, capacity, row_blocks, row_stride,
+    pages, table, counts, headers, layer, scale, cap,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    page_bytes: tl.constexpr, CLASSES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    TILE: tl.constexpr, QB: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr,
+    POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
+):
+    """Any grid: programs take listed blocks, head by head, as many as there are.
+
+    requests int32 `[B, 4]`: tokens with the new ones (0: nobody observes), first observing query in q, their number,
+    the position of the first. `found`, `listed`: see `ObservedBlocks`. CLASSES: of each class, key bits, tokens a page,
+    side, offsets of key meta and scores.
+    """
+    t = tl.arange(0, TILE)
+    n = tl.load(found)
+    for item in range(tl.program_id(0), n * H, tl.num_programs(0)):
+        h = item // n
+        what = tl.load(listed + item % n)
+        held = (what & 0xFFF).to(tl.int32)
+        if held > 0:
+            who = tl.load(listed + capacity + item % n)
+            me = (who >> 32).to(tl.int32)
+            last = (who & 0xFFFFFFFF).to(tl.int32)
+            block = what >> 32
+            j = ((what & 0xFFFFFFFF) >> 12).to(tl.int32)
+            tokens = tl.load(requests + me * 4)
+            head = block * (L * H) + layer * H + h
+            for c in tl.static_range(len(CLASSES)):
+                if (held >> c) & 1 == 1:
+                    row = table + head * E + CLASSES[c][2] * (E - 1)
+                    if CLASSES[c][0] == 16:
+                        count = tl.minimum(tokens - j * P, P)
+                    else:
+                        count = tl.load(counts + head * 2 + CLASSES[c][2]).to(tl.int32)
+                    for t0 in range(0, count, TILE):
+                        live = t0 + t < count
+                        if CLASSES[c][0] == 16:
+                            base, slot = locate(pages, row, page_bytes, t0, count, t, CLASSES[c][1], 1, 1)
+                            d = tl.arange(0, D)
+                            kp = base.to(tl.pointer_type(q.dtype.element_ty)) + slot * D
+                            k = (tl.load(kp[:, None] + d[None, :], mask=live[:, None], other=0.0),)
+                            received = _received(
+                                k, tl.where(live, j * P + t0 + t, -1), q, q_stride_n, lse, lse_stride, requests,
+                                row_blocks, row_stride, block, j, me, last, h, scale, cap, q.dtype.element_ty, 1, H, D,
+                                G, P, TILE, QB, CAPPED, NEAREST, REDUCE, POWER, STRIDE, ASM,
+                            )
+                        else:
+                            base, slot = locate(
+                                pages, row, page_bytes, t0, count, t, CLASSES[c][1], 1 - 2 * CLASSES[c][2], 16
+                            )
+                            k = _packed_keys(
+                                base, slot, headers + head * (2 * D), live, CLASSES[c][0], CLASSES[c][1],
+                                CLASSES[c][3], D, TOKEN_KEYS, ASM,
+                            )
+                            # Packed blocks lie before every query, in no order that would say who is near.
+                            received = _received(
+                                k, tl.where(live, 0, -1), q, q_stride_n, lse, lse_stride, requests, row_blocks,
+                                row_stride, block, j, me, last, h, scale, cap, tl.float16, 8 // CLASSES[c][0], H, D, G,
+                                P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE, ASM,
+                            )
+                        _add(base, slot, received, live, CLASSES[c][4])
+
+
+@triton.jit
+def _packed_keys(
+    base, slot, header, live, KB: tl.constexpr, T: tl.constexpr, KMETA: tl.constexpr, D: tl.constexpr,
+    TOKEN_KEYS: tl.constexpr, ASM: tl.constexpr,
+):
+    """fp16 keys of one tile, 8 / KB pieces `[TILE, D*KB/8]`."""
+    DK: tl.constexpr = D * KB // 8
+    dk = tl.arange(0, DK)
+    codes = tl.load((base + slot * DK)[:, None] + dk[None, :], mask=live[:, None], other=0)
+    ks, kz = key_scales(base, slot, header, live, KB, T, KMETA, D, TOKEN_KEYS)
+    return dequant(codes, ks, kz, KB, ASM)
+
+
+class ReceivedAttention:
+    """`plan` (an extend) or `plan_decode` once a forward; then `add` once a layer, after the rows were appended and the
+    attention's LSE is known. After `plan_decode`, `add` can be captured in a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        query_heads: int,
+        observe: Observe,
+        max_batch: int = 0,
+        max_blocks: int = 0,
+        tile: int = 64,
+        queries: int = 64,
+        warps: int = 4,
+        step: StepTuning | None = None,
+    ):
+        """`max_batch` requests of `max_blocks` blocks: the most of a decode step, 0 where there is none; `tile` keys
+        and `queries` a product of an extend."""
+        layout = store.layout
+        if not layout.scored:
+            raise ValueError("this layout keeps no scores")
+        self.store, self.observe, self.warps = store, observe, warps
+        self.group = query_heads // layout.heads
+        self.tile, self.queries = min(tile, triton.next_power_of_2(layout.block_tokens)), queries
+        names = ("key_meta", "scores")
+        self._classes = tuple(
+            (f.key_bits, layout.page(f).tokens, side, *(layout.page(f).offset(n) for n in names))
+            for f, side in ladder_classes(store)
+        )
+        self._step = ScoreStep(store, self._classes, self.group, observe, step or StepTuning())
+        self._blocks = ObservedBlocks(store)
+        steps = torch.arange(max_batch, dtype=torch.int32, device=store.device)
+        self._decoding = torch.stack((steps, steps, torch.ones_like(steps), steps), 1)
+        self._most, self._step_listed = (max_batch, max_blocks), self._blocks.room(max_batch * max_blocks)
+
+    def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
+        """`row_blocks[B, NB]` int32 on the device, lengths on the host; does not sync."""
+        requests, start = [], 0
+        window, self._stride = self.observe.window, self.observe.stride
+        for prefix, new in zip(prefix_lens, extend_lens):
+            first = prefix if window is None else max(prefix, prefix + new - window)
+            queries = (prefix + new) // self._stride - first // self._stride
+            first += -(first + 1) % self._stride
+            requests.append((prefix + new if queries else 0, start + first - prefix, queries, first))
+            start += new
+        host = torch.tensor(requests, dtype=torch.int32).view(-1, 4)
+        if self.store.device.type == "cuda":
+            host = host.pin_memory()
+        self._requests, self._rows = host.to(self.store.device, non_blocking=True), row_blocks
+        places = sum(-(-r[0] // self.store.layout.block_tokens) for r in requests)
+        self._decodes, self._listed = False, self._blocks.room(places)
+        self._programs = min(PROGRAMS, places * self.store.layout.heads)
+        if places:
+            self._blocks.update(self._requests, row_blocks, self._listed)
+
+    def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """`row_blocks[B, NB]`, `seq_lens[B]` int32 on the device, static buffers; one query a request.
+
+        ValueError for more requests or blocks than this was made for.
+        """
+        n, blocks = row_blocks.shape
+        if n > self._most[0] or blocks > self._most[1]:
+            raise ValueError(f"made for steps of {self._most} requests and blocks, got {(n, blocks)}")
+        self._requests, self._rows = self._decoding[:n], row_blocks
+        torch.mul(seq_lens, seq_lens % self.observe.decode_stride == 0, out=self._requests[:, 0])
+        # Which requests observe is not known here: as many programs as run at once share what there is.
+        self._decodes, self._listed, self._programs = True, self._step_listed, n * blocks
+        self._blocks.update(self._requests, row_blocks, self._listed)
+
+    def add(self, layer: int, q: torch.Tensor, lse: torch.Tensor, *, scale: float, logit_cap: float = 0.0) -> None:
+        """Add to the scores of all stored tokens what the observing queries of `q[N, Hq, D]` pay them.
+
+        `lse` fp32 `[N, Hq]`, base 2: over the prefix and the new tokens up to the query's own.
+        """
+        store, g, seen = self.store, self.store.layout, self.observe
+        if not self._programs:
+            return
+        if q.stride(1) != g.head_dim or q.stride(2) != 1:
+            q = q.contiguous()
+        blocks = (self._blocks.found, self._listed, self._listed.shape[1], self._rows, self._rows.stride(0))
+        if self._decodes:
+            self._step.add(layer, q, lse, self._requests, blocks, scale, logit_cap)
+            return
+        _columns_kernel[(self._programs,)](
+            q, q.stride(0), lse, lse.stride(0), self._requests, *blocks, store.pages, store.table, store.counts,
+            store.headers, layer, scale, logit_cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
+            g.block_tokens, g.page_bytes, self._classes, g.key_mode == TOKEN, logit_cap > 0, self.tile, self.queries,
+            seen.nearest, seen.reduce, seen.power, self._stride, not INTERPRET, num_warps=self.warps,
+        )  # fmt: skip

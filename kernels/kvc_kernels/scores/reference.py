@@ -1,0 +1,158 @@
+"""Attention that tokens receive, collected while queries are alive: sums of probabilities, as a scorer wants them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..common.softmax import MAX_ELEMENTS, query_weights
+from ..pages.dense import block_scores
+from ..pages.gather import Part
+from ..store import PageStore
+
+REDUCE = ("max", "sum", "squares")
+STRIDES = (1, 2, 4, 8, 16, 32, 64)
+DECODE_STRIDE = 32  # one of so many decode steps of a sequence costs under 3 % of them (bench/kernels/NOTES_EXTEND.md)
+
+
+@dataclass(frozen=True)
+class Observe:
+    """Which probabilities are collected, and how those of one forward become one number a token and KV head.
+
+    Queries: all new ones of a forward, or the last `window` of every request's. What a query pays its own token never
+    counts; with `skip` v neither does what it pays the v - 1 tokens before it (KV-Compress, equation 19: queries
+    i >= j + v), as far as those are still uncompressed, which a window of v tokens ensures.
+
+    Each probability is raised to `power` (1 or 2) and summed over queries; then the G query heads of a KV head are
+    reduced by `max`, `sum`, or `squares` (the sum of squares). Forwards add up.
+
+    Sampling: of those queries, only the ones whose position i has (i + 1) % s == 0 are looked at, and each counts s
+    times. s is `stride` in a prompt and `decode_stride` while generating. So it is decided by the sequence alone, sums
+    keep their expectation, and a block's last token always observes the block. Both are powers of two up to 64, which
+    divide every block, and `stride` divides the window. ValueError for other values.
+    """
+
+    window: int | None = None
+    reduce: str = "max"
+    power: int = 1
+    skip: int = 0
+    stride: int = 1
+    decode_stride: int = DECODE_STRIDE
+
+    def __post_init__(self) -> None:
+        known = self.reduce in REDUCE and self.power in (1, 2)
+        if not known or self.skip < 0 or (self.window is not None and self.window < 1):
+            raise ValueError(
+                f"attention is collected from 1 query or more, to the power 1 or 2, and reduced by {', '.join(REDUCE)}"
+            )
+        if any(s not in STRIDES for s in (self.stride, self.decode_stride)) or (self.window or 0) % self.stride:
+            raise ValueError(
+                f"attention is collected from one query in {', '.join(map(str, STRIDES))}, and a window is a whole "
+                "number of such steps"
+            )
+
+    def raised(self, weights: torch.Tensor) -> torch.Tensor:
+        """Probabilities to the power, in place where that is not 1."""
+        return weights if self.power == 1 else weights.square_()
+
+    def reduced(self, received: torch.Tensor) -> torch.Tensor:
+        """`[H, G, S]` -> `[H, S]`."""
+        if self.reduce == "max":
+            return received.amax(1)
+        return (received if self.reduce == "sum" else received.square()).sum(1)
+
+    @property
+    def nearest(self) -> int:
+        """Tokens before a query's position, its own included, whose probability is left out."""
+        return max(1, self.skip)
+
+    def decoding(self, position: int) -> bool:
+        """Whether the decode step whose query stands at `position` is looked at."""
+        return (position + 1) % self.decode_stride == 0
+
+
+def observe_decode(
+    store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], observe: Observe
+) -> None:
+    """Add one query's probabilities, reduced as `observe` says; `weights` fp32 `[H, G, S]` a part.
+
+    What the query pays its own token, the last one, is left out.
+    """
+    for i, (part, w) in enumerate(zip(parts, weights)):
+        received = observe.reduced(w if observe.power == 1 else w.square()) * observe.decode_stride
+        if i == len(parts) - 1:
+            received[:, -observe.nearest :] = 0
+        part.add_scores(store, received)
+
+
+def observe_extend(
+    store: PageStore,
+    parts: list[Part],
+    sizes: list[int],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    valid: torch.Tensor | None,
+    scale: float,
+    logit_cap: float,
+    observe: Observe,
+) -> None:
+    """Add the column sums of the chosen queries' probabilities, reduced over the query heads of a KV head.
+
+    `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes` dense tokens of each part. The diagonal (a
+    token's attention to itself) is left out, and the diagonals below it that `observe.skip` names.
+    """
+    new, slots = q.shape[1], k.shape[1]
+    first = 0 if observe.window is None else max(0, new - observe.window)
+    plain = slots - sizes[-1]  # only the uncompressed part, the last, lies in sequence order, from a block's border on
+    offset = sizes[-1] - new + 1
+    step = max(1, MAX_ELEMENTS // (slots * q.shape[0]))
+    total = torch.zeros((k.shape[0], q.shape[0] // k.shape[0], slots), device=q.device)
+    for at in range(first, new, step):
+        rows = min(step, new - at)
+        w = query_weights(q, k, valid, at, rows, scale, logit_cap)
+        for back in range(observe.nearest):
+            w[..., plain:].diagonal(sizes[-1] - new + at - back, dim1=-2, dim2=-1).zero_()
+        sampled = (torch.arange(at, at + rows, device=w.device) + offset) % observe.stride == 0
+        total += observe.raised(w[:, :, sampled]).sum(-2)
+    for part, received in zip(parts, (observe.reduced(total) * observe.stride).split(sizes, -1)):
+        part.add_scores(store, received)
+
+
+def note_observers(
+    store: PageStore,
+    row_blocks: torch.Tensor,
+    prefix_lens: list[int] | torch.Tensor,
+    extend_lens: list[int] | torch.Tensor,
+    window: int | None,
+    stride: int = 1,
+) -> None:
+    """Once a forward: observed[block] += observing queries that stand behind the block's last token.
+
+    `row_blocks[B, NB]` block ids, `prefix_lens[B]`, `extend_lens[B]` (1 each in decode). One query in `stride` is
+    looked at and counts for all.
+    """
+    prefix, new = (torch.as_tensor(x, device=store.device).long().unsqueeze(1) for x in (prefix_lens, extend_lens))
+    end = prefix + new
+    first = prefix if window is None else torch.maximum(prefix, end - window)
+    p = store.layout.block_tokens
+    behind = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
+    count = (end // stride - torch.maximum(first, behind) // stride).clamp_(min=0) * stride
+    store.observed.index_add_(0, row_blocks.long().flatten(), count.flatten().to(torch.int32))
+
+
+def significance(
+    store: PageStore, blocks: torch.Tensor, window: int | None = None, rung: int | None = None, stride: int = 1
+) -> torch.Tensor:
+    """Mean attention that each token of full `blocks[n]` received, fp32 `[n, L, H, P]` in token order.
+
+    Score over observing queries: those behind the block and, when all queries observe, those of the P-1-j later ones of
+    the block itself that a prompt's `stride` takes. Give `rung` when all blocks share a known one: then nothing is
+    read on the host.
+    """
+    p = store.layout.block_tokens
+    observers = store.observed[blocks].view(-1, 1, 1, 1).float()
+    if window is None:
+        behind = torch.arange(1, p + 1, device=store.device)
+        observers = observers + (p // stride - behind // stride) * stride
+    return block_scores(store, blocks, rung) / observers.clamp(min=1)

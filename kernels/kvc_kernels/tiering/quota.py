@@ -1,0 +1,133 @@
+"""Plans: which token of which head is stored high (2), low (1) or pruned (0). Tensors int8 `[n, L, H, P]`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ..layout import PoolLayout
+from ..pages.tiers import HIGH, LOW, PRUNED
+
+
+def keep_all(n: int, layout: PoolLayout, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Tiers int8 `[n, L, H, P]` that keep every token high: for rungs that only quantise."""
+    shape = (n, layout.layers, layout.heads, layout.block_tokens)
+    return torch.full(shape, HIGH, dtype=torch.int8, device=device)
+
+
+def _ranks(values: torch.Tensor, member: torch.Tensor | None = None) -> torch.Tensor:
+    """Rank along the last dim, best value first, equal values by position; non-members behind all members."""
+    if member is not None:
+        values = values.masked_fill(~member, -torch.inf)
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    place = torch.arange(values.shape[-1], device=values.device).expand(order.shape)
+    return torch.empty_like(order).scatter_(-1, order, place)
+
+
+def quota(
+    scores: torch.Tensor,
+    pages: int | Sequence[int],
+    page_tokens: int,
+    floor_pages: int | Sequence[int] = 1,
+) -> torch.Tensor:
+    """Tiers int8 `[n, L, H, P]` (2 or 0) with exactly `pages` pages of `page_tokens` tokens kept per block.
+
+    `scores` fp32 `[n, L, H, P]`, higher is kept. A token that is no longer stored should come as -inf: its head takes
+    it last, only to fill the pages that it was given, and `compact` leaves it out. Heads compete in units of pages
+    (KV-Compress, section 4.2): a head's tokens are sorted by score (ties by position), page j is its tokens
+    j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, the rest go to the
+    pages worth most, ties by (layer, head, page).
+
+    Who competes with whom: with one number all heads of all layers; with L numbers the heads of each layer, for that
+    layer's pages; with L * H numbers (layer by layer) nobody: each head keeps that many. `floor_pages` is one number,
+    or one for each of these groups. ValueError when a group's pages are less than its floors or more than it has.
+    """
+    n, layers, heads, tokens = scores.shape
+    per_head = -(-tokens // page_tokens)
+    shares = [pages] if isinstance(pages, int) else list(pages)
+    floors = [floor_pages] * len(shares) if isinstance(floor_pages, int) else list(floor_pages)
+    floors = [min(f, per_head) for f in floors]
+    if len(shares) not in (1, layers, layers * heads) or len(floors) != len(shares):
+        raise ValueError(f"{len(shares)} quotas and {len(floors)} floors for {layers} layers of {heads} heads")
+    members = layers * heads // len(shares)
+    for share, floor in zip(shares, floors):
+        if not members * floor <= share <= members * per_head:
+            where = "this block" if len(shares) == 1 else f"{members} of its heads"
+            least, most = members * floor, members * per_head
+            raise ValueError(f"a quota of {share} pages is not within {least}..{most} for {where}")
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    worth = ranked[..., ::page_tokens].reshape(n, len(shares), members * per_head)
+    share, floor = (_column(tuple(x), scores.device) for x in (shares, floors))
+    # A head's pages are worth less and less, and ties go to the lower page: those chosen are always a prefix.
+    page = torch.arange(members * per_head, device=scores.device) % per_head
+    won = _ranks_behind(worth, (page < floor).expand(worth.shape)) < share
+    kept = (won.view(n, layers, heads, per_head).sum(-1) * page_tokens).unsqueeze(-1)
+    place = torch.arange(tokens, device=scores.device)
+    tiers = torch.where(place < kept, HIGH, PRUNED).to(torch.int8)
+    return torch.empty_like(tiers).scatter_(-1, order, tiers)
+
+
+@functools.lru_cache(maxsize=64)
+def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 `[1, groups, 1]`; kept, because a copy to the device for every plan would be one too many."""
+    return torch.tensor(numbers, device=device).view(1, -1, 1)
+
+
+def _ranks_behind(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Rank along the last dim: those of bool `first`, then the others, each best value first."""
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    behind = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
+    order = order.gather(-1, behind)
+    place = torch.arange(values.shape[-1], device=values.device).expand(order.shape)
+    return torch.empty_like(order).scatter_(-1, order, place)
+
+
+def _tier_pages(tiers: torch.Tensor, high_tokens: int, low_tokens: int) -> torch.Tensor:
+    """Pages `[n, L, H]` that tiers `[n, L, H, P]` need."""
+    high, low = (tiers == HIGH).sum(-1), (tiers == LOW).sum(-1)
+    return (high + high_tokens - 1) // high_tokens + (low + low_tokens - 1) // low_tokens
+
+
+def threshold(
+    significance: torch.Tensor,
+    divisor: torch.Tensor,
+    alpha_high: float,
+    alpha_low: float,
+    ceiling: torch.Tensor,
+    high_tokens: int,
+    low_tokens: int,
+    max_pages: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Tiers int8 `[n, L, H, P]` by LeanKV's thresholds (section 4 and Algorithm 1), rounded to whole pages.
+
+    `significance` fp32 `[n, L, H, P]`, `divisor` fp32 `[n, P]` (token position i in the prompt phase, sequence length N
+    while generating): high if significance >= alpha_high / divisor, low if >= alpha_low / divisor, else pruned, and
+    never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
+
+    Then what the last pages have left is filled, which costs no byte: the last high page with the best of the tokens
+    below that are still stored high (the low ones come first, then pruned ones), the last low page with the best pruned
+    ones that are still stored. Best is what comes closest to its threshold, significance * divisor, ties by position.
+    `high_tokens`, `low_tokens`: tokens a page of each tier.
+
+    Where a head would then take more than `max_pages` `[n, L, H]` (only when a low page holds fewer tokens than a high
+    one) it stays at its ceiling, or keeps its best high tokens when that does not fit either.
+    """
+    by_token = divisor[:, None, None, :]
+    tiers = (significance >= alpha_low / by_token).to(torch.int8)
+    tiers = torch.where(significance >= alpha_high / by_token, HIGH, tiers).to(torch.int8)
+    tiers = torch.minimum(tiers, ceiling)
+    closeness = significance * by_token
+    for tier, page_tokens in ((HIGH, high_tokens), (LOW, low_tokens)):
+        room = (-(tiers == tier).sum(-1, keepdim=True)) % page_tokens
+        candidate = (tiers < tier) & (ceiling >= tier)
+        fill = candidate & (_ranks(closeness, candidate) < room)
+        tiers = torch.where(fill, tier, tiers).to(torch.int8)
+    if max_pages is not None:
+        limit = max_pages.to(torch.int64)
+        tiers = torch.where((_tier_pages(tiers, high_tokens, low_tokens) > limit).unsqueeze(-1), ceiling, tiers)
+        best = (ceiling == HIGH) & (_ranks(closeness, ceiling == HIGH) < (limit * high_tokens).unsqueeze(-1))
+        over = (_tier_pages(tiers, high_tokens, low_tokens) > limit).unsqueeze(-1)
+        tiers = torch.where(over, best.to(torch.int8) * HIGH, tiers)
+    return tiers

@@ -1,0 +1,52 @@
+"""LeanKV's plan of whole blocks, from what the pages hold: received attention, present tiers, pages in use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..layout import Rung
+from ..pages.dense import block_tiers
+from ..pages.reference import block_head_pages
+from ..scores.reference import Observe, significance
+from ..store import PageStore
+from .quota import threshold
+
+
+class Thresholds(NamedTuple):
+    """High from alpha `high` on, low from `low` on, in times the mean of i tokens: see `quota.threshold`."""
+
+    high: float
+    low: float
+
+
+def plan_thresholds(
+    store: PageStore,
+    blocks: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    alpha: Thresholds,
+    observe: Observe,
+    *,
+    from_rung: int,
+    to: Rung,
+) -> torch.Tensor:
+    """Tiers int8 `[n, L, H, P]` of `blocks[n]`, all at `from_rung`, for rung `to`.
+
+    `starts[n]`: position of each block's first token; `lengths[n]`: length N of the sequence, or 0: each token is
+    measured against its position then. Reads nothing on the host.
+    """
+    layout = store.layout
+    positions = (starts[:, None] + torch.arange(layout.block_tokens, device=starts.device)).float()
+    n_tokens = lengths[:, None].float()
+    return threshold(
+        significance(store, blocks, observe.window, from_rung, observe.stride),
+        torch.where(n_tokens > 0, n_tokens, positions + 1),
+        alpha.high,
+        alpha.low,
+        block_tiers(store, blocks, from_rung),
+        layout.page(to.high).tokens,
+        layout.page(to.low).tokens,
+        block_head_pages(store, blocks),
+    )

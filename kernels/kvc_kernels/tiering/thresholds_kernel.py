@@ -1,0 +1,155 @@
+"""`plan_thresholds` in one launch: a warp plans a head of a block, and nothing is sorted.
+
+In plain torch a plan is some 120 launches for uncompressed blocks and 240 for packed ones, most of them for a few
+kilobytes; in a decode step of 8 ms that is what a compaction would cost.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import BF16, Rung
+from ..scores.reference import Observe
+from ..store import PageStore
+from .thresholds import Thresholds
+
+CHUNK = 8  # slots that are matched with tokens at a time
+WARPS = 1
+
+
+@triton.jit
+def _tier_evidence(
+    score, ceiling, t, pages, row_table, n, TIER: tl.constexpr, page_bytes: tl.constexpr, E: tl.constexpr,
+    T: tl.constexpr, SOFF: tl.constexpr, POFF: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Scores and tiers `[PP]` of the tokens t that the tier's n slots hold, added to those of the other tier."""
+    for s0 in range(0, n, CHUNK):
+        i = s0 + tl.arange(0, CHUNK)
+        held = i < n
+        entry = i // T if TIER == 2 else E - 1 - i // T
+        page = tl.load(row_table + entry, mask=held, other=0).to(tl.int64) * page_bytes
+        token = tl.load((pages + page + POFF).to(tl.pointer_type(tl.int16)) + i % T, mask=held, other=-1).to(tl.int32)
+        got = tl.load((pages + page + SOFF).to(tl.pointer_type(tl.float32)) + i % T, mask=held, other=0.0)
+        mine = (token[None, :] == t[:, None]) & held[None, :]
+        # One slot at most holds a token, so the sum is its score to the last bit.
+        score += tl.sum(tl.where(mine, got[None, :], 0.0), 1)
+        ceiling = tl.maximum(ceiling, tl.max(tl.where(mine, TIER, 0), 1))
+    return score, ceiling
+
+
+@triton.jit
+def _best(close, member, room):
+    """The `room` best members `[PP]`, equals by position; all where there are fewer.
+
+    The worst of them is found bit by bit, for floats from 0 on are ordered as their bits are: 31 counts by one warp,
+    and no register for a pair of tokens, of which there would be P * P.
+    """
+    key = tl.where(member, close.to(tl.int32, bitcast=True), -1)
+    worst = room * 0
+    for step in range(31):
+        higher = worst | (1 << (30 - step))
+        worst = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= room, higher, worst)
+    above = key > worst
+    equal = (key == worst).to(tl.int32)
+    left = room - tl.sum(above.to(tl.int32), 0)
+    return above | ((equal == 1) & (tl.cumsum(equal, 0) <= left))
+
+
+@triton.jit
+def _filled(tiers, ceiling, close, TIER: tl.constexpr, T: tl.constexpr):
+    """What the last page of a tier has left goes to the best of the tokens below that may have it."""
+    room = (T - tl.sum((tiers == TIER).to(tl.int32), 0) % T) % T
+    candidate = (tiers < TIER) & (ceiling >= TIER)
+    return tl.where(_best(close, candidate, room), TIER, tiers)
+
+
+@triton.jit
+def _pages(tiers, HIGH: tl.constexpr, LOW: tl.constexpr):
+    high, low = tl.sum((tiers == 2).to(tl.int32), 0), tl.sum((tiers == 1).to(tl.int32), 0)
+    return (high + HIGH - 1) // HIGH + (low + LOW - 1) // LOW
+
+
+@triton.jit
+def thresholds_kernel(
+    pages, table, counts, observed, blocks, starts, lengths, out, alpha_high, alpha_low,
+    LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, page_bytes: tl.constexpr,
+    SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, WITHIN: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """grid (n * LH,). out int8 `[n, LH, P]`. SOURCE: (tokens a page, offset of scores, of positions) of each tier of
+    the blocks, the last -1 where they are uncompressed. HIGH, LOW: tokens a page afterwards. WITHIN: stride of the
+    queries of the block itself that observed it, 0: none did.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.load(blocks + row // LH).to(tl.int64)
+    head = block * LH + row % LH
+    t = tl.arange(0, PP)
+    inside = t < P
+    row_table = table + head * E
+    if SOURCE[0][2] < 0:
+        page = tl.load(row_table + t // SOURCE[0][0], mask=inside, other=0).to(tl.int64) * page_bytes
+        at = (pages + page + SOURCE[0][1]).to(tl.pointer_type(tl.float32)) + t % SOURCE[0][0]
+        score = tl.load(at, mask=inside, other=0.0)
+        ceiling = tl.where(inside, 2, 0)
+        limit = tl.full([], E, tl.int32)
+    else:
+        score = tl.zeros([PP], tl.float32)
+        ceiling = tl.zeros([PP], tl.int32)
+        limit = tl.zeros([], tl.int32)
+        for a in tl.static_range(len(SOURCE)):
+            n = tl.load(counts + head * 2 + a).to(tl.int32)
+            limit += (n + SOURCE[a][0] - 1) // SOURCE[a][0]
+            score, ceiling = _tier_evidence(
+                score, ceiling, t, pages, row_table, n, 2 - a, page_bytes, E, SOURCE[a][0], SOURCE[a][1],
+                SOURCE[a][2], CHUNK,
+            )
+    observers = tl.load(observed + block) + tl.zeros([PP], tl.int32)
+    if WITHIN > 0:
+        observers += (P // WITHIN - (t + 1) // WITHIN) * WITHIN
+    # Divisions as IEEE has them, so that a plan is the same on every device.
+    mean = tl.div_rn(score, tl.maximum(observers.to(tl.float32), 1.0))
+    length = tl.load(lengths + row // LH)
+    position = (tl.load(starts + row // LH) + t).to(tl.float32) + 1.0
+    divisor = tl.where(length > 0, length.to(tl.float32), position)
+    share = tl.div_rn(tl.full([PP], 1.0, tl.float32), divisor)
+    tiers = tl.where(mean >= share * alpha_high, 2, tl.where(mean >= share * alpha_low, 1, 0))
+    tiers = tl.minimum(tiers, ceiling)
+    close = mean * divisor
+    tiers = _filled(tiers, ceiling, close, 2, HIGH)
+    tiers = _filled(tiers, ceiling, close, 1, LOW)
+    if _pages(tiers, HIGH, LOW) > limit:
+        tiers = ceiling
+        if _pages(tiers, HIGH, LOW) > limit:
+            tiers = tl.where(_best(close, ceiling == 2, limit * HIGH), 2, 0)
+    tl.store(out + row * P + t, tiers.to(tl.int8), mask=inside)
+
+
+def _source(store: PageStore, rung: Rung) -> tuple[tuple[int, int, int], ...]:
+    formats = [f for f in (rung.high, rung.low) if f is not None]
+    pages = [store.layout.page(f) for f in formats]
+    return tuple((p.tokens, p.offset("scores"), -1 if p.format == BF16 else p.offset("positions")) for p in pages)
+
+
+def plan_thresholds_triton(
+    store: PageStore,
+    blocks: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    alpha: Thresholds,
+    observe: Observe,
+    *,
+    from_rung: int,
+    to: Rung,
+) -> torch.Tensor:
+    layout, n = store.layout, blocks.numel()
+    out = torch.empty((n, layout.layers, layout.heads, layout.block_tokens), dtype=torch.int8, device=store.device)
+    rows, p = layout.layers * layout.heads, layout.block_tokens
+    if n:
+        thresholds_kernel[(n * rows,)](
+            store.pages, store.table, store.counts, store.observed, blocks, starts, lengths, out, float(alpha.high),
+            float(alpha.low), rows, layout.head_pages_bf16, p, triton.next_power_of_2(p), layout.page_bytes,
+            _source(store, store.ladder[from_rung]), layout.page(to.high).tokens, layout.page(to.low).tokens,
+            observe.stride if observe.window is None else 0, CHUNK, num_warps=WARPS,
+        )  # fmt: skip
+    return out
