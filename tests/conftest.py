@@ -1,10 +1,18 @@
-"""For all tests: no test draws different numbers from one run to the next, and none has a deadline."""
+"""Rules for all tests: fixed random numbers, no deadlines, and one process either with Triton's interpreter or without.
+
+Triton reads TRITON_INTERPRET when a kernel is defined. Files named `test_interpret*.py` need it, all other tests must
+not see it. A pytest run therefore takes one kind and leaves out the other. It takes the interpreter tests when it is
+told `-m interpreter`, when all paths on its command line name such files, or when TRITON_INTERPRET=1 is set already.
+"""
 
 import os
 import random
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 
@@ -13,14 +21,53 @@ settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
 
-if not torch.cuda.is_available():
-    # pytest's command line has no --kv-backend, by which the platform for CPUs would know that it is wanted.
-    os.environ.setdefault("SGLANG_PLATFORM", "kvc_cpu")
+
+def pytest_configure(config):
+    named, expression = [a.partition("::")[0] for a in config.args], config.option.markexpr
+    interpreted = [name for name in named if needs_interpreter(name)]
+    plain = [name for name in named if name.endswith(".py") and name not in interpreted]
+    if expression == "interpreter" or (not expression and interpreted and interpreted == named):
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif interpreter() and plain:
+        raise pytest.UsageError(f"{plain[0]} runs without Triton's interpreter; unset TRITON_INTERPRET")
+    elif not interpreter() and not expression and interpreted:
+        raise pytest.UsageError(f"{interpreted[0]} needs Triton's interpreter, other paths do not; run it by itself")
+    if interpreter():
+        if "triton" in sys.modules:
+            raise pytest.UsageError("a plugin imported triton too early; set TRITON_INTERPRET=1")
+        os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+        torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS
+    if not torch.cuda.is_available():
+        # pytest's command line has no --kv-backend, by which the platform for CPUs would know that it is wanted.
+        os.environ.setdefault("SGLANG_PLATFORM", "kvc_cpu")
+
+
+def interpreter() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def needs_interpreter(path: str | Path) -> bool:
+    name = Path(path).name
+    return name.startswith("test_interpret") and name.endswith(".py")
+
+
+def pytest_report_header():
+    if interpreter():
+        return "Triton's interpreter: on; only files test_interpret*.py are collected"
+    return "Triton's interpreter: off; files test_interpret*.py are left out (run them with: -m interpreter)"
+
+
+def pytest_ignore_collect(collection_path):
+    if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        return True if needs_interpreter(collection_path) != interpreter() else None
 
 
 def pytest_collection_modifyitems(items):
-    """The longest single test begins early, so that it is not what all wait for at the end."""
-    items.sort(key=lambda item: "test_ops_triton.py" not in item.nodeid)
+    """Mark interpreter tests, and begin with what takes long, so that no worker waits for it at the end."""
+    for item in items:
+        if needs_interpreter(item.path):
+            item.add_marker(pytest.mark.interpreter)
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("server", "slow")))
 
 
 def pytest_runtest_setup(item):

@@ -16,7 +16,7 @@ from bench.revision import RESULTS as ALL_RESULTS
 from bench.revision import card, commit
 from kvc_kernels import layout
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
-from kvc_kernels.testing import random_store
+from tests.support.random_store import random_store
 
 RESULTS = ALL_RESULTS / "kernels"
 

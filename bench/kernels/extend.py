@@ -172,7 +172,7 @@ def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: boo
 
 def reference(store, q, k, v, rows, prefix: int) -> torch.Tensor:
     """float64 `[N, Hq, D]` on the GPU."""
-    from kvc_kernels.testing import dense_head
+    from tests.support.random_store import dense_head
 
     new, p, out = q.shape[0], store.layout.block_tokens, []
     for h in range(HEADS):
@@ -209,7 +209,7 @@ def collecting(tokens: int) -> list[dict]:
     """What adding up received attention costs in a prompt of `tokens`, beside one layer's prefill."""
     from kvc_kernels.layout import PoolLayout
     from kvc_kernels.scores.prefill_kernel import ReceivedAttention
-    from kvc_kernels.testing import random_store
+    from tests.support.random_store import random_store
 
     from . import layer
 
@@ -235,7 +235,7 @@ def observed_step(batch: int, tokens: int):
     """(store, blocks `[B, NB]`, lengths `[B]`, queries) of a decode step of `batch` requests of about `tokens` in k4v4,
     all with their own length."""
     from kvc_kernels.layout import PoolLayout
-    from kvc_kernels.testing import random_store
+    from tests.support.random_store import random_store
 
     base = Workload("k4v4", block_tokens=128)
     page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, key_mode="channel", scored=True, whole=True)

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 import torch
 
 from kvc_kernels.decode.attention import DecodeAttention, Tuning
-from kvc_kernels.testing import reference_decode
+from tests.support.random_store import reference_decode
 
 from .common import RESULTS, Budget, Results, Workload, copy_bandwidth, page_bytes_for, time_graph
 

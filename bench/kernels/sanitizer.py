@@ -1,6 +1,6 @@
 """compute-sanitizer over the kernel tests, test by test: memcheck and racecheck.
 
-    python -m bench.kernels.sanitizer [--tools memcheck,racecheck] [--seconds 540] [--jobs 16] [--again] [tests/gpu/..]
+    python -m bench.kernels.sanitizer [--tools memcheck,racecheck] [--seconds 540] [--jobs 16] [--again] [tests/..]
 
 Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
 watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
@@ -39,7 +39,8 @@ KERNELS = ROOT / "kernels" / "kvc_kernels"
 PLANTED = Path(__file__).with_name("planted.py")
 CHUNK = 6  # tests a process, at most: enough to share what is imported and compiled
 # Each compiles every kernel and takes minutes under a tool: last, they would not end.
-LONGEST = ("tests/gpu/test_warm_up_gpu.py", "tests/gpu/test_runtime_gpu.py", "tests/gpu/test_stored_gpu.py")
+FAKE_QUANT = "tests/kernels/extend/test_gpu_fake_quant.py"
+LONGEST = ("tests/engine/test_gpu_warm_up.py", "tests/runtime/test_gpu.py", FAKE_QUANT)
 REPEATS = "8"  # of what tests launch again and again, to see whether it ever differs: a tool looks at each launch
 LEAST_SECONDS = 45  # of a process that is worth starting
 TOOLS = ("memcheck", "racecheck")
@@ -53,8 +54,8 @@ def kernel_names() -> list[str]:
 
 
 def collect(paths: list[str]) -> list[str]:
-    """Ids of the tests in `paths`."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *paths]
+    """Ids of the GPU tests in `paths`."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *paths]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [line for line in out.splitlines() if "::" in line]
 
@@ -162,7 +163,7 @@ def scores(rows: list[dict], tests: int) -> dict[str, tuple[float, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", default=["tests/gpu"])
+    parser.add_argument("paths", nargs="*", default=["tests"])
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")

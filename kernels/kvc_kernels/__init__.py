@@ -13,5 +13,4 @@ Triton kernel of the same signature stands beside it where there is one.
 * `extend/`: attention of new tokens over a cached prefix; `cuda/` has the CUDA C++ kernel for Hopper.
 * `scores/`: attention scores per cached token.
 * `tiering/`: tokens to tiers, by importance, quota or threshold.
-* `testing.py`: checks of the layout, written apart from the operations.
 """

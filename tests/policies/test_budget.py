@@ -16,8 +16,8 @@ from sglang_kvc.calibration.tensors import check_shapes, load
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import Prune, make_policy
 from sglang_kvc.policies.budget import Budget, smaller, token_bytes
+from tests.options.conftest import one_sentence
 
-from ..shell.conftest import one_sentence
 from .support import D, H, L, P, World, statistics
 
 LAYOUT = PoolLayout(4, 2, 64, 128, 2304)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvc_kernels import ops
-
-from ..ops.test_attention import dense, reference, request
+from tests.kernels.common.test_attention_reference import dense, reference, request
 
 
 @pytest.mark.parametrize("skip", [0, 1, 10])

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvc_kernels import ops
 from sglang_kvc.policies import SHARES
-
-from ..ops.test_plan import slow_quota
+from tests.kernels.tiering.test_reference import slow_quota
 
 T = 16
 

@@ -21,7 +21,8 @@ from kvc_kernels.ops import Observe
 from sglang_kvc.cache import op_queue
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release
-from tests.runtime.model import P, ToyServer
+
+from .model import P, ToyServer
 
 
 def prompt(i: int) -> list[int]:

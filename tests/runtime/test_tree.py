@@ -10,7 +10,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.options.request_quality import LOSSLESS, names
-from tests.runtime.model import P, ToyServer
+
+from .model import P, ToyServer
 
 PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks that prompts are put together from
 

@@ -1,0 +1,107 @@
+"""The sanitizer's bench: which kernels it watches, how it reads what the tool says, and that silence does not count."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from bench.kernels import sanitizer
+from bench.revision import ROOT
+
+LOG = f"""========= COMPUTE-SANITIZER
+============================= test session starts ==============================
+collecting ... collected 5 items
+
+tests/gpu/test_a.py::test_one[x y-1] PASSED [ 20%]
+tests/gpu/test_a.py::test_two ========= Error: Race reported between Write access at extend+0x10
+=========     and Read access at extend+0x20 [192 hazards]
+=========
+========= Error: Race reported between Write access at join+0x30
+=========     and Write access at join+0x40 [32 hazards]
+FAILED [ 40%]
+tests/gpu/test_a.py::test_three ========= Invalid __global__ write of size 4 bytes
+=========     at extend+0x10
+PASSED [ 60%]
+tests/gpu/test_a.py::test_four SKIPPED (needs a CUDA device) [ 80%]
+tests/gpu/test_a.py::test_five FAILED [100%]
+
+=================================== FAILURES ===================================
+{ROOT}/tests/gpu/test_a.py:31: AssertionError: assert tensor(0.8) < 0.03
+/somewhere/torch/random.py:9: RuntimeError: CUDA error
+tests/gpu/test_a.py::test_one[x y-1]
+FAILED tests/gpu/test_a.py::test_one[x y-1]
+=================== 2 failed, 2 passed, 1 skipped in 9.0s ======================
+"""
+
+
+def test_every_kernel_that_is_launched_is_watched():
+    names, launched = sanitizer.kernel_names(), set()
+    for path in (ROOT / "kernels").rglob("*.py"):
+        text = path.read_text()
+        jits = set(re.findall(r"^def (\w+)\(", text, re.M))
+        launched |= {n for n in re.findall(r"\b(\w+)\[[^\n]*\]\(", text) if n in jits}
+    assert len(launched) > 15 and launched <= set(names)
+    assert {"extend", "join", "decode_kernel", "merge_kernel"} <= set(names)
+
+
+def test_reading():
+    rows = sanitizer.read_log(LOG)
+    assert [(r["test"].split("::")[1], r["outcome"], r["errors"]) for r in rows] == [
+        ("test_one[x y-1]", "passed", 0), ("test_two", "failed", 2), ("test_three", "passed", 1),
+        ("test_four", "skipped", 0), ("test_five", "failed", 0),
+    ]  # fmt: skip
+    assert rows[1]["first"][1].startswith("Error: Race reported between Write access at join")
+    whys = {r["test"].split("::")[1]: r["why"] for r in rows if "why" in r}
+    assert whys["test_two"] == "tests/gpu/test_a.py:31: AssertionError: assert tensor(0.8) < 0.03"
+    assert whys["test_five"].endswith("random.py:9: RuntimeError: CUDA error") and len(whys) == 2
+    cut_off = LOG[: LOG.index("FAILED [ 40%]")]  # a test that did not end says nothing
+    assert [r["test"].split("::")[1] for r in sanitizer.read_log(cut_off)] == ["test_one[x y-1]"]
+    found = sanitizer.scores([r | dict(tool="memcheck") for r in rows], 9)
+    assert found == {"sanitizer.memcheck": (3, "errors in 4 of 9 kernel tests, 1 failed by value")}
+
+
+def test_chunks_leave_no_job_idle():
+    ids = [f"tests/gpu/test_{f}.py::test_{i}" for f in "ab" for i in range(7)]
+    todo = [(tool, test) for test in ids for tool in ("memcheck", "racecheck")]
+    for jobs, most in ((2, 6), (8, 3), (100, 1)):
+        made = sanitizer.chunks(todo, jobs)
+        assert sorted((tool, t) for tool, some in made for t in some) == sorted(todo)
+        assert max(len(some) for _, some in made) == most
+        assert all(len({sanitizer.file_of(t) for t in some}) == 1 for _, some in made)
+        assert made[0] == ("racecheck", ids[:most])
+    slow = [("memcheck", f"{sanitizer.LONGEST[1]}::test_{i}") for i in range(2)]
+    slow.append(("racecheck", f"{sanitizer.LONGEST[0]}::test_0"))
+    made = sanitizer.chunks(todo + slow, 2)
+    assert made[:3] == [(tool, [test]) for tool, test in (slow[2], slow[0], slow[1])] and len(made[3][1]) == 6
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_tool_that_sees_nothing_does_not_count(sees, tmp_path):
+    """With a tool that runs what it is given and says that there was an error, or none, whatever was planted."""
+    tool, out = tmp_path / "compute-sanitizer", tmp_path / "out.json"
+    said = "ERROR SUMMARY: 1 error" if sees else "ERROR SUMMARY: 0 errors"
+    tool.write_text(f'#!/bin/sh\nwhile [ "$1" != "{sys.executable}" ]; do shift; done\n"$@"\necho "========= {said}"\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    command = [sys.executable, "-m", "bench.kernels.sanitizer", "--tools", "memcheck", "--jobs", "1"]
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    command += ["--out", str(out), "tests/calibration/test_gpu.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == (0 if sees else 1), done.stdout + done.stderr
+    if sees:
+        rows = json.loads(out.read_text())["rows"]
+        assert [r["outcome"] for r in rows] == ["skipped"] and rows[0]["tool"] == "memcheck"
+        # Again: what was run stays, where kernels and tests are the same.
+        earlier = [rows[0] | {"date": "kept"}, rows[0] | {"test": "tests/gpu/test_x.py::test_gone"}]
+        out.write_text(json.dumps({"rows": earlier}))
+        assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
+        assert json.loads(out.read_text())["rows"] == earlier[:1]
+        for changed in ({"sources": "older"}, {"errors": 1}):
+            out.write_text(json.dumps({"rows": [earlier[0] | changed]}))
+            assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
+            assert json.loads(out.read_text())["rows"] == rows
+    else:
+        assert "nothing it says counts" in done.stdout and not out.exists()

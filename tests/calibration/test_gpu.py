@@ -1,0 +1,24 @@
+"""A calibration on the GPU finds what it finds on the CPU."""
+
+import pytest
+import torch
+
+from .conftest import BLOCK, make_ids, make_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_both_devices_agree():
+    from sglang_kvc.calibration.measure.passes import calibrate
+
+    there = calibrate(make_model().cuda(), make_ids().cuda(), block=BLOCK)
+    here = calibrate(make_model(), make_ids(), block=BLOCK)
+    assert there.settings["device"] == "cuda"
+    for name, x in here.tensors.items():
+        torch.testing.assert_close(there.tensors[name], x, rtol=0.02, atol=0.02)
+    for a, b in zip(there.formats, here.formats):
+        assert (a.format, a.key_mode, a.token_bytes) == (b.format, b.key_mode, b.token_bytes)
+        assert a.difference.kl_mean == pytest.approx(b.difference.kl_mean, rel=0.1, abs=1e-3)

@@ -1,0 +1,147 @@
+"""Serving compiles no kernel anew because a batch has another size or a view another address.
+
+Triton compiles a kernel once for each combination of what it specialises on: dtypes, constants, which integers are 1 or
+divide by 16, which addresses divide by 16. Here launches are not run, their combinations are counted.
+"""
+
+import pytest
+import sglang.srt.utils.common  # noqa: F401  changes triton, as in every server
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from kvc_kernels import ops
+from kvc_kernels.compact.launch import compact_triton
+from kvc_kernels.extend.attention import ExtendAttention
+from kvc_kernels.extend.merge_kernel import join
+from kvc_kernels.pages import kernel as ring_triton
+from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
+from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
+from sglang_kvc.engine.attention import Snapshot, TritonAttention
+from tests.support.pages import make_store, rungs
+
+P, HEADS = 32, 3
+BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernel name -> the combinations that it was launched with."""
+    seen, binders = {}, {}
+
+    def run(self, *args, grid, warmup, **options):
+        if self not in binders:
+            binders[self] = create_function_from_signature(self.signature, self.params, BACKEND)
+        _, combination, _ = binders[self](*args, **options)
+        seen.setdefault(self.__name__, set()).add(tuple(combination))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return seen
+
+
+def test_triton_is_as_in_a_server():
+    assert not isinstance(triton.next_power_of_2, type(triton.cdiv))  # SGLang's own, which no kernel may call
+
+
+def store(**options):
+    # Three heads and one layer: nothing divides by 16 by chance.
+    return make_store(rungs("k4v4"), heads=HEADS, head_dim=64, block_tokens=P, layers=1, blocks=40, **options)
+
+
+def once(launched, *names):
+    assert {n: len(launched[n]) for n in names} == dict.fromkeys(names, 1)
+
+
+def rows_of(requests, blocks):
+    return torch.zeros((requests, blocks), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("observe", [None, ops.Observe(window=8)])
+def test_decode(launched, observe):
+    engine = TritonAttention(
+        store(scored=observe is not None), observe, query_heads=HEADS * 3, max_batch=17, max_blocks=21
+    )
+    table, whole = torch.zeros((17, 21 * P), dtype=torch.int32), torch.ones(32, dtype=torch.int64)
+    for n in range(1, 17):
+        for at in (0, 1):  # a slice at an odd address
+            lens = [1 + 37 * i % (20 * P) for i in range(n)]
+            snap = engine.plan_decode(table, whole[at : at + n], whole[at : at + n], lens)
+            if observe:
+                engine.note(snap, None)
+            q, k = (torch.zeros((n, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
+            engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
+    names = ["_snapshot_kernel", "_split_kernel", "_items_kernel", "_append_kernel", "merge_kernel"]
+    names.append(engine.decoders[-1]._kernel.__name__)
+    once(launched, *names, *(["_step_kernel", "_list_kernel", "note_kernel"] if observe else []))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_extend(launched, stored):
+    mine = store()
+    fmt = rungs("k4v4")[1].high
+    op = ExtendAttention(mine, query_heads=HEADS * 3, dense="none", stored_as=fmt if stored else None)
+    for n in range(1, 7):
+        for blocks in (1, 2, 3, 16):
+            prefix, new = [max(0, P * (blocks - 1) - i) for i in range(n)], [1 + 3 * i % P for i in range(n)]
+            new[0] = 2 * P if stored else 5
+            op.plan(rows_of(n, blocks + 2), prefix, new)
+            q, k = (torch.zeros((sum(new), h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
+            op.run(0, q, k, k, scale=1.0)
+    once(launched, "_split_kernel", "_extend_kernel", *(["_stored_kernel"] if stored else []))
+
+
+def test_join_of_exact_and_staged(launched):
+    for n in range(1, 9):
+        (a, b), (x, y) = torch.zeros((2, n, 9, 64)), torch.zeros((2, n, 9))
+        join(a, x, b, y, a, x)
+    once(launched, "_join_kernel")
+
+
+def test_decode_and_extend_share_kernels(launched):
+    fmt = rungs("k4v4")[1].high
+    engine = TritonAttention(store(), None, fmt, query_heads=HEADS * 3, max_batch=17, max_blocks=21)
+    q, k = (torch.zeros((3, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
+    ones = torch.ones(3, dtype=torch.int64)
+    engine.plan_decode(torch.zeros((17, 21 * P), dtype=torch.int32), ones, ones, [1, 1, 1])
+    engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
+    for waiting in ([], [0]):
+        engine.plan_extend(
+            Snapshot(rows_of(1, 3), ones[:1], ones, ones.clone(), [P + 8], [P + 5], [3], waiting_cpu=[waiting])
+        )
+        engine.extend(0, q, k, k, scale=1.0, logit_cap=0.0)
+    once(launched, "_split_kernel", "_append_kernel")
+
+
+def test_pages_change_hands(launched):
+    mine = store()
+    for n in range(1, 18):
+        blocks = torch.arange(n)
+        ring_triton.take_bf16(mine, blocks)
+        ring_triton.release(mine, blocks)
+    once(launched, "_take_kernel", "_taken_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
+
+
+def test_compact(launched):
+    mine = store()
+    for n in range(1, 18):
+        compact_triton(mine, torch.arange(n), 1, ops.keep_all(n, mine.layout), from_rung=0)
+    once(launched, "pack_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
+
+
+def test_keydiff(launched):
+    mine = store()
+    for n in range(1, 18):
+        keydiff_blocks(mine, torch.arange(n))
+    once(launched, "keydiff_kernel")
+
+
+def test_plan_by_thresholds(launched):
+    mine, alpha = make_store(rungs("k8v4+k4v2"), head_dim=64, scored=True), ops.Thresholds(1.0, 0.02)
+    for n in range(1, 18):
+        blocks, starts, lengths = (torch.arange(n) for _ in range(3))
+        plan_thresholds_triton(
+            mine, blocks, starts, lengths, alpha, ops.Observe(), from_rung=1, to=mine.ladder[1]
+        )
+    once(launched, "thresholds_kernel")

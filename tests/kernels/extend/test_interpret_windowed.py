@@ -1,0 +1,221 @@
+"""Layers with a sliding window under the interpreter: decode against float64, extends against the torch reference."""
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.decode.attention import DecodeAttention, Tuning
+from kvc_kernels.decode.planner import DecodePlan
+from kvc_kernels.extend.windowed import WindowedExtend, cut
+from kvc_kernels.store import PageStore
+from sglang_kvc.engine.attention import Snapshot, TorchAttention, TritonAttention
+from tests.kernels.common.test_window_reference import NEW, PREFIX, ROWS, WAITING, P, error, queries, request_case
+from tests.support.decode import make_case, relative_error
+
+from .test_interpret_fake_quant import Dense
+
+BAR = 3e-3  # the output's bf16 rounding alone is 1.1e-3
+LENS = (193, 1, 128, 70)
+
+
+def decode(case, window, *, tile=32, columns=5, **kw):
+    store, q, rows, lens = case
+    op = DecodeAttention(
+        store, max_batch=len(lens) + 1, max_blocks=rows.shape[1] + 1, query_heads=q.shape[1],
+        tuning=Tuning(tile=tile), columns=columns, window=window,
+    )  # fmt: skip
+    op.plan(rows, lens)
+    out = torch.full_like(q, torch.nan)
+    kw["scale"] = q.shape[-1] ** -0.5
+    op.run(1, q, out=out, **kw)
+    return relative_error(out, store, 1, q, rows, lens, window=window, **kw)
+
+
+@pytest.mark.parametrize("window", [0, 1, 15, 31, 63, 64, 65, 100, 127, 191, 500])
+def test_decode_windows(window):
+    assert decode(make_case("k4v4", lens=LENS, whole=True), window) < BAR
+
+
+@pytest.mark.parametrize("names", [("k8v8",), ("k2v2",), ("k4v4", "k8v4"), ()])
+@pytest.mark.parametrize("key_mode", ["channel", "token"])
+def test_decode_formats(names, key_mode):
+    assert decode(make_case(*names, lens=LENS, key_mode=key_mode, whole=True, seed=3), 77) < BAR
+
+
+@pytest.mark.parametrize("tile, page", [(16, 2880), (64, 2880), (64, 1440)])
+def test_decode_tiles_and_pages_that_do_not_divide_each_other(tile, page):
+    for window in (20, 90):
+        assert decode(make_case("k4v4", lens=LENS, page_bytes=page, whole=True), window, tile=tile) < BAR
+
+
+@pytest.mark.parametrize("columns", [1, 2, 50])
+def test_decode_of_more_blocks_than_a_chunk(columns):
+    case = make_case("k4v4", lens=(40 * 16 + 3, 36 * 16), block_tokens=16, dtype=torch.float16, whole=True)
+    assert decode(case, 36 * 16 - 5, tile=16, columns=columns) < BAR
+
+
+def test_decode_with_capped_logits_and_a_head_dim_of_256():
+    assert decode(make_case("k4v4", lens=(150, 64), head_dim=256, heads=1, whole=True), 40, logit_cap=2.0) < BAR
+
+
+def test_decode_plan_lists_what_the_window_shows():
+    store, _, rows, _ = make_case("k4v4", "k4v2", lens=(64 * 9, 64 * 4, 64 * 7, 64), whole=True)
+    p, gen = store.layout.block_tokens, torch.Generator().manual_seed(1)
+    for window in (0, 63, 64, 200, 1000):
+        lens = torch.randint(0, p * rows.shape[1] + 1, (len(rows),), generator=gen).int()
+        plan = DecodePlan(store, len(rows) + 1, rows.shape[1] + 1, columns=7, window=window)
+        plan.update(store, rows, lens)
+        for b, row in enumerate(rows):
+            n, want = int(lens[b]), [[] for _ in plan.classes]
+            for j, block in enumerate(row[: -(-n // p)].tolist()):
+                seen = [t for t in range(j * p, min(n, j * p + p)) if t >= n - 1 - window]
+                for c in range(len(plan.classes)):
+                    if seen and int(plan.rung_classes[int(store.rung[block])]) >> c & 1:
+                        want[c].append((block, seen[0] - j * p, min(p, n - j * p)))
+            got = [plan.lists[b, c, : plan.sizes[b, c]].tolist() for c in range(len(plan.classes))]
+            assert [[(x >> 32, x >> 16 & 0xFFFF, x & 0xFFFF) for x in xs] for xs in got] == want
+
+
+class WindowedDense(Dense):
+    """Stands in for `StagedPrefill` with a window."""
+
+    def __init__(self, window):
+        self.window = window
+
+    def run(self, q, k, v, into, *, scale, logit_cap):
+        at = 0
+        for n, slots, last in self.runs:
+            keys, values = (x[slots].flatten(0, 1)[: (len(slots) - 1) * P + last] for x in (k, v))
+            seen = torch.ones(n, len(keys)).tril(len(keys) - n).triu(len(keys) - n - self.window).bool()
+            into[0][at : at + n] = self.attend(q[at : at + n], keys, values, seen, scale, logit_cap)[0]
+            at += n
+
+
+def extend(store, q, window, *, exact=None, stored=True, fake=False, cap=0.0, layer=1, **kw):
+    """(worst row's error against the torch reference, output) of one forward on poisoned slots."""
+    fmt = store.ladder[1].high if stored else None
+    op = WindowedExtend(store, query_heads=q.shape[1], window=window, stored_as=fmt, **kw)
+    if fake:
+        op.prefills = [WindowedDense(window) for _ in range(8)]
+    op.plan(ROWS, PREFIX, NEW, WAITING if stored else None, exact)
+    op.staged.k.fill_(torch.nan)
+    op.staged.v.fill_(torch.nan)
+    out = op.run(layer, q, scale=0.125, logit_cap=cap)
+    seen = [None if exact and exact[r] else fmt for r in range(len(NEW))]
+    want = ops.extend_attention(
+        store, layer, q, ROWS, PREFIX, NEW, scale=0.125, logit_cap=cap, stored_as=seen, window=window
+    )
+    return error(out, want.double()), out
+
+
+@pytest.mark.parametrize("window", [0, 1, 20, 31, 32, 50, 70, 1000])
+@pytest.mark.parametrize("fake", [False, True])
+def test_extend_windows(window, fake):
+    assert extend(request_case(), queries(4), window, fake=fake)[0] < 0.02
+
+
+@pytest.mark.parametrize(
+    "spec, mode, group, dtype",
+    [
+        ("k8v4", "token", 7, torch.bfloat16),
+        ("k2v2", "channel", 1, torch.float16),
+        ("k4v2", "channel", 3, torch.bfloat16),
+    ],
+)
+def test_extend_formats(spec, mode, group, dtype):
+    store = request_case(spec, mode, dtype)
+    assert extend(store, queries(group, dtype), 45, cap=20.0)[0] < 0.02
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_extend_of_requests_that_see_blocks_as_they_are(fake):
+    store, q = request_case(), queries(2)
+    assert extend(store, q, 50, exact=[False, True, True, False, False], fake=fake)[0] < 0.02
+    assert extend(store, q, 50, stored=False, fake=fake)[0] < 0.02
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_passes_change_nothing(stored):
+    store, q = request_case(), queries(2)
+    whole = extend(store, q, 50, stored=stored)[1]
+    for tokens in (P, 8 * P):
+        worst, out = extend(store, q, 50, stored=stored, pass_tokens=tokens)
+        assert torch.equal(out, whole) and worst < 0.02
+
+
+def test_a_head_dim_of_256():
+    store = request_case(dim=256, heads=1)
+    assert extend(store, queries(2, dim=256, heads=1), 40)[0] < 0.02
+
+
+def test_passes_take_every_run_once_and_stage_no_more_than_they_may():
+    for window in (0, 40, 300):
+        for as_stored in (False, True):
+            args = PREFIX, NEW, WAITING, [as_stored] * len(NEW)
+            for most in (1, 6, 12, 100):
+                passes = cut(*args, p=P, window=window, most=most)
+                assert sum(sum(x.tokens) for x in passes) == sum(NEW)
+                for x in passes:
+                    filled = [i[2] for i in x.pages] + [s for i in x.rows for s in i[2:4] if s >= 0]
+                    assert sorted(filled) == list(range(x.size))
+                    assert {s for some in x.slots for s in some} <= set(filled)
+                    assert x.size <= most or len({i[0] for i in x.pages + x.rows}) == 1
+    assert cut([], [], None, [], p=P, window=3, most=5) == []
+
+
+def test_tiers_are_refused():
+    store = make_case("k8v4+k4v2", lens=(64,))[0]
+    with pytest.raises(ValueError, match="keep every token"):
+        WindowedExtend(store, query_heads=8, window=4)
+
+
+def moved(store, device):
+    fields = {n: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()}
+    return PageStore(**fields)
+
+
+def by_turns(level, device, *, dim, times, window=150):
+    """Layers with and without a window, decode behind extend, by what serves on a GPU and by plain torch."""
+    store = request_case(dim=dim, times=times)
+    fmt, p = store.ladder[1].high, store.layout.block_tokens
+    prefix, new = ([times * n for n in x] for x in (PREFIX, NEW))
+    lens, table = [a + b for a, b in zip(prefix, new)], ROWS.clone()
+    # The last request ends with its block, and goes on in another.
+    table[4, lens[4] // p] = 17
+    ops.take_bf16(store, torch.tensor([17]))
+    engines = (
+        TorchAttention(store, None, fmt),
+        TritonAttention(
+            moved(store, device), None, fmt, query_heads=6, max_batch=6, max_blocks=8, windows=(window,)
+        ),
+    )
+    gen = torch.Generator().manual_seed(1)
+    at = [(r, i) for r in range(5) for i in range(prefix[r], lens[r])]
+    blocks, offsets = torch.tensor([int(table[r, i // p]) for r, i in at]), torch.tensor([i % p for _, i in at])
+    levels = [fmt, None, fmt, fmt, None] if level else None
+    slots = (table.repeat_interleave(p, 1) * p + torch.arange(p).repeat(6)).int()
+    for layer, seen in ((0, -1), (1, window), (0, window)):
+        # Queries of a decode step in an order of their own, as models may hand them over.
+        rows = [torch.randn((len(at), h, dim), generator=gen).bfloat16() for h in (6, 2, 2)]
+        step = [torch.randn((h, 5, dim), generator=gen).bfloat16().transpose(0, 1) for h in (6, 2, 2)]
+        outs = []
+        for engine in engines:
+            on = engine.store.device
+            engine.plan_extend(
+                Snapshot(
+                    table.to(on), torch.tensor(lens, device=on), blocks.to(on), offsets.to(on), lens, prefix, new,
+                    levels, WAITING,
+                )
+            )  # fmt: skip
+            how = {"scale": 0.09, "logit_cap": 0.0, "window": seen}
+            outs.append([engine.extend(layer, *(x.to(on) for x in rows), **how)])
+            ends = torch.tensor(lens, device=on) + 1
+            engine.plan_decode(slots.to(on), torch.arange(5, device=on), ends, ends.tolist())
+            outs[-1].append(engine.decode(layer, *(x.to(on) for x in step), **how))
+        for want, got in zip(*outs):
+            assert error(got, want.double()) < 0.03
+
+
+@pytest.mark.parametrize("level", [True, False])
+def test_as_the_server_calls_it(level):
+    by_turns(level, "cpu", dim=64, times=1, window=40)

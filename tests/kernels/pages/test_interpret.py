@@ -1,0 +1,62 @@
+"""`pages.kernel` and the moves built on it against `pages.reference`: any order of operations, page for page."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.compact.launch import compact_triton
+from kvc_kernels.pages import kernel as ring_triton
+from tests.support.pages import free_pages, make_store, random_tiers, rungs
+
+LADDERS = [("k4v4",), ("k8v4+k4v2", "k4v2")]
+
+
+def same_state(a, b):
+    for name in ("table", "counts", "rung", "observed", "cursor"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert torch.equal(free_pages(a), free_pages(b))
+    ops.check_invariants(b)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_any_order(ladder, seed):
+    """Blocks go up and down until the ring has wrapped around several times."""
+    gen = np.random.default_rng(seed)
+    a, b = (make_store(ladder=rungs(*ladder), head_dim=64, layers=2, blocks=5, scored=True) for _ in range(2))
+    for _ in range(25):
+        state = a.rung.numpy()
+        free, live = np.flatnonzero(state < 0), np.flatnonzero(state[1:] >= 0) + 1
+        room = len(free_pages(a)) // a.layout.block_pages_bf16
+        kind = gen.integers(0, 3)
+        if kind == 0 and min(room, len(free)):
+            ids = gen.choice(free, gen.integers(1, min(room, len(free)) + 1), replace=False)
+            ops.take_bf16(a, torch.from_numpy(ids))
+            ring_triton.take_bf16(b, torch.from_numpy(ids))
+        elif kind == 1 and len(live):
+            # A free block among them gives nothing back.
+            ids = np.append(gen.choice(live, gen.integers(1, len(live) + 1), replace=False), free[:1])
+            ops.release(a, torch.from_numpy(ids))
+            ring_triton.release(b, torch.from_numpy(ids))
+        elif len(live) and room:
+            rung = int(state[live[0]])
+            ids = torch.from_numpy(live[state[live] == rung][:room])
+            to = min(rung + 1, len(ladder))
+            tiers = random_tiers(a, len(ids), a.ladder[to], gen)
+            if rung:
+                tiers = torch.minimum(tiers, ops.block_tiers(a, ids, rung))
+            if gen.integers(0, 3) == 0:
+                tiers = None
+            pages = ops.compact(a, ids, to, tiers, from_rung=rung)
+            assert torch.equal(compact_triton(b, ids, to, tiers, from_rung=rung), pages)
+        same_state(a, b)
+    assert int(a.cursor[0]) > a.ring.numel()
+
+
+def test_nothing():
+    a, b = (make_store(head_dim=64) for _ in range(2))
+    none = torch.zeros(0, dtype=torch.int64)
+    ring_triton.take_bf16(b, none)
+    ring_triton.release(b, none)
+    same_state(a, b)

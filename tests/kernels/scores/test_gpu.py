@@ -1,0 +1,165 @@
+"""Column sums on the GPU against the scores that the torch reference collects there."""
+
+import copy
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.store import PageStore
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PREFIX, NEW = [900, 0, 256], [77, 300, 130]
+ROWS = torch.tensor([[12, 1, 4, 6, 9, 3, 2, 8], [5, 7, 10, 0, 0, 0, 0, 0], [13, 11, 14, 15, 0, 0, 0, 0]])
+
+
+def captured(step):
+    """What `step` returned while a CUDA graph took its launches, and the replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return out, graph.replay
+
+
+@pytest.mark.parametrize(
+    "observe",
+    [ops.Observe(), ops.Observe(64), ops.Observe(8, "sum", power=2), ops.Observe(None, "sum", 2, skip=10, stride=16)],
+)
+@pytest.mark.parametrize(
+    "high, low, group, head_dim, key_mode",
+    [("k4v4", None, 4, 128, "channel"), ("k8v4", "k4v2", 7, 64, "token"), ("k8v4", "k4v2", 1, 128, "channel")],
+)
+def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, observe):
+    from kvc_kernels.compact.launch import compact_triton
+    from kvc_kernels.extend.attention import ExtendAttention
+    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+
+    heads, p = 2, 128
+    formats = [FORMATS[x] for x in (high, low) if x]
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=p, key_mode=key_mode, scored=True)
+    layout = PoolLayout(2, heads, head_dim, p, page, key_mode, True)
+    ladder = (Rung(BF16), Rung(formats[0], formats[1] if low else None))
+    store = PageStore.create(
+        layout, ladder, num_pages=1 + 40 * layout.block_pages_bf16, num_blocks=20, dtype=torch.bfloat16, device="cuda"
+    )
+    seed = torch.initial_seed()
+    print("seed", seed)
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+    rows = ROWS.int().cuda()
+    new_k, new_v = [], []
+    for r in range(3):
+        total = PREFIX[r] + NEW[r]
+        blocks = rows[r, : -(-total // p)].long()
+        ops.take_bf16(store, blocks)
+        at = torch.arange(total, device="cuda")
+        for layer in range(2):
+            k, v = torch.randn((2, total, heads, head_dim), generator=gen, device="cuda").bfloat16()
+            ops.append(store, layer, blocks[at // p], at % p, k, v)
+        new_k.append(k[PREFIX[r] :])
+        new_v.append(v[PREFIX[r] :])
+    full = torch.cat((rows[0, :7], rows[2, :2])).long()
+    tiers = torch.randint(0, 3, (9, 2, heads, p), generator=gen, device="cuda").to(torch.int8)
+    compact_triton(store, full, 1, tiers, from_rung=0)
+    q = torch.randn((sum(NEW), heads * group, head_dim), generator=gen, device="cuda").bfloat16()
+    scale = head_dim**-0.5
+    mine = copy.copy(store)
+    mine.pages = store.pages.clone()
+    expected = ops.extend_attention(store, 1, q, rows, PREFIX, NEW, scale=scale, observe=observe)
+    attend = ExtendAttention(mine, query_heads=heads * group)
+    attend.plan(rows, PREFIX, NEW)
+    out, lse = attend.run(1, q, torch.cat(new_k), torch.cat(new_v), scale=scale, return_lse=True)
+    assert (out - expected).float().norm() < 0.02 * expected.float().norm()
+    op = ReceivedAttention(mine, query_heads=heads * group, observe=observe)
+    op.plan(rows, PREFIX, NEW)
+    op.add(1, q, lse, scale=scale)
+    blocks = ROWS.flatten().unique()[1:].cuda()
+    a, b = (ops.block_scores(s, blocks) for s in (store, mine))
+    assert a[:, 1].max() > 4e-3
+    assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
+
+
+@pytest.mark.parametrize("reduce", ["max", "squares"])
+@pytest.mark.parametrize("ladder, group, key_mode", [("k4v4", 4, "channel"), ("k8v4+k4v2", 7, "token")])
+def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
+    """Two replays of one CUDA graph collect twice what the reference finds in one step; blocks are shared."""
+    from kvc_kernels.decode.attention import DecodeAttention
+    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+
+    from .test_interpret import ROWS as SHARED
+    from .test_interpret import SCALE, TOTAL, queries, stored_case
+
+    store, mine = (
+        PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(s).items()})
+        for s in stored_case(ladder, key_mode)
+    )
+    q, observe = queries(3, 2 * group).cuda(), ops.Observe(reduce=reduce, decode_stride=1)
+    rows, lens = SHARED.cuda(), torch.tensor(TOTAL, dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, observe=observe)
+    attend = DecodeAttention(mine, max_batch=3, max_blocks=4, query_heads=2 * group)
+    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=3, max_blocks=4)
+    lse = torch.empty((3, 2 * group), device="cuda")
+    pages = mine.pages.clone()
+
+    def step():
+        attend.run(1, q, scale=SCALE, lse=lse)
+        op.add(1, q, lse, scale=SCALE)
+
+    attend.plan(rows, lens)
+    op.plan_decode(rows, lens)
+    _, replay = captured(step)
+    mine.pages.copy_(pages)
+    replay()
+    replay()
+    blocks = SHARED.flatten().unique().long()
+    blocks = blocks[store.rung.cpu()[blocks] >= 0].cuda()
+    a, b = (ops.block_scores(s, blocks) for s in (store, mine))
+    assert a[:, 1].max() > 0.02
+    assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_a_captured_step_serves_later_ones(reduce):
+    """All that a layer runs while attention is collected, as a server captures it."""
+    from tests.engine.test_interpret import replays
+
+
+    replays(captured, ops.Observe(reduce=reduce, decode_stride=1 if reduce == "max" else 2), "cuda")
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_observers_are_counted_without_waiting(kernel):
+    """From lengths on the device, as the backend gives them."""
+    from kvc_kernels.scores.count_kernel import note_observers_triton
+
+    from .test_interpret import ROWS as SHARED
+    from .test_interpret import TOTAL, stored_case
+
+    store, _ = stored_case("k4v4", "channel")
+    lens, seen = torch.tensor(TOTAL, dtype=torch.int32), ops.Observe(decode_stride=1)
+    ops.note_observers(store, SHARED, [n - 1 for n in TOTAL], [1] * len(TOTAL), None)
+    mine = torch.zeros_like(store.observed).cuda()
+    want, store.observed, rows, lens = store.observed, mine, SHARED.cuda(), lens.cuda()
+    store.pages = store.pages.cuda()
+    if kernel:  # compiled beforehand, which may wait
+        note_observers_triton(store, rows, lens, None, seen)
+        mine.zero_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        if kernel:
+            note_observers_triton(store, rows, lens, None, seen)
+        else:
+            ops.note_observers(store, rows, lens - 1, torch.ones_like(lens), None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(mine.cpu(), want)

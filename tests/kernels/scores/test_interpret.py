@@ -1,0 +1,188 @@
+"""Attention that stored tokens receive: the kernel's column sums against the scores of the torch reference."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.decode.attention import DecodeAttention
+from kvc_kernels.layout import FORMATS, page_bytes_for
+from kvc_kernels.scores.count_kernel import note_observers_triton
+from kvc_kernels.scores.decode_kernel import StepTuning
+from kvc_kernels.scores.planner import ObservedBlocks
+from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+from tests.support.pages import fill, make_store, random_kv, random_tiers, rungs
+
+P = 32
+# The third request shares the first one's packed blocks, one each of them at its own length.
+PREFIX, NEW = [100, 0, 64], [17, 40, 9]
+ROWS = torch.tensor([[3, 1, 4, 6], [2, 5, 9, 9], [3, 1, 7, 8]], dtype=torch.int32)
+TOTAL = [p + n for p, n in zip(PREFIX, NEW)]
+SCALE = 0.05
+
+
+def stored_case(ladder, key_mode, times=1, page_bytes=None):
+    """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed. With `times`,
+    blocks and requests are so much longer."""
+    store = make_store(
+        ladder=rungs(ladder), head_dim=64, block_tokens=P * times, key_mode=key_mode, scored=True, layers=2, blocks=10,
+        page_bytes=page_bytes,
+    )  # fmt: skip
+    store.pages.zero_()  # the reference reads beyond what was written, where bytes may spell NaN
+    for r in (0, 1):
+        fill(store, ROWS[r, : -(-TOTAL[r] // P)].long(), *random_kv(store, TOTAL[r] * times, seed=r))
+    k, v = random_kv(store, NEW[2] * times, seed=2)
+    fill(store, ROWS[2, 2:3].long(), k, v)
+    full = torch.tensor([3, 1])
+    tiers = random_tiers(store, 2, store.ladder[1], np.random.default_rng(1))
+    ops.compact(store, full, 1, tiers, from_rung=0)
+    mine = copy.copy(store)
+    mine.pages = store.pages.clone()
+    return store, mine
+
+
+def lse_of(store, layer, q, lens, prefixes, cap):
+    """Base-2 log-sum-exp `[N, Hq]` in float64 of each new token over what its request stores up to itself."""
+    out, at, p = torch.empty(q.shape[:2], dtype=torch.float64), 0, store.layout.block_tokens
+    group = q.shape[1] // store.layout.heads
+    for r, (prefix, total) in enumerate(zip(prefixes, lens)):
+        new = total - prefix
+        k, _, tier = ops.load_dense(store, layer, ROWS[r, : -(-total // p)].long())
+        k = k.transpose(0, 1).flatten(1, 2)[:, :total].double()
+        held = tier.transpose(0, 1).flatten(1)[:, :total] > 0
+        logits = torch.einsum("nhgd,hsd->nhgs", q[at : at + new].double().unflatten(1, (-1, group)), k) * SCALE
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        seen = held[None] & (torch.arange(total) <= prefix + torch.arange(new)[:, None])[:, None]
+        out[at : at + new] = logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1).flatten(1)
+        at += new
+    return (out / np.log(2)).float()
+
+
+def queries(n, heads):
+    return torch.randn(n, heads, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def compare(store, mine):
+    blocks = ROWS.flatten().unique().long()
+    blocks = blocks[store.rung[blocks] >= 0]
+    a, b = (ops.block_scores(s, blocks) for s in (store, mine))
+    assert a[:, 1].max() > 2e-3
+    assert a[:, 0].max() == b[:, 0].max() == 0
+    assert torch.allclose(a, b, atol=2e-3 * float(a.max()), rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "ladder, group, key_mode, cap, observe",
+    [
+        ("k4v4", 2, "channel", 0.0, ops.Observe()),
+        ("k8v4+k4v2", 3, "token", 0.0, ops.Observe(8, "sum", power=2)),
+        ("k8v4+k4v2", 1, "channel", 3.0, ops.Observe(8, skip=4)),
+        ("k2v2", 2, "token", 0.0, ops.Observe(reduce="squares")),
+        ("k4v4", 2, "channel", 0.0, ops.Observe(None, "sum", power=2, skip=10, stride=4)),
+        ("k4v4", 1, "channel", 0.0, ops.Observe(16, stride=8)),
+    ],
+)
+def test_scores(ladder, group, key_mode, cap, observe):
+    store, mine = stored_case(ladder, key_mode)
+    q = queries(sum(NEW), 2 * group)
+    lse = lse_of(store, 1, q, TOTAL, PREFIX, cap)
+    ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, observe=observe)
+    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, tile=32, queries=16)
+    op.plan(ROWS, PREFIX, NEW)
+    op.add(1, q, lse, scale=SCALE, logit_cap=cap)
+    compare(store, mine)
+
+
+@pytest.mark.parametrize(
+    "ladder, group, key_mode, cap, observe",
+    [
+        ("k4v4", 4, "channel", 0.0, ops.Observe(decode_stride=1)),
+        ("k8v4+k4v2", 3, "token", 0.0, ops.Observe(reduce="squares", decode_stride=1)),
+        ("k2v2", 1, "channel", 3.0, ops.Observe(reduce="sum", power=2, skip=10, decode_stride=1)),
+        ("k4v4", 4, "channel", 0.0, ops.Observe(decode_stride=8)),  # of 117, 40 and 73 tokens one
+    ],
+)
+def test_scores_of_a_decode_step(ladder, group, key_mode, cap, observe):
+    """With the log-sum-exp of the decode kernel, and a row of padding."""
+    store, mine = stored_case(ladder, key_mode)
+    q = queries(4, 2 * group)
+    rows = torch.cat((ROWS, torch.zeros_like(ROWS[:1])))
+    lens = torch.tensor([*TOTAL, 1], dtype=torch.int32)
+    ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, logit_cap=cap, observe=observe)
+    attend = DecodeAttention(mine, max_batch=4, max_blocks=4, query_heads=2 * group)
+    attend.plan(rows, lens)
+    lse = torch.full((4, 2 * group), torch.nan)
+    attend.run(1, q, scale=SCALE, logit_cap=cap, lse=lse)
+    assert torch.allclose(lse[:3], lse_of(store, 1, q[:3], TOTAL, [n - 1 for n in TOTAL], cap), atol=5e-3)
+    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=4, max_blocks=4, tile=32)
+    op.plan_decode(rows, lens)
+    op.add(1, q, lse, scale=SCALE, logit_cap=cap)
+    compare(store, mine)
+    with pytest.raises(ValueError, match="made for steps"):
+        op.plan_decode(rows.repeat(1, 2), lens)
+
+
+@pytest.mark.parametrize("page_tokens, times", [(64, 4), (48, 4), (48, 3)])
+def test_launches_of_a_decode_step_agree(page_tokens, times):
+    """Products of one page, of two, and of parts of them, one or more a program, on blocks of 128 and 96 tokens of
+    which some heads keep half."""
+    size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, key_mode="channel", scored=True)
+    store, mine = stored_case("k4v4", "channel", times, size)
+    lens, q = torch.tensor(TOTAL, dtype=torch.int32) * times, queries(3, 8)
+    observe = ops.Observe(reduce="sum", power=2, decode_stride=1)
+    ops.decode_attention(store, 1, q, ROWS, lens, scale=SCALE, observe=observe)
+    prefixes = [int(n) - 1 for n in lens]
+    lse = lse_of(store, 1, q, [int(n) for n in lens], prefixes, 0.0)
+    pages = mine.pages.clone()
+    for tile, tiles in ((128, 1), (64, 2), (64, 1), (32, 3), (32, 1)):
+        mine.pages.copy_(pages)
+        op = ReceivedAttention(
+            mine, query_heads=8, observe=observe, max_batch=3, max_blocks=4, step=StepTuning(tile, tiles)
+        )
+        op.plan_decode(ROWS, lens)
+        op.add(1, q, lse, scale=SCALE)
+        compare(store, mine)
+
+
+def test_observed_blocks_are_listed_once():
+    store, _ = stored_case("k8v4+k4v2", "channel")
+    blocks = ObservedBlocks(store)
+    listed = blocks.room(12)
+    # The first two requests share blocks; the second one, the first to observe, lists them, too.
+    rows = torch.tensor([[3, 1, 4, 6], [3, 1, 7, 8], [3, 2, 9, 9], [5, 0, 0, 0]], dtype=torch.int32)
+    requests = torch.tensor([[0] * 4, [TOTAL[2]] + [0] * 3, [40, 0, 0, 0], [7, 0, 0, 0]], dtype=torch.int32)
+    blocks.update(requests, rows, listed)
+    assert int(blocks.found) == 6
+    what, who = listed[:, :6].tolist()
+    packed, plain, left = 6, 1, 0
+    assert [(w >> 32, (w >> 12) & 0xFFFFF, w & 0xFFF) for w in what] == [
+        (3, 0, packed), (1, 1, packed), (7, 2, plain), (3, 0, left), (2, 1, plain), (5, 0, plain),
+    ]  # fmt: skip
+    assert [(w >> 32, w & 0xFFFFFFFF) for w in who] == [(1, 2), (1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    "observe", [ops.Observe(), ops.Observe(8), ops.Observe(stride=16), ops.Observe(32, stride=8, decode_stride=1)]
+)
+@pytest.mark.parametrize("decoding", [False, True])
+def test_observers_are_counted_alike(observe, decoding):
+    """Of blocks of one request or several; places behind a request's end name any block, here a block in use."""
+    store, mine = stored_case("k4v4", "channel")
+    mine.observed = store.observed.clone()
+    lens = torch.tensor([160, 64, 73])  # two end on a border
+    rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)
+    rows[0, 4] = 8
+    new = torch.ones_like(lens) if decoding else torch.tensor([130, 64, 9])
+    stride = observe.decode_stride if decoding else observe.stride
+    ops.note_observers(store, rows, lens - new, new, observe.window, stride)
+    note_observers_triton(mine, rows, lens, None if decoding else new, observe)
+    assert store.observed.any()
+    assert torch.equal(store.observed, mine.observed)
+
+
+def test_reductions_have_names():
+    with pytest.raises(ValueError, match="max, sum, squares"):
+        ops.Observe(reduce="mean")

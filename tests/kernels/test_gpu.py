@@ -1,0 +1,87 @@
+"""The same operations on a CUDA device: the same bytes, and no host sync in what a step runs."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.store import PageStore
+from tests.support.pages import fill, make_store, random_kv, random_tiers, rungs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LADDER = rungs("k8v4+k4v2", "k4v4", "k2v2")
+
+
+def to_cuda(store: PageStore) -> PageStore:
+    fields = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(store).items()}
+    return PageStore(**fields)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("mode", ["channel", "token"])
+def test_same_bytes_as_on_the_cpu_without_sync(mode, scored):
+    here = make_store(LADDER, layers=2, blocks=8, key_mode=mode, scored=scored)
+    there = to_cuda(here)
+    gen = np.random.default_rng(0)
+    plans = [random_tiers(here, 2, LADDER[r], gen) for r in (1, 2, 3)]
+    blocks, k, v = torch.tensor([3, 5]), *random_kv(here, 64)
+    at = torch.arange(64)
+    writes = [(blocks[at // 32], at % 32, k[i], v[i]) for i in range(2)]
+    significance, divisor = torch.rand(2, 2, 2, 32), torch.ones(2, 32)
+    digests = []
+    for store in (here, there):
+
+        def put(x, d=store.device):
+            return x.to(d)
+
+        mine, steps = put(blocks), [[put(x) for x in w] for w in writes]
+        tiers, s, d = [put(x) for x in plans], put(significance), put(divisor)
+        lens = put(torch.tensor([0])), put(torch.tensor([64]))
+        if store is there:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            ops.take_bf16(store, mine)
+            for layer, w in enumerate(steps):
+                ops.append(store, layer, *w)
+            got = []
+            if scored:
+                ops.note_observers(store, mine.view(1, 2), *lens, None)
+                got.append(ops.significance(store, mine, None, rung=0))
+            got.append(ops.quota(s, 4, 32))
+            ceiling = ops.block_tiers(store, mine, rung=0)
+            got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, mine)))
+            for r in (1, 2, 3):
+                got.append(ops.compact(store, mine, r, tiers[r - 1], from_rung=r - 1))
+            ops.release(store, mine[:1])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ops.check_invariants(store)
+        digests.append(([x.tolist() for x in got], ops.block_digest(store, 5), store.cursor.tolist()))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("spec", ["k4v4", "k8v4+k4v2"])
+def test_attention_agrees_with_the_cpu(spec):
+    here = make_store(rungs(spec), block_tokens=64, head_dim=64, blocks=8, scored=True)
+    row = torch.tensor([4, 1, 7])
+    fill(here, row, *random_kv(here, 170))
+    ops.compact(here, row[:2], 1, random_tiers(here, 2, here.ladder[1], np.random.default_rng(0)), from_rung=0)
+    there = to_cuda(here)
+    q = torch.randn(30, 6, 64)
+    outs = []
+    for s in (here, there):
+        x, r = q.to(s.device), row[None].to(s.device)
+        kw = {"scale": 0.125, "observe": ops.Observe(decode_stride=1)}
+        outs.append(
+            (
+                ops.extend_attention(s, 0, x, r, [140], [30], **kw).cpu(),
+                ops.decode_attention(s, 0, x[:1], r, torch.tensor([170], device=s.device), **kw).cpu(),
+                ops.block_scores(s, row.to(s.device)).cpu(),
+            )
+        )
+    for a, b in zip(*outs):
+        assert torch.allclose(a, b, atol=1e-3, rtol=1e-3)

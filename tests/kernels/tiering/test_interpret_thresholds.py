@@ -1,0 +1,78 @@
+"""LeanKV's plan by one kernel: the tiers of the torch reference, token by token."""
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.common import bits
+from kvc_kernels.tiering.thresholds import Thresholds, plan_thresholds
+from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
+from tests.kernels.compact.test_interpret import BLOCKS
+from tests.support.pages import fill, make_store, random_kv, rungs
+
+
+def scored_store(ladder, **options):
+    """Three full blocks; scores with ties and zeros, as few or many queries as tokens would have observed."""
+    store = make_store(rungs(ladder), head_dim=64, scored=True, layers=2, **options)
+    fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
+    gen = torch.Generator().manual_seed(6)
+    page = store.layout.page(store.ladder[0].high)
+    scores = bits.segment(page, store.pages, "scores", torch.float32)
+    scores.exponential_(generator=gen).mul_(2)
+    scores.masked_fill_(torch.rand(scores.shape, generator=gen) < 0.2, 0.0)
+    scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
+    store.observed[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
+    return store
+
+
+def both(store, lengths, alpha, observe, from_rung):
+    starts = BLOCKS * store.layout.block_tokens
+    args = (store, BLOCKS, starts, torch.tensor(lengths), alpha, observe)
+    plans = [f(*args, from_rung=from_rung, to=store.ladder[-1]) for f in (plan_thresholds, plan_thresholds_triton)]
+    assert plans[0].dtype == plans[1].dtype
+    assert torch.equal(*plans)
+    return plans[0]
+
+
+CASES = [
+    # thresholds, who observes, tokens a block
+    (Thresholds(1.0, 0.02), ops.Observe(), 32),
+    (Thresholds(3.0, 0.9), ops.Observe(stride=16), 48),
+    (Thresholds(3.0, 0.9), ops.Observe(window=32), 64),
+    (Thresholds(0.0, 0.0), ops.Observe(), 32),
+]
+
+
+@pytest.mark.parametrize("alpha, observe, block_tokens", CASES)
+def test_same_tiers_first_and_again(alpha, observe, block_tokens):
+    store = scored_store("k8v4+k4v2", block_tokens=block_tokens)
+    first = both(store, [0, 0, 300], alpha, observe, 0)
+    ops.compact(store, BLOCKS, 1, first, from_rung=0)
+    store.observed[BLOCKS] += 400
+    again = both(store, [900, 700, 0], alpha, observe, 1)
+    assert (again <= first).all()
+    if 0 < alpha.low:
+        assert (again < first).any()
+
+
+def test_a_head_never_gets_more_pages_than_it_has():
+    """Pages of the low format that hold fewer tokens than those of the high one."""
+    store = scored_store("k2v2+k8v8", block_tokens=64)
+    ladder = store.ladder[1]
+    assert store.layout.page(ladder.low).tokens < store.layout.page(ladder.high).tokens
+    before = ops.keep_all(3, store.layout)
+    before[1, :, :, 1::2] = 0
+    before[2, :, :, 5:] = 1
+    ops.compact(store, BLOCKS, 1, before, from_rung=0)
+    store.observed[BLOCKS] += 100
+    for low in (0.01, 0.3, 1.0):
+        both(store, [400, 400, 400], Thresholds(2.0, low), ops.Observe(), 1)
+
+
+def test_no_blocks():
+    store = scored_store("k8v4+k4v2")
+    none = BLOCKS[:0]
+    plan = plan_thresholds_triton(
+        store, none, none, none, Thresholds(1.0, 0.1), ops.Observe(), from_rung=0, to=store.ladder[1]
+    )
+    assert plan.shape == (0, 2, 2, 32)

@@ -1,0 +1,208 @@
+"""Random page stores and a float64 reading of them: material for kernel tests and benchmarks.
+
+Written from the layout's documentation alone and apart from the operations, so that it can check those.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvc_kernels.layout import BF16, TOKEN, Format, PoolLayout, Rung
+from kvc_kernels.store import PageStore
+
+
+def random_store(
+    layout: PoolLayout,
+    ladder: tuple[Rung, ...],
+    rungs: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    spare_pages: int = 3,
+) -> PageStore:
+    """A store whose blocks 1..n hold random tokens; block 0 stays the scratch block.
+
+    `rungs[n]` index into `ladder`, `counts[n, L, H, 2]` tokens high and low of packed blocks. Page ids are a random
+    permutation, codes are random bytes, table entries that no token uses are page 0, and bytes behind the tokens of
+    the last page stay random bytes (they may spell NaN), as after reuse.
+    """
+    gen = torch.Generator(device=device).manual_seed(seed)
+    rungs, counts = rungs.to(device), counts.to(device)
+    n, e = len(rungs), layout.head_pages_bf16
+    entry = torch.arange(e, device=device)
+    high, low = _page_counts(layout, ladder, rungs, counts)
+    if int((high + low).max()) > e:
+        raise ValueError("a head needs more pages than its table row has entries")
+    is_high = entry < high.unsqueeze(-1)
+    is_low = entry >= e - low.unsqueeze(-1)
+    used = is_high | is_low
+    total = int(used.sum())
+    num_pages = total + 1 + spare_pages
+    store = PageStore.create(layout, ladder, num_pages=num_pages, num_blocks=n + 1, dtype=dtype, device=device)
+    store.rung[1:] = rungs.to(torch.int8)
+    store.counts[1:] = counts.to(torch.int16)
+    ids = 1 + torch.randperm(num_pages - 1, generator=gen, device=device)[:total]
+    table = torch.zeros(used.shape, dtype=torch.int32, device=device)
+    table[used] = ids.int()
+    store.table[1:] = table
+    store.cursor[0] = total
+    _random_bytes(store.pages, gen)
+    _fill_plain(store, torch.zeros(1, dtype=torch.long, device=device), gen)
+    for r, rung in enumerate(ladder):
+        mine = (rungs == r).view(n, 1, 1, 1)
+        if r == 0:
+            _fill_plain(store, table[is_high & mine].long(), gen)
+            continue
+        _fill_meta(store, rung.high, table[is_high & mine].long(), gen)
+        if rung.low is not None:
+            _fill_meta(store, rung.low, table[is_low & mine].long(), gen)
+    if store.headers.numel():
+        d = layout.head_dim
+        shape = store.headers[:, :, :, 0].shape
+        scale = 0.004 + 0.02 * torch.rand(shape, generator=gen, device=device)
+        offset = torch.randn((1, *shape[1:]), generator=gen, device=device)  # a key bias, as real models have
+        store.headers[:, :, :, 0] = scale.half()
+        store.headers[:, :, :, 1] = (offset - scale * 127.5).half().view(*shape[:-1], d)
+    return store
+
+
+def _page_counts(layout: PoolLayout, ladder, rungs: torch.Tensor, counts: torch.Tensor):
+    """int64 `[n, L, H]` pages at the left and at the right end of each head's table row."""
+    high = torch.full(counts.shape[:3], layout.head_pages_bf16, dtype=torch.int64, device=counts.device)
+    low = torch.zeros_like(high)
+    for r, rung in enumerate(ladder[1:], 1):
+        mine = (rungs == r).view(-1, 1, 1)
+        t = layout.page(rung.high).tokens
+        high = torch.where(mine, (counts[..., 0].long() + t - 1) // t, high)
+        if rung.low is not None:
+            t = layout.page(rung.low).tokens
+            low = torch.where(mine, (counts[..., 1].long() + t - 1) // t, low)
+    return high, low
+
+
+def _random_bytes(pages: torch.Tensor, gen: torch.Generator) -> None:
+    """In slices, because the generator's int64 intermediate of a whole pool would not fit beside it."""
+    flat = pages.view(-1)
+    for at in range(0, flat.numel(), 1 << 28):
+        part = flat[at : at + (1 << 28)]
+        part.random_(0, 256, generator=gen)
+
+
+def _fill_plain(store: PageStore, ids: torch.Tensor, gen: torch.Generator) -> None:
+    page = store.layout.page(BF16)
+    elements = page.tokens * page.head_dim * 2
+    for some in ids.split(1 << 15):
+        x = torch.randn((len(some), elements), generator=gen, device=store.device).to(store.dtype)
+        store.pages[some, : 2 * elements] = x.view(torch.uint8)
+
+
+def _fill_meta(store: PageStore, fmt: Format, ids: torch.Tensor, gen: torch.Generator) -> None:
+    """Per-token scales and zeros such that a dequantised element spans about -2..2, with tokens of different size."""
+    if not ids.numel():
+        return
+    page = store.layout.page(fmt)
+
+    def write(segment: str, bits: int, groups: int) -> None:
+        at, size = page.segments[segment]
+        for some in ids.split(1 << 16):
+            span = 1 + 3 * torch.rand((len(some), groups, 1, page.tokens), generator=gen, device=store.device)
+            shift = 0.3 * torch.randn(span.shape, generator=gen, device=store.device)
+            meta = torch.cat((span / ((1 << bits) - 1), shift - span / 2), 2).half()
+            store.pages[some, at : at + size] = meta.view(len(some), -1).view(torch.uint8)
+
+    write("value_meta", fmt.value_bits, page.value_groups)
+    if page.key_mode == TOKEN:
+        write("key_meta", fmt.key_bits, 1)
+
+
+def dense_head(store: PageStore, block: int, layer: int, head: int, tokens: int):
+    """float64 k `[n, D]` and v `[n, D]` of what one head of a block stores; `tokens` counts for bf16 blocks."""
+    layout, r = store.layout, int(store.rung[block])
+    row = store.table[block, layer, head].tolist()
+    if r == 0:
+        return _read(store, BF16, row, tokens, None)
+    rung = store.ladder[r]
+    n_high, n_low = store.counts[block, layer, head].tolist()
+    header = store.headers[block, layer, head].double() if layout.header_bytes else None
+    k, v = _read(store, rung.high, row, n_high, header)
+    if rung.low is not None:
+        k2, v2 = _read(store, rung.low, row[::-1], n_low, header)
+        k, v = torch.cat((k, k2)), torch.cat((v, v2))
+    return k, v
+
+
+def _read(store: PageStore, fmt: Format, row: list[int], n: int, header: torch.Tensor | None):
+    page = store.layout.page(fmt)
+    d, t = page.head_dim, page.tokens
+    keys, values = [torch.zeros((0, d), dtype=torch.float64)], [torch.zeros((0, d), dtype=torch.float64)]
+
+    def segment(raw: torch.Tensor, name: str) -> torch.Tensor:
+        at, size = page.segments[name]
+        return raw[at : at + size].clone()
+
+    for i in range(-(-n // t)):
+        raw = store.pages[row[i]].cpu()
+        some = min(t, n - i * t)
+        kc, vc = segment(raw, "key_codes"), segment(raw, "value_codes")
+        if not fmt.packed:
+            keys.append(kc.view(store.dtype).view(t, d)[:some].double())
+            values.append(vc.view(store.dtype).view(t, d)[:some].double())
+            continue
+        k = _unpack(kc.view(t, -1), fmt.key_bits)
+        if header is not None:
+            scale = header[0].cpu() * (255 // ((1 << fmt.key_bits) - 1))
+            k = k * scale + header[1].cpu()
+        else:
+            scale, zero = segment(raw, "key_meta").view(torch.float16).view(2, t).double()
+            k = k * scale[:, None] + zero[:, None]
+        v = _unpack(vc.view(-1, t).T, fmt.value_bits)
+        meta = segment(raw, "value_meta").view(torch.float16).view(page.value_groups, 2, t).double()
+        parts = v.view(t, page.value_groups, -1)
+        v = (parts * meta[:, 0].T[:, :, None] + meta[:, 1].T[:, :, None]).view(t, d)
+        keys.append(k[:some])
+        values.append(v[:some])
+    return torch.cat(keys), torch.cat(values)
+
+
+def _unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 `[T, D*bits/8]` -> float64 `[T, D]`: field j of byte c is feature j * D*bits/8 + c."""
+    mask = (1 << bits) - 1
+    return torch.cat([(codes.int() >> (bits * j)) & mask for j in range(8 // bits)], 1).double()
+
+
+def reference_decode(
+    store: PageStore,
+    layer: int,
+    q: torch.Tensor,
+    row_blocks: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+    window: int = -1,
+) -> torch.Tensor:
+    """float64 `[B, Hq, D]` on the CPU; a head that stores nothing gives 0. `window`: where blocks keep all tokens."""
+    layout, p = store.layout, store.layout.block_tokens
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    group = q.shape[1] // layout.heads
+    for b in range(q.shape[0]):
+        n = int(seq_lens[b])
+        for h in range(layout.heads):
+            parts = [
+                dense_head(store, int(row_blocks[b, j]), layer, h, min(p, n - j * p)) for j in range(-(-n // p))
+            ]
+            if not parts:
+                continue
+            k, v = torch.cat([x[0] for x in parts]), torch.cat([x[1] for x in parts])
+            if not len(k):
+                continue
+            if window >= 0:
+                k, v = k[-window - 1 :], v[-window - 1 :]
+            heads = slice(h * group, (h + 1) * group)
+            logits = q[b, heads].double().cpu() @ k.T * scale
+            if logit_cap > 0:
+                logits = logit_cap * torch.tanh(logits / logit_cap)
+            out[b, heads] = torch.softmax(logits, -1) @ v
+    return out
