@@ -164,17 +164,6 @@ def test_scores_take_the_fastest_stock_server(monkeypatch):
     assert len(agents.table({"sessions": {}, **numbers}).splitlines()) == 1 + len(numbers)
 
 
-def test_a_hierarchical_cache_is_a_server_of_its_own(monkeypatch):
-    monkeypatch.setattr(common, "has_gpu", lambda: True)
-    argv = ["--stock-backends", "fa3,flashinfer", "--hicache-gib", "64"]
-    found = agents.servers(made(*argv).a)
-    assert [n for n in found if "hicache" in n] == ["fp8_e4m3_hicache", "fp8_e4m3_hicache_flashinfer"]
-    assert found["fp8_e4m3_hicache"][-2:] == ["--hicache-size", "64"]
-    assert list(agents.servers(made(*argv, "--only", "fp8_e4m3_hicache").a)) == ["fp8_e4m3_hicache"]
-    with pytest.raises(SystemExit, match="no server fp8; there are bf16"):
-        agents.servers(made("--only", "fp8").a)
-
-
 def test_calls_that_share_a_result_file(monkeypatch, tmp_path):
     """Two, a server each, the second started before the first wrote: nothing is lost, and nothing measured twice."""
     starts = []

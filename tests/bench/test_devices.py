@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from bench import common
 from bench.client import Answer
 from bench.serve import devices
 
@@ -94,11 +93,3 @@ def test_one_command_records_and_one_compares(command, tmp_path, capsys):
     assert "stock: the server did not start" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command(good, *compare, "--caches", "leankv")
-
-
-def test_servers_on_a_gpu_use_what_such_machines_have(monkeypatch):
-    monkeypatch.setattr(common, "has_gpu", lambda: True)
-    stock, ours = (common.either(c, block=128) for c in ("stock", "k4v4"))
-    assert stock[stock.index("--attention-backend") + 1] == "flashinfer" and "--attention-backend" not in ours
-    for options in (stock, ours):
-        assert options[options.index("--sampling-backend") + 1] == "pytorch" and "--device" not in options

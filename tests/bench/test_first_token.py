@@ -5,8 +5,6 @@ import time
 from itertools import islice
 from types import SimpleNamespace
 
-import pytest
-
 from bench import common
 from bench.e2e import first_token
 
@@ -76,9 +74,3 @@ def test_scores(monkeypatch):
     assert found["e2e.first_token.computed_padded_vs_bf16"].unit.endswith("512 tokens")
     assert len(first_token.table(rows).splitlines()) == 1 + len(rows)
     assert first_token.scores(rows, first_token.arguments([*SMALL, "--no-prefill-graphs"])) == {}
-
-
-def test_a_length_is_whole_blocks(capsys):
-    with pytest.raises(SystemExit):
-        first_token.arguments(["--model", "none", "--input", "300"])
-    assert "take 256" in capsys.readouterr().err

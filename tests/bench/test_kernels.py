@@ -1,14 +1,12 @@
 """The benchmarks that need a GPU: that they import, know their points, and make tables and scores of their timings."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.kernels import baselines, common, compaction, decode, extend, geometry, sectors
+from bench.kernels import common, compaction, decode, extend, sectors
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,12 +69,6 @@ def test_every_workload_has_a_layout_and_counts(suite):
         assert counts.shape == (3, w.layers, w.heads, 2) and int(counts.sum(-1).max()) <= w.block_tokens
 
 
-def test_geometry_has_points():
-    assert all(geometry.SUITES[name]() for name in geometry.SUITES)
-    assert baselines.arguments(["--warm"]).shapes == [(2, 64)]
-    assert set(baselines.kernels("bf16", quick=True)) < set(baselines.kernels("bf16", quick=False))
-
-
 def test_extend_scores():
     def row(name, new, ms, vs, ours):
         return dict(case="prefix", prefix=9, new=new, name=name, ms=ms, vs_stock=vs, tflops=1.0, ours=ours)
@@ -117,19 +109,6 @@ def test_compaction_scores():
     assert found[0] == pytest.approx(1.0 / 2 / 10)
     assert len(common.table(rows, compaction.COLUMNS).splitlines()) == 1 + len(rows)
     assert compaction.scores(rows[:2], 64) == {}
-
-
-def test_a_budget_names_what_it_left_out(capsys):
-    budget = common.Budget(-1)
-    assert budget.over("64x8192")
-    budget.show()
-    assert "64x8192" in capsys.readouterr().out
-
-
-def test_as_a_command():
-    command = [sys.executable, "-m", "bench.kernels.geometry", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "usage" in done.stdout
 
 
 def test_sectors_of_part_filled_pages():

@@ -23,17 +23,6 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(common, "commit", lambda: "now")
 
 
-def test_few_servers_are_started_on_a_gpu():
-    started = []
-    for kit in (kits.KITS[n] for n in kits.GPU_KITS):
-        if (server := (kits.server_options(kit, arguments()), kit.env)) not in started[-1:]:
-            started.append(server)
-    assert len(started) == 5
-    for options, _ in started:
-        assert "--device" not in options and "--disable-overlap-schedule" not in options
-        assert options[options.index("--kvc-memory") + 1] == "256MiB"
-
-
 def test_the_score_is_the_share_of_kits_that_pass():
     (name, (value, unit)), = kits.scores(arguments(), rows([kits.KITS["abort"].name])).items()  # fmt: skip
     assert (name, value) == ("kits.gpu.k4v4", 1 - 1 / len(kits.GPU_KITS)) and unit.startswith("share")

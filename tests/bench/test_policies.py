@@ -58,18 +58,6 @@ def test_refusals_say_why():
     assert refusal("stock") is refusal("quota+budget=4x") is None
 
 
-def test_a_policy_stands_for_its_cells():
-    assert cells.chosen("stock,snapkv")[:2] == ["stock", "snapkv+budget=4x"]
-    assert cells.chosen("mikv") == ["mikv"]
-    assert cells.chosen("prune+keep=0.25") == ["prune+keep=0.25"]
-
-
-def test_settings_of_a_name_become_options():
-    options = common.kvc("snapkv+budget=4x+high=k4v4", memory=None)
-    assert "--kvc-memory" not in options
-    assert options[-6:] == ["--kvc-policy", "snapkv", "--kvc-budget", "4x", "--kvc-high", "k4v4"]
-
-
 def test_the_front_is_what_nothing_beats():
     points = {"big": (10.0, 1.0), "small": (2.0, 0.5), "worse": (3.0, 0.4), "same": (3.0, 0.5)}
     assert pareto.front(points, more=True) == ["small", "big"]

@@ -1,10 +1,7 @@
 """The sanitizer's bench: which kernels it watches, how it reads what the tool says, and that silence does not count."""
 
 import json
-import os
 import re
-import stat
-import subprocess
 import sys
 
 import pytest
@@ -79,29 +76,35 @@ def test_chunks_leave_no_job_idle():
     assert made[:3] == [(tool, [test]) for tool, test in (slow[2], slow[0], slow[1])] and len(made[3][1]) == 6
 
 
-@pytest.mark.parametrize("sees", [True, False])
-def test_a_tool_that_sees_nothing_does_not_count(sees, tmp_path):
-    """With a tool that runs what it is given and says that there was an error, or none, whatever was planted."""
-    tool, out = tmp_path / "compute-sanitizer", tmp_path / "out.json"
-    said = "ERROR SUMMARY: 1 error" if sees else "ERROR SUMMARY: 0 errors"
-    tool.write_text(f'#!/bin/sh\nwhile [ "$1" != "{sys.executable}" ]; do shift; done\n"$@"\necho "========= {said}"\n')
-    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
-    command = [sys.executable, "-m", "bench.kernels.sanitizer", "--tools", "memcheck", "--jobs", "1"]
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    command += ["--out", str(out), "tests/calibration/test_gpu.py"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == (0 if sees else 1), done.stdout + done.stderr
-    if sees:
-        rows = json.loads(out.read_text())["rows"]
-        assert [r["outcome"] for r in rows] == ["skipped"] and rows[0]["tool"] == "memcheck"
-        # Again: what was run stays, where kernels and tests are the same.
-        earlier = [rows[0] | {"date": "kept"}, rows[0] | {"test": "tests/gpu/test_x.py::test_gone"}]
-        out.write_text(json.dumps({"rows": earlier}))
-        assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
-        assert json.loads(out.read_text())["rows"] == earlier[:1]
-        for changed in ({"sources": "older"}, {"errors": 1}):
-            out.write_text(json.dumps({"rows": [earlier[0] | changed]}))
-            assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
-            assert json.loads(out.read_text())["rows"] == rows
-    else:
-        assert "nothing it says counts" in done.stdout and not out.exists()
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """`bench(sees)`: exit status and rows of a run over one test; the tool sees the planted error or nothing."""
+    test = "tests/kernels/append/test_gpu.py::test_one"
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: name)
+    monkeypatch.setattr(sanitizer, "collect", lambda paths: [test])
+
+    def call(sees: bool) -> tuple[int, list[dict]]:
+        summary = f"ERROR SUMMARY: {int(sees)} error"
+        monkeypatch.setattr(sanitizer.Sanitizer, "run", lambda *_: f"{test} PASSED\n========= {summary}\n")
+        argv = ["--tools", "memcheck", "--jobs", "1", "--out", str(out), test]
+        monkeypatch.setattr(sys, "argv", ["sanitizer", *argv])
+        return sanitizer.main(), json.loads(out.read_text())["rows"] if out.exists() else []
+
+    call.out = out
+    return call
+
+
+def test_a_tool_that_sees_nothing_does_not_count(bench, capsys):
+    assert bench(False) == (1, []) and "nothing it says counts" in capsys.readouterr().out
+
+
+def test_rows_stay_where_kernels_and_tests_are_the_same(bench):
+    status, rows = bench(True)
+    assert status == 0 and [(r["tool"], r["outcome"]) for r in rows] == [("memcheck", "passed")]
+    earlier = [rows[0] | {"date": "kept"}, rows[0] | {"test": "tests/test_gone.py::test_x"}]
+    bench.out.write_text(json.dumps({"rows": earlier}))
+    assert bench(True) == (0, earlier[:1])
+    for changed in ({"sources": "older"}, {"errors": 1}):
+        bench.out.write_text(json.dumps({"rows": [earlier[0] | changed]}))
+        assert bench(True) == (0, rows)

@@ -98,3 +98,9 @@ def test_a_call_goes_on_where_one_was_cut_off(monkeypatch, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(dict(commit="def", device="GPU", numbers=numbers)))
     with pytest.raises(SystemExit, match="commit def"):
         serving.earlier(a)
+
+
+def test_a_profile_is_no_run():
+    runs = {"bf16.c64": {"output_tok_s": 1.0}, "bf16": {"profile": {"kernels": []}}}
+    assert len(serving.table(runs).splitlines()) == 2
+    assert serving.scores(runs, arguments()) == {}

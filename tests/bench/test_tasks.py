@@ -50,11 +50,6 @@ def test_few_shot_labels_are_only_in_the_context(maker):
     assert [q.answer for q in other.questions] != [q.answer for q in context.questions]
 
 
-def test_words_of_kinds_are_of_one_kind():
-    words = [w for words in KINDS.values() for w in words.split()]
-    assert len(words) == len(set(words))
-
-
 @pytest.mark.parametrize("number", range(3))
 def test_a_field_is_asked_that_the_document_has(maker, number):
     context = records(maker, number, 2500)

@@ -81,10 +81,6 @@ def test_what_cannot_be_collected(wrong):
         ops.Observe(**wrong)
 
 
-def test_default_is_plain_sums_and_the_largest_head():
-    assert ops.Observe() == ops.Observe(None, "max", 1, 0, 1, 32)
-
-
 @given(st.integers(0, 100), st.integers(0, 70), st.integers(1, 8), st.sampled_from([1, 4, 16, 64]))
 def test_observers_do_not_depend_on_the_forwards(prefix, new, cuts, stride):
     """However a prompt is cut, the queries that are counted are those whose position says so."""

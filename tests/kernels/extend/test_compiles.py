@@ -50,9 +50,5 @@ def test_it_fits(fmt, head_dim, monkeypatch):
     assert shared_memory(fmt, head_dim, extend.Tuning.best(head_dim, SHARED), monkeypatch) <= SHARED
 
 
-def test_two_stages_take_what_is_said(monkeypatch):
-    assert shared_memory("k4v4", 256, extend.Tuning(), monkeypatch) == extend.WIDE_SHARED > SHARED
-
-
-def test_data_centre_cards_keep_two_stages():
-    assert extend.Tuning.best(256, 163 * 1024) == extend.Tuning.best(128, SHARED) == extend.Tuning()
+def test_two_stages_fit_where_they_are_chosen(monkeypatch):
+    assert SHARED < shared_memory("k4v4", 256, extend.Tuning(), monkeypatch) <= extend.WIDE_SHARED

@@ -50,10 +50,6 @@ def test_the_least_would_not_do():
     assert asked(148, 64, 8, 128, groups.tokens, [len(x) for x in groups.lists()[0]], P) > WORKSPACE_BYTES
 
 
-def test_most_need_no_more_than_the_least():
-    assert workspace_bytes(132, 4, 128) == workspace_bytes(108, 8, 128) == WORKSPACE_BYTES
-
-
 def test_the_lists_of_a_long_prompt_are_no_python_lists():
     """They grow with the square of a prompt that is prefilled at once: 4 bytes an entry, and 4 for the plan's copy."""
     groups = Groups.cut([0], [1024 * P], None, P)
