@@ -30,4 +30,4 @@ def load() -> None:
 
     for name in MODULES:
         import_module(f".{name}", __name__).register()
-    import_module(".registry", __name__).loaded = True
+    import_module(".registry", __name__).loaded = True  # type: ignore[attr-defined]

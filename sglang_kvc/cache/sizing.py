@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvc_kernels.layout import (
     BF16,
@@ -32,7 +32,7 @@ STAGED_TOKENS = 16384
 def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
     """The pool's geometry; page bytes are searched unless the user fixed them."""
     formats = [FORMATS[f] for f in policy.formats()]
-    options = {"head_dim": head_dim, "key_mode": config.key_mode, "scored": policy.observes}
+    options: dict[str, Any] = {"head_dim": head_dim, "key_mode": config.key_mode, "scored": policy.observes}
     if config.page_bytes:
         page_bytes = config.page_bytes
     elif policy.page_tokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
@@ -36,7 +38,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return MHATokenToKVPool
 
-    def get_paged_allocator_cls(self) -> type:
+    def get_paged_allocator_cls(self) -> Callable:
         return _allocator
 
 

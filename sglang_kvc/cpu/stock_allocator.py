@@ -13,6 +13,8 @@ from sglang.srt.utils import get_num_new_pages
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """The same slots for the same requests, in plain torch."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
     ):

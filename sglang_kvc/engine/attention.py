@@ -230,7 +230,7 @@ class TritonAttention(TorchAttention):
         # One format is staged. Requests at another level see their own new blocks as they are.
         exact = [f is not self.stored_as for f in self._stored_as()]
         for extender in (self.extender, *self.windowed.values()):
-            extender.plan(
+            extender.plan(  # type: ignore[attr-defined]
                 rows, snap.prefix_lens_cpu, snap.extend_lens_cpu, snap.waiting_cpu, exact if any(exact) else None
             )
         if self.received is not None:

@@ -14,6 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from ..cache.ledger import Ledger
 from ..cache.op_queue import Compact
 from ..cache.runtime import Runtime
 from ..cache.sizing import Sizing
-from .attention import Attention, Snapshot, make_attention
+from .attention import Snapshot, TritonAttention, make_attention
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def warm_up(
     """Launch what `runtime` can come to launch, on a small pool. `kinds`: (window, logit cap) of the model's layers;
     other sizes are those of the server's `make_attention`."""
     small, policy = small_runtime(runtime), runtime.policy
-    attention = make_attention(
+    attention: Any = make_attention(
         small.store, policy.collects, policy.stored_as(policy.rung_of(None)), query_heads=query_heads,
         max_batch=max_batch, max_blocks=max_blocks, windows=windows,
     )  # fmt: skip
@@ -131,7 +132,7 @@ def small_runtime(runtime: Runtime) -> Runtime:
     )  # fmt: skip
 
 
-def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:
+def _rows(attention: TritonAttention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values as a layer gives them: slices of one product."""
     store = attention.store
     heads, dim = store.layout.heads, store.layout.head_dim
@@ -144,7 +145,7 @@ def _row(packed: list[int], own: list[int], prefix: int, blocks: int) -> list[in
     return [packed[j % len(packed)] if j < prefix else own[j % len(own)] for j in range(blocks)]
 
 
-def decode(attention: Attention, packed: list[int], own: list[int], query_heads: int, layer: dict) -> None:
+def decode(attention: TritonAttention, packed: list[int], own: list[int], query_heads: int, layer: dict) -> None:
     """One step of two requests."""
     store, p = attention.store, attention.store.layout.block_tokens
     row = torch.tensor(_row(packed, own, 1, 2), dtype=torch.int32).repeat_interleave(p) * p
@@ -157,7 +158,7 @@ def decode(attention: Attention, packed: list[int], own: list[int], query_heads:
 
 
 def prompts(
-    attention: Attention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
+    attention: TritonAttention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
 ) -> None:
     """Prompts of all lengths that fit into `max_blocks` blocks, one at a time; where a policy shows blocks as they will
     be stored, also as requests see them that ask for another level."""

@@ -419,6 +419,7 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
     if (config.budget or "").endswith("x"):
         try:
             # The same for every number of layers and heads: both sides grow with it.
-            policy.high_pages(make_layout(config, policy, layers=1, heads=1, head_dim=head_dim))
+            layout = make_layout(config, policy, layers=1, heads=1, head_dim=head_dim)
+            policy.high_pages(layout)  # type: ignore[attr-defined]  # policies with a budget have it
         except ValueError as e:
             raise ConfigError(f"{e}.") from None

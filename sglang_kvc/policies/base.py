@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -83,7 +83,7 @@ class Policy:
     """
 
     name: ClassVar[str]
-    scope: ClassVar[Literal["block", "sequence"]] = BLOCK
+    scope: ClassVar[str] = BLOCK
     # Whether every token of a block is kept, in one format: then its place in the block is its place in the sequence.
     keeps_all: ClassVar[bool] = False
     # Whether packed blocks are planned again as their sequence grows.

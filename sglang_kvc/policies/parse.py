@@ -14,7 +14,7 @@ def build(text: str, kinds: dict[str, type[T]], option: str) -> T:
     name, _, settings = text.partition(":")
     if name not in kinds:
         raise ValueError(f"{option} {name!r} does not exist; choose {_listed(kinds)}.")
-    known = {f.name: f.default for f in fields(kinds[name])}
+    known: dict[str, Any] = {f.name: f.default for f in fields(kinds[name])}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         field, _, value = setting.partition("=")

@@ -57,7 +57,7 @@ class Prune(Policy):
         return (*self.scorer_part.needs, *self.share_part.needs)
 
     @property
-    def scope(self) -> str:
+    def scope(self) -> str:  # type: ignore[override]
         return BLOCK if self.scorer_part.observe is None else SEQUENCE
 
     @property

@@ -11,7 +11,7 @@ from .presets import PRESETS
 from .prune import Prune
 from .quantise import Quantise
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (Quantise, LeanKV, Prune, *PRESETS)}
+POLICIES: dict[str, type[Policy]] = {p.name: p for p in (Quantise, LeanKV, Prune, *PRESETS)}  # type: ignore[attr-defined]
 
 
 def make_policy(config: Any) -> Policy:

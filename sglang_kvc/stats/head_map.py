@@ -58,6 +58,8 @@ def svg(head_map: HeadMap) -> str:
 
 def _panel(head_map: HeadMap, words: str, shares: list[list[float]]) -> str:
     layers, heads = head_map.shape
+    x: float
+    y: float
     out = [f'<text x="{LEFT}" y="16" font-size="13">{words}</text>']
     for layer in range(layers):
         for head in range(heads):

@@ -6,6 +6,7 @@ The same record goes to the log line, to `/server_info`, to Prometheus and to `s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -69,7 +70,7 @@ class KvcStats:
     def from_dict(cls, data: dict[str, Any]) -> KvcStats:
         """Inverse of `to_dict`; derived figures, and what a newer server adds, are left out. Text is made printable;
         TypeError or ValueError for what is no number, as `data` may come from any server."""
-        return cls(**{f.name: _READ[f.type](data[f.name]) for f in fields(cls) if f.name in data})
+        return cls(**{f.name: _READ[str(f.type)](data[f.name]) for f in fields(cls) if f.name in data})
 
     def log_line(self) -> str:
         """One short part of SGLang's own prefill and decode log lines."""
@@ -123,7 +124,7 @@ def printable(text: str) -> str:
 
 
 # How the fields of `KvcStats` are read, by their types.
-_READ = {
+_READ: dict[str, Callable[[Any], Any]] = {
     "str": printable,
     "int": int,
     "float": float,

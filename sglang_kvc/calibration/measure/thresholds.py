@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -131,7 +131,7 @@ def measure(
 ) -> tuple[Chosen, list[ThresholdResult]]:
     """The thresholds that were chosen, and everything that was tried. `ids` `[N]` is the whole text."""
     config = KvcConfig.from_args(SimpleNamespace(kvc_policy="leankv", kvc_block_size=block))
-    policy = make_policy(config)
+    policy = cast(LeanKV, make_policy(config))
     layout = make_layout(config, policy, layers=shape[0], heads=shape[1], head_dim=shape[2])
     rest = ids[prompt.tokens :]
     scored = torch.arange(len(rest) - 1, device=ids.device)
