@@ -1,13 +1,14 @@
 """What `conftest.py` promises of every test: the same draws in each run, and no deadline."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
-from .conftest import seed_generators
+from .conftest import pytest_configure, seed_generators
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +29,12 @@ def test_draws_follow_from_the_name_of_the_test(early, request):
 
 def test_properties_have_fixed_examples_and_no_deadline():
     assert settings.default.derandomize and settings.default.deadline is None
+
+
+@pytest.mark.parametrize(
+    ("switch", "args"), [("0", ["tests/x/test_interpret.py::test_a", "tests/x"]), ("1", ["tests/x/test_reference.py"])]
+)
+def test_a_run_that_needs_both_kinds_of_process_is_refused(switch, args, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", switch)
+    with pytest.raises(pytest.UsageError, match="Triton's interpreter"):
+        pytest_configure(SimpleNamespace(args=args, option=SimpleNamespace(markexpr="")))
