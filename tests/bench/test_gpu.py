@@ -35,6 +35,7 @@ def test_one_that_is_out_of_time_is_interrupted(handler, tmp_path, capsys, reque
     assert "not done after 3 s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_step_is_there():
     """Each is a module that knows the options it is given, and its result is where the scoreboard looks."""
     without = [s.name for s in gpu.steps(Namespace(model="", load_format="auto", data="", stock_backends="fa3"))]

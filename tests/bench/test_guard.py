@@ -63,6 +63,7 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "how"), [(0, "interrupted"), (1, "interrupted"), (0, "killed"), (1, "worker killed")]
 )

@@ -53,6 +53,7 @@ def test_ports_differ_and_no_connection_gets_them():
     assert ports.RANGE.stop <= 32768
 
 
+@pytest.mark.slow
 def test_a_server_whose_port_was_taken_starts_at_another(taken, monkeypatch):
     real = ports.free_ports
     answers = iter([[taken, taken]])
@@ -62,6 +63,7 @@ def test_a_server_whose_port_was_taken_starts_at_another(taken, monkeypatch):
         assert server.url == server.client.url == f"http://127.0.0.1:{server.port}" and len(server.asked) == 2
 
 
+@pytest.mark.slow
 def test_a_port_that_the_caller_chose_is_not_left(taken):
     server = StandsIn([], model="none", port=taken)
     with pytest.raises(common.PortTakenError, match="took a port"):

@@ -236,6 +236,7 @@ def test_engine_takes_our_options(server_args, model):
     assert args.attention_backend == "kvc" and KvcConfig.from_args(args).low == "k4v2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["launch_server", "serve"])
 def test_a_real_start_with_a_wrong_value(entry, model):
     """Exit code and stderr as a user sees them; nothing is started."""

@@ -90,6 +90,7 @@ def test_a_half_patched_server_gets_no_attention(patched):
         ATTENTION_BACKENDS["kvc"](None)
 
 
+@pytest.mark.slow
 def test_sglang_applies_all_of_them():
     """In a process of its own: SGLang's loader finds the entry point and every hook is in force afterwards."""
     code = (

@@ -70,6 +70,7 @@ def test_another_sglang_is_refused(monkeypatch, capsys, tmp_path):
     assert e.value.code == 2 and "sglang==0.5.17" in one_sentence(capsys.readouterr().err.strip() + ".")
 
 
+@pytest.mark.slow
 def test_an_engine_with_another_sglang_is_told_so():
     """Its keywords are no part of the command line; without ours they would be refused as unknown ones."""
     code = (
@@ -153,6 +154,7 @@ class TestCpuPlatform:
         monkeypatch.setattr("sglang_kvc.cpu.platform.entry_points", lambda group: [ours, other])
         assert activate() is None
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("argv, found", [("", "SRTPlatform"), ("--kv-backend default", "TorchCpuPlatform")])
     def test_what_sglang_resolves(self, argv, found):
         """In processes of their own, as a server and its child processes start."""

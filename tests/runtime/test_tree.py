@@ -68,6 +68,7 @@ def machine(**options):
     return Lives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -37,7 +37,7 @@ def serve():
                 pass
 
         server = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         running.append(server)
         return f"http://127.0.0.1:{server.server_port}"
 

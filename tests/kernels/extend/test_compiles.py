@@ -45,6 +45,7 @@ def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -
     return max(kernel.metadata.shared for kernel in compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt, head_dim", [("k4v4", 256), ("k8v8", 256), ("k4v4", 128)])
 def test_it_fits(fmt, head_dim, monkeypatch):
     assert shared_memory(fmt, head_dim, extend.Tuning.best(head_dim, SHARED), monkeypatch) <= SHARED

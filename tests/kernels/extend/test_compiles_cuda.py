@@ -45,6 +45,7 @@ def registers(cubin: bytes, path: Path) -> dict[str, int]:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ladder, options",
     [
