@@ -76,7 +76,7 @@ class Replay:
             self._append(pending[:n], places)
             pending = pending[n:]
         for i in indices:
-            self.runtime.blocks.filled[places[i]] = self.p
+            self.runtime.blocks.num_tokens[places[i]] = self.p
         self.held.update(places)
 
     def _append(self, piece: list[tuple[int, int]], places: dict[int, int]) -> None:

@@ -96,7 +96,7 @@ def around_running_offset(orig, self, req):
         return growth
     runtime, seq = allocator.runtime, getattr(req, "kvc", None)
     window = runtime.config.window
-    held = seq.open_tokens(runtime) if window and seq is not None else window
+    held = seq.open_tokens() if window and seq is not None else window
     return runtime.growth_tokens(growth, runtime.policy.rung_of(level(req)), held)
 
 

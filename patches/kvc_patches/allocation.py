@@ -13,7 +13,6 @@ ALLOCATION = "sglang.srt.mem_cache.allocation"
 
 def around_alloc_for_extend(orig, batch):
     from sglang_kvc.adapter.allocator import KvcAllocator
-    from sglang_kvc.cache.sequence import Sequence
     from sglang_kvc.options.request_quality import level
 
     allocator = batch.token_to_kv_pool_allocator
@@ -24,7 +23,7 @@ def around_alloc_for_extend(orig, batch):
         if getattr(req, "kvc", None) is None:
             done = req.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: done // p]
-            req.kvc = Sequence.admit(allocator.runtime, blocks, done, allocator.runtime.policy.rung_of(level(req)))
+            req.kvc = allocator.runtime.new_sequence(blocks, done, allocator.runtime.policy.rung_of(level(req)))
     lengths = batch.seq_lens_cpu.tolist()
     for req, length in zip(batch.reqs, lengths):
         req.kvc.prompt = length
@@ -42,11 +41,11 @@ def around_alloc_for_decode(orig, batch, token_per_req):
         return orig(batch, token_per_req)
     runtime, lengths = allocator.runtime, batch.seq_lens_cpu.tolist()
     for req, length in zip(batch.reqs, lengths):
-        left = req.kvc.slide(runtime, length)
+        left = req.kvc.slide(length)
         if left and req.kvc.rung:
             # With overlap scheduling the first step is prepared before the result of the prefill is looked at.
             runtime.queue_due(left, req.kvc.rung, 0 if length <= req.kvc.prompt else length)
-        if runtime.policy.replans and (again := req.kvc.revisit(runtime, length)):
+        if runtime.policy.replans and (again := req.kvc.blocks_to_replan(length)):
             runtime.replan(again, length)
     need = allocator.blocks_missing(batch.reqs, [n + token_per_req for n in lengths]) * allocator.page_size
     with allocator.for_requests(batch.reqs, need):

@@ -25,10 +25,12 @@ def snapshot(runtime) -> dict:
 
 
 def _figures(runtime) -> dict:
-    """In builtins; a figure that cannot be had must not end the server."""
+    """In builtins. A figure that cannot be read must not end the server."""
+    from sglang_kvc.stats.collect import figures
+
     state: dict = {"config": runtime.config.to_dict()}
     try:
-        stats, head_map = runtime.figures()
+        stats, head_map = figures(runtime)
         state |= {"stats": stats.to_dict(), "head_map": head_map.to_dict()}
     except Exception as e:
         logger.exception("kvc: no statistics for /server_info")

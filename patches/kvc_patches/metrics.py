@@ -64,27 +64,28 @@ class Gauges:
 gauges = functools.cache(Gauges)
 
 
-def _figures(read):
-    """What `read` says of the current runtime; None where there is none, or where reading fails."""
+def _stats(read):
+    """`read` of the runtime's statistics, without a wait for the device. None: no runtime, or reading fails."""
     from sglang_kvc.cache.runtime import current
+    from sglang_kvc.stats.collect import measure
 
     runtime = current()
     if runtime is None:
         return None
     try:
-        return read(runtime)
+        return read(measure(runtime, detail=False))
     except Exception:  # must not end the scheduler
         logger.exception("kvc: no statistics for the log")
         return None
 
 
 def after_usage_msg_parts(result, self):
-    line = _figures(lambda runtime: runtime.stats().log_line())
+    line = _stats(lambda stats: stats.log_line())
     return result if line is None else [*result, line]
 
 
 def after_log_stats(result, self, stats):
-    ours = _figures(lambda runtime: runtime.stats())
+    ours = _stats(lambda stats: stats)
     if ours is None or hasattr(self, "kvc_gauges_failed"):
         return
     try:

@@ -59,7 +59,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
             self._reqs = None
 
     def blocks_missing(self, reqs, lengths: list[int]) -> int:
-        return sum(len(r.kvc.missing(n, self.page_size)) for r, n in zip(reqs, lengths))
+        return sum(len(r.kvc.new_block_starts(n)) for r, n in zip(reqs, lengths))
 
     def alloc_extend(
         self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
@@ -85,16 +85,16 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
 
     def _grow(self, lengths: list[int]) -> bool:
         """Take the blocks that the bound requests need for `lengths`, all or none."""
-        missing = [r.kvc.missing(n, self.page_size) for r, n in zip(self._reqs, lengths)]
+        missing = [r.kvc.new_block_starts(n) for r, n in zip(self._reqs, lengths)]
         ids = self.runtime.take([start for starts in missing for start in starts])
         if ids is None:
             return False
         at = 0
         for r, starts, n in zip(self._reqs, missing, lengths):
             if starts:
-                r.kvc.extend(self.runtime, ids[at : at + len(starts)])
+                r.kvc.extend(ids[at : at + len(starts)])
                 at += len(starts)
-            r.kvc.fill(self.runtime, n)
+            r.kvc.fill(n)
         return True
 
     def _slots(self, seq: Sequence, first: int, last: int) -> np.ndarray:

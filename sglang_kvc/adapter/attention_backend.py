@@ -58,7 +58,7 @@ class KvcAttnBackend(AttentionBackend):
         else:
             snap = self._extend_snapshot(fb)
             self.attention.plan_extend(snap)
-        if self.runtime.observe is not None and not in_capture:
+        if self.runtime.layout.scored and not in_capture:
             # From the device's own lengths: a list would be copied there, and the host wait for it.
             self.attention.note(snap, None if snap.extend_lens_cpu is None else fb.extend_seq_lens)
 
@@ -72,7 +72,9 @@ class KvcAttnBackend(AttentionBackend):
         write = fb.out_cache_loc // p, fb.out_cache_loc % p
         seqs = self.runtime.sequences_of(fb.rids or [])
         stored_as = self.runtime.stored_as(seqs)
-        waiting = self.runtime.waiting(seqs, prefix) if any(stored_as) else []
+        waiting = []
+        if any(stored_as):
+            waiting = [[] if seq is None else seq.open_blocks(length) for seq, length in zip(seqs, prefix)]
         return Snapshot(
             row_blocks, fb.seq_lens, *write, lens, prefix, extend,
             stored_as or None, waiting if any(waiting) else None,

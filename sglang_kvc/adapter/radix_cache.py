@@ -15,11 +15,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from ..cache.runtime import Runtime
+from ..cache.runtime import NO_BLOCKS, Runtime
 from ..cache.sequence import Sequence
 from .eviction_queue import EvictionQueue
-
-NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 class BlockKey(RadixKey):
@@ -142,7 +140,7 @@ class KvcRadixCache(RadixCache):
         Blocks of a private request (`--kvc-trust salt`) are all freed when it ends: no other request finds them. A
         retracted one, which has not finished, finds its own again."""
         seq: Sequence = req.kvc
-        seq.leave(self.runtime)
+        seq.release()
         private = getattr(req, "kvc_private", False) and (is_insert or req.finished())
         kept, due = seq.shared, [] if private else seq.blocks[: seq.shared]
         if is_insert and not private and not self.disable and not self.disable_finished_insert:
@@ -182,7 +180,7 @@ class KvcRadixCache(RadixCache):
             match = self.match_prefix(MatchPrefixParams(key=key))
             slots, node = match.device_indices, match.last_device_node
             assert len(slots) == len(key), f"{len(slots)=}, {len(key)=}"
-            duplicates = seq.adopt(self.runtime, self.path_blocks(node))
+            duplicates = seq.replace_with_shared(self.path_blocks(node))
             if duplicates:
                 done = req.cache_protected_len
                 self.req_to_token_pool.write((req.req_pool_idx, slice(done, len(slots))), slots[done:])
@@ -193,7 +191,7 @@ class KvcRadixCache(RadixCache):
             req.last_node = node
             req.prefix_indices = torch.cat([slots, row[len(slots) :]]) if len(slots) < len(row) else slots
         if not (chunked and self.runtime.prompt_at_once):
-            self.runtime.queue_due(seq.slide(self.runtime, len(tokens)), seq.rung)
+            self.runtime.queue_due(seq.slide(len(tokens)), seq.rung)
 
     def _key(self, req, tokens) -> RadixKey:
         return BlockKey(tokens, req.extra_key).page_aligned(self.page_size)

@@ -23,18 +23,16 @@ from kvc_kernels.store import PageStore
 
 from ..options.config import SALT, KvcConfig
 from ..policies import SEQUENCE, Evidence, Policy, make_policy
-from ..stats.collect import figures, measure
-from ..stats.records import HeadMap, KvcStats
 from .blocks import Blocks, State
 from .ledger import Ledger
 from .op_queue import Compact, OpLog, Release, Take
+from .sequence import Sequence
 from .sizing import Sizing, make_layout, size_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .sequence import Sequence
-
+NO_BLOCKS = np.empty(0, dtype=np.int64)
 _current: Runtime | None = None
 
 
@@ -186,6 +184,12 @@ class Runtime:
 
     # ---- block life cycle (scheduler side)
 
+    def new_sequence(self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, rung: int = 1) -> Sequence:
+        """The record of a request that starts with `length` cached tokens in `prefix_blocks`."""
+        return Sequence.admit(
+            self.blocks, self.layout.block_tokens, self.config.window, prefix_blocks, length, rung
+        )
+
     def take(self, starts: list[int]) -> list[int] | None:
         """One uncompressed block per entry of `starts` (position of its first token), None if they do not fit."""
         if not starts:
@@ -215,7 +219,7 @@ class Runtime:
         if not 0 < rung < len(self.store.ladder):
             return 0
         array = np.asarray(ids, dtype=np.int64)
-        due = array[(self.blocks.state[array] == State.OPEN) & (self.blocks.pins[array] == 0)]
+        due = array[(self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)]
         self._queue(due, from_rung=0, to_rung=rung, length=length)
         return len(due)
 
@@ -224,7 +228,7 @@ class Runtime:
         that it is `length` tokens long; returns how many."""
         array = np.asarray(ids, dtype=np.int64)
         rung = len(self.store.ladder) - 1
-        own = (self.blocks.state[array] == State.PACKED) & (self.blocks.users[array] == 1)
+        own = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
         due = array[own & (self.blocks.rung[array] == rung)]
         self._queue(due, from_rung=rung, to_rung=rung, length=length)
         return len(due)
@@ -261,14 +265,6 @@ class Runtime:
         """For each request: as what its full blocks are seen by queries behind them, None as they are."""
         default = self.policy.rung_of(None)  # a warm-up asks for no level
         return [self.policy.stored_as(default if seq is None else seq.rung) for seq in seqs]
-
-    def waiting(self, seqs: list[Sequence | None], prefix_lens: list[int]) -> list[list[int]]:
-        """Places of the full blocks of each request's prefix that stay uncompressed once the queue has been flushed."""
-        out = []
-        for seq, length in zip(seqs, prefix_lens):
-            whole = [] if seq is None else seq.blocks[: length // self.layout.block_tokens]
-            out.append(np.flatnonzero(self.blocks.state[whole] == State.OPEN).tolist() if whole else [])
-        return out
 
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""
@@ -392,16 +388,6 @@ class Runtime:
     def _synchronize(self) -> None:
         if self.store.device.type == "cuda":
             torch.cuda.synchronize(self.store.device)
-
-    # ---- figures
-
-    def stats(self, detail: bool = False) -> KvcStats:
-        """Real bytes, tiers and counters; `detail` may wait for the device."""
-        return measure(self, detail=detail)
-
-    def figures(self) -> tuple[KvcStats, HeadMap]:
-        """`stats` in detail and the map of heads, from one look at the device."""
-        return figures(self)
 
     # ---- attention
 

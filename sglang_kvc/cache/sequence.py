@@ -1,4 +1,4 @@
-"""CPU record of one running request: which blocks its tokens lie in, and from which block on they are pinned."""
+"""CPU record of one running request: the blocks that hold its tokens, and the first block of its recent window."""
 
 from __future__ import annotations
 
@@ -6,103 +6,121 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .runtime import Runtime
+from .blocks import Blocks
 
-TURNS = 16  # parts of a block's time; each has one turn, so 2^16 blocks behind the window could have theirs
+TURNS = 16  # parts of a block's time; each has one turn, which is enough for 2^16 blocks behind the window
 
 
 @dataclass
 class Sequence:
-    """Blocks of a request in order, the first `shared` of them owned by the radix tree (locked by the request).
+    """Blocks of a request in order; the radix tree owns the first `shared` of them, which the request locks.
 
-    Blocks from index `pinned_from` on lie in the request's window or are not full yet: they stay uncompressed. The
-    others go to `rung`, which its level says; 0: no block of it is ever compacted. `prompt`: tokens prefilled.
-    `length`: tokens written or about to be. `packed`: blocks from `pinned_from` on that were already packed when the
-    request adopted them; a block's state does not change while a request pins it.
+    records: the records of all blocks, where this sequence counts itself in.
+    block_tokens: P.
+    window: tokens of the recent window.
+    blocks: block ids.
+    window_start: index of the first block that lies in the window or is not full. Blocks from there on stay
+        uncompressed.
+    rung: where the blocks before the window go, by the request's level. 0: none is ever compacted.
+    prompt: tokens prefilled.
+    length: tokens written or about to be.
+    packed: blocks from `window_start` on that were packed when the request found them in the tree. A block's state
+        does not change while it lies in a window.
     """
 
+    records: Blocks
+    block_tokens: int
+    window: int
     blocks: list[int]
     shared: int = 0
-    pinned_from: int = 0
+    window_start: int = 0
     rung: int = 1
     prompt: int = 0
     length: int = 0
     packed: int = 0
 
     @classmethod
-    def admit(cls, runtime: Runtime, prefix_blocks: np.ndarray, length: int, rung: int = 1) -> Sequence:
-        """A request starts with `length` cached tokens in `prefix_blocks`."""
-        seq = cls(prefix_blocks.tolist(), shared=len(prefix_blocks), rung=rung, length=length)
-        seq.pinned_from = min(len(seq.blocks), max(0, length - runtime.config.window) // runtime.layout.block_tokens)
-        runtime.blocks.users[prefix_blocks] += 1
-        runtime.blocks.pins[prefix_blocks[seq.pinned_from :]] += 1
-        seq.packed = runtime.blocks.count_packed(seq.blocks[seq.pinned_from :])
+    def admit(
+        cls, records: Blocks, block_tokens: int, window: int, prefix_blocks: np.ndarray, length: int, rung: int = 1
+    ) -> Sequence:
+        """Start a request that has `length` cached tokens in `prefix_blocks` (int64)."""
+        seq = cls(records, block_tokens, window, prefix_blocks.tolist(), len(prefix_blocks), rung=rung, length=length)
+        seq.window_start = min(len(seq.blocks), max(0, length - window) // block_tokens)
+        records.ref_count[prefix_blocks] += 1
+        records.window_count[prefix_blocks[seq.window_start :]] += 1
+        seq.packed = records.count_packed(seq.blocks[seq.window_start :])
         return seq
 
-    def missing(self, length: int, block_tokens: int) -> list[int]:
+    def new_block_starts(self, length: int) -> list[int]:
         """Start positions of the blocks that must be taken to hold `length` tokens."""
-        return list(range(len(self.blocks) * block_tokens, length, block_tokens))
+        return list(range(len(self.blocks) * self.block_tokens, length, self.block_tokens))
 
-    def extend(self, runtime: Runtime, ids: list[int]) -> None:
+    def extend(self, ids: list[int]) -> None:
+        """Append blocks that were just taken."""
         self.blocks.extend(ids)
-        runtime.blocks.users[ids] += 1
-        runtime.blocks.pins[ids] += 1
+        self.records.ref_count[ids] += 1
+        self.records.window_count[ids] += 1
 
-    def fill(self, runtime: Runtime, length: int) -> None:
-        """`length` tokens are written or about to be; whole blocks before the earlier length do not change."""
-        p, filled = runtime.layout.block_tokens, runtime.blocks.filled
+    def fill(self, length: int) -> None:
+        """Record that `length` tokens are written or about to be; full blocks before the earlier length do not
+        change."""
+        p, num_tokens = self.block_tokens, self.records.num_tokens
         for i in range(self.length // p, len(self.blocks)):
-            filled[self.blocks[i]] = min(p, length - i * p)
+            num_tokens[self.blocks[i]] = min(p, length - i * p)
         self.length = length
 
-    def open_tokens(self, runtime: Runtime) -> int:
-        """Tokens of its uncompressed blocks; those of a cached prefix that were packed stay so, window or not."""
-        return (len(self.blocks) - self.pinned_from - self.packed) * runtime.layout.block_tokens
+    def open_tokens(self) -> int:
+        """Tokens of its uncompressed blocks. Packed blocks of a cached prefix stay packed, in the window too."""
+        return (len(self.blocks) - self.window_start - self.packed) * self.block_tokens
 
-    def slide(self, runtime: Runtime, length: int) -> list[int]:
-        """Move the window: `length` tokens are written. Returns the blocks that it left behind."""
-        first = max(0, length - runtime.config.window) // runtime.layout.block_tokens
-        left = self.blocks[self.pinned_from : first]
+    def open_blocks(self, length: int) -> list[int]:
+        """Indices of the full blocks of the first `length` tokens that stay uncompressed after the next flush."""
+        return self.records.open_indices(self.blocks[: length // self.block_tokens])
+
+    def slide(self, length: int) -> list[int]:
+        """Move the window behind `length` written tokens; returns the blocks that left it."""
+        first = max(0, length - self.window) // self.block_tokens
+        left = self.blocks[self.window_start : first]
         if left:
-            runtime.blocks.pins[left] -= 1
-            self.pinned_from = first
+            self.records.window_count[left] -= 1
+            self.window_start = first
             if self.packed:
-                self.packed -= runtime.blocks.count_packed(left)
+                self.packed -= self.records.count_packed(left)
         return left
 
-    def revisit(self, runtime: Runtime, length: int) -> list[int]:
-        """Packed blocks that are to be planned again, none or one: `length` tokens are written.
+    def blocks_to_replan(self, length: int) -> list[int]:
+        """Packed blocks to plan again now that `length` tokens are written: none or one.
 
-        Block b, which left the window when b + 1 blocks lay behind it, has its turns when 2 (b + 1), 4 (b + 1), .. do:
-        a plan's thresholds go by the length, and so does what a token receives, so that a little more of it changes
-        little. Of n blocks all turns together are fewer than n. Those of one border are spread over the steps behind
-        it, for requests of one length come to them together. The length alone decides: the same sequence is packed
-        alike, whatever runs beside it.
+        Block b leaves the window when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1), .. do: a
+        plan's thresholds and the attention that a token receives go by the length, so a small growth changes little.
+        All turns of n blocks together are fewer than n. Turns at one block boundary are spread over the steps behind
+        it, since requests of one length reach it together. Only the length decides, so the same sequence is packed
+        alike whatever runs beside it.
         """
-        p = runtime.layout.block_tokens
-        behind, past = divmod(length - runtime.config.window, p)
+        p = self.block_tokens
+        behind, past = divmod(length - self.window, p)
         turn, early = divmod(past, max(1, p // TURNS))
         if early or turn == 0 or behind < 1 or behind % (1 << turn):
             return []
         return self.blocks[(behind >> turn) - 1 : behind >> turn]
 
-    def adopt(self, runtime: Runtime, tree_blocks: np.ndarray) -> list[int]:
-        """The tree now owns the first blocks as `tree_blocks`; returns this request's own copies that it replaced."""
-        n = len(tree_blocks)
+    def replace_with_shared(self, tree_blocks: np.ndarray) -> list[int]:
+        """Take the tree's `tree_blocks` for the first blocks; returns the request's copies that they replace."""
+        records, n = self.records, len(tree_blocks)
         changed = [i for i in range(self.shared, n) if self.blocks[i] != tree_blocks[i]]
         duplicates = [self.blocks[i] for i in changed]
         for i in changed:
             new = int(tree_blocks[i])
-            runtime.blocks.users[new] += 1
-            if i >= self.pinned_from:
-                runtime.blocks.pins[new] += 1
-                self.packed += runtime.blocks.count_packed([new])
+            records.ref_count[new] += 1
+            if i >= self.window_start:
+                records.window_count[new] += 1
+                self.packed += records.count_packed([new])
             self.blocks[i] = new
         self.shared = n
         return duplicates
 
-    def leave(self, runtime: Runtime) -> None:
-        """The request is gone; its blocks are freed or left to the tree by the caller."""
+    def release(self) -> None:
+        """End the request. The caller frees its blocks or leaves them to the tree."""
         ids = np.asarray(self.blocks, dtype=np.int64)
-        runtime.blocks.users[ids] -= 1
-        runtime.blocks.pins[ids[self.pinned_from :]] -= 1
+        self.records.ref_count[ids] -= 1
+        self.records.window_count[ids[self.window_start :]] -= 1

@@ -83,7 +83,7 @@ def _stats(runtime: Runtime, held: PackedTokens | None) -> KvcStats:
 
     ladder = runtime.store.ladder
     by_rung = {rung_name(r): int((blocks.rung[used] == i).sum()) for i, r in enumerate(ladder)}
-    tokens = int(blocks.filled[used].sum())
+    tokens = int(blocks.num_tokens[used].sum())
     tiers, occupancy = ({}, None) if held is None else _tiers(runtime, held, tokens)
     return KvcStats(
         config=runtime.config.summary(),

@@ -171,7 +171,7 @@ def serve(runtime, cap, window=-1):
         runtime.queue_due(ids, gen.randrange(len(runtime.store.ladder)), length=turn * P)
         runtime.flush()
         if policy.replans:
-            runtime.blocks.users[ids] = 1
+            runtime.blocks.ref_count[ids] = 1
             runtime.replan(ids, 900)
             runtime.flush()
         lens = [a + b for a, b in zip(prefixes, new)]

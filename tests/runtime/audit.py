@@ -56,7 +56,7 @@ def check_tree(server) -> None:
 
 
 def check_records(server) -> None:
-    """The CPU's records: owners, users, windows, charges, and SGLang's leak equation."""
+    """The CPU's records: owners, ref counts, windows, charges, and SGLang's leak equation."""
     runtime, tree = server.runtime, server.tree_cache
     blocks, ledger = runtime.blocks, runtime.ledger
     holding = [r for r in server.requests.values() if getattr(r, "kvc", None) is not None]
@@ -68,14 +68,15 @@ def check_records(server) -> None:
     assert len({*own, *kept}) == len(own) + len(kept) == blocks.used_count, "a block has two owners, or none"
     assert server.token_to_kv_pool_allocator.used_slots() == tree.evictable_size_ + tree.protected_size_ + len(own) * P
 
-    users, pins = np.zeros_like(blocks.users), np.zeros_like(blocks.pins)
+    ref_count, windows = np.zeros_like(blocks.ref_count), np.zeros_like(blocks.window_count)
     for r in holding:
-        users[r.kvc.blocks] += 1
-        pins[r.kvc.blocks[r.kvc.pinned_from :]] += 1
+        ref_count[r.kvc.blocks] += 1
+        windows[r.kvc.blocks[r.kvc.window_start :]] += 1
         window = max(0, r.kv_committed_len - runtime.config.window) // P
-        assert r.kvc.pinned_from <= window, "a window was left too early"
+        assert r.kvc.window_start <= window, "a window was left too early"
         assert (blocks.state[r.kvc.blocks[max(window, r.kvc.shared) :]] == State.OPEN).all(), "a window is packed"
-    assert (users == blocks.users).all() and (pins == blocks.pins).all(), "users or pins drifted"
+    assert (ref_count == blocks.ref_count).all(), "ref counts drifted"
+    assert (windows == blocks.window_count).all(), "window counts drifted"
 
     assert sorted(idle) == np.flatnonzero(ledger.idle).tolist(), "what is idle drifted"
     assert ledger.total == ledger.charge.sum() <= ledger.limit and ledger.idle_blocks == len(idle)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvc_patches import internal_state
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.stats import collect as accounting
+from sglang_kvc.stats.collect import figures, measure
 
 from .model import H, L, P, ToyServer
 
@@ -53,17 +54,17 @@ def test_figures_are_those_of_a_plain_count(server):
     held, slots = counted(runtime)
     packed = int((runtime.blocks.state == State.PACKED).sum())
     assert packed > 5 and held[..., 1].any() and (held.sum(-1) < packed * P).any()
-    stats, shown = runtime.figures()
+    stats, shown = figures(runtime)
     assert stats.tokens_by_tier["high"] == held[..., 0].sum() and stats.tokens_by_tier["low"] == held[..., 1].sum()
     assert stats.tokens_by_tier["pruned"] == packed * P * L * H - held.sum()
     assert stats.occupancy == held.sum() / slots
     assert shown.blocks == packed
     assert np.allclose(shown.kept, held.sum(-1) / (packed * P)) and np.allclose(shown.high, held[..., 0] / (packed * P))
-    assert runtime.stats(detail=True) == stats
+    assert measure(runtime, detail=True) == stats
 
 
 def test_a_cache_without_packed_blocks_has_figures():
-    stats, shown = ToyServer(high="k4v4").runtime.figures()
+    stats, shown = figures(ToyServer(high="k4v4").runtime)
     assert stats.occupancy is None and shown.blocks == 0 and shown.kept == [[0.0] * H] * L
 
 
@@ -82,7 +83,7 @@ class Largest(TorchDispatchMode):
 def test_counts_are_not_widened_before_they_are_added_up(server):
     """On a GPU that would take four times the table's memory beside a full pool, and a copy of it to the host."""
     with Largest() as largest:
-        server.runtime.figures()
+        figures(server.runtime)
     packed = int((server.runtime.blocks.state == State.PACKED).sum())
     assert largest.elements <= max(packed, 2 * L * H) < packed * 2 * L * H
 

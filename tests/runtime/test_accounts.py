@@ -11,6 +11,7 @@ from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, PoolLayout
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.policies.leankv import LeanKV
+from sglang_kvc.stats.collect import measure
 
 from . import record
 from .model import P, ToyServer, make_runtime, pages_held
@@ -35,7 +36,7 @@ def test_bytes_are_those_of_pages_tables_headers_and_ring(options):
     for tail in (1, 2):
         server.admit([*range(2 * P), *[tail] * 40])
     server.runtime.flush()
-    stats, state = server.runtime.stats(), server.runtime.blocks.state
+    stats, state = measure(server.runtime, detail=False), server.runtime.blocks.state
     assert stats.bytes == bytes_in_store(server.runtime, np.flatnonzero(state != State.FREE))
     assert stats.packed_bytes == bytes_in_store(server.runtime, np.flatnonzero(state == State.PACKED))
 

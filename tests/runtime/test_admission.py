@@ -16,7 +16,6 @@ from kvc_patches.admission import around_add_chunked_req, around_add_one_req, ar
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_request
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
-from sglang_kvc.cache.sequence import Sequence
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
@@ -36,7 +35,7 @@ def prompt(server: ToyServer, new: int, answer: int, level: str | None = None) -
     """A request of SGLang's that found nothing in the cache."""
     req = MagicMock(
         full_untruncated_fill_ids=[0] * new, prefix_indices=[], output_ids=[], host_hit_length=0, kvc_level=level,
-        last_node=server.tree.root_node, kvc=Sequence([]),
+        last_node=server.tree.root_node, kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = answer, False
     req.needs_host_load_back.return_value = False
@@ -86,15 +85,15 @@ def test_what_the_window_keeps_open_is_waited_for():
     runtime, ratio = server.runtime, server.runtime.store.ladder[1].pages / server.runtime.layout.block_pages_bf16
     assert runtime.prompt_tokens(P, 20 * P, 1, CHUNK) == (1 + 6 + 14 * ratio) * P
     assert runtime.prompt_tokens(6 * P, 20 * P, 1, CHUNK) == (6 + 1 + 19 * ratio) * P
-    seq, chosen = Sequence([]), SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
-    seq.extend(runtime, runtime.take([0, P]))
+    seq, chosen = runtime.new_sequence(), SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
+    seq.extend(runtime.take([0, P]))
     running = SimpleNamespace(kvc=seq, kvc_level=None)
     assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (5 + 5 * ratio) * P
     # Behind a cached prefix, whose packed blocks the window does not open again.
     prefix = runtime.take([0, P])
     assert runtime.queue_due(prefix) == 2
-    running.kvc = Sequence.admit(runtime, np.array(prefix), 2 * P)
-    running.kvc.extend(runtime, runtime.take([2 * P]))
+    running.kvc = runtime.new_sequence(np.array(prefix), 2 * P)
+    running.kvc.extend(runtime.take([2 * P]))
     assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (6 + 4 * ratio) * P
 
 
@@ -148,11 +147,11 @@ def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
         around_get_new_batch_prefill(refused, scheduler, batch)
         return looked[-1]
 
-    seq = Sequence([])
-    seq.extend(server.runtime, server.runtime.take([i * P for i in range(4)]))
-    seq.fill(server.runtime, 4 * P)
+    seq = server.runtime.new_sequence()
+    seq.extend(server.runtime.take([i * P for i in range(4)]))
+    seq.fill(4 * P)
     assert [look(), look()] == [True, False]
-    server.runtime.queue_due(seq.slide(server.runtime, 4 * P))
+    server.runtime.queue_due(seq.slide(4 * P))
     assert [look(), look()] == [True, False]
     more = server.runtime.take([4 * P])
     assert not look()

@@ -194,8 +194,8 @@ def test_a_decode_step_writes_the_length_of_the_last_block_alone():
     """The other blocks of the window were full before."""
     server = ToyServer(high="k4v4", window=9 * P, blocks=12)
     req = server.admit([*prompt(0)[:P], *range(6 * P), 1])
-    filled = server.runtime.blocks.filled
-    server.runtime.blocks.filled = writes = Writes(filled)
+    filled = server.runtime.blocks.num_tokens
+    server.runtime.blocks.num_tokens = writes = Writes(filled)
     for step in range(P + 2):
         before = writes.written
         assert server.decode(req, step)
@@ -206,9 +206,9 @@ def test_a_decode_step_writes_the_length_of_the_last_block_alone():
 def test_the_lengths_of_a_prompts_blocks_are_those_of_its_chunks():
     server = ToyServer(high="bf16", blocks=8)
     first = server.admit([*range(2 * P + 9)], chunk=40)
-    assert server.runtime.blocks.filled[first.kvc.blocks].tolist() == [P, P, 9]
+    assert server.runtime.blocks.num_tokens[first.kvc.blocks].tolist() == [P, P, 9]
     second = server.admit([*range(2 * P), *range(90)])
-    assert second.kvc.shared == 3 and server.runtime.blocks.filled[second.kvc.blocks].tolist() == [P, P, P, 26]
+    assert second.kvc.shared == 3 and server.runtime.blocks.num_tokens[second.kvc.blocks].tolist() == [P, P, P, 26]
 
 
 @pytest.mark.parametrize("policy", [dict(high="k4v4"), dict(policy="leankv", high="k8v4", low="k4v2")])
@@ -217,15 +217,15 @@ def test_uncompressed_tokens_of_a_request_are_those_of_its_blocks(policy):
 
     def check(*reqs):
         for seq in (r.kvc for r in reqs):
-            states = server.runtime.blocks.state[seq.blocks[seq.pinned_from :]]
-            assert seq.open_tokens(server.runtime) == P * int((states == State.OPEN).sum())
+            states = server.runtime.blocks.state[seq.blocks[seq.window_start :]]
+            assert seq.open_tokens() == P * int((states == State.OPEN).sum())
 
     server = ToyServer(window=3 * P, blocks=24, **policy)
     server.finish(server.admit([*range(3 * P), 1]))
     first = server.admit([*range(5 * P), 1], chunk=P)
     second = server.admit([*range(5 * P), 2], chunk=100)
     check(first, second)
-    assert first.kvc.open_tokens(server.runtime) < (len(first.kvc.blocks) - first.kvc.pinned_from) * P
+    assert first.kvc.open_tokens() < (len(first.kvc.blocks) - first.kvc.window_start) * P
     for step in range(2 * P):
         assert server.decode(first, step)
         check(first, second)
@@ -240,7 +240,7 @@ def test_the_uncompressed_tokens_of_a_request_are_not_counted_again():
     server = ToyServer(high="k4v4", window=6 * P, blocks=12)
     req = server.admit([*range(6 * P), 1])
     server.runtime.blocks.state = None
-    assert req.kvc.open_tokens(server.runtime) == 7 * P
+    assert req.kvc.open_tokens() == 7 * P
 
 
 def test_a_leaf_of_one_block_takes_two_words_a_token():

@@ -15,7 +15,6 @@ from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.cache.blocks import Blocks, State
 from sglang_kvc.cache.ledger import Ledger
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release, Take
-from sglang_kvc.cache.sequence import Sequence
 from sglang_kvc.cache.sizing import size_pool
 
 from .model import ToyServer, make_runtime
@@ -148,14 +147,15 @@ def test_sizing_refuses_what_cannot_serve():
         size_pool(10 << 20, lay, (Rung(BF16, pages=lay.block_pages_bf16),))
 
 
-def test_waiting_names_the_full_blocks_of_a_prefix_that_stay_uncompressed():
+def test_open_blocks_are_the_full_blocks_of_a_prefix_that_stay_uncompressed():
     runtime = make_runtime()
-    seq = Sequence([])
-    seq.extend(runtime, runtime.take([0, 64, 128]))
-    assert runtime.waiting([seq, None], [150, 64]) == [[0, 1], []]
-    runtime.queue_due(seq.slide(runtime, 96 + 32))
-    assert runtime.waiting([seq], [150]) == [[1]]
-    assert runtime.waiting([seq], [127]) == [[]]
+    seq = runtime.new_sequence()
+    assert seq.open_blocks(0) == []
+    seq.extend(runtime.take([0, 64, 128]))
+    assert seq.open_blocks(150) == [0, 1]
+    runtime.queue_due(seq.slide(96 + 32))
+    assert seq.open_blocks(150) == [1]
+    assert seq.open_blocks(127) == []
 
 
 def test_a_forward_finds_its_own_sequences_where_requests_share_an_id():

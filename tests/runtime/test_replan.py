@@ -14,7 +14,6 @@ from kvc_kernels.layout import BF16
 from kvc_patches.allocation import around_alloc_for_decode
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.cache.op_queue import Compact
-from sglang_kvc.cache.sequence import Sequence
 
 from .model import H, L, P, Request, ToyServer, make_runtime
 
@@ -29,9 +28,9 @@ class Batch:
         self.allocator = KvcAllocator(self.runtime, SimpleNamespace(runtime=self.runtime), "cpu")
         self.lengths, self.reqs = list(prompts), []
         for n in prompts:
-            seq = Sequence([])
-            seq.extend(self.runtime, self.runtime.take(list(range(0, n, P))))
-            self.runtime.queue_due(seq.slide(self.runtime, n), seq.rung)
+            seq = self.runtime.new_sequence()
+            seq.extend(self.runtime.take(list(range(0, n, P))))
+            self.runtime.queue_due(seq.slide(n), seq.rung)
             seq.prompt = n
             self.reqs.append(SimpleNamespace(kvc=seq))
         self.runtime.log.clear()

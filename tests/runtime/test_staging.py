@@ -14,7 +14,6 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req
 from sglang_kvc.cache.runtime import Runtime
-from sglang_kvc.cache.sequence import Sequence
 from sglang_kvc.cache.sizing import STAGED_TOKENS
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.request_quality import LOSSLESS
@@ -46,7 +45,7 @@ def turn(server: ToyServer, level: str | None = None) -> MagicMock:
     node = server.running[0].last_node
     req = MagicMock(
         full_untruncated_fill_ids=[0] * (4 * P + 5), prefix_indices=[0] * (4 * P), output_ids=[], host_hit_length=0,
-        kvc_level=level, last_node=node, kvc=Sequence([]),
+        kvc_level=level, last_node=node, kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = 3, False
     req.needs_host_load_back.return_value = False

@@ -12,6 +12,7 @@ import pytest
 from kvc_patches import internal_state, metrics
 from sglang_kvc.cache import runtime
 from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.stats import collect
 from sglang_kvc.stats.records import HeadMap, KvcStats, times
 
 STATS = KvcStats(
@@ -67,10 +68,12 @@ def test_json_round_trip(stats):
 
 
 @pytest.fixture
-def fake_runtime():
-    """A runtime that only answers questions, in the place of this process' own."""
+def fake_runtime(monkeypatch):
+    """A runtime in place of this process' own, whose figures are `STATS` and `MAP`."""
     before = runtime.current()
-    fake = SimpleNamespace(config=KvcConfig(), stats=lambda: STATS, figures=lambda: (STATS, MAP))
+    monkeypatch.setattr(collect, "measure", lambda runtime, detail: STATS)
+    monkeypatch.setattr(collect, "figures", lambda runtime: (STATS, MAP))
+    fake = SimpleNamespace(config=KvcConfig())
     runtime.install(fake)
     yield fake
     runtime.install(before)
@@ -92,8 +95,9 @@ def test_server_info_hook_adds_builtins(fake_runtime):
     assert KvcStats.from_dict(sent["stats"]) == STATS and HeadMap.from_dict(sent["head_map"]) == MAP
 
 
-def test_broken_figures_do_not_end_the_server(fake_runtime):
-    fake_runtime.stats = fake_runtime.figures = broken
+def test_broken_figures_do_not_end_the_server(fake_runtime, monkeypatch):
+    monkeypatch.setattr(collect, "measure", broken)
+    monkeypatch.setattr(collect, "figures", broken)
     assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
     assert metrics.after_log_stats(None, SimpleNamespace(), None) is None
     result = SimpleNamespace(internal_state={})
@@ -182,6 +186,6 @@ def test_gauges_that_fail_do_not_end_the_server(fake_runtime, real_gauge, monkey
     assert len(said) == 1
 
 
-def test_a_log_line_that_fails_does_not_end_the_server(fake_runtime):
-    fake_runtime.stats = lambda detail=False: SimpleNamespace(log_line=broken)
+def test_a_log_line_that_fails_does_not_end_the_server(fake_runtime, monkeypatch):
+    monkeypatch.setattr(collect, "measure", lambda runtime, detail: SimpleNamespace(log_line=broken))
     assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
