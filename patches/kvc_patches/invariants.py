@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from .lookup import runtime_of
 from .registry import hook
 
 
 def around_check_full_pool(orig, self, ps, uncached=0):
-    from sglang_kvc.adapter.allocator import KvcAllocator
-
     allocator = self.token_to_kv_pool_allocator
-    if not isinstance(allocator, KvcAllocator):
+    if runtime_of(allocator) is None:
         return orig(self, ps, uncached)
     exact = dataclasses.replace(
         ps,

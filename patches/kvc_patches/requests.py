@@ -19,6 +19,7 @@ import functools
 import itertools
 from types import SimpleNamespace
 
+from .lookup import rung_of
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -58,12 +59,11 @@ def _abort_if_too_long(req, runtime) -> None:
     from sglang.srt.runtime_context import get_schedule
 
     chunk = get_schedule().chunked_prefill_size
-    new, capacity = len(req.origin_input_ids), runtime.sizing.capacity_tokens
-    need = runtime.prompt_tokens(new, 0, runtime.policy.rung_of(req.kvc_level), chunk if (chunk or 0) > 0 else None)
-    if need + runtime.layout.block_tokens >= capacity:  # SGLang admits only what needs less
+    new, rung = len(req.origin_input_ids), rung_of(runtime, req)
+    if not runtime.capacity.prompt_ever_fits(new, rung, chunk if (chunk or 0) > 0 else None):
         req.set_finish_with_abort(
-            f"The prompt of {new} tokens does not fit into the KV cache, which holds {capacity} tokens uncompressed; "
-            f"use a shorter one, or start the server with more --kvc-memory."
+            f"The prompt of {new} tokens does not fit into the KV cache, which holds {runtime.sizing.capacity_tokens} "
+            f"tokens uncompressed; use a shorter one, or start the server with more --kvc-memory."
         )
 
 

@@ -1,13 +1,14 @@
-"""`sglang.srt.managers.schedule_batch.release_req`: what is evicted when a running request is retracted.
+"""`schedule_batch.release_req`: how much is evicted when a running request is retracted.
 
-SGLang then makes room for 20 more tokens of each request that stays. Most of them will lie in packed blocks. Counting
-them as uncompressed would evict several times more cached tokens than needed.
+SGLang makes room for 20 more tokens of each request that stays. Most of these tokens end in packed blocks; counted as
+uncompressed they would evict several times more cached tokens than needed.
 """
 
 from __future__ import annotations
 
 import math
 
+from .lookup import runtime_of
 from .registry import hook
 
 RELEASE = "sglang.srt.managers.schedule_batch.release_req"
@@ -20,13 +21,12 @@ PARAMETERS = (
 def around_release_req(orig, **arguments):
     from sglang.srt.environ import envs
 
-    from sglang_kvc.adapter.allocator import KvcAllocator
-
-    allocator = arguments["token_to_kv_pool_allocator"]
-    if not isinstance(allocator, KvcAllocator):
+    runtime = runtime_of(arguments["token_to_kv_pool_allocator"])
+    if runtime is None:
         return orig(**arguments)
-    runtime, tokens = allocator.runtime, arguments["remaing_req_count"] * envs.SGLANG_RETRACT_DECODE_STEPS.get()
-    with runtime.exact_need(math.ceil(runtime.packed_tokens(tokens, runtime.policy.rung_of(None)))):
+    tokens = arguments["remaing_req_count"] * envs.SGLANG_RETRACT_DECODE_STEPS.get()
+    need = runtime.capacity.packed_tokens(tokens, runtime.policy.rung_of(None))
+    with runtime.capacity.exact_need(math.ceil(need)):
         return orig(**arguments)
 
 

@@ -6,6 +6,7 @@ stream before it has been written, too: counts of its compactions are read there
 
 from __future__ import annotations
 
+from .lookup import runtime_of
 from .registry import hook
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -31,20 +32,18 @@ def around_get_new_batch_prefill(orig, self, running_batch):
 
     SGLang, whose memory only shrinks while requests run, leaves a full batch alone until one of them ends.
     """
-    from sglang_kvc.adapter.allocator import KvcAllocator
-
-    allocator = self.token_to_kv_pool_allocator
-    if not isinstance(allocator, KvcAllocator):
+    runtime = runtime_of(self.token_to_kv_pool_allocator)
+    if runtime is None:
         return orig(self, running_batch)
     # Nor does SGLang look again where nothing runs: what was waited for may have been aborted.
     nothing_runs = running_batch.is_empty() and self.chunked_req is None
-    if running_batch.batch_is_full and (nothing_runs or allocator.has_room_again()):
+    if running_batch.batch_is_full and (nothing_runs or runtime.capacity.has_room_again()):
         running_batch.batch_is_full = False
     knew, ran = running_batch.batch_is_full, list(running_batch.reqs) if self.enable_priority_preemption else []
     plan = orig(self, running_batch)
     _queue_preempted(self, ran, plan)
     if plan.running_batch.batch_is_full and not knew:
-        allocator.remember_full()
+        runtime.capacity.remember_refusal()
     return plan
 
 

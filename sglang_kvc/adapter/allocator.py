@@ -29,73 +29,48 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
             need_sort=False,
         )
         self.runtime = runtime
-        self._reqs = None
-        self._full_at = 0
+        self.capacity = runtime.capacity
+        self._seqs: list[Sequence] = []  # set within `for_requests`
 
     def available_size(self) -> int:
-        return self.runtime.available_tokens()
+        return self.capacity.available_tokens()
 
     def used_slots(self) -> int:
         """Virtual view, exact: slots of all blocks that have an owner. Only the leak check reads it."""
         return self.runtime.blocks.used_count * self.page_size
 
-    def remember_full(self) -> None:
-        """A request was just refused for want of memory."""
-        self._full_at = self.runtime.reachable_tokens()
-
-    def has_room_again(self) -> bool:
-        """Whether at least a block has come free since then. Each refusal raises what the next look waits for, so
-        that a queue is not gone through in every step."""
-        return self.runtime.reachable_tokens() >= self._full_at + self.page_size
-
     @contextmanager
-    def for_requests(self, reqs, need: int):
-        """Bind the requests of the coming `alloc_*` call, which SGLang does not pass, and its exact need in tokens."""
-        self._reqs = reqs
+    def for_requests(self, reqs, lengths: list[int]):
+        """Within: `alloc_*` allocates for `reqs`, which SGLang does not pass, and an eviction makes room for the blocks
+        that they need to hold `lengths` tokens, without SGLang's slack."""
+        self._seqs = [req.kvc for req in reqs]
         try:
-            with self.runtime.exact_need(need):
+            with self.capacity.exact_need(self.capacity.new_block_tokens(self._seqs, lengths)):
                 yield
         finally:
-            self._reqs = None
-
-    def blocks_missing(self, reqs, lengths: list[int]) -> int:
-        return sum(len(r.kvc.new_block_starts(n)) for r, n in zip(reqs, lengths))
+            self._seqs = []
 
     def alloc_extend(
         self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
     ) -> torch.Tensor | None:
         """Slots int64 `[extend_num_tokens]` of the new tokens, None if they do not fit."""
         lengths = seq_lens_cpu.tolist()
-        if not self._grow(lengths):
+        if not self.runtime.grow(self._seqs, lengths):
             return None
         slots = [
-            self._slots(r.kvc, first, last)
-            for r, first, last in zip(self._reqs, prefix_lens_cpu.tolist(), lengths)
+            self._slots(seq, first, last)
+            for seq, first, last in zip(self._seqs, prefix_lens_cpu.tolist(), lengths)
         ]
         return self._to_device(np.concatenate(slots))
 
     def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc) -> torch.Tensor | None:
         """Slots int64 `[bs]` of one new token per request, None if they do not fit."""
         lengths = seq_lens_cpu.tolist()
-        if not self._grow(lengths):
+        if not self.runtime.grow(self._seqs, lengths):
             return None
         p = self.page_size
-        slots = [r.kvc.blocks[(n - 1) // p] * p + (n - 1) % p for r, n in zip(self._reqs, lengths)]
+        slots = [seq.blocks[(n - 1) // p] * p + (n - 1) % p for seq, n in zip(self._seqs, lengths)]
         return self._to_device(np.asarray(slots, dtype=np.int64))
-
-    def _grow(self, lengths: list[int]) -> bool:
-        """Take the blocks that the bound requests need for `lengths`, all or none."""
-        missing = [r.kvc.new_block_starts(n) for r, n in zip(self._reqs, lengths)]
-        ids = self.runtime.take([start for starts in missing for start in starts])
-        if ids is None:
-            return False
-        at = 0
-        for r, starts, n in zip(self._reqs, missing, lengths):
-            if starts:
-                r.kvc.extend(ids[at : at + len(starts)])
-                at += len(starts)
-            r.kvc.fill(n)
-        return True
 
     def _slots(self, seq: Sequence, first: int, last: int) -> np.ndarray:
         pos = np.arange(first, last, dtype=np.int64)

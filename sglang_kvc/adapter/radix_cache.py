@@ -50,7 +50,7 @@ class KvcRadixCache(RadixCache):
     # ---- stock interface, physical view
 
     def evictable_size(self) -> int:
-        return max(0, self.runtime.reachable_tokens() - self.runtime.available_tokens())
+        return self.runtime.capacity.evictable_tokens()
 
     def is_chunk_cache(self) -> bool:
         return False
@@ -65,9 +65,10 @@ class KvcRadixCache(RadixCache):
         if self.disable:
             return EvictResult()
         began = time.perf_counter()
-        runtime, evicted, gone, blocks, pages = self.runtime, 0, [], 0, 0
-        goal = runtime.eviction_goal(params.num_tokens)
-        while runtime.available_tokens(pages, blocks) < goal and (leaf := self.evictable_leaves.next()) is not None:
+        runtime, capacity = self.runtime, self.runtime.capacity
+        evicted, gone, blocks, pages = 0, [], 0, 0
+        goal = capacity.eviction_goal(params.num_tokens)
+        while capacity.available_tokens(pages, blocks) < goal and (leaf := self.evictable_leaves.next()) is not None:
             gone.append(leaf.blocks)
             blocks += len(leaf.blocks)
             pages += int(runtime.ledger.charge[leaf.blocks].sum())
@@ -190,7 +191,7 @@ class KvcRadixCache(RadixCache):
             self.inc_lock_ref(node)
             req.last_node = node
             req.prefix_indices = torch.cat([slots, row[len(slots) :]]) if len(slots) < len(row) else slots
-        if not (chunked and self.runtime.prompt_at_once):
+        if not (chunked and self.runtime.capacity.packs_whole_prompts):
             self.runtime.queue_due(seq.slide(len(tokens)), seq.rung)
 
     def _key(self, req, tokens) -> RadixKey:

@@ -6,7 +6,6 @@ forward. Between the two there is only the queue, so stream order makes the reus
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from kvc_kernels.store import PageStore
 from ..options.config import SALT, KvcConfig
 from ..policies import SEQUENCE, Evidence, Policy, make_policy
 from .blocks import Blocks, State
+from .capacity import Capacity
 from .ledger import Ledger
 from .op_queue import Compact, OpLog, Release, Take
 from .sequence import Sequence
@@ -86,8 +86,12 @@ class Runtime:
     extending: list[tuple[str, Sequence]] = field(default_factory=list)
     # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
-    _exact_need: int | None = None
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
+
+    def __post_init__(self) -> None:
+        self.capacity = Capacity(
+            self.ledger, self.blocks, self.layout, self.sizing, self.store.ladder, self.policy, self.config.window
+        )
 
     @classmethod
     def build(
@@ -126,62 +130,6 @@ class Runtime:
             Blocks(sizing.num_blocks),
         )
 
-    # ---- capacity, in tokens of uncompressed blocks: what an allocation can get now
-
-    def _tokens(self, pages: int, block_ids: int) -> int:
-        whole = min(pages // self.layout.block_pages_bf16, block_ids)
-        return max(0, min(whole * self.layout.block_tokens, self.sizing.capacity_tokens))
-
-    def available_tokens(self, pages: int = 0, blocks: int = 0) -> int:
-        """As if `blocks` blocks, charged with `pages` pages, were free already."""
-        return self._tokens(self.ledger.free + pages, self.blocks.free_count + blocks)
-
-    def reachable_tokens(self) -> int:
-        """Available after evicting all unlocked blocks: one joint floor, two would lose a block."""
-        return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
-
-    def packed_tokens(self, tokens: float, rung: int) -> float:
-        """Uncompressed tokens whose memory `tokens` tokens take when they are packed at `rung`."""
-        ladder = self.store.ladder
-        return tokens * ladder[rung].pages / self.layout.block_pages_bf16 if 0 < rung < len(ladder) else tokens
-
-    def growth_tokens(self, tokens: float, rung: int, held: int) -> float:
-        """Uncompressed tokens whose memory a sequence with `held` uncompressed tokens needs to grow by `tokens`: what
-        leaves the window is packed."""
-        first = self.layout.block_tokens + max(0, self.config.window - held)  # stays open
-        return tokens if tokens <= first else first + self.packed_tokens(tokens - first, rung)
-
-    def prompt_tokens(self, new: int, answer: int, rung: int, chunk: int | None) -> float:
-        """Uncompressed tokens whose memory a prompt of `new` tokens needs at most, with an answer of `answer`.
-
-        Where chunks of a prompt are packed one by one, two are uncompressed at a time, and the window: packing is
-        queued when the CPU has seen a chunk's result, which is after the launch of the next.
-        """
-        whole = new if chunk is None or self.prompt_at_once else min(new, 2 * chunk + self.config.window)
-        return whole + self.growth_tokens(new - whole + answer, rung, whole)
-
-    def staged_tokens(self, prefix: np.ndarray, rung: int) -> int:
-        """Tokens that a prompt at `rung` stages behind the blocks `prefix`: those of the uncompressed ones, if its
-        queries see them fake-quantized."""
-        limit, policy = self.sizing.staged_tokens, self.policy
-        if not limit or policy.stored_as(rung) is not policy.stored_as(policy.rung_of(None)):
-            return 0
-        return int(np.count_nonzero(self.blocks.state[prefix] == State.OPEN)) * self.layout.block_tokens
-
-    @contextlib.contextmanager
-    def exact_need(self, tokens: int):
-        """Within: an eviction makes room for `tokens` and no more, whatever slack its caller asks for."""
-        self._exact_need = tokens
-        try:
-            yield
-        finally:
-            self._exact_need = None
-
-    def eviction_goal(self, requested: int) -> int:
-        """Tokens that `available_tokens` must reach for an eviction request of `requested` more."""
-        asked = self.available_tokens() + requested
-        return asked if self._exact_need is None else min(asked, self._exact_need)
-
     # ---- block life cycle (scheduler side)
 
     def new_sequence(self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, rung: int = 1) -> Sequence:
@@ -194,13 +142,27 @@ class Runtime:
         """One uncompressed block per entry of `starts` (position of its first token), None if they do not fit."""
         if not starts:
             return []
-        if len(starts) * self.layout.block_tokens > self.available_tokens():
+        if len(starts) * self.layout.block_tokens > self.capacity.available_tokens():
             return None
         ids = self.blocks.take(len(starts), starts)
         array = np.asarray(ids, dtype=np.int64)
         self.ledger.set(array, self.layout.block_pages_bf16)
         self.log.push(Take(array))
         return ids
+
+    def grow(self, seqs: list[Sequence], lengths: list[int]) -> bool:
+        """Take the blocks that `seqs` need to hold `lengths` tokens, all or none; returns whether they fit."""
+        starts = [seq.new_block_starts(n) for seq, n in zip(seqs, lengths)]
+        ids = self.take([start for new in starts for start in new])
+        if ids is None:
+            return False
+        at = 0
+        for seq, new, n in zip(seqs, starts, lengths):
+            if new:
+                seq.extend(ids[at : at + len(new)])
+                at += len(new)
+            seq.fill(n)
+        return True
 
     def free(self, ids: list[int] | np.ndarray) -> None:
         """Return whole blocks; what is in flight on the device still reads them until the next flush."""
@@ -390,11 +352,6 @@ class Runtime:
             torch.cuda.synchronize(self.store.device)
 
     # ---- attention
-
-    @property
-    def prompt_at_once(self) -> bool:
-        """Whether a chunked prompt is compacted only when it is complete: later tokens are the evidence."""
-        return self.policy.scope == SEQUENCE
 
     @property
     def salt_only(self) -> bool:

@@ -20,7 +20,8 @@ class LeanKV(Policy):
     Prompt phase: high if it is at least alpha_high / i, low if at least alpha_low / i, else pruned (1/i is what uniform
     attention gives). Generation phase (Algorithm 1): the same against alpha / N with the sequence length N, applied to
     a block when it leaves the window and again whenever the sequence has doubled since
-    (`Sequence.blocks_to_replan`); tokens only go down: high -> low -> pruned. The paper moves one token a step; here the unit is a block.
+    (`Sequence.blocks_to_replan`); tokens only go down: high -> low -> pruned. The paper moves one token a step; here
+    the unit is a block.
     """
 
     name: ClassVar[str] = "leankv"

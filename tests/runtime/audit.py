@@ -81,7 +81,7 @@ def check_records(server) -> None:
     assert sorted(idle) == np.flatnonzero(ledger.idle).tolist(), "what is idle drifted"
     assert ledger.total == ledger.charge.sum() <= ledger.limit and ledger.idle_blocks == len(idle)
     assert ledger.idle_total == ledger.charge[idle].sum()
-    assert runtime.reachable_tokens() <= runtime.sizing.capacity_tokens
+    assert runtime.capacity.reachable_tokens() <= runtime.sizing.capacity_tokens
 
 
 def _nodes(tree):

@@ -46,7 +46,7 @@ def test_a_full_pool_is_packed_in_waves_that_the_reserve_pays_for(low):
     """All blocks are queued at once when nothing is free but the reserve: no page may be handed out twice."""
     tiers = {"policy": "leankv", "high": "k8v4", "low": low} if low else {"high": "k4v4"}
     runtime = make_runtime(blocks=20, window=0, **tiers)
-    blocks = runtime.take([P * i for i in range(runtime.available_tokens() // P)])
+    blocks = runtime.take([P * i for i in range(runtime.capacity.available_tokens() // P)])
     runtime.flush()
     head, tail = runtime.store.cursor.tolist()
     assert len(blocks) * runtime.store.ladder[1].pages > tail - head, "one wave would fit"
@@ -73,9 +73,9 @@ def test_block_ids_are_a_limit_where_blocks_are_smaller_than_was_assumed():
         runtime.settle()
     assert len(held) == runtime.sizing.num_blocks - 1
     assert runtime.ledger.free > 4 * runtime.layout.block_pages_bf16, "pages ran out"
-    assert runtime.available_tokens() == runtime.reachable_tokens() == 0
+    assert runtime.capacity.available_tokens() == runtime.capacity.reachable_tokens() == 0
     runtime.ledger.set_idle(np.array(held[:1]), True)
-    assert runtime.reachable_tokens() == P and runtime.available_tokens() == 0
+    assert runtime.capacity.reachable_tokens() == P and runtime.capacity.available_tokens() == 0
 
 
 @pytest.mark.parametrize(("high", "low"), [("k8v4", "k4v2"), ("k4v4", "k2v2")])

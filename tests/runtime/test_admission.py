@@ -13,9 +13,10 @@ from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_running_offset
-from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_request
+from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
+from sglang_kvc.cache.capacity import longest_request
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
@@ -63,7 +64,7 @@ def comes_in(server: ToyServer, req: MagicMock, **options) -> bool:
 def test_a_prompt_waits_for_what_it_takes_packed():
     """Eight blocks are free. A prompt of ten takes four (two chunks), one that is open and five packed to a quarter."""
     server = ToyServer(high="k4v4", window=0)
-    server.runtime.take([0] * (server.runtime.available_tokens() // P - 8))
+    server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - 8))
     assert comes_in(server, prompt(server, 10 * P, 10))
     assert not comes_in(server, prompt(server, 10 * P, 10, level=LOSSLESS))
     assert not comes_in(server, prompt(server, 10 * P, 10), chunk=None)
@@ -74,7 +75,7 @@ def test_a_prompt_waits_for_what_it_takes_packed():
 
 def test_a_prompt_that_is_packed_at_its_end_waits_for_all_of_it():
     server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
-    server.runtime.take([0] * (server.runtime.available_tokens() // P - 8))
+    server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - 8))
     assert not comes_in(server, prompt(server, 10 * P, 10))
     assert comes_in(server, prompt(server, 6 * P, 10))
 
@@ -83,8 +84,8 @@ def test_what_the_window_keeps_open_is_waited_for():
     """A long answer to a short prompt: of a window of six blocks all stay as they are, and one more is open."""
     server = ToyServer(high="k4v4", window=6 * P)
     runtime, ratio = server.runtime, server.runtime.store.ladder[1].pages / server.runtime.layout.block_pages_bf16
-    assert runtime.prompt_tokens(P, 20 * P, 1, CHUNK) == (1 + 6 + 14 * ratio) * P
-    assert runtime.prompt_tokens(6 * P, 20 * P, 1, CHUNK) == (6 + 1 + 19 * ratio) * P
+    assert runtime.capacity.prompt_tokens(P, 20 * P, 1, CHUNK) == (1 + 6 + 14 * ratio) * P
+    assert runtime.capacity.prompt_tokens(6 * P, 20 * P, 1, CHUNK) == (6 + 1 + 19 * ratio) * P
     seq, chosen = runtime.new_sequence(), SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
     seq.extend(runtime.take([0, P]))
     running = SimpleNamespace(kvc=seq, kvc_level=None)
@@ -102,7 +103,7 @@ def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
     """The reserve for the running request's long answer is more than what is free. A chunk of two blocks draws on it,
     is shortened when no block were left for the running one, and waits when it does not fit itself."""
     server = ToyServer(high="k4v4", window=0)
-    server.runtime.take([0] * (server.runtime.available_tokens() // P - free))
+    server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - free))
     answering = prompt(server, 0, 40 * P)
     running = SimpleNamespace(reqs=[answering], is_empty=lambda: False)
     chosen, req = adder(server, running=running), prompt(server, 6 * P, 10)
@@ -233,13 +234,13 @@ def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
     server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
     runtime = server.runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
-    blocks = runtime.take([i * P for i in range(runtime.available_tokens() // P)])
+    blocks = runtime.take([i * P for i in range(runtime.capacity.available_tokens() // P)])
     runtime.flush()
     runtime.queue_due(blocks)
-    queued = runtime.available_tokens()
+    queued = runtime.capacity.available_tokens()
 
     def fits(batch, selected_indices):
-        return runtime.available_tokens() > queued
+        return runtime.capacity.available_tokens() > queued
 
     assert not runtime.pending and not fits(None, None)
     assert around_check_decode_mem(fits, None)

@@ -49,7 +49,7 @@ def filled(leaves: int, policy: str = "lru", **options) -> ToyServer:
 def evict(server: ToyServer, blocks: int) -> int:
     """Make room for `blocks` blocks more than there are; returns the tokens evicted."""
     room = server.allocator.available_size() + blocks * P
-    with server.allocator.for_requests([], room):
+    with server.runtime.capacity.exact_need(room):
         return server.tree.evict(EvictParams(num_tokens=256 * P)).num_tokens_evicted
 
 

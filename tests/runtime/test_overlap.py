@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from kvc_patches.limits import longest_request
+from sglang_kvc.cache.capacity import longest_request
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .audit import check_tree
@@ -79,7 +79,7 @@ def life(seed: int, kind: Kind) -> Counter:
         server.seen["evicted"] = runtime.counters.evicted_blocks
         server.tree_cache.evict(EvictParams(num_tokens=10**9))
         assert server.token_to_kv_pool_allocator.used_slots() == 0
-        assert runtime.available_tokens() == runtime.sizing.capacity_tokens
+        assert runtime.capacity.available_tokens() == runtime.sizing.capacity_tokens
         assert server.req_to_token_pool.available_size() == server.req_to_token_pool.size
     return server.seen
 

@@ -35,7 +35,7 @@ def configured(monkeypatch):
 def server():
     """A request runs whose four blocks all lie in its window; a prefill may stage nine."""
     made = ToyServer(high="k4v4", window=4 * P, blocks=24)
-    made.runtime.sizing = dataclasses.replace(made.runtime.sizing, staged_tokens=9 * P)
+    made.runtime.capacity.sizing = dataclasses.replace(made.runtime.sizing, staged_tokens=9 * P)
     made.admit([*range(4 * P), 1])
     return made
 
@@ -74,7 +74,7 @@ def test_a_chunk_counts_toward_what_is_staged(server):
 
 
 def test_a_prompt_alone_comes_in_whatever_it_stages(server):
-    server.runtime.sizing = dataclasses.replace(server.runtime.sizing, staged_tokens=P)
+    server.runtime.capacity.sizing = dataclasses.replace(server.runtime.sizing, staged_tokens=P)
     assert come_in(server, [turn(server)]) == [AddReqResult.CONTINUE]
 
 
@@ -86,7 +86,7 @@ def test_prompts_whose_blocks_are_seen_as_they_are_stage_nothing(server):
 def test_prefixes_that_are_packed_stage_nothing(server):
     server.finish(server.running[0])
     server.admit([*range(4 * P), *range(8 * P)])  # its window has left the first four blocks
-    assert server.runtime.staged_tokens(server.tree.path_blocks(server.running[0].last_node)[:4], 1) == 0
+    assert server.runtime.capacity.staged_tokens(server.tree.path_blocks(server.running[0].last_node)[:4], 1) == 0
 
 
 @pytest.mark.parametrize(

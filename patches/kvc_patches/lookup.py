@@ -1,0 +1,26 @@
+"""Our objects behind those that SGLang passes to a hook.
+
+`sglang_kvc` is imported at call time: hooks are registered in every process, also in those that serve with another
+backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_kvc.cache.runtime import Runtime
+
+
+def runtime_of(allocator: Any) -> Runtime | None:
+    """The runtime behind SGLang's token-to-KV allocator; None where the allocator is not ours."""
+    from sglang_kvc.adapter.allocator import KvcAllocator
+
+    return allocator.runtime if isinstance(allocator, KvcAllocator) else None
+
+
+def rung_of(runtime: Runtime, req: Any) -> int:
+    """The rung that blocks of SGLang's request go to, by its level."""
+    from sglang_kvc.options.request_quality import level
+
+    return runtime.policy.rung_of(level(req))

@@ -1,0 +1,169 @@
+"""Capacity: how much memory a prompt, a running request or an eviction needs, and how much there is.
+
+The unit is the token of an uncompressed block, the one SGLang counts in. A packed token costs a fraction of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvc_kernels.layout import PoolLayout, Rung
+
+from ..policies import SEQUENCE, Policy
+from .blocks import Blocks, State
+from .ledger import Ledger
+from .sequence import Sequence
+from .sizing import Sizing
+
+
+def longest_request(capacity_tokens: int, block_tokens: int) -> int:
+    """Tokens of a request, with its answer, that an empty pool of `capacity_tokens` uncompressed tokens admits.
+
+    SGLang admits a request with one page beside it, and a page here is a block.
+    """
+    return max(1, capacity_tokens - block_tokens - 2)
+
+
+@dataclass
+class Capacity:
+    """Answers from the ledger, the block records and fixed facts. Nothing here changes a block or asks the device.
+
+    ladder: formats of blocks; `ladder[0]` is uncompressed.
+    window: tokens of the recent window.
+    """
+
+    ledger: Ledger
+    blocks: Blocks
+    layout: PoolLayout
+    sizing: Sizing
+    ladder: tuple[Rung, ...]
+    policy: Policy
+    window: int
+    _exact_need: int | None = None  # set within `exact_need`
+    _full_at: int = 0  # reachable tokens at the last refusal
+
+    # ---- room
+
+    def available_tokens(self, pages: int = 0, blocks: int = 0) -> int:
+        """Tokens that an allocation gets now, as if `blocks` more blocks with `pages` pages were free."""
+        return self._tokens(self.ledger.free + pages, self.blocks.free_count + blocks)
+
+    def reachable_tokens(self) -> int:
+        """Tokens available after evicting all unlocked blocks, rounded down once (twice would lose a block)."""
+        return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
+
+    def evictable_tokens(self) -> int:
+        """Tokens that eviction can add to `available_tokens`."""
+        return max(0, self.reachable_tokens() - self.available_tokens())
+
+    def _tokens(self, pages: int, block_ids: int) -> int:
+        whole = min(pages // self.layout.block_pages_bf16, block_ids)
+        return max(0, min(whole * self.layout.block_tokens, self.sizing.capacity_tokens))
+
+    # ---- growth
+
+    def packed_tokens(self, tokens: float, rung: int) -> float:
+        """Memory of `tokens` tokens that are packed at `rung`."""
+        if not 0 < rung < len(self.ladder):
+            return tokens
+        return tokens * self.ladder[rung].pages / self.layout.block_pages_bf16
+
+    def growth_tokens(self, tokens: float, rung: int, open_tokens: int) -> float:
+        """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`.
+
+        One more block and the rest of the window stay uncompressed; what leaves the window is packed.
+        """
+        first = self.layout.block_tokens + max(0, self.window - open_tokens)
+        return tokens if tokens <= first else first + self.packed_tokens(tokens - first, rung)
+
+    def running_tokens(self, seq: Sequence | None, tokens: float, rung: int) -> float:
+        """Memory that a running request needs to grow by `tokens`. `seq` is None where it just ended: SGLang still
+        counts it."""
+        open_tokens = seq.open_tokens() if self.window and seq is not None else self.window
+        return self.growth_tokens(tokens, rung, open_tokens)
+
+    def new_block_tokens(self, seqs: Iterable[Sequence], lengths: Iterable[int]) -> int:
+        """Tokens of the blocks to take so that `seqs` hold `lengths` tokens; no spare block per request."""
+        return self.layout.block_tokens * sum(len(s.new_block_starts(n)) for s, n in zip(seqs, lengths))
+
+    # ---- prompts
+
+    @property
+    def packs_whole_prompts(self) -> bool:
+        """Whether a chunked prompt is packed only at its end: attention by its later tokens decides what is kept."""
+        return self.policy.scope == SEQUENCE
+
+    def prompt_tokens(self, new: int, answer: int, rung: int, chunk: int | None) -> float:
+        """Memory that a prompt of `new` uncached tokens with an answer of `answer` needs at most.
+
+        Where chunks are packed one by one, two of them and the window are uncompressed at a time: a chunk is packed
+        when the CPU has its result, which is after the launch of the next. `chunk` is None where prompts are whole.
+        """
+        whole = new if chunk is None or self.packs_whole_prompts else min(new, 2 * chunk + self.window)
+        return whole + self.growth_tokens(new - whole + answer, rung, whole)
+
+    def prompt_ever_fits(self, new: int, rung: int, chunk: int | None) -> bool:
+        """Whether an empty server admits a prompt of `new` tokens. SGLang asks for one block more and for less than
+        all."""
+        return self.prompt_tokens(new, 0, rung, chunk) + self.layout.block_tokens < self.sizing.capacity_tokens
+
+    def chunk_credit(self, need: int, shortage: int, running: int) -> int | None:
+        """Tokens that the next chunk of a prompt may draw from the reserve for answers; None: the chunk waits.
+
+        `need`: tokens of its new blocks. `shortage`: tokens that SGLang would cut from it to keep the reserve. A chunk
+        draws on the reserve only until it is packed, so it stays whole while each of `running` requests still finds a
+        block.
+        """
+        room = self.reachable_tokens()
+        if need > room:
+            return None
+        whole = need + running * self.layout.block_tokens <= room
+        return max(0, shortage) if whole and not self.packs_whole_prompts else 0
+
+    # ---- staging: cached blocks that running windows keep uncompressed, fake-quantized for the queries of a prefill
+
+    def staged_tokens(self, prefix: np.ndarray, rung: int) -> int:
+        """Tokens that a prompt at `rung` stages behind the cached blocks `prefix` (int64): those of uncompressed
+        blocks, if its queries see blocks fake-quantized."""
+        if not self.sizing.staged_tokens:
+            return 0
+        if self.policy.stored_as(rung) is not self.policy.stored_as(self.policy.rung_of(None)):
+            return 0
+        return int(np.count_nonzero(self.blocks.state[prefix] == State.OPEN)) * self.layout.block_tokens
+
+    def may_stage(self, staged: int, chosen: Iterable[int]) -> bool:
+        """Whether a prompt that stages `staged` tokens may join a prefill whose prompts stage `chosen`. The reserved
+        memory bounds the sum; one prompt alone is always admitted."""
+        if not staged:
+            return True
+        others = list(chosen)
+        return not others or sum(others) + staged <= self.sizing.staged_tokens
+
+    # ---- eviction, refusal
+
+    @contextlib.contextmanager
+    def exact_need(self, tokens: int) -> Iterator[None]:
+        """Within: an eviction makes room for `tokens` and no more, whatever slack its caller asks for."""
+        self._exact_need = tokens
+        try:
+            yield
+        finally:
+            self._exact_need = None
+
+    def eviction_goal(self, requested: int) -> int:
+        """Tokens that `available_tokens` must reach for an eviction of `requested` tokens."""
+        goal = self.available_tokens() + requested
+        return goal if self._exact_need is None else min(goal, self._exact_need)
+
+    def remember_refusal(self) -> None:
+        """Record the room at which a request was just refused."""
+        self._full_at = self.reachable_tokens()
+
+    def has_room_again(self) -> bool:
+        """Whether at least a block came free since the last refusal. Each refusal raises the mark, so the scheduler
+        does not go through its queue in every step."""
+        return self.reachable_tokens() >= self._full_at + self.layout.block_tokens

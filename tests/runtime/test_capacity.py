@@ -1,0 +1,116 @@
+"""How much memory prompts, running requests and evictions need, from records alone: no scheduler, no SGLang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from sglang_kvc.cache.blocks import Blocks
+from sglang_kvc.cache.capacity import Capacity, longest_request
+from sglang_kvc.cache.ledger import Ledger
+from sglang_kvc.cache.sequence import Sequence
+from sglang_kvc.cache.sizing import Sizing
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.policies import make_policy
+
+P, BLOCKS, WINDOW, CHUNK = 64, 12, 2 * 64, 3 * 64
+LAYOUT = PoolLayout(2, 2, 32, P, page_bytes=1152)
+PACKED = LAYOUT.block_pages(FORMATS["k4v4"]) / LAYOUT.block_pages_bf16
+
+
+@pytest.fixture
+def capacity() -> Capacity:
+    """Memory for twelve uncompressed blocks, all free."""
+    pages = BLOCKS * LAYOUT.block_pages_bf16
+    ladder = (
+        Rung(BF16, pages=LAYOUT.block_pages_bf16),
+        Rung(FORMATS["k4v4"], pages=LAYOUT.block_pages(FORMATS["k4v4"])),
+    )
+    policy = make_policy(KvcConfig(block_size=P, high="k4v4"))
+    sizing = Sizing(0, pages + 1, 2 * BLOCKS, 0, BLOCKS * P, staged_tokens=4 * P)
+    return Capacity(Ledger(2 * BLOCKS, pages), Blocks(2 * BLOCKS), LAYOUT, sizing, ladder, policy, WINDOW)
+
+
+def take(capacity: Capacity, n: int) -> np.ndarray:
+    ids = np.array(capacity.blocks.take(n, [i * P for i in range(n)]))
+    capacity.ledger.set(ids, LAYOUT.block_pages_bf16)
+    return ids
+
+
+def test_room_is_what_is_free_and_what_is_unlocked(capacity):
+    ids = take(capacity, 5)
+    assert capacity.available_tokens() == capacity.reachable_tokens() == 7 * P
+    capacity.ledger.set_idle(ids[:2], True)
+    assert (capacity.available_tokens(), capacity.evictable_tokens()) == (7 * P, 2 * P)
+    assert capacity.available_tokens(pages=LAYOUT.block_pages_bf16, blocks=1) == 8 * P
+
+
+def test_growth_keeps_a_block_and_the_rest_of_the_window_uncompressed(capacity):
+    assert capacity.growth_tokens(3 * P, 1, open_tokens=0) == 3 * P
+    assert capacity.growth_tokens(10 * P, 1, open_tokens=0) == (3 + 7 * PACKED) * P
+    assert capacity.growth_tokens(10 * P, 1, open_tokens=9 * P) == (1 + 9 * PACKED) * P
+    assert capacity.growth_tokens(10 * P, 0, open_tokens=0) == 10 * P
+
+
+def test_a_running_request_is_asked_for_its_uncompressed_tokens(capacity):
+    seq = Sequence.admit(capacity.blocks, P, WINDOW, take(capacity, 3), 3 * P)
+    assert seq.open_tokens() == 2 * P
+    assert capacity.running_tokens(seq, 10 * P, 1) == capacity.growth_tokens(10 * P, 1, 2 * P)
+    assert capacity.running_tokens(None, 10 * P, 1) == capacity.growth_tokens(10 * P, 1, WINDOW)
+    assert capacity.new_block_tokens([seq, seq], [3 * P, 3 * P + 1]) == P
+
+
+def test_a_prompt_needs_two_chunks_and_the_window_uncompressed(capacity):
+    whole = 2 * CHUNK + WINDOW
+    assert capacity.prompt_tokens(20 * P, 0, 1, CHUNK) == whole + P + (19 * P - whole) * PACKED
+    assert capacity.prompt_tokens(20 * P, 0, 1, None) == 20 * P
+    assert capacity.prompt_ever_fits(14 * P, 1, CHUNK) and not capacity.prompt_ever_fits(14 * P, 1, None)
+
+
+def test_a_chunk_draws_on_the_reserve_while_running_requests_find_a_block(capacity):
+    assert capacity.chunk_credit(3 * P, shortage=P, running=9) == P
+    assert capacity.chunk_credit(3 * P, shortage=-P, running=9) == 0
+    assert capacity.chunk_credit(3 * P, shortage=P, running=10) == 0
+    assert capacity.chunk_credit(13 * P, shortage=P, running=1) is None
+
+
+def test_prompts_stage_up_to_the_limit_and_one_alone_stages_anything(capacity):
+    ids = take(capacity, 3)
+    assert capacity.staged_tokens(ids, 1) == 3 * P and capacity.staged_tokens(ids, 0) == 0
+    assert capacity.may_stage(9 * P, []) and capacity.may_stage(0, [9 * P])
+    assert capacity.may_stage(P, [3 * P]) and not capacity.may_stage(P + 1, [3 * P])
+
+
+def test_an_eviction_goes_no_further_than_the_exact_need(capacity):
+    take(capacity, 11)
+    assert capacity.eviction_goal(5 * P) == 6 * P
+    with capacity.exact_need(2 * P):
+        assert capacity.eviction_goal(5 * P) == 2 * P
+    assert capacity.eviction_goal(5 * P) == 6 * P
+
+
+def test_there_is_room_again_when_a_block_came_free(capacity):
+    ids = take(capacity, 3)
+    capacity.remember_refusal()
+    assert not capacity.has_room_again()
+    capacity.blocks.give_back(ids[:1])
+    capacity.ledger.drop(ids[:1])
+    assert capacity.has_room_again()
+
+
+def test_the_longest_request_leaves_a_block():
+    assert longest_request(BLOCKS * P, P) == 11 * P - 2 and longest_request(P, P) == 1
+
+
+def test_the_cache_imports_neither_sglang_nor_triton():
+    code = (
+        "import sys, pkgutil, importlib, sglang_kvc.cache as cache\n"
+        "for m in pkgutil.iter_modules(cache.__path__): importlib.import_module(f'sglang_kvc.cache.{m.name}')\n"
+        "assert not {m.split('.')[0] for m in sys.modules} & {'sglang', 'triton'}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
