@@ -29,17 +29,14 @@ def around_alloc_for_extend(orig, batch):
 
 
 def around_alloc_for_decode(orig, batch, token_per_req):
+    from sglang_kvc.cache.runtime import Phase
+
     allocator = batch.token_to_kv_pool_allocator
     if (runtime := runtime_of(allocator)) is None:
         return orig(batch, token_per_req)
     lengths = batch.seq_lens_cpu.tolist()
     for req, length in zip(batch.reqs, lengths):
-        left = req.kvc.slide(length)
-        if left and req.kvc.rung:
-            # With overlap scheduling the first step is prepared before the result of the prefill is looked at.
-            runtime.queue_due(left, req.kvc.rung, 0 if length <= req.kvc.prompt else length)
-        if runtime.policy.replans and (again := req.kvc.blocks_to_replan(length)):
-            runtime.replan(again, length)
+        runtime.tokens_written(req.kvc, length, Phase.DECODE)
     with allocator.for_requests(batch.reqs, [n + token_per_req for n in lengths]):
         return orig(batch, token_per_req)
 

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from ..cache.runtime import NO_BLOCKS, Runtime
+from ..cache.runtime import NO_BLOCKS, Phase, Runtime
 from ..cache.sequence import Sequence
 from .eviction_queue import EvictionQueue
 
@@ -151,7 +151,7 @@ class KvcRadixCache(RadixCache):
             matched = self._insert_blocks(req, key, row, seq.blocks[:n], chunked=False) // self.page_size
             self.runtime.free(seq.blocks[seq.shared : matched])
             kept, due = n, due + seq.blocks[max(matched, seq.shared) : n]
-        self.runtime.queue_due(due, seq.rung, length=self._decoded(req))
+        self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=due)
         self.runtime.free(seq.blocks[kept:])
         req.kvc = None
         if not self.disable and req.last_node is not None:
@@ -191,8 +191,7 @@ class KvcRadixCache(RadixCache):
             self.inc_lock_ref(node)
             req.last_node = node
             req.prefix_indices = torch.cat([slots, row[len(slots) :]]) if len(slots) < len(row) else slots
-        if not (chunked and self.runtime.capacity.packs_whole_prompts):
-            self.runtime.queue_due(seq.slide(len(tokens)), seq.rung)
+        self.runtime.tokens_written(seq, len(tokens), Phase.CHUNK if chunked else Phase.PREFILL)
 
     def _key(self, req, tokens) -> RadixKey:
         return BlockKey(tokens, req.extra_key).page_aligned(self.page_size)

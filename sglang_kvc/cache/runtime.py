@@ -1,31 +1,31 @@
-"""One server's compressed cache: page store, ledger, block records and the operation queue, behind a few verbs.
+"""Runtime: one server's compressed cache. Page store, ledger, block records and the operation queue behind a few verbs.
 
-The scheduler's CPU code calls `take`, `free`, `queue_due`; the forward stream calls `flush` once at the start of every
-forward. Between the two there is only the queue, so stream order makes the reuse of pages safe.
+The scheduler's CPU code takes and frees blocks and reports written tokens (`grow`, `free`, `tokens_written`), which
+fills the queue. The forward stream calls `flush` once at the start of every forward. Between the two there is only the
+queue, so stream order makes the reuse of pages safe.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from types import ModuleType
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvc_kernels import ops
 from kvc_kernels.layout import Format, PoolLayout
 from kvc_kernels.store import PageStore
 
 from ..options.config import SALT, KvcConfig
-from ..policies import SEQUENCE, Evidence, Policy, make_policy
+from ..policies import SEQUENCE, Policy, make_policy
 from .blocks import Blocks, State
 from .capacity import Capacity
 from .ledger import Ledger
 from .op_queue import Compact, OpLog, Release, Take
+from .page_ops import PageOps, PendingCounts
 from .sequence import Sequence
 from .sizing import Sizing, make_layout, size_server
 
@@ -37,13 +37,23 @@ _current: Runtime | None = None
 
 
 def current() -> Runtime | None:
-    """The runtime of this process, None before its pool was built."""
+    """The runtime of this process, None before its pool is built."""
     return _current
 
 
 def install(runtime: Runtime | None) -> None:
+    """Make `runtime` the one of this process."""
     global _current
     _current = runtime
+
+
+class Phase(Enum):
+    """Event at which written tokens are reported."""
+
+    CHUNK = "chunk"  # a part of the prompt is prefilled, more of it follows
+    PREFILL = "prefill"  # the prompt is prefilled
+    DECODE = "decode"  # the next decode step is prepared
+    END = "end"  # the request ends: finished, aborted or retracted
 
 
 @dataclass
@@ -56,18 +66,15 @@ class Counters:
 
 
 @dataclass
-class PendingCounts:
-    """Page counts of a threshold compaction, on their way from the device."""
-
-    step: int
-    blocks: np.ndarray
-    generation: np.ndarray
-    counts: torch.Tensor
-
-
-@dataclass
 class Runtime:
-    """See the module docstring. All block ids that cross its interface are CPU ints or numpy arrays."""
+    """See the module docstring. All block ids that cross its interface are CPU ints or numpy arrays.
+
+    step: forwards launched; stamps page counts that are on their way.
+    processed: forwards whose results the CPU has processed.
+    extending: id and sequence of every request in the extend batch allocated last, in order. The next extend forward
+        is that batch's. It names requests by id, which several may share.
+    reduce_max: reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
+    """
 
     config: KvcConfig
     policy: Policy
@@ -78,13 +85,10 @@ class Runtime:
     blocks: Blocks
     log: OpLog = field(default_factory=OpLog)
     counters: Counters = field(default_factory=Counters)
-    step: int = 0  # forwards launched; stamps counts that are still under way
-    processed: int = 0  # forwards whose results the CPU has seen
+    step: int = 0
+    processed: int = 0
     pending: deque[PendingCounts] = field(default_factory=deque)
-    # Id and sequence of every request in the extend batch that was allocated last, in its order. The next extend
-    # forward is that batch's and names its requests by id, which several may have.
     extending: list[tuple[str, Sequence]] = field(default_factory=list)
-    # Reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
@@ -92,6 +96,7 @@ class Runtime:
         self.capacity = Capacity(
             self.ledger, self.blocks, self.layout, self.sizing, self.store.ladder, self.policy, self.config.window
         )
+        self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
 
     @classmethod
     def build(
@@ -120,35 +125,15 @@ class Runtime:
             dtype=dtype,
             device=device,
         )
-        return cls(
-            config,
-            policy,
-            layout,
-            sizing,
-            store,
-            Ledger(sizing.num_blocks, sizing.chargeable_pages),
-            Blocks(sizing.num_blocks),
-        )
+        ledger = Ledger(sizing.num_blocks, sizing.chargeable_pages)
+        return cls(config, policy, layout, sizing, store, ledger, Blocks(sizing.num_blocks))
 
-    # ---- block life cycle (scheduler side)
+    # ---- sequences (scheduler side)
 
     def new_sequence(self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, rung: int = 1) -> Sequence:
-        """The record of a request that starts with `length` cached tokens in `prefix_blocks`."""
-        return Sequence.admit(
-            self.blocks, self.layout.block_tokens, self.config.window, prefix_blocks, length, rung
-        )
-
-    def take(self, starts: list[int]) -> list[int] | None:
-        """One uncompressed block per entry of `starts` (position of its first token), None if they do not fit."""
-        if not starts:
-            return []
-        if len(starts) * self.layout.block_tokens > self.capacity.available_tokens():
-            return None
-        ids = self.blocks.take(len(starts), starts)
-        array = np.asarray(ids, dtype=np.int64)
-        self.ledger.set(array, self.layout.block_pages_bf16)
-        self.log.push(Take(array))
-        return ids
+        """The record of a request that starts with `length` cached tokens in `prefix_blocks` (int64)."""
+        p, window = self.layout.block_tokens, self.config.window
+        return Sequence.admit(self.blocks, p, window, prefix_blocks, length, rung)
 
     def grow(self, seqs: list[Sequence], lengths: list[int]) -> bool:
         """Take the blocks that `seqs` need to hold `lengths` tokens, all or none; returns whether they fit."""
@@ -164,8 +149,66 @@ class Runtime:
             seq.fill(n)
         return True
 
+    def tokens_written(self, seq: Sequence, length: int, phase: Phase, kept: list[int] | tuple = ()) -> None:
+        """Queue the blocks that are due for packing now that `length` tokens of `seq` are written.
+
+        This is the one rule for when a block is packed:
+
+        * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). After a chunk none, where
+          the policy plans a prompt as a whole.
+        * DECODE: blocks that left the window since the last step, planned by N = `length`. With overlap scheduling the
+          first step is prepared before the result of the prefill is processed; up to the prompt's length N = 0.
+          Where the policy plans again, also the packed block whose turn it is.
+        * END: the full blocks that the tree keeps, `kept`; the window is gone. `length` is 0 where nothing was
+          generated.
+        """
+        if phase is Phase.END:
+            self.queue_due(kept, seq.rung, length)
+        elif phase is not Phase.CHUNK or not self.capacity.packs_whole_prompts:
+            decoded = phase is Phase.DECODE and length > seq.prompt
+            self.queue_due(seq.slide(length), seq.rung, length if decoded else 0)
+        if phase is Phase.DECODE and self.policy.replans:
+            self.replan(seq.blocks_to_replan(length), length)
+
+    def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
+        """The sequence of each request of an extend forward; None for those of the engine's own warm-up, which no
+        scheduler allocated. RuntimeError if some of them, but not these in this order, were allocated last."""
+        known = [rid for rid, _ in self.extending]
+        if rids == known:
+            return [seq for _, seq in self.extending]
+        if not set(rids).isdisjoint(known):
+            raise RuntimeError(
+                f"a forward extends {len(rids)} requests but the last allocation was for {len(known)} others; "
+                "--kv-backend kvc needs both to be the same batch"
+            )
+        return [None] * len(rids)
+
+    def stored_as(self, seqs: list[Sequence | None]) -> list[Format | None]:
+        """For each request the format in which its queries see full blocks fake-quantized; None: unchanged."""
+        default = self.policy.rung_of(None)  # a warm-up asks for no level
+        return [self.policy.stored_as(default if seq is None else seq.rung) for seq in seqs]
+
+    @property
+    def salt_only(self) -> bool:
+        """Whether blocks carry the attention of other requests and are shared only between requests of one salt."""
+        return self.policy.scope == SEQUENCE and self.config.trust == SALT
+
+    # ---- blocks (scheduler side)
+
+    def take(self, starts: list[int]) -> list[int] | None:
+        """One uncompressed block per entry of `starts` (position of its first token), None if they do not fit."""
+        if not starts:
+            return []
+        if len(starts) * self.layout.block_tokens > self.capacity.available_tokens():
+            return None
+        ids = self.blocks.take(len(starts), starts)
+        array = np.asarray(ids, dtype=np.int64)
+        self.ledger.set(array, self.layout.block_pages_bf16)
+        self.log.push(Take(array))
+        return ids
+
     def free(self, ids: list[int] | np.ndarray) -> None:
-        """Return whole blocks; what is in flight on the device still reads them until the next flush."""
+        """Return whole blocks. Forwards in flight may read them until the next flush."""
         array = np.asarray(ids, dtype=np.int64)
         if len(array) == 0:
             return
@@ -174,11 +217,11 @@ class Runtime:
         self.log.push(Release(array))
 
     def queue_due(self, ids: list[int] | np.ndarray, rung: int = 1, length: int = 0) -> int:
-        """Queue those of `ids` that are uncompressed, complete and in nobody's window for `rung`; returns how many.
+        """Queue for `rung` those of the full blocks `ids` that are uncompressed and in no window; returns how many.
 
-        `ids` must be blocks that are full. `length` is N of the sequence while generating, 0 in the prompt phase.
+        `length` is N of the sequence while it decodes, 0 in the prompt phase.
         """
-        if not 0 < rung < len(self.store.ladder):
+        if len(ids) == 0 or not 0 < rung < len(self.store.ladder):
             return 0
         array = np.asarray(ids, dtype=np.int64)
         due = array[(self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)]
@@ -186,12 +229,14 @@ class Runtime:
         return len(due)
 
     def replan(self, ids: list[int] | np.ndarray, length: int) -> int:
-        """Queue those of `ids`, blocks of one sequence, that are packed and in no other's use to be planned again, now
-        that it is `length` tokens long; returns how many."""
+        """Queue those of `ids`, blocks of one sequence of `length` tokens, that are packed and in use by it alone to be
+        planned again; returns how many."""
+        if len(ids) == 0:
+            return 0
         array = np.asarray(ids, dtype=np.int64)
         rung = len(self.store.ladder) - 1
-        own = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
-        due = array[own & (self.blocks.rung[array] == rung)]
+        unshared = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
+        due = array[unshared & (self.blocks.rung[array] == rung)]
         self._queue(due, from_rung=rung, to_rung=rung, length=length)
         return len(due)
 
@@ -210,27 +255,9 @@ class Runtime:
         self.blocks.rung[due] = to_rung
         self.counters.compactions += len(due)
 
-    def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
-        """The sequence of each request of an extend forward; None for those of the engine's own warm-up, which no
-        scheduler allocated. RuntimeError if some of them, but not these in this order, were allocated last."""
-        known = [rid for rid, _ in self.extending]
-        if rids == known:
-            return [seq for _, seq in self.extending]
-        if not set(rids).isdisjoint(known):
-            raise RuntimeError(
-                f"a forward extends {len(rids)} requests but the last allocation was for {len(known)} others; "
-                "--kv-backend kvc needs both to be the same batch"
-            )
-        return [None] * len(rids)
-
-    def stored_as(self, seqs: list[Sequence | None]) -> list[Format | None]:
-        """For each request: as what its full blocks are seen by queries behind them, None as they are."""
-        default = self.policy.rung_of(None)  # a warm-up asks for no level
-        return [self.policy.stored_as(default if seq is None else seq.rung) for seq in seqs]
-
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""
-        self._synchronize()
+        self.page_ops.synchronize()
         self.log.clear()
         self.pending.clear()
         self.extending.clear()
@@ -239,7 +266,7 @@ class Runtime:
         self.ledger.reset()
         self.store.reset()
 
-    # ---- device side
+    # ---- queue (forward stream) and page counts
 
     def flush(self) -> None:
         """Apply all queued operations in order. Called on the forward stream before any layer runs."""
@@ -248,71 +275,15 @@ class Runtime:
         began = time.perf_counter()
         compacted = self._open_queued = False
         for op in self.log.drain():
-            if isinstance(op, Take):
-                self._ring.take_bf16(self.store, self._to_device(op.blocks))
-            elif isinstance(op, Release):
-                self._ring.release(self.store, self._to_device(op.blocks))
-            else:
-                self._compact(op)
-                compacted = True
+            self.pending += self.page_ops.run(op, self.step)
+            compacted |= isinstance(op, Compact)
         if compacted:
             self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
 
-    @functools.cached_property
-    def _move(self) -> Callable[..., torch.Tensor]:
-        """The compaction of this device: one kernel on a GPU, plain torch elsewhere; both write the same bytes."""
-        if self.store.device.type == "cuda":
-            from kvc_kernels.compact.launch import compact_triton
-
-            return compact_triton
-        return ops.compact
-
-    @functools.cached_property
-    def _ring(self) -> ModuleType:
-        """Taking and returning of whole blocks on this device: a few kernels on a GPU, plain torch elsewhere."""
-        if self.store.device.type == "cuda":
-            from kvc_kernels.pages import kernel as ring_triton
-
-            return ring_triton
-        return ops
-
-    def _to_device(self, ids: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(ids)
-        if self.store.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.store.device, non_blocking=True)
-
-    def _compact(self, op: Compact) -> None:
-        """Plan and move, in waves whose destination pages fit the reserve."""
-        target = self.store.ladder[op.to_rung]
-        wave = max(1, self.sizing.reserve_pages // target.pages)
-        for at in range(0, len(op.blocks), wave):
-            ids = op.blocks[at : at + wave]
-            blocks = self._to_device(ids)
-            evidence = Evidence(
-                self.store,
-                blocks,
-                self._to_device(op.starts[at : at + wave]),
-                self._to_device(op.lengths[at : at + wave]),
-                op.from_rung,
-                self.observe,
-            )
-            tiers = self.policy.plan(evidence, target)
-            counts = self._move(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
-            if not target.exact:
-                host = self._to_host(counts)
-                self.pending.append(PendingCounts(self.step, ids, op.generations[at : at + wave], host))
-
-    def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
-        if not counts.is_cuda:
-            return counts
-        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        return host.copy_(counts, non_blocking=True)
-
     def harvest(self, step: int) -> None:
-        """Enter the page counts of compactions that ran before forward `step`, whose results the CPU has seen.
+        """Enter the page counts of compactions that ran before forward `step`, whose results the CPU has processed.
 
-        Counts of blocks that were freed meanwhile are dropped: their generation has moved on.
+        Counts of blocks that were freed in the meantime are dropped: their generation has moved on.
         """
         ready = []
         while self.pending and self.pending[0].step <= step:
@@ -322,42 +293,28 @@ class Runtime:
         counts = self.reduce_max(torch.cat([p.counts for p in ready]).to(torch.int64)).numpy()
         at = 0
         for p in ready:
-            mine = counts[at : at + len(p.blocks)]
+            pages = counts[at : at + len(p.blocks)]
             at += len(p.blocks)
             same = self.blocks.generation[p.blocks] == p.generation
-            self.ledger.set(p.blocks[same], np.minimum(mine[same], self.ledger.charge[p.blocks[same]]))
+            self.ledger.set(p.blocks[same], np.minimum(pages[same], self.ledger.charge[p.blocks[same]]))
 
     @property
     def unsettled(self) -> bool:
+        """Whether operations are queued or page counts are on their way."""
         return bool(len(self.log) or self.pending)
 
     @property
     def overcharged(self) -> bool:
-        """Whether settling may free memory: page counts are under way, or compactions that yield some are queued."""
+        """Whether settling may free memory: page counts are on their way, or compactions that yield some are queued."""
         return self._open_queued or bool(self.pending)
 
     def settle(self) -> None:
-        """Flush and harvest with a sync: at idle, and before giving up on memory.
+        """Flush and harvest with a sync: at idle, and before a retraction.
 
-        Of the whole device, and ahead of the flush, too: this may be another stream than that of a forward which still
-        reads what the queue changes, and whose counts are harvested.
+        The sync covers the whole device and also precedes the flush: this may be another stream than that of a forward
+        which still reads what the queue changes, and whose counts are harvested.
         """
-        self._synchronize()
+        self.page_ops.synchronize()
         self.flush()
-        self._synchronize()
+        self.page_ops.synchronize()
         self.harvest(self.step)
-
-    def _synchronize(self) -> None:
-        if self.store.device.type == "cuda":
-            torch.cuda.synchronize(self.store.device)
-
-    # ---- attention
-
-    @property
-    def salt_only(self) -> bool:
-        """Whether blocks carry evidence of other requests, and are shared only between requests with the same salt."""
-        return self.policy.scope == SEQUENCE and self.config.trust == SALT
-
-    @functools.cached_property
-    def observe(self) -> ops.Observe | None:
-        return self.policy.collects

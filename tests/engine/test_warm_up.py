@@ -27,6 +27,7 @@ from kvc_kernels.pages import kernel as ring_triton
 from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
+from sglang_kvc.cache.page_ops import PageOps
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.engine import warm_up
 from sglang_kvc.engine.attention import Snapshot, TritonAttention
@@ -103,8 +104,8 @@ def launched(monkeypatch):
     received = ReceivedAttention.add
     monkeypatch.setattr(ReceivedAttention, "add", add)
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(Runtime, "_move", property(lambda self: compact_triton))
-    monkeypatch.setattr(Runtime, "_ring", property(lambda self: ring_triton))
+    monkeypatch.setattr(PageOps, "_move", property(lambda self: compact_triton))
+    monkeypatch.setattr(PageOps, "_ring", property(lambda self: ring_triton))
     monkeypatch.setattr(ops, "plan_thresholds", plan_thresholds_triton)
     monkeypatch.setattr(KeyDiff, "score", lambda self, evidence: keydiff_blocks(evidence.store, evidence.blocks))
     monkeypatch.setattr(warm_up, "make_attention", TritonAttention)

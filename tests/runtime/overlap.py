@@ -34,7 +34,7 @@ from kvc_patches import admission, allocation
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.page_ops import PageOps
 from sglang_kvc.options.request_quality import namespace
 
 from . import record
@@ -104,7 +104,7 @@ class Overlap(Scheduler):
 
     def __init__(self, runtime, chunk: int | None, disable: bool):
         self.runtime, self.seen = runtime, Counter()
-        runtime._compact = self._compact  # counts
+        runtime.page_ops._compact = self._compact  # counts
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P), runtime)
@@ -230,9 +230,9 @@ class Overlap(Scheduler):
             self.seen["hits"] += begins
             self.seen["hits after a retraction"] += begins and req.retraction_count > 0
 
-    def _compact(self, op) -> None:
+    def _compact(self, op, step: int) -> list:
         self.seen["planned again" if op.from_rung else "packed"] += len(op.blocks)
-        Runtime._compact(self.runtime, op)
+        return PageOps._compact(self.runtime.page_ops, op, step)
 
     @staticmethod
     def _span(batch, i: int) -> tuple[int, int]:

@@ -144,7 +144,7 @@ def test_decode_needs_no_spare_block():
         other = server.admit([*PIECES[2 + i], 5])
         server.finish(other)
     before = server.tree.evictable_size_
-    with server.allocator.for_requests([req], 0):
+    with server.allocator.for_requests([req], [req.kvc.length]):
         server.tree.evict(EvictParams(num_tokens=100 * P))
     assert server.tree.evictable_size_ == before
 

@@ -1,0 +1,108 @@
+"""Device side of the cache: runs queued operations on the page store and starts the copy of page counts to the host."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.store import PageStore
+
+from ..policies import Evidence, Policy
+from .op_queue import Compact, Op, Release, Take
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass
+class PendingCounts:
+    """Page counts of a compaction whose outcome depends on the data, on their way to the host.
+
+    step: the forward at whose start the compaction ran.
+    blocks, generation: int64, int32 `[n]`.
+    counts: pages per block `[n]`; on a GPU pinned host memory, valid once forward `step` has finished.
+    """
+
+    step: int
+    blocks: np.ndarray
+    generation: np.ndarray
+    counts: torch.Tensor
+
+
+class PageOps:
+    """Operations on `store`. `reserve_pages`: pages that a compaction may draw on."""
+
+    def __init__(self, store: PageStore, policy: Policy, reserve_pages: int):
+        self.store, self.policy, self.reserve_pages = store, policy, reserve_pages
+        self._observe = policy.collects
+
+    def run(self, op: Op, step: int) -> list[PendingCounts]:
+        """Launch `op` at the start of forward `step`."""
+        if isinstance(op, Take):
+            self._ring.take_bf16(self.store, self._to_device(op.blocks))
+        elif isinstance(op, Release):
+            self._ring.release(self.store, self._to_device(op.blocks))
+        else:
+            return self._compact(op, step)
+        return []
+
+    @functools.cached_property
+    def _move(self) -> Callable[..., torch.Tensor]:
+        """The compaction of this device: one kernel on a GPU, plain torch elsewhere; both write the same bytes."""
+        if self.store.device.type == "cuda":
+            from kvc_kernels.compact.launch import compact_triton
+
+            return compact_triton
+        return ops.compact
+
+    @functools.cached_property
+    def _ring(self) -> ModuleType:
+        """Taking and returning of whole blocks on this device: a few kernels on a GPU, plain torch elsewhere."""
+        if self.store.device.type == "cuda":
+            from kvc_kernels.pages import kernel as ring_triton
+
+            return ring_triton
+        return ops
+
+    def _to_device(self, ids: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(ids)
+        if self.store.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.store.device, non_blocking=True)
+
+    def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
+        """Plan and move, in waves whose destination pages fit the reserve."""
+        target, pending = self.store.ladder[op.to_rung], []
+        wave = max(1, self.reserve_pages // target.pages)
+        for at in range(0, len(op.blocks), wave):
+            ids = op.blocks[at : at + wave]
+            blocks = self._to_device(ids)
+            evidence = Evidence(
+                self.store,
+                blocks,
+                self._to_device(op.starts[at : at + wave]),
+                self._to_device(op.lengths[at : at + wave]),
+                op.from_rung,
+                self._observe,
+            )
+            tiers = self.policy.plan(evidence, target)
+            counts = self._move(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
+            if not target.exact:
+                pending.append(PendingCounts(step, ids, op.generations[at : at + wave], self._to_host(counts)))
+        return pending
+
+    def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
+        if not counts.is_cuda:
+            return counts
+        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        return host.copy_(counts, non_blocking=True)
+
+    def synchronize(self) -> None:
+        if self.store.device.type == "cuda":
+            torch.cuda.synchronize(self.store.device)
