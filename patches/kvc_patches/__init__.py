@@ -1,13 +1,14 @@
-"""Every hook into SGLang, one file per SGLang module touched, each with the signature that it relies on.
+"""All hooks into SGLang, one file per concern, each with the signature that it relies on.
 
-`load` only registers; SGLang applies all hooks afterwards and merely logs what fails, so `registry.verify` checks them
-before a pool is built.
+A hook asks the runtime and calls the original. `load` only registers: SGLang applies the hooks afterwards and only logs
+those that fail, so `registry.verify` checks them before a pool is built. `patches/README.md` lists the state that is
+passed past SGLang's signatures; `docs/porting.md` lists every hooked function. `sglang_kvc/adapter/` holds the classes
+that SGLang calls by its own registries.
 """
-
 
 MODULES = (
     "server_args",
-    "memory_pool",  # its hook verifies all others, so it is there even where a later module fails
+    "memory_pool",  # its hook verifies all others, so it is registered even where a later module fails
     "admission",
     "allocation",
     "fused_store",

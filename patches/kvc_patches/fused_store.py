@@ -1,4 +1,4 @@
-"""`sglang.srt.models.utils`: no fused RoPE-and-store, which would write K/V rows past our pages."""
+"""`models.utils`: no fused RoPE-and-store, which would write K/V rows past our pages."""
 
 from __future__ import annotations
 

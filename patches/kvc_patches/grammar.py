@@ -1,7 +1,7 @@
-"""`sglang.srt.constrained.xgrammar_backend`: constrained decoding without a GPU.
+"""`constrained.xgrammar_backend`: constrained decoding without a GPU.
 
-SGLang pins the token bitmask and knows device kernels only, so that the first JSON or regex request ends a server on
-the CPU, with or without us. xgrammar has a CPU kernel.
+SGLang pins the token bitmask and has device kernels only, so the first JSON or regex request ends a server on the CPU,
+with this plug-in or without. xgrammar has a CPU kernel.
 """
 
 from __future__ import annotations

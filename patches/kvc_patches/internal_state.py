@@ -1,4 +1,4 @@
-"""`Scheduler.get_internal_state`: our figures under the key "kvc" of `/server_info`'s `internal_states`."""
+"""`Scheduler.get_internal_state`: statistics under the key "kvc" of `/server_info`'s `internal_states`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import time
 from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
-REST = 10  # figures are reused for this many times the time it took to make them
+REST = 10  # statistics are reused for this many times the time it took to make them
 _last: tuple[object, float, dict] | None = None  # runtime, until when, figures
 
 
 def snapshot(runtime) -> dict:
-    """Figures, map and settings of this rank. They are made in the scheduler's thread, and anybody may ask for them:
-    so they are made anew only where that takes a tenth of the time at most."""
+    """Statistics, head map and settings of this rank.
+
+    They are made in the scheduler's thread at any client's request, so making them takes at most a tenth of the time:
+    within `REST` times the duration of the last making the last ones are returned."""
     global _last
     began = time.monotonic()
     if _last is None or _last[0] is not runtime or began > _last[1]:

@@ -1,7 +1,7 @@
-"""`scheduler_components.invariant_checker`: the leak check compares exact virtual counts.
+"""`SchedulerInvariantChecker`: the leak check compares slots, which add up.
 
-Scheduling reads physical sizes, which shrink as blocks are compressed and never add up to SGLang's token total. Slots
-do: every slot in use belongs to the tree or to a running request.
+Scheduling reads physical sizes, which shrink as blocks are compressed and do not add up to SGLang's token total. Every
+slot in use belongs to the tree or to a running request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`sglang.srt.mem_cache.kv_cache_configurator`: our pool and allocator in place of the stock ones, sized in bytes.
+"""`KVCacheConfigurator`: the compressed pool and its allocator in place of the stock ones, sized in bytes.
 
-SGLang computes how many tokens of its own cache would fit; the same bytes become our pages, tables and reserve. A
-checkpoint may declare the dtype of SGLang's cache as FP8; our tokens are counted in the dtype of the model.
+SGLang computes how many tokens of its own cache fit. The same bytes become pages, tables and reserve. A checkpoint may
+declare FP8 for SGLang's cache; tokens are counted in the dtype of the model here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _active(configurator) -> bool:
 
 
 def before_configure(self, *, pre_model_load_memory):
-    """The first hook to run in a scheduler process: everything that can stop us, stops us here."""
+    """Check hooks and model. This is the first hook that runs in a scheduler process."""
     if not _active(self):
         return
     from sglang_kvc.options.unsupported_models import check_model

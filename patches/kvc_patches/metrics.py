@@ -1,4 +1,4 @@
-"""The periodic log line (`PoolStats`) and Prometheus (`SchedulerMetricsCollector`).
+"""`PoolStats` and `SchedulerMetricsCollector`: statistics in the periodic log line and in Prometheus.
 
 SGLang calls `get_prefill_usage_msg_parts` and `get_decode_usage_msg_parts` only when it is about to log, and
 `log_stats` only with `--enable-metrics`. prometheus_client must not be imported before SGLang has set up its
@@ -17,7 +17,7 @@ POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.PoolS
 COLLECTOR = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector"
 PREFIX = "sglang_kvc:"
 
-# name -> (what it says, how it is read off KvcStats)
+# name -> (description, value of KvcStats)
 GAUGES = {
     "compression_ratio": ("Uncompressed over real bytes, everything resident.", lambda s: s.ratio),
     "compression_ratio_body": ("Uncompressed over real bytes, packed blocks only.", lambda s: s.ratio_body),
@@ -30,7 +30,7 @@ GAUGES = {
     "compaction_seconds": ("Time spent compacting since start.", lambda s: s.compaction_ms / 1e3),
     "evicted_blocks": ("Blocks evicted since start.", lambda s: s.evicted_blocks),
 }
-# name -> (what it says, extra label, how the labelled values are read off)
+# name -> (description, extra label, values of KvcStats by label)
 LABELLED_GAUGES = {
     "blocks": ("Blocks in use, by what they are stored as.", "rung", lambda s: s.blocks_by_rung),
     "tier_share": ("Share of (layer, head, token) triples in each tier.", "tier", lambda s: s.tier_shares),
@@ -38,7 +38,7 @@ LABELLED_GAUGES = {
 
 
 class Gauges:
-    """All `sglang_kvc:*` gauges, with label names that SGLang chooses."""
+    """All `sglang_kvc:*` gauges, with the label names that SGLang chooses."""
 
     def __init__(self, gauge_cls, labelnames: tuple[str, ...]):
         self.plain = {
@@ -85,16 +85,16 @@ def after_usage_msg_parts(result, self):
 
 
 def after_log_stats(result, self, stats):
-    ours = _stats(lambda stats: stats)
-    if ours is None or hasattr(self, "kvc_gauges_failed"):
+    kvc_stats = _stats(lambda stats: stats)
+    if kvc_stats is None or hasattr(self, "kvc_gauges_failed"):
         return
     try:
         from prometheus_client import Gauge
 
-        gauges(self._gauge_cls or Gauge, tuple(self.labels)).set(ours, self.labels)
+        gauges(self._gauge_cls or Gauge, tuple(self.labels)).set(kvc_stats, self.labels)
     except Exception:
         self.kvc_gauges_failed = True
-        logger.exception("kvc: the gauges for Prometheus cannot be set and are left alone from here on")
+        logger.exception("kvc: the gauges for Prometheus cannot be set and stay unset until the server restarts")
 
 
 def register() -> None:

@@ -8,15 +8,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SGLANG_VERSION = "0.5.17"
+SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 
 
 @dataclass(frozen=True)
 class Hook:
-    """`parameters` are the names of the hooked function's parameters in the SGLang version above."""
+    """target: dotted path of SGLang's function.
+    kind: before, after, around or replace.
+    parameters: names of the function's parameters in the SGLang version above.
+    file: our file that registers the hook.
+    """
 
     target: str
     kind: str
     parameters: tuple[str, ...]
+    file: str
 
 
 HOOKS: dict[str, Hook] = {}
@@ -27,8 +33,8 @@ _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.PoolStats"
 
-# Everything that must be patched before a pool is built. Kept apart from `HOOKS`, so that
-# a hook that was never registered is noticed.
+# Everything that must be patched before a pool is built. It is separate from `HOOKS`, so that `verify` notices a hook
+# that was never registered.
 TARGETS = frozenset(
     (
         f"{_ADDER}._get_running_request_total_token_offset",
@@ -57,7 +63,7 @@ TARGETS = frozenset(
         f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
         f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
         f"{_SRT}.sampling.sampling_params.SamplingParams.verify",
-        f"{_SRT}.server_args.ServerArgs",
+        SERVER_ARGS,
         f"{_SRT}.utils.common.support_triton",
     )
 )
@@ -69,7 +75,7 @@ def hook(target: str, kind: str, parameters: str, fn: Callable) -> None:
 
     if target in HOOKS:
         return
-    HOOKS[target] = Hook(target, kind, tuple(parameters.split()))
+    HOOKS[target] = Hook(target, kind, tuple(parameters.split()), f"{fn.__module__.rpartition('.')[2]}.py")
     HookRegistry.register(target, fn, HookType[kind.upper()])
 
 
@@ -91,13 +97,33 @@ def parameters_of(fn: Callable) -> tuple[str, ...]:
     return tuple(inspect.signature(inspect.unwrap(fn)).parameters)
 
 
+def changed_parameters() -> dict[str, str]:
+    """For each hook whose function is absent or has other parameters than recorded: one line on the difference."""
+    lines = {}
+    for target, h in HOOKS.items():
+        try:
+            parameters = parameters_of(resolve(target))
+        except (ImportError, AttributeError):
+            lines[target] = "not found"
+            continue
+        if parameters != h.parameters:
+            lines[target] = f"recorded ({' '.join(h.parameters)}), installed ({' '.join(parameters)})"
+    return lines
+
+
+def table() -> list[str]:
+    """Markdown rows of all registered hooks, by file; `sglang.srt.` is left out."""
+    hooks = sorted(HOOKS.values(), key=lambda h: (h.file, h.target))
+    return [f"| `{h.file}` | {h.kind} | `{h.target.removeprefix('sglang.srt.')}` |" for h in hooks]
+
+
 def verify() -> None:
     """Raise unless every hook of `TARGETS` is in force on a function with the recorded parameters: a half-patched
     server must not serve."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing = sorted(TARGETS - set(HookRegistry._patched))
-    changed = sorted(t for t, h in HOOKS.items() if t not in missing and parameters_of(resolve(t)) != h.parameters)
+    changed = sorted(set(changed_parameters()) - set(missing))
     if missing:
         problem = f"{len(missing)} of its hooks into SGLang did not apply ({', '.join(missing)})"
     elif changed:

@@ -1,15 +1,15 @@
-"""`sglang.srt.sampling.sampling_params` and `Scheduler._add_request_to_queue`: what a request asks of the cache.
+"""`SamplingParams.verify` and `Scheduler._add_request_to_queue`: the quality that a request asks for.
 
-A level that does not exist is refused where SGLang checks all sampling parameters, before the request reaches the
-scheduler; its client gets a 400 and nobody else notices. Front ends that load no plug-ins (the workers of
-`--tokenizer-worker-num`) do not check, so the scheduler aborts such a request with the same sentence. The namespace is
-set before the request is first matched with the tree.
+An unknown level is refused where SGLang checks all sampling parameters, before the request reaches the scheduler; its
+client gets a 400. Front ends that load no plug-ins (the workers of `--tokenizer-worker-num`) do not check, so the
+scheduler aborts such a request with the same sentence. The namespace is set before the request is first matched with
+the tree.
 
-A prompt of an embedding model that could never be admitted is aborted here, too: SGLang checks its length and queues it
-all the same, and it would wait for ever, and all requests behind it.
+A prompt of an embedding model that can never be admitted is aborted: SGLang queues it whatever its length, and it would
+wait forever with all requests behind it.
 
 A client can have its request kept out of the tree: SGLang does so where `bootstrap_host` is that of its own warm-up for
-disaggregated servers. Chunks advance by what the tree holds, so a prompt of two chunks would compute the first one
+disaggregated servers. Chunks advance by what the tree holds, so a prompt of two chunks would compute its first one
 forever. Disaggregated servers are refused, so the flag is reset for every request.
 """
 
@@ -48,8 +48,7 @@ def before_add_request_to_queue(self, req, is_retracted=False):
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
-    evidence = runtime.salt_only and runtime.policy.rung_of(req.kvc_level) > 0
-    req.kvc_private = evidence and not salted(req)
+    req.kvc_private = runtime.salt_only and rung_of(runtime, req) > 0 and not salted(req)
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if not self.is_generation and req.to_finish is None:
         _abort_if_too_long(req, runtime)
@@ -68,7 +67,7 @@ def _abort_if_too_long(req, runtime) -> None:
 
 
 def _served():
-    """The server's arguments if its cache is ours, else None; the tokenizer process has no pool that could tell."""
+    """The server's arguments if it runs with `--kv-backend kvc`, else None. The tokenizer process has no pool."""
     from sglang.srt.runtime_context import get_server_args
 
     try:
@@ -79,7 +78,7 @@ def _served():
 
 
 def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
-    """What the scheduler has of its pool: the levels on offer, and the format that is served without asking."""
+    """The levels on offer and the format that is served by default, which the scheduler has from its pool."""
     from sglang_kvc.options.server_args import KVC_OPTIONS
 
     return _resolved(tuple((name, getattr(args, name)) for name in KVC_OPTIONS))
@@ -87,7 +86,7 @@ def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
 
 @functools.lru_cache(maxsize=4)
 def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...], str | None]:
-    """By the values of the options: to resolve them may read a calibration file, which no request should wait for."""
+    """Cached by the options' values: resolving them may read a calibration file, and requests must not wait for it."""
     from sglang_kvc.options.config import KvcConfig
     from sglang_kvc.options.request_quality import offered
     from sglang_kvc.policies import make_policy

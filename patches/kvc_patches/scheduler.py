@@ -1,7 +1,7 @@
-"""`sglang.srt.managers.scheduler` and `schedule_batch`: count forwards, harvest results, settle at idle, admit anew.
+"""`Scheduler` and `ScheduleBatch.check_decode_mem`: count forwards, harvest page counts, settle, admit again.
 
-A forward's result is processed after that forward has finished on the device, so everything queued on the forward
-stream before it has been written, too: counts of its compactions are read there without a sync of our own.
+A forward's result is processed after that forward has finished on the device, and so has everything before it on the
+forward stream. Page counts of its compactions are read there without a sync.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ def after_process_batch_result(_, self, batch, result):
 
 
 def around_get_new_batch_prefill(orig, self, running_batch):
-    """Look at waiting requests again when packing has given memory back.
+    """Look at waiting requests again when packing has freed memory.
 
-    SGLang, whose memory only shrinks while requests run, leaves a full batch alone until one of them ends.
+    SGLang's free memory only shrinks while requests run, so it leaves a full batch alone until one of them ends.
     """
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, running_batch)
-    # Nor does SGLang look again where nothing runs: what was waited for may have been aborted.
+    # SGLang does not look again where nothing runs either: the request that was waited for may have been aborted.
     nothing_runs = running_batch.is_empty() and self.chunked_req is None
     if running_batch.batch_is_full and (nothing_runs or runtime.capacity.has_room_again()):
         running_batch.batch_is_full = False
-    knew, ran = running_batch.batch_is_full, list(running_batch.reqs) if self.enable_priority_preemption else []
+    was_full = running_batch.batch_is_full
+    ran = list(running_batch.reqs) if self.enable_priority_preemption else []
     plan = orig(self, running_batch)
     _queue_preempted(self, ran, plan)
-    if plan.running_batch.batch_is_full and not knew:
+    if plan.running_batch.batch_is_full and not was_full:
         runtime.capacity.remember_refusal()
     return plan
 
 
 def _queue_preempted(scheduler, ran, plan) -> None:
-    """Queue requests again that were preempted for one which then did not fit.
+    """Queue requests again that were preempted for one that then did not fit.
 
-    SGLang 0.5.17 queues the preempted behind its return where no request could be added, so it loses them. With a new
-    batch it has queued them already, or aborted those that --max-queued-requests left no place for.
+    SGLang 0.5.17 returns before it queues them where no request could be added, and loses them. With a new batch it has
+    queued them already, or aborted those for which --max-queued-requests left no place.
     """
     retracted = [r for r in ran if r.is_retracted and not r.finished()]
     if not retracted or plan.batch_to_run is not None:
@@ -73,7 +74,7 @@ def before_on_idle(self):
 
 
 def around_check_decode_mem(orig, self, selected_indices=None):
-    """Before a retraction: wait for what queued and running compactions will free, then look again."""
+    """Before a retraction: wait for the pages that queued and running compactions free, then check again."""
     from sglang_kvc.cache.runtime import current
 
     if orig(self, selected_indices):

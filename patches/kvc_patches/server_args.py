@@ -1,6 +1,7 @@
-"""Hooks into `sglang.srt.server_args` and `sglang.srt.entrypoints.engine`: the options of the plug-in.
+"""`server_args` and `entrypoints.engine`: the options of the plug-in, and the check of SGLang's version.
 
-Relies on SGLang 0.5.17:
+`ServerArgs` is replaced past `registry.hook`, since a class has no parameters to record; `registry.verify` checks that
+the replacement is in force. Relies on SGLang 0.5.17:
 - `class ServerArgs` (a dataclass; `prepare_server_args(argv)` reads the module global of that name);
 - `add_attention_backend_choices(choices)` appends to the list that argparse holds by reference;
 - `Engine.server_args_class`, a class attribute that the replacement of the module global does not reach.
@@ -10,32 +11,32 @@ from __future__ import annotations
 
 import sys
 
-SGLANG_VERSIONS = ("0.5.17",)
+from .registry import SERVER_ARGS, SGLANG_VERSION
+
 BACKEND = "kvc"
-SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
 
 class UnsupportedSGLang(RuntimeError):
-    """The installed SGLang is not one that these hooks were written for."""
+    """The installed SGLang is not the one that these hooks were written for."""
 
 
 def check_version() -> None:
-    """Refuse an SGLang whose inside is not known, rather than patch it half.
+    """Refuse an SGLang version that the hooks do not know.
 
-    SGLang logs a plug-in's exception and goes on without it. Whoever asked for this one must not get that: a command
-    line ends here, and an `Engine` gets the same sentence instead of `unexpected keyword argument`.
+    SGLang logs a plug-in's exception and continues without the plug-in. A command line that asked for it ends here
+    instead, and an `Engine` gets the same sentence instead of `unexpected keyword argument`.
     """
     from importlib.metadata import version
 
     from sglang_kvc.options.command_line import names_backend
 
-    found = version("sglang")
-    if found in SGLANG_VERSIONS:
+    installed = version("sglang")
+    if installed == SGLANG_VERSION:
         return
     sentence = (
-        f"sglang-kvc works with SGLang {', '.join(SGLANG_VERSIONS)}, but {found} is installed, whose internals may "
-        f"differ; run: pip install sglang=={SGLANG_VERSIONS[-1]}"
+        f"sglang-kvc works with SGLang {SGLANG_VERSION}, but {installed} is installed, whose internals may "
+        f"differ; run: pip install sglang=={SGLANG_VERSION}"
     )
     if names_backend():
         print(f"error: {sentence}", file=sys.stderr)
@@ -47,7 +48,7 @@ def check_version() -> None:
 def _refuse_keyword(sentence: str) -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError:  # the caller's sentence matters more than where it is said
+    except ImportError:  # the caller raises the sentence anyway
         return
 
     def around_init(orig, self, *args, **kwargs):
@@ -71,5 +72,5 @@ def register() -> None:
         add_attention_backend_choices([BACKEND])
     HookRegistry.register(SERVER_ARGS, KvcServerArgs, HookType.REPLACE)
     if ENGINE_MODULE in sys.modules:
-        # Already imported, so its class attribute holds the stock class; a later import would pick up ours.
+        # The imported module's class attribute holds the stock class; a later import takes the replacement.
         HookRegistry.register(f"{ENGINE_MODULE}.Engine.server_args_class", KvcServerArgs, HookType.REPLACE)

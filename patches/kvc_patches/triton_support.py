@@ -1,4 +1,4 @@
-"""`sglang.srt.utils.common`: without a GPU our backend takes SGLang's torch paths for row writes and positions."""
+"""`utils.common.support_triton`: without a GPU SGLang takes its torch paths for row writes and positions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Classes that SGLang calls: KV pool, allocator, radix cache with its eviction queue, attention backend."""
+"""Subclasses of SGLang's KV pool, allocator, radix cache and attention backend, which SGLang calls."""

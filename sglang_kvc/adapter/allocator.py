@@ -1,4 +1,4 @@
-"""SGLang's token-to-KV allocator over blocks: slots are only names, handed out from CPU records without a sync."""
+"""Token-to-KV allocator over blocks: slots are computed from CPU records, without a sync."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pool import KvcPool
 class KvcAllocator(BaseTokenToKVPoolAllocator):
     """Slot = block id * P + offset. Ownership follows `req.kvc` (a `Sequence`) and the tree's nodes, never tensors.
 
-    `available_size` is physical and conservative: what an allocation gets now, in whole uncompressed blocks.
+    `available_size` is physical and conservative: tokens that an allocation gets now, in whole uncompressed blocks.
     """
 
     def __init__(self, runtime: Runtime, pool: KvcPool, device: str):
@@ -36,7 +36,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         return self.capacity.available_tokens()
 
     def used_slots(self) -> int:
-        """Virtual view, exact: slots of all blocks that have an owner. Only the leak check reads it."""
+        """Slots of all blocks that have an owner. Only the leak check reads this exact, virtual count."""
         return self.runtime.blocks.used_count * self.page_size
 
     @contextmanager
@@ -81,13 +81,13 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         return host if self.device == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
 
     def clear(self) -> None:
-        """flush_cache: with the tree's `reset` the only way to forget everything; either may come first."""
+        """Forget everything (flush_cache, which also calls the tree's `reset`, in either order)."""
         self.runtime.reset()
 
     def alloc(self, need_size: int):
         raise RuntimeError("--kv-backend kvc allocates whole blocks per request; alloc(n) has no owner to give them to")
 
     def free(self, free_index: torch.Tensor) -> None:
-        """SGLang frees rows that the tree has not taken; here blocks are freed by the tree, from CPU records."""
+        """Refuse slots: the radix cache frees blocks by id, also those that it does not take over."""
         if free_index.numel():
             raise RuntimeError("--kv-backend kvc frees blocks by id, through the radix cache, not by slots")

@@ -1,4 +1,4 @@
-"""The attention backend: flush the queue and take one snapshot a step, then append and attend, layer by layer."""
+"""Attention backend: flush the queue and take a snapshot once per step, then append and attend layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pool import KvcPool
 
 
 class KvcAttnBackend(AttentionBackend):
-    """Plugs into SGLang under the name "kvc". Decode and extend read packed pages directly."""
+    """SGLang's attention backend "kvc". Decode and extend read packed pages."""
 
     def __init__(self, runner):
         super().__init__()
@@ -45,7 +45,7 @@ class KvcAttnBackend(AttentionBackend):
     # ---- once per forward
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
-        """Apply the queue, then plan. Capture and dummy runs name row 0, whose slots lie in the scratch block."""
+        """Apply the queue, then plan. Graph capture and dummy runs name row 0, whose slots lie in the scratch block."""
         if not in_capture:
             self.runtime.flush()
         fb = forward_batch
@@ -59,12 +59,12 @@ class KvcAttnBackend(AttentionBackend):
             snap = self._extend_snapshot(fb)
             self.attention.plan_extend(snap)
         if self.runtime.layout.scored and not in_capture:
-            # From the device's own lengths: a list would be copied there, and the host wait for it.
+            # Lengths on the device: copying a list there would make the host wait.
             self.attention.note(snap, None if snap.extend_lens_cpu is None else fb.extend_seq_lens)
 
     def _extend_snapshot(self, fb) -> Snapshot:
         p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()
-        # Only the first slot of every block is read; the rest of a block follows from it.
+        # Only the first slot of every block is read; the block's other slots follow from it.
         starts = self.req_to_token_pool.req_to_token[:, ::p]
         row_blocks = starts[fb.req_pool_indices, : -(-max(lens) // p)] // p
         extend = [int(n) for n in fb.extend_seq_lens_cpu]
@@ -81,7 +81,7 @@ class KvcAttnBackend(AttentionBackend):
         )  # fmt: skip
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The attention's buffers are static and sized for every row already."""
+        """Do nothing: the attention's buffers are static and sized for every row."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -95,9 +95,9 @@ class KvcAttnBackend(AttentionBackend):
         return self._run(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
 
     def _run(self, attend, q, k, v, layer, save_kv_cache: bool, kwargs: dict):
-        if kwargs and (asked := [name for name, value in kwargs.items() if value is not None]):
+        if kwargs and (given := [name for name, value in kwargs.items() if value is not None]):
             raise RuntimeError(
-                f"this model's attention takes {', '.join(asked)}, which --kv-backend kvc does not know; serve it with "
+                f"this model's attention takes {', '.join(given)}, which --kv-backend kvc does not know; serve it with "
                 "--kv-backend default"
             )
         if k is None or not save_kv_cache:
@@ -107,8 +107,8 @@ class KvcAttnBackend(AttentionBackend):
             )
         heads, dim = layer.tp_k_head_num, layer.qk_head_dim
         q, k, v = q.view(-1, layer.tp_q_head_num, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
-        # Where SGLang pads a prefill for its graph it cuts queries to the tokens along their first dim, which is not
-        # that of tokens in a model that gives them as [1, N, Hq, D] (Gemma 3); it then wants all rows back.
+        # Where SGLang pads a prefill for its CUDA graph it cuts queries to the tokens along their first dim. In a model
+        # whose queries are [1, N, Hq, D] (Gemma 3) that is not the dim of tokens, and all rows must come back.
         tokens = k.shape[0]
         padding = q.shape[0] - tokens
         out = attend(

@@ -1,4 +1,4 @@
-"""The evictable leaves of the radix tree, kept in the order of eviction while they come and go."""
+"""Eviction queue: the evictable leaves of the radix tree in the order of eviction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class EvictionQueue(set):
-    """SGLang's set `evictable_leaves` and a heap of it: finding the next leaf costs the logarithm of their number.
+    """SGLang's set `evictable_leaves` with a heap over it, which finds the next leaf in logarithmic time.
 
-    Each entry of the heap is (priority, leaf), the lowest priority first. A leaf that was locked or evicted leaves its
-    entry behind, and one that was used again keeps the priority it had. With the policies that SGLang offers a use
-    raises the priority, so both are noticed when the entry comes up.
+    Each entry of the heap is (priority, leaf), the lowest priority first. A leaf that is locked or evicted leaves its
+    entry behind, and a leaf that is used again keeps its old priority. With SGLang's policies a use raises the
+    priority, so both are noticed when the entry reaches the top.
     """
 
     def __init__(self, priority: Callable[[TreeNode], Any]):
@@ -37,7 +37,7 @@ class EvictionQueue(set):
         self.heap.clear()
 
     def next(self) -> TreeNode | None:
-        """The leaf to evict first, None if there is none; the caller evicts it."""
+        """Return the leaf to evict first, None if the queue is empty; the caller evicts it."""
         while self.heap:
             priority, leaf = self.heap[0]
             if leaf not in self:

@@ -1,4 +1,4 @@
-"""SGLang's token-to-KV pool, as a façade: the rows live in the runtime's page store, addressed by block."""
+"""Token-to-KV pool: a facade over the runtime's page store, which holds the K/V rows by block."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ GB = 1 << 30
 
 
 class KvcPool(KVCache):
-    """What SGLang holds as `token_to_kv_pool`. Only the attention backend reads or writes KV, through `runtime`.
+    """SGLang's `token_to_kv_pool`. Only the attention backend reads and writes KV, through `runtime`.
 
-    `dtype` is uint8 on purpose: SGLang's fused RoPE-and-store path writes into the buffers of a bf16 pool and must not
-    think that this is one.
+    `dtype` is uint8 because SGLang's fused RoPE-and-store path writes into the buffers of every bf16 pool.
     """
 
     def __init__(self, runtime: Runtime, *, start_layer: int = 0, end_layer: int | None = None):

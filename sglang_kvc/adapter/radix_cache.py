@@ -1,4 +1,4 @@
-"""The radix tree over blocks: stock matching and eviction order, with block ids kept on the CPU beside every node."""
+"""Radix tree over blocks: SGLang's matching and eviction order, with the block ids of every node on the CPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .eviction_queue import EvictionQueue
 
 
 class BlockKey(RadixKey):
-    """SGLang's key with bytes in place of a tuple of Python ints where a node finds its children: a fifth of the memory
-    at 128 tokens a block."""
+    """SGLang's key, whose child key is bytes instead of a tuple of Python ints: a fifth of the memory at 128 tokens per
+    block."""
 
     __slots__ = ()
 
@@ -36,9 +36,9 @@ class BlockKey(RadixKey):
 
 
 class KvcRadixCache(RadixCache):
-    """Every node carries `node.blocks` (int64 numpy), as long as its key over P; a split slices it and moves no page.
+    """Every node carries `node.blocks`, int64 numpy `[len(key) / P]`; a split slices it and moves no page.
 
-    `evictable_size` is physical and shares one floor with the allocator's `available_size`; `evictable_size_` stays the
+    `evictable_size` is physical: what eviction adds to the allocator's `available_size`. `evictable_size_` stays the
     exact virtual count that SGLang's leak check compares with the slots in use.
     """
 
@@ -61,7 +61,7 @@ class KvcRadixCache(RadixCache):
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Drop unlocked leaves in the eviction policy's order until the memory is really there."""
+        """Drop unlocked leaves in the eviction policy's order until the memory is free."""
         if self.disable:
             return EvictResult()
         began = time.perf_counter()
@@ -96,16 +96,16 @@ class KvcRadixCache(RadixCache):
         return super().dec_lock_ref(node, params)
 
     def _mark(self, node: TreeNode | None, *, locked_when: int, idle: bool) -> None:
-        """Tell the ledger which blocks change sides when the path to `node` is (un)locked once."""
+        """Tell the ledger which blocks become evictable or locked when the path to `node` is (un)locked once."""
         if self.disable:
             return
-        turning = []
+        changed = []
         while node is not None and node is not self.root_node:
             if node.lock_ref == locked_when:
-                turning.append(node.blocks)
+                changed.append(node.blocks)
             node = node.parent
-        if turning:
-            self.runtime.ledger.set_idle(np.concatenate(turning), idle)
+        if changed:
+            self.runtime.ledger.set_idle(np.concatenate(changed), idle)
 
     # ---- node payload
 
@@ -124,7 +124,7 @@ class KvcRadixCache(RadixCache):
         return upper
 
     def _insert_blocks(self, req, key: RadixKey, slots: torch.Tensor, blocks: list[int], chunked: bool) -> int:
-        """Insert `key`; its new part takes over `blocks`. Returns the length that was already there, in tokens."""
+        """Insert `key`; its new part takes over `blocks`. Returns the length that the tree had already, in tokens."""
         params = InsertParams(key=key, value=slots, chunked=chunked, priority=getattr(req, "priority", 0) or 0)
         result = self.insert(params)
         if result.prefix_len < len(key):
@@ -136,10 +136,10 @@ class KvcRadixCache(RadixCache):
     # ---- requests
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """The request ends (or is retracted or aborted): the tree keeps its full blocks, the rest is freed.
+        """End a request (finished, retracted or aborted): the tree keeps its full blocks, the rest is freed.
 
-        Blocks of a private request (`--kvc-trust salt`) are all freed when it ends: no other request finds them. A
-        retracted one, which has not finished, finds its own again."""
+        All blocks of a private request (`--kvc-trust salt`) are freed when it finishes, since no other request finds
+        them. A retracted request has not finished and finds its blocks again."""
         seq: Sequence = req.kvc
         seq.release()
         private = getattr(req, "kvc_private", False) and (is_insert or req.finished())
@@ -160,7 +160,7 @@ class KvcRadixCache(RadixCache):
                 self._drop_path(req.last_node)
 
     def _drop_path(self, node: TreeNode) -> None:
-        """Free the blocks from `node` up to the root, as far as no other request uses them."""
+        """Free the blocks from `node` up to the first node that another request uses."""
         while node is not self.root_node and node.lock_ref == 0 and not node.children:
             self.runtime.free(node.blocks)
             self._delete_leaf(node)
@@ -168,7 +168,7 @@ class KvcRadixCache(RadixCache):
             node = node.parent
 
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
-        """A prefill (or one chunk of it) ends: its full blocks go to the tree, the request's row follows the tree."""
+        """End a prefill or a chunk: the tree takes the full blocks, and the request's row follows the tree."""
         seq: Sequence = req.kvc
         tokens = req.get_fill_ids()
         row = self._row(req, len(tokens))
@@ -201,5 +201,5 @@ class KvcRadixCache(RadixCache):
 
     @staticmethod
     def _decoded(req) -> int:
-        """Length of the sequence if it has generated anything, else 0 (the prompt phase)."""
+        """Length of the sequence if it has generated a token, else 0 (the prompt phase)."""
         return len(req.origin_input_ids) + len(req.output_ids) if req.output_ids else 0

@@ -1,1 +1,4 @@
-"""CPU records of the compressed cache: blocks, sequences, queued operations, memory sizes and the runtime."""
+"""CPU records of the compressed cache, and the runtime that owns them. Nothing here imports sglang or triton.
+
+`capacity.py` answers how much memory is needed; `Runtime.tokens_written` says when a block is packed.
+"""

@@ -1,4 +1,4 @@
-"""The CPU's charge in pages for every block: never below what the device holds, on any rank."""
+"""Ledger: the CPU's charge in pages for every block, never below the device's count on any rank."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 
 
 class Ledger:
-    """Page charges of all blocks and two running totals; nothing here ever asks the device.
+    """Page charges of all blocks and running totals. Nothing here asks the device.
 
-    `limit` is the number of pages that may be charged at once (all pages less the scratch page and the reserve that
-    compactions draw on). Charges are entered when they are known: at allocation the uncompressed size, at the moment a
-    compaction with a fixed outcome is queued its result, otherwise its upper bound until the count came back.
+    `limit` is the number of pages that may be charged at once: all pages less the scratch page and the reserve that
+    compactions draw on. A block is charged its uncompressed size at allocation. When its compaction is queued it is
+    charged the result if that is fixed, else the upper bound until the count comes back.
     """
 
     def __init__(self, num_blocks: int, limit: int):
         self.limit = limit
         self.charge = np.zeros(num_blocks, dtype=np.int64)
-        self.idle = np.zeros(num_blocks, dtype=bool)  # owned by unlocked tree nodes alone: evictable
+        self.idle = np.zeros(num_blocks, dtype=bool)  # in unlocked tree nodes only: evictable
         self.total = 0
         self.idle_total = 0
         self.idle_blocks = 0
@@ -28,7 +28,7 @@ class Ledger:
 
     @property
     def reachable(self) -> int:
-        """Pages that can be charged after evicting everything that is not locked."""
+        """Pages that can be charged after evicting all unlocked blocks."""
         return self.free + self.idle_total
 
     def set(self, blocks: np.ndarray, pages: int | np.ndarray) -> None:
@@ -39,7 +39,7 @@ class Ledger:
         self.charge[blocks] = pages
 
     def set_idle(self, blocks: np.ndarray, idle: bool) -> None:
-        """Mark `blocks` as evictable or not. Ids that are already so are left alone."""
+        """Mark `blocks` as evictable or not. Blocks that are marked so already do not change."""
         change = blocks[self.idle[blocks] != idle]
         pages = int(self.charge[change].sum())
         sign = 1 if idle else -1
@@ -48,7 +48,7 @@ class Ledger:
         self.idle_blocks += sign * len(change)
 
     def drop(self, blocks: np.ndarray) -> None:
-        """`blocks` are free again."""
+        """Clear the charges of `blocks`, which are free again."""
         self.set_idle(blocks, False)
         self.set(blocks, 0)
 

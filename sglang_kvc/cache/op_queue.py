@@ -1,4 +1,4 @@
-"""The one queue of page-state changes, filled by the scheduler's CPU code and flushed on the forward stream."""
+"""Queue of page-state changes, filled by the scheduler's CPU code and flushed on the forward stream."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Release:
 
 @dataclass(frozen=True)
 class Compact:
-    """Move `blocks` from one rung to another (or re-plan them at the same one).
+    """Move `blocks` from one rung to another, or re-plan them at the same one. Arrays are `[n]`.
 
-    `lengths[i]` is the length N of the sequence that pushed block i out of its window, 0 when its prompt did;
-    `generations[i]` that of the block when this was decided: it may be freed and taken anew before this has run.
+    starts: position of each block's first token.
+    lengths: length N of the sequence whose window the block left while decoding, 0 in the prompt phase.
+    generations: generation of each block when this was queued. The block may be freed and taken anew before it runs.
     """
 
     blocks: np.ndarray
@@ -42,7 +43,7 @@ Op = Take | Release | Compact
 
 @dataclass
 class _Merge:
-    """Operations of one kind that run as one, and the ids of all their blocks."""
+    """Operations of one kind that run as one; `blocks` holds the ids of all their blocks."""
 
     ops: list[Op]
     blocks: set[int]
@@ -60,13 +61,13 @@ class _Merge:
 
 @dataclass
 class OpLog:
-    """Operations in the order in which the CPU decided them, those of one kind merged: a flush does each at once, for
-    all requests.
+    """Operations in the order in which the CPU queued them. Operations of one kind are merged, so that a flush runs
+    each kind once for all requests.
 
-    The order is the contract: the ledger charged every operation assuming that all earlier ones have run. Merging keeps
-    neighbours in order; and a compaction may run earlier than it was queued, before releases and compactions of other
-    blocks, because it draws on the reserve alone and leaves no fewer pages free than there were. It stays behind a
-    taking, which may be that of its own blocks.
+    The order is the contract: the ledger charges every operation under the assumption that all earlier ones have run.
+    Merging neighbors keeps the order. A compaction may also run before earlier releases and compactions of other
+    blocks, because it draws on the reserve only and leaves no fewer pages free. It stays behind every `Take`, which may
+    take its blocks.
     """
 
     _merges: list[_Merge] = field(default_factory=list)
@@ -76,15 +77,15 @@ class OpLog:
 
     def push(self, op: Op) -> None:
         if isinstance(op, Compact):
-            found = self._place(op)
+            merge = self._merge_of(op)
         else:
-            found = self._merges[-1] if self._merges and type(op) is type(self._merges[-1].ops[0]) else None
-        if found is None:
-            found = _Merge([], set())
-            self._merges.append(found)
-        found.add(op)
+            merge = self._merges[-1] if self._merges and type(op) is type(self._merges[-1].ops[0]) else None
+        if merge is None:
+            merge = _Merge([], set())
+            self._merges.append(merge)
+        merge.add(op)
 
-    def _place(self, op: Compact) -> _Merge | None:
+    def _merge_of(self, op: Compact) -> _Merge | None:
         """The last compaction between the same rungs, if `op` may run with it."""
         blocks = op.blocks.tolist()
         for earlier in reversed(self._merges):

@@ -1,4 +1,4 @@
-"""From a byte budget to numbers of pages and blocks, and the geometry of both."""
+"""Sizing: pages and blocks that fit a number of bytes, and the geometry of both."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from kvc_kernels.layout import (
     page_bytes_for,
 )
 
+from ..policies.budget import RING_ENTRY_BYTES
+
 if TYPE_CHECKING:
     from ..options.config import KvcConfig
     from ..policies import Policy
 
-# Blocks that a threshold rung may shrink to at most: bounds the tables, which cost bytes even for empty heads.
+# Most blocks that may share the memory of one uncompressed block. It bounds the tables, which cost bytes even for
+# empty heads.
 MAX_BLOCK_RATIO = 8.0
-# Part of the pages that is never handed out: the destinations of one wave of compactions are drawn from it.
+# Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
 RESERVE_PART = 1 / 32
-# Tokens of uncompressed prefixes that the prompts of one prefill may stage together, where no window is longer.
+# Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
 
 
 def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
-    """The pool's geometry; page bytes are searched unless the user fixed them."""
+    """The pool's geometry. Page bytes are searched unless the user sets them."""
     formats = [FORMATS[f] for f in policy.formats()]
     options: dict[str, Any] = {"head_dim": head_dim, "key_mode": config.key_mode, "scored": policy.observes}
     if config.page_bytes:
@@ -46,7 +49,7 @@ def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, h
 
 
 def _page_of(formats: list[Format], tokens: int, **options) -> int:
-    """Bytes of a page of `tokens` tokens in the first format, or of as many more as the others and bf16 need."""
+    """Bytes of a page of `tokens` tokens in the first format, or of the fewest more at which every format holds one."""
     while True:
         size = page_bytes_for(formats[0], tokens, **options)
         pages = [PageLayout(f, options["head_dim"], size, options["key_mode"], options["scored"]) for f in formats]
@@ -57,13 +60,13 @@ def _page_of(formats: list[Format], tokens: int, **options) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What one pool is made of, for `num_bytes` of memory.
+    """Sizes of one pool in `num_bytes` of memory.
 
-    `capacity_tokens` is what fits uncompressed, and what SGLang is told as its number of tokens: a lower bound that
-    every request can rely on. `num_blocks` bounds how many blocks can be resident once they are compressed.
-    A prefill stages cached blocks that running windows keep uncompressed, since its queries see them fake-quantized.
-    `staged_tokens`: the most tokens of such blocks that the prompts of one prefill may stage, beyond the first prompt;
-    0: no limit, since there are no such blocks.
+    num_blocks: most blocks that can be resident once they are compressed.
+    reserve_pages: pages that only compactions draw on.
+    capacity_tokens: tokens that fit uncompressed. SGLang takes it for its number of tokens.
+    staged_tokens: most tokens of uncompressed cached blocks that the prompts of one prefill may stage fake-quantized,
+        beyond the first prompt. 0: no limit, since nothing is staged.
     """
 
     num_bytes: int
@@ -81,9 +84,9 @@ class Sizing:
 def size_server(
     num_bytes: int, config: KvcConfig, policy: Policy, layout: PoolLayout, ladder: tuple[Rung, ...], itemsize: int
 ) -> Sizing:
-    """`size_pool` with what is left beside the staged rows of one layer; `itemsize`: bytes of an uncompressed number.
+    """Size the pool in the memory beside the staged rows of one layer. `itemsize`: bytes of an uncompressed number.
 
-    Never more is staged than would fill all memory with uncompressed tokens, so it takes at most one part in L.
+    Staged tokens never exceed those that fill all memory uncompressed, so staging takes at most 1 / L of it.
     """
     staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
     if config.window and policy.stored_as(policy.rung_of(None)) is not None:
@@ -99,7 +102,7 @@ def size_pool(num_bytes: int, layout: PoolLayout, ladder: tuple[Rung, ...]) -> S
     bf16 = layout.block_pages_bf16
     smallest = min([r.pages if r.exact else 1 for r in ladder[1:]] or [bf16])
     ratio = min(bf16 / max(smallest, 1), MAX_BLOCK_RATIO)
-    pages = int(num_bytes / (layout.page_bytes + 4 + ratio * layout.block_meta_bytes / bf16))
+    pages = int(num_bytes / (layout.page_bytes + RING_ENTRY_BYTES + ratio * layout.block_meta_bytes / bf16))
     blocks = int(pages / bf16 * ratio) + 2
     largest_target = max([r.pages for r in ladder[1:]] or [0])
     reserve = max(largest_target, int(pages * RESERVE_PART)) if largest_target else 0

@@ -10,7 +10,7 @@ import pytest
 
 import kvc_patches
 from kvc_patches import registry
-from kvc_patches.server_args import SERVER_ARGS
+from kvc_patches.registry import SERVER_ARGS
 
 
 @pytest.fixture(scope="module")
