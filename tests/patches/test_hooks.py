@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 import kvc_patches
 from kvc_patches import registry
 from kvc_patches.registry import SERVER_ARGS
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +112,32 @@ def test_tensor_code_never_imports_sglang():
         "assert not any(m.split('.')[0] == 'sglang' for m in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_the_porting_guide_has_the_table_of_hooks(hooks):
+    guide = (ROOT / "docs" / "porting.md").read_text().splitlines()
+    assert set(registry.table()) <= set(guide), "run `python -m kvc_patches` and copy its table"
+
+
+def test_changed_parameters_are_told_by_target(hooks, monkeypatch):
+    from sglang.srt.mem_cache import allocation
+
+    monkeypatch.setattr(allocation, "alloc_for_decode", lambda batch, more: None)
+    monkeypatch.delattr(allocation, "alloc_for_extend")
+    assert registry.changed_parameters() == {
+        "sglang.srt.mem_cache.allocation.alloc_for_decode": (
+            "recorded (batch token_per_req), installed (batch more)"
+        ),
+        "sglang.srt.mem_cache.allocation.alloc_for_extend": "not found",
+    }
+
+
+def test_few_modules_import_sglang():
+    """Whoever ports to another SGLang reads these, and the hooks."""
+    readers = {
+        path.relative_to(ROOT / "sglang_kvc").as_posix()
+        for path in (ROOT / "sglang_kvc").rglob("*.py")
+        if re.search(r"^\s*(from|import) sglang\b", path.read_text(), re.MULTILINE)
+    }
+    allowed = {"options/server_args.py", "options/model_facts.py"}
+    assert {r for r in readers - allowed if r.split("/")[0] not in ("adapter", "cpu")} == set()
