@@ -40,18 +40,11 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     heads = model.get_num_kv_heads(self.ps.attn_tp_size)
     layers = self.layer_info.num_effective_layers
     stock_bytes = config.max_total_num_tokens * 2 * heads * model.head_dim * layers * self.model_dtype.itemsize
-    num_bytes = stock_bytes
     if kvc.memory is not None:
-        available = self._profile_available_bytes(pre_model_load_memory)
-        if kvc.memory > available:
-            raise ValueError(
-                f"--kvc-memory asks for {kvc.memory / 2**30:.2f} GiB but {available / 2**30:.2f} GiB are free for the "
-                "KV cache after loading the model; ask for less or raise --mem-fraction-static"
-            )
-        num_bytes = kvc.memory
+        _check_memory(kvc.memory, self._profile_available_bytes(pre_model_load_memory))
     runtime = Runtime.build(
         kvc,
-        num_bytes=num_bytes,
+        num_bytes=stock_bytes if kvc.memory is None else kvc.memory,
         layers=layers,
         heads=heads,
         head_dim=model.head_dim,
@@ -76,7 +69,16 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     return config
 
 
+def _check_memory(asked: int, available: int) -> None:
+    if asked > available:
+        raise ValueError(
+            f"--kvc-memory asks for {asked / 2**30:.2f} GiB but {available / 2**30:.2f} GiB are free for the "
+            "KV cache after loading the model; ask for less or raise --mem-fraction-static"
+        )
+
+
 def _tensor_parallel_max():
+    """The maximum of a vector over the tensor-parallel ranks, in place."""
     import torch.distributed as dist
     from sglang.srt.distributed import get_tp_group
 
@@ -101,9 +103,7 @@ def around_build_pool(orig, self, *, sizes, is_dsa_model, is_dsv4_model, req_to_
     from sglang_kvc.adapter.pool import KvcPool
     from sglang_kvc.cache.runtime import current
 
-    return KvcPool(
-        current(), start_layer=self.layer_info.start_layer, end_layer=self.layer_info.end_layer
-    )
+    return KvcPool(current(), start_layer=self.layer_info.start_layer, end_layer=self.layer_info.end_layer)
 
 
 def around_build_allocator(

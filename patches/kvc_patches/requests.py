@@ -42,9 +42,7 @@ def before_add_request_to_queue(self, req, is_retracted=False):
         return
     req.skip_radix_cache_insert = False
     try:
-        req.kvc_level = level_of(
-            req.sampling_params.custom_params, offered(runtime.config), runtime.policy.own_level
-        )
+        req.kvc_level = level_of(req.sampling_params.custom_params, offered(runtime.config), runtime.policy.own_level)
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))

@@ -30,7 +30,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         )
         self.runtime = runtime
         self.capacity = runtime.capacity
-        self._seqs: list[Sequence] = []  # set within `for_requests`
+        self._seqs: list[Sequence] | None = None  # set within `for_requests`
 
     def available_size(self) -> int:
         return self.capacity.available_tokens()
@@ -48,7 +48,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
             with self.capacity.exact_need(self.capacity.new_block_tokens(self._seqs, lengths)):
                 yield
         finally:
-            self._seqs = []
+            self._seqs = None
 
     def alloc_extend(
         self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
@@ -58,8 +58,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         if not self.runtime.grow(self._seqs, lengths):
             return None
         slots = [
-            self._slots(seq, first, last)
-            for seq, first, last in zip(self._seqs, prefix_lens_cpu.tolist(), lengths)
+            self._slots(seq, first, last) for seq, first, last in zip(self._seqs, prefix_lens_cpu.tolist(), lengths)
         ]
         return self._to_device(np.concatenate(slots))
 

@@ -43,9 +43,7 @@ def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, h
     else:
         whole = policy.stored_as() is not None
         page_bytes = choose_page_bytes(formats, block_tokens=config.block_size, whole=whole, **options)
-    return PoolLayout(
-        layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes
-    )
+    return PoolLayout(layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes)
 
 
 def _page_of(formats: list[Format], tokens: int, **options) -> int:
