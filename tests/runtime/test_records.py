@@ -15,6 +15,7 @@ from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.cache.blocks import Blocks, State
 from sglang_kvc.cache.ledger import Ledger
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release, Take
+from sglang_kvc.cache.runtime import Phase
 from sglang_kvc.cache.sizing import size_pool
 
 from .model import ToyServer, make_runtime
@@ -195,3 +196,36 @@ def test_a_count_that_comes_late_is_not_its_successors():
     assert len(runtime.pending) == 1
     runtime.harvest(runtime.step)
     assert runtime.ledger.charge[block] == runtime.layout.block_pages_bf16
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_one_rule_says_when_a_block_is_packed(whole):
+    """Starts and N of what each event queues: five blocks are written, and a window of one block follows them."""
+    policy = dict(policy="leankv", high="k8v4", low="k4v2") if whole else dict(high="k4v4")
+    runtime = make_runtime(window=64, **policy)
+    seq = runtime.new_sequence()
+    assert runtime.grow([seq], [5 * 64])
+    seq.prompt = 3 * 64
+
+    def queued(length, phase, kept=()):
+        runtime.log.clear()
+        runtime.tokens_written(seq, length, phase, kept)
+        ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_rung == 0]
+        return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]
+
+    assert queued(2 * 64, Phase.CHUNK) == ([] if whole else [([0], [0])])
+    assert queued(3 * 64, Phase.PREFILL) == [([0, 64], [0, 0]) if whole else ([64], [0])]
+    assert queued(3 * 64, Phase.DECODE) == [] and queued(4 * 64, Phase.DECODE) == [([128], [4 * 64])]
+    seq.release()
+    assert queued(4 * 64 + 1, Phase.END, seq.blocks[:4]) == [([192], [4 * 64 + 1])]
+
+
+def test_a_first_decode_step_before_the_result_of_the_prefill_plans_as_the_prompt():
+    runtime = make_runtime(window=64, policy="leankv", high="k8v4", low="k4v2")
+    seq = runtime.new_sequence()
+    assert runtime.grow([seq], [2 * 64 + 1])
+    seq.prompt = 2 * 64
+    runtime.tokens_written(seq, 2 * 64, Phase.DECODE)
+    runtime.tokens_written(seq, 2 * 64, Phase.PREFILL)
+    (op,) = (op for op in runtime.log.drain() if isinstance(op, Compact))
+    assert (op.starts.tolist(), op.lengths.tolist()) == ([0], [0])
