@@ -7,7 +7,8 @@ import functools
 import torch
 import triton
 
-from ..layout import BF16, TOKEN, Format, PoolLayout, Rung
+from ..common.format_class import format_class
+from ..layout import BF16, TOKEN, PoolLayout, Rung
 from ..pages.kernel import exchange_pages
 from ..store import PageStore
 from ..tiering.quota import keep_all
@@ -21,26 +22,11 @@ HELD = 4096  # elements of keys that a warp holds
 MAX_REGISTERS = 128  # four programs of four warps on a multiprocessor
 
 
-def _constants(layout: PoolLayout, fmt: Format | None) -> tuple[int, ...]:
-    """What `write_tier` has to know of the pages it writes."""
-    if fmt is None:
-        return ()
-    page = layout.page(fmt)
-    names = ("key_meta", "value_codes", "value_meta", "scores", "positions")
-    slack = triton.next_power_of_2(max(1, layout.page_bytes - page.used_bytes))
-    return (
-        fmt.key_bits, fmt.value_bits, page.tokens, triton.next_power_of_2(page.tokens),
-        *(page.offset(n) for n in names), page.used_bytes, slack,
-    )  # fmt: skip
-
-
 @functools.lru_cache
 def _prepared(layout: PoolLayout, to: Rung) -> tuple[tuple[int, ...], ...]:
-    """Constants of the uncompressed pages, and of both tiers; checked once, for it is much Python."""
+    """Classes of the uncompressed pages and of both tiers, () for a missing one; cached, and `to` is checked once."""
     check_rung(layout, to)
-    bf16 = layout.page(BF16)
-    source = (bf16.tokens, bf16.offset("value_codes"), bf16.offset("scores"))
-    return source, _constants(layout, to.high), _constants(layout, to.low)
+    return tuple(() if f is None else format_class(layout.page(f)) for f in (BF16, to.high, to.low))
 
 
 def compact_triton(
@@ -75,7 +61,7 @@ def _pack(
     elements = padded * layout.head_dim
     hold = whole and elements <= HELD * MAX_WARPS
     warps = max(WARPS, elements // HELD) if hold else WARPS
-    limit = {"maxnreg": MAX_REGISTERS} if hold and high[0] > 2 and not INTERPRET else {}
+    limit = {"maxnreg": MAX_REGISTERS} if hold and high.key_bits > 2 and not INTERPRET else {}
     pack_kernel[(2 * rows,)](
         store.pages, got.old, got.ids, got.held, blocks, got.ids if whole else tiers, order, store.headers,
         store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p,

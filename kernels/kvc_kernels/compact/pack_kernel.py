@@ -11,21 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common.format_class import (
+    KEY_BITS,
+    KEY_META,
+    POSITIONS,
+    SCORES,
+    TOKENS,
+    USED_BYTES,
+    VALUE_BITS,
+    VALUE_CODES,
+    VALUE_META,
+)
 from ..common.quant_kernel import ROUNDER_BITS, code_bits, greater, grid, half_range, lesser
 from .write_kernel import clear_slack, padded, token_ranges, write_evidence, write_values
-
-# Fields of the tuples that describe a tier, from `compact_triton`.
-KEY_BITS: tl.constexpr = tl.constexpr(0)
-VALUE_BITS: tl.constexpr = tl.constexpr(1)
-TOKENS: tl.constexpr = tl.constexpr(2)  # a page
-PADDED: tl.constexpr = tl.constexpr(3)  # the same, up to a power of two
-KEY_META: tl.constexpr = tl.constexpr(4)  # offsets
-VALUES: tl.constexpr = tl.constexpr(5)
-VALUE_META: tl.constexpr = tl.constexpr(6)
-SCORES: tl.constexpr = tl.constexpr(7)
-POSITIONS: tl.constexpr = tl.constexpr(8)
-USED: tl.constexpr = tl.constexpr(9)  # bytes of all segments
-SLACK: tl.constexpr = tl.constexpr(10)  # those behind them, up to a power of two
 
 
 @triton.jit
@@ -122,7 +120,7 @@ def tier_keys(
     KB: tl.constexpr = TO[KEY_BITS]
     T: tl.constexpr = TO[TOKENS]
     DK: tl.constexpr = D * KB // 8
-    N: tl.constexpr = min(TO[PADDED], MOST)
+    N: tl.constexpr = min(padded(TO[TOKENS]), MOST)
     PARTS: tl.constexpr = (T + N - 1) // N
     dk = tl.arange(0, DK)
     grids = ()
@@ -135,7 +133,7 @@ def tier_keys(
         valid = held & (token < n)
         if not WHOLE:
             token = tl.load(order + token, mask=valid, other=0).to(tl.int32)
-        _, rows = source_rows(pages, row_table, token, valid, like, page_bytes, D, SOURCE[0])
+        _, rows = source_rows(pages, row_table, token, valid, like, page_bytes, D, SOURCE[TOKENS])
         page = pages + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
         k = load_rows(rows, valid, D, DK)
         if TOKEN_KEYS:
@@ -155,28 +153,29 @@ def tier_values(
     T: tl.constexpr = TO[TOKENS]
     DV: tl.constexpr = D * VB // 8
     W: tl.constexpr = 32 if VB == 2 and DV > 32 else DV
-    N: tl.constexpr = min(TO[PADDED], MOST)
+    N: tl.constexpr = min(padded(TO[TOKENS]), MOST)
     PARTS: tl.constexpr = (T + N - 1) // N
     for c in range(0, n_pages * PARTS):
         page = pages + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
         first = c // PARTS * T
         i = c % PARTS * (N // 4) + tl.arange(0, N // 4)
         v = load_runs(
-            pages, row_table, order, first, i, 4 * i < T, n, like, page_bytes, D, SOURCE[0], SOURCE[1] // 2, W, WHOLE
+            pages, row_table, order, first, i, 4 * i < T, n, like, page_bytes, D, SOURCE[TOKENS],
+            SOURCE[VALUE_CODES] // 2, W, WHOLE
         )
-        write_values(page, i, 4 * i < T, v, N // 4, W, D, VB, T, TO[VALUES], TO[VALUE_META], 4)
+        write_values(page, i, 4 * i < T, v, N // 4, W, D, VB, T, TO[VALUE_CODES], TO[VALUE_META], 4)
         if SCORED:
             i = c % PARTS * N + tl.arange(0, N)
             token = first + i
             valid = (i < T) & (token < n)
             if not WHOLE:
                 token = tl.load(order + token, mask=valid, other=0).to(tl.int32)
-            base, _ = source_rows(pages, row_table, token, valid, like, page_bytes, D, SOURCE[0])
-            at = (base + SOURCE[2]).to(tl.pointer_type(tl.float32)) + token % SOURCE[0]
+            base, _ = source_rows(pages, row_table, token, valid, like, page_bytes, D, SOURCE[TOKENS])
+            at = (base + SOURCE[SCORES]).to(tl.pointer_type(tl.float32)) + token % SOURCE[TOKENS]
             score = tl.load(at, mask=valid, other=0.0)
             write_evidence(page, i, i < T, valid, score, token, TO[SCORES], TO[POSITIONS])
-        if TO[USED] < page_bytes:
-            clear_slack(page, TO[USED], page_bytes, TO[SLACK])
+        if TO[USED_BYTES] < page_bytes:
+            clear_slack(page, TO[USED_BYTES], page_bytes, padded(page_bytes - TO[USED_BYTES]))
 
 
 @triton.jit
@@ -226,7 +225,7 @@ def whole_keys(
     N: tl.constexpr = PP // 4
     i = tl.arange(0, N)
     live = 4 * i < P
-    k = load_runs(pages, row_table, header, 0, i, live, P, like, page_bytes, D, SOURCE[0], 0, DK, True)
+    k = load_runs(pages, row_table, header, 0, i, live, P, like, page_bytes, D, SOURCE[TOKENS], 0, DK, True)
     # Four bytes a thread: with more it would hold the grids of more channels than it has registers for.
     dk = tl.max_contiguous(tl.arange(0, DK), 4)
     grids = ()
@@ -261,8 +260,9 @@ def pack_kernel(
 ):
     """grid (2 m,): rows are (block, layer, head), keys and values. row_table int32 `[m, E]` source pages, ids int32
     `[m, E]` destination pages (high, then low), page_counts int64 `[2, m]`, blocks `[n]`, tiers int8 `[m, P]`, order
-    int16 `[m, P]` scratch, headers fp16 `[blocks, LH, 2, D]`. SOURCE: tokens a page and offsets of values and scores;
-    HIGH, LOW: tuples as above; LOW is empty without a low tier. WHOLE: every token is kept high; tiers and order are
+    int16 `[m, P]` scratch, headers fp16 `[blocks, LH, 2, D]`. SOURCE (bf16),
+    HIGH,
+    LOW: `FormatClass` records; LOW is empty without a low tier. WHOLE: every token is kept high; tiers and order are
     not read. HOLD: keys fit in registers.
     """
     row = (tl.program_id(0) // 2).to(tl.int64)
@@ -295,7 +295,7 @@ def pack_kernel(
             whole_keys(pages, row_table, ids, header, like, page_bytes, D, P, PP, SOURCE, HIGH)
         else:
             if not TOKEN_KEYS:
-                write_header(pages, row_table, n, order, header, like, page_bytes, D, SOURCE[0], WHOLE, 32)
+                write_header(pages, row_table, n, order, header, like, page_bytes, D, SOURCE[TOKENS], WHOLE, 32)
             tier_keys(
                 pages, row_table, ids, pages_high, n_high, order, header, like, page_bytes, D, SOURCE, HIGH,
                 TOKEN_KEYS, WHOLE, 64,

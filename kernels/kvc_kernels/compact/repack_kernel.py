@@ -11,7 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .write_kernel import clear_slack, write_evidence, write_values
+from ..common.format_class import (
+    KEY_BITS,
+    KEY_META,
+    POSITIONS,
+    SCORES,
+    TOKENS,
+    USED_BYTES,
+    VALUE_BITS,
+    VALUE_CODES,
+    VALUE_META,
+)
+from .write_kernel import clear_slack, padded, write_evidence, write_values
 
 
 @triton.jit
@@ -49,12 +60,13 @@ def order_kernel(
     tl.debug_barrier()
     n_high = tl.load(row_counts + row * 2).to(tl.int32)
     _place_tokens(
-        where, pages, row_table, n_high, 0, page_bytes, E, P, PP, SOURCE[0][2], SOURCE[0][8], 0, SCORED
+        where, pages, row_table, n_high, 0, page_bytes, E, P, PP, SOURCE[0][TOKENS], SOURCE[0][POSITIONS], 0, SCORED
     )
     if len(SOURCE) > 1:
         n_low = tl.load(row_counts + row * 2 + 1).to(tl.int32)
         _place_tokens(
-            where, pages, row_table, n_low, n_high, page_bytes, E, P, PP, SOURCE[1][2], SOURCE[1][8], 1, SCORED
+            where, pages, row_table, n_low, n_high, page_bytes, E, P, PP, SOURCE[1][TOKENS], SOURCE[1][POSITIONS], 1,
+            SCORED
         )
     tl.debug_barrier()
     stored = tl.load(where + t, mask=t < P, other=-1) >= 0
@@ -101,10 +113,10 @@ def _repack_tier(
     TOKEN_KEYS: tl.constexpr, SCORED: tl.constexpr,
 ):
     """Pages of one tier of one head, as `write_tier`; tokens come from both tiers of the source."""
-    KB: tl.constexpr = TO[0]
-    VB: tl.constexpr = TO[1]
-    T: tl.constexpr = TO[2]
-    TP: tl.constexpr = TO[3]
+    KB: tl.constexpr = TO[KEY_BITS]
+    VB: tl.constexpr = TO[VALUE_BITS]
+    T: tl.constexpr = TO[TOKENS]
+    TP: tl.constexpr = padded(T)
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
     W: tl.constexpr = 32 if VB == 2 and DV > 32 else DV
@@ -123,43 +135,43 @@ def _repack_tier(
         kzero = tl.zeros([TP], tl.float16)
         for a in tl.static_range(len(SOURCE)):
             mine = valid & (code // 0x4000 == a)
-            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][2], a)
+            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][TOKENS], a)
             for f in tl.static_range(8 // KB):
                 got = _source_codes(
-                    base + slot * (D * SOURCE[a][0] // 8), f * DK, DK, 1, D, SOURCE[a][0], mine
+                    base + slot * (D * SOURCE[a][KEY_BITS] // 8), f * DK, DK, 1, D, SOURCE[a][KEY_BITS], mine
                 )
-                got = tl.where(mine[:, None], _convert(got, SOURCE[a][0], KB), 0)
+                got = tl.where(mine[:, None], _convert(got, SOURCE[a][KEY_BITS], KB), 0)
                 keys |= got << (KB * f)
             if TOKEN_KEYS:
-                meta = (base + SOURCE[a][4]).to(tl.pointer_type(tl.float16)) + slot
+                meta = (base + SOURCE[a][KEY_META]).to(tl.pointer_type(tl.float16)) + slot
                 s = tl.load(meta, mask=mine, other=0.0)
-                if SOURCE[a][0] != KB:
-                    s = (s.to(tl.float32) * _key_ratio(SOURCE[a][0], KB)).to(tl.float16)
+                if SOURCE[a][KEY_BITS] != KB:
+                    s = (s.to(tl.float32) * _key_ratio(SOURCE[a][KEY_BITS], KB)).to(tl.float16)
                 kscale = tl.where(mine, s, kscale)
-                kzero = tl.where(mine, tl.load(meta + SOURCE[a][2], mask=mine, other=0.0), kzero)
+                kzero = tl.where(mine, tl.load(meta + SOURCE[a][TOKENS], mask=mine, other=0.0), kzero)
             if SCORED:
-                at = (base + SOURCE[a][7]).to(tl.pointer_type(tl.float32)) + slot
+                at = (base + SOURCE[a][SCORES]).to(tl.pointer_type(tl.float32)) + slot
                 score += tl.load(at, mask=mine, other=0.0)
         tl.store(page + i[:, None] * DK + dk[None, :], keys.to(tl.uint8), mask=held[:, None])
         if TOKEN_KEYS:
-            meta = (page + TO[4]).to(tl.pointer_type(tl.float16)) + i
+            meta = (page + TO[KEY_META]).to(tl.pointer_type(tl.float16)) + i
             tl.store(meta, kscale, mask=held)
             tl.store(meta + T, kzero, mask=held)
         for a in tl.static_range(len(SOURCE)):
             mine = valid & (code // 0x4000 == a)
-            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][2], a)
+            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][TOKENS], a)
             # The slots of the other tier are written by its own turn; empty ones by the first, as zeros.
             turn = mine
             if a == 0:
                 turn = held & (mine | ~valid)
             _move_values(
-                page, base, slot, i, turn, mine, TP, D, W, GROUPS, VB, T, TO[5], TO[6], SOURCE[a][1], SOURCE[a][2],
-                SOURCE[a][5], SOURCE[a][6],
+                page, base, slot, i, turn, mine, TP, D, W, GROUPS, VB, T, TO[VALUE_CODES], TO[VALUE_META],
+                SOURCE[a][VALUE_BITS], SOURCE[a][TOKENS], SOURCE[a][VALUE_CODES], SOURCE[a][VALUE_META],
             )  # fmt: skip
         if SCORED:
-            write_evidence(page, i, held, valid, score, token, TO[7], TO[8])
-        if TO[9] < page_bytes:
-            clear_slack(page, TO[9], page_bytes, TO[10])
+            write_evidence(page, i, held, valid, score, token, TO[SCORES], TO[POSITIONS])
+        if TO[USED_BYTES] < page_bytes:
+            clear_slack(page, TO[USED_BYTES], page_bytes, padded(page_bytes - TO[USED_BYTES]))
 
 
 @triton.jit
@@ -215,7 +227,7 @@ def repack_kernel(
     E: tl.constexpr, D: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr, SOURCE: tl.constexpr,
     HIGH: tl.constexpr, LOW: tl.constexpr, TOKEN_KEYS: tl.constexpr, SCORED: tl.constexpr,
 ):
-    """grid (m,): as `pack_kernel`, from the tiers of SOURCE (a tuple of one or two constants as HIGH and LOW)."""
+    """grid (m,): as `pack_kernel`, from the tiers of SOURCE (a tuple of one or two records like HIGH and LOW)."""
     row = tl.program_id(0).to(tl.int64)
     row_table += row * E
     ids += row * E

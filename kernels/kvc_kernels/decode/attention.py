@@ -14,13 +14,28 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.format_class import (
+    KEY_BITS,
+    KEY_META,
+    SIDE,
+    STAGES,
+    TILE_PAGES,
+    TILE_TOKENS,
+    TOKENS,
+    VALUE_BITS,
+    VALUE_CODES,
+    VALUE_META,
+    FormatClass,
+    format_class,
+    ladder_classes,
+)
 from ..common.unpack_kernel import CODE_UNIT, LOG2E, NEG
 from ..compact.write_kernel import padded
 from ..layout import TOKEN, Format
 from ..store import PageStore
 from .body_kernel import P_SHIFT, _list_tiles, packed_part, plain_part
 from .merge_kernel import merge_kernel
-from .planner import DecodePlan, ladder_classes
+from .planner import CHUNK, DecodePlan
 
 try:
     from .gluon.kernel import decode_kernel as gluon_kernel
@@ -31,7 +46,6 @@ INTERPRET = triton.knobs.runtime.interpret
 GLUON_TILE_BYTES = 12288  # of shared memory, of which 12 programs of a multiprocessor have 17 KB each
 GLUON_REGISTERS = 168  # 12 programs of one warp fit a multiprocessor
 STAGED_BYTES = 9000  # tiles above this are not double-buffered, for 8 programs a multiprocessor would not fit
-CHUNK = 32  # blocks whose tiles a program lists at a time: 8K tokens at 256 a block
 
 
 @dataclass(frozen=True)
@@ -233,18 +247,20 @@ def _decode_kernel(
         ml = part_ml + part * 2
         for c in tl.static_range(len(CLASSES)):
             if cls == c:
-                if CLASSES[c][0] == 16:
+                if CLASSES[c][KEY_BITS] == 16:
                     _plain_program(
                         q_row, live, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
-                        last, hidden, page_bytes, L * H * E, NQ, D, P, CLASSES[c][2], CLASSES[c][8], CLASSES[c][5],
-                        CHUNK, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED, MULTI,
+                        last, hidden, page_bytes, L * H * E, NQ, D, P, CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES],
+                        CLASSES[c][VALUE_CODES], CHUNK, CAPPED, CLASSES[c][TILE_TOKENS], CLASSES[c][STAGES], WARPS,
+                        ASM, WINDOWED, MULTI,
                     )
                 else:
                     _packed_program(
                         q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
-                        head, scale, cap, page_bytes, L * H, E, NQ, D, P, CLASSES[c][0], CLASSES[c][1],
-                        CLASSES[c][2], CLASSES[c][8], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6],
-                        CHUNK, TOKEN_KEYS, CAPPED, CLASSES[c][7], CLASSES[c][9], WARPS, ASM, WINDOWED,
+                        head, scale, cap, page_bytes, L * H, E, NQ, D, P, CLASSES[c][KEY_BITS], CLASSES[c][VALUE_BITS],
+                        CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES], CLASSES[c][SIDE], CLASSES[c][KEY_META],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CHUNK, TOKEN_KEYS, CAPPED,
+                        CLASSES[c][TILE_TOKENS], CLASSES[c][STAGES], WARPS, ASM, WINDOWED,
                     )
 
 
@@ -277,8 +293,8 @@ class DecodeAttention:
         self._query_columns = query_rows or max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
         # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
-        tiles = max(CHUNK * layout.block_tokens // c[7] + 2 for c in self._classes)
-        ids = max((CHUNK * layout.block_tokens // c[7] + 2) * c[8] for c in self._classes)
+        tiles = max(CHUNK * layout.block_tokens // c.tile_tokens + 2 for c in self._classes)
+        ids = max((CHUNK * layout.block_tokens // c.tile_tokens + 2) * c.tile_pages for c in self._classes)
         self._words = (tiles + 1) // 2 * 2
         self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (ids + 3) // 4 * 2
         columns = columns or self._resident_columns()
@@ -312,9 +328,8 @@ class DecodeAttention:
             raise ValueError(f"engine {engine!r}")
         return engine
 
-    def _describe(self, fmt: Format, side: int) -> tuple[int, ...]:
-        """Of a class, for the kernel: key bits, value bits, tokens a page, side, offsets of key meta, value codes and
-        value meta, tile, page ids a tile, stages."""
+    def _describe(self, fmt: Format, side: int) -> FormatClass:
+        """The class of one format and side, with the tile that suits its bytes per token."""
         page, tune = self.store.layout.page(fmt), self.tuning
         t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
         # Of 256 features, 64 tokens need more registers than there are.
@@ -329,8 +344,7 @@ class DecodeAttention:
         span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
         if self.engine == "gluon":
             span = 4
-        names = ("key_meta", "value_codes", "value_meta")
-        return (fmt.key_bits, fmt.value_bits, t, side, *(page.offset(n) for n in names), tile, span, stages)
+        return format_class(page, side)._replace(tile_tokens=tile, tile_pages=span, stages=stages)
 
     def _constants(self, capped: bool) -> dict:
         layout, t = self.store.layout, self.tuning

@@ -6,21 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import BF16, Format
+from ..common.format_class import ladder_classes, rung_class_masks
+from ..layout import BF16, Rung
 from ..store import PageStore
 
+CHUNK = 32  # blocks whose tiles a program lists at a time, one per lane: 8K tokens at 256 per block
 PLAIN_COST = 2.0  # time of a bf16 token, in that of a packed one
 LEAST = 32.0  # tokens that a block is at least taken for
-
-
-def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
-    """(format, side of the table) pairs that blocks of this store can hold; bf16 first. Side 0 is the high tier."""
-    out: list[tuple[Format, int]] = [(BF16, 0)]
-    for rung in store.ladder[1:]:
-        for pair in ((rung.high, 0), (rung.low, 1)):
-            if pair[0] is not None and pair not in out:
-                out.append(pair)
-    return out
 
 
 # Decode steps and extends of every size share one compiled kernel: no address or stride may choose another.
@@ -149,28 +141,25 @@ class DecodePlan:
         self.items = torch.zeros((self.capacity, 4), dtype=torch.int32, device=dev)
         self.ranges = torch.zeros(max_batch + 1, dtype=torch.int32, device=dev)
         self.column_ranges = torch.zeros(self.columns + 1, dtype=torch.int32, device=dev)
-        masks, tokens = [], [[float(layout.block_tokens)]] + [[] for _ in self.classes[1:]]
-        for i, rung in enumerate(store.ladder):
-            high = self.classes.index((rung.high, 0)) if i else 0
-            low = self.classes.index((rung.low, 1)) if i and rung.low is not None else None
-            masks.append(1 << high | (0 if low is None else 1 << low))
-            if i:
-                for c, share in self._expected(store, rung, high, low):
-                    tokens[c].append(share)
+        tokens = [[float(layout.block_tokens)]] + [[] for _ in self.classes[1:]]
+        for rung in store.ladder[1:]:
+            for c, share in self._expected(store, rung):
+                tokens[c].append(share)
         formats = [f for f, _ in self.classes]
-        self.rung_classes = torch.tensor(masks or [1], dtype=torch.int32, device=dev)
+        self.rung_classes = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=dev)
         # A tile takes about as long in every packed format, and for a few tokens as for half of it.
         cost = [max(PLAIN_COST * t if f is BF16 else t, LEAST) for f, t in zip(formats, map(max, tokens))]
         self.weights = torch.tensor(cost, dtype=torch.float32, device=dev)
 
-    @staticmethod
-    def _expected(store: PageStore, rung, high: int, low: int | None):
-        """(class, tokens a head) that a block at `rung` is taken to hold: its page quota, split evenly over tiers."""
+    def _expected(self, store: PageStore, rung: Rung) -> list[tuple[int, float]]:
+        """(class, tokens per head) that a block at `rung` is taken to hold: its page quota, split evenly over tiers."""
         layout = store.layout
         pages = rung.pages / (layout.layers * layout.heads) or layout.head_pages_bf16
-        tiers = [(high, rung.high)] + ([] if low is None else [(low, rung.low)])
+        tiers = [(f, side) for side, f in enumerate((rung.high, rung.low)) if f is not None]
         share = pages / len(tiers)
-        return [(c, min(layout.block_tokens, share * layout.page(f).tokens)) for c, f in tiers]
+        return [
+            (self.classes.index(tier), min(layout.block_tokens, share * layout.page(tier[0]).tokens)) for tier in tiers
+        ]
 
     def update(self, store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Fill the buffers for `row_blocks[B, NB]` (int32) and `seq_lens[B]` (int32); runs on the current stream."""

@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.format_class import KEY_BITS, KEY_META, SIDE, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META, format_classes
 from ..common.unpack_kernel import NEG
+from ..decode.planner import CHUNK
 from ..layout import TOKEN, Format
 from ..store import PageStore
 from .body_kernel import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
@@ -24,11 +26,9 @@ from .few_tokens import FewTokenExtend
 from .merge_kernel import join_parts_kernel
 from .planner import ExtendPlan
 from .staged import StagedExtend
-from .unpack_rows_kernel import kernel_classes
 from .unpacked import UnpackedPrefix
 
 INTERPRET = triton.knobs.runtime.interpret
-CHUNK = 32  # blocks whose tiles a program lists at a time
 # The prefill library attends new tokens to themselves where that is at least this share of the work over the prefix and
 # at least this many products per head. Below, further tiles of our kernel cost less than another launch.
 OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
@@ -110,31 +110,31 @@ def _extend_kernel(
         lo = tl.maximum(((n + ahead).to(tl.int64) * share_from // share_of).to(tl.int32) - ahead, 0)
         hi = tl.maximum(((n + ahead).to(tl.int64) * share_to // share_of).to(tl.int32) - ahead, 0)
         entries = lists + (request * len(CLASSES) + c).to(tl.int64) * NB
-        first_page = table + head * E + CLASSES[c][3] * (E - 1)
+        first_page = table + head * E + CLASSES[c][SIDE] * (E - 1)
         if hi > lo:
-            if CLASSES[c][0] == 16:
+            if CLASSES[c][KEY_BITS] == 16:
                 qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
             else:
-                qc = load_q(q_rows, valid, tl.float16, D, 8 // CLASSES[c][0])
+                qc = load_q(q_rows, valid, tl.float16, D, 8 // CLASSES[c][KEY_BITS])
             for at in range(lo, hi, CHUNK):
                 some = tl.minimum(hi - at, CHUNK)
                 tl.debug_barrier()
                 n_tiles = list_tiles(
-                    tile_list, entries + at, some, counts + head * 2 + CLASSES[c][3], L * H * 2,
-                    CHUNK, TILE, MAX_TILES, CLASSES[c][0] == 16, 0,
+                    tile_list, entries + at, some, counts + head * 2 + CLASSES[c][SIDE], L * H * 2,
+                    CHUNK, TILE, MAX_TILES, CLASSES[c][KEY_BITS] == 16, 0,
                 )
                 tl.debug_barrier()
-                if CLASSES[c][0] == 16:
+                if CLASSES[c][KEY_BITS] == 16:
                     acc, m, l = plain_tiles(
                         acc, m, l, qc[0], tile_list, n_tiles, pages, page_bytes, first_page, L * H * E, scale, cap,
-                        D, CLASSES[c][2], CLASSES[c][5], WIDTH, CAPPED, TILE, STAGES, ASM,
+                        D, CLASSES[c][TOKENS], CLASSES[c][VALUE_CODES], WIDTH, CAPPED, TILE, STAGES, ASM,
                     )
                 else:
                     acc, m, l = packed_tiles(
                         acc, m, l, qc, tile_list, n_tiles, pages, page_bytes, first_page, L * H * E,
-                        headers + head * (2 * D), L * H * 2 * D, scale, cap, D, CLASSES[c][0], CLASSES[c][1],
-                        CLASSES[c][2], 1 - 2 * CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6], WIDTH,
-                        TOKEN_KEYS, CAPPED, TILE, STAGES, ASM,
+                        headers + head * (2 * D), L * H * 2 * D, scale, cap, D, CLASSES[c][KEY_BITS],
+                        CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], 1 - 2 * CLASSES[c][SIDE], CLASSES[c][KEY_META],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], WIDTH, TOKEN_KEYS, CAPPED, TILE, STAGES, ASM,
                     )
     if STAGED:
         qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
@@ -203,7 +203,7 @@ class ExtendAttention:
         self._plan = ExtendPlan(store, self.group, max_blocks=max_blocks)
         self._tile = min(self.tuning.tile, triton.next_power_of_2(layout.block_tokens))
         self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
-        self._classes = kernel_classes(store)
+        self._classes = format_classes(store)
         self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
         self._hopper = None
         if hopper or (hopper is None and store.device.type == "cuda"):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-LOG2E = 1.4426950408889634
+from ..common.unpack_kernel import LOG2E
+from ..common.upload import upload
 
 
 def _load():
@@ -18,15 +19,9 @@ def _load():
     return flash_attn
 
 
-def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """int32 copy of host values; does not wait for the device."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
-
 def _store_lse(lse: torch.Tensor, out: torch.Tensor) -> None:
     """Natural `lse` fp32 `[Hq, N]` -> base-2 `out` fp32 `[N, Hq]`."""
-    torch.mul(lse.t(), LOG2E, out=out)
+    torch.mul(lse.t(), LOG2E.value, out=out)
 
 
 class Fa3Ragged:
@@ -55,7 +50,7 @@ class Fa3Ragged:
     def plan(self, extend_lens: list[int]) -> None:
         """`extend_lens[B]`: new tokens of each request. Does not sync."""
         starts = np.concatenate(([0], np.cumsum(extend_lens))).astype(np.int32)
-        self.starts, self.longest = _to_device(starts, self.device), max(extend_lens, default=0)
+        self.starts, self.longest = upload(starts, self.device), max(extend_lens, default=0)
 
     def run(self, q, k, v, *, scale: float, logit_cap: float, lse: bool, into: tuple | None = None):
         """Output `[N, Hq, D]`, and with `lse` also the log-sum-exp fp32 `[N, Hq]`; both go to `into` if it is given."""
@@ -91,7 +86,7 @@ class Fa3Paged:
             row[: len(some)] = some
         starts = np.concatenate(([0], np.cumsum(tokens)))
         seen = [(len(some) - 1) * self.page + tail for some, tail in zip(slots, last)]
-        whole = _to_device(np.concatenate((starts, seen, table.ravel()), dtype=np.int32, casting="unsafe"), self.device)
+        whole = upload(np.concatenate((starts, seen, table.ravel()), dtype=np.int32, casting="unsafe"), self.device)
         self.starts, self.seen, table = whole.split((n + 1, n, n * width))
         self.table, self.longest = table.view(n, width), max(tokens)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..common.upload import upload
+
 try:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 except Exception:  # not installed, or broken by the versions around it: the Triton kernels do without
@@ -120,10 +122,7 @@ class StagedPrefill:
         def starts(x):
             return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
-        host = torch.from_numpy(np.concatenate(slots, dtype=np.int32, casting="same_kind"))
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        indices = host.to(self.device, non_blocking=True)
+        indices = upload(np.concatenate(slots, dtype=np.int32, casting="same_kind"), self.device)
         counts = [len(some) for some in slots]
         self.lists = (starts(tokens), starts(counts), indices, torch.tensor(last, dtype=torch.int32))
         self.planned = None

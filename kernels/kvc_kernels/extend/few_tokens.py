@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.upload import upload
 from ..decode.attention import DecodeAttention
 from ..store import PageStore
 
@@ -49,9 +50,7 @@ class FewTokenExtend:
             starts.append(starts[-1] + n)
             owners += [request] * n
         lens = [before + n for before, n in zip(prefix_lens, extend_lens)]
-        host = torch.tensor(lens + starts + owners, dtype=torch.int32)
-        device = self.store.device
-        whole = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        whole = upload(lens + starts + owners, self.store.device)
         lens, starts, owners = whole.split((len(lens), len(starts), len(owners)))
         need = max(extend_lens) * self.group
         single = len(owners) == len(extend_lens)

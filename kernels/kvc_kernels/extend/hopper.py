@@ -12,11 +12,12 @@ from functools import cache
 
 import torch
 
+from ..common.format_class import FormatClass
 from ..common.nvrtc import Kernel, Module, available
+from ..common.unpack_kernel import LOG2E
 from ..layout import TOKEN
 from ..store import PageStore
 
-LOG2E = 1.4426950408889634
 JOIN_WARPS = 4  # rows that a block joins
 MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
 STAGES = 3  # unpacked tiles in flight
@@ -54,7 +55,7 @@ def supports(store: PageStore) -> bool:
     return store.layout.head_dim == 128 and store.layout.block_tokens <= MOST_BLOCK_TOKENS and available()
 
 
-def constants(store: PageStore, group: int, classes: tuple[tuple[int, ...], ...], rows: int, capped: bool) -> str:
+def constants(store: PageStore, group: int, classes: tuple[FormatClass, ...], rows: int, capped: bool) -> str:
     """What `extend/cuda/extend.cu` is compiled for."""
     g = store.layout
     numbers = dict(
@@ -86,7 +87,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 class HopperExtend:
     """Launches of one store."""
 
-    def __init__(self, store: PageStore, group: int, classes: tuple[tuple[int, ...], ...]):
+    def __init__(self, store: PageStore, group: int, classes: tuple[FormatClass, ...]):
         self.store, self.group, self.classes = store, group, classes
         self._kernels: dict[tuple[int, bool], tuple[Kernel, Kernel]] = {}
 
@@ -101,9 +102,9 @@ class HopperExtend:
         store = self.store
         q, k, v = _rows(q), _rows(k), _rows(v)
         own_o, own_lse = own or (None, None)
-        a = Arguments(max_blocks=plan.max_blocks, layer=layer, factor=scale * LOG2E)
+        a = Arguments(max_blocks=plan.max_blocks, layer=layer, factor=scale * LOG2E.value)
         if logit_cap > 0:
-            a.inner, a.cap_factor = 2 * scale * LOG2E / logit_cap, logit_cap * LOG2E
+            a.inner, a.cap_factor = 2 * scale * LOG2E.value / logit_cap, logit_cap * LOG2E.value
         tensors = dict(
             q=q, k=k, v=v, out=out, own_o=own_o, own_lse=own_lse, part_o=part_o, part_lse=part_lse, out_lse=lse,
             items=plan.items, lists=plan.lists, sizes=plan.sizes, pages=store.pages, table=store.table,

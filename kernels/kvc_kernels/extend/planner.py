@@ -8,7 +8,9 @@ from itertools import pairwise
 import torch
 import triton
 
-from ..decode.planner import _split_kernel, ladder_classes
+from ..common.format_class import ladder_classes, rung_class_masks
+from ..common.upload import upload
+from ..decode.planner import _split_kernel
 from ..store import PageStore
 
 START_TOKENS = 384  # of the prefix, which take as long as a program needs to begin and to end (NOTES_EXTEND.md)
@@ -77,12 +79,7 @@ class ExtendPlan:
         self.store, self.group = store, group
         self.max_blocks = max_blocks or 0
         self.classes = ladder_classes(store)
-        masks = []
-        for i, rung in enumerate(store.ladder):
-            high = self.classes.index((rung.high, 0)) if i else 0
-            low = self.classes.index((rung.low, 1)) if i and rung.low is not None else None
-            masks.append(1 << high | (0 if low is None else 1 << low))
-        self.rung_classes = torch.tensor(masks or [1], dtype=torch.int32, device=store.device)
+        self.rung_classes = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=store.device)
         self.n_items = self.n_joins = self.n_slots = 0
 
     def update(
@@ -122,10 +119,7 @@ class ExtendPlan:
         self.n_items, self.n_joins, self.n_slots = len(items), len(joins), slots
         flat = [x for row in items for x in row] + [x for row in joins for x in row] + list(prefix_lens)
         flat += [int(x) for x in skip_full or [False] * len(prefix_lens)]
-        host = torch.tensor(flat, dtype=torch.int32)
-        if store.device.type == "cuda":
-            host = host.pin_memory()
-        whole = host.to(store.device, non_blocking=True)
+        whole = upload(flat, store.device)
         n = len(prefix_lens)
         self.items, self.joins, lens, skip = whole.split((8 * len(items), 5 * len(joins), n, n))
         self.max_blocks = max(self.max_blocks, triton.next_power_of_2(row_blocks.shape[1]))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..common.upload import upload
 from ..layout import Format
 from ..store import PageStore
 from .dense_prefill import paged_prefill
@@ -154,10 +155,7 @@ class StagedExtend:
         sees = [x for pair in zip(groups.first, groups.count) for x in pair]
         # Rows of eight come first: behind anything else their alignment would vary, and with it the compiled kernel.
         flat = [x for item in items for x in (*item, 0, 0, 0)]
-        host = torch.tensor(flat + sees + request, dtype=torch.int32)
-        if self.store.device.type == "cuda":
-            host = host.pin_memory()
-        whole = host.to(self.store.device, non_blocking=True)
+        whole = upload(flat + sees + request, self.store.device)
         flat, sees, index = whole.split((len(flat), len(sees), len(request)))
         self.sees = sees.view(-1, 2)
         self.rows.plan(row_blocks, flat.view(-1, 8), slots)

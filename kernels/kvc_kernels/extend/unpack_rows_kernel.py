@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..decode.planner import ladder_classes
+from ..common.format_class import KEY_BITS, KEY_META, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META, format_classes
 from ..layout import TOKEN
 from ..store import PageStore
 from .body_kernel import locate
@@ -14,16 +14,6 @@ from .fake_quant_kernel import round_to
 
 INTERPRET = triton.knobs.runtime.interpret
 TILE = 64  # tokens a program
-
-
-def kernel_classes(store: PageStore) -> tuple[tuple[int, ...], ...]:
-    """(key bits, value bits, tokens a page, side, key meta, value codes, value meta offsets) of all classes."""
-    out = []
-    for fmt, side in ladder_classes(store):
-        page = store.layout.page(fmt)
-        names = ("key_meta", "value_codes", "value_meta")
-        out.append((fmt.key_bits, fmt.value_bits, page.tokens, side, *(page.offset(n) for n in names)))
-    return tuple(out)
 
 
 @triton.jit
@@ -95,24 +85,25 @@ def _unpack_kernel(
     to = ((tl.load(item + 2).to(tl.int64) * P + t0 + t) * H + h) * D
     for c in tl.static_range(len(CLASSES)):
         if cls == c:
-            if CLASSES[c][0] == 16:
-                base, slot = locate(pages, table + head * E, page_bytes, t0, P, t, CLASSES[c][2], 1, 1)
+            if CLASSES[c][KEY_BITS] == 16:
+                base, slot = locate(pages, table + head * E, page_bytes, t0, P, t, CLASSES[c][TOKENS], 1, 1)
                 row = base.to(tl.pointer_type(k_out.dtype.element_ty)) + slot * D
                 d = tl.arange(0, D)
                 # What lies behind a block's tokens may spell NaN.
                 held = t0 + t < tl.load(item + 3)
                 x = tl.load(row[:, None] + d[None, :], mask=held[:, None], other=0.0)
                 tl.store((k_out + to)[:, None] + d[None, :], x, mask=live[:, None])
-                x = tl.load((row + CLASSES[c][5] // 2)[:, None] + d[None, :], mask=held[:, None], other=0.0)
+                x = tl.load((row + CLASSES[c][VALUE_CODES] // 2)[:, None] + d[None, :], mask=held[:, None], other=0.0)
                 tl.store((v_out + to)[:, None] + d[None, :], x, mask=live[:, None])
             else:
-                base, slot = locate(pages, table + head * E, page_bytes, t0, P, t, CLASSES[c][2], 1, 16)
+                base, slot = locate(pages, table + head * E, page_bytes, t0, P, t, CLASSES[c][TOKENS], 1, 16)
                 _unpack_keys(
-                    base, slot, live, headers + head * (2 * D), k_out + to, D, CLASSES[c][0], CLASSES[c][2],
-                    CLASSES[c][4], TOKEN_KEYS, N, ASM,
+                    base, slot, live, headers + head * (2 * D), k_out + to, D, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
+                    CLASSES[c][KEY_META], TOKEN_KEYS, N, ASM,
                 )
                 _unpack_values(
-                    base, slot, live, v_out + to, D, CLASSES[c][1], CLASSES[c][2], CLASSES[c][5], CLASSES[c][6], ASM
+                    base, slot, live, v_out + to, D, CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS],
+                    CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], ASM
                 )
 
 
@@ -120,8 +111,8 @@ class UnpackedRows:
     """Rows of blocks that keep every token in one format: those that `load_dense` gives, in the model dtype."""
 
     def __init__(self, store: PageStore):
-        self.store, self.classes = store, kernel_classes(store)
-        by_format = [(c[0], c[1], c[3]) for c in self.classes]
+        self.store, self.classes = store, format_classes(store)
+        by_format = [(c.key_bits, c.value_bits, c.side) for c in self.classes]
         found = [by_format.index((r.high.key_bits, r.high.value_bits, 0)) for r in store.ladder]
         self.rung_class = torch.tensor(found, dtype=torch.int32, device=store.device)
 

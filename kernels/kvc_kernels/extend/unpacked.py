@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.upload import upload
 from ..store import PageStore
 from .merge_kernel import join
 from .unpack_rows_kernel import UnpackedRows
@@ -63,10 +64,7 @@ class UnpackedPrefix:
         shapes = sorted({(new, n) for _, new, _, n in passes})
         if not passes or len(shapes) > MOST_PLANS:
             return False
-        host = torch.tensor(items, dtype=torch.int32)
-        if self.store.device.type == "cuda":
-            host = host.pin_memory()
-        self._items, self._blocks, self._passes = host.to(self.store.device, non_blocking=True), row_blocks, passes
+        self._items, self._blocks, self._passes = upload(items, self.store.device), row_blocks, passes
         while len(self.prefills) < len(shapes):
             self.prefills.append(self._prefill())
         self._plans = dict(zip(shapes, self.prefills))

@@ -17,6 +17,7 @@ from math import gcd
 import torch
 import triton
 
+from ..common.upload import upload
 from ..layout import Format
 from ..store import PageStore
 from .dense_prefill import paged_prefill
@@ -151,10 +152,7 @@ class WindowedExtend:
         # Rows of eight come first: behind anything else their alignment would vary, and with it the compiled kernel.
         parts = [[(*i, 0, 0, 0) for i in x.rows] for x in self.passes], tiles, [x.pages for x in self.passes]
         flat = [n for part in parts for items in part for item in items for n in item]
-        host = torch.tensor(flat + [n for some in lists for n in some], dtype=torch.int32)
-        if store.device.type == "cuda":
-            host = host.pin_memory()
-        whole = host.to(store.device, non_blocking=True)
+        whole = upload(flat + [n for some in lists for n in some], store.device)
         widths = [*(8 * len(x) for x in (*parts[0], *tiles)), *(4 * len(x) for x in parts[2]), *map(len, lists)]
         cuts, n = whole.split(widths), len(self.passes)
         self.items = list(zip(cuts[:n], cuts[n : 2 * n], cuts[2 * n : 3 * n], cuts[3 * n :]))

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.format_class import KEY_BITS, KEY_META, SCORES, SIDE, TILE_PAGES, TOKENS, FormatClass
 from ..common.unpack_kernel import CODE_UNIT, LOG2E, capped, nested
 from ..decode.body_kernel import _page_pointers, _spread
 from ..extend.body_kernel import locate
@@ -187,8 +188,8 @@ def _step_kernel(
 ):
     """Any grid: programs take parts of listed blocks, head by head, as many as there are.
 
-    `found`, `listed`, `requests`: see `ObservedBlocks`; one query a request, its last token. CLASSES: of each class,
-    key bits, tokens a page, side, offsets of key meta and scores, pages that a tile may touch.
+    `found`, `listed`, `requests`: see `ObservedBlocks`; one query per request,
+    its last token. CLASSES: `FormatClass` records.
     """
     PARTS: tl.constexpr = (P + TILE * TILES - 1) // (TILE * TILES)
     g = tl.arange(0, NQ)
@@ -223,22 +224,22 @@ def _step_kernel(
                 paid = tl.load(lse + query * lse_stride + h * G + g, mask=g < G, other=float("inf"))
                 for c in tl.static_range(len(CLASSES)):
                     if (held >> c) & 1 == 1:
-                        if CLASSES[c][0] == 16:
+                        if CLASSES[c][KEY_BITS] == 16:
                             tokens = tl.load(requests + r * 4)
                             start = place * P
                             _plain_block(
                                 q_row, paid, table + head * E, tl.minimum(tokens - start, P),
-                                tokens - NEAREST - start, part, pages, page_bytes, scale, cap, CLASSES[c][1],
-                                CLASSES[c][4], G, D, NQ, PLAIN_TILE, PARTS, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
+                                tokens - NEAREST - start, part, pages, page_bytes, scale, cap, CLASSES[c][TOKENS],
+                                CLASSES[c][SCORES], G, D, NQ, PLAIN_TILE, PARTS, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
                             )
                         else:
                             # Packed blocks lie before every query, in no order that would say who is near.
                             _packed_tiles(
-                                q_row, paid, table + head * E + CLASSES[c][2] * (E - 1),
-                                counts + head * 2 + CLASSES[c][2], headers + head * (2 * D), part * (TILE * TILES),
-                                pages, page_bytes, scale, cap, CLASSES[c][0], CLASSES[c][1], CLASSES[c][2],
-                                CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], G, D, P, NQ, TILE, TILES, TOKEN_KEYS,
-                                CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
+                                q_row, paid, table + head * E + CLASSES[c][SIDE] * (E - 1),
+                                counts + head * 2 + CLASSES[c][SIDE], headers + head * (2 * D), part * (TILE * TILES),
+                                pages, page_bytes, scale, cap, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
+                                CLASSES[c][SIDE], CLASSES[c][KEY_META], CLASSES[c][SCORES], CLASSES[c][TILE_PAGES], G,
+                                D, P, NQ, TILE, TILES, TOKEN_KEYS, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
                             )
                 if last > me:
                     # Another request's turn adds to the same scores, maybe by other threads.
@@ -249,14 +250,14 @@ class ScoreStep:
     """The launch of one decode step's columns."""
 
     def __init__(
-        self, store: PageStore, classes: tuple[tuple[int, ...], ...], group: int, observe: Observe, tuning: StepTuning
+        self, store: PageStore, classes: tuple[FormatClass, ...], group: int, observe: Observe, tuning: StepTuning
     ):
-        """`classes`: as the kernel has them, without the last word."""
+        """`classes`: those of the ladder; `tile_pages` is filled in here."""
         layout, p = store.layout, store.layout.block_tokens
         self.store, self.group, self.observe, self.tuning = store, group, observe, tuning
         self.tile = min(tuning.tile, triton.next_power_of_2(p))
         self.tiles = min(tuning.tiles, triton.cdiv(p, self.tile))
-        self.classes = tuple((*c, self._span(c[1])) for c in classes)
+        self.classes = tuple(c._replace(tile_pages=self._span(c.tokens)) for c in classes)
         self.programs = 8
         if store.device.type == "cuda":
             self.programs = tuning.programs * torch.cuda.get_device_properties(store.device).multi_processor_count

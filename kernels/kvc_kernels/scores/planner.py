@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..decode.planner import ladder_classes
+from ..common.format_class import ladder_classes, rung_class_masks
 from ..store import PageStore
 
 MAX_CLASSES = 12  # bits that a word of the list has for them
@@ -61,15 +61,11 @@ class ObservedBlocks:
     """
 
     def __init__(self, store: PageStore):
-        classes = ladder_classes(store)
-        if len(classes) > MAX_CLASSES:
-            raise ValueError(f"a list has words for {MAX_CLASSES} formats and sides, the ladder has {len(classes)}")
+        classes = len(ladder_classes(store))
+        if classes > MAX_CLASSES:
+            raise ValueError(f"a list has words for {MAX_CLASSES} formats and sides, the ladder has {classes}")
         self.store = store
-        masks = [1]
-        for rung in store.ladder[1:]:
-            low = 0 if rung.low is None else 1 << classes.index((rung.low, 1))
-            masks.append(1 << classes.index((rung.high, 0)) | low)
-        self._tiers = torch.tensor(masks, dtype=torch.int32, device=store.device)
+        self._tiers = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=store.device)
         self.found = torch.zeros(1, dtype=torch.int32, device=store.device)
 
     def room(self, places: int) -> torch.Tensor:

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.format_class import KEY_BITS, KEY_META, SCORES, SIDE, TOKENS, format_classes
 from ..common.unpack_kernel import LOG2E, capped, dequant, key_scales
-from ..decode.planner import ladder_classes
+from ..common.upload import upload
 from ..extend.body_kernel import load_q, locate
 from ..layout import TOKEN
 from ..store import PageStore
@@ -133,8 +134,7 @@ def _columns_kernel(
     """Any grid: programs take listed blocks, head by head, as many as there are.
 
     requests int32 `[B, 4]`: tokens with the new ones (0: nobody observes), first observing query in q, their number,
-    the position of the first. `found`, `listed`: see `ObservedBlocks`. CLASSES: of each class, key bits, tokens a page,
-    side, offsets of key meta and scores.
+    the position of the first. `found`, `listed`: see `ObservedBlocks`. CLASSES: `FormatClass` records.
     """
     t = tl.arange(0, TILE)
     n = tl.load(found)
@@ -152,15 +152,15 @@ def _columns_kernel(
             head = block * (L * H) + layer * H + h
             for c in tl.static_range(len(CLASSES)):
                 if (held >> c) & 1 == 1:
-                    row = table + head * E + CLASSES[c][2] * (E - 1)
-                    if CLASSES[c][0] == 16:
+                    row = table + head * E + CLASSES[c][SIDE] * (E - 1)
+                    if CLASSES[c][KEY_BITS] == 16:
                         count = tl.minimum(tokens - j * P, P)
                     else:
-                        count = tl.load(counts + head * 2 + CLASSES[c][2]).to(tl.int32)
+                        count = tl.load(counts + head * 2 + CLASSES[c][SIDE]).to(tl.int32)
                     for t0 in range(0, count, TILE):
                         live = t0 + t < count
-                        if CLASSES[c][0] == 16:
-                            base, slot = locate(pages, row, page_bytes, t0, count, t, CLASSES[c][1], 1, 1)
+                        if CLASSES[c][KEY_BITS] == 16:
+                            base, slot = locate(pages, row, page_bytes, t0, count, t, CLASSES[c][TOKENS], 1, 1)
                             d = tl.arange(0, D)
                             kp = base.to(tl.pointer_type(q.dtype.element_ty)) + slot * D
                             k = (tl.load(kp[:, None] + d[None, :], mask=live[:, None], other=0.0),)
@@ -171,19 +171,19 @@ def _columns_kernel(
                             )
                         else:
                             base, slot = locate(
-                                pages, row, page_bytes, t0, count, t, CLASSES[c][1], 1 - 2 * CLASSES[c][2], 16
+                                pages, row, page_bytes, t0, count, t, CLASSES[c][TOKENS], 1 - 2 * CLASSES[c][SIDE], 16
                             )
                             k = _packed_keys(
-                                base, slot, headers + head * (2 * D), live, CLASSES[c][0], CLASSES[c][1],
-                                CLASSES[c][3], D, TOKEN_KEYS, ASM,
+                                base, slot, headers + head * (2 * D), live, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
+                                CLASSES[c][KEY_META], D, TOKEN_KEYS, ASM,
                             )
                             # Packed blocks lie before every query, in no order that would say who is near.
                             received = _received(
                                 k, tl.where(live, 0, -1), q, q_stride_n, lse, lse_stride, requests, row_blocks,
-                                row_stride, block, j, me, last, h, scale, cap, tl.float16, 8 // CLASSES[c][0], H, D, G,
-                                P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE, ASM,
+                                row_stride, block, j, me, last, h, scale, cap, tl.float16, 8 // CLASSES[c][KEY_BITS],
+                                H, D, G, P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE, ASM,
                             )
-                        _add(base, slot, received, live, CLASSES[c][4])
+                        _add(base, slot, received, live, CLASSES[c][SCORES])
 
 
 @triton.jit
@@ -225,11 +225,7 @@ class ReceivedAttention:
         self.store, self.observe, self.warps = store, observe, warps
         self.group = query_heads // layout.heads
         self.tile, self.queries = min(tile, triton.next_power_of_2(layout.block_tokens)), queries
-        names = ("key_meta", "scores")
-        self._classes = tuple(
-            (f.key_bits, layout.page(f).tokens, side, *(layout.page(f).offset(n) for n in names))
-            for f, side in ladder_classes(store)
-        )
+        self._classes = format_classes(store)
         self._step = ScoreStep(store, self._classes, self.group, observe, step or StepTuning())
         self._blocks = ObservedBlocks(store)
         steps = torch.arange(max_batch, dtype=torch.int32, device=store.device)
@@ -246,10 +242,7 @@ class ReceivedAttention:
             first += -(first + 1) % self._stride
             requests.append((prefix + new if queries else 0, start + first - prefix, queries, first))
             start += new
-        host = torch.tensor(requests, dtype=torch.int32).view(-1, 4)
-        if self.store.device.type == "cuda":
-            host = host.pin_memory()
-        self._requests, self._rows = host.to(self.store.device, non_blocking=True), row_blocks
+        self._requests, self._rows = upload(requests, self.store.device).view(-1, 4), row_blocks
         places = sum(-(-r[0] // self.store.layout.block_tokens) for r in requests)
         self._decodes, self._listed = False, self._blocks.room(places)
         self._programs = min(PROGRAMS, places * self.store.layout.heads)

@@ -7,6 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from ...common.unpack_kernel import CODE_UNIT, LOG2E, NEG
+from .. import planner
+from ..body_kernel import P_SHIFT
 from .queue import (
     ONES,
     WORD,
@@ -51,11 +54,7 @@ from .tiles import (
     value_operand,
 )
 
-CODE_UNIT = gl.constexpr(16777216.0)  # a code c is taken as the fp16 subnormal c * 2^-24
-P_SHIFT = gl.constexpr(5.0)  # p is kept times 2^5, so that p * value_scale stays clear of fp16 subnormals
-LOG2E = gl.constexpr(1.4426950408889634)
-NEG = gl.constexpr(-1.0e30)
-CHUNK = gl.constexpr(32)  # blocks whose tiles a program lists at a time, one a lane
+CHUNK = gl.constexpr(planner.CHUNK)
 
 
 @gluon.jit

@@ -6,7 +6,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .body import CHUNK, CODE_UNIT, LOG2E, NEG, P_SHIFT, list_tiles, packed_part, plain_part, zero_products
+from ...common.format_class import KEY_BITS, KEY_META, SIDE, TILE_TOKENS, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META
+from ...common.unpack_kernel import CODE_UNIT, LOG2E, NEG
+from ..body_kernel import P_SHIFT
+from .body import CHUNK, list_tiles, packed_part, plain_part, zero_products
 from .queue import make_queue
 from .tiles import B_OP, COLUMN, MMA, ROW, feature_of, hidden_zero, plain_feature_of
 
@@ -150,16 +153,16 @@ def decode_kernel(
         part = (item * H + h).to(gl.int64) * G
         for c in gl.static_range(len(CLASSES)):
             if cls == c:
-                if CLASSES[c][0] == 16:
+                if CLASSES[c][KEY_BITS] == 16:
                     _plain_program(
                         q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, entries, blocks, pages, table,
-                        head * E, scale, cap, page_bytes, L * H * E, G, NQ, D, CLASSES[c][2], CLASSES[c][5], CAPPED,
-                        CLASSES[c][7],
+                        head * E, scale, cap, page_bytes, L * H * E, G, NQ, D, CLASSES[c][TOKENS],
+                        CLASSES[c][VALUE_CODES], CAPPED, CLASSES[c][TILE_TOKENS],
                     )  # fmt: skip
                 else:
                     _packed_program(
                         q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table,
-                        counts, headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][0], CLASSES[c][1],
-                        CLASSES[c][2], CLASSES[c][3], CLASSES[c][4], CLASSES[c][5], CLASSES[c][6], TOKEN_KEYS,
-                        CAPPED, CLASSES[c][7],
+                        counts, headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][KEY_BITS],
+                        CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], CLASSES[c][SIDE], CLASSES[c][KEY_META],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], TOKEN_KEYS, CAPPED, CLASSES[c][TILE_TOKENS],
                     )  # fmt: skip

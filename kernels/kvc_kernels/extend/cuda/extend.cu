@@ -5,8 +5,9 @@
 // defined here come from `extend/hopper.py`.
 #include "unpack.cuh"
 
-struct Class {  // a format and its side of the block table; offsets in bytes from the page's start
-  int key_bits, value_bits, tokens, side, key_meta, value_codes, value_meta;
+struct Class {  // `FormatClass` of `common/format_class.py`, field by field
+  int key_bits, value_bits, tokens, side, key_meta, value_codes, value_meta, scores, positions, used_bytes;
+  int tile_tokens, tile_pages, stages;
 };
 
 constexpr Class CLASSES[] = {KVC_CLASSES};

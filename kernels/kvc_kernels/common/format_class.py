@@ -1,0 +1,80 @@
+"""Format classes: what a kernel is compiled for, one record per format and side of the block table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ..layout import BF16, Format, PageLayout
+from ..store import PageStore
+
+
+class FormatClass(NamedTuple):
+    """Compile-time numbers of one format on one side of the block table; offsets in bytes from the page start.
+
+    Every kernel takes this record in this order and reads it by the indices below, because a compiled kernel sees a
+    plain tuple. `struct Class` of `extend/cuda/extend.cu` has the same fields.
+    """
+
+    key_bits: int
+    value_bits: int
+    tokens: int  # tokens per page
+    side: int  # 0: high tier, from the left end of a table row; 1: low tier, from the right
+    key_meta: int
+    value_codes: int
+    value_meta: int
+    scores: int
+    positions: int
+    used_bytes: int  # bytes of all segments of a page
+    tile_tokens: int = 0  # tokens per iteration (decode)
+    tile_pages: int = 0  # pages that a tile touches at most (decode and its scores)
+    stages: int = 0  # software pipeline stages (decode)
+
+
+KEY_BITS: tl.constexpr = tl.constexpr(FormatClass._fields.index("key_bits"))
+VALUE_BITS: tl.constexpr = tl.constexpr(FormatClass._fields.index("value_bits"))
+TOKENS: tl.constexpr = tl.constexpr(FormatClass._fields.index("tokens"))
+SIDE: tl.constexpr = tl.constexpr(FormatClass._fields.index("side"))
+KEY_META: tl.constexpr = tl.constexpr(FormatClass._fields.index("key_meta"))
+VALUE_CODES: tl.constexpr = tl.constexpr(FormatClass._fields.index("value_codes"))
+VALUE_META: tl.constexpr = tl.constexpr(FormatClass._fields.index("value_meta"))
+SCORES: tl.constexpr = tl.constexpr(FormatClass._fields.index("scores"))
+POSITIONS: tl.constexpr = tl.constexpr(FormatClass._fields.index("positions"))
+USED_BYTES: tl.constexpr = tl.constexpr(FormatClass._fields.index("used_bytes"))
+TILE_TOKENS: tl.constexpr = tl.constexpr(FormatClass._fields.index("tile_tokens"))
+TILE_PAGES: tl.constexpr = tl.constexpr(FormatClass._fields.index("tile_pages"))
+STAGES: tl.constexpr = tl.constexpr(FormatClass._fields.index("stages"))
+
+
+def format_class(page: PageLayout, side: int = 0) -> FormatClass:
+    """The class of pages laid out like `page` on one side of the table."""
+    names = ("key_meta", "value_codes", "value_meta", "scores", "positions")
+    return FormatClass(
+        page.format.key_bits, page.format.value_bits, page.tokens, side, *(page.offset(n) for n in names),
+        page.used_bytes,
+    )  # fmt: skip
+
+
+def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
+    """(format, side) pairs that blocks of this store can hold; bf16 first. Side 0 is the high tier."""
+    out: list[tuple[Format, int]] = [(BF16, 0)]
+    for rung in store.ladder[1:]:
+        for pair in ((rung.high, 0), (rung.low, 1)):
+            if pair[0] is not None and pair not in out:
+                out.append(pair)
+    return out
+
+
+def format_classes(store: PageStore) -> tuple[FormatClass, ...]:
+    """The classes of all `ladder_classes` of a store, in that order."""
+    return tuple(format_class(store.layout.page(fmt), side) for fmt, side in ladder_classes(store))
+
+
+def rung_class_masks(store: PageStore) -> list[int]:
+    """Per rung, a mask with bit c set where a block at that rung holds tokens of class c."""
+    classes, masks = ladder_classes(store), [1]
+    for rung in store.ladder[1:]:
+        low = 0 if rung.low is None else 1 << classes.index((rung.low, 1))
+        masks.append(1 << classes.index((rung.high, 0)) | low)
+    return masks
