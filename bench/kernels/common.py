@@ -158,7 +158,6 @@ class Workload:
     heads: int = 8
     group: int = 4
     head_dim: int = 128
-    key_mode: str = "channel"
     layers: int = 1  # more than one where a layer would stay in the L2 cache from run to run
     long: int = 0  # tokens of the first request, where it is longer than the others
     window: int = -1  # tokens before its own that a query sees; -1: all
@@ -178,11 +177,10 @@ class Workload:
             self.formats,
             head_dim=self.head_dim,
             block_tokens=self.block_tokens,
-            key_mode=self.key_mode,
             scored=False,
             whole=self.kept == "full",
         )
-        return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size, self.key_mode)
+        return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size)
 
     def counts(self, blocks: int, gen: torch.Generator) -> torch.Tensor:
         """int `[blocks, L, H, 2]`. "full", "uniform:M:W[:R]" (M +- W percent of P, rounded up to R tokens),
@@ -242,7 +240,6 @@ class Workload:
         for side, f in enumerate(self.formats if len(counts) else []):
             page = layout.page(f)
             per = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
-            per += 4 if self.key_mode == "token" else 0
             n = counts[:, 0, :, side]
             total += int(n.sum()) * per + int((-(-n // page.tokens)).sum()) * 4
             total += len(counts) * self.heads * (layout.header_bytes + 2)
@@ -254,6 +251,6 @@ def cold_layers(size: int) -> int:
     return max(1, min(32, -(-240_000_000 // size)))
 
 
-def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128, key_mode: str = "channel") -> int:
+def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128) -> int:
     """The size of a page that holds just `tokens` tokens of `fmt`."""
-    return layout.page_bytes_for(FORMATS[fmt], tokens, head_dim=head_dim, key_mode=key_mode, scored=False)
+    return layout.page_bytes_for(FORMATS[fmt], tokens, head_dim=head_dim, scored=False)

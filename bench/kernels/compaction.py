@@ -53,9 +53,9 @@ def build(names: str, layers: int, blocks: int, block_tokens: int, device: str =
     formats = [FORMATS[x] for x in names.split("+")]
     scored = len(formats) > 1
     page = choose_page_bytes(
-        formats, head_dim=DIM, block_tokens=block_tokens, key_mode="channel", scored=scored, whole=not scored
+        formats, head_dim=DIM, block_tokens=block_tokens, scored=scored, whole=not scored
     )
-    layout = PoolLayout(layers, HEADS, DIM, block_tokens, page, "channel", scored)
+    layout = PoolLayout(layers, HEADS, DIM, block_tokens, page, scored)
     rung = Rung(formats[0], formats[1] if scored else None)
     store = PageStore.create(
         layout, (Rung(BF16), rung), num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 1,

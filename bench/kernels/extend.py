@@ -214,8 +214,8 @@ def collecting(tokens: int) -> list[dict]:
     from . import layer
 
     base = Workload("k8v4+k4v2", block_tokens=128)
-    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, key_mode="channel", scored=True)
-    layout = PoolLayout(1, HEADS, DIM, 128, page, "channel", True)
+    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, scored=True)
+    layout = PoolLayout(1, HEADS, DIM, 128, page, True)
     n = tokens // 128
     counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
     store = random_store(layout, base.rungs(), torch.zeros(n, dtype=torch.int64), counts, device="cuda")
@@ -238,8 +238,8 @@ def observed_step(batch: int, tokens: int):
     from tests.support.random_store import random_store
 
     base = Workload("k4v4", block_tokens=128)
-    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, key_mode="channel", scored=True, whole=True)
-    layout = PoolLayout(1, HEADS, DIM, 128, page, "channel", True)
+    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, scored=True, whole=True)
+    layout = PoolLayout(1, HEADS, DIM, 128, page, True)
     n = batch * (tokens // 128 + 1)
     counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
     counts[..., 0] = 128

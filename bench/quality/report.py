@@ -76,7 +76,7 @@ def quantisers() -> str:
 def formats() -> str:
     """What `sglang-kvc calibrate` found for each format."""
     found = by_model("calibrate/{}.json")
-    kl = {m: {(r["format"], r["key_mode"]): r for r in n["formats"]} for m, n in found.items()}
+    kl = {m: {(r["format"], r.get("key_mode", "channel")): r for r in n["formats"]} for m, n in found.items()}
     rows = []
     for name, mode in dict.fromkeys(key for rows in kl.values() for key in rows):
         cells = (r[name, mode] for r in kl.values())

@@ -29,7 +29,6 @@ NAME = "serve/page_hash"
 CONFIGS = {
     **{f: {"high": f} for f in ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2")},
     "quota": {"policy": "quota"},
-    "k4v4, per-token keys": {"high": "k4v4", "key_mode": "token"},
 }
 
 

@@ -14,7 +14,6 @@ SEGMENT_ALIGN = 16  # bytes; the widest vector load of a GPU thread
 TOKEN_MULTIPLE = 16  # tokens of a packed page come in whole MMA rows, so that a tile never straddles a vector
 WHOLE_PAGE_TOKENS = 64  # see bench/kernels/NOTES.md, geometry
 VALUE_GROUP_2BIT = 32  # features that share a scale at 2 bits (MiniKV section 4.1; 4 and 8 bits use one group)
-CHANNEL, TOKEN = "channel", "token"  # key modes: scale and zero per channel over a block, or per token (LeanKV)
 
 
 def align_up(n: int, m: int) -> int:
@@ -51,14 +50,13 @@ BF16 = FORMATS["bf16"]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Six segments of one page in one format; all offsets in bytes from the page start.
+    """Five segments of one page in one format; all offsets in bytes from the page start.
 
     With T tokens a page and D = head_dim (K and V alike):
 
     | segment        | shape and dtype           | present when                       |
     |----------------|---------------------------|------------------------------------|
     | `key_codes`    | uint8 `[T, D*kb/8]`       | always (bf16: model dtype `[T, D]`)|
-    | `key_meta`     | fp16 `[2, T]`             | packed and key mode is per token   |
     | `value_codes`  | uint8 `[D*vb/8, T]`       | always (bf16: model dtype `[T, D]`)|
     | `value_meta`   | fp16 `[G, 2, T]`          | packed; G = D/32 at 2 bits, else 1 |
     | `scores`       | fp32 `[T]`                | `scored`                           |
@@ -73,7 +71,6 @@ class PageLayout:
     format: Format
     head_dim: int
     page_bytes: int
-    key_mode: str
     scored: bool
 
     @property
@@ -93,7 +90,6 @@ class PageLayout:
         f, out, at = self.format, {}, 0
         sizes = {
             "key_codes": tokens * self.key_row_bytes,
-            "key_meta": 4 * tokens if f.packed and self.key_mode == TOKEN else 0,
             "value_codes": tokens * self.value_row_bytes,
             "value_meta": 4 * tokens * self.value_groups if f.packed else 0,
             "scores": 4 * tokens if self.scored else 0,
@@ -155,12 +151,11 @@ class PoolLayout:
     head_dim: int
     block_tokens: int
     page_bytes: int
-    key_mode: str = CHANNEL
     scored: bool = False
 
     def page(self, fmt: Format) -> PageLayout:
         """One object for equal arguments: launches and the scheduler ask for it all the time."""
-        return _page(fmt, self.head_dim, self.page_bytes, self.key_mode, self.scored)
+        return _page(fmt, self.head_dim, self.page_bytes, self.scored)
 
     def pages_for(self, fmt: Format, tokens: int) -> int:
         """Pages that one head needs for `tokens` tokens in `fmt`."""
@@ -181,8 +176,8 @@ class PoolLayout:
 
     @property
     def header_bytes(self) -> int:
-        """Per block and head: fp16 scale and zero `[2, D]` of per-channel keys."""
-        return 4 * self.head_dim if self.key_mode == CHANNEL else 0
+        """Per block and head: fp16 scale and zero `[2, D]` of the key channels."""
+        return 4 * self.head_dim
 
     @property
     def block_meta_bytes(self) -> int:
@@ -191,14 +186,14 @@ class PoolLayout:
         return self.layers * self.heads * per_head + 1 + 4
 
 
-def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, key_mode: str, scored: bool) -> int:
+def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, scored: bool) -> int:
     """The size of a page that holds just `tokens` tokens of `fmt`."""
-    page = PageLayout(fmt, head_dim, 1 << 30, key_mode, scored)
+    page = PageLayout(fmt, head_dim, 1 << 30, scored)
     return align_up(page._segments(tokens)["end"][0], 16)
 
 
 def choose_page_bytes(
-    formats: list[Format], *, head_dim: int, block_tokens: int, key_mode: str, scored: bool, whole: bool = False
+    formats: list[Format], *, head_dim: int, block_tokens: int, scored: bool, whole: bool = False
 ) -> int:
     """The page size that loses the fewest bytes to slack in the worst packed format of `formats`.
 
@@ -210,13 +205,13 @@ def choose_page_bytes(
     """
     if whole and formats[0].packed:
         steps = [t for t in (WHOLE_PAGE_TOKENS, 32, 16) if block_tokens % t == 0]
-        sizes = [page_bytes_for(formats[0], t, head_dim=head_dim, key_mode=key_mode, scored=scored) for t in steps]
+        sizes = [page_bytes_for(formats[0], t, head_dim=head_dim, scored=scored) for t in steps]
 
         def cost(size: int) -> float:
             """Bytes of a block in the format that this size suits least, over what its codes and scales need."""
             worst = 1.0
             for f in formats[1:]:
-                page = PageLayout(f, head_dim, size, key_mode, scored)
+                page = PageLayout(f, head_dim, size, scored)
                 if not page.tokens:
                     return float("inf")
                 held = -(-block_tokens // page.tokens) * size
@@ -230,7 +225,7 @@ def choose_page_bytes(
     for size in range(align_up(8 * bf16_token, 16), 16 * bf16_token + 17, 16):
         waste = 0.0
         for f in packed:
-            page = PageLayout(f, head_dim, size, key_mode, scored)
+            page = PageLayout(f, head_dim, size, scored)
             if page.tokens == 0:
                 waste = float("inf")
                 break

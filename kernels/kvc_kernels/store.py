@@ -27,14 +27,14 @@ class PageStore:
     | `table`    | int32 `[num_blocks, L, H, E]`         | page ids: high from the left, low from the right     |
     | `counts`   | int16 `[num_blocks, L, H, 2]`         | tokens stored high, low (unused while at rung 0)     |
     | `rung`     | int8 `[num_blocks]`                   | index into `ladder`; 0 = bf16; -1 = block is free    |
-    | `headers`  | fp16 `[num_blocks, L, H, 2, D]`       | per-channel keys: scale on the 8-bit grid, zero      |
+    | `headers`  | fp16 `[num_blocks, L, H, 2, D]`       | key channels: scale on the 8-bit grid, zero          |
     | `observed` | int32 `[num_blocks]`                  | queries behind the block that its scores have seen   |
     | `ring`     | int32 `[num_pages]`                   | circular free page list                              |
     | `cursor`   | int64 `[2]`                           | pages ever taken (head), ever returned (tail)        |
 
-    The free pages are `ring[head % n] .. ring[(tail - 1) % n]`. `headers` is empty `[0]` with per-token keys. The
-    scale of b-bit keys is the 8-bit scale times 255 / (2^b - 1): 1, 17, 85 are whole numbers, so going from 8 to 4 to
-    2 bits maps codes to codes and the header stays frozen.
+    The free pages are `ring[head % n] .. ring[(tail - 1) % n]`. The scale of b-bit keys is the 8-bit scale times
+    255 / (2^b - 1): 1, 17, 85 are whole numbers, so going from 8 to 4 to 2 bits maps codes to codes and the header
+    stays frozen.
     """
 
     layout: PoolLayout
@@ -62,7 +62,6 @@ class PageStore:
     ) -> PageStore:
         """Allocate all tensors. `dtype` is the model's (bf16 or fp16) and is what "bf16" pages hold."""
         shape = (num_blocks, layout.layers, layout.heads)
-        head = shape if layout.header_bytes else (0, layout.layers, layout.heads)
         store = cls(
             layout=layout,
             ladder=ladder,
@@ -71,7 +70,7 @@ class PageStore:
             table=torch.zeros((*shape, layout.head_pages_bf16), dtype=torch.int32, device=device),
             counts=torch.zeros((*shape, 2), dtype=torch.int16, device=device),
             rung=torch.empty(num_blocks, dtype=torch.int8, device=device),
-            headers=torch.zeros((*head, 2, layout.head_dim), dtype=torch.float16, device=device),
+            headers=torch.zeros((*shape, 2, layout.head_dim), dtype=torch.float16, device=device),
             observed=torch.zeros(num_blocks, dtype=torch.int32, device=device),
             ring=torch.empty(num_pages, dtype=torch.int32, device=device),
             cursor=torch.zeros(2, dtype=torch.int64, device=device),

@@ -35,7 +35,7 @@ STAGED_TOKENS = 16384
 def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
     """The pool's geometry. Page bytes are searched unless the user sets them."""
     formats = [FORMATS[f] for f in policy.formats()]
-    options: dict[str, Any] = {"head_dim": head_dim, "key_mode": config.key_mode, "scored": policy.observes}
+    options: dict[str, Any] = {"head_dim": head_dim, "scored": policy.observes}
     if config.page_bytes:
         page_bytes = config.page_bytes
     elif policy.page_tokens:
@@ -43,14 +43,14 @@ def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, h
     else:
         whole = policy.stored_as() is not None
         page_bytes = choose_page_bytes(formats, block_tokens=config.block_size, whole=whole, **options)
-    return PoolLayout(layers, heads, head_dim, config.block_size, page_bytes, config.key_mode, scored=policy.observes)
+    return PoolLayout(layers, heads, head_dim, config.block_size, page_bytes, scored=policy.observes)
 
 
 def _page_of(formats: list[Format], tokens: int, **options) -> int:
     """Bytes of a page of `tokens` tokens in the first format, or of the fewest more at which every format holds one."""
     while True:
         size = page_bytes_for(formats[0], tokens, **options)
-        pages = [PageLayout(f, options["head_dim"], size, options["key_mode"], options["scored"]) for f in formats]
+        pages = [PageLayout(f, options["head_dim"], size, options["scored"]) for f in formats]
         if all(page.tokens for page in (*pages, replace(pages[0], format=BF16))):
             return size
         tokens += TOKEN_MULTIPLE

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvc_kernels.layout import CHANNEL
 from sglang_kvc.calibration.model_fingerprint import Identity
 from sglang_kvc.options.request_quality import names
 
@@ -39,12 +38,10 @@ def defaults(policy: str, options: dict[str, Any], given: dict[str, Any]) -> dic
     found = findings(given["calibration"])
     if found is None:
         return {}
-    key_mode = given.get("key_mode", CHANNEL)
     if policy == "quantise":
-        best = found.recommended.get(key_mode)
-        return {"high": best} if best and "high" not in given else {}
+        return {} if "high" in given else {"high": found.recommended}
     t, ladder = found.thresholds, {**options, **given}
-    same = (ladder["high"], ladder["low"], key_mode) == (t.high, t.low, t.key_mode)
+    same = (ladder["high"], ladder["low"]) == (t.high, t.low)
     if not same or "alpha_high" in given or "alpha_low" in given:
         return {}
     return {"alpha_high": t.alpha_high, "alpha_low": t.alpha_low}
@@ -60,12 +57,11 @@ def check_formats(config: KvcConfig) -> bool:
         return False
     offered = (("levels", name) for name in names(config.levels))
     for option, name in (("high", config.high), ("low", config.low), *offered):
-        record = found.of(name, config.key_mode) if name else None
+        record = found.of(name) if name else None
         if record and record["verdict"] == BREAKS:
-            best = found.recommended.get(config.key_mode)
-            instead = f"choose --kvc-high {best}" if option == "high" and best else "choose one with more bits"
+            instead = f"choose --kvc-high {found.recommended}" if option == "high" else "choose one with more bits"
             raise ConfigError(
-                f"--kvc-{option} {name} with keys per {config.key_mode} cannot be served with --kvc-calibration "
+                f"--kvc-{option} {name} cannot be served with --kvc-calibration "
                 f"{config.calibration}, because that found that it breaks this model (KL to bf16 of "
                 f"{record['kl_mean']:.2g} nats per token); {instead}, or drop the file to serve it nevertheless."
             )

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from sglang_kvc.calibration.model_fingerprint import Identity
 
 KEY = "sglang-kvc"
-VERSION = 1
+VERSION = 2
 BREAKS = "breaks"
 
 
@@ -26,32 +26,43 @@ class Chosen:
     alpha_low: float
     high: str
     low: str
-    key_mode: str
 
 
 @dataclass(frozen=True)
 class Findings:
-    """`formats`: records with `format`, `key_mode`, `token_bytes`, `kl_mean`, `kl_p99`, `nll_delta`, `top1_equal`,
-    `verdict` ("ok", "loses", "breaks"). `recommended`: key mode -> the smallest format that is ok, "bf16" if none is.
+    """`formats`: records with `format`, `token_bytes`, `kl_mean`, `kl_p99`, `nll_delta`, `top1_equal`,
+    `verdict` ("ok", "loses", "breaks"). `recommended`: the smallest format that is ok, "bf16" if none is.
     `tried`: what each pair of thresholds does. `settings`: tokens, block size, dtype, device.
     """
 
     identity: Identity
     settings: dict[str, Any]
     formats: tuple[dict[str, Any], ...]
-    recommended: dict[str, str]
+    recommended: str
     thresholds: Chosen
     tried: tuple[dict[str, Any], ...] = ()
 
-    def of(self, fmt: str, key_mode: str) -> dict[str, Any] | None:
+    def of(self, fmt: str) -> dict[str, Any] | None:
         """The record of one format, None where it was not measured."""
-        return next((r for r in self.formats if (r["format"], r["key_mode"]) == (fmt, key_mode)), None)
+        return next((r for r in self.formats if r["format"] == fmt), None)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def metadata(self) -> dict[str, str]:
         return {KEY: json.dumps({"version": VERSION, **self.to_dict()})}
+
+
+class _TokenKeys(Exception):
+    """The file judges keys that are quantized per token."""
+
+
+def _from_version_1(record: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 has a key mode in each record, "channel" or "token"; only keys per channel are supported."""
+    if record["thresholds"].pop("key_mode") != "channel" or "channel" not in record["recommended"]:
+        raise _TokenKeys
+    formats = [r for r in record["formats"] if r.pop("key_mode") == "channel"]
+    return {**record, "formats": formats, "recommended": record["recommended"]["channel"]}
 
 
 def read(path: str) -> Findings | None:
@@ -65,11 +76,16 @@ def read(path: str) -> Findings | None:
         return None
     try:
         record = json.loads(text)
-        if record.pop("version") != VERSION:
+        version = record.pop("version")
+        if version == 1:
+            record = _from_version_1(record)
+        elif version != VERSION:
             raise ValueError
         record["identity"] = Identity(**record["identity"])
         record["thresholds"] = Chosen(**record["thresholds"])
         record |= {name: tuple(record[name]) for name in ("formats", "tried")}
         return Findings(**record)
+    except _TokenKeys:
+        raise ValueError("it was made for keys quantized per token, which are not supported") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("its findings were written by another version") from None

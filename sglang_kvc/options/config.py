@@ -10,12 +10,11 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from kvc_kernels.layout import BF16, CHANNEL, FORMATS, TOKEN, Format, PageLayout
+from kvc_kernels.layout import BF16, FORMATS, Format, PageLayout
 from kvc_kernels.scores.reference import STRIDES
 from sglang_kvc.calibration import enforce
 from sglang_kvc.options import request_quality
 
-KEY_MODES = (CHANNEL, TOKEN)
 ALL, SALT = TRUST = ("all", "salt")
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
 PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
@@ -91,7 +90,6 @@ class KvcConfig:
     alpha_high: float = 1.0
     alpha_low: float = 0.02
     observe: str | int = "all"
-    key_mode: str = CHANNEL
     page_bytes: int | None = None
     memory: int | None = None
     budget: str | None = None
@@ -156,7 +154,7 @@ class KvcConfig:
         if self.budget is not None:
             reads = [o for o in reads if o != "keep"]
         extra = "".join(f", {o} {getattr(self, o)}" for o in reads if getattr(self, o) is not None)
-        return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}, keys per {self.key_mode}"
+        return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}"
 
     def with_options(self, **changes: Any) -> KvcConfig:
         return replace(self, **changes).validate()
@@ -235,8 +233,6 @@ def _check_formats(c: KvcConfig) -> None:
             )
     if c.trust not in TRUST:
         raise ConfigError(f"{flag('trust')} {c.trust!r} is not a choice; give {listed(TRUST)}.")
-    if c.key_mode not in KEY_MODES:
-        raise ConfigError(f"{flag('key_mode')} {c.key_mode!r} is not a key mode; choose {listed(KEY_MODES)}.")
     if c.low is None:
         return
     high, low = FORMATS[c.high], FORMATS[c.low]
@@ -411,7 +407,7 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
                 f"bytes than the kernels multiply at a time; choose a format with keys of {least} bits or more."
             )
     for fmt in (BF16, *config.formats) if config.page_bytes is not None else ():
-        if PageLayout(fmt, head_dim, config.page_bytes, config.key_mode, policy.observes).tokens == 0:
+        if PageLayout(fmt, head_dim, config.page_bytes, policy.observes).tokens == 0:
             raise ConfigError(
                 f"{flag('page_bytes')} {config.page_bytes} is too small for {fmt.name} at this model's head size "
                 f"{head_dim}; choose a larger page, or drop the option to have the best size chosen."

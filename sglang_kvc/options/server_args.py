@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.cpu import platform as cpu_platform
-from sglang_kvc.options.config import KEY_MODES, ConfigError, KvcConfig, check_pool, listed, policy_names, wasted_levels
+from sglang_kvc.options.config import ConfigError, KvcConfig, check_pool, listed, policy_names, wasted_levels
 from sglang_kvc.options.model_facts import from_model_config
 from sglang_kvc.options.unsupported_args import (
     PREFILL_GRAPHS,
@@ -215,14 +215,6 @@ class KvcServerArgs(ServerArgs):
         _option(
             "Policy leankv: whose attention counts: 'all' queries (default; nearly doubles the time of a prefill), one "
             "in 16 of them ('all/16'), or the last N of a prompt."
-        ),
-        NS("memory"),
-    ] = None
-    kvc_key_mode: A[
-        str | None,
-        _option(
-            f"How keys are quantised: {listed(KEY_MODES)}. 'channel' (default) shares scales over a block and is safe "
-            "for models with large key biases; 'token' is what LeanKV describes."
         ),
         NS("memory"),
     ] = None

@@ -16,7 +16,7 @@ from sglang_kvc.calibration.measure.received import layer_shares, received, rete
 
 from .conftest import BLOCK, DIM, HEADS, KV_HEADS, LAYERS, TOKENS, make_ids, make_model
 
-LAYOUT, _ = formats.layout_for("k4v4", "channel", (LAYERS, KV_HEADS, DIM), BLOCK)
+LAYOUT, _ = formats.layout_for("k4v4", (LAYERS, KV_HEADS, DIM), BLOCK)
 
 
 def captured(model, ids):

@@ -55,7 +55,7 @@ def test_verdicts(mean, p99, expected):
 
 
 def test_a_query_sees_its_own_block_as_it_is_and_earlier_ones_as_stored():
-    layout, _ = formats.layout_for("k2v2", "channel", SHAPE, BLOCK)
+    layout, _ = formats.layout_for("k2v2", SHAPE, BLOCK)
     q, k, v = rows()
     got = by_block(
         q, k, v, DIM**-0.5, layout.block_tokens, functools.partial(as_stored, layout, FORMATS["k2v2"])
@@ -72,28 +72,24 @@ def test_a_query_sees_its_own_block_as_it_is_and_earlier_ones_as_stored():
 
 
 def test_every_format_is_measured(found):
-    seen = {(r.format, r.key_mode): r for r in found.formats}
-    assert set(seen) == {(f, m) for f in FORMATS if f != "bf16" for m in ("channel", "token")}
-    for mode in ("channel", "token"):
-        by_bits = [seen[f, mode] for f in ("k8v8", "k4v4", "k2v2")]
-        assert by_bits[0].difference.kl_mean < by_bits[1].difference.kl_mean < by_bits[2].difference.kl_mean
-        assert by_bits[0].token_bytes > by_bits[1].token_bytes > by_bits[2].token_bytes
-        best = found.findings().recommended[mode]
-        fine = [r for r in found.formats if r.key_mode == mode and r.verdict == "ok"]
-        assert best == (min(fine, key=lambda r: r.token_bytes).format if fine else "bf16")
-    assert formats.recommended([], "channel") == "bf16"
+    seen = {r.format: r for r in found.formats}
+    assert set(seen) == {f for f in FORMATS if f != "bf16"}
+    by_bits = [seen[f] for f in ("k8v8", "k4v4", "k2v2")]
+    assert by_bits[0].difference.kl_mean < by_bits[1].difference.kl_mean < by_bits[2].difference.kl_mean
+    assert by_bits[0].token_bytes > by_bits[1].token_bytes > by_bits[2].token_bytes
+    fine = [r for r in found.formats if r.verdict == "ok"]
+    assert found.findings().recommended == (min(fine, key=lambda r: r.token_bytes).format if fine else "bf16")
+    assert formats.recommended([]) == "bf16"
 
 
-def test_a_large_key_bias_breaks_keys_per_token(ids):
+def test_a_large_key_bias_breaks_no_keys(ids):
     model = make_model("qwen2")
     with torch.no_grad():
         for layer in model.model.layers:
             # The pair that turns slowest, so that the bias stays in its channel.
             layer.self_attn.k_proj.bias.view(KV_HEADS, DIM)[:, DIM // 2 - 1] += 200
-    found = {(r.format, r.key_mode): r for r in calibrate(model, ids, block=BLOCK).formats}
-    channel, token = found["k4v8", "channel"], found["k4v8", "token"]
-    assert token.difference.kl_mean > 10 * channel.difference.kl_mean
-    assert token.verdict == "breaks" != channel.verdict
+    found = {r.format: r for r in calibrate(model, ids, block=BLOCK).formats}
+    assert found["k4v8"].verdict != "breaks"
 
 
 def test_thresholds(found):
@@ -104,7 +100,7 @@ def test_thresholds(found):
     assert all(a.high >= b.high for a, b in pairwise(first))
     fine = [r.alpha_high for r in first if r.difference.kl_mean <= thresholds.LOSS]
     assert t.alpha_high == max(fine, default=0)
-    assert (t.high, t.low, t.key_mode) == ("k8v4", "k4v2", "channel")
+    assert (t.high, t.low) == ("k8v4", "k4v2")
     second = [r for r in tried if r.alpha_low > 0]
     assert [r.alpha_low for r in second] == (list(thresholds.ALPHA_LOW) if fine else [])
     assert t.alpha_low in (0.0, *thresholds.ALPHA_LOW)

@@ -21,9 +21,8 @@ def to_cuda(store: PageStore) -> PageStore:
 
 
 @pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("mode", ["channel", "token"])
-def test_same_bytes_as_on_the_cpu_without_sync(mode, scored):
-    here = make_store(LADDER, layers=2, blocks=8, key_mode=mode, scored=scored)
+def test_same_bytes_as_on_the_cpu_without_sync(scored):
+    here = make_store(LADDER, layers=2, blocks=8, scored=scored)
     there = to_cuda(here)
     gen = np.random.default_rng(0)
     plans = [random_tiers(here, 2, LADDER[r], gen) for r in (1, 2, 3)]

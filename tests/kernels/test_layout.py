@@ -7,9 +7,9 @@ from kvc_kernels.layout import FORMATS, PageLayout, choose_page_bytes
 P = 128
 
 
-def pages(names, head_dim, key_mode, block_tokens=P, size=None):
+def pages(names, head_dim, block_tokens=P, size=None):
     """The layout of a page in each of the formats, of the size that is chosen for all of them."""
-    formats, options = [FORMATS[n] for n in names], {"key_mode": key_mode, "scored": False}
+    formats, options = [FORMATS[n] for n in names], {"scored": False}
     size = size or choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, whole=True, **options)
     return [PageLayout(f, head_dim, size, **options) for f in formats]
 
@@ -19,31 +19,30 @@ def loss(page):
     return -(-P // page.tokens) * page.page_bytes / (P * page.used_bytes / page.tokens)
 
 
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("names", [("k4v4", "k8v4"), ("k8v4", "k4v4", "k2v2"), ("k2v2", "k8v8"), ("k4v2", "k4v4")])
-def test_the_first_format_fits_exactly(names, head_dim, key_mode):
-    first, *others = pages(names, head_dim, key_mode)
+def test_the_first_format_fits_exactly(names, head_dim):
+    first, *others = pages(names, head_dim)
     assert first.tokens in (64, 32, 16) and first.used_bytes == first.page_bytes
     # The others lose what is left over: as little as any such size would have them lose.
     worst = []
     for tokens in (64, 32, 16):
         size = first.used_bytes * tokens // first.tokens
-        assert PageLayout(first.format, head_dim, size, key_mode, False).tokens == tokens
-        found = pages(names, head_dim, key_mode, size=size)[1:]
+        assert PageLayout(first.format, head_dim, size, False).tokens == tokens
+        found = pages(names, head_dim, size=size)[1:]
         worst.append(max(loss(p) for p in found) if all(p.tokens for p in found) else float("inf"))
     assert max(loss(p) for p in others) == pytest.approx(min(worst))
 
 
 @pytest.mark.parametrize("block_tokens, tokens", [(64, 64), (128, 64), (96, 32), (48, 16)])
 def test_a_single_format_takes_the_largest_tile_that_divides_a_block(block_tokens, tokens):
-    (page,) = pages(["k4v4"], 128, "channel", block_tokens)
+    (page,) = pages(["k4v4"], 128, block_tokens)
     assert page.tokens == tokens and page.used_bytes == page.page_bytes
 
 
 def test_a_format_that_does_not_fit_at_all_is_no_choice():
     """16 tokens of 2 bits are fewer bytes than the least page of 8 bits."""
     names = ["k2v2", "k8v8"]
-    (smallest,) = pages(names[:1], 64, "channel", 16)
-    assert pages(names, 64, "channel", size=smallest.page_bytes)[1].tokens == 0
-    assert all(page.tokens >= 16 for page in pages(names, 64, "channel"))
+    (smallest,) = pages(names[:1], 64, 16)
+    assert pages(names, 64, size=smallest.page_bytes)[1].tokens == 0
+    assert all(page.tokens >= 16 for page in pages(names, 64))

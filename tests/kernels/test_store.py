@@ -22,10 +22,9 @@ from tests.support.pages import RefStore, make_store, random_tiers, rungs
 LADDER = rungs("k8v4", "k8v4+k4v2", "k4v4", "k2v2")
 CONFIGS = {
     # Pages of 1184 bytes make two k8v4 pages of a full head, so that tiers have whole and part-filled pages.
-    "channel-scored": {"key_mode": "channel", "scored": True, "page_bytes": 1184},
-    "token-scored": {"key_mode": "token", "scored": True, "page_bytes": 1248},
-    "channel": {"key_mode": "channel", "scored": False, "page_bytes": 1184},
-    "token": {"key_mode": "token", "scored": False},
+    "scored": {"scored": True, "page_bytes": 1184},
+    "unscored": {"scored": False, "page_bytes": 1184},
+    "chosen page": {"scored": False},
 }
 
 

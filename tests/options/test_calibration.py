@@ -18,20 +18,15 @@ from sglang_kvc.options.unsupported_models import ModelFacts, check_facts
 from .conftest import one_sentence
 
 MODEL = Identity("LlamaForCausalLM", 2, 4, 2, 64, "0123456789ab")
-VERDICTS = {
-    "channel": {"k8v8": "ok", "k8v4": "ok", "k4v8": "ok", "k4v4": "ok", "k4v2": "loses", "k2v2": "breaks"},
-    "token": {"k8v8": "ok", "k8v4": "ok", "k4v8": "breaks", "k4v4": "breaks", "k4v2": "breaks", "k2v2": "breaks"},
-}
+VERDICTS = {"k8v8": "ok", "k8v4": "ok", "k4v8": "ok", "k4v4": "ok", "k4v2": "loses", "k2v2": "breaks"}
 FINDINGS = Findings(
     identity=MODEL,
     settings={"tokens": 2048, "block_size": 128},
     formats=tuple(
-        {"format": name, "key_mode": mode, "token_bytes": 1.0, "kl_mean": 0.5, "verdict": verdict}
-        for mode, formats in VERDICTS.items()
-        for name, verdict in formats.items()
+        {"format": name, "token_bytes": 1.0, "kl_mean": 0.5, "verdict": verdict} for name, verdict in VERDICTS.items()
     ),
-    recommended={"channel": "k4v2", "token": "k8v4"},
-    thresholds=Chosen(3.0, 0.06, "k8v4", "k4v2", "channel"),
+    recommended="k4v2",
+    thresholds=Chosen(3.0, 0.06, "k8v4", "k4v2"),
 )
 
 
@@ -69,10 +64,9 @@ def test_findings_survive_the_file(write):
 def test_the_recommended_format_is_the_default(write):
     file = write()
     assert resolve(calibration=file).high == "k4v2"
-    assert resolve(calibration=file, key_mode="token").high == "k8v4"
     assert resolve(calibration=file, high="k8v8").high == "k8v8"
     assert resolve(calibration=file, policy="snapkv").high == "k8v8"
-    exact = write(recommended={"channel": "bf16", "token": "bf16"})
+    exact = write(recommended="bf16")
     assert (resolve(calibration=exact).high, resolve(calibration=exact).formats) == ("bf16", ())
 
 
@@ -87,7 +81,7 @@ def test_thresholds_are_defaults_for_their_ladder(write):
     assert alphas(alpha_high=2) == (2.0, 0.02) and alphas(alpha_low=0.1) == (1.0, 0.1)
     assert alphas(high="k8v8") == (1.0, 0.02)
     assert alphas(high="k8v4", low="k4v2") == (3.0, 0.06)
-    never = write(thresholds=Chosen(0.0, 0.0, "k8v4", "k4v2", "channel"))
+    never = write(thresholds=Chosen(0.0, 0.0, "k8v4", "k4v2"))
     assert resolve(policy="leankv", calibration=never).alpha_high == 0
 
 
@@ -95,9 +89,7 @@ def test_thresholds_are_defaults_for_their_ladder(write):
     "options, words",
     [
         ({"high": "k2v2"}, "--kvc-high k2v2"),
-        ({"high": "k4v4", "key_mode": "token"}, "keys per token"),
         ({"policy": "leankv", "low": "k2v2"}, "--kvc-low k2v2"),
-        ({"policy": "leankv", "key_mode": "token"}, "--kvc-low k4v2"),
         ({"policy": "minikv"}, "--kvc-high k2v2"),
         ({"policy": "ada-expected", "high": "k2v2"}, "--kvc-high k2v2"),
     ],
@@ -112,6 +104,21 @@ def test_a_format_that_breaks_the_model_is_refused(write, options, words):
 def test_what_only_loses_is_served(write):
     assert resolve(calibration=write(), high="k4v2").high == "k4v2"
     assert resolve(calibration=write(), policy="prune", high="k4v2").high == "k4v2"
+
+
+def of_version_1(key_mode: str) -> dict[str, str]:
+    """Metadata as version 1 wrote it: verdicts for both key modes, thresholds for one."""
+    record = json.loads(FINDINGS.metadata()[KEY])
+    token = [{**r, "key_mode": "token", "verdict": "breaks"} for r in record["formats"]]
+    record["formats"] = [{**r, "key_mode": "channel"} for r in record["formats"]] + token
+    record["recommended"] = {"channel": record["recommended"], "token": "bf16"}
+    record["thresholds"]["key_mode"] = key_mode
+    return {KEY: json.dumps({**record, "version": 1})}
+
+
+def test_findings_of_version_1(write):
+    assert read(write(metadata=of_version_1("channel"))) == FINDINGS
+    assert "quantized per token" in refused(calibration=write(metadata=of_version_1("token")))
 
 
 def test_findings_of_another_version(write):

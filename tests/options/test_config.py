@@ -49,7 +49,7 @@ def test_defaults():
     assert resolve() == KvcConfig()
     c = resolve()
     assert (c.policy, c.high, c.low, c.window, c.block_size) == ("quantise", "k4v4", None, 0, 128)
-    assert (c.key_mode, c.page_bytes, c.memory) == ("channel", None, None)
+    assert (c.page_bytes, c.memory) == (None, None)
 
 
 def test_each_policy_starts_from_its_own_defaults():
@@ -223,7 +223,6 @@ WRONG = [
     ({"memory": "-4GB"}, "--kvc-memory"),
     ({"memory": "0"}, "--kvc-memory"),
     ({"memory": "4"}, "--kvc-memory"),
-    ({"key_mode": "row"}, "--kvc-key-mode"),
 ]
 
 

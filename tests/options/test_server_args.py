@@ -106,11 +106,10 @@ ALL = {
     "kvc_alpha_high": 1.5,
     "kvc_alpha_low": 0.1,
     "kvc_observe": "16",
-    "kvc_key_mode": "token",
     "kvc_page_bytes": 4096,
     "kvc_memory": "64MiB",
 }
-RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, 16, "token", 4096, 64 << 20)
+RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, 16, 4096, 64 << 20)
 
 
 def flags(options: dict) -> list[str]:

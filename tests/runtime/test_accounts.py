@@ -28,7 +28,7 @@ def bytes_in_store(runtime, blocks: np.ndarray) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{"high": "bf16"}, {"high": "k4v4"}, {"policy": "quota", "keep": 0.5}, {"high": "k8v8", "key_mode": "token"}],
+    [{"high": "bf16"}, {"high": "k4v4"}, {"policy": "quota", "keep": 0.5}, {"high": "k8v8"}],
     ids=lambda options: "-".join(str(x) for x in options.values()),
 )
 def test_bytes_are_those_of_pages_tables_headers_and_ring(options):

@@ -20,7 +20,6 @@ def make_case(
     head_dim: int = 64,
     block_tokens: int = 64,
     page_bytes: int = 0,
-    key_mode: str = "channel",
     scored: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
@@ -36,9 +35,9 @@ def make_case(
     ladder = ladder_of(*names)
     formats = [f for r in ladder[1:] for f in (r.high, r.low) if f is not None]
     size = page_bytes or choose_page_bytes(
-        formats, head_dim=head_dim, block_tokens=block_tokens, key_mode=key_mode, scored=scored
+        formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored
     )
-    layout = PoolLayout(2, heads, head_dim, block_tokens, size, key_mode, scored)
+    layout = PoolLayout(2, heads, head_dim, block_tokens, size, scored)
     gen = torch.Generator().manual_seed(seed)
     nb = max(-(-n // block_tokens) for n in lens)
     n = len(lens) * nb

@@ -31,7 +31,6 @@ def make_store(
     heads=2,
     head_dim=32,
     block_tokens=32,
-    key_mode="channel",
     scored=False,
     blocks=6,
     spare=2,
@@ -41,9 +40,9 @@ def make_store(
     """A store with pages for `blocks` uncompressed blocks; `spare` more block ids. Its free bytes are garbage."""
     formats = [f for r in ladder for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
     page_bytes = page_bytes or choose_page_bytes(
-        formats, head_dim=head_dim, block_tokens=block_tokens, key_mode=key_mode, scored=scored
+        formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored
     )
-    layout = PoolLayout(layers, heads, head_dim, block_tokens, page_bytes, key_mode, scored)
+    layout = PoolLayout(layers, heads, head_dim, block_tokens, page_bytes, scored)
     store = PageStore.create(
         layout,
         ladder,
@@ -135,7 +134,6 @@ class RefToken:
     position: int
     k: np.ndarray
     v: np.ndarray
-    key_meta: np.ndarray | None = None  # fp16 [2]
     value_meta: np.ndarray | None = None  # fp16 [G, 2]
     score: float = 0.0
 
@@ -154,13 +152,13 @@ def value_of(t: RefToken) -> np.ndarray:
 
 @dataclass
 class RefHead:
-    """What one block-head stores: tokens by tier, and the header `[2, D]` of per-channel keys."""
+    """What one block-head stores: tokens by tier, and the header `[2, D]` of the key channels."""
 
     rung: Rung
     tiers: dict[int, list[RefToken]]
     header: np.ndarray | None = None
 
-    def compact(self, to: Rung, tiers: np.ndarray, key_mode: str, scored: bool) -> RefHead:
+    def compact(self, to: Rung, tiers: np.ndarray, scored: bool) -> RefHead:
         """Move to packed rung `to`. Token index: its position if pages hold positions, else its stored rank."""
         stored = [(t, tier) for tier in (2, 1) for t in self.tiers[tier]]
         known = scored or not self.rung.high.packed
@@ -170,7 +168,7 @@ class RefHead:
             if i in index and tiers[i] and (tiers[i] == 2 or to.low):
                 chosen[int(tiers[i])].append((i, *index[i]))
         header = self.header
-        if not self.rung.high.packed and key_mode == "channel":
+        if not self.rung.high.packed:
             rows = np.array([t.k for c in chosen.values() for _, t, _ in c], np.float32)
             header = np.zeros((2, len(stored[0][0].k)), np.float16)
             if len(rows):
@@ -180,34 +178,25 @@ class RefHead:
         for tier, fmt in ((2, to.high), (1, to.low)):
             for i, t, source_tier in chosen[tier]:
                 source = self.rung.high if source_tier == 2 else self.rung.low
-                out[tier].append(self._token(i, t, source, fmt, header, key_mode))
+                out[tier].append(self._token(i, t, source, fmt, header))
         return RefHead(to, out, header)
 
     @staticmethod
-    def _token(i, t, source, fmt, header, key_mode) -> RefToken:
+    def _token(i, t, source, fmt, header) -> RefToken:
         if not source.packed:
-            if key_mode == "channel":
-                scale = np.float32(header[0]) * np.float32(grid(fmt.key_bits))
-                k, meta = encode(t.k, scale, header[1], fmt.key_bits), None
-            else:
-                meta = np.array([half((t.k.max() - t.k.min()) / np.float32(2**fmt.key_bits - 1)), half(t.k.min())])
-                k = encode(t.k, meta[0], meta[1], fmt.key_bits)
+            scale = np.float32(header[0]) * np.float32(grid(fmt.key_bits))
+            k = encode(t.k, scale, header[1], fmt.key_bits)
             v, value_meta = quantise_value(t.v, fmt.value_bits)
-            return RefToken(i, k, v, meta, value_meta, t.score)
-        k, meta = lower(t.k, source.key_bits, fmt.key_bits), t.key_meta
-        if meta is not None and source.key_bits != fmt.key_bits:
-            ratio = grid(fmt.key_bits) / grid(source.key_bits)
-            meta = np.array([half(np.float32(meta[0]) * np.float32(ratio)), meta[1]])
+            return RefToken(i, k, v, value_meta, t.score)
+        k = lower(t.k, source.key_bits, fmt.key_bits)
         v, value_meta = t.v, t.value_meta
         if source.value_bits != fmt.value_bits:
             v, value_meta = quantise_value(value_of(t), fmt.value_bits)
-        return RefToken(i, k, v, meta, value_meta, t.score)
+        return RefToken(i, k, v, value_meta, t.score)
 
     def key_of(self, t: RefToken, tier: int) -> np.ndarray:
         bits = (self.rung.high if tier == 2 else self.rung.low).key_bits
-        if self.header is not None:
-            return np.float32(t.k) * (np.float32(self.header[0]) * grid(bits)) + np.float32(self.header[1])
-        return np.float32(t.k) * np.float32(t.key_meta[0]) + np.float32(t.key_meta[1])
+        return np.float32(t.k) * (np.float32(self.header[0]) * grid(bits)) + np.float32(self.header[1])
 
 
 def ref_page_tokens(layout: PoolLayout, fmt) -> int:
@@ -223,7 +212,6 @@ def ref_offsets(layout: PoolLayout, fmt, t: int) -> dict[str, int]:
     groups = d // 32 if fmt.value_bits == 2 else 1
     sizes = [
         ("key_codes", t * d * fmt.key_bits // 8),
-        ("key_meta", 4 * t if layout.key_mode == "token" else 0),
         ("value_codes", t * d * fmt.value_bits // 8),
         ("value_meta", groups * 4 * t),
         ("scores", 4 * t if layout.scored else 0),
@@ -256,9 +244,6 @@ def ref_pages(layout: PoolLayout, fmt, tokens: list[RefToken]) -> list[bytes]:
             width = d * fmt.value_bits // 8
             for f in range(d):
                 page[at["value_codes"] + (f % width) * per_page + slot] |= int(t.v[f]) << (f // width * fmt.value_bits)
-            if t.key_meta is not None:
-                for i in (0, 1):
-                    put(at["key_meta"] + 2 * (i * per_page + slot), t.key_meta[i], np.float16)
             for g, meta in enumerate(t.value_meta):
                 for i in (0, 1):
                     put(at["value_meta"] + 2 * ((g * 2 + i) * per_page + slot), meta[i], np.float16)
@@ -307,7 +292,7 @@ class RefStore:
         for i, b in enumerate(blocks):
             self.table[b] = {}
             for l, h in self.heads():
-                head = self.rows[b][l, h].compact(to, np.asarray(tiers[i, l, h]), g.key_mode, g.scored)
+                head = self.rows[b][l, h].compact(to, np.asarray(tiers[i, l, h]), g.scored)
                 self.rows[b][l, h] = head
                 need = [
                     -(-len(head.tiers[t]) // ref_page_tokens(g, f)) if f else 0 for t, f in ((2, to.high), (1, to.low))

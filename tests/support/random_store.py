@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvc_kernels.layout import BF16, TOKEN, Format, PoolLayout, Rung
+from kvc_kernels.layout import BF16, Format, PoolLayout, Rung
 from kvc_kernels.store import PageStore
 
 
@@ -58,13 +58,11 @@ def random_store(
         _fill_meta(store, rung.high, table[is_high & mine].long(), gen)
         if rung.low is not None:
             _fill_meta(store, rung.low, table[is_low & mine].long(), gen)
-    if store.headers.numel():
-        d = layout.head_dim
-        shape = store.headers[:, :, :, 0].shape
-        scale = 0.004 + 0.02 * torch.rand(shape, generator=gen, device=device)
-        offset = torch.randn((1, *shape[1:]), generator=gen, device=device)  # a key bias, as real models have
-        store.headers[:, :, :, 0] = scale.half()
-        store.headers[:, :, :, 1] = (offset - scale * 127.5).half().view(*shape[:-1], d)
+    shape = store.headers[:, :, :, 0].shape
+    scale = 0.004 + 0.02 * torch.rand(shape, generator=gen, device=device)
+    offset = torch.randn((1, *shape[1:]), generator=gen, device=device)  # a key bias, as real models have
+    store.headers[:, :, :, 0] = scale.half()
+    store.headers[:, :, :, 1] = (offset - scale * 127.5).half()
     return store
 
 
@@ -103,29 +101,24 @@ def _fill_meta(store: PageStore, fmt: Format, ids: torch.Tensor, gen: torch.Gene
     if not ids.numel():
         return
     page = store.layout.page(fmt)
-
-    def write(segment: str, bits: int, groups: int) -> None:
-        at, size = page.segments[segment]
-        for some in ids.split(1 << 16):
-            span = 1 + 3 * torch.rand((len(some), groups, 1, page.tokens), generator=gen, device=store.device)
-            shift = 0.3 * torch.randn(span.shape, generator=gen, device=store.device)
-            meta = torch.cat((span / ((1 << bits) - 1), shift - span / 2), 2).half()
-            store.pages[some, at : at + size] = meta.view(len(some), -1).view(torch.uint8)
-
-    write("value_meta", fmt.value_bits, page.value_groups)
-    if page.key_mode == TOKEN:
-        write("key_meta", fmt.key_bits, 1)
+    at, size = page.segments["value_meta"]
+    for some in ids.split(1 << 16):
+        shape = (len(some), page.value_groups, 1, page.tokens)
+        span = 1 + 3 * torch.rand(shape, generator=gen, device=store.device)
+        shift = 0.3 * torch.randn(shape, generator=gen, device=store.device)
+        meta = torch.cat((span / ((1 << fmt.value_bits) - 1), shift - span / 2), 2).half()
+        store.pages[some, at : at + size] = meta.view(len(some), -1).view(torch.uint8)
 
 
 def dense_head(store: PageStore, block: int, layer: int, head: int, tokens: int):
     """float64 k `[n, D]` and v `[n, D]` of what one head of a block stores; `tokens` counts for bf16 blocks."""
-    layout, r = store.layout, int(store.rung[block])
+    r = int(store.rung[block])
     row = store.table[block, layer, head].tolist()
     if r == 0:
         return _read(store, BF16, row, tokens, None)
     rung = store.ladder[r]
     n_high, n_low = store.counts[block, layer, head].tolist()
-    header = store.headers[block, layer, head].double() if layout.header_bytes else None
+    header = store.headers[block, layer, head].double()
     k, v = _read(store, rung.high, row, n_high, header)
     if rung.low is not None:
         k2, v2 = _read(store, rung.low, row[::-1], n_low, header)
@@ -151,12 +144,8 @@ def _read(store: PageStore, fmt: Format, row: list[int], n: int, header: torch.T
             values.append(vc.view(store.dtype).view(t, d)[:some].double())
             continue
         k = _unpack(kc.view(t, -1), fmt.key_bits)
-        if header is not None:
-            scale = header[0].cpu() * (255 // ((1 << fmt.key_bits) - 1))
-            k = k * scale + header[1].cpu()
-        else:
-            scale, zero = segment(raw, "key_meta").view(torch.float16).view(2, t).double()
-            k = k * scale[:, None] + zero[:, None]
+        scale = header[0].cpu() * (255 // ((1 << fmt.key_bits) - 1))
+        k = k * scale + header[1].cpu()
         v = _unpack(vc.view(-1, t).T, fmt.value_bits)
         meta = segment(raw, "value_meta").view(torch.float16).view(page.value_groups, 2, t).double()
         parts = v.view(t, page.value_groups, -1)

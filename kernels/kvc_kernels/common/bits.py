@@ -15,13 +15,12 @@ from ..layout import PageLayout
 class PageRows(NamedTuple):
     """Tokens of pages, in slot order; absent segments are None. T tokens a page, D head_dim, G value groups.
 
-    `keys`, `values` `[..., T, D]`: uint8 codes, or the model dtype in bf16 pages; `key_meta` fp16 `[..., 2,
-    T]`; `value_meta` fp16 `[..., G, 2, T]`; `scores` fp32 `[..., T]`; `positions` int16 `[..., T]`.
+    `keys`, `values` `[..., T, D]`: uint8 codes, or the model dtype in bf16 pages; `value_meta` fp16
+    `[..., G, 2, T]`; `scores` fp32 `[..., T]`; `positions` int16 `[..., T]`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    key_meta: torch.Tensor | None = None
     value_meta: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     positions: torch.Tensor | None = None
@@ -76,12 +75,6 @@ def value_bytes(layout: PageLayout, pages: torch.Tensor) -> torch.Tensor:
     return segment(layout, pages, "value_codes", torch.uint8).unflatten(-1, (layout.value_row_bytes, layout.tokens))
 
 
-def key_meta(layout: PageLayout, pages: torch.Tensor) -> torch.Tensor | None:
-    """View of per-token key scale and zero, fp16 `[..., 2, T]`; None with per-channel keys."""
-    meta = segment(layout, pages, "key_meta", torch.float16)
-    return None if meta is None else meta.unflatten(-1, (2, layout.tokens))
-
-
 def value_meta(layout: PageLayout, pages: torch.Tensor) -> torch.Tensor:
     """View of value scale and zero, fp16 `[..., G, 2, T]`."""
     return segment(layout, pages, "value_meta", torch.float16).unflatten(-1, (layout.value_groups, 2, layout.tokens))
@@ -95,7 +88,6 @@ def read_page(layout: PageLayout, pages: torch.Tensor, dtype: torch.dtype = torc
     return PageRows(
         keys=unpack_features(key_bytes(layout, pages), layout.format.key_bits),
         values=unpack_features(value_bytes(layout, pages), layout.format.value_bits, -2).transpose(-1, -2),
-        key_meta=key_meta(layout, pages),
         value_meta=value_meta(layout, pages),
         scores=scores,
         positions=segment(layout, pages, "positions", torch.int16),
@@ -115,7 +107,6 @@ def write_page(layout: PageLayout, rows: PageRows, valid: torch.Tensor | None = 
     """
     pages = torch.zeros((*rows.keys.shape[:-2], layout.page_bytes), dtype=torch.uint8, device=rows.keys.device)
     by_row = None if valid is None else valid.unsqueeze(-1)
-    by_slot = None if valid is None else valid.unsqueeze(-2)
     if not layout.format.packed:
         k, v = bf16_rows(layout, pages, rows.keys.dtype)
         k.copy_(_blank(rows.keys, by_row))
@@ -124,9 +115,7 @@ def write_page(layout: PageLayout, rows: PageRows, valid: torch.Tensor | None = 
         f = layout.format
         key_bytes(layout, pages).copy_(_blank(pack_features(rows.keys, f.key_bits), by_row))
         value_bytes(layout, pages).copy_(_blank(pack_features(rows.values, f.value_bits), by_row).transpose(-1, -2))
-        value_meta(layout, pages).copy_(_blank(rows.value_meta, None if valid is None else by_slot.unsqueeze(-2)))
-        if (meta := key_meta(layout, pages)) is not None:
-            meta.copy_(_blank(rows.key_meta, by_slot))
+        value_meta(layout, pages).copy_(_blank(rows.value_meta, None if valid is None else valid[..., None, None, :]))
         if (positions := segment(layout, pages, "positions", torch.int16)) is not None:
             positions.copy_(_blank(rows.positions, valid))
     scores = segment(layout, pages, "scores", torch.float32)

@@ -21,7 +21,6 @@ class FormatClass(NamedTuple):
     value_bits: int
     tokens: int  # tokens per page
     side: int  # 0: high tier, from the left end of a table row; 1: low tier, from the right
-    key_meta: int
     value_codes: int
     value_meta: int
     scores: int
@@ -36,7 +35,6 @@ KEY_BITS: tl.constexpr = tl.constexpr(FormatClass._fields.index("key_bits"))
 VALUE_BITS: tl.constexpr = tl.constexpr(FormatClass._fields.index("value_bits"))
 TOKENS: tl.constexpr = tl.constexpr(FormatClass._fields.index("tokens"))
 SIDE: tl.constexpr = tl.constexpr(FormatClass._fields.index("side"))
-KEY_META: tl.constexpr = tl.constexpr(FormatClass._fields.index("key_meta"))
 VALUE_CODES: tl.constexpr = tl.constexpr(FormatClass._fields.index("value_codes"))
 VALUE_META: tl.constexpr = tl.constexpr(FormatClass._fields.index("value_meta"))
 SCORES: tl.constexpr = tl.constexpr(FormatClass._fields.index("scores"))
@@ -49,7 +47,7 @@ STAGES: tl.constexpr = tl.constexpr(FormatClass._fields.index("stages"))
 
 def format_class(page: PageLayout, side: int = 0) -> FormatClass:
     """The class of pages laid out like `page` on one side of the table."""
-    names = ("key_meta", "value_codes", "value_meta", "scores", "positions")
+    names = ("value_codes", "value_meta", "scores", "positions")
     return FormatClass(
         page.format.key_bits, page.format.value_bits, page.tokens, side, *(page.offset(n) for n in names),
         page.used_bytes,

@@ -1,4 +1,4 @@
-"""Quantise keys (per channel or per token) and values (per token) to 8, 4 or 2 bits, and codes to fewer bits.
+"""Quantise keys (per channel) and values (per token) to 8, 4 or 2 bits, and codes to fewer bits.
 
 All arithmetic is fp32 with IEEE division; codes are computed from the fp16-rounded scale and zero that are
 stored, by round-half-to-even, and clamped. `x ~ scale * code + zero` with zero = min and scale = (max - min)
@@ -108,18 +108,3 @@ def convert_codes(codes: torch.Tensor, from_bits: int, to_bits: int) -> torch.Te
     if from_bits < to_bits:
         codes = codes * (levels(to_bits) // levels(from_bits))
     return codes
-
-
-def convert_token_keys(
-    codes: torch.Tensor, meta: torch.Tensor, from_bits: int, to_bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token keys at another number of bits: codes `[..., T, D]`, meta fp16 `[..., 2, T]`.
-
-    The zero stays; the page's scale is that of its own bits, so it grows by 17, 85 or 5 (rounded to fp16
-    once).
-    """
-    if from_bits == to_bits:
-        return codes, meta
-    ratio = grid_factor(to_bits) / grid_factor(from_bits)
-    scale = (meta[..., 0, :].float() * ratio).half()
-    return convert_codes(codes, from_bits, to_bits), torch.stack((scale, meta[..., 1, :]), -2)

@@ -172,30 +172,19 @@ def dequant(x, s, z, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def key_scales(
-    base, slot, header, ok, KB: tl.constexpr, T: tl.constexpr, KMETA: tl.constexpr, D: tl.constexpr,
-    TOKEN_KEYS: tl.constexpr,
-):
-    """Scales and zeros of a tile of keys for `dequant`, fp16, 8 / KB fields each: `[1, D*KB/8]` from `header`, which
-    points to scale and zero `[2, D]`, or `[TILE, 1]` from the pages' key metas. `base`, `slot`, `ok` `[TILE]`.
+def key_scales(header, KB: tl.constexpr, D: tl.constexpr):
+    """Scales and zeros of a block's key channels for `dequant`, 8 / KB fields fp16 `[1, D*KB/8]` each. `header` points
+    to scale and zero `[2, D]`.
     """
     DK: tl.constexpr = D * KB // 8
+    at = header + tl.arange(0, DK)
     ks = ()
     kz = ()
-    if TOKEN_KEYS:
-        meta = (base + KMETA).to(tl.pointer_type(tl.float16)) + slot
-        one = tl.load(meta, mask=ok, other=0.0)[:, None]
-        two = tl.load(meta + T, mask=ok, other=0.0)[:, None]
-        for _ in tl.static_range(8 // KB):
-            ks = ks + (one,)
-            kz = kz + (two,)
-    else:
-        at = header + tl.arange(0, DK)
-        for f in tl.static_range(8 // KB):
-            # On the grid of KB bits the scale is 1, 17 or 85 times as large.
-            grid = tl.load(at + f * DK).to(tl.float32) * (255 // ((1 << KB) - 1))
-            ks = ks + (grid.to(tl.float16)[None, :],)
-            kz = kz + (tl.load(at + (D + f * DK))[None, :],)
+    for f in tl.static_range(8 // KB):
+        # On the grid of KB bits the scale is 1, 17 or 85 times as large.
+        grid = tl.load(at + f * DK).to(tl.float32) * (255 // ((1 << KB) - 1))
+        ks = ks + (grid.to(tl.float16)[None, :],)
+        kz = kz + (tl.load(at + (D + f * DK))[None, :],)
     return ks, kz
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from ..common.format_class import format_class
-from ..layout import BF16, TOKEN, PoolLayout, Rung
+from ..layout import BF16, PoolLayout, Rung
 from ..pages.kernel import exchange_pages
 from ..store import PageStore
 from ..tiering.quota import keep_all
@@ -65,7 +65,7 @@ def _pack(
     pack_kernel[(2 * rows,)](
         store.pages, got.old, got.ids, got.held, blocks, got.ids if whole else tiers, order, store.headers,
         store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p,
-        padded, layout.page_bytes, plain, high, low, layout.key_mode == TOKEN, layout.scored, whole, hold,
+        padded, layout.page_bytes, plain, high, low, layout.scored, whole, hold,
         num_warps=warps, **limit,
     )  # fmt: skip
     return got.pages
@@ -86,7 +86,7 @@ def _repack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.T
     # Without fused multiply-add, for the reference multiplies and adds one after the other.
     repack_kernel[(len(tiers),)](
         store.pages, got.old, got.ids, got.held, counts, where, order, layout.head_pages_bf16, layout.head_dim, p,
-        layout.page_bytes, tiers_from, high, low, layout.key_mode == TOKEN, layout.scored,
+        layout.page_bytes, tiers_from, high, low, layout.scored,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return got.pages

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from ..common.format_class import (
     KEY_BITS,
-    KEY_META,
     POSITIONS,
     SCORES,
     TOKENS,
@@ -23,7 +22,7 @@ from ..common.format_class import (
     VALUE_META,
 )
 from ..common.quant_kernel import ROUNDER_BITS, code_bits, greater, grid, half_range, lesser
-from .write_kernel import clear_slack, padded, token_ranges, write_evidence, write_values
+from .write_kernel import clear_slack, padded, write_evidence, write_values
 
 
 @triton.jit
@@ -95,25 +94,9 @@ def key_codes(k, FIRST: tl.constexpr, grids, N: tl.constexpr, DK: tl.constexpr, 
 
 
 @triton.jit
-def token_key_codes(page, i, held, k, N: tl.constexpr, DK: tl.constexpr, TO: tl.constexpr):
-    """The same under a grid a token, which is written to the page."""
-    KB: tl.constexpr = TO[KEY_BITS]
-    scales, zeros = token_ranges(k, 0, 8 // KB, (1 << KB) - 1, 1)
-    meta = (page + TO[KEY_META]).to(tl.pointer_type(tl.float16)) + i
-    tl.store(meta, scales[0], mask=held)
-    tl.store(meta + TO[TOKENS], zeros[0], mask=held)
-    less, zero, inverse, top = grid(scales[0], zeros[0], 1, KB)
-    packed = tl.zeros([N, DK], tl.int32)
-    for f in tl.static_range(8 // KB):
-        bits = code_bits(k[f].to(tl.float32), less[:, None], zero[:, None], inverse[:, None], top[:, None])
-        packed += (bits - ROUNDER_BITS) << (KB * f)
-    return packed
-
-
-@triton.jit
 def tier_keys(
     pages, row_table, ids, n_pages, n, order, header, like, page_bytes: tl.constexpr, D: tl.constexpr,
-    SOURCE: tl.constexpr, TO: tl.constexpr, TOKEN_KEYS: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
+    SOURCE: tl.constexpr, TO: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
 ):
     """Keys of one tier of one head: tokens order[0..n-1] of the source (WHOLE: 0..n-1) go to pages ids[0..n_pages-1],
     at most MOST slots at a time. Slots behind n become zero."""
@@ -123,9 +106,7 @@ def tier_keys(
     N: tl.constexpr = min(padded(TO[TOKENS]), MOST)
     PARTS: tl.constexpr = (T + N - 1) // N
     dk = tl.arange(0, DK)
-    grids = ()
-    if not TOKEN_KEYS:
-        grids = channel_grids(header, D, KB)
+    grids = channel_grids(header, D, KB)
     for c in range(0, n_pages * PARTS):
         i = c % PARTS * N + tl.arange(0, N)
         held = i < T
@@ -136,10 +117,7 @@ def tier_keys(
         _, rows = source_rows(pages, row_table, token, valid, like, page_bytes, D, SOURCE[TOKENS])
         page = pages + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
         k = load_rows(rows, valid, D, DK)
-        if TOKEN_KEYS:
-            packed = token_key_codes(page, i, held, k, N, DK, TO)
-        else:
-            packed = tl.where(valid[:, None], key_codes(k, 0, grids, N, DK, KB), 0)
+        packed = tl.where(valid[:, None], key_codes(k, 0, grids, N, DK, KB), 0)
         tl.store(page + i[:, None] * DK + dk[None, :], packed.to(tl.uint8), mask=held[:, None])
 
 
@@ -255,7 +233,7 @@ def whole_keys(
 def pack_kernel(
     pages, row_table, ids, page_counts, blocks, tiers, order, headers, like,
     LH: tl.constexpr, E: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    page_bytes: tl.constexpr, SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, TOKEN_KEYS: tl.constexpr,
+    page_bytes: tl.constexpr, SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
     SCORED: tl.constexpr, WHOLE: tl.constexpr, HOLD: tl.constexpr,
 ):
     """grid (2 m,): rows are (block, layer, head), keys and values. row_table int32 `[m, E]` source pages, ids int32
@@ -287,18 +265,15 @@ def pack_kernel(
             n += tl.sum(low, 0)
             tl.store(order + n_high + tl.cumsum(low, 0) - 1, t.to(tl.int16), mask=low == 1)
         tl.debug_barrier()
-    header = headers
-    if not TOKEN_KEYS:
-        header = headers + (tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH) * (2 * D)
+    header = headers + (tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH) * (2 * D)
     if of_keys:
-        if WHOLE and HOLD and not TOKEN_KEYS:
+        if WHOLE and HOLD:
             whole_keys(pages, row_table, ids, header, like, page_bytes, D, P, PP, SOURCE, HIGH)
         else:
-            if not TOKEN_KEYS:
-                write_header(pages, row_table, n, order, header, like, page_bytes, D, SOURCE[TOKENS], WHOLE, 32)
+            write_header(pages, row_table, n, order, header, like, page_bytes, D, SOURCE[TOKENS], WHOLE, 32)
             tier_keys(
                 pages, row_table, ids, pages_high, n_high, order, header, like, page_bytes, D, SOURCE, HIGH,
-                TOKEN_KEYS, WHOLE, 64,
+                WHOLE, 64,
             )  # fmt: skip
     else:
         tier_values(
@@ -309,7 +284,7 @@ def pack_kernel(
         if of_keys:
             tier_keys(
                 pages, row_table, ids + pages_high, pages_low, n - n_high, order + n_high, header, like, page_bytes,
-                D, SOURCE, LOW, TOKEN_KEYS, WHOLE, 64,
+                D, SOURCE, LOW, WHOLE, 64,
             )  # fmt: skip
         else:
             tier_values(

@@ -12,7 +12,7 @@ import torch
 
 from ..common import quant
 from ..common.bits import PageRows, bf16_rows, read_page, segment, write_page
-from ..layout import BF16, CHANNEL, Format, PageLayout, PoolLayout, Rung
+from ..layout import BF16, Format, PageLayout, PoolLayout, Rung
 from ..pages.reference import block_tier_pages, return_pages, table_order, take_pages, tier_pages
 from ..pages.tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 from ..store import SCRATCH_PAGE, PageStore
@@ -59,12 +59,11 @@ def _gather_pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:
 def _flat_slots(rows: PageRows) -> PageRows:
     """Rows read from `[m, pages, page_bytes]` with the page and slot dimensions merged: `[m, S, ...]`.
 
-    Metas change from the page's `[..., T]` to token-major: key_meta `[m, S, 2]`, value_meta `[m, S, G, 2]`.
+    Metas change from the page's `[..., T]` to token-major: value_meta `[m, S, G, 2]`.
     """
     return PageRows(
         keys=rows.keys.flatten(1, 2),
         values=rows.values.flatten(1, 2),
-        key_meta=None if rows.key_meta is None else rows.key_meta.movedim(-1, 2).flatten(1, 2),
         value_meta=None if rows.value_meta is None else rows.value_meta.movedim(-1, 2).flatten(1, 2),
         scores=None if rows.scores is None else rows.scores.flatten(1, 2),
         positions=None if rows.positions is None else rows.positions.flatten(1, 2),
@@ -108,33 +107,23 @@ def _order(chosen: torch.Tensor, slots: int) -> torch.Tensor:
     return order[:, :slots]
 
 
-def _encode_rows(page: PageLayout, k: torch.Tensor, v: torch.Tensor, header: torch.Tensor | None) -> PageRows:
-    """Codes of bf16 rows `[m, N, D]` for `page`; header fp16 `[m, 2, D]` with per-channel keys."""
+def _encode_rows(page: PageLayout, k: torch.Tensor, v: torch.Tensor, header: torch.Tensor) -> PageRows:
+    """Codes of bf16 rows `[m, N, D]` for `page`; header fp16 `[m, 2, D]`."""
     f = page.format
-    if header is not None:
-        keys, meta = quant.quantise_keys(k, header, f.key_bits), None
-    else:
-        keys, meta = quant.quantise_tokens(k, f.key_bits, 1)
-        meta = meta.squeeze(-3)
+    keys = quant.quantise_keys(k, header, f.key_bits)
     values, vmeta = quant.quantise_tokens(v, f.value_bits, page.value_groups)
-    return PageRows(keys, values, meta, vmeta)
+    return PageRows(keys, values, vmeta)
 
 
 def _convert_rows(page: PageLayout, s: _Source, index: torch.Tensor) -> PageRows:
     """Rows of one source tier at slots `index[m, N]` in the format of `page`; values requantised only if need be."""
     f = page.format
-    keys = _pick(s.rows.keys, index)
-    meta = None
-    if s.rows.key_meta is None:
-        keys = quant.convert_codes(keys, s.format.key_bits, f.key_bits)
-    else:
-        meta = _pick(s.rows.key_meta, index).movedim(1, -1)
-        keys, meta = quant.convert_token_keys(keys, meta, s.format.key_bits, f.key_bits)
+    keys = quant.convert_codes(_pick(s.rows.keys, index), s.format.key_bits, f.key_bits)
     values = _pick(s.rows.values, index)
     vmeta = _pick(s.rows.value_meta, index).movedim(1, -1)
     if s.format.value_bits != f.value_bits:
         values, vmeta = quant.quantise_tokens(quant.dequantise_tokens(values, vmeta), f.value_bits, page.value_groups)
-    return PageRows(keys, values, meta, vmeta)
+    return PageRows(keys, values, vmeta)
 
 
 def _merge_rows(take_second: torch.Tensor, a: PageRows, b: PageRows) -> PageRows:
@@ -143,7 +132,6 @@ def _merge_rows(take_second: torch.Tensor, a: PageRows, b: PageRows) -> PageRows
     return PageRows(
         keys=torch.where(row, b.keys, a.keys),
         values=torch.where(row, b.values, a.values),
-        key_meta=None if a.key_meta is None else torch.where(meta, b.key_meta, a.key_meta),
         value_meta=torch.where(meta.unsqueeze(-3), b.value_meta, a.value_meta),
     )
 
@@ -157,7 +145,6 @@ def _page_shape(rows: PageRows, pages: int) -> PageRows:
     return PageRows(
         keys=split(rows.keys, 1),
         values=split(rows.values, 1),
-        key_meta=split(rows.key_meta, -1),
         value_meta=split(rows.value_meta, -1),
         scores=split(rows.scores, 1),
         positions=split(rows.positions, 1),
@@ -190,9 +177,8 @@ def _move(
     else:
         plain = read_bf16(store, row_table)
         scores = plain.scores
-        if layout.key_mode == CHANNEL:
-            kept = chosen[0] if to.low is None else chosen[0] | chosen[1]
-            header = quant.key_header(plain.keys, kept)
+        kept = chosen[0] if to.low is None else chosen[0] | chosen[1]
+        header = quant.key_header(plain.keys, kept)
     for tier, fmt in enumerate((to.high, to.low)):
         if fmt is None:
             continue

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from ..common.format_class import (
     KEY_BITS,
-    KEY_META,
     POSITIONS,
     SCORES,
     TOKENS,
@@ -110,7 +109,7 @@ def _source_codes(at, first, width: tl.constexpr, STRIDE, D: tl.constexpr, BITS:
 def _repack_tier(
     pages, row_table, ids, n_pages, n, order, where,
     page_bytes: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TO: tl.constexpr,
-    TOKEN_KEYS: tl.constexpr, SCORED: tl.constexpr,
+    SCORED: tl.constexpr,
 ):
     """Pages of one tier of one head, as `write_tier`; tokens come from both tiers of the source."""
     KB: tl.constexpr = TO[KEY_BITS]
@@ -131,8 +130,6 @@ def _repack_tier(
         page = pages + tl.load(ids + j).to(tl.int64) * page_bytes
         keys = tl.zeros([TP, DK], tl.int32)
         score = tl.zeros([TP], tl.float32)
-        kscale = tl.zeros([TP], tl.float16)
-        kzero = tl.zeros([TP], tl.float16)
         for a in tl.static_range(len(SOURCE)):
             mine = valid & (code // 0x4000 == a)
             base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][TOKENS], a)
@@ -142,21 +139,10 @@ def _repack_tier(
                 )
                 got = tl.where(mine[:, None], _convert(got, SOURCE[a][KEY_BITS], KB), 0)
                 keys |= got << (KB * f)
-            if TOKEN_KEYS:
-                meta = (base + SOURCE[a][KEY_META]).to(tl.pointer_type(tl.float16)) + slot
-                s = tl.load(meta, mask=mine, other=0.0)
-                if SOURCE[a][KEY_BITS] != KB:
-                    s = (s.to(tl.float32) * _key_ratio(SOURCE[a][KEY_BITS], KB)).to(tl.float16)
-                kscale = tl.where(mine, s, kscale)
-                kzero = tl.where(mine, tl.load(meta + SOURCE[a][TOKENS], mask=mine, other=0.0), kzero)
             if SCORED:
                 at = (base + SOURCE[a][SCORES]).to(tl.pointer_type(tl.float32)) + slot
                 score += tl.load(at, mask=mine, other=0.0)
         tl.store(page + i[:, None] * DK + dk[None, :], keys.to(tl.uint8), mask=held[:, None])
-        if TOKEN_KEYS:
-            meta = (page + TO[KEY_META]).to(tl.pointer_type(tl.float16)) + i
-            tl.store(meta, kscale, mask=held)
-            tl.store(meta + T, kzero, mask=held)
         for a in tl.static_range(len(SOURCE)):
             mine = valid & (code // 0x4000 == a)
             base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][TOKENS], a)
@@ -172,12 +158,6 @@ def _repack_tier(
             write_evidence(page, i, held, valid, score, token, TO[SCORES], TO[POSITIONS])
         if TO[USED_BYTES] < page_bytes:
             clear_slack(page, TO[USED_BYTES], page_bytes, padded(page_bytes - TO[USED_BYTES]))
-
-
-@triton.jit
-def _key_ratio(FROM: tl.constexpr, TO: tl.constexpr):
-    """Steps of the finer grid in one of the coarser: the scale's factor when per-token keys change their bits."""
-    return (255 // ((1 << TO) - 1)) / (255 // ((1 << FROM) - 1))
 
 
 @triton.jit
@@ -225,7 +205,7 @@ def _move_values(
 def repack_kernel(
     pages, row_table, ids, page_counts, counts, where, order,
     E: tl.constexpr, D: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr, SOURCE: tl.constexpr,
-    HIGH: tl.constexpr, LOW: tl.constexpr, TOKEN_KEYS: tl.constexpr, SCORED: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, SCORED: tl.constexpr,
 ):
     """grid (m,): as `pack_kernel`, from the tiers of SOURCE (a tuple of one or two records like HIGH and LOW)."""
     row = tl.program_id(0).to(tl.int64)
@@ -236,11 +216,11 @@ def repack_kernel(
     pages_high = tl.load(page_counts + row).to(tl.int32)
     n_high = tl.load(counts + row * 2)
     _repack_tier(
-        pages, row_table, ids, pages_high, n_high, order, where, page_bytes, D, E, SOURCE, HIGH, TOKEN_KEYS, SCORED
+        pages, row_table, ids, pages_high, n_high, order, where, page_bytes, D, E, SOURCE, HIGH, SCORED
     )
     if len(LOW) > 0:
         pages_low = tl.load(page_counts + tl.num_programs(0) + row).to(tl.int32)
         _repack_tier(
             pages, row_table, ids + pages_high, pages_low, tl.load(counts + row * 2 + 1), order + n_high, where,
-            page_bytes, D, E, SOURCE, LOW, TOKEN_KEYS, SCORED,
+            page_bytes, D, E, SOURCE, LOW, SCORED,
         )  # fmt: skip

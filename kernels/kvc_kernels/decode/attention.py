@@ -16,7 +16,6 @@ import triton.language as tl
 
 from ..common.format_class import (
     KEY_BITS,
-    KEY_META,
     SIDE,
     STAGES,
     TILE_PAGES,
@@ -31,7 +30,7 @@ from ..common.format_class import (
 )
 from ..common.unpack_kernel import CODE_UNIT, LOG2E, NEG
 from ..compact.write_kernel import padded
-from ..layout import TOKEN, Format
+from ..layout import Format
 from ..store import PageStore
 from .body_kernel import P_SHIFT, _list_tiles, packed_part, plain_part
 from .merge_kernel import merge_kernel
@@ -131,7 +130,7 @@ def _packed_program(
     q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
     page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
-    KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr, TOKEN_KEYS: tl.constexpr,
+    VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr,
     CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -142,18 +141,11 @@ def _packed_program(
     ROW_GROUP: tl.constexpr = D if VB > 2 else 32
     dk = tl.arange(0, DK)
     q = ()
-    qsum = tl.zeros([NQ], tl.float32)
-    above = tl.zeros([DK, NQ], tl.float32)
     for k in tl.static_range(8 // KB):
         at = q_row[None, :] + ((8 // KB - 1 - k) * DK + dk)[:, None]
         x = tl.load(at, mask=live[None, :], other=0.0).to(tl.float32)
         u = x * (1.0 / (1 << (KB * (8 // KB - 1 - k))))
-        if TOKEN_KEYS:
-            qsum += tl.sum(x, 0)
-            q = q + ((u - above).to(tl.float16),)
-            above = u
-        else:
-            q = q + (u.to(tl.float16),)
+        q = q + (u.to(tl.float16),)
     acc = ()
     for _ in tl.static_range((DV // ROWS) * (8 // VB)):
         acc = acc + (tl.zeros([ROWS, NQ], tl.float32),)
@@ -171,14 +163,13 @@ def _packed_program(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
             CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False, WINDOWED, WARPS > 1,
         )
-        if not TOKEN_KEYS:
-            factor = scale if CAPPED else scale * LOG2E
-            _zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, D, NQ, KB, CHUNK)
+        factor = scale if CAPPED else scale * LOG2E
+        _zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, D, NQ, KB, CHUNK)
         tl.debug_barrier()
         acc, m, l, zs = packed_part(
-            acc, m, l, zs, q, qsum, words, tile_pages, qz, tiles,
+            acc, m, l, zs, q, words, tile_pages, qz, tiles,
             pages, page_bytes, header, LH * 2 * D, scale, cap, unseen,
-            D, NQ, KB, VB, T, SPAN, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED,
+            D, NQ, KB, VB, T, SPAN, VOFF, VMETA, CAPPED, TILE, STAGES, WARPS, ASM, WINDOWED,
         )
         tl.debug_barrier()
         if WINDOWED:
@@ -207,7 +198,7 @@ def _decode_kernel(
     pages, table, counts, headers, NB, layer, scale, cap, starts, sizes,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
-    SCRATCH: tl.constexpr, WORDS: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
+    SCRATCH: tl.constexpr, WORDS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
     ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr,
 ):
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`.
@@ -258,8 +249,8 @@ def _decode_kernel(
                     _packed_program(
                         q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
                         head, scale, cap, page_bytes, L * H, E, NQ, D, P, CLASSES[c][KEY_BITS], CLASSES[c][VALUE_BITS],
-                        CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES], CLASSES[c][SIDE], CLASSES[c][KEY_META],
-                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CHUNK, TOKEN_KEYS, CAPPED,
+                        CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES], CLASSES[c][SIDE],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CHUNK, CAPPED,
                         CLASSES[c][TILE_TOKENS], CLASSES[c][STAGES], WARPS, ASM, WINDOWED,
                     )
 
@@ -352,7 +343,7 @@ class DecodeAttention:
             "L": layout.layers, "H": layout.heads, "G": self.group, "NQ": self._query_columns,
             "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
             "page_bytes": layout.page_bytes, "CLASSES": self._classes, "SCRATCH": self._scratch_words,
-            "WORDS": self._words, "TOKEN_KEYS": layout.key_mode == TOKEN, "CAPPED": capped, "num_warps": self._warps,
+            "WORDS": self._words, "CAPPED": capped, "num_warps": self._warps,
         }  # fmt: skip
         if self.engine == "triton":
             out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "WINDOWED": self.window >= 0}

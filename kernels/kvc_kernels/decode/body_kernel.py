@@ -118,10 +118,10 @@ def _spread(base, SPAN: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def packed_part(
-    acc, m, l, zs, q, qsum, words, tile_pages, qz_scratch, n_tiles,
+    acc, m, l, zs, q, words, tile_pages, qz_scratch, n_tiles,
     pages, page_bytes, headers, header_stride, scale, cap, unseen,
     D: tl.constexpr, NQ: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr,
-    KMETA: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    VOFF: tl.constexpr, VMETA: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
 ):
     """Add `n_tiles` tiles of packed tokens to the running softmax; of the first one, if WINDOWED, without its first
@@ -130,8 +130,8 @@ def packed_part(
     acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `nested` or `crumbs`, in units of
     2^-24.
     m fp32 `[NQ]`; l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero that are reduced over
-    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j) (per-token
-    keys: the difference to the one before, as `nested` wants it). `headers` is at this layer and head.
+    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j). `headers`
+    is at this layer and head.
     """
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
@@ -143,8 +143,7 @@ def packed_part(
     ROW_GROUP: tl.constexpr = D if VB > 2 else 32
     FOLD: tl.constexpr = TILE // (16 * WARPS)
     c = scale * (LOG2E * CODE_UNIT)
-    if not TOKEN_KEYS:
-        c = c * (255 // ((1 << KB) - 1))
+    c = c * (255 // ((1 << KB) - 1))
     if CAPPED:
         c = c / LOG2E
     t = tl.arange(0, TILE)
@@ -183,42 +182,27 @@ def packed_part(
 
         kf = nested(codes, KB, ASM)
         s = tl.zeros([TILE, NQ], tl.float32)
-        if TOKEN_KEYS:
-            for k in tl.static_range(NKF):
-                s = tl.dot(kf[k], q[k], s)
-        else:
-            # Query of the highest field first; each further tensor of `nested` holds the difference to the one before.
-            above = tl.zeros([DK, NQ], tl.float16)
-            for k in tl.static_range(NKF):
-                ks = tl.load(headers + block * header_stride + (NKF - 1 - k) * DK + dk)
-                mine = q[k] * ks[:, None]
-                if k == 0:
-                    s = tl.dot(kf[0], mine, s)
-                else:
-                    s = tl.dot(kf[k], mine - above, s)
-                above = mine
-        if TOKEN_KEYS:
-            kmeta = (base + KMETA).to(tl.pointer_type(tl.float16)) + first + slots
-            kscale = tl.load(kmeta, mask=ok16, other=0.0).to(tl.float32) * c
-            kzero = tl.load(kmeta + T, mask=ok16, other=0.0).to(tl.float32) * (c / CODE_UNIT)
-            s = s * kscale[:, None] + kzero[:, None] * qsum[None, :]
-            if CAPPED:
-                s = capped(s, cap) * LOG2E
+        # Query of the highest field first; each further tensor of `nested` holds the difference to the one before.
+        above = tl.zeros([DK, NQ], tl.float16)
+        for k in tl.static_range(NKF):
+            ks = tl.load(headers + block * header_stride + (NKF - 1 - k) * DK + dk)
+            scaled = q[k] * ks[:, None]
+            if k == 0:
+                s = tl.dot(kf[0], scaled, s)
+            else:
+                s = tl.dot(kf[k], scaled - above, s)
+            above = scaled
+        qz = tl.load(qz_scratch + j24 * NQ + heads)
+        if CAPPED:
+            s = capped(s * c + qz[None, :], cap) * LOG2E
             s = tl.where(ok[:, None], s, NEG)
             mn = tl.maximum(m, tl.max(s, 0))
             p = tl.exp2(s - (mn - P_SHIFT)[None, :])
         else:
-            qz = tl.load(qz_scratch + j24 * NQ + heads)
-            if CAPPED:
-                s = capped(s * c + qz[None, :], cap) * LOG2E
-                s = tl.where(ok[:, None], s, NEG)
-                mn = tl.maximum(m, tl.max(s, 0))
-                p = tl.exp2(s - (mn - P_SHIFT)[None, :])
-            else:
-                # The maximum of the raw products is enough (c > 0): one FMA an element serves scale, zero and max.
-                s = tl.where(ok[:, None], s, NEG)
-                mn = tl.maximum(m, tl.max(s, 0) * c + qz)
-                p = tl.exp2(s * c + (qz - mn + P_SHIFT)[None, :])
+            # The maximum of the raw products is enough (c > 0): one FMA an element serves scale, zero and max.
+            s = tl.where(ok[:, None], s, NEG)
+            mn = tl.maximum(m, tl.max(s, 0) * c + qz)
+            p = tl.exp2(s * c + (qz - mn + P_SHIFT)[None, :])
         a = tl.exp2(m - mn)
         m = mn
         l = l * a[None, :] + tl.sum(tl.reshape(p, (FOLD, 16 * WARPS, NQ)), 0)

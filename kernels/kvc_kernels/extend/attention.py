@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.format_class import KEY_BITS, KEY_META, SIDE, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META, format_classes
+from ..common.format_class import KEY_BITS, SIDE, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META, format_classes
 from ..common.unpack_kernel import NEG
 from ..decode.planner import CHUNK
-from ..layout import TOKEN, Format
+from ..layout import Format
 from ..store import PageStore
 from .body_kernel import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
 from .dense_prefill import ragged_prefill
@@ -58,7 +58,7 @@ def _extend_kernel(
     staged_v, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr, MAX_TILES: tl.constexpr,
-    WIDTH: tl.constexpr, OWN: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
+    WIDTH: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, STAGED: tl.constexpr, LSE: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. out `[N, Hq, D]` takes items that none is joined with
@@ -133,8 +133,8 @@ def _extend_kernel(
                     acc, m, l = packed_tiles(
                         acc, m, l, qc, tile_list, n_tiles, pages, page_bytes, first_page, L * H * E,
                         headers + head * (2 * D), L * H * 2 * D, scale, cap, D, CLASSES[c][KEY_BITS],
-                        CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], 1 - 2 * CLASSES[c][SIDE], CLASSES[c][KEY_META],
-                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], WIDTH, TOKEN_KEYS, CAPPED, TILE, STAGES, ASM,
+                        CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], 1 - 2 * CLASSES[c][SIDE],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], WIDTH, CAPPED, TILE, STAGES, ASM,
                     )
     if STAGED:
         qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
@@ -369,7 +369,7 @@ class ExtendAttention:
             plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, *rows, layer, scale,
             logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
             layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
-            own is None, layout.key_mode == TOKEN, logit_cap > 0, self._rows, self._tile, t.stages,
+            own is None, logit_cap > 0, self._rows, self._tile, t.stages,
             staged, lse is not None, not INTERPRET, num_warps=t.warps,
         )  # fmt: skip
         if plan.n_joins:

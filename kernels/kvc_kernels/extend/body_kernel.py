@@ -88,8 +88,8 @@ def load_q(q_rows, valid, dtype: tl.constexpr, D: tl.constexpr, FIELDS: tl.const
 @triton.jit
 def packed_tiles(
     acc, m, l, q, scratch, n_tiles, pages, page_bytes, row, row_stride, header, header_stride, scale, cap,
-    D: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr, KMETA: tl.constexpr,
-    VOFF: tl.constexpr, VMETA: tl.constexpr, WIDTH: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    D: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
+    VOFF: tl.constexpr, VMETA: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):
     """Add `n_tiles` tiles, listed in `scratch`, of blocks in one packed format. q: fp16 `[BM, D*KB/8]` a field."""
@@ -120,7 +120,7 @@ def packed_tiles(
         for g in tl.static_range(GROUPS):
             vs = vs + (tl.load(meta + 2 * g * T, mask=ok, other=0.0)[None, :],)
             vz = vz + (tl.load(meta + (2 * g + 1) * T, mask=ok, other=0.0)[None, :],)
-        ks, kz = key_scales(base, slot, header + block * header_stride, ok, KB, T, KMETA, D, TOKEN_KEYS)
+        ks, kz = key_scales(header + block * header_stride, KB, D)
         k = dequant(codes, ks, kz, KB, ASM)
         s = tl.dot(q[0], tl.trans(k[0]))
         for f in tl.static_range(1, NKF):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..common import quant
-from ..layout import CHANNEL, Format, PoolLayout
+from ..layout import Format, PoolLayout
 
 
 def as_stored(
@@ -19,10 +19,7 @@ def as_stored(
     Bit for bit what `compact` would store and an extend would read: the key header of a block is taken over all of its
     P tokens.
     """
-    if layout.key_mode == CHANNEL:
-        header = quant.key_header(k, torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device))
-        keys = quant.dequantise_keys(quant.quantise_keys(k, header, fmt.key_bits), header, fmt.key_bits)
-    else:
-        keys = quant.dequantise_tokens(*quant.quantise_tokens(k, fmt.key_bits, 1))
+    header = quant.key_header(k, torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device))
+    keys = quant.dequantise_keys(quant.quantise_keys(k, header, fmt.key_bits), header, fmt.key_bits)
     values = quant.dequantise_tokens(*quant.quantise_tokens(v, fmt.value_bits, layout.page(fmt).value_groups))
     return keys.to(k.dtype), values.to(v.dtype)

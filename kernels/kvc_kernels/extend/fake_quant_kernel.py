@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.quant_kernel import ROUNDER, grid, half_range, rounded
-from ..layout import BF16, TOKEN, Format
+from ..layout import BF16, Format
 from ..store import PageStore
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -45,7 +45,7 @@ def _rows_of(pages, entries, t, live, page_bytes: tl.constexpr, T: tl.constexpr,
 @triton.jit
 def _keys(
     pages, entries, out, stored, exact, tokens, page_bytes: tl.constexpr, dtype: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, TOKEN_KEYS: tl.constexpr, STEP: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, STEP: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Keys of one head of one block, STEP tokens at a time. `out` at this head; see `_stored_kernel`."""
@@ -74,11 +74,8 @@ def _keys(
             if STEP < P:  # else the rows are still here
                 rows = _rows_of(pages, entries, t0 + t, live, page_bytes, T, D, dtype)
                 x = tl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-            if TOKEN_KEYS:
-                y = _by_token(x, KB, 1, STEP, D)
-            else:
-                code = rounded(x, less[None, :], low[None, :], inverse[None, :], top[None, :]) - ROUNDER
-                y = code * -less[None, :] + low[None, :]
+            code = rounded(x, less[None, :], low[None, :], inverse[None, :], top[None, :]) - ROUNDER
+            y = code * -less[None, :] + low[None, :]
             at = out + ((stored * P + t0 + t) * (H * D))[:, None] + d[None, :]
             tl.store(at, round_to(y, dtype, ASM), mask=live[:, None])
 
@@ -88,7 +85,7 @@ def _stored_kernel(
     pages, table, row_blocks, row_stride, items, k_out, v_out, layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr,
     T: tl.constexpr, VOFF: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GROUPS: tl.constexpr,
-    TOKEN_KEYS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, ASM: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (n, H, 1 + P / V_STEP): keys of one head of one block, or V_STEP of its values. items int32 `[n, 8]`: row of
     row_blocks, place in it, slot of the rows as stored, slot of the rows as they are (either may be -1), tokens of the
@@ -104,7 +101,7 @@ def _stored_kernel(
     dtype: tl.constexpr = k_out.dtype.element_ty
     if tl.program_id(2) == 0:
         _keys(
-            pages, entries, k_out + h * D, stored, exact, tokens, page_bytes, dtype, H, D, P, T, KB, TOKEN_KEYS, K_STEP,
+            pages, entries, k_out + h * D, stored, exact, tokens, page_bytes, dtype, H, D, P, T, KB, K_STEP,
             ASM,
         )
     else:
@@ -161,6 +158,6 @@ class StoredRows(DenseRows):
         _stored_kernel[(self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step))](
             store.pages, store.table, self._rows, self._rows.stride(0), self._items, self.k, self.v, layer, g.layers,
             g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes, plain.tokens,
-            plain.offset("value_codes"), fmt.key_bits, fmt.value_bits, g.page(fmt).value_groups, g.key_mode == TOKEN,
+            plain.offset("value_codes"), fmt.key_bits, fmt.value_bits, g.page(fmt).value_groups,
             k_step, v_step, not INTERPRET, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip

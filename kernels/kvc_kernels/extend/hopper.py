@@ -15,7 +15,6 @@ import torch
 from ..common.format_class import FormatClass
 from ..common.nvrtc import Kernel, Module, available
 from ..common.unpack_kernel import LOG2E
-from ..layout import TOKEN
 from ..store import PageStore
 
 JOIN_WARPS = 4  # rows that a block joins
@@ -62,7 +61,7 @@ def constants(store: PageStore, group: int, classes: tuple[FormatClass, ...], ro
         H=g.heads, G=group, LH=g.layers * g.heads, E=g.head_pages_bf16, P=g.block_tokens, PAGE_BYTES=g.page_bytes,
         GROUPS=rows // 128, STAGES=STAGES, ATTEND_REGISTERS=REGISTERS[rows][0], UNPACK_REGISTERS=REGISTERS[rows][1],
     )  # fmt: skip
-    flags = dict(TOKEN_KEYS=g.key_mode == TOKEN, CAPPED=capped, MODEL_BF16=store.dtype == torch.bfloat16)
+    flags = dict(CAPPED=capped, MODEL_BF16=store.dtype == torch.bfloat16)
     listed = ", ".join("{" + ", ".join(map(str, c)) + "}" for c in classes)
     return "\n".join([
         f"#define KVC_CLASSES {listed}",

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.format_class import KEY_BITS, KEY_META, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META, format_classes
-from ..layout import TOKEN
+from ..common.format_class import KEY_BITS, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META, format_classes
 from ..store import PageStore
 from .body_kernel import locate
 from .fake_quant_kernel import round_to
@@ -24,22 +23,16 @@ def _fields(x, f: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _unpack_keys(
-    base, slot, live, header, to, D: tl.constexpr, KB: tl.constexpr, T: tl.constexpr, KMETA: tl.constexpr,
-    TOKEN_KEYS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    base, slot, live, header, to, D: tl.constexpr, KB: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     DK: tl.constexpr = D * KB // 8
     dk = tl.arange(0, DK)
     codes = tl.load((base + slot * DK)[:, None] + dk[None, :], mask=live[:, None], other=0)
     for f in tl.static_range(8 // KB):
-        if TOKEN_KEYS:
-            meta = (base + KMETA).to(tl.pointer_type(tl.float16)) + slot
-            s = tl.broadcast_to(tl.load(meta, mask=live, other=0.0).to(tl.float32)[:, None], (N, DK))
-            z = tl.broadcast_to(tl.load(meta + T, mask=live, other=0.0).to(tl.float32)[:, None], (N, DK))
-        else:
-            # On the grid of KB bits the scale is 1, 17 or 85 times as large: exact in fp32.
-            grid = tl.load(header + f * DK + dk).to(tl.float32) * (255 // ((1 << KB) - 1))
-            s = tl.broadcast_to(grid[None, :], (N, DK))
-            z = tl.broadcast_to(tl.load(header + D + f * DK + dk).to(tl.float32)[None, :], (N, DK))
+        # On the grid of KB bits the scale is 1, 17 or 85 times as large: exact in fp32.
+        grid = tl.load(header + f * DK + dk).to(tl.float32) * (255 // ((1 << KB) - 1))
+        s = tl.broadcast_to(grid[None, :], (N, DK))
+        z = tl.broadcast_to(tl.load(header + D + f * DK + dk).to(tl.float32)[None, :], (N, DK))
         y = _fields(codes, f, KB) * s + z
         tl.store(to[:, None] + (f * DK + dk)[None, :], round_to(y, to.dtype.element_ty, ASM), mask=live[:, None])
 
@@ -66,7 +59,7 @@ def _unpack_values(
 def _unpack_kernel(
     pages, table, headers, rung, rung_class, row_blocks, row_stride, items, first, k_out, v_out, layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr,
-    CLASSES: tl.constexpr, TOKEN_KEYS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    CLASSES: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (n, H, P / N): rows of N tokens of one head of one block into its slot of k_out, v_out `[slots, P, H, D]`.
 
@@ -98,8 +91,7 @@ def _unpack_kernel(
             else:
                 base, slot = locate(pages, table + head * E, page_bytes, t0, P, t, CLASSES[c][TOKENS], 1, 16)
                 _unpack_keys(
-                    base, slot, live, headers + head * (2 * D), k_out + to, D, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
-                    CLASSES[c][KEY_META], TOKEN_KEYS, N, ASM,
+                    base, slot, live, headers + head * (2 * D), k_out + to, D, CLASSES[c][KEY_BITS], N, ASM,
                 )
                 _unpack_values(
                     base, slot, live, v_out + to, D, CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS],
@@ -123,5 +115,5 @@ class UnpackedRows:
         _unpack_kernel[(n, g.heads, triton.cdiv(g.block_tokens, TILE))](
             store.pages, store.table, store.headers, store.rung, self.rung_class, row_blocks, row_blocks.stride(0),
             items, first, k, v, layer, g.layers, g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes,
-            self.classes, g.key_mode == TOKEN, TILE, not INTERPRET, num_warps=4, enable_fp_fusion=False,
+            self.classes, TILE, not INTERPRET, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

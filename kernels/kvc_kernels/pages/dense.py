@@ -13,7 +13,7 @@ import torch
 
 from ..common import quant
 from ..compact.reference import _Source, read_bf16, read_tiers
-from ..layout import BF16, CHANNEL
+from ..layout import BF16
 from ..store import PageStore
 from .reference import block_tier_pages, table_order
 from .tiers import HIGH, segment_rows, slot_tiers, tier_slots, token_slots
@@ -36,12 +36,9 @@ def _by_rung(
             out[rows] = x
 
 
-def dequantise_source(s: _Source, header: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 K, V `[m, S, D]` of one stored tier; header fp16 `[m, 2, D]` with per-channel keys."""
-    if header is not None:
-        k = quant.dequantise_keys(s.rows.keys, header, s.format.key_bits)
-    else:
-        k = quant.dequantise_tokens(s.rows.keys, s.rows.key_meta.movedim(1, -1).unsqueeze(1))
+def dequantise_source(s: _Source, header: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 K, V `[m, S, D]` of one stored tier; header fp16 `[m, 2, D]`."""
+    k = quant.dequantise_keys(s.rows.keys, header, s.format.key_bits)
     return k, quant.dequantise_tokens(s.rows.values, s.rows.value_meta.movedim(1, -1))
 
 
@@ -69,7 +66,7 @@ def load_dense(
                 x.expand(table.shape[0], *x.shape[1:]).reshape(ids.numel(), g.heads, -1, *x.shape[2:]) for x in parts
             )
         placed = tier_slots(store, store.ladder[r], table, store.counts[ids, layer].flatten(0, 1).long())
-        header = store.headers[ids, layer].flatten(0, 1) if g.key_mode == CHANNEL else None
+        header = store.headers[ids, layer].flatten(0, 1)
         dense = [dequantise_source(s, header) for s in read_tiers(store, placed)]
         slots = token_slots(placed, p)
         at, held = slots.clamp(min=0), (slots >= 0)
@@ -160,9 +157,7 @@ def block_digest(store: PageStore, block: int, *, scores: bool = True, tokens: i
                     at, size = g.page(fmt).segments["scores"]
                     raw[..., at : at + size].masked_fill_(mine.unsqueeze(-1), 0)
         live = torch.arange(ids.shape[1], device=store.device) < (high + low).unsqueeze(-1)
-        parts = [store.counts[block], raw[live]]
-        if g.key_mode == CHANNEL:
-            parts.append(store.headers[block])
+        parts = [store.counts[block], raw[live], store.headers[block]]
     for x in parts:
         digest.update(x.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..common import quant
-from ..common.bits import bf16_rows, key_bytes, key_meta, segment, unpack_features, value_bytes, value_meta
-from ..layout import BF16, CHANNEL, PageLayout, Rung
+from ..common.bits import bf16_rows, key_bytes, segment, unpack_features, value_bytes, value_meta
+from ..layout import BF16, PageLayout, Rung
 from ..store import SCRATCH_PAGE, PageStore
 
 
@@ -57,14 +57,14 @@ class PlainPart:
 class PackedPart:
     """Blocks of one packed format. `raw` uint8 `[H, nb, pages, page_bytes]`, `ids` int64 `[H, nb, pages]`.
 
-    `valid` bool `[H, S]` with S = nb * pages * T, None when every slot holds a token. `header` fp16 `[H, nb, 2, D]`
-    with per-channel keys. `count` int: tokens of every head of every block when that is one number, else 0.
+    `valid` bool `[H, S]` with S = nb * pages * T, None when every slot holds a token. `header` fp16 `[H, nb, 2, D]`.
+    `count` int: tokens of every head of every block when that is one number, else 0.
     """
 
     page: PageLayout
     ids: torch.Tensor
     raw: torch.Tensor
-    header: torch.Tensor | None
+    header: torch.Tensor
     valid: torch.Tensor | None
     count: int
 
@@ -75,19 +75,14 @@ class PackedPart:
     def logits(self, q: torch.Tensor) -> torch.Tensor:
         """q fp32 `[H, G, D]` -> fp32 `[H, G, S]`, not scaled; anything where not valid.
 
-        Scale and zero never touch the codes: per channel, `(q * scale) . code + q . zero`; per token,
-        `scale * (q . code) + zero * sum(q)`.
+        Scale and zero never touch the codes: `(q * scale) . code + q . zero`.
         """
         heads, blocks, pages, _ = self.raw.shape
         group, bits = q.shape[1], self.page.format.key_bits
         packed = key_bytes(self.page, self.raw)
-        if self.header is not None:
-            scale, zero = quant.channel_scale_zero(self.header, bits)
-            folded = q.unsqueeze(1) * scale  # [H, nb, G, D]
-            bias = q.unsqueeze(1) @ zero.transpose(-1, -2)  # [H, nb, G, 1]
-        else:
-            folded = q.unsqueeze(1).expand(heads, blocks, group, -1)
-        folded = folded.flatten(0, 1)
+        scale, zero = quant.channel_scale_zero(self.header, bits)
+        folded = (q.unsqueeze(1) * scale).flatten(0, 1)  # [H * nb, G, D]
+        bias = q.unsqueeze(1) @ zero.transpose(-1, -2)  # [H, nb, G, 1]
         out, width = None, self.page.key_row_bytes
         for j in range(8 // bits):
             codes = _field(packed, bits, j).view(heads * blocks, pages * self.page.tokens, width)
@@ -95,12 +90,7 @@ class PackedPart:
             dots = torch.bmm(part, codes.transpose(1, 2))
             out = dots if out is None else out.add_(dots)
         out = out.view(heads, blocks, group, -1)
-        if self.header is not None:
-            out += bias
-        else:
-            meta = key_meta(self.page, self.raw).float()  # [H, nb, pages, 2, T]
-            scale, zero = (meta[..., i, :].flatten(-2).unsqueeze(2) for i in (0, 1))
-            out = out * scale + zero * q.sum(-1).view(heads, 1, group, 1)
+        out += bias
         return out.transpose(1, 2).reshape(heads, group, -1)
 
     def weigh(self, p: torch.Tensor) -> torch.Tensor:
@@ -131,10 +121,7 @@ class PackedPart:
         """K, V `[H, S, D]` in `dtype`, 0 where not valid; S without padding when all heads hold `count` tokens."""
         f, page = self.page.format, self.page
         k = unpack_features(key_bytes(page, self.raw), f.key_bits)
-        if self.header is not None:
-            k = quant.dequantise_keys(k.flatten(2, 3), self.header, f.key_bits)
-        else:
-            k = quant.dequantise_tokens(k, key_meta(page, self.raw).unsqueeze(-3)).flatten(2, 3)
+        k = quant.dequantise_keys(k.flatten(2, 3), self.header, f.key_bits)
         v = unpack_features(value_bytes(page, self.raw), f.value_bits, -2).transpose(-1, -2)
         v = quant.dequantise_tokens(v, value_meta(page, self.raw)).flatten(2, 3)
         if self.count:
@@ -189,7 +176,7 @@ def _packed(store: PageStore, layer: int, blocks: torch.Tensor, rung: Rung) -> l
     g, out = store.layout, []
     table = store.table[blocks, layer].transpose(0, 1).long()
     counts = store.counts[blocks, layer].permute(2, 1, 0).long()  # [2, H, nb]
-    header = store.headers[blocks, layer].transpose(0, 1) if g.key_mode == CHANNEL else None
+    header = store.headers[blocks, layer].transpose(0, 1)
     limits = [x.tolist() for x in counts.flatten(1).aminmax(dim=1)]
     for tier, fmt in enumerate((rung.high, rung.low)):
         least, most = limits[0][tier], limits[1][tier]

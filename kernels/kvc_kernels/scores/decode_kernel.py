@@ -16,11 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.format_class import KEY_BITS, KEY_META, SCORES, SIDE, TILE_PAGES, TOKENS, FormatClass
+from ..common.format_class import KEY_BITS, SCORES, SIDE, TILE_PAGES, TOKENS, FormatClass
 from ..common.unpack_kernel import CODE_UNIT, LOG2E, capped, nested
 from ..decode.body_kernel import _page_pointers, _spread
 from ..extend.body_kernel import locate
-from ..layout import TOKEN
 from ..store import PageStore
 from .reference import Observe
 
@@ -41,8 +40,8 @@ class StepTuning:
 
 @triton.jit
 def _paid(x, b, c, lse, cap, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUCE: tl.constexpr):
-    """fp32 `[TILE]`: exp2(EXPONENT * (log2 e * logit - lse)), reduced over heads, of logits x * c + b; b `[1, NQ]` or
-    `[TILE, NQ]`. EXPONENT 2 and 4 are the powers of a probability. Heads of padding have an infinite lse."""
+    """fp32 `[TILE]`: exp2(EXPONENT * (log2 e * logit - lse)), reduced over heads, of logits x * c + b; b `[1, NQ]`.
+    EXPONENT 2 and 4 are the powers of a probability. Heads of padding have an infinite lse."""
     if CAPPED:
         s = capped(x * c + b, cap) * (LOG2E * EXPONENT) - (lse * EXPONENT)[None, :]
     else:
@@ -63,20 +62,17 @@ def _here(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _fold(x, scales, zeros, KB: tl.constexpr, TOKEN_KEYS: tl.constexpr, ASM: tl.constexpr):
-    """Queries x with a block's key scales, fp16 `[D*KB/8, NQ]` for each tensor of `nested`, and fp32 `[NQ]` q . zero
-    (per-token keys: the sum of q). All `[D*KB/8, NQ]`, the highest field first."""
+def _fold(x, scales, zeros, KB: tl.constexpr, ASM: tl.constexpr):
+    """Queries x with a block's key scales, fp16 `[D*KB/8, NQ]` for each tensor of `nested`, and fp32 `[NQ]` q . zero.
+    All `[D*KB/8, NQ]`, the highest field first."""
     NKF: tl.constexpr = 8 // KB
     q = ()
     b = tl.zeros([x[0].shape[1]], tl.float32)
     above = tl.zeros(x[0].shape, tl.float16)
     for k in tl.static_range(NKF):
         mine = (x[k].to(tl.float32) * (1.0 / (1 << (KB * (NKF - 1 - k))))).to(tl.float16)
-        if TOKEN_KEYS:
-            b += tl.sum(x[k].to(tl.float32), 0)
-        else:
-            b += tl.sum(x[k].to(tl.float32) * zeros[k].to(tl.float32), 0)
-            mine = mine * scales[k]
+        b += tl.sum(x[k].to(tl.float32) * zeros[k].to(tl.float32), 0)
+        mine = mine * scales[k]
         q = q + (_here(mine - above, ASM),)
         above = mine
     return q, b
@@ -85,9 +81,9 @@ def _fold(x, scales, zeros, KB: tl.constexpr, TOKEN_KEYS: tl.constexpr, ASM: tl.
 @triton.jit
 def _packed_tiles(
     q_row, lse, row, counts, header, first, pages, page_bytes, scale, cap,
-    KB: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr, KMETA: tl.constexpr, SOFF: tl.constexpr,
+    KB: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr, SOFF: tl.constexpr,
     SPAN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NQ: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr,
+    TILES: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr,
     REDUCE: tl.constexpr, COUNTS: tl.constexpr, ASM: tl.constexpr,
 ):
     """Add to the scores of a block's packed tokens `first`, .., TILES tiles, what one query pays them, which counts
@@ -111,13 +107,11 @@ def _packed_tiles(
         # The highest field first; see `nested`. Read for every head, headers lie as queries do.
         feature = ((NKF - 1 - k) * DK + dk)[:, None]
         x = x + (tl.load(q_row + g[None, :] * D + feature, mask=(g < G)[None, :], other=0.0),)
-        if not TOKEN_KEYS:
-            scales = scales + (tl.load(header + g[None, :] * 0 + feature),)
-            zeros = zeros + (tl.load(header + D + g[None, :] * 0 + feature),)
+        scales = scales + (tl.load(header + g[None, :] * 0 + feature),)
+        zeros = zeros + (tl.load(header + D + g[None, :] * 0 + feature),)
     score = ()
     before = ()
     codes = ()
-    metas = ()
     for i in tl.static_range(TILES):
         t0 = first + i * TILE
         live = t < count - t0
@@ -127,28 +121,20 @@ def _packed_tiles(
         base, at, slots = _page_pointers(pages, mine, page_bytes, t0, t, TILE, T, SPAN, 16)
         score = score + ((base + SOFF).to(tl.pointer_type(tl.float32)) + at + slots,)
         before = before + (tl.load(score[i], mask=live, other=0.0),)
-        if TOKEN_KEYS:
-            meta = (base + KMETA).to(tl.pointer_type(tl.float16)) + at + slots
-            metas = metas + (tl.load(meta, mask=live, other=0.0), tl.load(meta + T, mask=live, other=0.0))
         rows = (_spread(base, SPAN, 1) + at * DK) + (slots[:, None] * DK + dk[None, :])
         if SPAN == 1:
             codes = codes + (tl.load(rows),)
         else:
             codes = codes + (tl.load(rows, mask=live[:, None], other=0),)
-    q, b = _fold(x, scales, zeros, KB, TOKEN_KEYS, ASM)
+    q, b = _fold(x, scales, zeros, KB, ASM)
     c = scale * CODE_UNIT
     for i in tl.static_range(TILES):
         kf = nested(codes[i], KB, ASM)
         s = tl.zeros([TILE, NQ], tl.float32)
         for k in tl.static_range(NKF):
             s = tl.dot(kf[k], q[k], s)
-        if TOKEN_KEYS:
-            s = s * (metas[2 * i].to(tl.float32) * c)[:, None]
-            add = metas[2 * i + 1].to(tl.float32)[:, None] * (b * scale)[None, :]
-            paid = _paid(s, add, 1.0, lse, cap, CAPPED, EXPONENT, REDUCE)
-        else:
-            grid = c * (255 // ((1 << KB) - 1))
-            paid = _paid(s, (b * scale)[None, :], grid, lse, cap, CAPPED, EXPONENT, REDUCE)
+        grid = c * (255 // ((1 << KB) - 1))
+        paid = _paid(s, (b * scale)[None, :], grid, lse, cap, CAPPED, EXPONENT, REDUCE)
         tl.store(score[i], _here(before[i], ASM) + paid * COUNTS, mask=t < count - first - i * TILE)
 
 
@@ -182,7 +168,7 @@ def _step_kernel(
     q, q_stride_n, lse, lse_stride, requests, found, listed, capacity, row_blocks, row_stride,
     pages, table, counts, headers, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
-    page_bytes: tl.constexpr, CLASSES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    page_bytes: tl.constexpr, CLASSES: tl.constexpr, CAPPED: tl.constexpr,
     NQ: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PLAIN_TILE: tl.constexpr, NEAREST: tl.constexpr,
     REDUCE: tl.constexpr, EXPONENT: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
@@ -238,8 +224,8 @@ def _step_kernel(
                                 q_row, paid, table + head * E + CLASSES[c][SIDE] * (E - 1),
                                 counts + head * 2 + CLASSES[c][SIDE], headers + head * (2 * D), part * (TILE * TILES),
                                 pages, page_bytes, scale, cap, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
-                                CLASSES[c][SIDE], CLASSES[c][KEY_META], CLASSES[c][SCORES], CLASSES[c][TILE_PAGES], G,
-                                D, P, NQ, TILE, TILES, TOKEN_KEYS, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
+                                CLASSES[c][SIDE], CLASSES[c][SCORES], CLASSES[c][TILE_PAGES], G,
+                                D, P, NQ, TILE, TILES, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
                             )
                 if last > me:
                     # Another request's turn adds to the same scores, maybe by other threads.
@@ -281,7 +267,7 @@ class ScoreStep:
         _step_kernel[(self.programs,)](
             q, q.stride(0), lse, lse.stride(0), requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
-            g.block_tokens, g.page_bytes, self.classes, g.key_mode == TOKEN, cap > 0,
+            g.block_tokens, g.page_bytes, self.classes, cap > 0,
             max(8, triton.next_power_of_2(self.group)), self.tile, self.tiles, PLAIN_TILE,
             seen.nearest, seen.reduce, exponent, seen.decode_stride, not INTERPRET, **self.options,
         )  # fmt: skip

@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.format_class import KEY_BITS, KEY_META, SCORES, SIDE, TOKENS, format_classes
+from ..common.format_class import KEY_BITS, SCORES, SIDE, TOKENS, format_classes
 from ..common.unpack_kernel import LOG2E, capped, dequant, key_scales
 from ..common.upload import upload
 from ..extend.body_kernel import load_q, locate
-from ..layout import TOKEN
 from ..store import PageStore
 from .decode_kernel import ScoreStep, StepTuning
 from .planner import ObservedBlocks
@@ -127,7 +126,7 @@ def _columns_kernel(
     q, q_stride_n, lse, lse_stride, requests, found, listed, capacity, row_blocks, row_stride,
     pages, table, counts, headers, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
-    page_bytes: tl.constexpr, CLASSES: tl.constexpr, TOKEN_KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    page_bytes: tl.constexpr, CLASSES: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, QB: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr,
     POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
@@ -174,8 +173,7 @@ def _columns_kernel(
                                 pages, row, page_bytes, t0, count, t, CLASSES[c][TOKENS], 1 - 2 * CLASSES[c][SIDE], 16
                             )
                             k = _packed_keys(
-                                base, slot, headers + head * (2 * D), live, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
-                                CLASSES[c][KEY_META], D, TOKEN_KEYS, ASM,
+                                base, slot, headers + head * (2 * D), live, CLASSES[c][KEY_BITS], D, ASM,
                             )
                             # Packed blocks lie before every query, in no order that would say who is near.
                             received = _received(
@@ -188,14 +186,13 @@ def _columns_kernel(
 
 @triton.jit
 def _packed_keys(
-    base, slot, header, live, KB: tl.constexpr, T: tl.constexpr, KMETA: tl.constexpr, D: tl.constexpr,
-    TOKEN_KEYS: tl.constexpr, ASM: tl.constexpr,
+    base, slot, header, live, KB: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr,
 ):
     """fp16 keys of one tile, 8 / KB pieces `[TILE, D*KB/8]`."""
     DK: tl.constexpr = D * KB // 8
     dk = tl.arange(0, DK)
     codes = tl.load((base + slot * DK)[:, None] + dk[None, :], mask=live[:, None], other=0)
-    ks, kz = key_scales(base, slot, header, live, KB, T, KMETA, D, TOKEN_KEYS)
+    ks, kz = key_scales(header, KB, D)
     return dequant(codes, ks, kz, KB, ASM)
 
 
@@ -280,6 +277,6 @@ class ReceivedAttention:
         _columns_kernel[(self._programs,)](
             q, q.stride(0), lse, lse.stride(0), self._requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, logit_cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
-            g.block_tokens, g.page_bytes, self._classes, g.key_mode == TOKEN, logit_cap > 0, self.tile, self.queries,
+            g.block_tokens, g.page_bytes, self._classes, logit_cap > 0, self.tile, self.queries,
             seen.nearest, seen.reduce, seen.power, self._stride, not INTERPRET, num_warps=self.warps,
         )  # fmt: skip

@@ -109,14 +109,13 @@ def check_config(config, tokens: int) -> None:
 
 def table(found: Findings) -> str:
     """What was found, for a terminal."""
-    head = "format keys per  bytes/token  KL mean   KL p99    NLL diff  equal top-1  verdict"
+    head = "format  bytes/token  KL mean   KL p99    NLL diff  equal top-1  verdict"
     lines = [str(found.identity), "", head]
     for r in found.formats:
         lines.append(
-            f"{r['format']:6} {r['key_mode']:9} {r['token_bytes']:10.0f}   {r['kl_mean']:<9.4f} {r['kl_p99']:<9.4f} "
+            f"{r['format']:6} {r['token_bytes']:12.0f}  {r['kl_mean']:<9.4f} {r['kl_p99']:<9.4f} "
             f"{r['nll_delta']:<+9.4f} {100 * r['top1_equal']:8.1f} %   {r['verdict']}"
         )
     t = found.thresholds
-    best = ", ".join(f"{fmt} with keys per {mode}" for mode, fmt in found.recommended.items())
     thresholds = f"leankv {t.high}+{t.low}: alpha-high {t.alpha_high:g}, alpha-low {t.alpha_low:g}"
-    return "\n".join([*lines, "", f"recommended: {best}", thresholds])
+    return "\n".join([*lines, "", f"recommended: {found.recommended}", thresholds])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from kvc_kernels.extend.fake_quant import as_stored
-from kvc_kernels.layout import CHANNEL, FORMATS, TOKEN, PoolLayout
+from kvc_kernels.layout import FORMATS, PoolLayout
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import make_policy
@@ -37,7 +37,6 @@ from .progress import Progress
 OK, LOSES, BREAKS = "ok", "loses", "breaks"
 OK_MEAN, OK_P99, BREAKS_MEAN = 0.02, 0.2, 0.2  # nats per token
 PACKED = tuple(name for name, fmt in FORMATS.items() if fmt.packed)
-KEY_MODES = (CHANNEL, TOKEN)
 ROWS = 128  # predictions that are compared at a time: [ROWS, V] in fp32
 
 
@@ -53,10 +52,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class FormatResult:
-    """A format and key mode: bytes per token of a packed block, everything counted, and what it does."""
+    """One format: bytes per token of a packed block, everything counted, and the change of the predictions."""
 
     format: str
-    key_mode: str
     token_bytes: float
     difference: Difference
 
@@ -65,7 +63,7 @@ class FormatResult:
         return verdict(self.difference)
 
     def to_dict(self) -> dict[str, Any]:
-        out = {"format": self.format, "key_mode": self.key_mode, "token_bytes": self.token_bytes}
+        out = {"format": self.format, "token_bytes": self.token_bytes}
         return {**out, **asdict(self.difference), "verdict": self.verdict}
 
 
@@ -76,9 +74,9 @@ def verdict(d: Difference) -> str:
     return OK if d.kl_mean <= OK_MEAN and d.kl_p99 <= OK_P99 else LOSES
 
 
-def recommended(results: list[FormatResult], key_mode: str) -> str:
-    """The smallest format of this key mode that is ok; "bf16" when none is."""
-    fine = [r for r in results if r.key_mode == key_mode and r.verdict == OK]
+def recommended(results: list[FormatResult]) -> str:
+    """The smallest format that is ok; "bf16" when none is."""
+    fine = [r for r in results if r.verdict == OK]
     return min(fine, key=lambda r: r.token_bytes).format if fine else "bf16"
 
 
@@ -100,9 +98,9 @@ def compare(exact: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) ->
     )
 
 
-def layout_for(fmt: str, key_mode: str, shape: tuple[int, int, int], block: int) -> tuple[PoolLayout, float]:
+def layout_for(fmt: str, shape: tuple[int, int, int], block: int) -> tuple[PoolLayout, float]:
     """The server's geometry for this format, and bytes per token of its packed blocks; `shape` is (L, H, D)."""
-    config = KvcConfig(high=fmt, key_mode=key_mode, block_size=block)
+    config = KvcConfig(high=fmt, block_size=block)
     layers, heads, head_dim = shape
     layout = make_layout(config, make_policy(config), layers=layers, heads=heads, head_dim=head_dim)
     return layout, token_bytes(layout, layout.block_pages(FORMATS[fmt]))
@@ -117,20 +115,19 @@ def measure(
     block: int,
     progress: Progress,
 ) -> list[FormatResult]:
-    """Every packed format with keys per channel and per token. `exact` are the logits of the exact cache at `scored`.
+    """Every packed format. `exact` are the logits of the exact cache at `scored`.
 
     The exact pass must be `attend.by_block` without a format, so that its own difference is 0.
     """
     out, targets = [], ids[scored + 1]
-    for key_mode in KEY_MODES:
-        for name in PACKED:
-            layout, size = layout_for(name, key_mode, shape, block)
+    for name in PACKED:
+        layout, size = layout_for(name, shape, block)
 
-            def attend(layer, q, k, v, scale, layout=layout, name=name, key_mode=key_mode):
-                result = by_block(q, k, v, scale, block, functools.partial(as_stored, layout, FORMATS[name]))
-                progress.step(f"{name}, keys per {key_mode}", layer, shape[0])
-                return result
+        def attend(layer, q, k, v, scale, layout=layout, name=name):
+            result = by_block(q, k, v, scale, block, functools.partial(as_stored, layout, FORMATS[name]))
+            progress.step(name, layer, shape[0])
+            return result
 
-            logits = run(model, ids, attend, scored)
-            out.append(FormatResult(name, key_mode, size, compare(exact, logits, targets)))
+        logits = run(model, ids, attend, scored)
+        out.append(FormatResult(name, size, compare(exact, logits, targets)))
     return out

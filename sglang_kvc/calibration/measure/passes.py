@@ -43,7 +43,7 @@ class Calibration:
             identity=self.identity,
             settings=self.settings,
             formats=tuple(r.to_dict() for r in self.formats),
-            recommended={mode: formats.recommended(self.formats, mode) for mode in formats.KEY_MODES},
+            recommended=formats.recommended(self.formats),
             thresholds=self.chosen,
             tried=tuple(r.to_dict() for r in self.tried),
         )
@@ -67,8 +67,7 @@ def calibrate(
             f"the text has {n} tokens, and {LEAST_BLOCKS} blocks of {block} are the least that shows what earlier "
             f"blocks do to later ones; give a longer text, or a higher --tokens"
         )
-    passes = 1 + len(formats.KEY_MODES) * len(formats.PACKED)
-    passes += 1 + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
+    passes = 2 + len(formats.PACKED) + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
     progress = progress or Progress()
     progress.begin(passes * layers)
     # Predictions from the second block on, whose queries see a packed block, at an even distance.

@@ -10,7 +10,6 @@ from .capture import CalibrateError
 if TYPE_CHECKING:
     from .passes import Calibration
 
-MARKS = {"channel": ("o", -11), "token": ("x", 4)}  # and where a label stands, so that near ones do not overlap
 LEAST_KL = 1e-5  # nats; what is below is drawn there, on a logarithmic axis
 
 
@@ -35,17 +34,14 @@ def draw(found: Calibration, path: Path) -> None:
     from .formats import BREAKS_MEAN, OK_MEAN
 
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    for mode, (mark, below) in MARKS.items():
-        rows = [r for r in found.formats if r.key_mode == mode]
-        sizes, kl = [r.token_bytes for r in rows], [max(r.difference.kl_mean, LEAST_KL) for r in rows]
-        left.scatter(sizes, kl, marker=mark, label=f"keys per {mode}")
-        for r, x, y in zip(rows, sizes, kl):
-            left.annotate(r.format, (x, y), xytext=(4, below), textcoords="offset points", fontsize=8)
+    sizes, kl = [r.token_bytes for r in found.formats], [max(r.difference.kl_mean, LEAST_KL) for r in found.formats]
+    left.scatter(sizes, kl)
+    for r, x, y in zip(found.formats, sizes, kl):
+        left.annotate(r.format, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     for limit, words in ((OK_MEAN, "ok below"), (BREAKS_MEAN, "breaks above")):
         left.axhline(limit, color="grey", linewidth=0.8, linestyle="--")
         left.annotate(words, (0.99, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     left.set(yscale="log", xlabel="bytes per token", ylabel="KL to bf16, nats per token", title="Formats")
-    left.legend(fontsize=8)
 
     curves = found.tensors["retention_curves"]
     ramp = pyplot.get_cmap("viridis")

@@ -153,8 +153,8 @@ def measure(
     first = [tried(a, 0.0) for a in ALPHA_HIGH]
     alpha_high = max([r.alpha_high for r in first if r.difference.kl_mean <= LOSS], default=0.0)
     if not alpha_high:  # every token is high, and none is left to prune
-        return Chosen(0.0, 0.0, policy.high, policy.low, layout.key_mode), first
+        return Chosen(0.0, 0.0, policy.high, policy.low), first
     limit = next(r.difference.kl_mean for r in first if r.alpha_high == alpha_high) + PRUNING_LOSS
     second = [tried(alpha_high, a) for a in ALPHA_LOW]
     alpha_low = max([r.alpha_low for r in second if r.difference.kl_mean <= limit], default=0.0)
-    return Chosen(alpha_high, alpha_low, policy.high, policy.low, layout.key_mode), first + second
+    return Chosen(alpha_high, alpha_low, policy.high, policy.low), first + second

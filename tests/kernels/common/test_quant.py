@@ -11,7 +11,6 @@ from kvc_kernels.layout import BF16, FORMATS, PageLayout
 from tests.support.pages import RefStore, encode, fill, lower, make_store, random_kv, random_tiers, rungs
 
 PACKED = [f for f in FORMATS.values() if f.packed]
-MODES = ["channel", "token"]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -29,10 +28,9 @@ def test_fields_lie_in_equal_parts(bits, axis):
 
 
 @pytest.mark.parametrize("fmt", PACKED, ids=lambda f: f.name)
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scored", [False, True])
-def test_page_round_trip_and_zero_padding(fmt, mode, scored):
-    page = PageLayout(fmt, 64, 4096 + 16, mode, scored)
+def test_page_round_trip_and_zero_padding(fmt, scored):
+    page = PageLayout(fmt, 64, 4096 + 16, scored)
     t, lead = page.tokens, (2, 3)
     gen = torch.Generator().manual_seed(0)
 
@@ -45,7 +43,6 @@ def test_page_round_trip_and_zero_padding(fmt, mode, scored):
     rows = pack.PageRows(
         codes(fmt.key_bits),
         codes(fmt.value_bits),
-        halves(2) if mode == "token" else None,
         halves(page.value_groups, 2),
         torch.randn(*lead, t, generator=gen) if scored else None,
         torch.randint(0, 999, (*lead, t), generator=gen).to(torch.int16) if scored else None,
@@ -56,7 +53,7 @@ def test_page_round_trip_and_zero_padding(fmt, mode, scored):
         assert a is None or torch.equal(a, b)
     # Slots without a token leave no trace, whatever was in them.
     valid = torch.arange(t) < 5
-    masks = [valid[:, None]] * 2 + [valid] * 4  # keys and values are token-major, the rest ends in tokens
+    masks = [valid[:, None]] * 2 + [valid] * 3  # keys and values are token-major, the rest ends in tokens
     other = pack.PageRows(*(x if x is None else torch.where(m, x, 7) for x, m in zip(rows, masks)))
     bytes_a = pack.write_page(page, rows, valid.expand(*lead, t))
     assert torch.equal(bytes_a, pack.write_page(page, other, valid.expand(*lead, t)))
@@ -64,7 +61,7 @@ def test_page_round_trip_and_zero_padding(fmt, mode, scored):
 
 
 def test_bf16_page_round_trip():
-    page = PageLayout(BF16, 64, 4096, "channel", True)
+    page = PageLayout(BF16, 64, 4096, True)
     k, v = torch.randn(2, 4, page.tokens, 64).bfloat16().unbind(0)
     scores = torch.randn(4, page.tokens)
     back = pack.read_page(page, pack.write_page(page, pack.PageRows(k, v, scores=scores)))
@@ -72,12 +69,11 @@ def test_bf16_page_round_trip():
 
 
 @pytest.mark.parametrize("spec", [f.name for f in PACKED])
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64])
-def test_bytes_equal_reference(spec, mode, scored, head_dim):
+def test_bytes_equal_reference(spec, scored, head_dim):
     """Quantise and pack from bf16, bit for bit against the token-by-token reference."""
-    store = make_store(rungs(spec), key_mode=mode, scored=scored, head_dim=head_dim, dtype=torch.float16)
+    store = make_store(rungs(spec), scored=scored, head_dim=head_dim, dtype=torch.float16)
     blocks = torch.tensor([4, 2])
     k, v = random_kv(store, 64)
     k[0, :, 0, 3] = 2.5  # a channel without range

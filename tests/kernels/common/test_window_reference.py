@@ -19,12 +19,12 @@ ROWS = torch.tensor(
 WINDOWS = [0, 1, 20, 31, 32, 50, 70, 1000]
 
 
-def request_case(spec="k4v4", mode="channel", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
+def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
     """A store of two layers that holds all tokens; lengths, of blocks too, are `times` as large."""
     p = times * P
     packed_as = rungs(spec) if spec else rungs()
     store = make_store(
-        packed_as, layers=2, heads=heads, head_dim=dim, block_tokens=p, key_mode=mode, blocks=18, dtype=dtype
+        packed_as, layers=2, heads=heads, head_dim=dim, block_tokens=p, blocks=18, dtype=dtype
     )
     for r, (prefix, new) in enumerate(zip(PREFIX, NEW)):
         tokens = times * (prefix + new)
@@ -94,11 +94,11 @@ def test_extend(window, stored, cap):
     assert error(got, want) < 0.02
 
 
-@pytest.mark.parametrize("spec, mode", [("", "channel"), ("k4v4", "channel"), ("k8v4", "token"), ("k2v2", "channel")])
+@pytest.mark.parametrize("spec", ["", "k4v4", "k8v4", "k2v2"])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_decode(spec, mode, window):
+def test_decode(spec, window):
     """Also the last token of a whole block, and a window that ends in front of a block."""
-    store, scale = request_case(spec, mode), 0.125
+    store, scale = request_case(spec), 0.125
     for drop in (0, 5):
         lens = [a + b - drop for a, b in zip(PREFIX, NEW)]
         q = queries(2)[: len(lens)]

@@ -21,15 +21,15 @@ def rung(names):
     return Rung(high, low[0] if low else None)
 
 
-def make(device, specs, head_dim, heads, key_mode, scored, dtype, blocks=5, tokens=TOKENS, page_tokens=None):
+def make(device, specs, head_dim, heads, scored, dtype, blocks=5, tokens=TOKENS, page_tokens=None):
     formats = [FORMATS[x] for spec in specs for x in spec.split("+")]
-    sizes = dict(head_dim=head_dim, key_mode=key_mode, scored=scored)
+    sizes = dict(head_dim=head_dim, scored=scored)
     page = (
         page_bytes_for(formats[0], page_tokens, **sizes)
         if page_tokens
         else choose_page_bytes(formats, block_tokens=tokens, **sizes)
     )
-    layout = PoolLayout(LAYERS, heads, head_dim, tokens, page, key_mode, scored)
+    layout = PoolLayout(LAYERS, heads, head_dim, tokens, page, scored)
     ladder = (Rung(BF16), *(rung(x) for x in specs))
     store = PageStore.create(
         layout, ladder, num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 3, dtype=dtype,
@@ -39,7 +39,6 @@ def make(device, specs, head_dim, heads, key_mode, scored, dtype, blocks=5, toke
     return store
 
 
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
 @pytest.mark.parametrize(
     "specs, head_dim, heads, scored, dtype",
     [
@@ -53,7 +52,7 @@ def make(device, specs, head_dim, heads, key_mode, scored, dtype, blocks=5, toke
         (["k4v2"], 256, 2, False, torch.bfloat16),
     ],
 )
-def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
+def test_same_bytes(specs, head_dim, heads, scored, dtype):
     """From uncompressed down every rung of the ladder, with random tiers at each step."""
     from kvc_kernels.compact.launch import compact_triton
 
@@ -72,7 +71,7 @@ def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
         plans.append(torch.minimum(tiers, plans[-1]) if plans and "+" in spec else tiers)
     stores = []
     for device, move in (("cpu", ops.compact), ("cuda", ops.compact), ("cuda", compact_triton)):
-        store = make(device, specs, head_dim, heads, key_mode, scored, dtype)
+        store = make(device, specs, head_dim, heads, scored, dtype)
         ids = blocks.to(device)
         ops.take_bf16(store, ids)
         at = torch.arange(4 * TOKENS, device=device)
@@ -95,7 +94,6 @@ def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
         assert torch.equal(free_pages(store).cpu(), free_pages(stores[0][0]))
 
 
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
 @pytest.mark.parametrize(
     "spec, head_dim, tokens, page_tokens, scored, dtype",
     [
@@ -110,7 +108,7 @@ def test_same_bytes(specs, head_dim, heads, key_mode, scored, dtype):
         ("k8v4+k4v2", 128, 192, 64, True, torch.bfloat16),
     ],
 )
-def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype, key_mode):
+def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype):
     """With tiers that keep everything and without tiers, on ties between codes and beyond fp16 too."""
     from kvc_kernels.compact.launch import compact_triton
 
@@ -135,7 +133,7 @@ def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype, key_mode):
         ("cpu", ops.compact, True), ("cuda", ops.compact, False), ("cuda", compact_triton, True),
         ("cuda", compact_triton, False),
     ):  # fmt: skip
-        store = make(device, [spec], head_dim, heads, key_mode, scored, dtype, 3, tokens, page_tokens)
+        store = make(device, [spec], head_dim, heads, scored, dtype, 3, tokens, page_tokens)
         ids = blocks.to(device)
         ops.take_bf16(store, ids)
         at = torch.arange(3 * tokens, device=device)
@@ -160,7 +158,7 @@ def test_no_sync(source, given):
     """A compaction is queued without waiting for the device."""
     from kvc_kernels.compact.launch import compact_triton
 
-    store = make("cuda", ["k8v4+k4v2", "k8v4+k4v2"], 64, 2, "channel", True, torch.bfloat16)
+    store = make("cuda", ["k8v4+k4v2", "k8v4+k4v2"], 64, 2, True, torch.bfloat16)
     first, second = torch.tensor([1, 4], device="cuda"), torch.tensor([3, 5], device="cuda")
     tiers = torch.randint(0, 3, (2, LAYERS, 2, TOKENS), device="cuda").to(torch.int8)
     for ids in (first, second):

@@ -34,12 +34,9 @@ def same(a, b, blocks=BLOCKS):
     assert torch.equal(free_pages(a), free_pages(b))
 
 
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
 @pytest.mark.parametrize("ladder", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
-def test_same_bytes(ladder, key_mode):
-    a, b = pair(
-        ladder=rungs(ladder), head_dim=64, key_mode=key_mode, scored="4" in ladder, layers=1 + (key_mode == "token")
-    )
+def test_same_bytes(ladder):
+    a, b = pair(ladder=rungs(ladder), head_dim=64, scored="4" in ladder, layers=2)
     tiers = random_tiers(a, 3, a.ladder[1], np.random.default_rng(2))
     expected = ops.compact(a, BLOCKS, 1, tiers, from_rung=0)
     assert torch.equal(compact_triton(b, BLOCKS, 1, tiers, from_rung=0), expected)
@@ -59,17 +56,16 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("keys", ["held", "read twice", "by token"])
+@pytest.mark.parametrize("keys", ["held", "read twice"])
 @pytest.mark.parametrize("ladder, block_tokens, page_tokens", WHOLE)
 def test_all_kept(ladder, block_tokens, page_tokens, keys, monkeypatch):
     """Without tiers; some blocks do not fill their pages."""
-    key_mode = "token" if keys == "by token" else "channel"
     if keys == "read twice":
         monkeypatch.setattr(module, "HELD", 1)
     ladder, scored = rungs(ladder), block_tokens == 64
-    page = page_bytes_for(ladder[1].high, page_tokens, head_dim=64, key_mode=key_mode, scored=scored)
+    page = page_bytes_for(ladder[1].high, page_tokens, head_dim=64, scored=scored)
     a, b = pair(
-        ladder=ladder, head_dim=64, key_mode=key_mode, scored=scored, heads=1, block_tokens=block_tokens,
+        ladder=ladder, head_dim=64, scored=scored, heads=1, block_tokens=block_tokens,
         page_bytes=page + 16 * (page_tokens == 80), dtype=torch.float16 if page_tokens == 32 else torch.bfloat16,
     )  # fmt: skip
     assert a.layout.page(ladder[1].high).tokens == page_tokens
@@ -132,11 +128,10 @@ def test_fp16_pages_of_48_tokens_and_hard_values():
 MOVES = [("k8v8", "k4v4"), ("k8v8", "k2v2"), ("k4v4", "k4v2"), ("k8v4+k4v2", "k8v4+k4v2"), ("k8v4+k4v2", "k4v2")]
 
 
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("source, target", MOVES)
-def test_packed_blocks(source, target, scored, key_mode):
-    a, b = pair(ladder=rungs(source, target), head_dim=64, key_mode=key_mode, scored=scored, heads=1, layers=2)
+def test_packed_blocks(source, target, scored):
+    a, b = pair(ladder=rungs(source, target), head_dim=64, scored=scored, heads=1, layers=2)
     gen = np.random.default_rng(9)
     tiers = random_tiers(a, 3, a.ladder[1], gen)
     for store in (a, b):

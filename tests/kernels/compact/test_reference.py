@@ -28,8 +28,7 @@ def packed_store(ladder, tiers_of_rung, order, *, churn=0, **kw):
 
 
 @pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("mode", ["channel", "token"])
-def test_digest_ignores_page_ids_neighbours_and_order(mode, scored):
+def test_digest_ignores_page_ids_neighbours_and_order(scored):
     shape = (1, 2, 2, 32)
     gen = np.random.default_rng(5)
     tiers = {b: torch.from_numpy(gen.integers(0, 3, shape)).to(torch.int8) for b in (1, 2, 3)}
@@ -39,7 +38,7 @@ def test_digest_ignores_page_ids_neighbours_and_order(mode, scored):
     seen = []
     for churn, batches in ((0, [[1, 2, 3]]), (1, [[3, 1], [2]]), (5, [[2], [3], [1]]), (2, [[3, 2, 1]])):
         order = [b for batch in batches for b in batch]
-        store = packed_store(MIXED, tiers, order, churn=churn, key_mode=mode, scored=scored)
+        store = packed_store(MIXED, tiers, order, churn=churn, scored=scored)
         digests = []
         for plan, source, to in ((tiers, 0, 1), (then, 1, 2)):
             for batch in batches:
@@ -181,9 +180,8 @@ class NoSync(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("mode", ["channel", "token"])
-def test_step_operations_never_read_device_data(mode, scored):
-    store = make_store(MIXED, layers=2, key_mode=mode, scored=scored)
+def test_step_operations_never_read_device_data(scored):
+    store = make_store(MIXED, layers=2, scored=scored)
     blocks, at = torch.tensor([1, 3]), torch.arange(32)
     k, v = random_kv(store, 32)
     with NoSync():

@@ -35,8 +35,8 @@ TYPES = {
 def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dtype, tmp_path):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     formats = [FORMATS[n] for n in ladder.split("+")]
-    size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, key_mode="channel", scored=True)
-    layout = PoolLayout(2, heads, head_dim, 128, size, "channel", True)
+    size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, scored=True)
+    layout = PoolLayout(2, heads, head_dim, 128, size, True)
     store = PageStore.create(
         layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, device="cpu",
         dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,

@@ -23,9 +23,8 @@ def run(case, *, layer=1, tile=32, columns=5, **kw):
 
 
 @pytest.mark.parametrize("ladder", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2", "k4v4+k2v2"])
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
-def test_formats(ladder, key_mode):
-    assert run(make_case(ladder, key_mode=key_mode)) < BAR
+def test_formats(ladder):
+    assert run(make_case(ladder)) < BAR
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 12])
@@ -52,9 +51,8 @@ def test_tiles_and_pages_that_do_not_divide_each_other(tile, page):
     assert run(make_case("k4v4", page_bytes=page), tile=tile) < BAR
 
 
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
-def test_logit_cap(key_mode):
-    assert run(make_case("k4v4", key_mode=key_mode, lens=(66, 64)), logit_cap=2.0) < BAR
+def test_logit_cap():
+    assert run(make_case("k4v4", lens=(66, 64)), logit_cap=2.0) < BAR
 
 
 def test_plain_blocks_only():

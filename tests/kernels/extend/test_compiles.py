@@ -34,9 +34,9 @@ def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -
 
     monkeypatch.setattr(JITFunction, "run", run)
     size = choose_page_bytes(
-        [ladder[1].high], head_dim=head_dim, block_tokens=128, key_mode="channel", scored=False, whole=True
+        [ladder[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
     )
-    layout = PoolLayout(2, 8, head_dim, 128, size, "channel", False)
+    layout = PoolLayout(2, 8, head_dim, 128, size, False)
     store = PageStore.create(layout, ladder, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
     op = extend.ExtendAttention(store, query_heads=32, dense="none", stored_as=ladder[1].high, tuning=tuning)
     op.plan(torch.zeros((1, 4), dtype=torch.int32), [128], [168])

@@ -18,13 +18,13 @@ from kvc_kernels.store import PageStore
 SPILLS = 72  # bytes that are allowed; a few are spilled where tiles are listed or rows are copied whole
 
 
-def kernel_constants(ladder: str, *, rows=256, key_mode="channel", dtype=torch.bfloat16, capped=False, page=0) -> str:
+def kernel_constants(ladder: str, *, rows=256, dtype=torch.bfloat16, capped=False, page=0) -> str:
     formats = [FORMATS[n] for n in ladder.split("+") if n]
     whole = len(formats) == 1
     size = page or choose_page_bytes(
-        formats, head_dim=128, block_tokens=128, key_mode=key_mode, scored=not whole, whole=whole
+        formats, head_dim=128, block_tokens=128, scored=not whole, whole=whole
     )
-    layout = PoolLayout(2, 8, 128, 128, size, key_mode, not whole)
+    layout = PoolLayout(2, 8, 128, 128, size, not whole)
     ladder = (Rung(BF16), Rung(*formats)) if formats else (Rung(BF16),)
     store = PageStore.create(layout, ladder, num_pages=4, num_blocks=2, device="cpu", dtype=dtype)
     op = ExtendAttention(store, query_heads=32, dense="none")
@@ -52,7 +52,7 @@ def registers(cubin: bytes, path: Path) -> dict[str, int]:
         ("k4v4", {}),
         ("k4v4", dict(rows=128)),
         ("k8v8", dict(dtype=torch.float16)),
-        ("k8v4+k4v2", dict(key_mode="token", capped=True)),
+        ("k8v4+k4v2", dict(capped=True)),
         ("k8v4+k4v2", {}),
         ("k2v2", dict(page=5000)),
         ("", {}),

@@ -41,9 +41,9 @@ def compiled(monkeypatch):
 def store_of(fmt, head_dim):
     ladder = ladder_of(fmt)
     size = choose_page_bytes(
-        [ladder[1].high], head_dim=head_dim, block_tokens=128, key_mode="channel", scored=False, whole=True
+        [ladder[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
     )
-    layout = PoolLayout(2, 4, head_dim, 128, size, "channel", False)
+    layout = PoolLayout(2, 4, head_dim, 128, size, False)
     return PageStore.create(layout, ladder, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
 
 

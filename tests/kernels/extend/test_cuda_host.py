@@ -53,23 +53,23 @@ def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    "ladder, size, key_mode, block_tokens, rows, dtype",
+    "ladder, size, block_tokens, rows, dtype",
     [  # size: of a page that holds so many tokens of such a format
-        ("all", ("k4v4", 64), "channel", 128, 256, torch.bfloat16),
-        ("all", ("k8v8", 64), "token", 256, 256, torch.float16),
-        ("all", ("k2v2", 64), "channel", 128, 256, torch.bfloat16),
-        ("all", ("k8v4", 128), "token", 384, 128, torch.bfloat16),
-        ("all", ("k4v4", 48), "channel", 192, 128, torch.float16),
-        ("tiers", ("k2v2", 128), "token", 128, 256, torch.bfloat16),
-        ("k4v4", ("k4v4", 64), "channel", 128, 128, torch.float16),
-        ("plain", ("k8v8", 16), "channel", 128, 256, torch.bfloat16),
+        ("all", ("k4v4", 64), 128, 256, torch.bfloat16),
+        ("all", ("k8v8", 64), 256, 256, torch.float16),
+        ("all", ("k2v2", 64), 128, 256, torch.bfloat16),
+        ("all", ("k8v4", 128), 384, 128, torch.bfloat16),
+        ("all", ("k4v4", 48), 192, 128, torch.float16),
+        ("tiers", ("k2v2", 128), 128, 256, torch.bfloat16),
+        ("k4v4", ("k4v4", 64), 128, 128, torch.float16),
+        ("plain", ("k8v8", 16), 128, 256, torch.bfloat16),
     ],
 )
-def test_tiles(ladder, size, key_mode, block_tokens, rows, dtype, tmp_path):
+def test_tiles(ladder, size, block_tokens, rows, dtype, tmp_path):
     rungs = [Rung(*(FORMATS[n] for n in ([r] if isinstance(r, str) else r))) for r in LADDERS[ladder]]
     heads, p, rungs = 2, block_tokens, (Rung(BF16), *rungs)
-    page = page_bytes_for(FORMATS[size[0]], size[1], head_dim=128, key_mode=key_mode, scored=False)
-    layout = PoolLayout(2, heads, 128, p, page, key_mode)
+    page = page_bytes_for(FORMATS[size[0]], size[1], head_dim=128, scored=False)
+    layout = PoolLayout(2, heads, 128, p, page)
     assert size[0] not in LADDERS[ladder] or layout.page(FORMATS[size[0]]).tokens == size[1]
     gen = torch.Generator().manual_seed(5)
     n = 9 * len(rungs) if len(rungs) < 4 else 5 * len(rungs)

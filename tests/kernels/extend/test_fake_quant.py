@@ -15,9 +15,9 @@ PACKED = [f.name for f in FORMATS.values() if f.packed]
 P, LENGTH, SCALE = 64, 230, 64**-0.5
 
 
-def filled(spec, mode="channel", seed=0, dtype=torch.bfloat16):
+def filled(spec, seed=0, dtype=torch.bfloat16):
     """A store with one uncompressed request of LENGTH tokens. Returns store, row of blocks, K, V `[S, L, H, D]`."""
-    store = make_store(rungs(spec), dtype=dtype, block_tokens=P, head_dim=64, blocks=9, key_mode=mode)
+    store = make_store(rungs(spec), dtype=dtype, block_tokens=P, head_dim=64, blocks=9)
     row = torch.tensor([4, 2, 7, 1])
     k, v = random_kv(store, LENGTH, seed)
     fill(store, row, k, v)
@@ -38,10 +38,9 @@ def extend(store, row, q, prefix, end, cap=0.0):
     return ops.extend_attention(store, 0, q[prefix:end], row[None], [prefix], [end - prefix], **args)
 
 
-@pytest.mark.parametrize("mode", ["channel", "token"])
 @pytest.mark.parametrize("spec", PACKED)
-def test_rows_are_what_packing_gives_back(spec, mode):
-    store, row = filled(spec, mode)
+def test_rows_are_what_packing_gives_back(spec):
+    store, row = filled(spec)
     k, v, _ = ops.load_dense(store, 0, row[:3])
     want = as_stored(store.layout, store.ladder[1].high, k.bfloat16(), v.bfloat16())
     pack(store, row[:3])
@@ -51,17 +50,16 @@ def test_rows_are_what_packing_gives_back(spec, mode):
     assert not torch.equal(want[0], k.bfloat16())
 
 
-@pytest.mark.parametrize("mode", ["channel", "token"])
 @pytest.mark.parametrize("spec", PACKED)
 @pytest.mark.parametrize("cap", [0.0, 20.0])
-def test_cold_chunked_and_warm_give_the_same_bits(spec, mode, cap):
+def test_cold_chunked_and_warm_give_the_same_bits(spec, cap):
     q = queries()
-    store, row = filled(spec, mode)
+    store, row = filled(spec)
     cold = extend(store, row, q, 0, LENGTH, cap)
     for cuts in ((0, 64, 192, LENGTH), (0, 128, LENGTH), (0, 30, 70, 128, 229, LENGTH)):
         # As they are, with every full block before the chunk packed, and with only some packed so far.
         for packed_blocks in (lambda at: 0, lambda at: at // P, lambda at: at // P // 2):
-            store, row = filled(spec, mode)
+            store, row = filled(spec)
             done, out = 0, []
             for a, b in itertools.pairwise(cuts):
                 if (n := packed_blocks(a)) > done:

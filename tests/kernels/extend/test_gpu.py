@@ -46,52 +46,52 @@ def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **option
     return error(out, reference(store, layer, q, k, v, rows, prefix, new, scale=scale, logit_cap=cap)), out
 
 
-def case(form, group, key_mode="channel", head_dim=128, heads=2, dtype=torch.bfloat16, scored=False):
+def case(form, group, head_dim=128, heads=2, dtype=torch.bfloat16, scored=False):
     return make_case(
-        FORMS[form], group=group, head_dim=head_dim, key_mode=key_mode, heads=heads, block_tokens=128, dtype=dtype,
+        FORMS[form], group=group, head_dim=head_dim, heads=heads, block_tokens=128, dtype=dtype,
         scored=scored, rungs=RUNGS, device="cuda", seed=torch.initial_seed(),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "form, group, head_dim, key_mode, scored",
+    "form, group, head_dim, scored",
     [
-        ("k4v4", 4, 128, "channel", False),
-        ("k4v4", 7, 64, "token", True),
-        ("k8v8", 1, 128, "token", False),
-        ("k2v2", 3, 64, "channel", False),
-        ("k2v2", 4, 128, "token", False),
-        ("tiers", 4, 128, "channel", True),
-        ("tiers", 3, 64, "token", True),
-        ("plain", 4, 128, "channel", False),
+        ("k4v4", 4, 128, False),
+        ("k4v4", 7, 64, True),
+        ("k8v8", 1, 128, False),
+        ("k2v2", 3, 64, False),
+        ("k2v2", 4, 128, False),
+        ("tiers", 4, 128, True),
+        ("tiers", 3, 64, True),
+        ("plain", 4, 128, False),
     ],
 )
-def test_triton(form, group, head_dim, key_mode, scored):
-    store = case(form, group, key_mode, head_dim, scored=scored)
+def test_triton(form, group, head_dim, scored):
+    store = case(form, group, head_dim, scored=scored)
     worst, _ = run(store, group, [70, 33, 1, 20])
     assert worst < TOLERANCE
 
 
 @needs_hopper
 @pytest.mark.parametrize(
-    "form, group, key_mode, new",
+    "form, group, new",
     [
-        ("k4v4", 4, "channel", [70, 33, 1, 20]),
-        ("k4v4", 4, "channel", [20, 3, 1, 9]),
-        ("k4v4", 7, "token", [40, 33, 1, 20]),
-        ("k8v8", 1, "channel", [300, 33, 129, 20]),
-        ("k8v4", 3, "token", [70, 33, 1, 20]),
-        ("k4v8", 4, "channel", [64, 64, 64, 64]),
-        ("k4v2", 4, "channel", [70, 33, 1, 20]),
-        ("k2v2", 4, "channel", [70, 33, 1, 20]),
-        ("k2v2", 2, "token", [20, 3, 1, 9]),
-        ("tiers", 4, "token", [40, 3, 1, 9]),
-        ("tiers", 4, "channel", [70, 33, 1, 20]),
-        ("plain", 4, "channel", [70, 33, 1, 20]),
+        ("k4v4", 4, [70, 33, 1, 20]),
+        ("k4v4", 4, [20, 3, 1, 9]),
+        ("k4v4", 7, [40, 33, 1, 20]),
+        ("k8v8", 1, [300, 33, 129, 20]),
+        ("k8v4", 3, [70, 33, 1, 20]),
+        ("k4v8", 4, [64, 64, 64, 64]),
+        ("k4v2", 4, [70, 33, 1, 20]),
+        ("k2v2", 4, [70, 33, 1, 20]),
+        ("k2v2", 2, [20, 3, 1, 9]),
+        ("tiers", 4, [40, 3, 1, 9]),
+        ("tiers", 4, [70, 33, 1, 20]),
+        ("plain", 4, [70, 33, 1, 20]),
     ],
 )
-def test_hopper(form, group, key_mode, new):
-    store = case(form, group, key_mode, scored=form == "tiers")
+def test_hopper(form, group, new):
+    store = case(form, group, scored=form == "tiers")
     worst, _ = run(store, group, new, hopper=True)
     # Random 8-bit codes spell keys so large that logits of 50 come up, and in fp16 those are off by 0.02.
     assert worst < (1.5 if form == "k8v8" else 1) * TOLERANCE
@@ -128,17 +128,17 @@ def test_a_library_for_the_new_tokens(hopper, dense):
 
 
 @pytest.mark.parametrize("new", [(1, 1, 1), (2, 1, 2), (4, 3, 1)])
-@pytest.mark.parametrize("form, group, head_dim, key_mode", [
-    ("k4v4", 4, 128, "channel"), ("k8v8", 1, 128, "token"), ("k2v2", 3, 64, "channel"), ("k4v2", 4, 128, "channel"),
-    ("tiers", 2, 128, "channel"), ("plain", 4, 128, "channel"),
+@pytest.mark.parametrize("form, group, head_dim", [
+    ("k4v4", 4, 128), ("k8v8", 1, 128), ("k2v2", 3, 64), ("k4v2", 4, 128),
+    ("tiers", 2, 128), ("plain", 4, 128),
 ])  # fmt: skip
-def test_few_new_tokens(form, group, head_dim, key_mode, new):
+def test_few_new_tokens(form, group, head_dim, new):
     """By the decode kernel, from their pages; the last blocks are uncompressed."""
     from kvc_kernels.extend.attention import ExtendAttention
 
     rungs = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
     store = make_case(
-        FORMS[form], group=group, head_dim=head_dim, key_mode=key_mode, heads=8, block_tokens=128, rungs=rungs,
+        FORMS[form], group=group, head_dim=head_dim, heads=8, block_tokens=128, rungs=rungs,
         device="cuda", seed=torch.initial_seed() % 2**31,
     )  # fmt: skip
     rows, prefix = torch.tensor([[9, 4, 2, 3], [7, 0, 0, 0], [10, 2, 12, 0]]), [3 * 128 + 9, 100, 2 * 128]

@@ -26,9 +26,9 @@ ROUNDED = {"k8v4": 0.08}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def case(spec, mode="channel", dtype=torch.bfloat16, heads=HEADS, dim=DIM):
+def case(spec, dtype=torch.bfloat16, heads=HEADS, dim=DIM):
     """The store and the new rows `[L, N, H, D]` on the device."""
-    store, k, v = request_case(spec, mode, dtype, heads, dim, TIMES)
+    store, k, v = request_case(spec, dtype, heads, dim, TIMES)
     fields = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()}
     return PageStore(**fields), k.cuda(), v.cuda()
 
@@ -48,12 +48,11 @@ def make(store, query_heads, **options):
     return op
 
 
-@pytest.mark.parametrize("mode", ["channel", "token"])
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
-def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
+def test_rows_are_those_of_the_reference_bit_for_bit(spec):
     from kvc_kernels.extend.fake_quant_kernel import StoredRows
 
-    store, _, _ = case(spec, mode)
+    store, _, _ = case(spec)
     fmt = store.ladder[1].high
     # Row, place; slot as stored, slot as it is, tokens.
     items = [[0, 1, 2, 4, 128], [0, 2, 0, 5, 128], [1, 0, 1, -1, 128], [2, 0, 3, 6, 20]]
@@ -76,17 +75,17 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 @pytest.mark.parametrize(
-    "spec, mode, group, cap, dtype",
+    "spec, group, cap, dtype",
     [
-        ("k4v4", "channel", 4, 0.0, torch.bfloat16),
-        ("k8v4", "token", 7, 0.0, torch.bfloat16),
-        ("k4v2", "channel", 1, 20.0, torch.float16),
-        ("k2v2", "channel", 3, 0.0, torch.bfloat16),
+        ("k4v4", 4, 0.0, torch.bfloat16),
+        ("k8v4", 7, 0.0, torch.bfloat16),
+        ("k4v2", 1, 20.0, torch.float16),
+        ("k2v2", 3, 0.0, torch.bfloat16),
     ],
 )
-def test_against_the_reference(spec, mode, group, cap, dtype, dense):
+def test_against_the_reference(spec, group, cap, dtype, dense):
     skip_without(dense)
-    store, k, v = case(spec, mode, dtype)
+    store, k, v = case(spec, dtype)
     q = queries(HEADS * group, DIM, dtype)
     op = make(store, HEADS * group, dense=dense, hopper=HOPPER and dense != "none")
     assert op._stages and op._use_ragged == (dense != "none")

@@ -18,14 +18,14 @@ PREFIX, NEW = [17 * P, 0, 40 * P], [600, 70, 515]
 PACKED = [16, 0, 40]  # whole blocks of the prefix that are packed; the others wait
 
 
-def case(spec, mode="channel", page_tokens=32):
+def case(spec, page_tokens=32):
     """A store on the device with the prefixes and new tokens; rows of blocks; new rows `[L, N, H, D]`."""
     from kvc_kernels.store import PageStore
 
     need = [-(-(a + b) // P) for a, b in zip(PREFIX, NEW)]
     store = make_store(
-        rungs(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, key_mode=mode, blocks=2 * sum(need),
-        page_bytes=page_bytes_for(FORMATS[spec], page_tokens, head_dim=DIM, key_mode=mode, scored=False),
+        rungs(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, blocks=2 * sum(need),
+        page_bytes=page_bytes_for(FORMATS[spec], page_tokens, head_dim=DIM, scored=False),
     )  # packing takes pages before it gives back
     ids = (1 + torch.randperm(sum(need))).split(need)
     rows, new = torch.zeros((len(need), max(need)), dtype=torch.int32), []
@@ -40,12 +40,12 @@ def case(spec, mode="channel", page_tokens=32):
     return PageStore(**fields), rows.cuda(), *(torch.cat([x[i] for x in new], 1).cuda() for i in (0, 1))
 
 
-@pytest.mark.parametrize("mode, page_tokens", [("channel", 32), ("channel", 64), ("token", 64)])
+@pytest.mark.parametrize("page_tokens", [32, 64])
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
-def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode, page_tokens):
+def test_rows_are_those_of_the_reference_bit_for_bit(spec, page_tokens):
     from kvc_kernels.extend.attention import ExtendAttention
 
-    store, rows, _, _ = case(spec, mode, page_tokens)
+    store, rows, _, _ = case(spec, page_tokens)
     op = ExtendAttention(store, query_heads=4 * HEADS, whole=True, hopper=False)._unpacked
     assert op.plan(rows, PREFIX, NEW)
     op.k.fill_(torch.nan)
@@ -57,11 +57,11 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode, page_tokens):
 
 
 @pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("spec, mode, group, cap", [("k4v4", "channel", 4, 0.0), ("k8v4", "token", 1, 20.0)])
-def test_against_the_reference(spec, mode, group, cap, staged):
+@pytest.mark.parametrize("spec, group, cap", [("k4v4", 4, 0.0), ("k8v4", 1, 20.0)])
+def test_against_the_reference(spec, group, cap, staged):
     from kvc_kernels.extend.attention import ExtendAttention
 
-    store, rows, k, v = case(spec, mode, 64)
+    store, rows, k, v = case(spec, 64)
     seed = torch.initial_seed()
     print("seed", seed)
     gen = torch.Generator(device="cuda").manual_seed(seed)

@@ -53,10 +53,10 @@ def test_decode_windows(window):
 
 
 @pytest.mark.parametrize("names", [("k8v8",), ("k2v2",), ("k4v4", "k8v4"), ()])
-@pytest.mark.parametrize("head_dim, key_mode", [(64, "channel"), (128, "token"), (256, "channel")])
-def test_decode_formats(names, head_dim, key_mode):
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_decode_formats(names, head_dim):
     case = make_case(
-        *names, head_dim=head_dim, block_tokens=128, lens=LENS, whole=True, key_mode=key_mode, device="cuda"
+        *names, head_dim=head_dim, block_tokens=128, lens=LENS, whole=True, device="cuda"
     )
     assert decode(case, 190, logit_cap=2.0 if head_dim == 256 else 0.0) < BAR
 
@@ -115,16 +115,16 @@ def test_extend_windows(dense, window):
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 @pytest.mark.parametrize(
-    "spec, mode, dim, dtype, cap",
+    "spec, dim, dtype, cap",
     [
-        ("k8v4", "token", 128, torch.float16, 0.0),
-        ("k4v4", "channel", 256, torch.bfloat16, 0.0),
-        ("k4v4", "channel", 256, torch.bfloat16, 20.0),
-        ("k2v2", "channel", 64, torch.bfloat16, 0.0),
+        ("k8v4", 128, torch.float16, 0.0),
+        ("k4v4", 256, torch.bfloat16, 0.0),
+        ("k4v4", 256, torch.bfloat16, 20.0),
+        ("k2v2", 64, torch.bfloat16, 0.0),
     ],
 )
-def test_extend_formats(dense, spec, mode, dim, dtype, cap):
-    store = request_case(spec, mode, dtype, dim=dim, times=TIMES)
+def test_extend_formats(dense, spec, dim, dtype, cap):
+    store = request_case(spec, dtype, dim=dim, times=TIMES)
     q = queries(3, dtype, dim=dim, times=TIMES)
     assert extend(store, q, 190, dense=dense, cap=cap)[0] < 0.03
 

@@ -15,13 +15,13 @@ from tests.support.random_store import dense_head, random_store
 SMALL = Tuning(rows=16, tile=32, programs_per_sm=12)
 
 
-def make_case(ladder, *, group, head_dim=64, key_mode="channel", heads=2, block_tokens=32, dtype=torch.bfloat16,
+def make_case(ladder, *, group, head_dim=64, heads=2, block_tokens=32, dtype=torch.bfloat16,
               scored=False, rungs=(1, 2, 0, 1, 0, 2), device="cpu", seed=0, layers=2, full=False):
     """A store of `len(rungs)` blocks with ragged heads (whole ones with `full`)."""
     rungs = torch.tensor(rungs) % len(ladder)
     formats = [f for r in ladder for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
-    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, key_mode=key_mode, scored=scored)
-    layout = PoolLayout(layers, heads, head_dim, block_tokens, page, key_mode, scored)
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored)
+    layout = PoolLayout(layers, heads, head_dim, block_tokens, page, scored)
     gen = torch.Generator().manual_seed(seed)
     shape = (len(rungs), layers, heads)
     high = torch.randint(0, block_tokens + 1, shape, generator=gen)
@@ -85,10 +85,9 @@ LADDERS = {
 ROWS = torch.tensor([[3, 1, 2, 4, 5], [6, 0, 0, 0, 0], [2, 4, 1, 0, 0]], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
 @pytest.mark.parametrize("ladder, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7)])
-def test_formats_groups_and_key_modes(ladder, group, key_mode):
-    store = make_case(LADDERS[ladder], group=group, key_mode=key_mode, scored=group == 2)
+def test_formats_and_groups(ladder, group):
+    store = make_case(LADDERS[ladder], group=group, scored=group == 2)
     prefix, new = [4 * 32 - 11, 0, 64], [4, 2, 1]
     q, k, v = inputs(store, group, sum(new), torch.bfloat16)
     op = ExtendAttention(store, query_heads=2 * group, tuning=SMALL)

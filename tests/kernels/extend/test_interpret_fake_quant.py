@@ -19,13 +19,13 @@ WAITING = [[], [0], [], [], [1]]
 ROWS = torch.tensor([[3, 1, 4, 12], [2, 5, 6, 9], [7, 8, 0, 0], [10, 0, 0, 0], [13, 14, 15, 0]], dtype=torch.int32)
 
 
-def request_case(spec="k4v4", mode="channel", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
+def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
     """A store of two layers, and the new tokens' K and V `[L, N, H, D]`, which are appended. All lengths in tokens, of
     blocks, prefixes and chunks, are `times` as large.
     """
     p = times * P
     store = make_store(
-        rungs(spec), layers=2, heads=heads, head_dim=dim, block_tokens=p, key_mode=mode, blocks=16, dtype=dtype
+        rungs(spec), layers=2, heads=heads, head_dim=dim, block_tokens=p, blocks=16, dtype=dtype
     )
     new_k, new_v = [], []
     for r, (prefix, new) in enumerate(zip(PREFIX, NEW)):
@@ -58,10 +58,9 @@ def items_of(places):
     return torch.tensor([[*a, *b, 0, 0, 0] for a, b in zip(places, slots)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("mode", ["channel", "token"])
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
-def test_rows_are_those_of_the_reference_bit_for_bit(spec, mode):
-    store, _, _ = request_case(spec, mode)
+def test_rows_are_those_of_the_reference_bit_for_bit(spec):
+    store, _, _ = request_case(spec)
     fmt = store.ladder[1].high
     items, slots = items_of([[0, 1], [0, 2], [1, 0], [2, 0]]), [2, 0, 1, 3]
     rows = StoredRows(store, fmt)
@@ -118,17 +117,17 @@ def make(store, group, *, programs=12, fake=False):
 
 
 @pytest.mark.parametrize(
-    "spec, mode, group, cap, dtype, fake",
+    "spec, group, cap, dtype, fake",
     [
-        ("k4v4", "channel", 4, 0.0, torch.bfloat16, False),
-        ("k4v4", "channel", 4, 0.0, torch.bfloat16, True),
-        ("k8v4", "token", 7, 0.0, torch.bfloat16, False),
-        ("k4v2", "channel", 1, 20.0, torch.float16, True),
-        ("k2v2", "channel", 3, 20.0, torch.bfloat16, False),
+        ("k4v4", 4, 0.0, torch.bfloat16, False),
+        ("k4v4", 4, 0.0, torch.bfloat16, True),
+        ("k8v4", 7, 0.0, torch.bfloat16, False),
+        ("k4v2", 1, 20.0, torch.float16, True),
+        ("k2v2", 3, 20.0, torch.bfloat16, False),
     ],
 )
-def test_against_the_reference(spec, mode, group, cap, dtype, fake):
-    store, k, v = request_case(spec, mode, dtype)
+def test_against_the_reference(spec, group, cap, dtype, fake):
+    store, k, v = request_case(spec, dtype)
     q, fmt = queries(group, dtype), store.ladder[1].high
     op = make(store, group, fake=fake)
     op.plan(ROWS, PREFIX, NEW, WAITING)

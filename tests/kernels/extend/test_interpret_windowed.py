@@ -37,9 +37,8 @@ def test_decode_windows(window):
 
 
 @pytest.mark.parametrize("names", [("k8v8",), ("k2v2",), ("k4v4", "k8v4"), ()])
-@pytest.mark.parametrize("key_mode", ["channel", "token"])
-def test_decode_formats(names, key_mode):
-    assert decode(make_case(*names, lens=LENS, key_mode=key_mode, whole=True, seed=3), 77) < BAR
+def test_decode_formats(names):
+    assert decode(make_case(*names, lens=LENS, whole=True, seed=3), 77) < BAR
 
 
 @pytest.mark.parametrize("tile, page", [(16, 2880), (64, 2880), (64, 1440)])
@@ -115,15 +114,15 @@ def test_extend_windows(window, fake):
 
 
 @pytest.mark.parametrize(
-    "spec, mode, group, dtype",
+    "spec, group, dtype",
     [
-        ("k8v4", "token", 7, torch.bfloat16),
-        ("k2v2", "channel", 1, torch.float16),
-        ("k4v2", "channel", 3, torch.bfloat16),
+        ("k8v4", 7, torch.bfloat16),
+        ("k2v2", 1, torch.float16),
+        ("k4v2", 3, torch.bfloat16),
     ],
 )
-def test_extend_formats(spec, mode, group, dtype):
-    store = request_case(spec, mode, dtype)
+def test_extend_formats(spec, group, dtype):
+    store = request_case(spec, dtype)
     assert extend(store, queries(group, dtype), 45, cap=20.0)[0] < 0.02
 
 

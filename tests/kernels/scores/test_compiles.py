@@ -23,14 +23,14 @@ TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = CUDABackend(TARGET)
 
 
-def launch(ladder, group, head_dim, key_mode, tuning, monkeypatch):
+def launch(ladder, group, head_dim, tuning, monkeypatch):
     """What `_step_kernel` is compiled from and with, by its launch."""
     formats = [FORMATS[n] for n in ladder.split("+")]
     whole = len(formats) == 1
     size = choose_page_bytes(
-        formats, head_dim=head_dim, block_tokens=128, key_mode=key_mode, scored=True, whole=whole
+        formats, head_dim=head_dim, block_tokens=128, scored=True, whole=whole
     )
-    layout = PoolLayout(2, 8, head_dim, 128, size, key_mode, True)
+    layout = PoolLayout(2, 8, head_dim, 128, size, True)
     store = PageStore.create(
         layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, device="cpu", dtype=torch.bfloat16
     )
@@ -52,19 +52,19 @@ def launch(ladder, group, head_dim, key_mode, tuning, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "ladder, group, head_dim, key_mode, tuning, spilled",
+    "ladder, group, head_dim, tuning, spilled",
     [
-        ("k4v4", 4, 128, "channel", step.StepTuning(), 0),
-        ("k4v2", 8, 128, "channel", step.StepTuning(), 0),
-        ("k8v4+k4v2", 7, 64, "token", step.StepTuning(), 0),
-        ("k8v4+k4v2", 4, 128, "channel", step.StepTuning(), 32),
-        ("k4v4", 4, 128, "channel", step.StepTuning(64, 2, 1, 12, 168), 0),
+        ("k4v4", 4, 128, step.StepTuning(), 0),
+        ("k4v2", 8, 128, step.StepTuning(), 0),
+        ("k8v4+k4v2", 7, 64, step.StepTuning(), 0),
+        ("k8v4+k4v2", 4, 128, step.StepTuning(), 32),
+        ("k4v4", 4, 128, step.StepTuning(64, 2, 1, 12, 168), 0),
     ],
 )
 def test_as_many_programs_fit_as_are_launched(
-    ladder, group, head_dim, key_mode, tuning, spilled, monkeypatch, tmp_path
+    ladder, group, head_dim, tuning, spilled, monkeypatch, tmp_path
 ):
-    source, options = launch(ladder, group, head_dim, key_mode, tuning, monkeypatch)
+    source, options = launch(ladder, group, head_dim, tuning, monkeypatch)
     kernel = triton.compile(source, target=TARGET, options=options)
     assert tuning.programs * (kernel.metadata.shared + 1024) <= 227 * 1024
     ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

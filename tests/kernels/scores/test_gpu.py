@@ -35,18 +35,18 @@ def captured(step):
     [ops.Observe(), ops.Observe(64), ops.Observe(8, "sum", power=2), ops.Observe(None, "sum", 2, skip=10, stride=16)],
 )
 @pytest.mark.parametrize(
-    "high, low, group, head_dim, key_mode",
-    [("k4v4", None, 4, 128, "channel"), ("k8v4", "k4v2", 7, 64, "token"), ("k8v4", "k4v2", 1, 128, "channel")],
+    "high, low, group, head_dim",
+    [("k4v4", None, 4, 128), ("k8v4", "k4v2", 7, 64), ("k8v4", "k4v2", 1, 128)],
 )
-def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, observe):
+def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, observe):
     from kvc_kernels.compact.launch import compact_triton
     from kvc_kernels.extend.attention import ExtendAttention
     from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 
     heads, p = 2, 128
     formats = [FORMATS[x] for x in (high, low) if x]
-    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=p, key_mode=key_mode, scored=True)
-    layout = PoolLayout(2, heads, head_dim, p, page, key_mode, True)
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=p, scored=True)
+    layout = PoolLayout(2, heads, head_dim, p, page, True)
     ladder = (Rung(BF16), Rung(formats[0], formats[1] if low else None))
     store = PageStore.create(
         layout, ladder, num_pages=1 + 40 * layout.block_pages_bf16, num_blocks=20, dtype=torch.bfloat16, device="cuda"
@@ -88,8 +88,8 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, key_mode, o
 
 
 @pytest.mark.parametrize("reduce", ["max", "squares"])
-@pytest.mark.parametrize("ladder, group, key_mode", [("k4v4", 4, "channel"), ("k8v4+k4v2", 7, "token")])
-def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
+@pytest.mark.parametrize("ladder, group", [("k4v4", 4), ("k8v4+k4v2", 7)])
+def test_scores_of_a_captured_decode_step(ladder, group, reduce):
     """Two replays of one CUDA graph collect twice what the reference finds in one step; blocks are shared."""
     from kvc_kernels.decode.attention import DecodeAttention
     from kvc_kernels.scores.prefill_kernel import ReceivedAttention
@@ -99,7 +99,7 @@ def test_scores_of_a_captured_decode_step(ladder, group, key_mode, reduce):
 
     store, mine = (
         PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(s).items()})
-        for s in stored_case(ladder, key_mode)
+        for s in stored_case(ladder)
     )
     q, observe = queries(3, 2 * group).cuda(), ops.Observe(reduce=reduce, decode_stride=1)
     rows, lens = SHARED.cuda(), torch.tensor(TOTAL, dtype=torch.int32, device="cuda")
@@ -144,7 +144,7 @@ def test_observers_are_counted_without_waiting(kernel):
     from .test_interpret import ROWS as SHARED
     from .test_interpret import TOTAL, stored_case
 
-    store, _ = stored_case("k4v4", "channel")
+    store, _ = stored_case("k4v4")
     lens, seen = torch.tensor(TOTAL, dtype=torch.int32), ops.Observe(decode_stride=1)
     ops.note_observers(store, SHARED, [n - 1 for n in TOTAL], [1] * len(TOTAL), None)
     mine = torch.zeros_like(store.observed).cuda()

@@ -23,11 +23,11 @@ TOTAL = [p + n for p, n in zip(PREFIX, NEW)]
 SCALE = 0.05
 
 
-def stored_case(ladder, key_mode, times=1, page_bytes=None):
+def stored_case(ladder, times=1, page_bytes=None):
     """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed. With `times`,
     blocks and requests are so much longer."""
     store = make_store(
-        ladder=rungs(ladder), head_dim=64, block_tokens=P * times, key_mode=key_mode, scored=True, layers=2, blocks=10,
+        ladder=rungs(ladder), head_dim=64, block_tokens=P * times, scored=True, layers=2, blocks=10,
         page_bytes=page_bytes,
     )  # fmt: skip
     store.pages.zero_()  # the reference reads beyond what was written, where bytes may spell NaN
@@ -75,18 +75,18 @@ def compare(store, mine):
 
 
 @pytest.mark.parametrize(
-    "ladder, group, key_mode, cap, observe",
+    "ladder, group, cap, observe",
     [
-        ("k4v4", 2, "channel", 0.0, ops.Observe()),
-        ("k8v4+k4v2", 3, "token", 0.0, ops.Observe(8, "sum", power=2)),
-        ("k8v4+k4v2", 1, "channel", 3.0, ops.Observe(8, skip=4)),
-        ("k2v2", 2, "token", 0.0, ops.Observe(reduce="squares")),
-        ("k4v4", 2, "channel", 0.0, ops.Observe(None, "sum", power=2, skip=10, stride=4)),
-        ("k4v4", 1, "channel", 0.0, ops.Observe(16, stride=8)),
+        ("k4v4", 2, 0.0, ops.Observe()),
+        ("k8v4+k4v2", 3, 0.0, ops.Observe(8, "sum", power=2)),
+        ("k8v4+k4v2", 1, 3.0, ops.Observe(8, skip=4)),
+        ("k2v2", 2, 0.0, ops.Observe(reduce="squares")),
+        ("k4v4", 2, 0.0, ops.Observe(None, "sum", power=2, skip=10, stride=4)),
+        ("k4v4", 1, 0.0, ops.Observe(16, stride=8)),
     ],
 )
-def test_scores(ladder, group, key_mode, cap, observe):
-    store, mine = stored_case(ladder, key_mode)
+def test_scores(ladder, group, cap, observe):
+    store, mine = stored_case(ladder)
     q = queries(sum(NEW), 2 * group)
     lse = lse_of(store, 1, q, TOTAL, PREFIX, cap)
     ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, observe=observe)
@@ -97,17 +97,17 @@ def test_scores(ladder, group, key_mode, cap, observe):
 
 
 @pytest.mark.parametrize(
-    "ladder, group, key_mode, cap, observe",
+    "ladder, group, cap, observe",
     [
-        ("k4v4", 4, "channel", 0.0, ops.Observe(decode_stride=1)),
-        ("k8v4+k4v2", 3, "token", 0.0, ops.Observe(reduce="squares", decode_stride=1)),
-        ("k2v2", 1, "channel", 3.0, ops.Observe(reduce="sum", power=2, skip=10, decode_stride=1)),
-        ("k4v4", 4, "channel", 0.0, ops.Observe(decode_stride=8)),  # of 117, 40 and 73 tokens one
+        ("k4v4", 4, 0.0, ops.Observe(decode_stride=1)),
+        ("k8v4+k4v2", 3, 0.0, ops.Observe(reduce="squares", decode_stride=1)),
+        ("k2v2", 1, 3.0, ops.Observe(reduce="sum", power=2, skip=10, decode_stride=1)),
+        ("k4v4", 4, 0.0, ops.Observe(decode_stride=8)),  # of 117, 40 and 73 tokens one
     ],
 )
-def test_scores_of_a_decode_step(ladder, group, key_mode, cap, observe):
+def test_scores_of_a_decode_step(ladder, group, cap, observe):
     """With the log-sum-exp of the decode kernel, and a row of padding."""
-    store, mine = stored_case(ladder, key_mode)
+    store, mine = stored_case(ladder)
     q = queries(4, 2 * group)
     rows = torch.cat((ROWS, torch.zeros_like(ROWS[:1])))
     lens = torch.tensor([*TOTAL, 1], dtype=torch.int32)
@@ -129,8 +129,8 @@ def test_scores_of_a_decode_step(ladder, group, key_mode, cap, observe):
 def test_launches_of_a_decode_step_agree(page_tokens, times):
     """Products of one page, of two, and of parts of them, one or more a program, on blocks of 128 and 96 tokens of
     which some heads keep half."""
-    size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, key_mode="channel", scored=True)
-    store, mine = stored_case("k4v4", "channel", times, size)
+    size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, scored=True)
+    store, mine = stored_case("k4v4", times, size)
     lens, q = torch.tensor(TOTAL, dtype=torch.int32) * times, queries(3, 8)
     observe = ops.Observe(reduce="sum", power=2, decode_stride=1)
     ops.decode_attention(store, 1, q, ROWS, lens, scale=SCALE, observe=observe)
@@ -148,7 +148,7 @@ def test_launches_of_a_decode_step_agree(page_tokens, times):
 
 
 def test_observed_blocks_are_listed_once():
-    store, _ = stored_case("k8v4+k4v2", "channel")
+    store, _ = stored_case("k8v4+k4v2")
     blocks = ObservedBlocks(store)
     listed = blocks.room(12)
     # The first two requests share blocks; the second one, the first to observe, lists them, too.
@@ -170,7 +170,7 @@ def test_observed_blocks_are_listed_once():
 @pytest.mark.parametrize("decoding", [False, True])
 def test_observers_are_counted_alike(observe, decoding):
     """Of blocks of one request or several; places behind a request's end name any block, here a block in use."""
-    store, mine = stored_case("k4v4", "channel")
+    store, mine = stored_case("k4v4")
     mine.observed = store.observed.clone()
     lens = torch.tensor([160, 64, 73])  # two end on a border
     rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)

@@ -22,8 +22,8 @@ def test_same_tiers_first_and_again(observe, alpha, tokens):
     from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 
     formats = [FORMATS["k8v4"], FORMATS["k4v2"]]
-    size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, key_mode="channel", scored=True)
-    layout = PoolLayout(3, 8, 128, tokens, size, "channel", True)
+    size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, scored=True)
+    layout = PoolLayout(3, 8, 128, tokens, size, True)
     here = PageStore.create(
         layout, (Rung(BF16), Rung(*formats)), num_pages=1 + 6 * layout.block_pages_bf16, num_blocks=6,
         dtype=torch.bfloat16, device="cpu",

@@ -21,7 +21,6 @@ from .queue import (
     keys_queue_layout,
     mask_value_meta,
     read_header,
-    read_key_meta,
     read_keys,
     read_scales,
     read_values,
@@ -145,17 +144,17 @@ def _capped(x, cap):
 
 @gluon.jit
 def packed_part(
-    acc, zacc, m, q, qsum, words, tile_pages, qz_scratch, queue, n_tiles, pages, page_bytes, headers, header_stride,
+    acc, zacc, m, q, words, tile_pages, qz_scratch, queue, n_tiles, pages, page_bytes, headers, header_stride,
     scale, cap, D: gl.constexpr, NQ: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr,
-    KMETA: gl.constexpr, VOFF: gl.constexpr, VMETA: gl.constexpr, TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr,
+    VOFF: gl.constexpr, VMETA: gl.constexpr, CAPPED: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
     """Add `n_tiles` tiles of packed tokens to the running softmax.
 
     acc: fp32 `[rows, NQ]` per row part and tensor of `nested` or `crumbs`, in units of 2^-24; rows = D*VB/8, or 32 (one
     value group) if VB is 2. zacc fp32 `[16, NQ]`: row g is the sum of p * zero of value group g, row GROUPS that of p.
-    m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field) (with per-token
-    keys the difference to the one before, as `nested` wants it). queue: of `make_queue`, empty before and after.
+    m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field). queue: of
+    `make_queue`, empty before and after.
 
     Copies run ahead of their use: those of the next tile's keys start when this tile's are in registers, those of its
     values likewise, page ids a tile before that.
@@ -183,8 +182,7 @@ def packed_part(
     # Compared with 2 * (place >> 3), a constant of each register: the token's place in its lane's run.
     lane_token = (place & 1) + ((place >> 1) & 3) * W
     c = scale * (LOG2E * CODE_UNIT)
-    if not TOKEN_KEYS:
-        c = c * (255 // ((1 << KB) - 1))
+    c = c * (255 // ((1 << KB) - 1))
     if CAPPED:
         c = c / LOG2E
 
@@ -195,13 +193,12 @@ def packed_part(
     word = gl.load(words)
     copy_keys(
         queue, pages, gl.load(tile_pages + k_run), page_bytes, word, headers, header_stride,
-        D, KB, T, KMETA, TOKEN_KEYS, TILE,
+        D, KB, T, TILE,
     )  # fmt: skip
     v_ids = gl.load(tile_pages + v_run)
     copy_values(queue, pages, v_ids, page_bytes, word, D, VB, T, VOFF, TILE)
     copy_value_meta(queue, pages, v_ids, page_bytes, word, D, VB, GROUPS, T, VMETA, TILE)
-    if not TOKEN_KEYS:
-        qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
+    qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
     next_word = gl.load(words + 1)
     next_k_ids = gl.load(tile_pages + 4 + k_run)
     next_v_ids = gl.load(tile_pages + 4 + v_run)
@@ -211,16 +208,11 @@ def packed_part(
         async_copy.wait_group(1)
         # What the queries are multiplied with, a field: `nested` fields want the difference to the one before.
         mine = ()
-        if TOKEN_KEYS:
-            k_scale = read_key_meta(queue, 0, TILE, ROW)
-            k_zero = read_key_meta(queue, 1, TILE, ROW)
-            mine = q
-        else:
-            above = gl.zeros([DK, NQ], gl.float16, layout=B_OP)
-            for k in gl.static_range(NKF):
-                scaled = q[k] * feature_column(pairs(read_header(queue, NKF - 1 - k, DK)), DK)[:, None]
-                mine = mine + (scaled if k == 0 else scaled - above,)
-                above = scaled
+        above = gl.zeros([DK, NQ], gl.float16, layout=B_OP)
+        for k in gl.static_range(NKF):
+            scaled = q[k] * feature_column(pairs(read_header(queue, NKF - 1 - k, DK)), DK)[:, None]
+            mine = mine + (scaled if k == 0 else scaled - above,)
+            above = scaled
         rows = ()
         for part in gl.static_range(KEY_PARTS):
             fields = nested(read_keys(queue, part, KEY_PARTS, TILE, DK), KB)
@@ -230,23 +222,15 @@ def packed_part(
             rows = rows + (s,)
         s = join_rows(rows, TILE, NQ)
         copy_keys(
-            queue, pages, next_k_ids, page_bytes, word, headers, header_stride, D, KB, T, KMETA, TOKEN_KEYS, TILE
+            queue, pages, next_k_ids, page_bytes, word, headers, header_stride, D, KB, T, TILE
         )
-        if TOKEN_KEYS:
-            # Logits of per-token keys: s * scale[token] + zero[token] * sum(q).
-            s = s * (k_scale.to(gl.float32) * c)[:, None]
-            s = s + (k_zero.to(gl.float32) * (c / CODE_UNIT))[:, None] * qsum[None, :]
-        else:
-            if CAPPED:
-                s = s * c + qz[None, :]
         if CAPPED:
-            s = _capped(s, cap) * LOG2E
-        if not TOKEN_KEYS:
-            zero_part = qz
-            qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
+            s = _capped(s * c + qz[None, :], cap) * LOG2E
+        zero_part = qz
+        qz = gl.load(qz_scratch + ((word >> 24) & 0xFF) * NQ + column)
         if live < TILE:
             s = gl.where((2 * (place >> 3) < live - lane_token)[:, None], s, NEG)
-        if CAPPED or TOKEN_KEYS:
+        if CAPPED:
             top = gl.maximum(m, gl.max(s, 0))
             p = gl.exp2(s - (top - P_SHIFT)[None, :])
         else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.format_class import KEY_BITS, KEY_META, SIDE, TILE_TOKENS, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META
+from ...common.format_class import KEY_BITS, SIDE, TILE_TOKENS, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META
 from ...common.unpack_kernel import CODE_UNIT, LOG2E, NEG
 from ..body_kernel import P_SHIFT
 from .body import CHUNK, list_tiles, packed_part, plain_part, zero_products
@@ -58,8 +58,8 @@ def _plain_program(
 def _packed_program(
     q_ptr, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
     head, scale, cap, page_bytes: gl.constexpr, LH: gl.constexpr, E: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr,
-    D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, SIDE: gl.constexpr, KMETA: gl.constexpr,
-    VOFF: gl.constexpr, VMETA: gl.constexpr, TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
+    D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, SIDE: gl.constexpr,
+    VOFF: gl.constexpr, VMETA: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """One item of packed blocks in one format; `head` = layer * H + KV head, part: place of its results."""
     DK: gl.constexpr = D * KB // 8
@@ -72,19 +72,11 @@ def _packed_program(
     k = gl.arange(0, DK, layout=gl.SliceLayout(1, B_OP))
     g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP)) + hidden_zero(blocks)
     q = ()
-    qsum = gl.zeros([NQ], gl.float32, layout=gl.SliceLayout(0, B_OP))
-    above = gl.zeros([DK, NQ], gl.float32, layout=B_OP)
     for f in gl.static_range(NKF):
         at = q_ptr + (g * q_stride_h)[None, :] + ((NKF - 1 - f) * DK + feature_of(k, DK))[:, None]
         x = gl.load(at, mask=(g < G)[None, :], other=0.0).to(gl.float32)
         u = x * (1.0 / (1 << (KB * (NKF - 1 - f))))
-        if TOKEN_KEYS:
-            qsum += gl.sum(x, 0)
-            q = q + ((u - above).to(gl.float16),)
-            above = u
-        else:
-            q = q + (u.to(gl.float16),)
-    qsum = gl.convert_layout(qsum, COLUMN)
+        q = q + (u.to(gl.float16),)
     acc = ()
     for _ in gl.static_range(DV // ROWS * NVF):
         acc = acc + (gl.zeros([ROWS, NQ], gl.float32, layout=MMA),)
@@ -92,20 +84,19 @@ def _packed_program(
     m = gl.full([NQ], NEG, gl.float32, layout=COLUMN)
     row = table + head * E + SIDE * (E - 1)
     header = headers + head * (2 * D)
-    queue = make_queue(D, KB, VB, GROUPS, TOKEN_KEYS, TILE)
+    queue = make_queue(D, KB, VB, GROUPS, TILE)
     for first in range(0, blocks, CHUNK):
         n = gl.minimum(blocks - first, CHUNK)
         tiles = list_tiles(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
             TILE, T, 1 - 2 * SIDE, False, 4,
         )  # fmt: skip
-        if not TOKEN_KEYS:
-            factor = scale if CAPPED else scale * LOG2E
-            zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, DK, NQ, KB)
+        factor = scale if CAPPED else scale * LOG2E
+        zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, DK, NQ, KB)
         gl.thread_barrier()
         acc, zacc, m = packed_part(
-            acc, zacc, m, q, qsum, words, tile_pages, qz, queue, tiles, pages, page_bytes, header, LH * 2 * D, scale,
-            cap, D, NQ, KB, VB, T, KMETA, VOFF, VMETA, TOKEN_KEYS, CAPPED, TILE,
+            acc, zacc, m, q, words, tile_pages, qz, queue, tiles, pages, page_bytes, header, LH * 2 * D, scale,
+            cap, D, NQ, KB, VB, T, VOFF, VMETA, CAPPED, TILE,
         )  # fmt: skip
         gl.thread_barrier()
     column = gl.arange(0, NQ, layout=COLUMN) + hidden_zero(blocks)
@@ -134,7 +125,7 @@ def decode_kernel(
     pages, table, counts, headers, NB, layer, scale, cap,
     L: gl.constexpr, H: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     P: gl.constexpr, page_bytes: gl.constexpr, CLASSES: gl.constexpr, SCRATCH: gl.constexpr, WORDS: gl.constexpr,
-    TOKEN_KEYS: gl.constexpr, CAPPED: gl.constexpr,
+    CAPPED: gl.constexpr,
 ):  # fmt: skip
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
     pid = gl.program_id(0)
@@ -163,6 +154,6 @@ def decode_kernel(
                     _packed_program(
                         q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table,
                         counts, headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][KEY_BITS],
-                        CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], CLASSES[c][SIDE], CLASSES[c][KEY_META],
-                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], TOKEN_KEYS, CAPPED, CLASSES[c][TILE_TOKENS],
+                        CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], CLASSES[c][SIDE],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CAPPED, CLASSES[c][TILE_TOKENS],
                     )  # fmt: skip

@@ -16,7 +16,7 @@ tuple of int32 buffers, W = TILE / 4 tokens being a run and n the words of a vec
 | 1     | `[DV / 8, 8, 4, W / 4]`     | value codes: two parts of the byte row, run, word                            |
 | 2     | `[h, 8, 4, n]`              | zeros of the value groups, behind them ones for the sum of p; h: half a run  |
 | 3     | `[h, GROUPS, 4, n]`         | scales of the value groups                                                   |
-| 4     | `[D / 2]` or `[h, 2, 4, n]` | scales of the key channels, or scales and zeros of the tokens' keys          |
+| 4     | `[D / 2]`                   | scales of the key channels                                                   |
 """
 
 from __future__ import annotations
@@ -84,17 +84,6 @@ def meta_read_layout(tile: int, rows: int):
 
 
 @gluon.constexpr_function
-def key_meta_read_layout(tile: int):
-    """int32 `[h, 1, 4, n, 2]`: runs and the token of a pair on the lanes that have them in `MMA`'s rows."""
-    n = meta_words(tile)
-    halves = tile // 8 // n
-    lanes = [[0] * 5, [0] * 5, [0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0]]
-    return gl.DistributedLinearLayout(
-        _registers(n, 3, 5) + _registers(halves, 0, 5), lanes, [], [], [halves, 1, 4, n, 2]
-    )
-
-
-@gluon.constexpr_function
 def header_copy_layout(words: int):
     """int32 `[words]`: a vector a lane."""
     lanes = _registers(words // 4, 0, 1, 4)
@@ -125,7 +114,7 @@ def run_is_live(word, run, TILE: gl.constexpr):
 
 @gluon.jit
 def make_queue(
-    D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, GROUPS: gl.constexpr, TOKEN_KEYS: gl.constexpr,
+    D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, GROUPS: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
     """Buffers as above, for one class."""
@@ -142,11 +131,8 @@ def make_queue(
     rows = gl.where((group == GROUPS)[None, :, None, None], ONES, blank)
     zeros = gl.allocate_shared_memory(gl.int32, [halves, 8, 4, n], FLAT, rows)
     scales = gl.allocate_shared_memory(gl.int32, [halves, GROUPS, 4, n], FLAT)
-    if TOKEN_KEYS:
-        side = gl.allocate_shared_memory(gl.int32, [halves, 2, 4, n], FLAT)
-    else:
-        side = gl.allocate_shared_memory(gl.int32, [D // 2], LINE)
-    return keys, values, zeros, scales, side
+    key_scales = gl.allocate_shared_memory(gl.int32, [D // 2], LINE)
+    return keys, values, zeros, scales, key_scales
 
 
 @gluon.jit
@@ -167,7 +153,7 @@ def _copy_meta(buffer, base, slot, live, FIRST: gl.constexpr, STEP: gl.constexpr
 @gluon.jit
 def copy_keys(
     queue, pages, ids, page_bytes, word, headers, header_stride, D: gl.constexpr, KB: gl.constexpr, T: gl.constexpr,
-    KMETA: gl.constexpr, TOKEN_KEYS: gl.constexpr, TILE: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of a tile's keys and of their scales. `word`: the tile's of `list_tiles`; ids `[4]`: its pages."""
     DK: gl.constexpr = D * KB // 8
@@ -188,17 +174,9 @@ def copy_keys(
     left = left[None, :, None, None] - (lane >> 2)[None, None, :, None]
     live = (vector // CHUNKS * 2)[:, None, None, None] < left
     async_copy.async_copy_global_to_shared(queue[0], at, mask=live)
-    if TOKEN_KEYS:
-        M: gl.constexpr = meta_copy_layout(TILE, 2, False)
-        SLICE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, M)))
-        m_run = gl.arange(0, 4, layout=SLICE)
-        m_ids = gl.convert_layout(ids, SLICE, assert_trivial=True)
-        m_base, m_slot = run_pointer(pages, m_ids, page_bytes, first_token(word), m_run, TILE, T)
-        _copy_meta(queue[4], m_base, m_slot, run_is_live(word, m_run, TILE), KMETA, 2 * T, M)
-    else:
-        at = (headers + (word >> 32) * header_stride).to(WORD, bitcast=True)
-        at = at + gl.arange(0, D // 2, layout=header_copy_layout(D // 2))
-        async_copy.async_copy_global_to_shared(queue[4], at)
+    at = (headers + (word >> 32) * header_stride).to(WORD, bitcast=True)
+    at = at + gl.arange(0, D // 2, layout=header_copy_layout(D // 2))
+    async_copy.async_copy_global_to_shared(queue[4], at)
     async_copy.commit_group()
 
 
@@ -304,15 +282,3 @@ def read_scales(queue, GROUP: gl.constexpr, TILE: gl.constexpr):
     x = queue[3].slice(GROUP, 1, dim=1).load(meta_read_layout(TILE, 1))
     x = gl.permute(x, [1, 2, 0, 3])
     return gl.convert_layout(gl.reshape(x, [4, TILE // 8]), token_layout(TILE), assert_trivial=True)
-
-
-@gluon.jit
-def read_key_meta(queue, ROW: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
-    """fp16 `[TILE]`, tokens as the rows of the A operand of keys: their scales (ROW 0) or zeros (1)."""
-    L: gl.constexpr = key_meta_read_layout(TILE)
-    x = queue[4].slice(ROW, 1, dim=1).load(gl.SliceLayout(4, L))
-    odd = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))))
-    x = gl.expand_dims(x, 4) >> (odd * 16)[None, None, None, None, :]
-    x = gl.reshape(gl.permute(x, [0, 3, 1, 2, 4]), [TILE])  # (pair of tokens, run, token of the pair)
-    x = gl.convert_layout(x, layout, assert_trivial=True)
-    return x.to(gl.int16).to(gl.float16, bitcast=True)

@@ -6,7 +6,7 @@
 #include "unpack.cuh"
 
 struct Class {  // `FormatClass` of `common/format_class.py`, field by field
-  int key_bits, value_bits, tokens, side, key_meta, value_codes, value_meta, scores, positions, used_bytes;
+  int key_bits, value_bits, tokens, side, value_codes, value_meta, scores, positions, used_bytes;
   int tile_tokens, tile_pages, stages;
 };
 
@@ -40,7 +40,7 @@ struct Arguments {
 
 // Bytes of one warp's part of the keys or values of a tile.
 __host__ __device__ constexpr int raw_bytes(Class c) {
-  const int keys = 4 * c.key_bits * TILE + (TOKEN_KEYS ? 4 * TILE : 4 * DIM);
+  const int keys = 4 * c.key_bits * TILE + 4 * DIM;
   const int values = 4 * c.value_bits * TILE + (c.value_bits == 2 ? 16 : 4) * TILE;
   return c.key_bits == 16 ? 0 : keys > values ? keys : values;
 }

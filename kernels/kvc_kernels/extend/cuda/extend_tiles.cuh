@@ -158,8 +158,6 @@ __device__ __forceinline__ void fetch(
         copy(to + i * 16, lane % 8 * 8, c.value_meta + (i + lane) / 8 * (2 * T), 2);
       }
     }
-  } else if constexpr (TOKEN_KEYS) {
-    if (lane < 16) copy(to, lane % 8 * 8, c.key_meta + lane / 8 * (2 * T), 2);
   } else {
     copy16(to, a.headers + block_head(a, word.x) * (4 * DIM) + lane * 16);
   }
@@ -259,7 +257,7 @@ __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s
         constexpr int CODES = TILE * 4 * (KEYS ? c.key_bits : c.value_bits);
         if constexpr (KEYS) {
           fresh = fresh || (word.y >> 12 & 0xFFF) == 0;
-          unpack_keys<c.key_bits, TOKEN_KEYS>(raw, raw + CODES, to, fresh, held, self);
+          unpack_keys<c.key_bits>(raw, raw + CODES, to, fresh, held, self);
           fresh = false;
         } else {
           unpack_values<c.value_bits>(raw, raw + CODES, to, live, self);

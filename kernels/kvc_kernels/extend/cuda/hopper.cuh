@@ -76,13 +76,6 @@ __device__ __forceinline__ void load16(u32 from, u32 (&x)[4]) {
                : "memory");
 }
 
-// One half, twice.
-__device__ __forceinline__ u32 load_twice(u32 from) {
-  unsigned short x;
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
-  return x * 0x10001u;
-}
-
 // --- registers -----------------------------------------------------------------------------------------------------
 
 template <int N>

@@ -83,25 +83,12 @@ __device__ __forceinline__ void unpack_key_field(const S& codes, u32 to, const u
   }
 }
 
-template <int BITS, int FIELD, class S>
-__device__ __forceinline__ void unpack_token_key_field(const S& codes, u32 meta, u32 to) {
-  const int chunk = FIELD * S::GROUPS + codes.group;
-  const u32 column = to + chunk / 8 * HALF_TILE;
-#pragma unroll
-  for (int i = 0; i < S::ROUNDS; i++) {
-    const int row = codes.first + i * S::ROWS;
-    const u32 scale = load_twice(meta + row * 2), zero = load_twice(meta + 2 * TILE + row * 2);
-    const u32 s[4] = {scale, scale, scale, scale}, z[4] = {zero, zero, zero, zero};
-    unpack8<BITS, FIELD>(column + swizzled(row, chunk % 8), codes.x0[i], codes.x1[i], s, z);
-  }
-}
-
-// Codes [64, 16 * BITS bytes] -> keys. `meta`: fp16 [2, 128], scale on the 8-bit grid and zero by feature, or (TOKEN)
-// [2, 64], scale and zero by token. `fresh`: they are not those in `held`.
-template <int BITS, bool TOKEN>
+// Codes [64, 16 * BITS bytes] -> keys. `meta`: fp16 [2, 128], scale on the 8-bit grid and zero by feature.
+// `fresh`: they are not those in `held`.
+template <int BITS>
 __device__ __forceinline__ void unpack_keys(u32 raw, u32 meta, u32 to, bool fresh, KeyScales& held, int thread) {
   using Codes = Share<16 * BITS, TILE>;
-  if constexpr (!TOKEN && BITS > 2) {
+  if constexpr (BITS > 2) {
     // Round by round, with the next one's codes on their way: registers hold scales instead.
     const int group = thread % Codes::GROUPS, first = thread / Codes::GROUPS;
     if (fresh) {
@@ -121,17 +108,8 @@ __device__ __forceinline__ void unpack_keys(u32 raw, u32 meta, u32 to, bool fres
       if constexpr (BITS == 4) unpack8<BITS, 1>(row + HALF_TILE, x0, x1, held.s[1], held.z[1]);
       x0 = y0, x1 = y1;
     }
-    return;
-  }
-  const Codes codes(raw, thread);
-  if constexpr (TOKEN) {
-    unpack_token_key_field<BITS, 0>(codes, meta, to);
-    if constexpr (BITS <= 4) unpack_token_key_field<BITS, 1>(codes, meta, to);
-    if constexpr (BITS <= 2) {
-      unpack_token_key_field<BITS, 2>(codes, meta, to);
-      unpack_token_key_field<BITS, 3>(codes, meta, to);
-    }
-  } else if constexpr (BITS == 2) {  // four fields are too many to hold
+  } else {  // four fields are too many to hold
+    const Codes codes(raw, thread);
     u32 s[4], z[4];
     load_key_scales<BITS>(meta, codes.group, s, z);
     unpack_key_field<BITS, 0>(codes, to, s, z);

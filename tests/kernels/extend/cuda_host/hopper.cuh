@@ -135,7 +135,6 @@ inline void store16(u32 to, u32 a, u32 b, u32 c, u32 d) {
 }
 inline void load8(u32 from, u32& a, u32& b) { memcpy(&a, place(from, 8), 4), memcpy(&b, memory + from + 4, 4); }
 inline void load16(u32 from, u32 (&x)[4]) { memcpy(x, place(from, 16), 16); }
-inline u32 load_twice(u32 from) { unsigned short x; memcpy(&x, place(from, 2), 2); return x * 0x10001u; }
 inline u32 swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
 // --- two halves (fp16) in a word ---------------------------------------------------------------------------------
