@@ -1,8 +1,8 @@
-"""The only place that knows byte offsets: how one page stores tokens of one KV head.
+"""Byte layout of pages: formats, segments and offsets. No other module computes a byte offset within a page.
 
-Words: a *block* is P consecutive, aligned tokens of a sequence; a *page* is a fixed number of bytes owned by one
-(block, layer, KV head) and configured, when allocated, to one *format*; a *rung* is what a whole block may be stored
-as; a *ladder* is the list of rungs that a configuration uses, from high to low.
+Terms: a *block* is P consecutive, aligned tokens of a sequence. A *page* is a fixed number of bytes that belongs to one
+(block, layer, KV head) and has one *format* while it is allocated. A `Rung` is the storage format of a whole block: a
+high tier and an optional low tier. A `ladder` is the ordered list of storage formats of a configuration.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-SEGMENT_ALIGN = 16  # bytes; the widest vector load of a GPU thread
-TOKEN_MULTIPLE = 16  # tokens of a packed page come in whole MMA rows, so that a tile never straddles a vector
-WHOLE_PAGE_TOKENS = 64  # see bench/kernels/NOTES.md, geometry
-VALUE_GROUP_2BIT = 32  # features that share a scale at 2 bits (MiniKV section 4.1; 4 and 8 bits use one group)
+SEGMENT_ALIGN = 16  # bytes, the widest vector load of a GPU thread
+TOKEN_MULTIPLE = 16  # a packed page holds whole MMA rows of tokens, so that no vector load crosses a tile
+WHOLE_PAGE_TOKENS = 64  # the decode kernel's tile; measured in bench/kernels/NOTES.md, geometry
+VALUE_GROUP_2BIT = 32  # features per scale at 2 bits (MiniKV section 4.1); 4 and 8 bits use one group
 
 
 def align_up(n: int, m: int) -> int:
@@ -22,7 +22,7 @@ def align_up(n: int, m: int) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """How many bits a page spends on each key and value element. 16 bits mean the model's own dtype."""
+    """Bits per key element and per value element of a page. 16 bits: the model dtype."""
 
     name: str
     key_bits: int
@@ -83,7 +83,7 @@ class PageLayout:
 
     @property
     def value_row_bytes(self) -> int:
-        """Bytes of one token's value codes (the codes themselves are stored transposed when packed)."""
+        """Bytes of one token's value codes. Packed pages store them transposed."""
         return self.head_dim * self.format.value_bits // 8
 
     def _segments(self, tokens: int) -> dict[str, tuple[int, int]]:
@@ -103,7 +103,7 @@ class PageLayout:
 
     @cached_property
     def tokens(self) -> int:
-        """T: tokens a page holds; a multiple of 16 when packed, of 4 in bf16. 0 when not one such group fits."""
+        """T, tokens per page: a multiple of 16 if packed, of 4 in bf16. 0 if no such group fits."""
         step = TOKEN_MULTIPLE if self.format.packed else 4
         t = 0
         while self._segments(t + step)["end"][0] <= self.page_bytes:
@@ -112,7 +112,7 @@ class PageLayout:
 
     @cached_property
     def segments(self) -> dict[str, tuple[int, int]]:
-        """name -> (offset, bytes) of each segment; a segment that is absent has 0 bytes."""
+        """name -> (offset, bytes) of each segment. An absent segment has 0 bytes."""
         return {k: v for k, v in self._segments(self.tokens).items() if k != "end"}
 
     def offset(self, segment: str) -> int:
@@ -129,11 +129,10 @@ _page = lru_cache(maxsize=256)(PageLayout)
 
 @dataclass(frozen=True)
 class Rung:
-    """What a block may be stored as: a high format and, below it, an optional low one.
+    """Storage format of a whole block: a high format and an optional low format below it.
 
-    `pages` is the most pages that a block at this rung takes over all layers and local heads; with `exact` it takes
-    just as many, known before the plan ran (quota rungs), otherwise the count comes back from the device
-    (threshold rungs).
+    `pages` is the maximum number of pages of a block over all layers and local heads. With `exact` the block takes
+    exactly that many, known before planning (quota). Otherwise the device reports the count (thresholds).
     """
 
     high: Format
@@ -144,7 +143,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Geometry of one pool: L layers, H local KV heads, head_dim D, blocks of P tokens, pages of `page_bytes`."""
+    """Geometry of one pool: L layers, H local KV heads, head_dim D, blocks of P tokens, pages of `page_bytes` bytes."""
 
     layers: int
     heads: int
@@ -154,7 +153,7 @@ class PoolLayout:
     scored: bool = False
 
     def page(self, fmt: Format) -> PageLayout:
-        """One object for equal arguments: launches and the scheduler ask for it all the time."""
+        """The page layout of `fmt`; cached, because launches and the scheduler ask for it constantly."""
         return _page(fmt, self.head_dim, self.page_bytes, self.scored)
 
     def pages_for(self, fmt: Format, tokens: int) -> int:
@@ -163,7 +162,7 @@ class PoolLayout:
 
     @cached_property
     def head_pages_bf16(self) -> int:
-        """E: pages of one head of an uncompressed block; also the entries of a block-table row."""
+        """E: pages of one head of an uncompressed block, and the entries of a block-table row."""
         return self.pages_for(BF16, self.block_tokens)
 
     @cached_property
@@ -176,18 +175,20 @@ class PoolLayout:
 
     @property
     def header_bytes(self) -> int:
-        """Per block and head: fp16 scale and zero `[2, D]` of the key channels."""
+        """Bytes of the fp16 scale and zero `[2, D]` of the key channels, per block and head."""
         return 4 * self.head_dim
 
     @property
     def block_meta_bytes(self) -> int:
-        """Bytes of everything that a block id costs beside its pages: table row, counts, header, rung, observers."""
+        """Bytes of a block id besides its pages: table row, counts, header, storage format, number of observing
+        queries.
+        """
         per_head = 4 * self.head_pages_bf16 + 2 * 2 + self.header_bytes
         return self.layers * self.heads * per_head + 1 + 4
 
 
 def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, scored: bool) -> int:
-    """The size of a page that holds just `tokens` tokens of `fmt`."""
+    """The page size in bytes that holds exactly `tokens` tokens of `fmt`."""
     page = PageLayout(fmt, head_dim, 1 << 30, scored)
     return align_up(page._segments(tokens)["end"][0], 16)
 
@@ -195,27 +196,29 @@ def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, scored: bool) -> 
 def choose_page_bytes(
     formats: list[Format], *, head_dim: int, block_tokens: int, scored: bool, whole: bool = False
 ) -> int:
-    """The page size that loses the fewest bytes to slack in the worst packed format of `formats`.
+    """The page size in bytes with the least slack in the worst packed format of `formats`.
 
-    Searched over sizes that hold 8..16 bf16 tokens, in steps of 16 bytes; ties go to the smaller page. With a single
-    packed format the last page of a whole block counts too; with two tiers the counts are ragged and do not.
-    `whole`: every token of a block has one format, mostly the first of `formats`. Then the page holds just 64, 32 or 16
-    tokens of that one: as many as cost the others least, and the most of equals, because a tile of WHOLE_PAGE_TOKENS
-    tokens behind a single page id is what decode is fastest at.
+    The search covers sizes that hold 8 to 16 bf16 tokens, in steps of 16 bytes; ties go to the smaller page. With a
+    single packed format the last page of a whole block counts, too. With two tiers the token counts are ragged and it
+    does not.
+
+    `whole`: every token of a block has one format, usually the first of `formats`. The page then holds exactly 64, 32
+    or 16 tokens of that format: the number that costs the other formats least, and the largest among equals. Decode is
+    fastest with a tile of WHOLE_PAGE_TOKENS tokens behind a single page id.
     """
     if whole and formats[0].packed:
         steps = [t for t in (WHOLE_PAGE_TOKENS, 32, 16) if block_tokens % t == 0]
         sizes = [page_bytes_for(formats[0], t, head_dim=head_dim, scored=scored) for t in steps]
 
         def cost(size: int) -> float:
-            """Bytes of a block in the format that this size suits least, over what its codes and scales need."""
+            """Bytes of a block in the worst format at this size, relative to the bytes of its codes and scales."""
             worst = 1.0
             for f in formats[1:]:
                 page = PageLayout(f, head_dim, size, scored)
                 if not page.tokens:
                     return float("inf")
-                held = -(-block_tokens // page.tokens) * size
-                worst = max(worst, held / (page.used_bytes / page.tokens * block_tokens))
+                block_bytes = -(-block_tokens // page.tokens) * size
+                worst = max(worst, block_bytes / (page.used_bytes / page.tokens * block_tokens))
             return worst
 
         return min(sizes, key=cost)

@@ -25,11 +25,11 @@ class PageStore:
     |------------|---------------------------------------|------------------------------------------------------|
     | `pages`    | uint8 `[num_pages, page_bytes]`       | all layers, heads and formats                        |
     | `table`    | int32 `[num_blocks, L, H, E]`         | page ids: high from the left, low from the right     |
-    | `counts`   | int16 `[num_blocks, L, H, 2]`         | tokens stored high, low (unused while at rung 0)     |
+    | `counts`   | int16 `[num_blocks, L, H, 2]`         | tokens stored high, low (unused in bf16 blocks)      |
     | `rung`     | int8 `[num_blocks]`                   | index into `ladder`; 0 = bf16; -1 = block is free    |
     | `headers`  | fp16 `[num_blocks, L, H, 2, D]`       | key channels: scale on the 8-bit grid, zero          |
-    | `observed` | int32 `[num_blocks]`                  | queries behind the block that its scores have seen   |
-    | `ring`     | int32 `[num_pages]`                   | circular free page list                              |
+    | `observed` | int32 `[num_blocks]`                  | queries behind the block that its scores cover       |
+    | `ring`     | int32 `[num_pages]`                   | ring buffer of free pages                            |
     | `cursor`   | int64 `[2]`                           | pages ever taken (head), ever returned (tail)        |
 
     The free pages are `ring[head % n] .. ring[(tail - 1) % n]`. The scale of b-bit keys is the 8-bit scale times
@@ -60,7 +60,7 @@ class PageStore:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> PageStore:
-        """Allocate all tensors. `dtype` is the model's (bf16 or fp16) and is what "bf16" pages hold."""
+        """Allocate all tensors. `dtype` is the model dtype (bf16 or fp16), which "bf16" pages hold."""
         shape = (num_blocks, layout.layers, layout.heads)
         store = cls(
             layout=layout,
@@ -79,7 +79,7 @@ class PageStore:
         return store
 
     def reset(self) -> None:
-        """Every page free, every block free; block 0 and page 0 stay reserved as the sink of padded rows."""
+        """Free every page and every block. Block 0 and page 0 stay reserved as the sink of padded rows."""
         n = self.ring.numel()
         self.ring[: n - 1] = torch.arange(1, n, dtype=torch.int32, device=self.ring.device)
         self.cursor[0] = 0
@@ -96,12 +96,12 @@ class PageStore:
 
     @cached_property
     def like(self) -> torch.Tensor:
-        """Any tensor of the model dtype: pages are bytes, and a kernel can be passed no pointer type by itself."""
+        """A tensor of the model dtype. Pages are bytes, and a kernel argument cannot be a bare pointer type."""
         return torch.empty(16, dtype=self.dtype, device=self.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor: what the pool really costs."""
+        """Bytes of all tensors of the pool."""
         return sum(
             t.numel() * t.element_size()
             for t in (

@@ -1,4 +1,4 @@
-"""Write new K/V rows into the uncompressed pages of open blocks: one launch, fit for CUDA graphs."""
+"""Append of new K/V rows to the uncompressed pages of open blocks: one launch, suitable for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..layout import BF16, PoolLayout
 from ..store import PageStore
 
 
-# A decode step's offsets lie behind its blocks, an extend's in a tensor of their own: one kernel takes both.
+# Decode passes blocks and offsets as slices of one tensor, prefill as two tensors. Both share one compiled kernel.
 @triton.jit(do_not_specialize=["head0"], do_not_specialize_on_alignment=["blocks", "offsets"])
 def _append_kernel(
     pages, table, blocks, offsets, k, v, like, head0, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
@@ -20,9 +20,8 @@ def _append_kernel(
     T: tl.constexpr, VOFF: tl.constexpr, SOFF: tl.constexpr, SCORED: tl.constexpr,
     HP: tl.constexpr, DP: tl.constexpr,
 ):
-    """grid (N,): all heads of one token. `head0` = layer * H; HP, DP: H and D rounded up to powers of two.
-
-    `like`: `PageStore.like`.
+    """grid (N,): all heads of one token. `head0` = layer * H; HP, DP: H and D rounded up to powers of two; `like`:
+    `PageStore.like`.
     """
     n = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + n).to(tl.int64)
@@ -40,7 +39,7 @@ def _append_kernel(
     y = tl.load(v + n * v_stride_n + h[:, None] * v_stride_h + d[None, :], mask=ok)
     tl.store((row + VOFF // 2)[:, None] + d[None, :], y.to(dtype), mask=ok)
     if SCORED:
-        # The page may come with the score of an earlier owner.
+        # A reused page still holds the scores of its previous owner.
         tl.store((base + SOFF).to(tl.pointer_type(tl.float32)) + slot, tl.zeros([HP], tl.float32), mask=h < H)
 
 
@@ -54,7 +53,7 @@ def append_triton(
 ) -> None:
     """`append` as a kernel: `k`, `v` `[N, H, D]` (views with any token and head stride) to tokens of bf16 blocks.
 
-    `blocks[N]`, `offsets[N]` int32 or int64. Rows of padded requests name block 0.
+    `blocks[N]`, `offsets[N]` int32 or int64. Rows of padded requests have block 0.
     """
     n = k.shape[0]
     if n == 0:

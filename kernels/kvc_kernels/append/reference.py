@@ -1,4 +1,4 @@
-"""Write new K/V rows into the uncompressed pages of open blocks."""
+"""Append of new K/V rows to the uncompressed pages of open blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def append(
 ) -> None:
     """Store `k[N, H, D]`, `v[N, H, D]` at token `offsets[N]` (0..P-1) of bf16 `blocks[N]` of `layer`.
 
-    Page = table[block, layer, head, offset // T0], slot = offset % T0. The slot's score starts at 0 when the
-    layout is scored, for the page may come with the score of an earlier owner. Rows of padded requests name
-    block 0.
+    Page = table[block, layer, head, offset // T0], slot = offset % T0. In scored layouts the slot's score is set to 0,
+    because a reused page still holds the scores of its previous owner. Rows of padded requests have block 0.
     """
     page = store.layout.page(BF16)
     entry = torch.div(offsets, page.tokens, rounding_mode="floor")
@@ -33,4 +32,4 @@ def append(
     rows_v[ids, slot] = v.to(store.dtype)
     scores = segment(page, store.pages, "scores", torch.float32)
     if scores is not None:
-        scores[ids, slot] = scores.new_zeros(())  # a Python 0 would be copied from the host
+        scores[ids, slot] = scores.new_zeros(())  # a Python 0 is copied from the host

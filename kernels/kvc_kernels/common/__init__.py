@@ -1,1 +1,3 @@
-"""Code that several operations share: quantization, bit packing, softmax weights, reference attention, NVRTC."""
+"""Code shared by several operations: format classes, quantization, bit packing, softmax weights, reference attention,
+uploads, NVRTC.
+"""

@@ -1,8 +1,8 @@
 """Attention over pages: the plain-torch reference of the kernels.
 
-Requests are taken one by one, so an answer does not depend on its batch. A request whose blocks are all uncompressed
-goes through `scaled_dot_product_attention` in the form that SGLang's torch_native backend uses, and gives the same
-bits. Packed blocks are multiplied as codes (decode) or dequantised to the model dtype (extend).
+Requests are processed one by one, so an answer does not depend on its batch. A request whose blocks are all
+uncompressed goes through `scaled_dot_product_attention` in the form of SGLang's torch_native backend and gives the same
+bits. Packed blocks are multiplied as codes (decode) or dequantized to the model dtype (prefill).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..scores.reference import Observe, observe_decode, observe_extend
 from ..store import PageStore
 from .softmax import MAX_ELEMENTS, causal_mask, query_weights, softmax
 
-# The CPU kernel tiles queries by 256 from 768 on (by 64 or 32 below) and a row's bits depend on the rows of its tile.
+# The CPU kernel tiles queries by 256 from 768 on, by 64 or 32 below. A row's bits depend on the rows of its tile.
 SDPA_TILE, SDPA_TILED_FROM = 256, 768
 
 
@@ -34,12 +34,14 @@ def decode_attention(
     seq_lens_cpu: list[int] | None = None,
     window: int = -1,
 ) -> torch.Tensor:
-    """One query a request: `q[B, Hq, D]` against `row_blocks[B, NB]` (block ids) -> `[B, Hq, D]` in q's dtype.
+    """Attention of one query per request: `q[B, Hq, D]` over `row_blocks[B, NB]` (block ids) -> `[B, Hq, D]` in q's
+    dtype.
 
-    `seq_lens[B]` counts the new token, whose K/V were appended before. `seq_lens_cpu` is the same as a list and saves
-    a read back. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With `observe`
-    the probabilities of the steps that it samples are added to the tokens' scores. `window` >= 0: a query sees its own
-    token and so many before it; for blocks that keep every token, and without `observe`.
+    `seq_lens[B]` includes the new token, whose K/V are already appended. `seq_lens_cpu` holds the same numbers as a
+    list and saves a read back. `scale` multiplies the logits; then `logit_cap` > 0 caps them as cap * tanh(x / cap).
+    With `observe` the probabilities of the sampled steps are added to the tokens' attention scores. `window` >= 0: a
+    query sees its own token and `window` tokens before it; only for blocks that keep every token, and without
+    `observe`.
     """
     lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
     heads, p = store.layout.heads, store.layout.block_tokens
@@ -88,14 +90,14 @@ def extend_attention(
     stored_as: list[Format | None] | None = None,
     window: int = -1,
 ) -> torch.Tensor:
-    """New tokens of B requests, `q[N, Hq, D]` with `extend_lens[B]` rows each -> `[N, Hq, D]`, causal.
+    """Causal attention of the new tokens of B requests: `q[N, Hq, D]`, `extend_lens[B]` rows each -> `[N, Hq, D]`.
 
-    Row j of request i stands at position prefix_lens[i] + j and sees all tokens up to its own; new K/V were appended
-    before, to uncompressed blocks. Other arguments as in `decode_attention`.
+    Row j of request i has position prefix_lens[i] + j and sees all tokens up to its own. The new K/V are already
+    appended to uncompressed blocks. The remaining arguments are those of `decode_attention`.
 
-    With `stored_as[i]`, the format that every block of request i will be packed in whole, a query sees the blocks
-    before its own fake-quantized and its own block exact. Then a token's output depends on the tokens
-    before it alone, not on which of them were cached, and not on how the prompt was cut into chunks.
+    `stored_as[i]` is the format in which every block of request i will be packed whole. A query then sees earlier
+    blocks fake-quantized and its own block exact, so a token's output depends on the tokens before it alone: neither on
+    which of them were cached nor on how the prompt was cut into chunks.
     """
     prefixes = prefix_lens.tolist() if isinstance(prefix_lens, torch.Tensor) else prefix_lens
     p = store.layout.block_tokens
@@ -107,17 +109,17 @@ def extend_attention(
         if not new:
             continue
         nb = -(-(prefix + new) // p)
-        blocks, held = row_blocks[i, :nb], rungs[i][:nb]
+        blocks, block_rungs = row_blocks[i, :nb], rungs[i][:nb]
         rows = q[at : at + new]
         fmt = stored_as[i] if stored_as else None
         if window >= 0:
-            k, v, base = _window_rows(store, layer, blocks, held, prefix, prefix + new, window, fmt)
+            k, v, base = _window_rows(store, layer, blocks, block_rungs, prefix, prefix + new, window, fmt)
             if fmt is None:
                 out[at : at + new] = _masked(rows.movedim(0, 1), k, v, None, scale, logit_cap, window).movedim(1, 0)
             else:
                 out[at : at + new] = _extend_stored(store, rows, k, v, base, fmt, scale, logit_cap, window)
         else:
-            parts = request_parts(store, layer, blocks, held, prefix + new)
+            parts = request_parts(store, layer, blocks, block_rungs, prefix + new)
             if fmt is None:
                 out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap, observe)
             else:
@@ -139,8 +141,10 @@ def _window_rows(
     window: int,
     fmt: Format | None,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """K, V `[H, S, D]` of the last S of a request's `tokens`, from the block of the earliest token that one at `first`
-    sees; and where among these S the block of `first` begins. Blocks before it are as `fmt` will store them, if any."""
+    """K, V `[H, S, D]` of the last S of a request's `tokens`, and the index among these S where the block of token
+    `first` begins. S starts at the block of the earliest token that `first` sees. Blocks before that of `first` are
+    fake-quantized to `fmt`, if given.
+    """
     p = store.layout.block_tokens
     start = max(0, first - window) // p
     base = first // p - start
@@ -148,13 +152,13 @@ def _window_rows(
     if fmt is not None:
         for i, rung in enumerate(rungs[start : start + base]):
             if rung <= 0:
-                own = slice(i * p, (i + 1) * p)
-                k[:, own], v[:, own] = as_stored(store.layout, fmt, k[:, own], v[:, own])
+                block = slice(i * p, (i + 1) * p)
+                k[:, block], v[:, block] = as_stored(store.layout, fmt, k[:, block], v[:, block])
     return k, v, base * p
 
 
 def _logits(parts: list[Part], q: torch.Tensor, cap: float) -> torch.Tensor:
-    """fp32 `[H, G, S]` over all parts' slots for scaled q fp32 `[H, G, D]`, capped, -inf where nothing is stored."""
+    """Capped logits fp32 `[H, G, S]` over all parts' slots for scaled q fp32 `[H, G, D]`; -inf in empty slots."""
     out = []
     for x in parts:
         logits = x.logits(q)
@@ -196,7 +200,7 @@ def _extend_one(
     if logit_cap > 0:
         out = _masked(query, k, v, valid, scale, logit_cap)
     elif new == k.shape[1] or (len(store.ladder) == 1 and valid is None):
-        # Bits beyond the prompt's first chunk matter only where nothing is ever compressed; they cost extra rows.
+        # Equal bits beyond the prompt's first chunk cost extra rows and matter only where nothing is ever compressed.
         out = _sdpa_exact(query, k, v, scale)
     else:
         out = _masked(query, k, v, valid, scale, logit_cap)
@@ -217,8 +221,10 @@ def _extend_stored(
     logit_cap: float,
     window: int = -1,
 ) -> torch.Tensor:
-    """`q[new, Hq, D]` of one request against `k`, `v` `[H, S, D]`, which are overwritten, block by block ->
-    `[new, Hq, D]`. From `base` on, a block border, tokens are uncompressed and in sequence order.
+    """Attention of `q[new, Hq, D]` of one request over `k`, `v` `[H, S, D]`, block by block -> `[new, Hq, D]`.
+
+    From `base` on, a block boundary, tokens are uncompressed and in sequence order. `k` and `v` are overwritten with
+    the fake-quantized blocks.
     """
     p, new, slots = store.layout.block_tokens, q.shape[0], k.shape[1]
     whole = (slots - base) // p
@@ -239,7 +245,7 @@ def _extend_stored(
 
 
 def stored_mask(parts: list[Part], sizes: list[int]) -> torch.Tensor | None:
-    """bool `[H, S]` over the parts' dense tokens, None when every slot holds one."""
+    """Mask bool `[H, S]` of the parts' dense tokens, None if every slot holds a token."""
     if all(x.valid is None or (not isinstance(x, PlainPart) and x.count) for x in parts):
         return None
     masks = []
@@ -250,10 +256,10 @@ def stored_mask(parts: list[Part], sizes: list[int]) -> torch.Tensor | None:
 
 
 def _sdpa_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """The bits of stock SGLang, which runs all positions as queries and keeps the new ones.
+    """Attention with the bits of stock SGLang, which runs all positions as queries and keeps the new ones.
 
-    Where that would be far more rows than needed, the queries start at a tile border of the kernel with an explicit
-    mask: found bit-equal for any lengths, as long as the tile size stays what it is for all rows.
+    For long prefixes the queries start at a tile boundary of the kernel, with an explicit mask. The result is bit-equal
+    for all lengths tested, as long as the tile size is the one of all rows.
     """
     new, slots = q.shape[1], k.shape[1]
     start = max(0, min(slots - new, slots - SDPA_TILED_FROM) // SDPA_TILE * SDPA_TILE)
@@ -274,8 +280,9 @@ def _masked(
     logit_cap: float,
     window: int = -1,
 ) -> torch.Tensor:
-    """`q[Hq, new, D]`, the last of `k`, `v` `[H, S, D]` -> `[Hq, new, D]`: explicit masks, in chunks of queries that
-    bound them."""
+    """Attention of `q[Hq, new, D]`, the last tokens of `k`, `v` `[H, S, D]`, with explicit masks -> `[Hq, new, D]`.
+    Queries are processed in chunks that bound the masks.
+    """
     if logit_cap > 0:
         return _explicit(q, k, v, valid, scale, logit_cap, window)
     heads, new, slots = q.shape[0], q.shape[1], k.shape[1]
@@ -293,7 +300,7 @@ def _masked(
 
 
 def _explicit(q, k, v, valid, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor:
-    """Softmax written out in fp32, for capped logits: `[Hq, new, D]`."""
+    """Attention with an fp32 softmax written out, for capped logits: `[Hq, new, D]`."""
     step = max(1, MAX_ELEMENTS // (k.shape[1] * q.shape[0]))
     out = torch.empty_like(q)
     for at in range(0, q.shape[1], step):

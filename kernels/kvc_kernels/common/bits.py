@@ -1,7 +1,4 @@
-"""Codes <-> bytes of pages, over any leading dimensions.
-
-The offsets are `layout.PageLayout`'s; see its docstring.
-"""
+"""Conversion between codes and the bytes of pages, over any leading dimensions. `layout.PageLayout` has the offsets."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from ..layout import PageLayout
 
 
 class PageRows(NamedTuple):
-    """Tokens of pages, in slot order; absent segments are None. T tokens a page, D head_dim, G value groups.
+    """Tokens of pages in slot order; absent segments are None. T tokens per page, D head_dim, G value groups.
 
-    `keys`, `values` `[..., T, D]`: uint8 codes, or the model dtype in bf16 pages; `value_meta` fp16
-    `[..., G, 2, T]`; `scores` fp32 `[..., T]`; `positions` int16 `[..., T]`.
+    `keys`, `values` `[..., T, D]`: uint8 codes, or the model dtype in bf16 pages; `value_meta` fp16 `[..., G, 2, T]`;
+    `scores` fp32 `[..., T]`; `positions` int16 `[..., T]`.
     """
 
     keys: torch.Tensor
@@ -45,9 +42,8 @@ def unpack_features(packed: torch.Tensor, bits: int, dim: int = -1) -> torch.Ten
 
 
 def segment(layout: PageLayout, pages: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-    """View of one segment of uint8 pages `[..., page_bytes]` as `[..., elements]` of `dtype`; None when absent.
-
-    A view, not a copy, so it also serves to write.
+    """View of one segment of uint8 pages `[..., page_bytes]` as `[..., elements]` of `dtype`; None if absent. Writing
+    to the view writes to the pages.
     """
     at, size = layout.segments[name]
     if not size:
@@ -81,7 +77,7 @@ def value_meta(layout: PageLayout, pages: torch.Tensor) -> torch.Tensor:
 
 
 def read_page(layout: PageLayout, pages: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> PageRows:
-    """Tokens of uint8 pages `[..., page_bytes]`; `dtype` is the model's, used by bf16 pages only."""
+    """Tokens of uint8 pages `[..., page_bytes]`. `dtype` is the model dtype, which only bf16 pages use."""
     scores = segment(layout, pages, "scores", torch.float32)
     if not layout.format.packed:
         return PageRows(*bf16_rows(layout, pages, dtype), scores=scores)
@@ -101,9 +97,8 @@ def _blank(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 def write_page(layout: PageLayout, rows: PageRows, valid: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 pages `[..., page_bytes]` of token rows (shapes of `PageRows`).
 
-    Slots where `valid` (bool `[..., T]`) is false, the padding between segments and the slack behind them
-    are zero: the bytes of a page depend on its tokens alone. Segments that the layout has and `rows` has not
-    stay zero.
+    Slots where `valid` (bool `[..., T]`) is false, the padding between segments and the slack behind them are zero, so
+    the bytes of a page depend on its tokens alone. Segments that `rows` lacks stay zero.
     """
     pages = torch.zeros((*rows.keys.shape[:-2], layout.page_bytes), dtype=torch.uint8, device=rows.keys.device)
     by_row = None if valid is None else valid.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""CUDA C++ at run time: NVRTC compiles it (torch brings the library; no nvcc, no headers), the driver launches it."""
+"""CUDA C++ at run time: NVRTC, which torch ships, compiles it without nvcc or headers, and the driver launches it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _nvrtc() -> ctypes.CDLL:
         import nvidia
 
         # Packages of CUDA 13 share a folder, those of CUDA 12 have one each.
-        places = [f"{folder}/lib/libnvrtc.so.{major}" for folder in (f"cu{major}", "cuda_nvrtc")]
-        found = [p for root in nvidia.__path__ for place in places for p in Path(root).glob(place)]
-        if not found:
+        patterns = [f"{folder}/lib/libnvrtc.so.{major}" for folder in (f"cu{major}", "cuda_nvrtc")]
+        paths = [p for root in nvidia.__path__ for pattern in patterns for p in Path(root).glob(pattern)]
+        if not paths:
             raise
-        return _library(str(found[0]))
+        return _library(str(paths[0]))
 
 
 @cache
@@ -46,13 +46,13 @@ def available() -> bool:
     return True
 
 
-def _check(lib: ctypes.CDLL, code: int, what: str) -> None:
+def _check(lib: ctypes.CDLL, code: int, action: str) -> None:
     if code:
-        raise RuntimeError(f"{what} failed with code {code}")
+        raise RuntimeError(f"{action} failed with code {code}")
 
 
 def compile_source(name: str, constants: str, arch: str = "sm_90a") -> tuple[bytes, str]:
-    """`extend/cuda/<name>` behind the text `constants` -> (cubin, what the compiler had to say)."""
+    """`extend/cuda/<name>` behind the text `constants` -> (cubin, compiler log)."""
     lib = _nvrtc()
     headers = {p.name: p.read_bytes() for p in SOURCES.glob("*.cuh")}
     n = len(headers)
@@ -69,14 +69,14 @@ def compile_source(name: str, constants: str, arch: str = "sm_90a") -> tuple[byt
     lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     lib.nvrtcGetProgramLog(program, log)
-    said = log.value.decode(errors="replace")
+    message = log.value.decode(errors="replace")
     if failed:
-        raise RuntimeError(f"{name} does not compile:\n{said}")
+        raise RuntimeError(f"{name} does not compile:\n{message}")
     _check(lib, lib.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
     cubin = ctypes.create_string_buffer(size.value)
     _check(lib, lib.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return cubin.raw, said
+    return cubin.raw, message
 
 
 class Module:
@@ -112,8 +112,9 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """A kernel of `module` with one argument, a struct by value. `early`: its blocks may start before the kernel ahead
-    of it has ended, and wait for that themselves (griddepcontrol.wait)."""
+    """A kernel of `module` with one argument, a struct by value. `early`: its blocks may start before the preceding
+    kernel ends, and wait for it themselves (griddepcontrol.wait).
+    """
 
     def __init__(self, module: Module, function: str, *, shared: int = 0, early: bool = False):
         self._driver, self._function = module.driver, ctypes.c_void_p()

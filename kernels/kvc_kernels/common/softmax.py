@@ -1,24 +1,25 @@
-"""Attention probabilities written out: masks, a softmax that survives empty rows, weights of new tokens.
+"""Explicit attention probabilities: masks, a softmax that tolerates empty rows, weights of new tokens.
 
-`window` everywhere: how many tokens before its own a query sees, as SGLang's layers and FlashInfer count them; -1: all.
+`window` everywhere: the number of tokens before its own that a query sees, as in SGLang's layers and FlashInfer; -1:
+all.
 """
 
 from __future__ import annotations
 
 import torch
 
-MAX_ELEMENTS = 1 << 23  # most elements of a mask or of a probability matrix at a time
+MAX_ELEMENTS = 1 << 23  # upper bound of the elements of one mask or probability matrix
 
 
 def softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Over the last dim; rows that see nothing (a head with every token pruned) become 0 rather than NaN."""
+    """Softmax over the last dim. Rows that see nothing (a head with every token pruned) are 0 rather than NaN."""
     top = logits.amax(-1, keepdim=True)
     e = torch.exp(logits - top.clamp_(min=torch.finfo(torch.float32).min))
     return e / e.sum(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def causal_mask(start: int, rows: int, slots: int, new: int, device, window: int = -1) -> torch.Tensor:
-    """bool `[rows, slots]` for new tokens start..start+rows of `new`, which are the last slots."""
+    """Causal mask bool `[rows, slots]` of new tokens start..start+rows of `new`, which are the last slots."""
     at = torch.arange(slots - new + start, slots - new + start + rows, device=device).unsqueeze(-1)
     slot = torch.arange(slots, device=device)
     return slot <= at if window < 0 else (slot <= at) & (slot >= at - window)

@@ -1,9 +1,8 @@
-"""Codes of packed pages as fp16: all Triton kernels that read them unpack here.
+"""Packed codes to fp16 in Triton kernels.
 
-Two ways. Decode and the scores of a decode step take codes as they are (`nested`, `crumbs`: subnormals, scales folded
-into the small operand); extend and the scores of a prompt, where many queries share a tile, dequantise it (`dequant`).
-ASM is false under the interpreter.
-The Gluon kernels have their own, for their tiles lie in registers and in shared memory in other ways.
+Decode and the scores of a decode step use the codes directly (`nested`, `crumbs`: subnormals, with the scales folded
+into the small operand). Prefill and the scores of a prompt, where many queries share a tile, dequantize it (`dequant`).
+ASM is false under the interpreter. The Gluon kernel has its own conversions, because its tiles have other layouts.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -14,9 +13,9 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NEG: tl.constexpr = tl.constexpr(-1.0e30)
-# A code c, put into the low bits of an fp16 word, is the subnormal c * 2^-24: exact, and one AND per two codes is
-# the whole conversion. The factor goes into the softmax scale and the final store. Products are formed and summed
-# in fp32 by the MMA, where neither 2^-24 nor the place of a nibble (2^4, 2^2) loses a bit.
+# A code c in the low bits of an fp16 word is the subnormal c * 2^-24. The conversion is exact and costs one AND per two
+# codes. The factor goes into the softmax scale and the final store. The MMA multiplies and adds in fp32, where neither
+# 2^-24 nor the place of a nibble (2^4, 2^2) loses a bit.
 CODE_UNIT: tl.constexpr = tl.constexpr(16777216.0)
 
 
@@ -24,9 +23,9 @@ CODE_UNIT: tl.constexpr = tl.constexpr(16777216.0)
 def nested(x, BITS: tl.constexpr, ASM: tl.constexpr):
     """uint8 codes [M, N] -> 8/BITS fp16 tensors [M, N] F0, F1, ..: the byte without its 0, 1, .. highest fields.
 
-    In units of 2^-24. Field j is worth F[n-1-j] - F[n-j]; that difference is taken on the small side of the product
-    (the query) or at the very end (the output). So the whole byte serves as it is: two PRMT spread four bytes over two
-    registers, and only the other tensors cost an AND per two elements (4 bits: half an instruction a code).
+    The unit is 2^-24. Field j is worth F[n-1-j] - F[n-j]. That difference is taken on the small side of the product
+    (the query) or at the very end (the output), so F0 is the whole byte: two PRMT spread four bytes over two registers,
+    and each further tensor costs one AND per two elements (4 bits: half an instruction per code).
     """
     if ASM:
         if BITS == 8:
@@ -64,7 +63,7 @@ def nested(x, BITS: tl.constexpr, ASM: tl.constexpr):
 def crumbs(x, ASM: tl.constexpr):
     """uint8 2-bit codes [M, N] -> 4 fp16 tensors [M, N]; field j is worth code * 2^(2j - 24).
 
-    2-bit values have a scale for each group of features, so that their fields cannot share a weight as in `nested`.
+    2-bit values have one scale per group of features, so their fields cannot share a weight as in `nested`.
     """
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(

@@ -1,1 +1,1 @@
-"""Compact: the packing of full blocks, and the repacking of packed ones."""
+"""Compaction: packing of full blocks, and repacking of packed blocks."""

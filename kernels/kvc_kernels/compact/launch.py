@@ -1,4 +1,4 @@
-"""`compact` with kernels for the move: gather, header, quantise, pack, write, for all layers and heads at once."""
+"""`compact` with kernels for the move: gather, header, quantize, pack and write, for all layers and heads at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .repack_kernel import order_kernel, repack_kernel
 
 INTERPRET = triton.knobs.runtime.interpret
 WARPS, MAX_WARPS = 4, 16
-HELD = 4096  # elements of keys that a warp holds
-MAX_REGISTERS = 128  # four programs of four warps on a multiprocessor
+HELD = 4096  # key elements that a warp keeps in registers
+MAX_REGISTERS = 128  # four CTAs of four warps per SM
 
 
 @functools.lru_cache
@@ -34,7 +34,8 @@ def compact_triton(
 ) -> torch.Tensor:
     """`compact` with the same bytes, in a fixed number of launches for all layers, heads and blocks.
 
-    Say `tiers=None` where everything is kept: whether a tensor says so could only be known by waiting for the device.
+    `tiers=None` means that everything is kept. A tensor that says so could only be recognized by waiting for the
+    device.
     """
     layout = store.layout
     to, source, n = store.ladder[to_rung], store.ladder[from_rung], blocks.numel()
@@ -51,28 +52,28 @@ def compact_triton(
 def _pack(
     store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, source: Rung
 ) -> torch.Tensor:
-    """Move uncompressed heads. Without tiers nothing about single tokens is read, and keys are read once."""
+    """Pack uncompressed heads. Without tiers the kernel reads no per-token tiers and reads keys once."""
     layout, p = store.layout, store.layout.block_tokens
     plain, high, low = _prepared(layout, store.ladder[to_rung])
-    got = exchange_pages(store, blocks, to_rung, tiers=tiers)
-    whole, rows, padded = tiers is None, len(got.ids), triton.next_power_of_2(p)
-    # What reads neither gets some tensor of the right type.
-    order = got.ids if whole else torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
+    exchange = exchange_pages(store, blocks, to_rung, tiers=tiers)
+    whole, rows, padded = tiers is None, len(exchange.ids), triton.next_power_of_2(p)
+    # Kernels that ignore an argument still need a tensor of the right dtype.
+    order = exchange.ids if whole else torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
     elements = padded * layout.head_dim
     hold = whole and elements <= HELD * MAX_WARPS
     warps = max(WARPS, elements // HELD) if hold else WARPS
     limit = {"maxnreg": MAX_REGISTERS} if hold and high.key_bits > 2 and not INTERPRET else {}
     pack_kernel[(2 * rows,)](
-        store.pages, got.old, got.ids, got.held, blocks, got.ids if whole else tiers, order, store.headers,
-        store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p,
-        padded, layout.page_bytes, plain, high, low, layout.scored, whole, hold,
-        num_warps=warps, **limit,
+        store.pages, exchange.old, exchange.ids, exchange.held, blocks, exchange.ids if whole else tiers, order,
+        store.headers, store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16,
+        layout.head_dim, p, padded, layout.page_bytes, plain, high, low, layout.scored, whole, hold, num_warps=warps,
+        **limit,
     )  # fmt: skip
-    return got.pages
+    return exchange.pages
 
 
 def _repack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor, source: Rung) -> torch.Tensor:
-    """Move packed heads. Key headers stay."""
+    """Repack packed heads. Their key headers stay."""
     layout, p, to = store.layout, store.layout.block_tokens, store.ladder[to_rung]
     _, high, low = _prepared(layout, to)
     tiers_from = tuple(x for x in _prepared(layout, source)[1:] if x)
@@ -82,11 +83,11 @@ def _repack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.T
         store.pages, store.table[blocks], store.counts[blocks], tiers, where, order, counts, layout.head_pages_bf16, p,
         triton.next_power_of_2(p), layout.page_bytes, tiers_from, to.low is not None, layout.scored, num_warps=4,
     )  # fmt: skip
-    got = exchange_pages(store, blocks, to_rung, counts=counts)
-    # Without fused multiply-add, for the reference multiplies and adds one after the other.
+    exchange = exchange_pages(store, blocks, to_rung, counts=counts)
+    # No fused multiply-add: the reference rounds product and sum separately.
     repack_kernel[(len(tiers),)](
-        store.pages, got.old, got.ids, got.held, counts, where, order, layout.head_pages_bf16, layout.head_dim, p,
-        layout.page_bytes, tiers_from, high, low, layout.scored,
-        num_warps=8, enable_fp_fusion=False,
+        store.pages, exchange.old, exchange.ids, exchange.held, counts, where, order, layout.head_pages_bf16,
+        layout.head_dim, p, layout.page_bytes, tiers_from, high, low, layout.scored, num_warps=8,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    return got.pages
+    return exchange.pages

@@ -1,8 +1,9 @@
-"""Quantise and pack the kept tokens of uncompressed heads: two programs a (block, layer, head), keys and values.
+"""Packing of the kept tokens of uncompressed heads: two programs per (block, layer, head), one for keys, one for
+values.
 
-Writes the bytes that `compact._move` writes, bit for bit: the same fp32 operations in the same order, quotients as IEEE
-division rounds them, round half to even, codes from the fp16-rounded scales. Nothing is shared between programs but the
-order of kept tokens, of which both write the same, so no order decides.
+The bytes are those of `reference._move`, bit for bit: the same fp32 operations in the same order, quotients as IEEE
+division rounds them, round half to even, codes from the fp16-rounded scales. The two programs share only the order of
+kept tokens, and both write the same one.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -29,7 +30,7 @@ from .write_kernel import clear_slack, padded, write_evidence, write_values
 def source_rows(
     pages, row_table, token, valid, like, page_bytes: tl.constexpr, D: tl.constexpr, T0: tl.constexpr
 ):
-    """Where the source pages of tokens start, and their rows of keys."""
+    """Start of the tokens' source pages, and pointers to their key rows."""
     source = tl.load(row_table + token // T0, mask=valid, other=0).to(tl.int64)
     base = pages + source * page_bytes
     return base, base.to(tl.pointer_type(like.dtype.element_ty)) + (token % T0) * D
@@ -37,7 +38,7 @@ def source_rows(
 
 @triton.jit
 def load_rows(rows, valid, D: tl.constexpr, W: tl.constexpr):
-    """Features of tokens in D / W pieces `[N, W]`, zeros where not valid; `rows` pointers `[N]`."""
+    """Features of tokens in D / W pieces `[N, W]`, zeros where not valid. `rows`: pointers `[N]`."""
     w = tl.arange(0, W)
     out = ()
     for j in tl.static_range(D // W):
@@ -50,8 +51,9 @@ def load_runs(
     pages, row_table, order, first, i, live, n, like, page_bytes: tl.constexpr, D: tl.constexpr, T0: tl.constexpr,
     OFFSET: tl.constexpr, W: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    """Pieces of the four tokens first + 4 i, .. (of order, unless WHOLE), those of a token one after another. OFFSET:
-    of the rows in a page."""
+    """Pieces of the four tokens first + 4 i, .. (of `order`, unless WHOLE), token by token. OFFSET: offset of the rows
+    in a page, in elements.
+    """
     out = ()
     token = first + 4 * i
     if WHOLE:
@@ -83,7 +85,7 @@ def channel_grids(header, D: tl.constexpr, KB: tl.constexpr):
 
 @triton.jit
 def key_codes(k, FIRST: tl.constexpr, grids, N: tl.constexpr, DK: tl.constexpr, KB: tl.constexpr):
-    """Packed codes, int32 `[N, DK]` of which the low bytes count, of pieces k under a grid a channel."""
+    """Packed codes, int32 `[N, DK]` with the code bytes in the low bits, of pieces k under one grid per channel."""
     packed = tl.zeros([N, DK], tl.int32)
     for f in tl.static_range(8 // KB):
         less, zero, inverse, top = grids[f]
@@ -98,8 +100,9 @@ def tier_keys(
     pages, row_table, ids, n_pages, n, order, header, like, page_bytes: tl.constexpr, D: tl.constexpr,
     SOURCE: tl.constexpr, TO: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
 ):
-    """Keys of one tier of one head: tokens order[0..n-1] of the source (WHOLE: 0..n-1) go to pages ids[0..n_pages-1],
-    at most MOST slots at a time. Slots behind n become zero."""
+    """Write the keys of one tier of one head: tokens order[0..n-1] of the source (WHOLE: 0..n-1) to pages
+    ids[0..n_pages-1], at most MOST slots at a time. Slots behind n are zero.
+    """
     KB: tl.constexpr = TO[KEY_BITS]
     T: tl.constexpr = TO[TOKENS]
     DK: tl.constexpr = D * KB // 8
@@ -109,16 +112,16 @@ def tier_keys(
     grids = channel_grids(header, D, KB)
     for c in range(0, n_pages * PARTS):
         i = c % PARTS * N + tl.arange(0, N)
-        held = i < T
+        in_page = i < T
         token = c // PARTS * T + i
-        valid = held & (token < n)
+        valid = in_page & (token < n)
         if not WHOLE:
             token = tl.load(order + token, mask=valid, other=0).to(tl.int32)
         _, rows = source_rows(pages, row_table, token, valid, like, page_bytes, D, SOURCE[TOKENS])
         page = pages + tl.load(ids + c // PARTS).to(tl.int64) * page_bytes
         k = load_rows(rows, valid, D, DK)
         packed = tl.where(valid[:, None], key_codes(k, 0, grids, N, DK, KB), 0)
-        tl.store(page + i[:, None] * DK + dk[None, :], packed.to(tl.uint8), mask=held[:, None])
+        tl.store(page + i[:, None] * DK + dk[None, :], packed.to(tl.uint8), mask=in_page[:, None])
 
 
 @triton.jit
@@ -126,7 +129,7 @@ def tier_values(
     pages, row_table, ids, n_pages, n, order, like, page_bytes: tl.constexpr, D: tl.constexpr, SOURCE: tl.constexpr,
     TO: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
 ):
-    """All but the keys of the same pages, with zeros in their slack."""
+    """Write everything but the keys of the same pages, with zeros in their slack."""
     VB: tl.constexpr = TO[VALUE_BITS]
     T: tl.constexpr = TO[TOKENS]
     DV: tl.constexpr = D * VB // 8
@@ -161,14 +164,15 @@ def header_rows(
     pages, row_table, at, n, order, like, page_bytes: tl.constexpr, D: tl.constexpr, T0: tl.constexpr,
     WHOLE: tl.constexpr, STEP: tl.constexpr,
 ):
-    """Keys `[STEP, D]` of kept tokens at, ..; behind the last one that one again, which changes no range; zeros where
-    there is none."""
+    """Keys `[STEP, D]` of kept tokens at, ... Behind the last token the last one repeats, which changes no range;
+    zeros if there is none.
+    """
     token = tl.minimum(at + tl.arange(0, STEP), n - 1)
-    some = token >= 0
+    live = token >= 0
     if not WHOLE:
-        token = tl.load(order + token, mask=some, other=0).to(tl.int32)
-    _, rows = source_rows(pages, row_table, token, some, like, page_bytes, D, T0)
-    return tl.load(rows[:, None] + tl.arange(0, D)[None, :], mask=some[:, None], other=0.0)
+        token = tl.load(order + token, mask=live, other=0).to(tl.int32)
+    _, rows = source_rows(pages, row_table, token, live, like, page_bytes, D, T0)
+    return tl.load(rows[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
 
 
 @triton.jit
@@ -176,7 +180,7 @@ def write_header(
     pages, row_table, n, order, header, like, page_bytes: tl.constexpr, D: tl.constexpr, T0: tl.constexpr,
     WHOLE: tl.constexpr, STEP: tl.constexpr,
 ):
-    """Scale (on the 8-bit grid) and zero of each channel over the kept tokens."""
+    """Write scale (on the 8-bit grid) and zero of each channel over the kept tokens."""
     d = tl.arange(0, D)
     lo = header_rows(pages, row_table, 0, n, order, like, page_bytes, D, T0, WHOLE, STEP)
     hi = lo
@@ -195,7 +199,7 @@ def whole_keys(
     pages, row_table, ids, header, like, page_bytes: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     SOURCE: tl.constexpr, TO: tl.constexpr,
 ):
-    """Header and keys of a head that keeps all its tokens in one tier. The rows are read once and held."""
+    """Write header and keys of a head that keeps all tokens in one tier. Rows are read once and stay in registers."""
     KB: tl.constexpr = TO[KEY_BITS]
     T: tl.constexpr = TO[TOKENS]
     DK: tl.constexpr = D * KB // 8
@@ -204,7 +208,7 @@ def whole_keys(
     i = tl.arange(0, N)
     live = 4 * i < P
     k = load_runs(pages, row_table, header, 0, i, live, P, like, page_bytes, D, SOURCE[TOKENS], 0, DK, True)
-    # Four bytes a thread: with more it would hold the grids of more channels than it has registers for.
+    # Four bytes per thread: the grids of more channels exceed its registers.
     dk = tl.max_contiguous(tl.arange(0, DK), 4)
     grids = ()
     for f in tl.static_range(8 // KB):
@@ -213,9 +217,9 @@ def whole_keys(
         for u in tl.static_range(1, 4):
             lo = lesser(lo, k[u * (8 // KB) + f])
             hi = greater(hi, k[u * (8 // KB) + f])
-        least = tl.where(live[:, None], lo.to(tl.float32), float("inf"))
-        most = tl.where(live[:, None], hi.to(tl.float32), float("-inf"))
-        scale, zero = half_range(tl.min(least, 0), tl.max(most, 0), 255)
+        live_lo = tl.where(live[:, None], lo.to(tl.float32), float("inf"))
+        live_hi = tl.where(live[:, None], hi.to(tl.float32), float("-inf"))
+        scale, zero = half_range(tl.min(live_lo, 0), tl.max(live_hi, 0), 255)
         tl.store(header + f * DK + dk, scale)
         tl.store(header + D + f * DK + dk, zero)
         grids = grids + (grid(scale, zero, 255 // ((1 << KB) - 1), KB),)
@@ -236,12 +240,11 @@ def pack_kernel(
     page_bytes: tl.constexpr, SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
     SCORED: tl.constexpr, WHOLE: tl.constexpr, HOLD: tl.constexpr,
 ):
-    """grid (2 m,): rows are (block, layer, head), keys and values. row_table int32 `[m, E]` source pages, ids int32
-    `[m, E]` destination pages (high, then low), page_counts int64 `[2, m]`, blocks `[n]`, tiers int8 `[m, P]`, order
-    int16 `[m, P]` scratch, headers fp16 `[blocks, LH, 2, D]`. SOURCE (bf16),
-    HIGH,
-    LOW: `FormatClass` records; LOW is empty without a low tier. WHOLE: every token is kept high; tiers and order are
-    not read. HOLD: keys fit in registers.
+    """grid (2 m,): rows are (block, layer, head), one program for keys and one for values. row_table int32 `[m, E]`
+    source pages, ids int32 `[m, E]` destination pages (high, then low), page_counts int64 `[2, m]`, blocks `[n]`,
+    tiers int8 `[m, P]`, order int16 `[m, P]` scratch, headers fp16 `[blocks, LH, 2, D]`. SOURCE (bf16), HIGH, LOW:
+    `FormatClass` records; LOW is empty without a low tier. WHOLE: every token is kept high; tiers and order are not
+    read. HOLD: keys fit in registers.
     """
     row = (tl.program_id(0) // 2).to(tl.int64)
     of_keys = tl.program_id(0) % 2 == 0

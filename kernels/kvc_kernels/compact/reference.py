@@ -1,7 +1,7 @@
-"""Move blocks down the ladder: take pages, gather, quantise, pack, rewrite the table, recycle.
+"""Compaction in plain torch: take pages, gather, quantize, pack, rewrite the table, recycle the source pages.
 
-The bytes written are a pure function of a block's own rows, its tiers and the target rung: no page id and no
-neighbour enters, so that equal prefixes are equal bytes wherever and whenever they were packed.
+The bytes written are a pure function of a block's own rows, its tiers and the target storage format. No page id and no
+neighboring block enters, so equal prefixes give equal bytes wherever and whenever they are packed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from ..pages.tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 from ..store import SCRATCH_PAGE, PageStore
 from ..tiering.quota import keep_all
 
-# Bytes of temporaries per chunk of rows (a row is one block-head). On the CPU smaller chunks stay in cache.
+# Bytes of temporaries per chunk of rows (a row is one head of one block). On the CPU smaller chunks stay in cache.
 TEMP_BYTES = {"cpu": 24 << 20}
 TEMP_BYTES_DEFAULT = 256 << 20
-TEMP_PER_ELEMENT = 26  # temporaries for each of the P * D elements of a row, K and V together, measured
+TEMP_PER_ELEMENT = 26  # measured bytes of temporaries per element of a row (P * D elements), K and V together
 
 
 class _Source(NamedTuple):
-    """One tier of the source with its slots flattened: `rows` have leading `[m, S]`."""
+    """One tier of the source with its slots flattened: `rows` have leading dims `[m, S]`."""
 
     format: Format
     rows: PageRows
 
 
 def max_tier_pages(layout: PoolLayout, fmt: Format) -> int:
-    """Pages that one head of a block needs at most in `fmt`."""
+    """Maximum pages of one head of a block in `fmt`."""
     return layout.pages_for(fmt, layout.block_tokens)
 
 
 def check_rung(layout: PoolLayout, rung: Rung) -> None:
-    """ValueError when some split of P tokens over the rung's tiers would overflow a table row."""
+    """ValueError if some split of P tokens over the rung's tiers overflows a table row."""
     if rung.low is None:
         worst = max_tier_pages(layout, rung.high)
     else:
@@ -71,7 +71,7 @@ def _flat_slots(rows: PageRows) -> PageRows:
 
 
 def read_tiers(store: PageStore, tiers: list[TierSlots]) -> list[_Source]:
-    """Codes and metas of the tiers' slots; what lies in slots that are not valid is anything."""
+    """Codes and metas of the tiers' slots; slots that are not valid are undefined."""
     return [
         _Source(t.page.format, _flat_slots(read_page(t.page, _gather_pages(store, t.ids), store.dtype))) for t in tiers
     ]
@@ -116,7 +116,9 @@ def _encode_rows(page: PageLayout, k: torch.Tensor, v: torch.Tensor, header: tor
 
 
 def _convert_rows(page: PageLayout, s: _Source, index: torch.Tensor) -> PageRows:
-    """Rows of one source tier at slots `index[m, N]` in the format of `page`; values requantised only if need be."""
+    """Rows of one source tier at slots `index[m, N]` in the format of `page`. Values are requantized if their bits
+    change.
+    """
     f = page.format
     keys = quant.convert_codes(_pick(s.rows.keys, index), s.format.key_bits, f.key_bits)
     values = _pick(s.rows.values, index)
@@ -127,7 +129,7 @@ def _convert_rows(page: PageLayout, s: _Source, index: torch.Tensor) -> PageRows
 
 
 def _merge_rows(take_second: torch.Tensor, a: PageRows, b: PageRows) -> PageRows:
-    """Slot by slot `b` where bool `[m, N]` is set, else `a`."""
+    """`b` where bool `[m, N]` is set, else `a`, slot by slot."""
     row, meta = take_second.unsqueeze(-1), take_second.unsqueeze(-2)
     return PageRows(
         keys=torch.where(row, b.keys, a.keys),
@@ -162,7 +164,7 @@ def _move(
 ) -> torch.Tensor | None:
     """Move m heads: gather the chosen tokens of each tier, encode, write pages `dest_ids[tier] [m, pages]`.
 
-    `chosen[tier]` bool `[m, P]`. Returns the new key headers `[m, 2, D]` when the source was uncompressed.
+    `chosen[tier]` bool `[m, P]`. Returns the new key headers `[m, 2, D]` if the source is uncompressed, else None.
     """
     layout, p = store.layout, store.layout.block_tokens
     header = None
@@ -198,7 +200,7 @@ def _move(
         if layout.scored:
             rows = rows._replace(scores=scores.gather(1, at), positions=order.to(torch.int16))
         data = write_page(page, _page_shape(rows, pages), valid.unflatten(1, (pages, -1)))
-        # Entries behind a head's count name page 0: all of them write the same zeros there.
+        # Entries behind a head's count name page 0 and write the same zeros there.
         store.pages.index_copy_(0, dest_ids[tier].flatten(), data.flatten(0, 1))
     return header
 
@@ -206,17 +208,17 @@ def _move(
 def compact(
     store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, *, from_rung: int
 ) -> torch.Tensor:
-    """Move `blocks[n]` (distinct, full, at `from_rung`) to packed rung `to_rung`, keeping what `tiers` says.
+    """Move `blocks[n]` (distinct, full, at `from_rung`) to packed rung `to_rung` and keep the tokens that `tiers`
+    selects.
 
-    `tiers` int8 `[n, L, H, P]` by token position: 2 high, 1 low (dropped when the rung has no low format), 0
-    pruned; None means all high. Tokens that the source does not hold stay pruned. High tokens are stored in
-    position order, then the low ones. From bf16 the key header is computed over the kept tokens; from a packed
-    rung it is frozen: key codes are copied, or mapped code to code at fewer bits, and values are requantised only
-    when their bits change. Scores and positions are carried. Destination pages are taken before source pages
-    return, so both must fit at once.
+    `tiers` int8 `[n, L, H, P]` by token position: 2 high, 1 low (dropped if the rung has no low format), 0 pruned; None
+    means all high. Tokens that the source does not hold stay pruned. High tokens are stored in position order, then the
+    low ones. From bf16 the key header is computed over the kept tokens. From a packed rung the header is frozen: key
+    codes are copied or mapped code to code to fewer bits, and values are requantized only if their bits change. Scores
+    and positions are carried over. Destination pages are taken before source pages return, so both must fit at once.
 
-    Returns int32 `[n]`: pages that each block has afterwards. ValueError when `to_rung` is not a packed rung
-    or may overflow a table row.
+    Returns int32 `[n]`: pages of each block afterwards. ValueError if `to_rung` is not a packed rung or may overflow a
+    table row.
     """
     layout = store.layout
     to, source = store.ladder[to_rung], store.ladder[from_rung]
@@ -240,13 +242,13 @@ def compact(
     high, low = tier_pages(store, to, counts)
     ids = take_pages(store, high + low)
     dest = []
-    for held, start, fmt in ((high, None, to.high), (low, high, to.low)):
+    for num_pages, start, fmt in ((high, None, to.high), (low, high, to.low)):
         if fmt is None:
             dest.append(ids.new_zeros((m, 0)).long())
             continue
         j = torch.arange(max_tier_pages(layout, fmt), device=store.device)
         at = j.expand(m, -1) if start is None else (start.unsqueeze(-1) + j).clamp(max=ids.shape[1] - 1)
-        dest.append(torch.where(j < held.unsqueeze(-1), ids.gather(1, at), SCRATCH_PAGE).long())
+        dest.append(torch.where(j < num_pages.unsqueeze(-1), ids.gather(1, at), SCRATCH_PAGE).long())
 
     limit = TEMP_BYTES.get(store.device.type, TEMP_BYTES_DEFAULT)
     step = max(1, limit // (p * layout.head_dim * TEMP_PER_ELEMENT))
@@ -266,7 +268,7 @@ def compact(
 
 
 def _table_rows(ids: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Table rows `[m, E]` of taken ids (high then low): high from the left, low from the right, 0 between."""
+    """Table rows `[m, E]` of taken ids (high, then low): high from the left, low from the right, 0 between."""
     entries = ids.shape[1]
     e = torch.arange(entries, device=ids.device).expand(ids.shape)
     h, back = high.unsqueeze(-1), entries - 1 - e

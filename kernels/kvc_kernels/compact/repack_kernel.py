@@ -1,8 +1,8 @@
-"""Move heads that are packed already: codes to codes, values quantised again where their bits change.
+"""Repacking of packed heads: key codes to codes, values quantized again if their bits change.
 
-Two kernels around the taking of pages: `order_kernel` finds which stored tokens go where, `repack_kernel` moves them.
-The bytes are `compact._move`'s: integer arithmetic for keys, and for values the same fp32 operations, a product and a
-sum apart (the launch switches fused multiply-add off).
+Two kernels enclose the exchange of pages: `order_kernel` maps stored tokens to destinations, `repack_kernel` moves
+them. The bytes are those of `reference._move`: integer arithmetic for keys, and for values the same fp32 operations
+with separate product and sum (the launch disables fused multiply-add).
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -29,16 +29,18 @@ def _place_tokens(
     where, pages, row_table, n, first, page_bytes: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     T: tl.constexpr, POFF: tl.constexpr, SIDE: tl.constexpr, SCORED: tl.constexpr,
 ):
-    """where[token] = slot of this tier (plus 0x4000 in the low one); unscored pages hold tokens first, first + 1, .."""
+    """Write where[token] = slot of this tier (plus 0x4000 in the low tier). Unscored pages hold tokens first, first +
+    1, ...
+    """
     i = tl.arange(0, PP)
-    held = i < n
+    stored = i < n
     token = first + i
     if SCORED:
         entry = i // T if SIDE == 0 else E - 1 - i // T
-        page = tl.load(row_table + entry, mask=held, other=0).to(tl.int64)
+        page = tl.load(row_table + entry, mask=stored, other=0).to(tl.int64)
         at = (pages + page * page_bytes + POFF).to(tl.pointer_type(tl.int16)) + i % T
-        token = tl.load(at, mask=held, other=0).to(tl.int32)
-    tl.store(where + token, (i + SIDE * 0x4000).to(tl.int16), mask=held & (token < P))
+        token = tl.load(at, mask=stored, other=0).to(tl.int32)
+    tl.store(where + token, (i + SIDE * 0x4000).to(tl.int16), mask=stored & (token < P))
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def order_kernel(
 
 @triton.jit
 def _convert(code, FROM: tl.constexpr, TO: tl.constexpr):
-    """Key codes at another number of bits, down by way of 4 bits; see `quant.convert_codes`."""
+    """Key codes at another number of bits, down through 4 bits; see `quant.convert_codes`."""
     if FROM == 8 and TO < 8:
         code = (code + 8) // 17
     if FROM > 2 and TO == 2:
@@ -96,8 +98,8 @@ def _convert(code, FROM: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def _source_codes(at, first, width: tl.constexpr, STRIDE, D: tl.constexpr, BITS: tl.constexpr, mask):
-    """int32 codes `[N, width]` of features first..first+width; `at` `[N]` is where byte 0 of a token's codes lies,
-    STRIDE bytes lead to the next.
+    """int32 codes `[N, width]` of features first..first+width. `at` `[N]` points to byte 0 of a token's codes; STRIDE
+    bytes lead to the next byte.
     """
     x = first + tl.arange(0, width)
     B: tl.constexpr = D * BITS // 8
@@ -111,7 +113,7 @@ def _repack_tier(
     page_bytes: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SOURCE: tl.constexpr, TO: tl.constexpr,
     SCORED: tl.constexpr,
 ):
-    """Pages of one tier of one head, as `write_tier`; tokens come from both tiers of the source."""
+    """Write the pages of one tier of one head. Tokens come from both tiers of the source."""
     KB: tl.constexpr = TO[KEY_BITS]
     VB: tl.constexpr = TO[VALUE_BITS]
     T: tl.constexpr = TO[TOKENS]
@@ -122,62 +124,64 @@ def _repack_tier(
     GROUPS: tl.constexpr = D // 32 if VB == 2 else 1
     i = tl.arange(0, TP)
     dk = tl.arange(0, DK)
-    held = i < T
+    in_page = i < T
     for j in range(0, n_pages):
-        valid = held & (j * T + i < n)
+        valid = in_page & (j * T + i < n)
         token = tl.load(order + j * T + i, mask=valid, other=0).to(tl.int32)
         code = tl.load(where + token, mask=valid, other=0).to(tl.int32)
         page = pages + tl.load(ids + j).to(tl.int64) * page_bytes
         keys = tl.zeros([TP, DK], tl.int32)
         score = tl.zeros([TP], tl.float32)
         for a in tl.static_range(len(SOURCE)):
-            mine = valid & (code // 0x4000 == a)
-            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][TOKENS], a)
+            from_tier = valid & (code // 0x4000 == a)
+            base, slot = _source_slot(pages, row_table, code, from_tier, page_bytes, E, SOURCE[a][TOKENS], a)
             for f in tl.static_range(8 // KB):
-                got = _source_codes(
-                    base + slot * (D * SOURCE[a][KEY_BITS] // 8), f * DK, DK, 1, D, SOURCE[a][KEY_BITS], mine
+                field = _source_codes(
+                    base + slot * (D * SOURCE[a][KEY_BITS] // 8), f * DK, DK, 1, D, SOURCE[a][KEY_BITS], from_tier
                 )
-                got = tl.where(mine[:, None], _convert(got, SOURCE[a][KEY_BITS], KB), 0)
-                keys |= got << (KB * f)
+                field = tl.where(from_tier[:, None], _convert(field, SOURCE[a][KEY_BITS], KB), 0)
+                keys |= field << (KB * f)
             if SCORED:
                 at = (base + SOURCE[a][SCORES]).to(tl.pointer_type(tl.float32)) + slot
-                score += tl.load(at, mask=mine, other=0.0)
-        tl.store(page + i[:, None] * DK + dk[None, :], keys.to(tl.uint8), mask=held[:, None])
+                score += tl.load(at, mask=from_tier, other=0.0)
+        tl.store(page + i[:, None] * DK + dk[None, :], keys.to(tl.uint8), mask=in_page[:, None])
         for a in tl.static_range(len(SOURCE)):
-            mine = valid & (code // 0x4000 == a)
-            base, slot = _source_slot(pages, row_table, code, mine, page_bytes, E, SOURCE[a][TOKENS], a)
-            # The slots of the other tier are written by its own turn; empty ones by the first, as zeros.
-            turn = mine
+            from_tier = valid & (code // 0x4000 == a)
+            base, slot = _source_slot(pages, row_table, code, from_tier, page_bytes, E, SOURCE[a][TOKENS], a)
+            # Slots of the other source tier are written in its turn, empty slots in the first turn, as zeros.
+            turn = from_tier
             if a == 0:
-                turn = held & (mine | ~valid)
+                turn = in_page & (from_tier | ~valid)
             _move_values(
-                page, base, slot, i, turn, mine, TP, D, W, GROUPS, VB, T, TO[VALUE_CODES], TO[VALUE_META],
+                page, base, slot, i, turn, from_tier, TP, D, W, GROUPS, VB, T, TO[VALUE_CODES], TO[VALUE_META],
                 SOURCE[a][VALUE_BITS], SOURCE[a][TOKENS], SOURCE[a][VALUE_CODES], SOURCE[a][VALUE_META],
             )  # fmt: skip
         if SCORED:
-            write_evidence(page, i, held, valid, score, token, TO[SCORES], TO[POSITIONS])
+            write_evidence(page, i, in_page, valid, score, token, TO[SCORES], TO[POSITIONS])
         if TO[USED_BYTES] < page_bytes:
             clear_slack(page, TO[USED_BYTES], page_bytes, padded(page_bytes - TO[USED_BYTES]))
 
 
 @triton.jit
 def _source_slot(
-    pages, row_table, code, mine, page_bytes: tl.constexpr, E: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr
+    pages, row_table, code, valid, page_bytes: tl.constexpr, E: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr
 ):
     """Page base `[N]` and slot `[N]` of tokens at `code` in tier SIDE of the source."""
     index = code % 0x4000
     entry = index // T if SIDE == 0 else E - 1 - index // T
-    page = tl.load(row_table + entry, mask=mine, other=0).to(tl.int64)
+    page = tl.load(row_table + entry, mask=valid, other=0).to(tl.int64)
     return pages + page * page_bytes, index % T
 
 
 @triton.jit
 def _move_values(
-    page, base, slot, i, turn, mine, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr,
+    page, base, slot, i, turn, valid, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr,
     VB: tl.constexpr, T: tl.constexpr, VOFF: tl.constexpr, VMETA: tl.constexpr, SVB: tl.constexpr, ST: tl.constexpr,
     SVOFF: tl.constexpr, SVMETA: tl.constexpr,
 ):
-    """Values of tokens `mine` of one source tier (SVB bits, ST tokens a page) into slots i; writes where `turn`."""
+    """Write the values of one source tier (SVB bits, ST tokens per page) to slots i: tokens where `valid`, zeros
+    elsewhere, in the slots where `turn` is set.
+    """
     DV: tl.constexpr = D * VB // 8
     SGROUPS: tl.constexpr = D // 32 if SVB == 2 else 1
     w = tl.arange(0, W)
@@ -185,18 +189,18 @@ def _move_values(
     meta = (base + SVMETA).to(tl.pointer_type(tl.float16)) + slot
     if SVB == VB:
         for r in tl.static_range(DV // W):
-            x = tl.load(codes[:, None] + ((r * W + w) * ST)[None, :], mask=mine[:, None], other=0)
+            x = tl.load(codes[:, None] + ((r * W + w) * ST)[None, :], mask=valid[:, None], other=0)
             tl.store(page + VOFF + (r * W + w)[None, :] * T + i[:, None], x, mask=turn[:, None])
         to = (page + VMETA).to(tl.pointer_type(tl.float16)) + i
         for g in tl.static_range(2 * GROUPS):
-            tl.store(to + g * T, tl.load(meta + g * ST, mask=mine, other=0.0), mask=turn)
+            tl.store(to + g * T, tl.load(meta + g * ST, mask=valid, other=0.0), mask=turn)
     else:
         v = ()
         for p in tl.static_range(D // W):
-            x = _source_codes(codes, p * W, W, ST, D, SVB, mine).to(tl.float32)
+            x = _source_codes(codes, p * W, W, ST, D, SVB, valid).to(tl.float32)
             group = (p * W + w) * SGROUPS // D * (2 * ST)
-            s = tl.load(meta[:, None] + group[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
-            z = tl.load(meta[:, None] + (group + ST)[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
+            s = tl.load(meta[:, None] + group[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+            z = tl.load(meta[:, None] + (group + ST)[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
             v = v + (x * s + z,)
         write_values(page, i, turn, v, N, W, D, VB, T, VOFF, VMETA, 1)
 
@@ -207,7 +211,7 @@ def repack_kernel(
     E: tl.constexpr, D: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr, SOURCE: tl.constexpr,
     HIGH: tl.constexpr, LOW: tl.constexpr, SCORED: tl.constexpr,
 ):
-    """grid (m,): as `pack_kernel`, from the tiers of SOURCE (a tuple of one or two records like HIGH and LOW)."""
+    """grid (m,): like `pack_kernel`, from the tiers of SOURCE (a tuple of one or two `FormatClass` records)."""
     row = tl.program_id(0).to(tl.int64)
     row_table += row * E
     ids += row * E

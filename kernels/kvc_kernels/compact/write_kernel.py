@@ -1,4 +1,4 @@
-"""What packing and repacking write to a page beside the key codes."""
+"""Writes of packing and repacking to a page, except key codes: values, scores, positions, slack."""
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..common.quant_kernel import ROUNDER_BITS, code_bits, greater, grid, half_r
 
 @triton.jit
 def token_ranges(x, FIRST: tl.constexpr, PER: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr):
-    """fp16 (scales, zeros) `[N]` a group of PER pieces, of pieces x[FIRST], .."""
+    """fp16 (scales, zeros) `[N]` per group of PER pieces, of pieces x[FIRST], ..."""
     scales = ()
     zeros = ()
     for g in tl.static_range(GROUPS):
@@ -37,10 +37,10 @@ def write_values(
     page, i, held, v, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, VB: tl.constexpr, T: tl.constexpr,
     VOFF: tl.constexpr, VMETA: tl.constexpr, RUN: tl.constexpr,
 ):
-    """Quantise values and write their codes (transposed) and metas. Rows of zeros write zeros.
+    """Quantize values and write their codes (transposed) and metas. Rows of zeros write zeros.
 
-    `i` `[N]` counts runs of RUN slots, 1 or 4; v: for each slot of a run its pieces `[N, W]`. Four slots make words,
-    which are transposed at a quarter of the cost of bytes.
+    `i` `[N]` counts runs of RUN slots, 1 or 4. v: the pieces `[N, W]` of each slot of a run. Four slots form words,
+    whose transposition costs a quarter of that of bytes.
     """
     DV: tl.constexpr = D * VB // 8
     GROUPS: tl.constexpr = D // 32 if VB == 2 else 1
@@ -86,7 +86,7 @@ def write_values(
 
 @triton.jit
 def write_evidence(page, i, held, valid, score, token, SOFF: tl.constexpr, POFF: tl.constexpr):
-    """Scores and positions of the tokens in slots i."""
+    """Write scores and positions of the tokens in slots i."""
     tl.store((page + SOFF).to(tl.pointer_type(tl.float32)) + i, tl.where(valid, score, 0.0), mask=held)
     place = tl.where(valid, token, 0).to(tl.int16)
     tl.store((page + POFF).to(tl.pointer_type(tl.int16)) + i, place, mask=held)
@@ -94,13 +94,14 @@ def write_evidence(page, i, held, valid, score, token, SOFF: tl.constexpr, POFF:
 
 @triton.constexpr_function
 def padded(n: int) -> int:
-    """n up to a power of two. SGLang puts a function of its own in the place of `triton.next_power_of_2`, which the
-    compiler does not accept inside a kernel."""
+    """n rounded up to a power of two. SGLang replaces `triton.next_power_of_2` by a function that the compiler does not
+    accept inside a kernel.
+    """
     return 1 << (n - 1).bit_length()
 
 
 @triton.jit
 def clear_slack(page, END: tl.constexpr, page_bytes: tl.constexpr, N: tl.constexpr):
-    """Zeros behind the last segment; N is their number rounded up to a power of two."""
+    """Write zeros behind the last segment; N is their number rounded up to a power of two."""
     rest = tl.arange(0, N)
     tl.store(page + END + rest, tl.zeros([N], tl.uint8), mask=rest < page_bytes - END)

@@ -1,8 +1,8 @@
-"""Decode attention over mixed-precision pages: `plan` once a step, then per layer one launch and a merge.
+"""Decode attention over mixed-precision pages: `plan` once per step, then one launch and a merge per layer.
 
-Programs: one per (work item, KV head); a work item is a run of blocks of one request in one class, a class being a
-format and its side of the table. So every program knows one precision at compile time, and a layer's bf16 tails, high
-and low pages run side by side in one launch. Their results are merged by log-sum-exp.
+A program (CTA) takes one (work item, KV head). A work item is a KV split: a run of blocks of one request in one format
+class, a format and its side of the block table. Every program thus knows its precision at compile time, and a layer's
+bf16 tails, high pages and low pages share one launch. Partial results are merged by log-sum-exp.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -42,16 +42,16 @@ except ImportError:  # Gluon is experimental in Triton 3.6; without it the Trito
     gluon_kernel = None
 
 INTERPRET = triton.knobs.runtime.interpret
-GLUON_TILE_BYTES = 12288  # of shared memory, of which 12 programs of a multiprocessor have 17 KB each
-GLUON_REGISTERS = 168  # 12 programs of one warp fit a multiprocessor
-STAGED_BYTES = 9000  # tiles above this are not double-buffered, for 8 programs a multiprocessor would not fit
+GLUON_TILE_BYTES = 12288  # bytes of shared memory; with 12 CTAs per SM each has 17 KB
+GLUON_REGISTERS = 168  # 12 CTAs of one warp fit an SM
+STAGED_BYTES = 9000  # larger tiles are not double-buffered, so that 8 CTAs fit an SM
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES.md)."""
+    """Launch parameters. The defaults are the fastest measured (bench/kernels/NOTES.md)."""
 
-    engine: str = "auto"  # "gluon" for one tier with 4-bit keys on Hopper, else "triton", which alone has warps, stages
+    engine: str = "auto"  # "gluon" with 4-bit keys or two tiers on Hopper, else "triton"; only it has warps, stages
     warps: int = 1
     tile: int = 0  # tokens; 0: by the size of a token
     plain_tile: int = 16
@@ -81,7 +81,8 @@ def _zero_products(
 
 @triton.jit
 def _unseen(entries, TILE: tl.constexpr, WINDOWED: tl.constexpr):
-    """Tokens that the window leaves out of the first tile of an item, where it can begin in the first block only."""
+    """Number of tokens that the window hides in an item's first tile; only the first block can begin inside the window.
+    """
     if WINDOWED:
         return ((tl.load(entries) >> 16) & 0xFFFF).to(tl.int32) % TILE
     else:
@@ -96,7 +97,7 @@ def _plain_program(
     TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
     MULTI: tl.constexpr,
 ):
-    """One item of uncompressed blocks. `row`: offset of this layer and head in a block's table.
+    """One work item of uncompressed blocks. `row`: offset of this layer and head in a block's table.
 
     MULTI: of the item's block number `last`, a query row does not see the last `hidden[NQ]` tokens.
     """
@@ -134,7 +135,7 @@ def _packed_program(
     CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """One item of packed blocks in one format; `head` = layer * H + KV head."""
+    """One work item of packed blocks in one format. `head` = layer * H + KV head."""
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
     ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32
@@ -191,7 +192,7 @@ def _packed_program(
     tl.store(ml + 1, tl.sum(l, 0), mask=live)
 
 
-# Starts of queries are a slice that begins anywhere; its alignment must not choose another kernel.
+# `starts` is a slice at any address. Its alignment must not select another compiled kernel.
 @triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"], do_not_specialize_on_alignment=["starts", "sizes"])
 def _decode_kernel(
     q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, lists,
@@ -201,11 +202,12 @@ def _decode_kernel(
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
     ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr,
 ):
-    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`.
+    """grid (columns * H,); a column is a persistent CTA's share of the work items. part_o fp32 `[items, H, G, D]`,
+    part_ml fp32 `[items, H, G, 2]`.
 
-    MULTI: request b has the queries starts[b] to starts[b + 1] (int32 `[B + 1]`), which are its last tokens and lie in
-    its last block; parts have NQ rows instead of G, row g being query g // G of the request and head g % G of the
-    group. `sizes` int32 `[B, C]`: lengths of the lists. Neither is read otherwise.
+    MULTI: request b has the queries starts[b] to starts[b + 1] (int32 `[B + 1]`), its last tokens, which lie in its
+    last block. Partial results have NQ rows instead of G: row g is query g // G of the request and head g % G of the
+    group. `sizes` int32 `[B, C]`: lengths of the lists. Without MULTI neither is read.
     """
     pid = tl.program_id(0)
     h = pid % H
@@ -256,7 +258,7 @@ def _decode_kernel(
 
 
 class DecodeAttention:
-    """Plan and buffers of the decode attention of one store; `plan` once a step, `run` for each layer."""
+    """Plan and buffers of the decode attention of one store: `plan` once per step, `run` for each layer."""
 
     def __init__(
         self,
@@ -270,10 +272,11 @@ class DecodeAttention:
         window: int = -1,
         query_rows: int = 0,
     ):
-        """`columns`: programs a KV head; by default as many as are resident at once, so that all run in one wave.
-        `window` >= 0: a query sees its own token and `window` tokens before it, in blocks that keep every token.
-        `query_rows` > 0, a power of two and at least 8: requests may have several queries, the query heads of all of
-        which make at most `query_rows` rows a KV head (see `plan`); the engine is then "triton"."""
+        """`columns`: persistent CTAs per KV head; by default as many as are resident at once, so that all run in one
+        wave. `window` >= 0: a query sees its own token and `window` tokens before it, in blocks that keep every
+        token. `query_rows` > 0, a power of two and at least 8: requests may have several queries, whose query heads
+        make at most `query_rows` rows per KV head (see `plan`); the engine is then "triton".
+        """
         layout = store.layout
         self.window, self.query_rows = window, query_rows
         if query_heads % layout.heads:
@@ -283,7 +286,7 @@ class DecodeAttention:
         self.engine = self._choose_engine()
         self._query_columns = query_rows or max(8, triton.next_power_of_2(self.group))
         self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
-        # Per program: tile words, q . zero of a chunk's blocks, pages of each tile; two more tiles are read ahead.
+        # Per program: tile words, q . zero of a chunk's blocks, pages of each tile, plus two tiles of read-ahead.
         tiles = max(CHUNK * layout.block_tokens // c.tile_tokens + 2 for c in self._classes)
         ids = max((CHUNK * layout.block_tokens // c.tile_tokens + 2) * c.tile_pages for c in self._classes)
         self._words = (tiles + 1) // 2 * 2
@@ -296,12 +299,12 @@ class DecodeAttention:
         self._part_rows = query_rows or self.group
         self._part_o = torch.empty((rows, self._part_rows, layout.head_dim), dtype=torch.float32, device=dev)
         self._part_ml = torch.empty((rows, self._part_rows, 2), dtype=torch.float32, device=dev)
-        self._starts = self._owners = self._plan.sizes  # not read for one query a request
+        self._starts = self._owners = self._plan.sizes  # not read with one query per request
 
     def _choose_engine(self) -> str:
         engine, store = self.tuning.engine, self.store
         if engine == "auto":
-            # Where it was measured to be faster: with 8-bit keys in one tier, Triton is.
+            # Gluon is chosen where it is measured to be faster. With 8-bit keys in one tier, Triton is.
             packed = [r for r in store.ladder if r.high.packed]
             faster = all(r.low is not None or r.high.key_bits <= 4 for r in packed)
             fits = self.group <= 8 and store.layout.head_dim == 128
@@ -323,14 +326,14 @@ class DecodeAttention:
         """The class of one format and side, with the tile that suits its bytes per token."""
         page, tune = self.store.layout.page(fmt), self.tuning
         t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
-        # Of 256 features, 64 tokens need more registers than there are.
+        # With 256 features, tiles of 64 tokens exceed the registers.
         tile = tune.plain_tile if not fmt.packed else tune.tile or (64 if page.head_dim <= 128 else 32)
         if self.engine == "gluon":
-            # A tile of keys and one of values wait in shared memory.
+            # One tile of keys and one of values are queued in shared memory.
             while fmt.packed and not tune.tile and tile > 16 and tile * token_bytes > GLUON_TILE_BYTES:
                 tile //= 2
         tile = min(tile, self.store.layout.block_tokens)
-        # Small pages are those of ragged blocks, whose tiles are mostly part-filled.
+        # Small pages belong to ragged blocks, whose tiles are mostly part-filled.
         stages = tune.stages or (3 if tile * token_bytes <= STAGED_BYTES and t % tile == 0 else 2)
         span = 1 if t % tile == 0 else tile // t if tile % t == 0 else (tile + t - 2) // t + 1
         if self.engine == "gluon":
@@ -350,7 +353,7 @@ class DecodeAttention:
             out["MULTI"] = self.query_rows > 0
         registers = t.max_registers
         if self.engine == "gluon" and self._query_columns == 8 and layout.head_dim <= 128:
-            registers = registers or GLUON_REGISTERS  # 16 columns spill with fewer than 255
+            registers = registers or GLUON_REGISTERS  # 16 query columns spill with fewer than 255
         if registers and not INTERPRET:
             out["maxnreg"] = registers
         return out
@@ -364,22 +367,24 @@ class DecodeAttention:
         return gluon_kernel if self.engine == "gluon" else _decode_kernel
 
     def _resident_columns(self) -> int:
-        """Programs a head that the device holds at once, from what the compiled kernel takes of a multiprocessor."""
+        """CTAs per KV head that the device holds at once, from the compiled kernel's use of registers and shared
+        memory.
+        """
         store, heads = self.store, self.store.layout.heads
         if store.device.type != "cuda":
             return 4
-        some = {t: torch.empty(16, dtype=t, device=store.device) for t in (torch.float32, torch.int64, torch.int32)}
-        f, i8, i4 = some.values()
+        types = torch.float32, torch.int64, torch.int32
+        f, i8, i4 = (torch.empty(16, dtype=t, device=store.device) for t in types)
         q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
-        more = () if self.engine == "gluon" else (i4, i4)
+        multi_args = () if self.engine == "gluon" else (i4, i4)
         kernel = self._kernel.warmup(
             q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
-            1, 0, 1.0, 0.0, *more, grid=(1,), **self._constants(False),
+            1, 0, 1.0, 0.0, *multi_args, grid=(1,), **self._constants(False),
         )  # fmt: skip
         kernel._init_handles()
         props = torch.cuda.get_device_properties(store.device)
         shared = props.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
-        # Each of the four partitions of a multiprocessor has a quarter of the registers, for whole warps.
+        # Each of an SM's four partitions has a quarter of the registers, allocated to whole warps.
         warps = 4 * (props.regs_per_multiprocessor // 4 // (-(-kernel.n_regs // 8) * 8 * 32))
         return max(1, min(shared, warps // self._warps, 32) * props.multi_processor_count // heads)
 
@@ -392,8 +397,8 @@ class DecodeAttention:
     ) -> None:
         """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync.
 
-        With `query_rows`: request b has the queries `starts[b]` to `starts[b + 1]` (int32 `[B + 1]`), which are its
-        last tokens and lie in its last, uncompressed block; query n is of request `owners[n]` (int32 `[N]`).
+        With `query_rows`: request b has the queries `starts[b]` to `starts[b + 1]` (int32 `[B + 1]`), its last tokens,
+        which lie in its last, uncompressed block. Query n belongs to request `owners[n]` (int32 `[N]`).
         """
         if self.query_rows:
             self._starts, self._owners = starts, owners
@@ -409,21 +414,21 @@ class DecodeAttention:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`q[N, Hq, D]`, the planned requests' queries -> `out[N, Hq, D]` in q's dtype. The log-sum-exp to base 2 goes
-        to `lse` fp32 `[N, Hq]`, if given.
+        """Attention of the planned requests' queries `q[N, Hq, D]` -> `out[N, Hq, D]` in q's dtype. The log-sum-exp to
+        base 2 goes to `lse` fp32 `[N, Hq]`, if given.
         """
         store, plan, heads = self.store, self._plan, self.store.layout.heads
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # contiguous, whatever q is
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # contiguous, even if q is not
         if q.shape[0] == 0:
             return out
         if q.dtype != store.dtype:
             raise ValueError(f"queries are {q.dtype}, the pages hold {store.dtype}")
-        more = () if self.engine == "gluon" else (self._starts, plan.sizes)
+        multi_args = () if self.engine == "gluon" else (self._starts, plan.sizes)
         self._kernel[(plan.columns * heads,)](
             q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items,
             plan.column_ranges, plan.lists, store.pages, store.table, store.counts, store.headers,
-            plan.max_blocks, layer, scale, logit_cap, *more, **self._constants(logit_cap > 0),
+            plan.max_blocks, layer, scale, logit_cap, *multi_args, **self._constants(logit_cap > 0),
         )  # fmt: skip
         merge_kernel[(q.shape[0], q.shape[1])](
             self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, self._owners,
@@ -443,7 +448,7 @@ def decode_attention_triton(
     scale: float,
     logit_cap: float = 0.0,
 ) -> torch.Tensor:
-    """One query a request, as `decode_attention`: plans and runs at once. A server keeps a `DecodeAttention`."""
+    """`decode_attention` with one query per request: plan and run in one call. A server keeps a `DecodeAttention`."""
     op = DecodeAttention(store, max_batch=q.shape[0], max_blocks=row_blocks.shape[1], query_heads=q.shape[1])
     op.plan(row_blocks.int(), seq_lens.int())
     return op.run(layer, q, scale=scale, logit_cap=logit_cap)

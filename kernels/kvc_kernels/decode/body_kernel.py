@@ -1,7 +1,7 @@
-"""Attention of one query group over the blocks of one work item: the inner loops of `decode_attention_triton`.
+"""Tile loops of the Triton decode kernel: attention of one query group over the blocks of one work item.
 
-Both bodies compute S^T = K . q^T and O^T = V^T . p^T, so that the query group is the N = 8 side of m16n8k16 and only
-GQA > 8 pays for 16 columns; with the group on the 16-row side, softmax and PV did twice the work on padding.
+Both bodies compute S^T = K . q^T and O^T = V^T . p^T. The query group is the N = 8 side of m16n8k16, and only GQA > 8
+pays for 16 columns. With the group on the 16-row side, softmax and PV do twice the work on padding.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common.unpack_kernel import CODE_UNIT, LOG2E, NEG, capped, crumbs, nested
 
-# p is kept times 2^5 so that p * value_scale stays clear of fp16 subnormals; a value scale may reach 2047.
+# p is scaled by 2^5, so that p * value_scale is not an fp16 subnormal. A value scale may reach 2047.
 P_SHIFT: tl.constexpr = tl.constexpr(5.0)
 
 
@@ -22,15 +22,16 @@ def _list_tiles(
     CHUNK: tl.constexpr, TILE: tl.constexpr, MAX_TILES: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
     SPAN: tl.constexpr, FROM_LIST: tl.constexpr, WINDOWED: tl.constexpr, ENDED: tl.constexpr,
 ):
-    """Write what the tile loop needs to know of `n` <= CHUNK blocks; return the number of tiles.
+    """List the tiles of `n` <= CHUNK blocks for the tile loop; return the number of tiles.
 
     `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). `table` points
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
     words int64 `[tiles]`: block << 32 | j << 24 | first token << 12 | tokens of the block, j the place in the chunk.
     tile_pages int32 `[tiles, SPAN]`: ids of the pages that a tile touches.
-    So the tile loop is flat over blocks of ragged lengths, and no load in it waits for another load. WINDOWED: entries
-    also have the first token that is seen, at bit 16, and tiles before it are left out. ENDED: a tile of no tokens ends
-    the list, for loops that several warps run read further ahead.
+
+    The tile loop is thus flat over blocks of ragged lengths, and no load in it waits for another load. WINDOWED:
+    entries also have the first visible token at bit 16, and tiles before it are left out. ENDED: a tile without tokens
+    ends the list, because loops run by several warps read further ahead.
     """
     j = tl.arange(0, CHUNK)
     e = tl.load(entries + j, mask=j < n, other=0)
@@ -80,9 +81,9 @@ def _page_pointers(
 ):
     """(page pointer, first slot, slots `[TILE]`): token t0 + t lies at slot first + slots of its page.
 
-    Where a page holds whole tiles, the pointer is a scalar and `slots` is constant, so that a tile's addresses are one
-    base and immediate offsets; else the pointer is a tensor `[TILE]` picked from the few pages that a tile touches.
-    GRAIN divides T: so many tokens are always in one page, which the compiler needs to know to read them as a vector.
+    If a page holds whole tiles, the pointer is a scalar and `slots` is constant, so a tile's addresses are one base and
+    immediate offsets. Otherwise the pointer is a tensor `[TILE]` selected from the few pages that a tile touches. GRAIN
+    divides T: GRAIN consecutive tokens always share a page, and the compiler needs this to read them as a vector.
     """
     base = pages + ids[0].to(tl.int64) * page_bytes
     first = t0 * 0
@@ -124,14 +125,13 @@ def packed_part(
     VOFF: tl.constexpr, VMETA: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
 ):
-    """Add `n_tiles` tiles of packed tokens to the running softmax; of the first one, if WINDOWED, without its first
-    `unseen` tokens.
+    """Add `n_tiles` tiles of packed tokens to the running softmax. With WINDOWED, the first tile's first `unseen`
+    tokens are left out.
 
-    acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `nested` or `crumbs`, in units of
-    2^-24.
-    m fp32 `[NQ]`; l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero that are reduced over
-    rows at the very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j). `headers`
-    is at this layer and head.
+    acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `nested` or `crumbs`, in units of 2^-24.
+    m fp32 `[NQ]`. l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero, reduced over rows at the
+    very end. q: fp16 `[D*KB/8, NQ]` per field, from the highest j down, holding q * 2^(-KB*j). `headers` is at this
+    layer and head.
     """
     DK: tl.constexpr = D * KB // 8
     DV: tl.constexpr = D * VB // 8
@@ -160,8 +160,8 @@ def packed_part(
         if WINDOWED:
             ok = ok & ((t >= unseen) | (i > 0))
         base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN, 16)
-        # Values have masks of the grain of their vectors, 16 tokens. Key rows are masked one by one: where tiles are
-        # part-filled, those behind the tokens would be up to a tenth of all bytes that are read.
+        # Value masks have the grain of their vectors, 16 tokens. Key rows are masked one by one: in part-filled tiles
+        # the rows behind the tokens are up to a tenth of all bytes read.
         ok16 = tl.max_constancy((t // 16) * 16 < count - t0, 16)
         codes = tl.load(
             _spread(base + first * DK, SPAN, 1) + ((slots * DK)[:, None] + dk[None, :]), mask=ok[:, None], other=0
@@ -199,7 +199,7 @@ def packed_part(
             mn = tl.maximum(m, tl.max(s, 0))
             p = tl.exp2(s - (mn - P_SHIFT)[None, :])
         else:
-            # The maximum of the raw products is enough (c > 0): one FMA an element serves scale, zero and max.
+            # The maximum of the raw products is sufficient (c > 0): one FMA per element serves scale, zero and max.
             s = tl.where(ok[:, None], s, NEG)
             mn = tl.maximum(m, tl.max(s, 0) * c + qz)
             p = tl.exp2(s * c + (qz - mn + P_SHIFT)[None, :])
@@ -229,7 +229,8 @@ def plain_part(
     TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
     MULTI: tl.constexpr,
 ):
-    """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, q model dtype `[D, NQ]`, m and l as above.
+    """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, q model dtype `[D, NQ]`, m and l as in
+    `packed_part`.
 
     MULTI: of the block at place `last` of the chunk, a query does not see the last `hidden[NQ]` tokens.
     """

@@ -1,4 +1,4 @@
-"""Second launch of `decode_attention_triton`: one result of the parts that its programs made of a request and head."""
+"""Second launch of decode attention: merge of the partial results of each query and head."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def merge_kernel(
     STEP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, MULTI: tl.constexpr,
 ):
     """grid (N, H * G). Sum of the partial results of a query, weighted by 2^(m - max m); with LSE also the log-sum-exp
-    to base 2, fp32 `[N, H * G]`. A part has ROWS rows a KV head.
+    to base 2, fp32 `[N, H * G]`. A partial result has ROWS rows per KV head.
 
-    MULTI: query n is of request owners[n] (int32 `[N]`), whose first query is starts[owners[n]]; otherwise each request
-    has one query and ROWS is G.
+    MULTI: query n belongs to request owners[n] (int32 `[N]`), whose first query is starts[owners[n]]. Otherwise each
+    request has one query and ROWS is G.
     """
     n = tl.program_id(0)
     hq = tl.program_id(1)
@@ -46,7 +46,7 @@ def merge_kernel(
         total = total * keep + tl.sum(w * l, 0)
         acc = acc * keep + tl.sum(o * w[:, None], 0)
         top = m_new
-    # A head with every token pruned, or a row without tokens, gives 0 rather than NaN.
+    # A head with every token pruned, or a row without tokens, is 0 rather than NaN.
     result = acc / tl.where(total > 0, total, 1.0)
     tl.store(out + (n * (H * G) + hq).to(tl.int64) * D + d, result.to(out.dtype.element_ty))
     if LSE:

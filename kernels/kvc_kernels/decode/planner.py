@@ -1,4 +1,4 @@
-"""The work list of a decode step, made on the GPU into static buffers: two small launches, no host sync."""
+"""Work list of a decode step, built on the GPU in static buffers: two small launches without a host sync."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..layout import BF16, Rung
 from ..store import PageStore
 
 CHUNK = 32  # blocks whose tiles a program lists at a time, one per lane: 8K tokens at 256 per block
-PLAIN_COST = 2.0  # time of a bf16 token, in that of a packed one
-LEAST = 32.0  # tokens that a block is at least taken for
+PLAIN_COST = 2.0  # cost of a bf16 token in units of a packed token
+MIN_BLOCK_COST = 32.0  # a nearly empty block costs about as much as 32 tokens
 
 
-# Decode steps and extends of every size share one compiled kernel: no address or stride may choose another.
+# Decode steps and prefills of every size share one compiled kernel: no address or stride may select another.
 @triton.jit(do_not_specialize=["NB", "row_stride"], do_not_specialize_on_alignment=["row_blocks", "seq_lens", "skip"])
 def _split_kernel(
     row_blocks, row_stride, seq_lens, rung, rung_classes, skip, lists, sizes,
@@ -23,10 +23,10 @@ def _split_kernel(
 ):
     """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
 
-    `rung_classes` int32 `[rungs]`: bit c is set where a block at this rung holds tokens of class c. Whole
-    uncompressed blocks (class 0) are left out where `skip` int32 `[B]` is not 0: they are read from elsewhere.
+    `rung_classes` int32 `[rungs]`: bit c is set if a block at this rung holds tokens of class c. Whole uncompressed
+    blocks (class 0) are left out if `skip` int32 `[B]` is not 0: another kernel reads them from dense rows.
 
-    WINDOW >= 0: only blocks that hold one of the last WINDOW + 1 tokens: block << 32 | first of those << 16 | tokens.
+    WINDOW >= 0: only blocks that hold one of the last WINDOW + 1 tokens: block << 32 | first such token << 16 | tokens.
     """
     b = tl.program_id(0)
     seq_len = tl.load(seq_lens + b)
@@ -36,7 +36,7 @@ def _split_kernel(
     if WINDOW >= 0:
         seen = tl.maximum(seq_len - 1 - WINDOW, 0)
     for c in tl.static_range(NC):
-        found = tl.zeros([], tl.int32)
+        listed = tl.zeros([], tl.int32)
         for at in range(seen // P, nb, STEP):
             j = at + tl.arange(0, STEP)
             block = tl.load(row_blocks + b.to(tl.int64) * row_stride + j, mask=j < nb, other=0).to(tl.int64)
@@ -46,17 +46,17 @@ def _split_kernel(
             tokens = tl.minimum(seq_len - j * P, P).to(tl.int64)
             if c == 0:
                 hit = hit * ((tokens < P) | keep_full).to(tl.int32)
-            to = found + tl.cumsum(hit, 0) - hit
+            to = listed + tl.cumsum(hit, 0) - hit
             if WINDOW >= 0:
                 tokens = tokens | (tl.maximum(seen - j * P, 0).to(tl.int64) << 16)
             tl.store(lists + (b.to(tl.int64) * NC + c) * NB + to, (block << 32) | tokens, mask=hit == 1)
-            found += tl.sum(hit, 0)
-        tl.store(sizes + b * NC + c, found)
+            listed += tl.sum(hit, 0)
+        tl.store(sizes + b * NC + c, listed)
 
 
 @triton.jit
-def _border(column, budget, start, weight, n):
-    """First block of a list that starts at cost `start` whose middle lies in cost column `column` or later."""
+def _first_block(column, budget, start, weight, n):
+    """First block of a list with start cost `start` whose middle lies in cost column `column` or later."""
     k = tl.ceil((column.to(tl.float32) * budget - start) / weight - 0.5).to(tl.int32)
     return tl.minimum(tl.maximum(k, 0), n)
 
@@ -66,11 +66,13 @@ def _items_kernel(
     sizes, weights, items, ranges, column_ranges, batch, columns,
     NC: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):
-    """grid (B,). Deal the cost of all lists, laid end to end, to `columns` equal columns, cutting at block borders.
+    """grid (B,). Split the cost of all lists, laid end to end, into `columns` equal columns, cutting at block
+    boundaries.
 
-    A column's part of one list is an item, int32 `[items, 4]`; items are in the order of lists and of columns alike, so
-    requests and columns both own ranges of them. Each program adds up the same totals over the B * NC sizes, padded to
-    `[WIDTH]`: that is cheaper than a third launch. Columns are no narrower than a block, hence no empty items.
+    A column's part of one list is a work item, int32 `[items, 4]`. Items are in the order of lists and of columns
+    alike, so requests and columns both have ranges of them. Each program adds up the same totals over the B * NC sizes,
+    padded to `[WIDTH]`, which is cheaper than a third launch. Columns are no narrower than a block, hence no item is
+    empty.
     """
     b = tl.program_id(0)
     i = tl.arange(0, WIDTH)
@@ -85,25 +87,25 @@ def _items_kernel(
     cuts = tl.where(n > 0, tl.maximum(last_column - first_column, 0) + 1, 0)
     place = tl.cumsum(cuts, 0) - cuts
     for c in tl.static_range(NC):
-        me = i == b * NC + c
-        mine = tl.sum(tl.where(me, cuts, 0), 0)
-        blocks = tl.sum(tl.where(me, n, 0), 0)
-        base = tl.sum(tl.where(me, place, 0), 0)
-        column = tl.sum(tl.where(me, first_column, 0), 0)
-        at_cost = tl.sum(tl.where(me, start, 0.0), 0)
-        weight = tl.sum(tl.where(me, w, 0.0), 0)
+        is_list = i == b * NC + c
+        num_items = tl.sum(tl.where(is_list, cuts, 0), 0)
+        blocks = tl.sum(tl.where(is_list, n, 0), 0)
+        base = tl.sum(tl.where(is_list, place, 0), 0)
+        column = tl.sum(tl.where(is_list, first_column, 0), 0)
+        at_cost = tl.sum(tl.where(is_list, start, 0.0), 0)
+        weight = tl.sum(tl.where(is_list, w, 0.0), 0)
         if c == 0:
             tl.store(ranges + b, base)
-        for at in range(0, mine, STEP):
+        for at in range(0, num_items, STEP):
             k = at + tl.arange(0, STEP)
-            lo = tl.where(k == 0, 0, _border(column + k, budget, at_cost, weight, blocks))
-            hi = tl.where(k == mine - 1, blocks, _border(column + k + 1, budget, at_cost, weight, blocks))
+            lo = tl.where(k == 0, 0, _first_block(column + k, budget, at_cost, weight, blocks))
+            hi = tl.where(k == num_items - 1, blocks, _first_block(column + k + 1, budget, at_cost, weight, blocks))
             to = items + (base + k) * 4
-            tl.store(to, b + tl.zeros([STEP], tl.int32), mask=k < mine)
-            tl.store(to + 1, c + tl.zeros([STEP], tl.int32), mask=k < mine)
-            tl.store(to + 2, lo, mask=k < mine)
-            tl.store(to + 3, hi - lo, mask=k < mine)
-    # Items in front of a column: of each list, those of its earlier columns.
+            tl.store(to, b + tl.zeros([STEP], tl.int32), mask=k < num_items)
+            tl.store(to + 1, c + tl.zeros([STEP], tl.int32), mask=k < num_items)
+            tl.store(to + 2, lo, mask=k < num_items)
+            tl.store(to + 3, hi - lo, mask=k < num_items)
+    # Items before a column: each list's items of earlier columns.
     per = (columns + batch) // batch
     for at in range(b * per, tl.minimum((b + 1) * per, columns + 1)):
         before = tl.minimum(tl.maximum(at - first_column, 0), cuts)
@@ -121,10 +123,10 @@ class DecodePlan:
     | `sizes`        | int32 `[B, C]`          | lengths of the lists                                  |
     | `items`        | int32 `[items, 4]`      | request, class, first list place, blocks              |
     | `ranges`       | int32 `[B + 1]`         | items of each request                                 |
-    | `column_ranges`| int32 `[columns + 1]`   | items of each column; a column is a program's share   |
+    | `column_ranges`| int32 `[columns + 1]`   | items of each column, the share of a persistent CTA   |
 
-    Addresses and launch grids depend on the arguments alone, so both `update` and the layers can be captured in one
-    CUDA graph and replayed with other lengths and blocks.
+    Addresses and launch grids depend on the arguments alone, so `update` and the layers can be captured in one CUDA
+    graph and replayed with other lengths and blocks.
     """
 
     def __init__(self, store: PageStore, max_batch: int, max_blocks: int, *, columns: int, window: int = -1):
@@ -147,12 +149,13 @@ class DecodePlan:
                 tokens[c].append(share)
         formats = [f for f, _ in self.classes]
         self.rung_classes = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=dev)
-        # A tile takes about as long in every packed format, and for a few tokens as for half of it.
-        cost = [max(PLAIN_COST * t if f is BF16 else t, LEAST) for f, t in zip(formats, map(max, tokens))]
+        # A tile takes about the same time in every packed format, and a few tokens take as long as half a tile.
+        cost = [max(PLAIN_COST * t if f is BF16 else t, MIN_BLOCK_COST) for f, t in zip(formats, map(max, tokens))]
         self.weights = torch.tensor(cost, dtype=torch.float32, device=dev)
 
     def _expected(self, store: PageStore, rung: Rung) -> list[tuple[int, float]]:
-        """(class, tokens per head) that a block at `rung` is taken to hold: its page quota, split evenly over tiers."""
+        """(class, tokens per head) that a block at `rung` is assumed to hold: its page quota, split evenly over tiers.
+        """
         layout = store.layout
         pages = rung.pages / (layout.layers * layout.heads) or layout.head_pages_bf16
         tiers = [(f, side) for side, f in enumerate((rung.high, rung.low)) if f is not None]
@@ -162,7 +165,7 @@ class DecodePlan:
         ]
 
     def update(self, store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Fill the buffers for `row_blocks[B, NB]` (int32) and `seq_lens[B]` (int32); runs on the current stream."""
+        """Fill the buffers for `row_blocks[B, NB]` (int32) and `seq_lens[B]` (int32) on the current stream."""
         batch, nc = row_blocks.shape[0], len(self.classes)
         if batch > self.max_batch or row_blocks.shape[1] > self.max_blocks:
             raise ValueError(f"plan is for {self.max_batch} x {self.max_blocks}, got {tuple(row_blocks.shape)}")

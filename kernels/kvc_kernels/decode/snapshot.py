@@ -1,4 +1,4 @@
-"""What all layers of one decode step use: the blocks of each request and where its new token goes."""
+"""Snapshot of a decode step, shared by all layers: the block table of each request and the place of its new token."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def decode_snapshot(
     block_tokens: int,
     columns: int,
 ) -> None:
-    """Copy the step into buffers that may be larger: B requests, the leading `columns` blocks of each.
+    """Copy the step into buffers that may be larger: B requests, the first `columns` blocks of each.
 
-    `req_to_token[R, C]` (slot of each token), `req_pool_indices[B]` (row of each request) and `seq_lens[B]` (the new
-    token counted, at least 1) are int32 or int64. Into `rows` int32 `[>= B, >= columns]` block ids, into `lens` int32
-    `[>= B]` the lengths, into `write` int64 `[2, >= B]` block of the new token and its place there. `columns` covers
-    the longest request; a place behind a request's end gets what its row of `req_to_token` names there.
+    `req_to_token[R, C]` (slot of each token), `req_pool_indices[B]` (row of each request) and `seq_lens[B]` (including
+    the new token, at least 1) are int32 or int64. Writes block ids to `rows` int32 `[>= B, >= columns]`, lengths to
+    `lens` int32 `[>= B]`, and block and offset of the new token to `write` int64 `[2, >= B]`. `columns` covers the
+    longest request. A place behind a request's end gets the block that its row of `req_to_token` names there.
     """
     n, p = len(seq_lens), block_tokens
-    # Only the first slot of every block is read; the rest of a block follows from it.
+    # The first slot of a block determines the block.
     blocks = req_to_token[:, ::p][req_pool_indices, :columns] // p
     last = seq_lens.long() - 1
     rows[:n, :columns] = blocks

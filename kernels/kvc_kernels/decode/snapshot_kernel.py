@@ -1,4 +1,4 @@
-"""`decode_snapshot` in one launch, straight into the buffers that a captured step reads."""
+"""`decode_snapshot` in one launch, directly into the buffers that a captured step reads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-STEP = 256  # blocks a program
+STEP = 256  # blocks per program
 
 
-# The two inputs may be slices of a server's buffers: their alignment must not choose the compiled kernel.
+# The two inputs may be slices of a server's buffers. Their alignment must not select another compiled kernel.
 @triton.jit(
     do_not_specialize=["row_stride", "rows_stride", "write_stride", "columns"],
     do_not_specialize_on_alignment=["req_pool_indices", "seq_lens"],
@@ -18,7 +18,7 @@ def _snapshot_kernel(
     req_to_token, row_stride, req_pool_indices, seq_lens, rows, rows_stride, lens, write, write_stride, columns,
     P: tl.constexpr, STEP: tl.constexpr,
 ):
-    """grid (B, columns / STEP): STEP blocks of one request; the first program of a request also does the rest."""
+    """grid (B, columns / STEP): STEP blocks of one request. A request's first program also writes length and place."""
     b = tl.program_id(0).to(tl.int64)
     row = req_to_token + tl.load(req_pool_indices + b).to(tl.int64) * row_stride
     j = tl.program_id(1) * STEP + tl.arange(0, STEP)

@@ -1,6 +1,6 @@
-"""Stored blocks back as dense tensors in token order, their digest, scores and tiers.
+"""Dense reads of stored blocks in token order: rows, scores, tiers, and a digest of the bytes.
 
-Except with an explicit `rung`, these read the rungs of the blocks on the host: not for a step's critical
+Without an explicit `rung` these read the blocks' storage formats on the host, so they do not fit a step's critical
 path.
 """
 
@@ -22,7 +22,7 @@ from .tiers import HIGH, segment_rows, slot_tiers, tier_slots, token_slots
 def _by_rung(
     store: PageStore, blocks: torch.Tensor, rung: int | None, outs: list[torch.Tensor], fill: Callable
 ) -> None:
-    """Call `fill(rung, blocks) -> tensors` once for every rung among `blocks` and put its rows into `outs`."""
+    """Call `fill(rung, blocks) -> tensors` once per storage format among `blocks` and write its rows to `outs`."""
     if rung is not None:
         for out, x in zip(outs, fill(rung, blocks)):
             out.copy_(x)
@@ -47,9 +47,9 @@ def load_dense(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K, V fp32 `[n, H, P, D]` and tier int8 `[n, H, P]` (2 high, 1 low, 0 pruned) of `blocks[n]` of one layer.
 
-    Pruned tokens read as 0. Layouts without scores store no positions: their tokens come in stored order
-    (high, then low), with tier 0 behind them. In an open bf16 block the slots that were never written hold
-    anything. Give `rung` when all blocks share a known one: then nothing is read on the host.
+    Pruned tokens read as 0. Layouts without scores store no positions: their tokens come in stored order (high, then
+    low), with tier 0 behind them. Slots of an open bf16 block that were never written are undefined. A known common
+    `rung` of all blocks avoids the read on the host.
     """
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
@@ -69,11 +69,11 @@ def load_dense(
         header = store.headers[ids, layer].flatten(0, 1)
         dense = [dequantise_source(s, header) for s in read_tiers(store, placed)]
         slots = token_slots(placed, p)
-        at, held = slots.clamp(min=0), (slots >= 0)
+        at, stored = slots.clamp(min=0), (slots >= 0)
         out = []
         for j in (0, 1):
             x = torch.cat([d[j] for d in dense], 1)
-            x = x.gather(1, at.unsqueeze(-1).expand(*at.shape, g.head_dim)).masked_fill_(~held.unsqueeze(-1), 0)
+            x = x.gather(1, at.unsqueeze(-1).expand(*at.shape, g.head_dim)).masked_fill_(~stored.unsqueeze(-1), 0)
             out.append(x.unflatten(0, (-1, g.heads)))
         out.append(slot_tiers(slots, placed[0].valid.shape[1]).unflatten(0, (-1, g.heads)))
         return out
@@ -85,7 +85,7 @@ def load_dense(
 def block_tiers(store: PageStore, blocks: torch.Tensor, rung: int | None = None) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` of stored tokens, in token order (stored order in unscored layouts); bf16: all 2.
 
-    Give `rung` when all blocks share a known one: then nothing is read on the host.
+    A known common `rung` of all blocks avoids the read on the host.
     """
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
@@ -103,9 +103,9 @@ def block_tiers(store: PageStore, blocks: torch.Tensor, rung: int | None = None)
 
 
 def block_scores(store: PageStore, blocks: torch.Tensor, rung: int | None = None) -> torch.Tensor:
-    """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError when unscored.
+    """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError in unscored layouts.
 
-    Give `rung` when all blocks share a known one: then nothing is read on the host.
+    A known common `rung` of all blocks avoids the read on the host.
     """
     g = store.layout
     if not g.scored:
@@ -129,11 +129,12 @@ def block_scores(store: PageStore, blocks: torch.Tensor, rung: int | None = None
 
 
 def block_digest(store: PageStore, block: int, *, scores: bool = True, tokens: int | None = None) -> str:
-    """sha256 (hex) over what one block stores: rung, counts, key header, page bytes in (layer, head, table) order.
+    """sha256 (hex) over the stored content of one block: rung, counts, key header, page bytes in (layer, head, table)
+    order.
 
-    Page ids do not enter, nor bytes that nothing defines: of a bf16 block only the first `tokens` (default
-    P) K/V rows and scores count, and no header. Packed pages count whole, their padding being zero.
-    `scores=False` leaves the score segments out, which attention adds to after a block was packed.
+    Page ids and undefined bytes do not enter: a bf16 block counts the first `tokens` (default P) K/V rows and scores,
+    and no header. Packed pages count whole, because their padding is zero. `scores=False` omits the score segments, to
+    which attention adds after packing.
     """
     g = store.layout
     rung = int(store.rung[block])
@@ -152,10 +153,10 @@ def block_digest(store: PageStore, block: int, *, scores: bool = True, tokens: i
         raw = store.pages[ids.long()]
         if g.scored and not scores:
             j = torch.arange(ids.shape[1], device=store.device)
-            for fmt, mine in ((spec.high, j < high.unsqueeze(-1)), (spec.low, j >= high.unsqueeze(-1))):
+            for fmt, of_tier in ((spec.high, j < high.unsqueeze(-1)), (spec.low, j >= high.unsqueeze(-1))):
                 if fmt is not None:
                     at, size = g.page(fmt).segments["scores"]
-                    raw[..., at : at + size].masked_fill_(mine.unsqueeze(-1), 0)
+                    raw[..., at : at + size].masked_fill_(of_tier.unsqueeze(-1), 0)
         live = torch.arange(ids.shape[1], device=store.device) < (high + low).unsqueeze(-1)
         parts = [store.counts[block], raw[live], store.headers[block]]
     for x in parts:

@@ -1,7 +1,7 @@
-"""One request's stored tokens of one layer, gathered in runs of equal format: what the attention reference reads.
+"""Parts of one request's stored tokens of one layer, grouped by format: the input of the attention reference.
 
 A *part* is all blocks of a request that share a format. Slots of packed parts are padded to whole pages of the longest
-head, with a mask; tokens stay in stored order, which attention does not mind. Uncompressed parts come in sequence order
+head, with a mask. Their tokens stay in stored order, which attention permits. Uncompressed parts are in sequence order
 and hold the request's last tokens.
 """
 
@@ -26,18 +26,18 @@ class PlainPart:
     k: torch.Tensor
     v: torch.Tensor
     block_tokens: int
-    valid: torch.Tensor | None = None  # every slot holds a token
+    valid: torch.Tensor | None = None  # None: every slot holds a token
 
     @property
     def slots(self) -> int:
         return self.k.shape[1]
 
     def logits(self, q: torch.Tensor) -> torch.Tensor:
-        """q fp32 `[H, G, D]` -> fp32 `[H, G, S]`, not scaled."""
+        """Unscaled logits fp32 `[H, G, S]` of q fp32 `[H, G, D]`."""
         return torch.bmm(q, self.k.float().transpose(1, 2))
 
     def weigh(self, p: torch.Tensor) -> torch.Tensor:
-        """Probabilities fp32 `[H, G, S]` -> fp32 `[H, G, D]`."""
+        """Weighted sum of the values fp32 `[H, G, D]` by probabilities fp32 `[H, G, S]`."""
         return torch.bmm(p, self.v.float())
 
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,8 +57,8 @@ class PlainPart:
 class PackedPart:
     """Blocks of one packed format. `raw` uint8 `[H, nb, pages, page_bytes]`, `ids` int64 `[H, nb, pages]`.
 
-    `valid` bool `[H, S]` with S = nb * pages * T, None when every slot holds a token. `header` fp16 `[H, nb, 2, D]`.
-    `count` int: tokens of every head of every block when that is one number, else 0.
+    `valid` bool `[H, S]` with S = nb * pages * T, None if every slot holds a token. `header` fp16 `[H, nb, 2, D]`.
+    `count` int: tokens of every head of every block if that is one number, else 0.
     """
 
     page: PageLayout
@@ -73,9 +73,9 @@ class PackedPart:
         return self.ids.shape[1] * self.ids.shape[2] * self.page.tokens
 
     def logits(self, q: torch.Tensor) -> torch.Tensor:
-        """q fp32 `[H, G, D]` -> fp32 `[H, G, S]`, not scaled; anything where not valid.
+        """Unscaled logits fp32 `[H, G, S]` of q fp32 `[H, G, D]`; undefined where not valid.
 
-        Scale and zero never touch the codes: `(q * scale) . code + q . zero`.
+        Scale and zero are folded into the query instead of the codes: `(q * scale) . code + q . zero`.
         """
         heads, blocks, pages, _ = self.raw.shape
         group, bits = q.shape[1], self.page.format.key_bits
@@ -94,13 +94,14 @@ class PackedPart:
         return out.transpose(1, 2).reshape(heads, group, -1)
 
     def weigh(self, p: torch.Tensor) -> torch.Tensor:
-        """Probabilities fp32 `[H, G, S]`, 0 where not valid -> fp32 `[H, G, D]`: sum of p * (scale * code + zero)."""
+        """Sum of p * (scale * code + zero), fp32 `[H, G, D]`, for probabilities p fp32 `[H, G, S]`, 0 where not valid.
+        """
         heads, group = p.shape[:2]
         t, f, d = self.page.tokens, self.page.format, self.page.head_dim
         flat, p = p, p.reshape(heads, group, -1, t).transpose(1, 2)  # [H, N, G, T] with N pages of all blocks
         meta = value_meta(self.page, self.raw).flatten(1, 2).float()  # [H, N, groups, 2, T]
         if self.valid is not None:
-            # Slots behind a head's tokens may lie in the scratch page, whose bytes can spell NaN.
+            # Slots behind a head's tokens may lie in the scratch page, whose bytes may be NaN.
             meta = meta.masked_fill(~self.valid.view(heads, -1, 1, 1, t), 0)
         packed = value_bytes(self.page, self.raw).flatten(1, 2)  # [H, N, D*bits/8, T]
         width, groups = self.page.value_row_bytes, self.page.value_groups
@@ -118,7 +119,7 @@ class PackedPart:
         return out.view(heads, group, groups, -1).add_(zeros.unsqueeze(-1)).view(heads, group, d)
 
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, V `[H, S, D]` in `dtype`, 0 where not valid; S without padding when all heads hold `count` tokens."""
+        """K, V `[H, S, D]` in `dtype`, 0 where not valid; S has no padding if all heads hold `count` tokens."""
         f, page = self.page.format, self.page
         k = unpack_features(key_bytes(page, self.raw), f.key_bits)
         k = quant.dequantise_keys(k.flatten(2, 3), self.header, f.key_bits)
@@ -144,7 +145,7 @@ Part = PlainPart | PackedPart
 
 
 def _field(packed: torch.Tensor, bits: int, j: int) -> torch.Tensor:
-    """Field j of bytes as fp32 codes, contiguous."""
+    """fp32 codes of field j of bytes, contiguous."""
     if bits == 8:
         return packed.float(memory_format=torch.contiguous_format)
     field = packed >> (j * bits) if j else packed
@@ -172,50 +173,52 @@ def _plain(store: PageStore, layer: int, blocks: torch.Tensor, tokens: int) -> P
 
 
 def _packed(store: PageStore, layer: int, blocks: torch.Tensor, rung: Rung) -> list[PackedPart]:
-    """Both tiers of `blocks[nb]`, all at `rung`; a tier that no head uses is left out."""
+    """Both tiers of `blocks[nb]`, all at `rung`. A tier without tokens is left out."""
     g, out = store.layout, []
     table = store.table[blocks, layer].transpose(0, 1).long()
     counts = store.counts[blocks, layer].permute(2, 1, 0).long()  # [2, H, nb]
     header = store.headers[blocks, layer].transpose(0, 1)
     limits = [x.tolist() for x in counts.flatten(1).aminmax(dim=1)]
     for tier, fmt in enumerate((rung.high, rung.low)):
-        least, most = limits[0][tier], limits[1][tier]
-        if fmt is None or not most:
+        min_tokens, max_tokens = limits[0][tier], limits[1][tier]
+        if fmt is None or not max_tokens:
             continue
-        page, held = g.page(fmt), counts[tier].unsqueeze(-1)
-        pages = -(-most // page.tokens)
+        page, head_tokens = g.page(fmt), counts[tier].unsqueeze(-1)
+        pages = -(-max_tokens // page.tokens)
         ids = table[..., :pages] if tier == 0 else table[..., -pages:].flip(-1)
-        full = least == most
+        full = min_tokens == max_tokens
         if not full:
-            ids = torch.where(torch.arange(pages, device=ids.device) * page.tokens < held, ids, SCRATCH_PAGE)
+            ids = torch.where(torch.arange(pages, device=ids.device) * page.tokens < head_tokens, ids, SCRATCH_PAGE)
         valid = None
-        if not full or most < pages * page.tokens:
-            valid = (torch.arange(pages * page.tokens, device=ids.device) < held).flatten(1)
-        out.append(PackedPart(page, ids, _pages(store, ids), header, valid, most if full else 0))
+        if not full or max_tokens < pages * page.tokens:
+            valid = (torch.arange(pages * page.tokens, device=ids.device) < head_tokens).flatten(1)
+        out.append(PackedPart(page, ids, _pages(store, ids), header, valid, max_tokens if full else 0))
     return out
 
 
 def request_parts(store: PageStore, layer: int, blocks: torch.Tensor, rungs: list[int], tokens: int) -> list[Part]:
-    """Parts of a request of `tokens` tokens in `blocks[nb]` with `rungs`; packed parts first, then the plain one.
+    """Parts of a request of `tokens` tokens in `blocks[nb]` with `rungs`: packed parts first, then the uncompressed
+    one.
 
     Only the last block may be part-filled, and then it is uncompressed. A free block (rung -1) belongs to a request
-    that ended while its last step was under way: it is read as scratch.
+    that ended while its last step was in flight; it is read as scratch.
     """
     rungs = [max(r, 0) for r in rungs]
     kinds = sorted(set(rungs), reverse=True)
     p = store.layout.block_tokens
     parts: list[Part] = []
     for r in kinds:
-        mine = blocks
+        rung_blocks = blocks
         if len(kinds) > 1:
             index = [i for i, x in enumerate(rungs) if x == r]
             contiguous = index[-1] - index[0] + 1 == len(index)
-            mine = blocks[index[0] : index[-1] + 1] if contiguous else blocks[torch.tensor(index).to(blocks.device)]
+            chosen = slice(index[0], index[-1] + 1) if contiguous else torch.tensor(index).to(blocks.device)
+            rung_blocks = blocks[chosen]
         if r:
-            parts += _packed(store, layer, mine, store.ladder[r])
+            parts += _packed(store, layer, rung_blocks, store.ladder[r])
         else:
             short = len(rungs) * p - tokens if rungs[-1] == 0 else 0
-            parts.append(_plain(store, layer, mine, mine.numel() * p - short))
+            parts.append(_plain(store, layer, rung_blocks, rung_blocks.numel() * p - short))
     return parts
 
 
@@ -224,18 +227,18 @@ def sequence_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K, V `[H, tokens, D]` in the model dtype and in sequence order, of blocks that keep every token.
 
-    Arguments as in `request_parts`. Windows need this order: what a query sees is a matter of its position.
+    Arguments as in `request_parts`. A sliding window depends on positions and therefore on this order.
     """
     g, p = store.layout, store.layout.block_tokens
     rows = torch.empty((2, g.heads, len(rungs), p, g.head_dim), dtype=store.dtype, device=store.device)
     rungs = [max(r, 0) for r in rungs]
     for r in sorted(set(rungs)):
         index = torch.tensor([i for i, x in enumerate(rungs) if x == r], device=store.device)
-        held = len(index) * p - (len(rungs) * p - tokens if rungs[-1] == r == 0 else 0)
-        (part,) = request_parts(store, layer, blocks[index], [r] * len(index), held)
+        num_tokens = len(index) * p - (len(rungs) * p - tokens if rungs[-1] == r == 0 else 0)
+        (part,) = request_parts(store, layer, blocks[index], [r] * len(index), num_tokens)
         for to, x in zip(rows, part.dense(store.dtype)):
             whole = to.new_zeros((g.heads, len(index) * p, g.head_dim))
-            whole[:, :held] = x
+            whole[:, :num_tokens] = x
             to[:, index] = whole.unflatten(1, (-1, p))
     k, v = rows.flatten(2, 3)[:, :, :tokens]
     return k, v

@@ -1,8 +1,8 @@
-"""Pages change hands on the GPU: `reference` in a fixed few launches, whatever the number of blocks, layers and heads.
+"""Page exchange on the GPU: `reference` in a fixed number of launches for any number of blocks, layers and heads.
 
-A row is one head of one layer of one block. Ring, table, counts and rungs end up as `reference` and `compact` leave
-them, page for page. Taking and returning share a launch: at most n - 1 of the ring's n slots are in use, free or owed
-to a live row, so what is pushed behind the tail never reaches what is popped at the head.
+A row is one head of one layer of one block. Ring, table, counts and storage formats end up as `reference` and `compact`
+leave them, page for page. Taking and returning share a launch: at most n - 1 of the ring's n slots are in use, free or
+owed to a live row, so a push behind the tail never reaches a pop at the head.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from ..store import PageStore
 
 
 class Exchange(NamedTuple):
-    """What m rows gave and got; E entries a table row. No `ids` and no `old` of a release."""
+    """Pages that m rows got and gave; E entries per table row. A release has neither `ids` nor `old`."""
 
     ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 behind them
-    held: torch.Tensor  # int64 [2, m]: how many, high and low
+    held: torch.Tensor  # int64 [2, m]: their number, high and low
     old: torch.Tensor | None  # int32 [m, E]: the table rows before
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
 
 
-def _tokens_a_page(layout: PoolLayout, rung: Rung) -> tuple[int, int]:
-    """Of the rung's tiers, 0 for one that is not there; uncompressed pages are whole rows and never counted."""
+def _tier_tokens(layout: PoolLayout, rung: Rung) -> tuple[int, int]:
+    """Tokens per page of the high and the low tier of `rung`, 0 for a missing tier. Uncompressed pages count 0, because
+    they come as whole rows.
+    """
     if not rung.high.packed:
         return 0, 0
     return layout.page(rung.high).tokens, layout.page(rung.low).tokens if rung.low else 0
@@ -39,9 +41,9 @@ def _count_kernel(
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, TO: tl.constexpr, LADDER: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """grid (m,). held int64 `[4, m]`: pages high and low that a row gets, then those that it has; need int64 `[2, m]`:
-    their sums. new_counts int32 `[m, 2]` is read, or, where GIVEN is "tiers" or "nothing" (then all P tokens are high),
-    written. TO, LADDER: tokens a page of the tiers.
+    """grid (m,). held int64 `[4, m]`: pages high and low that a row gets, then pages high and low that it has. need
+    int64 `[2, m]`: their sums. new_counts int32 `[m, 2]` is read, or written if GIVEN is "tiers" or "nothing" (all P
+    tokens are high). TO, LADDER: tokens per page of the tiers.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + row // LH).to(tl.int64)
@@ -72,16 +74,16 @@ def _count_kernel(
         tl.store(need + row, new_high + new_low)
     else:
         tl.store(need + row, row * 0)
-    at = tl.load(rung + block).to(tl.int32)
+    block_rung = tl.load(rung + block).to(tl.int32)
     entry = counts + (block * LH + row % LH) * 2
     stored_high = tl.load(entry).to(tl.int32)
     stored_low = tl.load(entry + 1).to(tl.int32)
-    old_high = tl.where(at == 0, E, 0)
+    old_high = tl.where(block_rung == 0, E, 0)
     old_low = old_high * 0
     for r in tl.static_range(1, len(LADDER)):
-        old_high = tl.where(at == r, (stored_high + LADDER[r][0] - 1) // LADDER[r][0], old_high)
+        old_high = tl.where(block_rung == r, (stored_high + LADDER[r][0] - 1) // LADDER[r][0], old_high)
         if LADDER[r][1] > 0:
-            old_low = tl.where(at == r, (stored_low + LADDER[r][1] - 1) // LADDER[r][1], old_low)
+            old_low = tl.where(block_rung == r, (stored_low + LADDER[r][1] - 1) // LADDER[r][1], old_low)
     tl.store(held + 2 * m + row, old_high.to(tl.int64))
     tl.store(held + 3 * m + row, old_low.to(tl.int64))
     tl.store(need + m + row, (old_high + old_low).to(tl.int64))
@@ -92,8 +94,9 @@ def _exchange_kernel(
     ring, cursor, table, counts, blocks, held, need, ends, new_counts, ids, old_rows, m, size,
     LH: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, GETS: tl.constexpr,
 ):
-    """grid (m,). Copy the table row to old_rows, push its pages, pop new ones (with GETS) and write the row and counts;
-    ends int64 `[2 m]` is the running sum of need."""
+    """grid (m,). Copy the table row to old_rows, push its pages, pop new ones (with GETS), write the row and the
+    counts. ends int64 `[2 m]` is the running sum of need.
+    """
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
     inside = e < E
@@ -130,7 +133,7 @@ def _exchange_kernel(
 def _finish_kernel(
     cursor, blocks, rung, need, ends, pages, m, LH: tl.constexpr, LHP: tl.constexpr, RUNG: tl.constexpr
 ):
-    """grid (n,): rungs, pages of each block `pages[n]`, and, by the first program, both cursors."""
+    """grid (n,): storage formats, pages of each block `pages[n]`, and both cursors (first program)."""
     i = tl.program_id(0).to(tl.int64)
     tl.store(rung + tl.load(blocks + i), tl.full([], RUNG, tl.int8))
     row = tl.arange(0, LHP)
@@ -145,7 +148,7 @@ def _finish_kernel(
 def _take_kernel(
     ring, cursor, table, counts, blocks, size, LH: tl.constexpr, E: tl.constexpr, EP: tl.constexpr
 ):
-    """grid (m,): whole uncompressed table rows, in row order."""
+    """grid (m,): take whole uncompressed table rows, in row order."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
     entry = tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH
@@ -157,7 +160,7 @@ def _take_kernel(
 
 @triton.jit
 def _taken_kernel(cursor, blocks, rung, observed, PAGES: tl.constexpr):
-    """grid (n,): the blocks' states, and the cursor by the first program."""
+    """grid (n,): the blocks' states, and the cursor (first program)."""
     i = tl.program_id(0)
     block = tl.load(blocks + i)
     tl.store(rung + block, tl.zeros([], tl.int8))
@@ -167,7 +170,7 @@ def _taken_kernel(cursor, blocks, rung, observed, PAGES: tl.constexpr):
 
 
 def _constants(layout: PoolLayout) -> tuple[int, int, int]:
-    """Rows a block, entries a row, entries rounded up."""
+    """Rows per block, entries per row, entries rounded up to a power of two."""
     entries = layout.head_pages_bf16
     return layout.layers * layout.heads, entries, triton.next_power_of_2(entries)
 
@@ -177,14 +180,14 @@ def _swap(
 ) -> Exchange:
     layout, n = store.layout, blocks.numel()
     rows, entries, padded = _constants(layout)
-    m, p, gets = n * rows, layout.block_tokens, rung > 0  # a release gets nothing, and keeps no record of what it gave
-    ladder = tuple(_tokens_a_page(layout, r) for r in store.ladder)
+    m, p, gets = n * rows, layout.block_tokens, rung > 0  # a release (rung -1) takes no pages and records none
+    ladder = tuple(_tier_tokens(layout, r) for r in store.ladder)
     held = torch.empty((4, m), dtype=torch.int64, device=store.device)
     need = torch.empty((2, m), dtype=torch.int64, device=store.device)
     given = "tiers" if tiers is not None else "nothing" if counts is None else "counts"
     ids = old = None
     if gets:
-        # Two tensors: in the second half of one the alignment, and with it the compiled kernel, would vary with m.
+        # Two tensors: the alignment of the second half of one tensor, and with it the compiled kernel, varies with m.
         ids, old = (torch.empty((m, entries), dtype=torch.int32, device=store.device) for _ in range(2))
         if counts is None:
             counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
@@ -214,20 +217,20 @@ def exchange_pages(
 ) -> Exchange:
     """Move `blocks[n]` (int64, distinct) to packed rung `to_rung` in the table and the ring; no page is written.
 
-    What a row needs comes from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`);
-    from neither where every token is kept high.
+    A row's pages follow from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`). With neither,
+    every token is kept high.
     """
     return _swap(store, blocks, to_rung, tiers, counts)
 
 
 def release(store: PageStore, blocks: torch.Tensor) -> None:
-    """`reference.release`."""
+    """`reference.release` as kernels."""
     if blocks.numel():
         _swap(store, blocks.long(), -1, None, None)
 
 
 def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
-    """`reference.take_bf16`."""
+    """`reference.take_bf16` as kernels."""
     if not blocks.numel():
         return
     blocks, n = blocks.long(), blocks.numel()

@@ -1,7 +1,7 @@
-"""Free ring and block table: blocks take pages and give them back, by prefix sums on the device.
+"""Free-page ring and block table: allocation and release of pages by prefix sums on the device.
 
-Nothing here reads device data on the host. Overflow is not checked: the CPU ledger charges every block
-before its operation is queued, so the ring always has the pages (`check_invariants` is for tests).
+Nothing here reads device data on the host. Overflow is not checked: the CPU ledger charges every block before its
+operation is queued, so the ring always has the pages (`check_invariants` is for tests).
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ def _starts(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def take_pages(store: PageStore, counts: torch.Tensor) -> torch.Tensor:
-    """Pop `counts[m]` pages for m rows, in row order.
-
-    Returns int32 ids `[m, E]`, page 0 behind each row's count.
-    """
+    """Pop `counts[m]` pages for m rows, in row order. Returns int32 ids `[m, E]`, page 0 behind each row's count."""
     if not counts.numel():
         return store.ring.new_zeros((0, store.layout.head_pages_bf16))
     starts, total = _starts(counts)
@@ -40,8 +37,8 @@ def return_pages(store: PageStore, ids: torch.Tensor, counts: torch.Tensor) -> N
     starts, total = _starts(counts)
     tail = store.cursor[1]
     j = torch.arange(ids.shape[1], device=store.device)
-    # Page 0 never enters the ring, so at most n-1 of its n slots are in use: the slot at the new tail is
-    # free to swallow what lies behind the counts, which keeps all shapes independent of the data.
+    # Page 0 never enters the ring, so at most n-1 of its n slots are in use. The slot at the new tail is free and takes
+    # the entries behind the counts, which keeps all shapes independent of the data.
     at = torch.where(j < counts.unsqueeze(-1), tail + starts.unsqueeze(-1) + j, tail + total)
     store.ring[at % store.ring.numel()] = ids.to(torch.int32)
     store.cursor[1] += total
@@ -59,12 +56,12 @@ def tier_pages(store: PageStore, rung: Rung, counts: torch.Tensor) -> tuple[torc
 
 
 def block_tier_pages(store: PageStore, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages (high, low) `[n, L, H]` that blocks of any rung hold; bf16 counts as high, a free block holds none."""
+    """Pages (high, low) `[n, L, H]` of blocks in any storage format; bf16 counts as high, a free block has none."""
     rung = store.rung[blocks].view(-1, 1, 1)
     counts = store.counts[blocks]
     high = (rung == 0).to(torch.int64).expand(counts.shape[:-1]) * store.layout.head_pages_bf16
     low = torch.zeros_like(high)
-    # One pass a rung with constants, rather than a lookup: no tensor has to be made from host data in a step.
+    # One pass per rung with constants instead of a lookup, so a step creates no tensor from host data.
     for r, spec in enumerate(store.ladder):
         if r:
             pages_high, pages_low = tier_pages(store, spec, counts)
@@ -74,13 +71,13 @@ def block_tier_pages(store: PageStore, blocks: torch.Tensor) -> tuple[torch.Tens
 
 
 def block_head_pages(store: PageStore, blocks: torch.Tensor) -> torch.Tensor:
-    """Pages int64 `[n, L, H]` that each head of `blocks[n]` holds now, at any rung."""
+    """Pages int64 `[n, L, H]` of each head of `blocks[n]`, in any storage format."""
     high, low = block_tier_pages(store, blocks)
     return high + low
 
 
 def table_order(rows: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Table rows `[..., E]` (high from the left, low from the right) as high then low entries, packed to the left."""
+    """Table rows `[..., E]` (high from the left, low from the right) as high, then low entries, left-aligned."""
     entries = rows.shape[-1]
     j = torch.arange(entries, device=rows.device)
     h = high.unsqueeze(-1)
@@ -91,7 +88,7 @@ def table_order(rows: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> to
 def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
     """Give `blocks[n]` (distinct, free) their uncompressed pages: rung 0, counts 0, observed 0.
 
-    L*H*E pages a block, popped in (block, layer, head, entry) order.
+    Takes L*H*E pages per block, in (block, layer, head, entry) order.
     """
     blocks = blocks.long()
     shape = (blocks.numel(), *store.table.shape[1:])
@@ -99,7 +96,7 @@ def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
     at = (store.cursor[0] + torch.arange(n, device=store.device)) % store.ring.numel()
     store.table[blocks] = store.ring[at].view(shape)
     store.cursor[0] += n
-    # Not `counts[blocks] = 0`: assigning a Python number copies it from the host and waits for that.
+    # Not `counts[blocks] = 0`: assigning a Python number copies it from the host and waits.
     store.counts.index_fill_(0, blocks, 0)
     store.rung.index_fill_(0, blocks, 0)
     store.observed.index_fill_(0, blocks, 0)
@@ -108,8 +105,7 @@ def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
 def release(store: PageStore, blocks: torch.Tensor) -> None:
     """Push all pages of `blocks[n]` (distinct) in (block, layer, head, high then low entry) order; rung becomes -1.
 
-    The table row then names page 0, so that a write that comes too late lands in the scratch page. A block
-    that is free already gives nothing back.
+    The table row then names page 0, so a late write lands in the scratch page. A free block gives nothing back.
     """
     blocks = blocks.long()
     high, low = block_tier_pages(store, blocks)

@@ -1,4 +1,4 @@
-"""Where the tokens of packed heads lie: page ids, valid slots and token indices of each tier of a block."""
+"""Locations of packed tokens: page ids, valid slots and token indices of each tier of a block."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HIGH, LOW, PRUNED = 2, 1, 0
 
 
 class TierSlots(NamedTuple):
-    """Slots of one tier of m heads; S = pages * T, with as many pages as a whole block could need."""
+    """Slots of one tier of m heads; S = pages * T, with the pages that a whole block needs at most."""
 
     page: PageLayout
     ids: torch.Tensor  # int64 [m, pages], page 0 behind the head's last page
     valid: torch.Tensor  # bool [m, S]
-    positions: torch.Tensor  # int64 [m, S]: token index within the block; anything where not valid
+    positions: torch.Tensor  # int64 [m, S]: token index within the block; undefined where not valid
 
 
 def segment_rows(store: PageStore, page: PageLayout, name: str, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
@@ -32,19 +32,19 @@ def segment_rows(store: PageStore, page: PageLayout, name: str, dtype: torch.dty
 def tier_slots(store: PageStore, rung: Rung, row_table: torch.Tensor, counts: torch.Tensor) -> list[TierSlots]:
     """Tiers of m packed heads at `rung`: `row_table` int32 `[m, E]`, `counts` int64 `[m, 2]`.
 
-    Where pages hold no positions (unscored layouts) a token's index is its place in stored order, high
-    before low.
+    In unscored layouts pages hold no positions, and a token's index is its place in stored order, high before low.
     """
     layout, out = store.layout, []
-    held = tier_pages(store, rung, counts)
-    ordered = table_order(row_table, *held).long()
+    tier_counts = tier_pages(store, rung, counts)
+    ordered = table_order(row_table, *tier_counts).long()
     for tier, fmt in enumerate((rung.high, rung.low)):
         if fmt is None:
             continue
         page = layout.page(fmt)
         j = torch.arange(layout.pages_for(fmt, layout.block_tokens), device=store.device)
-        at = (held[0].unsqueeze(-1) + j if tier else j.expand(ordered.shape[0], -1)).clamp(max=ordered.shape[1] - 1)
-        ids = torch.where(j < held[tier].unsqueeze(-1), ordered.gather(1, at), SCRATCH_PAGE)
+        at = tier_counts[0].unsqueeze(-1) + j if tier else j.expand(ordered.shape[0], -1)
+        at = at.clamp(max=ordered.shape[1] - 1)
+        ids = torch.where(j < tier_counts[tier].unsqueeze(-1), ordered.gather(1, at), SCRATCH_PAGE)
         slot = torch.arange(j.numel() * page.tokens, device=store.device)
         if layout.scored:
             positions = segment_rows(store, page, "positions", torch.int16, ids).long()
@@ -55,19 +55,19 @@ def tier_slots(store: PageStore, rung: Rung, row_table: torch.Tensor, counts: to
 
 
 def token_slots(tiers: list[TierSlots], tokens: int) -> torch.Tensor:
-    """int64 `[m, tokens]`: slot of each token in the concatenated tiers, -1 where it is not stored."""
+    """int64 `[m, tokens]`: slot of each token in the concatenated tiers, -1 if it is not stored."""
     m = tiers[0].valid.shape[0]
     slots = tiers[0].positions.new_full((m, tokens + 1), -1)
     base = 0
     for t in tiers:
-        here = base + torch.arange(t.valid.shape[1], device=slots.device)
-        # Column `tokens` swallows the slots that hold nothing.
-        slots.scatter_(1, torch.where(t.valid, t.positions, tokens), here.expand(t.valid.shape))
+        tier_range = base + torch.arange(t.valid.shape[1], device=slots.device)
+        # Column `tokens` takes the empty slots.
+        slots.scatter_(1, torch.where(t.valid, t.positions, tokens), tier_range.expand(t.valid.shape))
         base += t.valid.shape[1]
     return slots[:, :tokens]
 
 
 def slot_tiers(slots: torch.Tensor, high_slots: int) -> torch.Tensor:
     """Tier int8 (2, 1, 0) of each token from `token_slots`, with `high_slots` slots in the high tier."""
-    held = (slots >= 0).to(torch.int8)
-    return held + (held * (slots < high_slots))
+    stored = (slots >= 0).to(torch.int8)
+    return stored + (stored * (slots < high_slots))

@@ -1,1 +1,1 @@
-"""Attention scores: their sums per cached token, collected by prefill and decode."""
+"""Attention scores: sums of attention probabilities per cached token, collected by prefill and decode."""

@@ -1,4 +1,4 @@
-"""`note_observers` in one launch: it runs in every step of a server that collects attention."""
+"""`note_observers` in one launch; it runs in every step of a server that collects attention scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from ..store import PageStore
 from .reference import Observe
 
-PLACES = 64  # blocks of a request at a time
+PLACES = 64  # blocks of a request per iteration
 
 
 @triton.jit(do_not_specialize=["row_stride"])
@@ -17,7 +17,7 @@ def note_kernel(
     observed, row_blocks, row_stride, seq_lens, extend_lens,
     P: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr, DECODING: tl.constexpr, PLACES: tl.constexpr,
 ):
-    """grid (B,). WINDOW 0: all queries. Requests share blocks; whole numbers add up alike in any order."""
+    """grid (B,). WINDOW 0: all queries count. Requests share blocks; integer sums do not depend on the order."""
     r = tl.program_id(0).to(tl.int64)
     end = tl.load(seq_lens + r).to(tl.int32)
     first = end - 1
@@ -37,7 +37,9 @@ def note_kernel(
 def note_observers_triton(
     store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor, extend_lens: torch.Tensor | None, seen: Observe
 ) -> None:
-    """`seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step; all on the device."""
+    """`note_observers` for `seq_lens[B]` including `extend_lens[B]` new tokens (None in a decode step), all on the
+    device.
+    """
     decoding = extend_lens is None
     note_kernel[(len(seq_lens),)](
         store.observed, row_blocks, row_blocks.stride(0), seq_lens, seq_lens if decoding else extend_lens,

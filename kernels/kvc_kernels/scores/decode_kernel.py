@@ -1,10 +1,9 @@
-"""Attention that tokens receive from one decode step: the columns of K q^T, one query a request.
+"""Attention scores of one decode step: the columns of K q^T, one query per request.
 
-A program takes one part of a block of one KV head. It folds the block's key scales into the queries of the group and
-multiplies codes as they are, as the decode attention does (`unpack_kernel.nested`), so that nothing of a key is
-dequantised. What it needs to know of its block is listed once a step (`planner.py`), so that page ids, counts,
-headers and queries are asked for together, then keys and scores: a step that few requests observe takes as long as
-that chain.
+A program takes one part of a block of one KV head. It folds the block's key scales into the group's queries and
+multiplies codes directly, like the decode attention (`unpack_kernel.nested`), so no key is dequantized. `planner.py`
+lists the block data once per step, so page ids, counts, headers and queries are requested together, then keys and
+scores. The latency of a step with few observed requests is that of this chain.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -24,17 +23,18 @@ from ..store import PageStore
 from .reference import Observe
 
 INTERPRET = triton.knobs.runtime.interpret
-PLAIN_TILE = 16  # uncompressed tokens at a time
+PLAIN_TILE = 16  # uncompressed tokens per iteration
 
 
 @dataclass(frozen=True)
 class StepTuning:
-    """Launch parameters: `tile` keys a product, `tiles` of them a program, which folds its queries once for all."""
+    """Launch parameters: `tile` keys per product, `tiles` products per program, which folds its queries once for all.
+    """
 
     tile: int = 128
     tiles: int = 1
     warps: int = 2
-    programs: int = 8  # a multiprocessor
+    programs: int = 8  # CTAs per SM
     max_registers: int = 128
 
 
@@ -51,9 +51,10 @@ def _paid(x, b, c, lse, cap, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUC
 
 
 @triton.jit
-def _here(x, ASM: tl.constexpr):
-    """x, which the compiler computes in one layout before it moves it to another. Else it would move each load on its
-    own, through shared memory, and every load would wait for the one before."""
+def _materialized(x, ASM: tl.constexpr):
+    """x, materialized in one layout before the compiler converts it to another. Otherwise the compiler converts each
+    load on its own, through shared memory, and every load waits for the one before.
+    """
     if ASM:
         PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
@@ -63,18 +64,19 @@ def _here(x, ASM: tl.constexpr):
 
 @triton.jit
 def _fold(x, scales, zeros, KB: tl.constexpr, ASM: tl.constexpr):
-    """Queries x with a block's key scales, fp16 `[D*KB/8, NQ]` for each tensor of `nested`, and fp32 `[NQ]` q . zero.
-    All `[D*KB/8, NQ]`, the highest field first."""
+    """Queries x with a block's key scales folded in, fp16 `[D*KB/8, NQ]` for each tensor of `nested`, and fp32 `[NQ]` q
+    . zero. All `[D*KB/8, NQ]`, the highest field first.
+    """
     NKF: tl.constexpr = 8 // KB
     q = ()
     b = tl.zeros([x[0].shape[1]], tl.float32)
     above = tl.zeros(x[0].shape, tl.float16)
     for k in tl.static_range(NKF):
-        mine = (x[k].to(tl.float32) * (1.0 / (1 << (KB * (NKF - 1 - k))))).to(tl.float16)
+        scaled = (x[k].to(tl.float32) * (1.0 / (1 << (KB * (NKF - 1 - k))))).to(tl.float16)
         b += tl.sum(x[k].to(tl.float32) * zeros[k].to(tl.float32), 0)
-        mine = mine * scales[k]
-        q = q + (_here(mine - above, ASM),)
-        above = mine
+        scaled = scaled * scales[k]
+        q = q + (_materialized(scaled - above, ASM),)
+        above = scaled
     return q, b
 
 
@@ -86,9 +88,11 @@ def _packed_tiles(
     TILES: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr,
     REDUCE: tl.constexpr, COUNTS: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Add to the scores of a block's packed tokens `first`, .., TILES tiles, what one query pays them, which counts
-    COUNTS times. `q_row`: of the first head; `lse` fp32 `[NQ]`; `row`: first table entry; `counts`: the head's tokens
-    of this side. Loads come before all that waits for one of them."""
+    """Add one query's probabilities, times COUNTS, to the scores of a block's packed tokens `first`, ..., TILES tiles.
+
+    `q_row`: of the first head; `lse` fp32 `[NQ]`; `row`: first table entry; `counts`: the head's tokens of this side.
+    All independent loads come before the first use of one of them.
+    """
     DK: tl.constexpr = D * KB // 8
     NKF: tl.constexpr = 8 // KB
     t = tl.arange(0, TILE)
@@ -96,7 +100,7 @@ def _packed_tiles(
     g = tl.arange(0, NQ)
     ids = ()
     for k in tl.static_range(TILES * SPAN):
-        # Entries behind a head's pages name pages, too.
+        # Entries behind a head's pages are valid page ids, too.
         e = (first + k // SPAN * TILE) // T + k % SPAN
         ids = ids + (tl.load(row + (1 - 2 * SIDE) * e, mask=e * T < P, other=0),)
     count = tl.load(counts).to(tl.int32)
@@ -104,7 +108,7 @@ def _packed_tiles(
     scales = ()
     zeros = ()
     for k in tl.static_range(NKF):
-        # The highest field first; see `nested`. Read for every head, headers lie as queries do.
+        # The highest field first; see `nested`. Headers are broadcast to all heads, in the layout of the queries.
         feature = ((NKF - 1 - k) * DK + dk)[:, None]
         x = x + (tl.load(q_row + g[None, :] * D + feature, mask=(g < G)[None, :], other=0.0),)
         scales = scales + (tl.load(header + g[None, :] * 0 + feature),)
@@ -115,10 +119,10 @@ def _packed_tiles(
     for i in tl.static_range(TILES):
         t0 = first + i * TILE
         live = t < count - t0
-        mine = ()
+        tile_ids = ()
         for k in tl.static_range(SPAN):
-            mine = mine + (ids[i * SPAN + k],)
-        base, at, slots = _page_pointers(pages, mine, page_bytes, t0, t, TILE, T, SPAN, 16)
+            tile_ids = tile_ids + (ids[i * SPAN + k],)
+        base, at, slots = _page_pointers(pages, tile_ids, page_bytes, t0, t, TILE, T, SPAN, 16)
         score = score + ((base + SOFF).to(tl.pointer_type(tl.float32)) + at + slots,)
         before = before + (tl.load(score[i], mask=live, other=0.0),)
         rows = (_spread(base, SPAN, 1) + at * DK) + (slots[:, None] * DK + dk[None, :])
@@ -135,7 +139,7 @@ def _packed_tiles(
             s = tl.dot(kf[k], q[k], s)
         grid = c * (255 // ((1 << KB) - 1))
         paid = _paid(s, (b * scale)[None, :], grid, lse, cap, CAPPED, EXPONENT, REDUCE)
-        tl.store(score[i], _here(before[i], ASM) + paid * COUNTS, mask=t < count - first - i * TILE)
+        tl.store(score[i], _materialized(before[i], ASM) + paid * COUNTS, mask=t < count - first - i * TILE)
 
 
 @triton.jit
@@ -145,7 +149,8 @@ def _plain_block(
     PARTS: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUCE: tl.constexpr, COUNTS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """The same of an uncompressed block; the first `far` of its `count` tokens are far enough from the query."""
+    """`_packed_tiles` for an uncompressed block. The first `far` of its `count` tokens are far enough from the query.
+    """
     t = tl.arange(0, TILE)
     d = tl.arange(0, D)
     g = tl.arange(0, NQ)
@@ -172,44 +177,44 @@ def _step_kernel(
     NQ: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PLAIN_TILE: tl.constexpr, NEAREST: tl.constexpr,
     REDUCE: tl.constexpr, EXPONENT: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Any grid: programs take parts of listed blocks, head by head, as many as there are.
+    """Any grid: programs take parts of listed blocks, head by head, until the list ends.
 
-    `found`, `listed`, `requests`: see `ObservedBlocks`; one query per request,
-    its last token. CLASSES: `FormatClass` records.
+    `found`, `listed`, `requests`: see `ObservedBlocks`; one query per request, its last token. CLASSES: `FormatClass`
+    records.
     """
     PARTS: tl.constexpr = (P + TILE * TILES - 1) // (TILE * TILES)
     g = tl.arange(0, NQ)
     item = tl.program_id(0)
-    # Words are read ahead, before it is known whether there are so many.
+    # Words are read ahead, possibly beyond the end of the list.
     following = tl.minimum(item // (H * PARTS), capacity - 1)
-    what = tl.load(listed + following)
-    who = tl.load(listed + capacity + following)
+    block_word = tl.load(listed + following)
+    request_word = tl.load(listed + capacity + following)
     n = tl.load(found) * (H * PARTS)
     while item < n:
         part = item % PARTS
         h = item // PARTS % H
-        block = what >> 32
-        place = ((what & 0xFFFFFFFF) >> 12).to(tl.int32)
-        held = (what & 0xFFF).to(tl.int32)
-        me = (who >> 32).to(tl.int32)
-        last = tl.where(held > 0, (who & 0xFFFFFFFF).to(tl.int32), -1)
+        block = block_word >> 32
+        place = ((block_word & 0xFFFFFFFF) >> 12).to(tl.int32)
+        classes = (block_word & 0xFFF).to(tl.int32)
+        first_request = (request_word >> 32).to(tl.int32)
+        last_request = tl.where(classes > 0, (request_word & 0xFFFFFFFF).to(tl.int32), -1)
         head = block * (L * H) + layer * H + h
         item += tl.num_programs(0)
         following = tl.minimum(item // (H * PARTS), capacity - 1)
-        what = tl.load(listed + following)
-        who = tl.load(listed + capacity + following)
-        for r in range(me, last + 1):
-            # Who shares a block does so in the same place; a place behind a request's end names any block.
-            holds = r == me
-            if r > me:
+        block_word = tl.load(listed + following)
+        request_word = tl.load(listed + capacity + following)
+        for r in range(first_request, last_request + 1):
+            # Requests share a block in the same place. A place behind a request's end holds an arbitrary block id.
+            holds = r == first_request
+            if r > first_request:
                 reaches = tl.load(requests + r * 4) > place * P
                 holds = tl.load(row_blocks + r * row_stride + place, mask=reaches, other=-1) == block
             if holds:
-                query = me.to(tl.int64) + (r - me)
+                query = first_request.to(tl.int64) + (r - first_request)
                 q_row = q + query * q_stride_n + h * (G * D)
                 paid = tl.load(lse + query * lse_stride + h * G + g, mask=g < G, other=float("inf"))
                 for c in tl.static_range(len(CLASSES)):
-                    if (held >> c) & 1 == 1:
+                    if (classes >> c) & 1 == 1:
                         if CLASSES[c][KEY_BITS] == 16:
                             tokens = tl.load(requests + r * 4)
                             start = place * P
@@ -219,7 +224,7 @@ def _step_kernel(
                                 CLASSES[c][SCORES], G, D, NQ, PLAIN_TILE, PARTS, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
                             )
                         else:
-                            # Packed blocks lie before every query, in no order that would say who is near.
+                            # Packed blocks lie before every query, in stored order, so no token counts as near.
                             _packed_tiles(
                                 q_row, paid, table + head * E + CLASSES[c][SIDE] * (E - 1),
                                 counts + head * 2 + CLASSES[c][SIDE], headers + head * (2 * D), part * (TILE * TILES),
@@ -227,13 +232,13 @@ def _step_kernel(
                                 CLASSES[c][SIDE], CLASSES[c][SCORES], CLASSES[c][TILE_PAGES], G,
                                 D, P, NQ, TILE, TILES, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
                             )
-                if last > me:
-                    # Another request's turn adds to the same scores, maybe by other threads.
+                if last_request > first_request:
+                    # The next request adds to the same scores, possibly from other threads.
                     tl.debug_barrier()
 
 
 class ScoreStep:
-    """The launch of one decode step's columns."""
+    """Launch of the score kernel of one decode step."""
 
     def __init__(
         self, store: PageStore, classes: tuple[FormatClass, ...], group: int, observe: Observe, tuning: StepTuning
@@ -261,13 +266,13 @@ class ScoreStep:
         self, layer: int, q: torch.Tensor, lse: torch.Tensor, requests: torch.Tensor, blocks: tuple, scale: float,
         cap: float,
     ) -> None:  # fmt: skip
-        """`blocks`: found, list, its length, block ids of each request and their stride, as the kernel has them."""
-        store, g, seen = self.store, self.store.layout, self.observe
-        exponent = seen.power * (2 if seen.reduce == "squares" else 1)
+        """Add one layer's scores. `blocks`: found, list, its length, block ids of each request and their stride."""
+        store, g, observe = self.store, self.store.layout, self.observe
+        exponent = observe.power * (2 if observe.reduce == "squares" else 1)
         _step_kernel[(self.programs,)](
             q, q.stride(0), lse, lse.stride(0), requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
             g.block_tokens, g.page_bytes, self.classes, cap > 0,
             max(8, triton.next_power_of_2(self.group)), self.tile, self.tiles, PLAIN_TILE,
-            seen.nearest, seen.reduce, exponent, seen.decode_stride, not INTERPRET, **self.options,
+            observe.nearest, observe.reduce, exponent, observe.decode_stride, not INTERPRET, **self.options,
         )  # fmt: skip

@@ -1,11 +1,10 @@
-"""Attention that tokens receive, without the attention matrix: column sums from the log-sum-exp of each query.
+"""Attention scores of a prefill without the attention matrix: column sums from the log-sum-exp of each query.
 
-One program owns some blocks of one KV head: it multiplies a block's keys with the observing queries again, takes
+A program takes some blocks of one KV head. It multiplies a block's keys with the counted queries again, takes
 exp2(logit - lse), sums over queries head by head, reduces over the heads of the group, and adds the result to the
-scores of the block's slots. Of several requests that share a block, the program of the first one adds for all, in
-their order; who that is, and who observes at all, is listed once a forward (`planner.py`). So no slot has two
-writers, no atomics are needed and no order decides. Decode steps, with one query each, have a kernel of their own
-(`decode_kernel.py`).
+scores of the block's slots. If several requests share a block, the program of the first one adds for all, in request
+order; `planner.py` lists the blocks once per forward. Every slot thus has one writer: no atomics are needed, and the
+result does not depend on the schedule. Decode steps, with one query each, use `decode_kernel.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .planner import ObservedBlocks
 from .reference import Observe
 
 INTERPRET = triton.knobs.runtime.interpret
-PROGRAMS = 4096  # about as many an extend, so that long requests are spread over the device
+PROGRAMS = 4096  # upper bound per prefill, so that long requests are spread over the device
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def _logits(k, q, scale, cap, FIELDS: tl.constexpr, TILE: tl.constexpr, N: tl.co
 
 @triton.jit
 def _reduced(total, head, REDUCE: tl.constexpr):
-    """Add one head's sums to what is reduced over heads."""
+    """Add one head's sums to the reduction over heads."""
     if REDUCE == "max":
         return tl.maximum(total, head)
     elif REDUCE == "sum":
@@ -61,10 +60,11 @@ def _column_sums(
     CAPPED: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """fp32 `[TILE]`: sum over queries of the probability paid to keys k (FIELDS pieces `[TILE, D / FIELDS]`), raised to
-    POWER, reduced over G heads. `q_rows`, `lse_rows`: the first observing query of the first head, at
-    `first_position`; the others follow by STRIDE. NEAREST > 0: of a query's tokens up to its own, so many are left out.
-    Queries that stand before all of the keys are passed over, QB at a time: half of a prompt's, where all observe.
+    """fp32 `[TILE]`: sums over queries of their probabilities for keys k (FIELDS pieces `[TILE, D / FIELDS]`), raised
+    to POWER and reduced over G heads. `q_rows`, `lse_rows`: first counted query of the first head, at
+    `first_position`; further queries follow by STRIDE. NEAREST > 0: number of tokens up to and including a query's
+    own that are left out. Queries before all of the keys are skipped, QB at a time: half of a prompt's queries if
+    all count.
     """
     result = tl.zeros([TILE], tl.float32)
     n = tl.arange(0, QB)
@@ -96,11 +96,12 @@ def _received(
     P: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr, CAPPED: tl.constexpr, NEAREST: tl.constexpr,
     REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """fp32 `[TILE]`: what all of the requests first .. last pay, whose block in place j is `block`. A query counts
-    STRIDE times."""
+    """fp32 `[TILE]`: scores from all of the requests first .. last whose block in place j is `block`. A query counts
+    STRIDE times.
+    """
     total = tl.zeros([TILE], tl.float32)
     for r in range(first, last + 1):
-        # A place behind a request's end names any block.
+        # A place behind a request's end holds an arbitrary block id.
         tokens = tl.load(requests + r * 4)
         other = tl.load(row_blocks + r * row_stride + j, mask=tokens > j * P, other=-1)
         if other.to(tl.int64) == block:
@@ -130,27 +131,27 @@ def _columns_kernel(
     TILE: tl.constexpr, QB: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr,
     POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Any grid: programs take listed blocks, head by head, as many as there are.
+    """Any grid: programs take listed blocks, head by head, until the list ends.
 
-    requests int32 `[B, 4]`: tokens with the new ones (0: nobody observes), first observing query in q, their number,
-    the position of the first. `found`, `listed`: see `ObservedBlocks`. CLASSES: `FormatClass` records.
+    requests int32 `[B, 4]`: tokens including the new ones (0: not observed), first counted query in q, number of
+    counted queries, position of the first. `found`, `listed`: see `ObservedBlocks`. CLASSES: `FormatClass` records.
     """
     t = tl.arange(0, TILE)
     n = tl.load(found)
     for item in range(tl.program_id(0), n * H, tl.num_programs(0)):
         h = item // n
-        what = tl.load(listed + item % n)
-        held = (what & 0xFFF).to(tl.int32)
-        if held > 0:
-            who = tl.load(listed + capacity + item % n)
-            me = (who >> 32).to(tl.int32)
-            last = (who & 0xFFFFFFFF).to(tl.int32)
-            block = what >> 32
-            j = ((what & 0xFFFFFFFF) >> 12).to(tl.int32)
-            tokens = tl.load(requests + me * 4)
+        block_word = tl.load(listed + item % n)
+        classes = (block_word & 0xFFF).to(tl.int32)
+        if classes > 0:
+            request_word = tl.load(listed + capacity + item % n)
+            first_request = (request_word >> 32).to(tl.int32)
+            last_request = (request_word & 0xFFFFFFFF).to(tl.int32)
+            block = block_word >> 32
+            j = ((block_word & 0xFFFFFFFF) >> 12).to(tl.int32)
+            tokens = tl.load(requests + first_request * 4)
             head = block * (L * H) + layer * H + h
             for c in tl.static_range(len(CLASSES)):
-                if (held >> c) & 1 == 1:
+                if (classes >> c) & 1 == 1:
                     row = table + head * E + CLASSES[c][SIDE] * (E - 1)
                     if CLASSES[c][KEY_BITS] == 16:
                         count = tl.minimum(tokens - j * P, P)
@@ -165,8 +166,9 @@ def _columns_kernel(
                             k = (tl.load(kp[:, None] + d[None, :], mask=live[:, None], other=0.0),)
                             received = _received(
                                 k, tl.where(live, j * P + t0 + t, -1), q, q_stride_n, lse, lse_stride, requests,
-                                row_blocks, row_stride, block, j, me, last, h, scale, cap, q.dtype.element_ty, 1, H, D,
-                                G, P, TILE, QB, CAPPED, NEAREST, REDUCE, POWER, STRIDE, ASM,
+                                row_blocks, row_stride, block, j, first_request, last_request, h, scale, cap,
+                                q.dtype.element_ty, 1, H, D, G, P, TILE, QB, CAPPED, NEAREST, REDUCE, POWER, STRIDE,
+                                ASM,
                             )
                         else:
                             base, slot = locate(
@@ -175,11 +177,12 @@ def _columns_kernel(
                             k = _packed_keys(
                                 base, slot, headers + head * (2 * D), live, CLASSES[c][KEY_BITS], D, ASM,
                             )
-                            # Packed blocks lie before every query, in no order that would say who is near.
+                            # Packed blocks lie before every query, in stored order, so no token counts as near.
                             received = _received(
                                 k, tl.where(live, 0, -1), q, q_stride_n, lse, lse_stride, requests, row_blocks,
-                                row_stride, block, j, me, last, h, scale, cap, tl.float16, 8 // CLASSES[c][KEY_BITS],
-                                H, D, G, P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE, ASM,
+                                row_stride, block, j, first_request, last_request, h, scale, cap, tl.float16,
+                                8 // CLASSES[c][KEY_BITS], H, D, G, P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE,
+                                ASM,
                             )
                         _add(base, slot, received, live, CLASSES[c][SCORES])
 
@@ -197,8 +200,9 @@ def _packed_keys(
 
 
 class ReceivedAttention:
-    """`plan` (an extend) or `plan_decode` once a forward; then `add` once a layer, after the rows were appended and the
-    attention's LSE is known. After `plan_decode`, `add` can be captured in a CUDA graph.
+    """Collection of attention scores: `plan` (a prefill) or `plan_decode` once per forward, then `add` once per layer,
+    after the rows are appended and the attention's LSE is known. After `plan_decode`, `add` can be captured in a
+    CUDA graph.
     """
 
     def __init__(
@@ -214,8 +218,9 @@ class ReceivedAttention:
         warps: int = 4,
         step: StepTuning | None = None,
     ):
-        """`max_batch` requests of `max_blocks` blocks: the most of a decode step, 0 where there is none; `tile` keys
-        and `queries` a product of an extend."""
+        """`max_batch` requests of `max_blocks` blocks: the limits of a decode step, 0 without decode. `tile` keys and
+        `queries` queries per product of a prefill.
+        """
         layout = store.layout
         if not layout.scored:
             raise ValueError("this layout keeps no scores")
@@ -227,7 +232,7 @@ class ReceivedAttention:
         self._blocks = ObservedBlocks(store)
         steps = torch.arange(max_batch, dtype=torch.int32, device=store.device)
         self._decoding = torch.stack((steps, steps, torch.ones_like(steps), steps), 1)
-        self._most, self._step_listed = (max_batch, max_blocks), self._blocks.room(max_batch * max_blocks)
+        self._limits, self._step_listed = (max_batch, max_blocks), self._blocks.room(max_batch * max_blocks)
 
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """`row_blocks[B, NB]` int32 on the device, lengths on the host; does not sync."""
@@ -247,25 +252,26 @@ class ReceivedAttention:
             self._blocks.update(self._requests, row_blocks, self._listed)
 
     def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """`row_blocks[B, NB]`, `seq_lens[B]` int32 on the device, static buffers; one query a request.
+        """Plan a decode step: `row_blocks[B, NB]`, `seq_lens[B]` int32 on the device, static buffers; one query per
+        request.
 
-        ValueError for more requests or blocks than this was made for.
+        ValueError for more requests or blocks than the limits.
         """
         n, blocks = row_blocks.shape
-        if n > self._most[0] or blocks > self._most[1]:
-            raise ValueError(f"made for steps of {self._most} requests and blocks, got {(n, blocks)}")
+        if n > self._limits[0] or blocks > self._limits[1]:
+            raise ValueError(f"made for steps of {self._limits} requests and blocks, got {(n, blocks)}")
         self._requests, self._rows = self._decoding[:n], row_blocks
         torch.mul(seq_lens, seq_lens % self.observe.decode_stride == 0, out=self._requests[:, 0])
-        # Which requests observe is not known here: as many programs as run at once share what there is.
+        # The host does not know which requests count, so a fixed number of programs shares the list.
         self._decodes, self._listed, self._programs = True, self._step_listed, n * blocks
         self._blocks.update(self._requests, row_blocks, self._listed)
 
     def add(self, layer: int, q: torch.Tensor, lse: torch.Tensor, *, scale: float, logit_cap: float = 0.0) -> None:
-        """Add to the scores of all stored tokens what the observing queries of `q[N, Hq, D]` pay them.
+        """Add the probabilities of the counted queries of `q[N, Hq, D]` to the scores of all stored tokens.
 
         `lse` fp32 `[N, Hq]`, base 2: over the prefix and the new tokens up to the query's own.
         """
-        store, g, seen = self.store, self.store.layout, self.observe
+        store, g, observe = self.store, self.store.layout, self.observe
         if not self._programs:
             return
         if q.stride(1) != g.head_dim or q.stride(2) != 1:
@@ -278,5 +284,5 @@ class ReceivedAttention:
             q, q.stride(0), lse, lse.stride(0), self._requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, logit_cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
             g.block_tokens, g.page_bytes, self._classes, logit_cap > 0, self.tile, self.queries,
-            seen.nearest, seen.reduce, seen.power, self._stride, not INTERPRET, num_warps=self.warps,
+            observe.nearest, observe.reduce, observe.power, self._stride, not INTERPRET, num_warps=self.warps,
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Attention that tokens receive, collected while queries are alive: sums of probabilities, as a scorer wants them."""
+"""Attention scores in plain torch: sums of attention probabilities per cached token, collected while queries are alive.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +14,24 @@ from ..store import PageStore
 
 REDUCE = ("max", "sum", "squares")
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
-DECODE_STRIDE = 32  # one of so many decode steps of a sequence costs under 3 % of them (bench/kernels/NOTES_EXTEND.md)
+DECODE_STRIDE = 32  # one decode step in 32 costs under 3 % of decode time (bench/kernels/NOTES_EXTEND.md)
 
 
 @dataclass(frozen=True)
 class Observe:
-    """Which probabilities are collected, and how those of one forward become one number a token and KV head.
+    """Rule for collecting attention scores: the queries that count, and the reduction to one number per token and KV
+    head.
 
-    Queries: all new ones of a forward, or the last `window` of every request's. What a query pays its own token never
-    counts; with `skip` v neither does what it pays the v - 1 tokens before it (KV-Compress, equation 19: queries
-    i >= j + v), as far as those are still uncompressed, which a window of v tokens ensures.
+    Queries: all new ones of a forward, or the last `window` of every request. A query's attention to its own token
+    never counts. With `skip` v, its attention to the v - 1 tokens before it does not count either (KV-Compress,
+    equation 19: queries i >= j + v), as far as those are still uncompressed, which a recent window of v tokens ensures.
 
-    Each probability is raised to `power` (1 or 2) and summed over queries; then the G query heads of a KV head are
+    Each probability is raised to `power` (1 or 2) and summed over queries. The G query heads of a KV head are then
     reduced by `max`, `sum`, or `squares` (the sum of squares). Forwards add up.
 
-    Sampling: of those queries, only the ones whose position i has (i + 1) % s == 0 are looked at, and each counts s
-    times. s is `stride` in a prompt and `decode_stride` while generating. So it is decided by the sequence alone, sums
-    keep their expectation, and a block's last token always observes the block. Both are powers of two up to 64, which
+    Sampling: only queries whose position i has (i + 1) % s == 0 are used, and each counts s times. s is `stride` in a
+    prompt and `decode_stride` during decode. The sequence alone decides which queries count, sums keep their
+    expectation, and a block's last token always counts for the block. Both strides are powers of two up to 64, which
     divide every block, and `stride` divides the window. ValueError for other values.
     """
 
@@ -53,31 +55,31 @@ class Observe:
             )
 
     def raised(self, weights: torch.Tensor) -> torch.Tensor:
-        """Probabilities to the power, in place where that is not 1."""
+        """Probabilities to the power, in place if it is not 1."""
         return weights if self.power == 1 else weights.square_()
 
     def reduced(self, received: torch.Tensor) -> torch.Tensor:
-        """`[H, G, S]` -> `[H, S]`."""
+        """Reduction over the query heads of a KV head: `[H, G, S]` -> `[H, S]`."""
         if self.reduce == "max":
             return received.amax(1)
         return (received if self.reduce == "sum" else received.square()).sum(1)
 
     @property
     def nearest(self) -> int:
-        """Tokens before a query's position, its own included, whose probability is left out."""
+        """Number of tokens up to and including a query's own whose probability is left out."""
         return max(1, self.skip)
 
     def decoding(self, position: int) -> bool:
-        """Whether the decode step whose query stands at `position` is looked at."""
+        """Whether the decode step whose query has position `position` is sampled."""
         return (position + 1) % self.decode_stride == 0
 
 
 def observe_decode(
     store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], observe: Observe
 ) -> None:
-    """Add one query's probabilities, reduced as `observe` says; `weights` fp32 `[H, G, S]` a part.
+    """Add one query's probabilities, reduced according to `observe`; `weights` fp32 `[H, G, S]` per part.
 
-    What the query pays its own token, the last one, is left out.
+    The query's attention to its own token, the last one, is left out.
     """
     for i, (part, w) in enumerate(zip(parts, weights)):
         received = observe.reduced(w if observe.power == 1 else w.square()) * observe.decode_stride
@@ -99,12 +101,12 @@ def observe_extend(
 ) -> None:
     """Add the column sums of the chosen queries' probabilities, reduced over the query heads of a KV head.
 
-    `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes` dense tokens of each part. The diagonal (a
-    token's attention to itself) is left out, and the diagonals below it that `observe.skip` names.
+    `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes`: dense tokens of each part. The diagonal (a
+    token's attention to itself) and the diagonals below it that `observe.skip` names are left out.
     """
     new, slots = q.shape[1], k.shape[1]
     first = 0 if observe.window is None else max(0, new - observe.window)
-    plain = slots - sizes[-1]  # only the uncompressed part, the last, lies in sequence order, from a block's border on
+    plain = slots - sizes[-1]  # only the last part, which is uncompressed, is in sequence order, from a block boundary
     offset = sizes[-1] - new + 1
     step = max(1, MAX_ELEMENTS // (slots * q.shape[0]))
     total = torch.zeros((k.shape[0], q.shape[0] // k.shape[0], slots), device=q.device)
@@ -127,10 +129,10 @@ def note_observers(
     window: int | None,
     stride: int = 1,
 ) -> None:
-    """Once a forward: observed[block] += observing queries that stand behind the block's last token.
+    """Update the query counts once per forward: observed[block] += counted queries behind the block's last token.
 
     `row_blocks[B, NB]` block ids, `prefix_lens[B]`, `extend_lens[B]` (1 each in decode). One query in `stride` is
-    looked at and counts for all.
+    sampled and counts for all.
     """
     prefix, new = (torch.as_tensor(x, device=store.device).long().unsqueeze(1) for x in (prefix_lens, extend_lens))
     end = prefix + new
@@ -144,11 +146,11 @@ def note_observers(
 def significance(
     store: PageStore, blocks: torch.Tensor, window: int | None = None, rung: int | None = None, stride: int = 1
 ) -> torch.Tensor:
-    """Mean attention that each token of full `blocks[n]` received, fp32 `[n, L, H, P]` in token order.
+    """Mean attention score of each token of full `blocks[n]`, fp32 `[n, L, H, P]` in token order.
 
-    Score over observing queries: those behind the block and, when all queries observe, those of the P-1-j later ones of
-    the block itself that a prompt's `stride` takes. Give `rung` when all blocks share a known one: then nothing is
-    read on the host.
+    Score divided by the number of counted queries: those behind the block and, if all queries count, those of the block
+    itself behind the token that a prompt's `stride` samples. A known common `rung` of all blocks avoids the read on the
+    host.
     """
     p = store.layout.block_tokens
     observers = store.observed[blocks].view(-1, 1, 1, 1).float()

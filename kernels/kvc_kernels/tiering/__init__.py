@@ -1,1 +1,1 @@
-"""Tiering: which tokens of a block go to which tier, by importance, quota or threshold."""
+"""Tiering: assignment of a block's tokens to tiers, by importance, quota or threshold."""

@@ -1,4 +1,4 @@
-"""How many pages each layer and head gets before any score is known: whole numbers, on the CPU, the same every time."""
+"""Apportionment of pages to layers and heads before any score is known: deterministic integers on the CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def apportion(weights: Sequence[float], total: int, least: int, most: int) -> list[int]:
-    """Whole numbers in `least`..`most` that add up to `total`, in proportion to `weights` as nearly as that allows.
+    """Integers in `least`..`most` that add up to `total`, as nearly in proportion to `weights` as that allows.
 
-    Webster's method above the floor: the next unit goes to the largest weight / (have + 1/2), ties to who has least.
-    ValueError when `total` cannot be met.
+    Webster's method above the floor: the next unit goes to the largest weight / (have + 1/2), ties to the smallest
+    count. ValueError if `total` cannot be met.
     """
     n = len(weights)
     if not n * least <= total <= n * most:
@@ -29,15 +29,15 @@ def apportion(weights: Sequence[float], total: int, least: int, most: int) -> li
 
 
 def spread(total: int, n: int) -> list[int]:
-    """`total` units over `n` heads, none more than one above another, the larger ones evenly spaced."""
+    """`total` units over `n` heads that differ by at most one, the larger ones evenly spaced."""
     return [(i + 1) * total // n - i * total // n for i in range(n)]
 
 
 def pyramid(layers: int, average: float, most: float, beta: float) -> list[float]:
     """Units of each layer on PyramidKV's straight line, from the first layer to the last; their mean is `average`.
 
-    The last layer gets average / beta, the first 2 * average - average / beta; where a layer cannot use that much the
-    first gets `most` and the last what keeps the mean. beta 1 is uniform.
+    The last layer gets average / beta, the first 2 * average - average / beta. If a layer cannot use that much, the
+    first gets `most` and the last keeps the mean. beta 1 is uniform.
     """
     last = average / beta
     first = 2 * average - last
@@ -49,7 +49,7 @@ def pyramid(layers: int, average: float, most: float, beta: float) -> list[float
 def retention_curves(importance: torch.Tensor) -> torch.Tensor:
     """XKV's importance retention (equation 4): share of a layer's importance in its best s + 1 units, fp64 `[L, S]`.
 
-    `importance` `[L, S]`, not negative; a layer without any retains all with its first unit.
+    `importance` `[L, S]`, not negative. A layer without importance retains all with its first unit.
     """
     best = importance.double().sort(dim=-1, descending=True).values.cumsum(-1)
     total = best[:, -1:]
@@ -57,11 +57,11 @@ def retention_curves(importance: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_allocation(curves: torch.Tensor, total: int, least: int = 0) -> list[int]:
-    """XKV's Algorithm 1: units of each layer, `total` together, that maximise the sum of retained importance.
+    """XKV's Algorithm 1: units of each layer, `total` together, that maximize the sum of retained importance.
 
-    `curves` `[L, S]`: importance that layer l retains with s + 1 units. The next unit goes to the layer that gains most
-    by it, ties to the first. That is optimal because gains never grow (curves are concave: best units come first, and
-    means of such curves are concave, too). Every layer gets `least`. ValueError for curves that are not, or when
+    `curves` `[L, S]`: importance that layer l retains with s + 1 units. The next unit goes to the layer with the
+    largest gain, ties to the first. This is optimal because gains never grow: curves are concave, since the best units
+    come first, and means of concave curves are concave. Every layer gets `least`. ValueError for other curves, or if
     `total` is not within L * least .. L * S.
     """
     layers, units = curves.shape

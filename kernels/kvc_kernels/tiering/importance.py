@@ -1,7 +1,7 @@
-"""What rows and positions alone say about a token's importance: key difference, expected attention, hashes, pooling.
+"""Token importance from rows and positions alone: key difference, expected attention, hashes, pooling.
 
-Every function treats a block as a world of its own: nothing of a neighbour enters, so that scores of the policies of
-`block` scope are a function of the block's rows. P is the block's tokens, always the last dimension of a score.
+Every function uses one block only, so scores of policies with scope `block` are a function of the block's rows. P is
+the number of tokens of a block, always the last dimension of a score.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def keydiff(keys: torch.Tensor) -> torch.Tensor:
 
 
 def pool_scores(scores: torch.Tensor, size: int, kind: str = "max") -> torch.Tensor:
-    """Each token's best ("max") or mean score over the `size` tokens around it, those within its block.
+    """Maximum ("max") or mean score over the `size` tokens around each token, within its block.
 
     `scores` fp32 `[..., P]`; `size` odd, 1 changes nothing. ValueError for an even size or another kind.
     """
@@ -37,9 +37,9 @@ def pool_scores(scores: torch.Tensor, size: int, kind: str = "max") -> torch.Ten
 
 
 def hashed_scores(positions: torch.Tensor, layers: int, heads: int) -> torch.Tensor:
-    """fp32 `[n, L, H, P]` in [0, 1): a hash of (position, layer, head), for `positions` `[n, P]`.
+    """Hash of (position, layer, head) as fp32 `[n, L, H, P]` in [0, 1), for `positions` `[n, P]`.
 
-    The finaliser of MurmurHash3 (32 bits); the same on every device, with no generator and so no state.
+    The finalizer of MurmurHash3 (32 bits): equal on every device, without generator or state.
     """
     cell = torch.arange(layers * heads, device=positions.device).view(1, layers, heads, 1)
     x = (positions.long()[:, None, None, :] * 0x9E3779B1 + cell * 0x85EBCA77) & 0xFFFFFFFF
@@ -49,16 +49,16 @@ def hashed_scores(positions: torch.Tensor, layers: int, heads: int) -> torch.Ten
 
 
 def future_keys(keys: torch.Tensor, ends: torch.Tensor, frequencies: torch.Tensor, horizon: int) -> torch.Tensor:
-    """Keys as seen by a query before its rotation: mean over positions t of R(t)^T k, same shape as `keys`.
+    """Keys averaged over the rotations of future queries: mean over positions t of R(t)^T k, same shape as `keys`.
 
-    `keys` fp32 `[n, H, P, D]` with rotary embedding; t runs over ends[n] .. ends[n] + horizon - 1, where the block's
-    next readers stand; `frequencies` fp32 `[R/2]`, radians per position of the pairs (j, j + R/2) of the first R
-    features. With it a query's mean mu and covariance S before rotation give
-    (R mu) . k = mu . k' and k^T (R S R^T) k = k'^T S k' for the mean rotation R, as Expected Attention averages it.
+    `keys` fp32 `[n, H, P, D]` with rotary embedding; t runs over ends[n] .. ends[n] + horizon - 1, the positions of the
+    block's next readers; `frequencies` fp32 `[R/2]`, radians per position of the pairs (j, j + R/2) of the first R
+    features. With the result k', a query's mean mu and covariance S before rotation give (R mu) . k = mu . k' and k^T
+    (R S R^T) k = k'^T S k' for the mean rotation R, as Expected Attention averages it.
     """
     half = frequencies.numel()
     t = ends[:, None] + torch.arange(horizon, device=ends.device)
-    # fp64: an angle of a late position has lost its fraction in fp32
+    # fp64: in fp32 the angle of a late position loses its fraction
     angle = t[..., None].double() * frequencies.double()
     cos, sin = (f(angle).mean(1).float()[:, None, None] for f in (torch.cos, torch.sin))  # [n, 1, 1, R/2]
     a, b, rest = keys.split((half, half, keys.shape[-1] - 2 * half), dim=-1)
@@ -73,10 +73,10 @@ def expected_attention(
     epsilon: float,
     scale: float,
 ) -> torch.Tensor:
-    """`(a_i + epsilon) |v_i|`, a the attention of a query drawn from N(mean, covariance): fp32 `[n, H, P]`.
+    """`(a_i + epsilon) |v_i|` fp32 `[n, H, P]`, with a the attention of a query drawn from N(mean, covariance).
 
     `keys`, `values` fp32 `[n, H, P, D]`; `mean` `[Hq, D]`, `covariance` `[Hq, D, D]`, Hq = H * G, or None for the mean
-    alone. The expectation of exp(scale q.k_i) is exp(scale mu.k_i + scale^2/2 k_i^T S k_i); a_i is its share among the
+    alone. The expectation of exp(scale q.k_i) is exp(scale mu.k_i + scale^2/2 k_i^T S k_i). a_i is its share among the
     block's tokens, averaged over the G query heads.
     """
     heads = keys.shape[1]
@@ -84,7 +84,7 @@ def expected_attention(
     logits = scale * torch.einsum("nhpd,hgd->nhgp", keys, mu)
     if covariance is not None:
         spread = covariance.view(*mu.shape, -1)
-        for g in range(mu.shape[1]):  # one query head at a time: [n, H, P, D] is all that is held
+        for g in range(mu.shape[1]):  # one query head at a time bounds temporaries to [n, H, P, D]
             quadratic = (keys @ spread[:, g] * keys).sum(-1)
             logits[:, :, g] += 0.5 * scale * scale * quadratic
     return (logits.softmax(-1).mean(2) + epsilon) * values.norm(dim=-1)

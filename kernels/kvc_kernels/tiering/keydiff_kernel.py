@@ -1,8 +1,7 @@
-"""`keydiff` of whole uncompressed blocks in one launch, in all layers and heads.
+"""`keydiff` of whole uncompressed blocks in one launch, for all layers and heads.
 
-Layer by layer in plain torch it is 25 launches a layer, 800 for a block of a model of 32 layers: about as long as the
-host has for a decode step. A head's sums have one order, so its scores are those of its rows, whatever is planned with
-it.
+In plain torch it takes 25 launches per layer, 800 for a block of a model of 32 layers: about the host time of a decode
+step. A head's sums have a fixed order, so its scores do not depend on the other blocks of the launch.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import triton.language as tl
 from ..layout import BF16
 from ..store import PageStore
 
-ROWS = 32  # tokens at a time
-EPSILON = 1e-12  # of torch's `normalize`
+ROWS = 32  # tokens per iteration
+EPSILON = 1e-12  # as in torch's `normalize`
 
 
 @triton.jit
@@ -23,7 +22,7 @@ def _unit_rows(
     pages, like, row_table, t, live, page_bytes: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, T0: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Normalised keys fp32 `[N, DP]` of tokens t, zeros where not live."""
+    """Normalized keys fp32 `[N, DP]` of tokens t, zeros where not live."""
     d = tl.arange(0, DP)
     page = tl.load(row_table + t // T0, mask=live, other=0).to(tl.int64) * page_bytes
     rows = (pages + page).to(tl.pointer_type(like.dtype.element_ty)) + t % T0 * D
@@ -37,7 +36,7 @@ def keydiff_kernel(
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     T0: tl.constexpr, ROWS: tl.constexpr, EPSILON: tl.constexpr,
 ):
-    """grid (n * LH,). out fp32 `[n, LH, P]`; `like`: the pages again, as the model's dtype."""
+    """grid (n * LH,). out fp32 `[n, LH, P]`; `like`: the pages viewed in the model dtype."""
     row = tl.program_id(0).to(tl.int64)
     row_table = table + (tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH) * E
     i = tl.arange(0, ROWS)
@@ -52,7 +51,7 @@ def keydiff_kernel(
 
 
 def keydiff_blocks(store: PageStore, blocks: torch.Tensor) -> torch.Tensor:
-    """fp32 `[n, L, H, P]` of uncompressed `blocks[n]`, as `keydiff` has it up to rounding."""
+    """`keydiff` of uncompressed `blocks[n]` up to rounding, fp32 `[n, L, H, P]`."""
     g, n = store.layout, blocks.numel()
     out = torch.empty((n, g.layers, g.heads, g.block_tokens), device=store.device)
     if n:

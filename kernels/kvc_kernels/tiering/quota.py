@@ -1,4 +1,5 @@
-"""Plans: which token of which head is stored high (2), low (1) or pruned (0). Tensors int8 `[n, L, H, P]`."""
+"""Tier plans by quota or threshold: high (2), low (1) or pruned (0) for each token of each head, int8 `[n, L, H, P]`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..pages.tiers import HIGH, LOW, PRUNED
 
 
 def keep_all(n: int, layout: PoolLayout, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Tiers int8 `[n, L, H, P]` that keep every token high: for rungs that only quantise."""
+    """Tiers int8 `[n, L, H, P]` that keep every token high: for policies that only quantize."""
     shape = (n, layout.layers, layout.heads, layout.block_tokens)
     return torch.full(shape, HIGH, dtype=torch.int8, device=device)
 
@@ -34,15 +35,16 @@ def quota(
 ) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` (2 or 0) with exactly `pages` pages of `page_tokens` tokens kept per block.
 
-    `scores` fp32 `[n, L, H, P]`, higher is kept. A token that is no longer stored should come as -inf: its head takes
-    it last, only to fill the pages that it was given, and `compact` leaves it out. Heads compete in units of pages
+    `scores` fp32 `[n, L, H, P]`; higher scores are kept. A token that is no longer stored should have the score -inf:
+    its head takes it last, only to fill the head's pages, and `compact` leaves it out. Heads compete in units of pages
     (KV-Compress, section 4.2): a head's tokens are sorted by score (ties by position), page j is its tokens
-    j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, the rest go to the
-    pages worth most, ties by (layer, head, page).
+    j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, and the rest go to
+    the pages worth most, ties by (layer, head, page).
 
-    Who competes with whom: with one number all heads of all layers; with L numbers the heads of each layer, for that
-    layer's pages; with L * H numbers (layer by layer) nobody: each head keeps that many. `floor_pages` is one number,
-    or one for each of these groups. ValueError when a group's pages are less than its floors or more than it has.
+    Competition: with one number all heads of all layers compete; with L numbers the heads of each layer, for that
+    layer's pages; with L * H numbers (layer by layer) no heads compete, and each keeps its number. `floor_pages` is one
+    number, or one for each of these groups. ValueError if a group's pages are fewer than its floors or more than it
+    has.
     """
     n, layers, heads, tokens = scores.shape
     per_head = -(-tokens // page_tokens)
@@ -55,12 +57,13 @@ def quota(
     for share, floor in zip(shares, floors):
         if not members * floor <= share <= members * per_head:
             where = "this block" if len(shares) == 1 else f"{members} of its heads"
-            least, most = members * floor, members * per_head
-            raise ValueError(f"a quota of {share} pages is not within {least}..{most} for {where}")
+            raise ValueError(
+                f"a quota of {share} pages is not within {members * floor}..{members * per_head} for {where}"
+            )
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     worth = ranked[..., ::page_tokens].reshape(n, len(shares), members * per_head)
     share, floor = (_column(tuple(x), scores.device) for x in (shares, floors))
-    # A head's pages are worth less and less, and ties go to the lower page: those chosen are always a prefix.
+    # A head's pages are in descending order of worth, and ties go to the lower page: the chosen pages are a prefix.
     page = torch.arange(members * per_head, device=scores.device) % per_head
     won = _ranks_behind(worth, (page < floor).expand(worth.shape)) < share
     kept = (won.view(n, layers, heads, per_head).sum(-1) * page_tokens).unsqueeze(-1)
@@ -71,12 +74,12 @@ def quota(
 
 @functools.lru_cache(maxsize=64)
 def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 `[1, groups, 1]`; kept, because a copy to the device for every plan would be one too many."""
+    """Cached int64 `[1, groups, 1]`: no plan copies these numbers to the device again."""
     return torch.tensor(numbers, device=device).view(1, -1, 1)
 
 
 def _ranks_behind(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Rank along the last dim: those of bool `first`, then the others, each best value first."""
+    """Rank along the last dim: members of bool `first`, then the rest, each best value first."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
     behind = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
     order = order.gather(-1, behind)
@@ -102,17 +105,17 @@ def threshold(
 ) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` by LeanKV's thresholds (section 4 and Algorithm 1), rounded to whole pages.
 
-    `significance` fp32 `[n, L, H, P]`, `divisor` fp32 `[n, P]` (token position i in the prompt phase, sequence length N
-    while generating): high if significance >= alpha_high / divisor, low if >= alpha_low / divisor, else pruned, and
-    never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
+    `significance` fp32 `[n, L, H, P]`: mean attention scores. `divisor` fp32 `[n, P]`: token position i in the prompt
+    phase, sequence length N during decode. A token is high if significance >= alpha_high / divisor, low if >= alpha_low
+    / divisor, else pruned, and never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
 
-    Then what the last pages have left is filled, which costs no byte: the last high page with the best of the tokens
-    below that are still stored high (the low ones come first, then pruned ones), the last low page with the best pruned
-    ones that are still stored. Best is what comes closest to its threshold, significance * divisor, ties by position.
-    `high_tokens`, `low_tokens`: tokens a page of each tier.
+    The free slots of the last pages are then filled, which costs no bytes: the last high page with the best tokens
+    below that are still stored high (low ones first, then pruned ones), the last low page with the best pruned tokens
+    that are still stored. The best tokens are those closest to their threshold, significance * divisor, ties by
+    position. `high_tokens`, `low_tokens`: tokens per page of each tier.
 
-    Where a head would then take more than `max_pages` `[n, L, H]` (only when a low page holds fewer tokens than a high
-    one) it stays at its ceiling, or keeps its best high tokens when that does not fit either.
+    A head that then needs more than `max_pages` `[n, L, H]` (only if a low page holds fewer tokens than a high one)
+    stays at its ceiling, or keeps its best high tokens if that does not fit either.
     """
     by_token = divisor[:, None, None, :]
     tiers = (significance >= alpha_low / by_token).to(torch.int8)

@@ -1,4 +1,4 @@
-"""LeanKV's plan of whole blocks, from what the pages hold: received attention, present tiers, pages in use."""
+"""LeanKV's tier plan of whole blocks, from the stored attention scores, the present tiers and the pages in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .quota import threshold
 
 
 class Thresholds(NamedTuple):
-    """High from alpha `high` on, low from `low` on, in times the mean of i tokens: see `quota.threshold`."""
+    """Factors of the mean attention: high tier from `high` on, low tier from `low` on; see `quota.threshold`."""
 
     high: float
     low: float
@@ -32,10 +32,10 @@ def plan_thresholds(
     from_rung: int,
     to: Rung,
 ) -> torch.Tensor:
-    """Tiers int8 `[n, L, H, P]` of `blocks[n]`, all at `from_rung`, for rung `to`.
+    """Tiers int8 `[n, L, H, P]` of `blocks[n]`, all at `from_rung`, for the storage format `to`.
 
-    `starts[n]`: position of each block's first token; `lengths[n]`: length N of the sequence, or 0: each token is
-    measured against its position then. Reads nothing on the host.
+    `starts[n]`: position of each block's first token. `lengths[n]`: length N of the sequence, or 0 to measure each
+    token against its position. Reads nothing on the host.
     """
     layout = store.layout
     positions = (starts[:, None] + torch.arange(layout.block_tokens, device=starts.device)).float()

@@ -1,7 +1,7 @@
-"""`plan_thresholds` in one launch: a warp plans a head of a block, and nothing is sorted.
+"""`plan_thresholds` in one launch: a warp plans one head of a block, without sorting.
 
-In plain torch a plan is some 120 launches for uncompressed blocks and 240 for packed ones, most of them for a few
-kilobytes; in a decode step of 8 ms that is what a compaction would cost.
+In plain torch a plan takes 120 launches for uncompressed blocks and 240 for packed ones, most of them for a few
+kilobytes, which would dominate a compaction in a decode step of 8 ms.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import BF16, Rung
+from ..common.format_class import KEY_BITS, POSITIONS, SCORES, TOKENS, FormatClass, format_class
+from ..layout import Rung
 from ..scores.reference import Observe
 from ..store import PageStore
 from .thresholds import Thresholds
 
-CHUNK = 8  # slots that are matched with tokens at a time
+CHUNK = 8  # slots matched with tokens per iteration
 WARPS = 1
 
 
@@ -24,27 +25,27 @@ def _tier_evidence(
     score, ceiling, t, pages, row_table, n, TIER: tl.constexpr, page_bytes: tl.constexpr, E: tl.constexpr,
     T: tl.constexpr, SOFF: tl.constexpr, POFF: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Scores and tiers `[PP]` of the tokens t that the tier's n slots hold, added to those of the other tier."""
+    """Scores and tiers `[PP]` of the tokens t in the tier's n slots, added to those of the other tier."""
     for s0 in range(0, n, CHUNK):
         i = s0 + tl.arange(0, CHUNK)
         held = i < n
         entry = i // T if TIER == 2 else E - 1 - i // T
         page = tl.load(row_table + entry, mask=held, other=0).to(tl.int64) * page_bytes
         token = tl.load((pages + page + POFF).to(tl.pointer_type(tl.int16)) + i % T, mask=held, other=-1).to(tl.int32)
-        got = tl.load((pages + page + SOFF).to(tl.pointer_type(tl.float32)) + i % T, mask=held, other=0.0)
-        mine = (token[None, :] == t[:, None]) & held[None, :]
-        # One slot at most holds a token, so the sum is its score to the last bit.
-        score += tl.sum(tl.where(mine, got[None, :], 0.0), 1)
-        ceiling = tl.maximum(ceiling, tl.max(tl.where(mine, TIER, 0), 1))
+        slot_score = tl.load((pages + page + SOFF).to(tl.pointer_type(tl.float32)) + i % T, mask=held, other=0.0)
+        match = (token[None, :] == t[:, None]) & held[None, :]
+        # At most one slot holds a token, so the sum is its score to the last bit.
+        score += tl.sum(tl.where(match, slot_score[None, :], 0.0), 1)
+        ceiling = tl.maximum(ceiling, tl.max(tl.where(match, TIER, 0), 1))
     return score, ceiling
 
 
 @triton.jit
 def _best(close, member, room):
-    """The `room` best members `[PP]`, equals by position; all where there are fewer.
+    """The `room` best members `[PP]`, equals by position; all members if there are fewer.
 
-    The worst of them is found bit by bit, for floats from 0 on are ordered as their bits are: 31 counts by one warp,
-    and no register for a pair of tokens, of which there would be P * P.
+    The worst chosen value is found bit by bit, because nonnegative floats are ordered as their bits: 31 counts by one
+    warp, without the P * P registers of pairwise comparisons.
     """
     key = tl.where(member, close.to(tl.int32, bitcast=True), -1)
     worst = room * 0
@@ -59,7 +60,7 @@ def _best(close, member, room):
 
 @triton.jit
 def _filled(tiers, ceiling, close, TIER: tl.constexpr, T: tl.constexpr):
-    """What the last page of a tier has left goes to the best of the tokens below that may have it."""
+    """Tiers with the free slots of a tier's last page given to the best eligible tokens below it."""
     room = (T - tl.sum((tiers == TIER).to(tl.int32), 0) % T) % T
     candidate = (tiers < TIER) & (ceiling >= TIER)
     return tl.where(_best(close, candidate, room), TIER, tiers)
@@ -77,9 +78,8 @@ def thresholds_kernel(
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, page_bytes: tl.constexpr,
     SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, WITHIN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """grid (n * LH,). out int8 `[n, LH, P]`. SOURCE: (tokens a page, offset of scores, of positions) of each tier of
-    the blocks, the last -1 where they are uncompressed. HIGH, LOW: tokens a page afterwards. WITHIN: stride of the
-    queries of the block itself that observed it, 0: none did.
+    """grid (n * LH,). out int8 `[n, LH, P]`. SOURCE: `FormatClass` records of the blocks' tiers. HIGH, LOW: tokens per
+    page afterwards. WITHIN: stride of the counted queries of the block itself, 0: none.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + row // LH).to(tl.int64)
@@ -87,9 +87,9 @@ def thresholds_kernel(
     t = tl.arange(0, PP)
     inside = t < P
     row_table = table + head * E
-    if SOURCE[0][2] < 0:
-        page = tl.load(row_table + t // SOURCE[0][0], mask=inside, other=0).to(tl.int64) * page_bytes
-        at = (pages + page + SOURCE[0][1]).to(tl.pointer_type(tl.float32)) + t % SOURCE[0][0]
+    if SOURCE[0][KEY_BITS] == 16:
+        page = tl.load(row_table + t // SOURCE[0][TOKENS], mask=inside, other=0).to(tl.int64) * page_bytes
+        at = (pages + page + SOURCE[0][SCORES]).to(tl.pointer_type(tl.float32)) + t % SOURCE[0][TOKENS]
         score = tl.load(at, mask=inside, other=0.0)
         ceiling = tl.where(inside, 2, 0)
         limit = tl.full([], E, tl.int32)
@@ -99,15 +99,15 @@ def thresholds_kernel(
         limit = tl.zeros([], tl.int32)
         for a in tl.static_range(len(SOURCE)):
             n = tl.load(counts + head * 2 + a).to(tl.int32)
-            limit += (n + SOURCE[a][0] - 1) // SOURCE[a][0]
+            limit += (n + SOURCE[a][TOKENS] - 1) // SOURCE[a][TOKENS]
             score, ceiling = _tier_evidence(
-                score, ceiling, t, pages, row_table, n, 2 - a, page_bytes, E, SOURCE[a][0], SOURCE[a][1],
-                SOURCE[a][2], CHUNK,
+                score, ceiling, t, pages, row_table, n, 2 - a, page_bytes, E, SOURCE[a][TOKENS], SOURCE[a][SCORES],
+                SOURCE[a][POSITIONS], CHUNK,
             )
     observers = tl.load(observed + block) + tl.zeros([PP], tl.int32)
     if WITHIN > 0:
         observers += (P // WITHIN - (t + 1) // WITHIN) * WITHIN
-    # Divisions as IEEE has them, so that a plan is the same on every device.
+    # IEEE divisions give the same plan on every device.
     mean = tl.div_rn(score, tl.maximum(observers.to(tl.float32), 1.0))
     length = tl.load(lengths + row // LH)
     position = (tl.load(starts + row // LH) + t).to(tl.float32) + 1.0
@@ -125,10 +125,8 @@ def thresholds_kernel(
     tl.store(out + row * P + t, tiers.to(tl.int8), mask=inside)
 
 
-def _source(store: PageStore, rung: Rung) -> tuple[tuple[int, int, int], ...]:
-    formats = [f for f in (rung.high, rung.low) if f is not None]
-    pages = [store.layout.page(f) for f in formats]
-    return tuple((p.tokens, p.offset("scores"), -1 if p.format == BF16 else p.offset("positions")) for p in pages)
+def _source(store: PageStore, rung: Rung) -> tuple[FormatClass, ...]:
+    return tuple(format_class(store.layout.page(f)) for f in (rung.high, rung.low) if f is not None)
 
 
 def plan_thresholds_triton(

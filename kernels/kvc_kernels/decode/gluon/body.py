@@ -1,4 +1,4 @@
-"""The tile loops of the Gluon decode kernel; layouts and orders are explained in `tiles.py`."""
+"""Tile loops of the Gluon decode kernel. `tiles.py` explains layouts and orders."""
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations
@@ -66,14 +66,14 @@ def list_tiles(
     words, tile_pages, entries, n, counts, counts_stride, table, table_stride,
     TILE: gl.constexpr, T: gl.constexpr, STEP: gl.constexpr, FROM_LIST: gl.constexpr, UNROLL: gl.constexpr,
 ):  # fmt: skip
-    """Write what the tile loop needs to know of `n` <= CHUNK blocks, a block a lane; return the number of tiles.
+    """List the tiles of `n` <= CHUNK blocks for the tile loop, one block per lane; return the number of tiles.
 
     `entries` int64 `[n]`: block << 32 | tokens (the latter for bf16 blocks; packed ones have `counts`). `table` points
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
     words int64 `[tiles + 2]`: block << 32 | j << 24 | first token << 12 | tokens of the block; j: place in the chunk.
-    tile_pages int32 `[tiles + 2, 4]`: page of each run of TILE / 4 tokens. Two tiles of page 0 end the lists, for the
-    loop reads ahead. Page 0 backs what lies behind a block's tokens: uncompressed rows are loaded from there without a
-    mask, packed runs are not copied (`run_is_live`).
+    tile_pages int32 `[tiles + 2, 4]`: page of each run of TILE / 4 tokens. Two tiles of page 0 end the lists, because
+    the loop reads ahead. Page 0 also backs everything behind a block's tokens: uncompressed rows are loaded from there
+    without a mask, packed runs are not copied (`run_is_live`).
     """
     j = gl.arange(0, CHUNK, layout=LANE) + hidden_zero(n)
     e = gl.load(entries + j, mask=j < n, other=0)
@@ -132,7 +132,7 @@ def zero_products(
 
 @gluon.jit
 def _live(word):
-    """Tokens of the block from the tile's first on."""
+    """Number of tokens of the block from the tile's first token on."""
     return (word & 0xFFF).to(gl.int32) - first_token(word)
 
 
@@ -152,12 +152,12 @@ def packed_part(
     """Add `n_tiles` tiles of packed tokens to the running softmax.
 
     acc: fp32 `[rows, NQ]` per row part and tensor of `nested` or `crumbs`, in units of 2^-24; rows = D*VB/8, or 32 (one
-    value group) if VB is 2. zacc fp32 `[16, NQ]`: row g is the sum of p * zero of value group g, row GROUPS that of p.
-    m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field). queue: of
+    value group) if VB is 2. zacc fp32 `[16, NQ]`: row g is the sum of p * zero of value group g, row GROUPS the sum of
+    p. m fp32 `[NQ]`. q: fp16 `[D*KB/8, NQ]` B operands per field, highest first, holding q * 2^(-KB*field). queue: from
     `make_queue`, empty before and after.
 
-    Copies run ahead of their use: those of the next tile's keys start when this tile's are in registers, those of its
-    values likewise, page ids a tile before that.
+    Copies run ahead of their use: the copy of the next tile's keys starts when this tile's keys are in registers.
+    Values do the same, and page ids are loaded one tile earlier.
     """
     DK: gl.constexpr = D * KB // 8
     DV: gl.constexpr = D * VB // 8
@@ -166,7 +166,7 @@ def packed_part(
     W: gl.constexpr = TILE // 4
     ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32
     PARTS: gl.constexpr = DV // ROWS
-    KEY_PARTS: gl.constexpr = 2 if TILE > 16 else 1  # unpacked all at once, keys would take more registers
+    KEY_PARTS: gl.constexpr = 2 if TILE > 16 else 1  # unpacking all keys at once takes too many registers
     GROUPS: gl.constexpr = D // 32 if VB == 2 else 1
     ROW_GROUP: gl.constexpr = D if VB > 2 else 32
     LK: gl.constexpr = keys_queue_layout(TILE, DK)
@@ -179,7 +179,7 @@ def packed_part(
     eighth = gl.where((m_group + 8 == GROUPS)[:, None, None], ONES, blank)
     column = gl.arange(0, NQ, layout=COLUMN)
     place = gl.arange(0, TILE, layout=ROW)
-    # Compared with 2 * (place >> 3), a constant of each register: the token's place in its lane's run.
+    # The token's place in its lane's run. It is compared with 2 * (place >> 3), a constant of each register.
     lane_token = (place & 1) + ((place >> 1) & 3) * W
     c = scale * (LOG2E * CODE_UNIT)
     c = c * (255 // ((1 << KB) - 1))
@@ -206,19 +206,19 @@ def packed_part(
         live = _live(word)
         word = next_word
         async_copy.wait_group(1)
-        # What the queries are multiplied with, a field: `nested` fields want the difference to the one before.
-        mine = ()
+        # Scaled queries per field. A `nested` field takes the difference to the field before.
+        operands = ()
         above = gl.zeros([DK, NQ], gl.float16, layout=B_OP)
         for k in gl.static_range(NKF):
             scaled = q[k] * feature_column(pairs(read_header(queue, NKF - 1 - k, DK)), DK)[:, None]
-            mine = mine + (scaled if k == 0 else scaled - above,)
+            operands = operands + (scaled if k == 0 else scaled - above,)
             above = scaled
         rows = ()
         for part in gl.static_range(KEY_PARTS):
             fields = nested(read_keys(queue, part, KEY_PARTS, TILE, DK), KB)
             s = gl.zeros([TILE // KEY_PARTS, NQ], gl.float32, layout=MMA)
             for k in gl.static_range(NKF):
-                s = mma_v2(key_operand(fields[k], TILE // KEY_PARTS, DK), mine[k], s)
+                s = mma_v2(key_operand(fields[k], TILE // KEY_PARTS, DK), operands[k], s)
             rows = rows + (s,)
         s = join_rows(rows, TILE, NQ)
         copy_keys(
@@ -234,7 +234,7 @@ def packed_part(
             top = gl.maximum(m, gl.max(s, 0))
             p = gl.exp2(s - (top - P_SHIFT)[None, :])
         else:
-            # The maximum of the raw products is enough (c > 0): one FMA an element serves scale, zero and maximum.
+            # The maximum of the raw products is sufficient (c > 0): one FMA per element serves scale, zero and maximum.
             top = gl.maximum(m, gl.max(s, 0) * c + zero_part)
             p = gl.exp2(s * c + (zero_part - top + P_SHIFT)[None, :])
         keep = gl.exp2(m - top)[None, :]
@@ -243,7 +243,7 @@ def packed_part(
 
         async_copy.wait_group(1)
         if live < TILE:
-            # What lies behind a block's tokens may spell NaN, which 0 * p does not silence.
+            # Bytes behind a block's tokens may be NaN, which 0 * p does not remove.
             mask_value_meta(queue, live, GROUPS, TILE)
         values = ()
         for r in gl.static_range(PARTS):
@@ -262,7 +262,7 @@ def packed_part(
         next_word = gl.load(words + i + 2)
         next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
         next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
-    async_copy.wait_group(0)  # of the tiles of page 0 behind the last
+    async_copy.wait_group(0)  # copies of the page-0 tiles behind the last tile
     return acc, zacc, m
 
 
@@ -319,7 +319,7 @@ def plain_part(
         else:
             s = s * c
         if live < TILE:
-            # What lies behind a block's tokens may spell NaN, which 0 * p does not silence.
+            # Bytes behind a block's tokens may be NaN, which 0 * p does not remove.
             s = gl.where((2 * (place >> 3) < live - lane_token)[:, None], s, NEG)
             values = gl.where((v_token[None, :, None] < (live - v_run * W)[:, None, None]), values, 0)
         top = gl.maximum(m, gl.max(s, 0))

@@ -1,4 +1,5 @@
-"""The decode kernel in Gluon: same work lists, scratch and results as `decode_attention_triton`, one warp a program."""
+"""Decode kernel in Gluon, one warp per program: work lists, scratch and results of the Triton kernel in `attention.py`.
+"""
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations
@@ -27,7 +28,9 @@ def _plain_program(
     page_bytes: gl.constexpr, ROW_STRIDE: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr,
     T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """One item of uncompressed blocks. row: offset of this layer and head in a block's table, part: of its results."""
+    """One work item of uncompressed blocks. row: offset of this layer and head in a block's table; part: offset of its
+    results.
+    """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     k = gl.arange(0, D, layout=gl.SliceLayout(1, B_OP))
     g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP)) + hidden_zero(blocks)
@@ -61,7 +64,7 @@ def _packed_program(
     D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, SIDE: gl.constexpr,
     VOFF: gl.constexpr, VMETA: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """One item of packed blocks in one format; `head` = layer * H + KV head, part: place of its results."""
+    """One work item of packed blocks in one format. `head` = layer * H + KV head; part: place of its results."""
     DK: gl.constexpr = D * KB // 8
     DV: gl.constexpr = D * VB // 8
     ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32

@@ -1,14 +1,13 @@
-"""The queue of the Gluon decode kernel: what the next tile needs waits in shared memory, not in registers.
+"""Shared-memory queue of the Gluon decode kernel: the next tile is held in shared memory instead of registers.
 
-`cp.async` brings 16 bytes a lane from a page into shared memory and needs no register meanwhile; so 12 programs fit a
-multiprocessor where prefetching into registers left room for 8. A tile's codes are copied by the very lanes that read
-them again, as `[vectors, run or row, .., words]`, each vector of all lanes a contiguous row: no bank conflicts, and the
-reads only rename registers into the layouts of `tiles.py`. Scales and zeros are read by other lanes
-than those that copied them.
+`cp.async` copies 16 bytes per lane from a page to shared memory and uses no register meanwhile, so 12 CTAs fit an SM,
+where prefetching into registers leaves room for 8. The lanes that copy a tile's codes also read them, as
+`[vectors, run or row, .., words]`, where each vector of all lanes is a contiguous row: there are no bank conflicts, and
+the reads only rename registers into the layouts of `tiles.py`. Scales and zeros are copied and read by different lanes.
 
-A queue holds one tile: `read_*` takes it out, then `copy_*` of the next one starts. Barriers between them are not
-written here: the compiler sets one wherever a buffer is read after it was written, or the other way round. A queue is a
-tuple of int32 buffers, W = TILE / 4 tokens being a run and n the words of a vector:
+A queue holds one tile: `read_*` takes it out, then `copy_*` of the next one starts. The compiler inserts a barrier
+wherever a buffer is read after it is written, or written after it is read. A queue is a tuple of int32 buffers. A run
+is W = TILE / 4 tokens, and a vector has n words:
 
 | place | shape                       | holds                                                                        |
 |-------|-----------------------------|------------------------------------------------------------------------------|
@@ -106,8 +105,8 @@ def run_pointer(pages, ids, page_bytes, first, run, TILE: gl.constexpr, T: gl.co
 
 @gluon.jit
 def run_is_live(word, run, TILE: gl.constexpr):
-    """Whether a run has tokens. Only those are copied: all programs at once read what lies behind the tokens of a block
-    from the same page, and asynchronous copies pass by L1, so its few lines of L2 took longer than everything else.
+    """Mask of the runs that have tokens. Only those are copied: all programs read what lies behind a block's tokens
+    from the same page, and asynchronous copies bypass L1, so its few L2 lines would be the bottleneck.
     """
     return run * (TILE // 4) < (word & 0xFFF).to(gl.int32) - first_token(word)
 
@@ -117,14 +116,14 @@ def make_queue(
     D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, GROUPS: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
-    """Buffers as above, for one class."""
+    """Buffers of the queue of one format class."""
     n: gl.constexpr = meta_words(TILE)
     halves: gl.constexpr = TILE // 8 // n
     k_layout: gl.constexpr = keys_queue_layout(TILE, D * KB // 8)
     v_layout: gl.constexpr = values_queue_layout(TILE, D * VB // 8)
     keys = gl.allocate_shared_memory(gl.int32, k_layout.shape, FLAT)
     values = gl.allocate_shared_memory(gl.int32, v_layout.shape, FLAT)
-    # The rows behind the groups stay as they are here: ones where the MMA of the zeros sums up p, and zeros.
+    # Rows behind the groups are constant: ones where the MMA of the zeros sums up p, else zeros.
     z_layout: gl.constexpr = meta_read_layout(TILE, 8)
     group = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, z_layout))))
     blank = gl.zeros([halves, 8, 4, n], gl.int32, layout=z_layout)
@@ -155,7 +154,8 @@ def copy_keys(
     queue, pages, ids, page_bytes, word, headers, header_stride, D: gl.constexpr, KB: gl.constexpr, T: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile's keys and of their scales. `word`: the tile's of `list_tiles`; ids `[4]`: its pages."""
+    """Start the copy of a tile's keys and their scales. `word`: the tile's word of `list_tiles`; ids `[4]`: its pages.
+    """
     DK: gl.constexpr = D * KB // 8
     n: gl.constexpr = lane_words(DK)
     L: gl.constexpr = keys_queue_layout(TILE, DK)
@@ -169,7 +169,7 @@ def copy_keys(
     CHUNKS: gl.constexpr = DK // (16 * n)
     offset = vector // CHUNKS * (2 * DK // 4) + vector % CHUNKS * (4 * n)
     at = at.to(WORD, bitcast=True) + (offset[:, None, None, None] + step[None, None, None, :])
-    # Row by row: those behind the tokens of a part-filled tile would be a tenth of all bytes that are read.
+    # Rows are masked one by one: in part-filled tiles the rows behind the tokens are a tenth of all bytes read.
     left = (word & 0xFFF).to(gl.int32) - first_token(word) - run * (TILE // 4)
     left = left[None, :, None, None] - (lane >> 2)[None, None, :, None]
     live = (vector // CHUNKS * 2)[:, None, None, None] < left
@@ -185,7 +185,7 @@ def copy_values(
     queue, pages, ids, page_bytes, word, D: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, VOFF: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile's values; `copy_value_meta` ends what `wait_group` counts as one."""
+    """Start the copy of a tile's values. `copy_value_meta` commits it as part of the same group."""
     L: gl.constexpr = values_queue_layout(TILE, D * VB // 8)
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
@@ -217,13 +217,13 @@ def copy_value_meta(
 
 @gluon.jit
 def _pair_mask(token, live):
-    """int32 mask of two fp16 that belong to tokens `token` and token + 1, of which `live` exist."""
+    """int32 mask of two fp16 of tokens `token` and token + 1, of which `live` exist."""
     return gl.where(token + 1 < live, -1, gl.where(token < live, 0xFFFF, 0))
 
 
 @gluon.jit
 def mask_value_meta(queue, live, GROUPS: gl.constexpr, TILE: gl.constexpr):
-    """Clear zeros and scales of values behind the first `live` tokens: in the queue, where a lane has few of them."""
+    """Clear zeros and scales of values behind the first `live` tokens, in the queue, where a lane has few of them."""
     M: gl.constexpr = meta_copy_layout(TILE, GROUPS, True)
     half = gl.arange(0, M.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, M))))
     run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, M))))

@@ -1,19 +1,18 @@
-"""Register layouts of the Gluon decode kernel: how codes become MMA operands without any exchange between lanes.
+"""Register layouts of the Gluon decode kernel, which turn codes into MMA operands without exchange between lanes.
 
 A program is one warp, a tile TILE tokens. Lane = 4 * r + c, r = 0..7, c = 0..3, as in the fragments of m16n8k16. Both
 products sum over an index whose order is free (features in QK, tokens in PV), and so is the row order of K: they are
-chosen such that each lane's share of a fragment is what a 16-byte load brings:
+chosen such that a 16-byte load brings each lane's share of a fragment:
 
 - QK: S^T = K . q^T with K as A operand (rows: tokens) and q as B (columns: up to 8 or 16 queries). Of a token's codes,
   lane c takes 16 consecutive bytes (of each 64). Row 8 * n + r is token (r // 2) * W + 2 * n + r % 2, W = TILE / 4: so
   all tokens of a lane lie in one run of W, hence in one page, whatever the page size.
 - PV: O^T = V^T . p^T with V^T as A operand (rows: byte rows of the page) and p as B. Lane c takes the W consecutive
   tokens c * W .. of a row.
-- S^T comes out with tokens along r and queries along c, p^T is needed the other way round: a `movmatrix` per 8 tokens.
+- S^T has tokens along r and queries along c. p^T needs the transpose: one `movmatrix` per 8 tokens.
 
 "order" below always means: [8 * n + 2 * c + e] <-> token c * W + 2 * n + e, and for features (k-step, half h, c, e) <->
-byte (chunk, c, k-step, h, e). Where a helper says so, its reshapes and permutes only rename registers
-(`assert_trivial`).
+byte (chunk, c, k-step, h, e). Reshapes and permutes with `assert_trivial` only rename registers.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from triton.experimental.gluon import language as gl
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 A_OP = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 B_OP = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
-COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))  # one value a query
+COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))  # one value per query
 ROW = gl.constexpr(gl.SliceLayout(1, MMA.value))
-LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # one value a lane
+LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # one value per lane
 
 
 @gluon.constexpr_function
@@ -37,7 +36,7 @@ def _registers(count: int, axis: int, rank: int, step: int = 1) -> list[list[int
 
 @gluon.constexpr_function
 def lane_words(row_bytes: int) -> int:
-    """int32 words that a lane takes of each chunk of a row: 4 (16 bytes), or less where a row has under 64 bytes."""
+    """int32 words that a lane takes of each chunk of a row: 4 (16 bytes), or fewer if a row has under 64 bytes."""
     return min(16, row_bytes // 4) // 4
 
 
@@ -91,7 +90,7 @@ def token_layout(tile: int):
 
 @gluon.constexpr_function
 def header_layout(row_bytes: int):
-    """int32 `[row_bytes / 2]`: two fp16 of a per-channel header, for keys of `row_bytes` codes a field."""
+    """int32 `[row_bytes / 2]`: two fp16 of a per-channel header, for keys of `row_bytes` codes per field."""
     n = lane_words(row_bytes) * 2
     registers = _registers(n, 0, 1) + _registers(row_bytes // (8 * n), 0, 1, 4 * n)
     return gl.DistributedLinearLayout(registers, [[n], [2 * n], [0], [0], [0]], [], [], [row_bytes // 2])
@@ -99,7 +98,7 @@ def header_layout(row_bytes: int):
 
 @gluon.constexpr_function
 def header_rows_layout(blocks: int, row_bytes: int):
-    """int32 `[blocks, row_bytes / 2]`: as `header_layout`, a block a row (lanes r first)."""
+    """int32 `[blocks, row_bytes / 2]`: `header_layout` with one block per row (lanes r first)."""
     n = lane_words(row_bytes) * 2
     registers = _registers(n, 1, 2) + _registers(row_bytes // (8 * n), 1, 2, 4 * n) + _registers(blocks // 8, 0, 2, 8)
     return gl.DistributedLinearLayout(
@@ -109,7 +108,7 @@ def header_rows_layout(blocks: int, row_bytes: int):
 
 @gluon.constexpr_function
 def _doubled(layout):
-    """A linear layout with one more dimension of 2, whose elements are neighbours in a lane's registers."""
+    """Linear layout with one more dimension of 2, whose elements are neighbors in a lane's registers."""
     return gl.DistributedLinearLayout(
         [[0] * len(layout.shape) + [1]] + [[*b, 0] for b in layout.reg_bases],
         [[*b, 0] for b in layout.lane_bases],
@@ -121,10 +120,10 @@ def _doubled(layout):
 
 @gluon.jit
 def hidden_zero(x):
-    """0, which the compiler does not know; x: any int32 scalar.
+    """A zero that the compiler does not know. x: any int32 scalar.
 
-    What is computed from it stays inside the loop it is taken in. Without it, the offsets of all classes' loads are
-    computed once at the start of the kernel, and registers hold them through the loops over tiles.
+    Values computed from it stay inside the loop in which it is taken. Otherwise the compiler computes the offsets of
+    all classes' loads once at the start of the kernel and holds them in registers through the tile loops.
     """
     z = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
     return gl.multiple_of(z, 64)
@@ -132,9 +131,8 @@ def hidden_zero(x):
 
 @gluon.jit
 def _twice(x):
-    """`[..]` -> `[.., 2]`, both the same register: what asm needs to turn one 32-bit word into two 16-bit elements.
-
-    `join` puts its dimension behind the other registers, but asm packs neighbours.
+    """`[..]` -> `[.., 2]`, both elements in the same register, as inline asm needs it to split a 32-bit word into two
+    16-bit elements. `join` puts its dimension behind the other registers, but asm packs neighbors.
     """
     layout: gl.constexpr = _doubled(gl.to_linear_layout(x.type.layout, x.type.shape))
     return gl.convert_layout(gl.join(x, x), layout, assert_trivial=True)
@@ -157,8 +155,8 @@ def nested(x, BITS: gl.constexpr):
     2^-24: the byte without its 0, 1, .. highest fields.
 
     A code in the low bits of an fp16 word is a subnormal, exact, and the MMA takes it at full rate. Field j is worth
-    F[n-1-j] - F[n-j]; the difference is taken in the query, or in the output at the very end. So two PRMT spread four
-    bytes, and only the further tensors cost an AND per two elements: half an instruction a code at 4 bits.
+    F[n-1-j] - F[n-j]; the difference is taken in the query, or in the output at the very end. Two PRMT spread four
+    bytes, and only the further tensors cost an AND per two elements: half an instruction per code at 4 bits.
     """
     x = _twice(x)
     if BITS == 8:
@@ -189,7 +187,8 @@ def nested(x, BITS: gl.constexpr):
 
 @gluon.jit
 def crumbs(x):
-    """As `nested` for 2-bit values, but tensor j is field j alone, worth code * 2^(2j - 24): weights differ."""
+    """2-bit variant of `nested`: tensor j is field j alone, worth code * 2^(2j - 24), because fields differ in weight.
+    """
     x = _twice(x)
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         "{.reg .b32 a, b; prmt.b32 a, $8, 0, 0x4140; prmt.b32 b, $8, 0, 0x4342;"
@@ -255,7 +254,7 @@ def plain_value_operand(x, D: gl.constexpr, TILE: gl.constexpr, dtype: gl.conste
     Row (chunk, word, e, r) of the operand is feature (chunk, r, word, e): see `plain_feature_of`.
     """
     even, odd = gl.split(gl.permute(gl.reshape(x, [4, TILE // 8, 2, D // 2]), [0, 1, 3, 2]))
-    # The words stay integers until here: 16-bit values that cross a branch or a loop would take a register each.
+    # The words stay integers until here: a 16-bit value that crosses a branch or a loop takes a register of its own.
     even, odd = gl.inline_asm_elementwise(
         "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
         "=&r,=r,r,r", [even, odd], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
@@ -301,7 +300,7 @@ def transpose_p(p, TILE: gl.constexpr, NQ: gl.constexpr, dtype: gl.constexpr):
             "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t;}",
             "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    # The asm transposed each 8 x 8 block: [n, r, block, c] now holds (query r, tokens 2c and 2c + 1).
+    # The asm transposes each 8 x 8 block: [n, r, block, c] holds (query r, tokens 2c and 2c + 1).
     y = gl.reshape(pairs(y, dtype), [TILE // 8, 8, NQ // 8, 4, 2])
     y = gl.reshape(gl.permute(y, [0, 3, 4, 2, 1]), [TILE, NQ])
     return gl.convert_layout(y, B_OP, assert_trivial=True)
