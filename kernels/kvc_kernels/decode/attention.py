@@ -49,7 +49,7 @@ STAGED_BYTES = 9000  # larger tiles are not double-buffered, so that 8 CTAs fit 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters. The defaults are the fastest measured (bench/kernels/NOTES.md)."""
+    """Launch parameters. The defaults are the fastest measured (docs/kernels/decode.md)."""
 
     engine: str = "auto"  # "gluon" with 4-bit keys or two tiers on Hopper, else "triton"; only it has warps, stages
     warps: int = 1

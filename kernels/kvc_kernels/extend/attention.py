@@ -37,7 +37,7 @@ WIDE_SHARED = 106_496  # bytes that a program of the default tuning takes with h
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters; the defaults are the fastest found (bench/kernels/NOTES_EXTEND.md)."""
+    """Launch parameters; the defaults are the fastest measured (docs/kernels/prefill.md)."""
 
     rows: int = 64  # query rows a program
     warps: int = 4

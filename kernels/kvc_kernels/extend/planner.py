@@ -13,7 +13,7 @@ from ..common.upload import upload
 from ..decode.planner import _split_kernel
 from ..store import PageStore
 
-START_TOKENS = 384  # of the prefix, which take as long as a program needs to begin and to end (NOTES_EXTEND.md)
+START_TOKENS = 384  # cost of starting and ending a program, in prefix tokens (docs/kernels/prefill.md)
 MORE_ROUNDS = 3  # rounds of programs that cutting may add; bounds the partial results
 
 

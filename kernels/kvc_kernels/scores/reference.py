@@ -14,7 +14,7 @@ from ..store import PageStore
 
 REDUCE = ("max", "sum", "squares")
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
-DECODE_STRIDE = 32  # one decode step in 32 costs under 3 % of decode time (bench/kernels/NOTES_EXTEND.md)
+DECODE_STRIDE = 32  # one decode step in 32 costs under 3 % of decode time (docs/kernels/compaction.md)
 
 
 @dataclass(frozen=True)

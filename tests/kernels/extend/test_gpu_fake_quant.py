@@ -138,7 +138,7 @@ def test_exact_requests_beside_others(dense):
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer"])
 def test_same_answer_many_times(dense):
-    """Neither our kernels nor the library's depend on which warp is faster (see bench/kernels/NOTES_EXTEND.md)."""
+    """Neither our kernels nor the library's depend on which warp is faster (see docs/lab-notes/2026-11-prefill.md)."""
     skip_without(dense)
     store, k, v = case("k4v4")
     q = queries(4 * HEADS, DIM)

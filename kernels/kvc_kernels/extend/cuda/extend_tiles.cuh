@@ -117,7 +117,7 @@ __device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacke
 
 // Start a warp's copies of one side of a packed tile: of codes what `Share` says, scales and zeros as a whole. Runs of 16
 // tokens that do not exist are left out: copies that all go to one page that stands for them take longer than everything
-// else (bench/kernels/NOTES.md).
+// else (docs/kernels/decode.md).
 template <int C, bool KEYS>
 __device__ __forceinline__ void fetch(
     const Arguments& a, int2 word, const int* run_pages, u32 to, int warp, int lane) {
