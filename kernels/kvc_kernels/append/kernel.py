@@ -7,7 +7,9 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from ..common.dependent_launch import launch_options
 from ..layout import BF16, PoolLayout
 from ..store import PageStore
 
@@ -18,11 +20,13 @@ def _append_kernel(
     pages, table, blocks, offsets, k, v, like, head0, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
     page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     T: tl.constexpr, VOFF: tl.constexpr, SOFF: tl.constexpr, SCORED: tl.constexpr,
-    HP: tl.constexpr, DP: tl.constexpr,
+    HP: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):
     """grid (N,): all heads of one token. `head0` = layer * H; HP, DP: H and D rounded up to powers of two; `like`:
     `PageStore.like`.
     """
+    if PDL:
+        gdc_wait()
     n = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + n).to(tl.int64)
     offset = tl.load(offsets + n).to(tl.int32)
@@ -61,7 +65,7 @@ def append_triton(
     k, v = _rows(k, store.dtype), _rows(v, store.dtype)
     _append_kernel[(n,)](
         store.pages, store.table, blocks, offsets, k, v, store.like, layer * store.layout.heads,
-        *k.stride()[:2], *v.stride()[:2], *_constants(store.layout), num_warps=2,
+        *k.stride()[:2], *v.stride()[:2], *_constants(store.layout), num_warps=2, **launch_options(store.device),
     )  # fmt: skip
 
 

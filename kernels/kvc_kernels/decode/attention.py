@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from ..common.dependent_launch import launch_options
 from ..common.format_class import (
     KEY_BITS,
     SIDE,
@@ -200,7 +202,7 @@ def _decode_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr,
+    ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr, PDL: tl.constexpr,
 ):
     """grid (columns * H,); a column is a persistent CTA's share of the work items. part_o fp32 `[items, H, G, D]`,
     part_ml fp32 `[items, H, G, 2]`.
@@ -209,6 +211,8 @@ def _decode_kernel(
     last block. Partial results have NQ rows instead of G: row g is query g // G of the request and head g % G of the
     group. `sizes` int32 `[B, C]`: lengths of the lists. Without MULTI neither is read.
     """
+    if PDL:
+        gdc_wait()
     pid = tl.program_id(0)
     h = pid % H
     head = (layer * H + h).to(tl.int64)
@@ -346,7 +350,7 @@ class DecodeAttention:
             "L": layout.layers, "H": layout.heads, "G": self.group, "NQ": self._query_columns,
             "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
             "page_bytes": layout.page_bytes, "CLASSES": self._classes, "SCRATCH": self._scratch_words,
-            "WORDS": self._words, "CAPPED": capped, "num_warps": self._warps,
+            "WORDS": self._words, "CAPPED": capped, "num_warps": self._warps, **launch_options(self.store.device),
         }  # fmt: skip
         if self.engine == "triton":
             out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "WINDOWED": self.window >= 0}
@@ -433,7 +437,7 @@ class DecodeAttention:
         merge_kernel[(q.shape[0], q.shape[1])](
             self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, self._owners,
             self._starts, heads, self.group, store.layout.head_dim, 8, lse is not None, self._part_rows,
-            self.query_rows > 0, num_warps=1,
+            self.query_rows > 0, num_warps=1, **launch_options(store.device),
         )  # fmt: skip
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ..common.unpack_kernel import NEG
 
@@ -12,6 +13,7 @@ from ..common.unpack_kernel import NEG
 def merge_kernel(
     part_o, part_ml, ranges, out, out_lse, owners, starts, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     STEP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, MULTI: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """grid (N, H * G). Sum of the partial results of a query, weighted by 2^(m - max m); with LSE also the log-sum-exp
     to base 2, fp32 `[N, H * G]`. A partial result has ROWS rows per KV head.
@@ -19,6 +21,8 @@ def merge_kernel(
     MULTI: query n belongs to request owners[n] (int32 `[N]`), whose first query is starts[owners[n]]. Otherwise each
     request has one query and ROWS is G.
     """
+    if PDL:
+        gdc_wait()
     n = tl.program_id(0)
     hq = tl.program_id(1)
     h = hq // G

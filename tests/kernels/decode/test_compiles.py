@@ -11,6 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kvc_kernels.common.dependent_launch import LAUNCH
 from kvc_kernels.decode import attention as decode
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from kvc_kernels.store import PageStore
@@ -46,13 +47,15 @@ def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dt
     )
     names = decode.gluon_kernel.arg_names
     chosen = op._constants(False)
+    chosen |= LAUNCH
     constants = {(names.index(n),): v for n, v in chosen.items() if n in names}
     signature = {n: TYPES.get(n, "constexpr") for n in names} | {"q_ptr": f"*{dtype}"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     kernel = triton.compile(
         source(decode.gluon_kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", 90, 32), options={n: chosen[n] for n in ("num_warps", "maxnreg")},
+        target=GPUTarget("cuda", 90, 32), options={n: chosen[n] for n in ("num_warps", "maxnreg", "launch_pdl")},
     )  # fmt: skip
+    assert kernel.asm["ptx"].count("griddepcontrol.wait") == 1
     assert 0 < kernel.metadata.shared <= 227 * 1024 // 12 - 1024
     ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     ptx.write_text(kernel.asm["ptx"])

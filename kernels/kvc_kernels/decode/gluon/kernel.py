@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
 from ...common.format_class import KEY_BITS, SIDE, TILE_TOKENS, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META
 from ...common.unpack_kernel import CODE_UNIT, LOG2E, NEG
@@ -128,9 +129,11 @@ def decode_kernel(
     pages, table, counts, headers, NB, layer, scale, cap,
     L: gl.constexpr, H: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     P: gl.constexpr, page_bytes: gl.constexpr, CLASSES: gl.constexpr, SCRATCH: gl.constexpr, WORDS: gl.constexpr,
-    CAPPED: gl.constexpr,
+    CAPPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
+    if PDL:
+        gdc_wait()
     pid = gl.program_id(0)
     h = pid % H
     head = (layer * H + h).to(gl.int64)
