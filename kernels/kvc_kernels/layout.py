@@ -52,7 +52,7 @@ BF16 = FORMATS["bf16"]
 class PageLayout:
     """Five segments of one page in one format; all offsets in bytes from the page start.
 
-    With T tokens a page and D = head_dim (K and V alike):
+    With T tokens per page and D = head_dim (K and V alike):
 
     | segment        | shape and dtype           | present when                       |
     |----------------|---------------------------|------------------------------------|

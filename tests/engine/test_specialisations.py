@@ -16,7 +16,7 @@ from kvc_kernels import ops
 from kvc_kernels.compact.launch import compact_triton
 from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.extend.merge_kernel import join
-from kvc_kernels.pages import kernel as ring_triton
+from kvc_kernels.pages import kernel as page_kernels
 from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 from sglang_kvc.engine.attention import Snapshot, TritonAttention
@@ -118,8 +118,8 @@ def test_pages_change_hands(launched):
     mine = store()
     for n in range(1, 18):
         blocks = torch.arange(n)
-        ring_triton.take_bf16(mine, blocks)
-        ring_triton.release(mine, blocks)
+        page_kernels.take_bf16(mine, blocks)
+        page_kernels.release(mine, blocks)
     once(launched, "_take_kernel", "_taken_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
 
 

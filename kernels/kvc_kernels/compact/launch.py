@@ -64,7 +64,7 @@ def _pack(
     warps = max(WARPS, elements // HELD) if hold else WARPS
     limit = {"maxnreg": MAX_REGISTERS} if hold and high.key_bits > 2 and not INTERPRET else {}
     pack_kernel[(2 * rows,)](
-        store.pages, exchange.old, exchange.ids, exchange.held, blocks, exchange.ids if whole else tiers, order,
+        store.pages, exchange.old, exchange.ids, exchange.page_counts, blocks, exchange.ids if whole else tiers, order,
         store.headers, store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16,
         layout.head_dim, p, padded, layout.page_bytes, plain, high, low, layout.scored, whole, hold, num_warps=warps,
         **limit,
@@ -86,7 +86,7 @@ def _repack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.T
     exchange = exchange_pages(store, blocks, to_rung, counts=counts)
     # No fused multiply-add: the reference rounds product and sum separately.
     repack_kernel[(len(tiers),)](
-        store.pages, exchange.old, exchange.ids, exchange.held, counts, where, order, layout.head_pages_bf16,
+        store.pages, exchange.old, exchange.ids, exchange.page_counts, counts, where, order, layout.head_pages_bf16,
         layout.head_dim, p, layout.page_bytes, tiers_from, high, low, layout.scored, num_warps=8,
         enable_fp_fusion=False,
     )  # fmt: skip

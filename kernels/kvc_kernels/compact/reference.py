@@ -46,8 +46,8 @@ def check_rung(layout: PoolLayout, rung: Rung) -> None:
     if worst > layout.head_pages_bf16:
         names = rung.high.name + (f"+{rung.low.name}" if rung.low else "")
         raise ValueError(
-            f"rung {names} may take {worst} pages a head, a table row has {layout.head_pages_bf16}: "
-            f"choose another page size than {layout.page_bytes} bytes"
+            f"{names} may take {worst} pages per head, but a table row has {layout.head_pages_bf16} entries; "
+            f"choose a page size other than {layout.page_bytes} bytes"
         )
 
 

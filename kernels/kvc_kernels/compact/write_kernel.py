@@ -34,7 +34,7 @@ def half_word(x, PLACE: tl.constexpr):
 
 @triton.jit
 def write_values(
-    page, i, held, v, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, VB: tl.constexpr, T: tl.constexpr,
+    page, i, in_page, v, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, VB: tl.constexpr, T: tl.constexpr,
     VOFF: tl.constexpr, VMETA: tl.constexpr, RUN: tl.constexpr,
 ):
     """Quantize values and write their codes (transposed) and metas. Rows of zeros write zeros.
@@ -73,23 +73,23 @@ def write_values(
     for g in tl.static_range(2 * GROUPS):
         to = page + VMETA + 2 * g * T
         if RUN == 1:
-            tl.store(to.to(tl.pointer_type(tl.int16)) + i, metas[g].to(tl.int16), mask=held)
+            tl.store(to.to(tl.pointer_type(tl.int16)) + i, metas[g].to(tl.int16), mask=in_page)
         else:
-            tl.store(to.to(tl.pointer_type(tl.int64)) + i, metas[g], mask=held)
+            tl.store(to.to(tl.pointer_type(tl.int64)) + i, metas[g], mask=in_page)
     for r in tl.static_range(DV // W):
         row = (r * W + w)[None, :] * (T // RUN)
         if RUN == 1:
-            tl.store((page + VOFF) + row + i[:, None], words[r].to(tl.uint8), mask=held[:, None])
+            tl.store((page + VOFF) + row + i[:, None], words[r].to(tl.uint8), mask=in_page[:, None])
         else:
-            tl.store((page + VOFF).to(tl.pointer_type(tl.int32)) + row + i[:, None], words[r], mask=held[:, None])
+            tl.store((page + VOFF).to(tl.pointer_type(tl.int32)) + row + i[:, None], words[r], mask=in_page[:, None])
 
 
 @triton.jit
-def write_evidence(page, i, held, valid, score, token, SOFF: tl.constexpr, POFF: tl.constexpr):
+def write_evidence(page, i, in_page, valid, score, token, SOFF: tl.constexpr, POFF: tl.constexpr):
     """Write scores and positions of the tokens in slots i."""
-    tl.store((page + SOFF).to(tl.pointer_type(tl.float32)) + i, tl.where(valid, score, 0.0), mask=held)
+    tl.store((page + SOFF).to(tl.pointer_type(tl.float32)) + i, tl.where(valid, score, 0.0), mask=in_page)
     place = tl.where(valid, token, 0).to(tl.int16)
-    tl.store((page + POFF).to(tl.pointer_type(tl.int16)) + i, place, mask=held)
+    tl.store((page + POFF).to(tl.pointer_type(tl.int16)) + i, place, mask=in_page)
 
 
 @triton.constexpr_function

@@ -284,7 +284,7 @@ class DecodeAttention:
         layout = store.layout
         self.window, self.query_rows = window, query_rows
         if query_heads % layout.heads:
-            raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
+            raise ValueError(f"{query_heads} query heads are not a multiple of {layout.heads} KV heads")
         self.store, self.tuning = store, tuning or Tuning()
         self.group = query_heads // layout.heads
         self.engine = self._choose_engine()
@@ -317,13 +317,13 @@ class DecodeAttention:
             return "gluon" if hopper and self.window < 0 and not self.query_rows else "triton"
         if engine == "gluon":
             if gluon_kernel is None:
-                raise RuntimeError("no Gluon in this Triton; take the engine 'triton'")
+                raise RuntimeError("this Triton has no Gluon; use the engine 'triton'")
             if self.group > 16:
-                raise ValueError("the engine 'gluon' takes groups of up to 16 query heads")
+                raise ValueError("the engine 'gluon' supports at most 16 query heads per KV head; use 'triton'")
             if self.window >= 0 or self.query_rows:
-                raise ValueError("the engine 'gluon' takes no windows and one query a request; take 'triton'")
+                raise ValueError("the engine 'gluon' has neither windows nor several queries per request; use 'triton'")
         elif engine != "triton":
-            raise ValueError(f"engine {engine!r}")
+            raise ValueError(f"{engine!r} is not an engine; use 'auto', 'gluon' or 'triton'")
         return engine
 
     def _describe(self, fmt: Format, side: int) -> FormatClass:
@@ -427,7 +427,7 @@ class DecodeAttention:
         if q.shape[0] == 0:
             return out
         if q.dtype != store.dtype:
-            raise ValueError(f"queries are {q.dtype}, the pages hold {store.dtype}")
+            raise ValueError(f"queries are {q.dtype}, but the pages hold {store.dtype}")
         multi_args = () if self.engine == "gluon" else (self._starts, plan.sizes)
         self._kernel[(plan.columns * heads,)](
             q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items,

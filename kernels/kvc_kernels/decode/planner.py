@@ -23,8 +23,9 @@ def _split_kernel(
 ):
     """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
 
-    `rung_classes` int32 `[rungs]`: bit c is set if a block at this rung holds tokens of class c. Whole uncompressed
-    blocks (class 0) are left out if `skip` int32 `[B]` is not 0: another kernel reads them from dense rows.
+    `rung_classes` int32 `[rungs]`: bit c is set if a block in this storage format holds tokens of class c. Whole
+    uncompressed blocks (class 0) are left out if `skip` int32 `[B]` is not 0: another kernel reads them from dense
+    rows.
 
     WINDOW >= 0: only blocks that hold one of the last WINDOW + 1 tokens: block << 32 | first such token << 16 | tokens.
     """
@@ -168,7 +169,7 @@ class DecodePlan:
         """Fill the buffers for `row_blocks[B, NB]` (int32) and `seq_lens[B]` (int32) on the current stream."""
         batch, nc = row_blocks.shape[0], len(self.classes)
         if batch > self.max_batch or row_blocks.shape[1] > self.max_blocks:
-            raise ValueError(f"plan is for {self.max_batch} x {self.max_blocks}, got {tuple(row_blocks.shape)}")
+            raise ValueError(f"the plan holds {self.max_batch} x {self.max_blocks}, got {tuple(row_blocks.shape)}")
         if batch == 0:
             return
         _split_kernel[(batch,)](

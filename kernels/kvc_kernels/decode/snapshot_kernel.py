@@ -48,7 +48,7 @@ def decode_snapshot_triton(
     if not len(seq_lens):
         return
     if len(seq_lens) > rows.shape[0] or columns > rows.shape[1]:
-        raise ValueError(f"buffers are for {tuple(rows.shape)}, got {len(seq_lens)} requests of {columns} blocks")
+        raise ValueError(f"the buffers hold {tuple(rows.shape)}, got {len(seq_lens)} requests of {columns} blocks")
     _snapshot_kernel[(len(seq_lens), triton.cdiv(columns, STEP))](
         req_to_token, req_to_token.stride(0), req_pool_indices, seq_lens, rows, rows.stride(0), lens, write,
         write.stride(0), columns, block_tokens, STEP, num_warps=4,

@@ -21,7 +21,7 @@ class Exchange(NamedTuple):
     """Pages that m rows got and gave; E entries per table row. A release has neither `ids` nor `old`."""
 
     ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 behind them
-    held: torch.Tensor  # int64 [2, m]: their number, high and low
+    page_counts: torch.Tensor  # int64 [2, m]: their number, high and low
     old: torch.Tensor | None  # int32 [m, E]: the table rows before
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
 
@@ -37,13 +37,13 @@ def _tier_tokens(layout: PoolLayout, rung: Rung) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["m"])
 def _count_kernel(
-    tiers, new_counts, blocks, rung, counts, held, need, m,
+    tiers, new_counts, blocks, rung, counts, page_counts, need, m,
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, TO: tl.constexpr, LADDER: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """grid (m,). held int64 `[4, m]`: pages high and low that a row gets, then pages high and low that it has. need
-    int64 `[2, m]`: their sums. new_counts int32 `[m, 2]` is read, or written if GIVEN is "tiers" or "nothing" (all P
-    tokens are high). TO, LADDER: tokens per page of the tiers.
+    """grid (m,). page_counts int64 `[4, m]`: pages high and low that a row gets, then pages high and low that it has.
+    need int64 `[2, m]`: their sums. new_counts int32 `[m, 2]` is read, or written if GIVEN is "tiers" or "nothing"
+    (all P tokens are high). TO, LADDER: tokens per page of the tiers.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + row // LH).to(tl.int64)
@@ -69,8 +69,8 @@ def _count_kernel(
         new_low = new_high * 0
         if TO[1] > 0:
             new_low = ((low + TO[1] - 1) // TO[1]).to(tl.int64)
-        tl.store(held + row, new_high)
-        tl.store(held + m + row, new_low)
+        tl.store(page_counts + row, new_high)
+        tl.store(page_counts + m + row, new_low)
         tl.store(need + row, new_high + new_low)
     else:
         tl.store(need + row, row * 0)
@@ -84,14 +84,14 @@ def _count_kernel(
         old_high = tl.where(block_rung == r, (stored_high + LADDER[r][0] - 1) // LADDER[r][0], old_high)
         if LADDER[r][1] > 0:
             old_low = tl.where(block_rung == r, (stored_low + LADDER[r][1] - 1) // LADDER[r][1], old_low)
-    tl.store(held + 2 * m + row, old_high.to(tl.int64))
-    tl.store(held + 3 * m + row, old_low.to(tl.int64))
+    tl.store(page_counts + 2 * m + row, old_high.to(tl.int64))
+    tl.store(page_counts + 3 * m + row, old_low.to(tl.int64))
     tl.store(need + m + row, (old_high + old_low).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["m"])
 def _exchange_kernel(
-    ring, cursor, table, counts, blocks, held, need, ends, new_counts, ids, old_rows, m, size,
+    ring, cursor, table, counts, blocks, page_counts, need, ends, new_counts, ids, old_rows, m, size,
     LH: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, GETS: tl.constexpr,
 ):
     """grid (m,). Copy the table row to old_rows, push its pages, pop new ones (with GETS), write the row and the
@@ -102,8 +102,8 @@ def _exchange_kernel(
     inside = e < E
     entry = tl.load(blocks + row // LH).to(tl.int64) * LH + row % LH
     old = tl.load(table + entry * E + e, mask=inside, other=0)
-    old_high = tl.load(held + 2 * m + row)
-    old_low = tl.load(held + 3 * m + row)
+    old_high = tl.load(page_counts + 2 * m + row)
+    old_low = tl.load(page_counts + 3 * m + row)
     back = E - 1 - e
     given = inside & ((e < old_high) | (back < old_low))
     place = tl.where(e < old_high, e, old_high + back)
@@ -114,8 +114,8 @@ def _exchange_kernel(
     if GETS:
         tl.store(old_rows + row * E + e, old, mask=inside)
         first = tl.load(cursor) + tl.load(ends + row) - tl.load(need + row)
-        high = tl.load(held + row)
-        low = tl.load(held + m + row)
+        high = tl.load(page_counts + row)
+        low = tl.load(page_counts + m + row)
         popped = tl.load(ring + (first + e) % size, mask=inside & (e < high + low), other=0)
         tl.store(ids + row * E + e, popped, mask=inside)
         of_low = back < low
@@ -182,7 +182,7 @@ def _swap(
     rows, entries, padded = _constants(layout)
     m, p, gets = n * rows, layout.block_tokens, rung > 0  # a release (rung -1) takes no pages and records none
     ladder = tuple(_tier_tokens(layout, r) for r in store.ladder)
-    held = torch.empty((4, m), dtype=torch.int64, device=store.device)
+    page_counts = torch.empty((4, m), dtype=torch.int64, device=store.device)
     need = torch.empty((2, m), dtype=torch.int64, device=store.device)
     given = "tiers" if tiers is not None else "nothing" if counts is None else "counts"
     ids = old = None
@@ -193,18 +193,18 @@ def _swap(
             counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
     pages = torch.empty(n, dtype=torch.int32, device=store.device)
     _count_kernel[(m,)](
-        counts if tiers is None else tiers, counts, blocks, store.rung, store.counts, held, need, m, rows, entries, p,
-        triton.next_power_of_2(p), ladder[rung] if gets else (0, 0), ladder, given, num_warps=1,
+        counts if tiers is None else tiers, counts, blocks, store.rung, store.counts, page_counts, need, m, rows,
+        entries, p, triton.next_power_of_2(p), ladder[rung] if gets else (0, 0), ladder, given, num_warps=1,
     )  # fmt: skip
     ends = need.view(-1).cumsum(0)
     _exchange_kernel[(m,)](
-        store.ring, store.cursor, store.table, store.counts, blocks, held, need, ends, counts, ids, old, m,
+        store.ring, store.cursor, store.table, store.counts, blocks, page_counts, need, ends, counts, ids, old, m,
         store.ring.numel(), rows, entries, padded, gets, num_warps=1,
     )  # fmt: skip
     _finish_kernel[(n,)](
         store.cursor, blocks, store.rung, need, ends, pages, m, rows, triton.next_power_of_2(rows), rung, num_warps=1
     )
-    return Exchange(ids, held[:2], old, pages)
+    return Exchange(ids, page_counts[:2], old, pages)
 
 
 def exchange_pages(

@@ -170,7 +170,7 @@ def _plain_block(
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
 def _step_kernel(
-    q, q_stride_n, lse, lse_stride, requests, found, listed, capacity, row_blocks, row_stride,
+    q, q_stride_n, lse, lse_stride, requests, num_places, listed, capacity, row_blocks, row_stride,
     pages, table, counts, headers, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CAPPED: tl.constexpr,
@@ -179,8 +179,8 @@ def _step_kernel(
 ):
     """Any grid: programs take parts of listed blocks, head by head, until the list ends.
 
-    `found`, `listed`, `requests`: see `ObservedBlocks`; one query per request, its last token. CLASSES: `FormatClass`
-    records.
+    `num_places`, `listed`, `requests`: see `ObservedBlocks`; one query per request, its last token. CLASSES:
+    `FormatClass` records.
     """
     PARTS: tl.constexpr = (P + TILE * TILES - 1) // (TILE * TILES)
     g = tl.arange(0, NQ)
@@ -189,7 +189,7 @@ def _step_kernel(
     following = tl.minimum(item // (H * PARTS), capacity - 1)
     block_word = tl.load(listed + following)
     request_word = tl.load(listed + capacity + following)
-    n = tl.load(found) * (H * PARTS)
+    n = tl.load(num_places) * (H * PARTS)
     while item < n:
         part = item % PARTS
         h = item // PARTS % H
@@ -243,7 +243,7 @@ class ScoreStep:
     def __init__(
         self, store: PageStore, classes: tuple[FormatClass, ...], group: int, observe: Observe, tuning: StepTuning
     ):
-        """`classes`: those of the ladder; `tile_pages` is filled in here."""
+        """`classes`: the format classes of the store; `tile_pages` is set here."""
         layout, p = store.layout, store.layout.block_tokens
         self.store, self.group, self.observe, self.tuning = store, group, observe, tuning
         self.tile = min(tuning.tile, triton.next_power_of_2(p))
@@ -266,7 +266,9 @@ class ScoreStep:
         self, layer: int, q: torch.Tensor, lse: torch.Tensor, requests: torch.Tensor, blocks: tuple, scale: float,
         cap: float,
     ) -> None:  # fmt: skip
-        """Add one layer's scores. `blocks`: found, list, its length, block ids of each request and their stride."""
+        """Add one layer's scores. `blocks`: number of places, list, its length, block ids of each request and their
+        stride.
+        """
         store, g, observe = self.store, self.store.layout, self.observe
         exponent = observe.power * (2 if observe.reduce == "squares" else 1)
         _step_kernel[(self.programs,)](

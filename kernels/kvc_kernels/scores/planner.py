@@ -15,7 +15,7 @@ MAX_PLACES = 1 << 20
 
 @triton.jit(do_not_specialize=["row_stride", "n_requests", "capacity"])
 def _list_kernel(
-    requests, row_blocks, row_stride, n_requests, rung, rung_tiers, found, listed, capacity,
+    requests, row_blocks, row_stride, n_requests, rung, rung_tiers, num_places, listed, capacity,
     P: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):
     """grid (B, places / STEP). List the requests' places one after the other: see `ObservedBlocks`.
@@ -51,24 +51,24 @@ def _list_kernel(
     tl.store(listed + before + j, block_word, mask=in_request)
     tl.store(listed + capacity + before + j, request_word, mask=in_request)
     if (request == 0) & (tl.program_id(1) == 0):
-        tl.store(found, places)
+        tl.store(num_places, places)
 
 
 class ObservedBlocks:
     """List int64 `[2, places]` of all block places of all observing requests, two words each.
 
     Word 0: block << 32 | place in the request << 12 | one bit per class of which the block holds tokens (no bit: an
-    earlier request lists the block). Word 1: request << 32 | last request that also holds the block. `found` int32
-    `[1]`: number of places.
+    earlier request lists the block). Word 1: request << 32 | last request that also holds the block. `num_places` int32
+    `[1]`.
     """
 
     def __init__(self, store: PageStore):
         classes = len(ladder_classes(store))
         if classes > MAX_CLASSES:
-            raise ValueError(f"a list has words for {MAX_CLASSES} formats and sides, the ladder has {classes}")
+            raise ValueError(f"a list word holds {MAX_CLASSES} format classes, the store has {classes}")
         self.store = store
         self._tiers = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=store.device)
-        self.found = torch.zeros(1, dtype=torch.int32, device=store.device)
+        self.num_places = torch.zeros(1, dtype=torch.int32, device=store.device)
 
     def room(self, places: int) -> torch.Tensor:
         """Memory for a list of `places` places."""
@@ -80,9 +80,9 @@ class ObservedBlocks:
         """
         n, blocks = row_blocks.shape
         if blocks >= MAX_PLACES:
-            raise ValueError(f"a list has words for {MAX_PLACES} blocks a request, got {blocks}")
+            raise ValueError(f"a list word holds {MAX_PLACES} blocks per request, got {blocks}")
         if n and blocks:
             _list_kernel[(n, -(-blocks // 32))](
-                requests, row_blocks, row_blocks.stride(0), n, self.store.rung, self._tiers, self.found, listed,
+                requests, row_blocks, row_blocks.stride(0), n, self.store.rung, self._tiers, self.num_places, listed,
                 listed.shape[1], self.store.layout.block_tokens, 32, 32, num_warps=4,
             )  # fmt: skip

@@ -1,6 +1,6 @@
 """Attention scores of a prefill without the attention matrix: column sums from the log-sum-exp of each query.
 
-A program takes some blocks of one KV head. It multiplies a block's keys with the counted queries again, takes
+A program takes several blocks of one KV head. It multiplies a block's keys with the counted queries again, takes
 exp2(logit - lse), sums over queries head by head, reduces over the heads of the group, and adds the result to the
 scores of the block's slots. If several requests share a block, the program of the first one adds for all, in request
 order; `planner.py` lists the blocks once per forward. Every slot thus has one writer: no atomics are needed, and the
@@ -124,7 +124,7 @@ def _add(base, slot, received, live, SOFF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
 def _columns_kernel(
-    q, q_stride_n, lse, lse_stride, requests, found, listed, capacity, row_blocks, row_stride,
+    q, q_stride_n, lse, lse_stride, requests, num_places, listed, capacity, row_blocks, row_stride,
     pages, table, counts, headers, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CAPPED: tl.constexpr,
@@ -134,10 +134,11 @@ def _columns_kernel(
     """Any grid: programs take listed blocks, head by head, until the list ends.
 
     requests int32 `[B, 4]`: tokens including the new ones (0: not observed), first counted query in q, number of
-    counted queries, position of the first. `found`, `listed`: see `ObservedBlocks`. CLASSES: `FormatClass` records.
+    counted queries, position of the first. `num_places`, `listed`: see `ObservedBlocks`. CLASSES: `FormatClass`
+    records.
     """
     t = tl.arange(0, TILE)
-    n = tl.load(found)
+    n = tl.load(num_places)
     for item in range(tl.program_id(0), n * H, tl.num_programs(0)):
         h = item // n
         block_word = tl.load(listed + item % n)
@@ -276,7 +277,7 @@ class ReceivedAttention:
             return
         if q.stride(1) != g.head_dim or q.stride(2) != 1:
             q = q.contiguous()
-        blocks = (self._blocks.found, self._listed, self._listed.shape[1], self._rows, self._rows.stride(0))
+        blocks = (self._blocks.num_places, self._listed, self._listed.shape[1], self._rows, self._rows.stride(0))
         if self._decodes:
             self._step.add(layer, q, lse, self._requests, blocks, scale, logit_cap)
             return

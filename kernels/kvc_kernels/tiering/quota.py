@@ -52,7 +52,7 @@ def quota(
     floors = [floor_pages] * len(shares) if isinstance(floor_pages, int) else list(floor_pages)
     floors = [min(f, per_head) for f in floors]
     if len(shares) not in (1, layers, layers * heads) or len(floors) != len(shares):
-        raise ValueError(f"{len(shares)} quotas and {len(floors)} floors for {layers} layers of {heads} heads")
+        raise ValueError(f"{len(shares)} quotas and {len(floors)} floors do not fit {layers} layers of {heads} heads")
     members = layers * heads // len(shares)
     for share, floor in zip(shares, floors):
         if not members * floor <= share <= members * per_head:

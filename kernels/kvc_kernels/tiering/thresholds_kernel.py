@@ -28,12 +28,12 @@ def _tier_evidence(
     """Scores and tiers `[PP]` of the tokens t in the tier's n slots, added to those of the other tier."""
     for s0 in range(0, n, CHUNK):
         i = s0 + tl.arange(0, CHUNK)
-        held = i < n
+        stored = i < n
         entry = i // T if TIER == 2 else E - 1 - i // T
-        page = tl.load(row_table + entry, mask=held, other=0).to(tl.int64) * page_bytes
-        token = tl.load((pages + page + POFF).to(tl.pointer_type(tl.int16)) + i % T, mask=held, other=-1).to(tl.int32)
-        slot_score = tl.load((pages + page + SOFF).to(tl.pointer_type(tl.float32)) + i % T, mask=held, other=0.0)
-        match = (token[None, :] == t[:, None]) & held[None, :]
+        page = tl.load(row_table + entry, mask=stored, other=0).to(tl.int64) * page_bytes
+        token = tl.load((pages + page + POFF).to(tl.pointer_type(tl.int16)) + i % T, mask=stored, other=-1).to(tl.int32)
+        slot_score = tl.load((pages + page + SOFF).to(tl.pointer_type(tl.float32)) + i % T, mask=stored, other=0.0)
+        match = (token[None, :] == t[:, None]) & stored[None, :]
         # At most one slot holds a token, so the sum is its score to the last bit.
         score += tl.sum(tl.where(match, slot_score[None, :], 0.0), 1)
         ceiling = tl.maximum(ceiling, tl.max(tl.where(match, TIER, 0), 1))

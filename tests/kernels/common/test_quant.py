@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.common import bits as pack
 from kvc_kernels.common import quant
+from kvc_kernels.common.bits import PageRows, pack_features, read_page, unpack_features, write_page
 from kvc_kernels.layout import BF16, FORMATS, PageLayout
 from tests.support.pages import RefStore, encode, fill, lower, make_store, random_kv, random_tiers, rungs
 
@@ -17,14 +17,14 @@ PACKED = [f for f in FORMATS.values() if f.packed]
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_fields_lie_in_equal_parts(bits, axis):
     codes = torch.randint(0, 2**bits, (3, 32, 64), dtype=torch.uint8)
-    packed = pack.pack_features(codes, bits, axis)
+    packed = pack_features(codes, bits, axis)
     n = codes.shape[axis]
     width = n * bits // 8
     assert packed.shape[axis] == width
     for f in (0, 1, width - 1, n // 2, n - 1):
         field = (packed.select(axis, f % width) >> (f // width * bits)) & (2**bits - 1)
         assert torch.equal(field, codes.select(axis, f))
-    assert torch.equal(pack.unpack_features(packed, bits, axis), codes)
+    assert torch.equal(unpack_features(packed, bits, axis), codes)
 
 
 @pytest.mark.parametrize("fmt", PACKED, ids=lambda f: f.name)
@@ -40,23 +40,23 @@ def test_page_round_trip_and_zero_padding(fmt, scored):
     def halves(*shape):
         return torch.randn(*lead, *shape, t, generator=gen).half()
 
-    rows = pack.PageRows(
+    rows = PageRows(
         codes(fmt.key_bits),
         codes(fmt.value_bits),
         halves(page.value_groups, 2),
         torch.randn(*lead, t, generator=gen) if scored else None,
         torch.randint(0, 999, (*lead, t), generator=gen).to(torch.int16) if scored else None,
     )
-    back = pack.read_page(page, pack.write_page(page, rows))
+    back = read_page(page, write_page(page, rows))
     for a, b in zip(rows, back):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
     # Slots without a token leave no trace, whatever was in them.
     valid = torch.arange(t) < 5
     masks = [valid[:, None]] * 2 + [valid] * 3  # keys and values are token-major, the rest ends in tokens
-    other = pack.PageRows(*(x if x is None else torch.where(m, x, 7) for x, m in zip(rows, masks)))
-    bytes_a = pack.write_page(page, rows, valid.expand(*lead, t))
-    assert torch.equal(bytes_a, pack.write_page(page, other, valid.expand(*lead, t)))
+    other = PageRows(*(x if x is None else torch.where(m, x, 7) for x, m in zip(rows, masks)))
+    bytes_a = write_page(page, rows, valid.expand(*lead, t))
+    assert torch.equal(bytes_a, write_page(page, other, valid.expand(*lead, t)))
     assert not bytes_a[..., page.used_bytes :].any()
 
 
@@ -64,7 +64,7 @@ def test_bf16_page_round_trip():
     page = PageLayout(BF16, 64, 4096, True)
     k, v = torch.randn(2, 4, page.tokens, 64).bfloat16().unbind(0)
     scores = torch.randn(4, page.tokens)
-    back = pack.read_page(page, pack.write_page(page, pack.PageRows(k, v, scores=scores)))
+    back = read_page(page, write_page(page, PageRows(k, v, scores=scores)))
     assert torch.equal(back.keys, k) and torch.equal(back.values, v) and torch.equal(back.scores, scores)
 
 

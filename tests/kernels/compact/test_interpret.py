@@ -6,7 +6,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common import bits
-from kvc_kernels.compact import launch as module
+from kvc_kernels.compact import launch
 from kvc_kernels.compact.launch import compact_triton
 from kvc_kernels.layout import page_bytes_for
 from tests.support.pages import fill, free_pages, make_store, random_kv, random_tiers, rungs
@@ -61,7 +61,7 @@ WHOLE = [
 def test_all_kept(ladder, block_tokens, page_tokens, keys, monkeypatch):
     """Without tiers; some blocks do not fill their pages."""
     if keys == "read twice":
-        monkeypatch.setattr(module, "HELD", 1)
+        monkeypatch.setattr(launch, "HELD", 1)
     ladder, scored = rungs(ladder), block_tokens == 64
     page = page_bytes_for(ladder[1].high, page_tokens, head_dim=64, scored=scored)
     a, b = pair(

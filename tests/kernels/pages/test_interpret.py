@@ -6,7 +6,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.compact.launch import compact_triton
-from kvc_kernels.pages import kernel as ring_triton
+from kvc_kernels.pages import kernel as page_kernels
 from tests.support.pages import free_pages, make_store, random_tiers, rungs
 
 LADDERS = [("k4v4",), ("k8v4+k4v2", "k4v2")]
@@ -33,12 +33,12 @@ def test_any_order(ladder, seed):
         if kind == 0 and min(room, len(free)):
             ids = gen.choice(free, gen.integers(1, min(room, len(free)) + 1), replace=False)
             ops.take_bf16(a, torch.from_numpy(ids))
-            ring_triton.take_bf16(b, torch.from_numpy(ids))
+            page_kernels.take_bf16(b, torch.from_numpy(ids))
         elif kind == 1 and len(live):
             # A free block among them gives nothing back.
             ids = np.append(gen.choice(live, gen.integers(1, len(live) + 1), replace=False), free[:1])
             ops.release(a, torch.from_numpy(ids))
-            ring_triton.release(b, torch.from_numpy(ids))
+            page_kernels.release(b, torch.from_numpy(ids))
         elif len(live) and room:
             rung = int(state[live[0]])
             ids = torch.from_numpy(live[state[live] == rung][:room])
@@ -57,6 +57,6 @@ def test_any_order(ladder, seed):
 def test_nothing():
     a, b = (make_store(head_dim=64) for _ in range(2))
     none = torch.zeros(0, dtype=torch.int64)
-    ring_triton.take_bf16(b, none)
-    ring_triton.release(b, none)
+    page_kernels.take_bf16(b, none)
+    page_kernels.release(b, none)
     same_state(a, b)

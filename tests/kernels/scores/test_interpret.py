@@ -155,7 +155,7 @@ def test_observed_blocks_are_listed_once():
     rows = torch.tensor([[3, 1, 4, 6], [3, 1, 7, 8], [3, 2, 9, 9], [5, 0, 0, 0]], dtype=torch.int32)
     requests = torch.tensor([[0] * 4, [TOTAL[2]] + [0] * 3, [40, 0, 0, 0], [7, 0, 0, 0]], dtype=torch.int32)
     blocks.update(requests, rows, listed)
-    assert int(blocks.found) == 6
+    assert int(blocks.num_places) == 6
     what, who = listed[:, :6].tolist()
     packed, plain, left = 6, 1, 0
     assert [(w >> 32, (w >> 12) & 0xFFFFF, w & 0xFFF) for w in what] == [

@@ -1,4 +1,4 @@
-"""Shared-memory queue of the Gluon decode kernel: the next tile is held in shared memory instead of registers.
+"""Shared-memory queue of the Gluon decode kernel: it holds the next tile outside of registers.
 
 `cp.async` copies 16 bytes per lane from a page to shared memory and uses no register meanwhile, so 12 CTAs fit an SM,
 where prefetching into registers leaves room for 8. The lanes that copy a tile's codes also read them, as
@@ -73,7 +73,7 @@ def meta_copy_layout(tile: int, rows: int, runs_first: bool):
 
 @gluon.constexpr_function
 def meta_read_layout(tile: int, rows: int):
-    """int32 `[h, rows, 4, n]`: as `meta_layout` (rows = 8) or `token_layout` (rows = 1) wants it."""
+    """int32 `[h, rows, 4, n]`: the input of `meta_layout` (rows = 8) or `token_layout` (rows = 1)."""
     n = meta_words(tile)
     halves = tile // 8 // n
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0]] + [[0, i if i < rows else 0, 0, 0] for i in (1, 2, 4)]
