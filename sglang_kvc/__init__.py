@@ -1,13 +1,17 @@
 """A compressed, radix-shared KV cache for SGLang servers.
 
-* `options/`: server options, their checks and refusals, model facts, request quality.
-* `cache/`: CPU records of the compressed cache, and the runtime that owns them.
-* `adapter/`: the pool, allocator, radix cache and attention backend that SGLang calls.
+* `errors.py`: `ConfigError`, and words of error messages.
+* `calibration/`: calibration files and the fingerprint of a model; `measure/` is `sglang-kvc calibrate`.
+* `policies/`: compression policies; `scorers/` has one file per scorer, `published/` the systems of papers.
+* `cache/`: CPU records of the compressed cache, and the runtime that owns them. Imports neither SGLang nor Triton.
+* `options/`: server options, their checks and refusals, request quality.
 * `engine/`: attention over the page store, and warm-up.
-* `policies/`: compression policies; `scorers/` has one file per scorer.
-* `calibration/`: calibration files and their enforcement; `measure/` is `sglang-kvc calibrate`.
 * `stats/`: statistics, the head map, `sglang-kvc inspect`.
+* `adapter/`: the pool, allocator, radix cache and attention backend that SGLang calls.
 * `cpu/`: the platform of servers without an accelerator.
 * `demo/`: the demo model and its server.
 * `cli.py`: the `sglang-kvc` command.
+
+Imports go one way, from right to left (`tests/test_imports.py`):
+errors < calibration < policies < cache < options < calibration.measure < engine < stats < adapter < cpu < demo < cli
 """

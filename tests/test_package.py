@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import bench.scoreboard
-from sglang_kvc.options.config import flag
+from sglang_kvc.errors import flag
 from sglang_kvc.options.server_args import KVC_OPTIONS
 from sglang_kvc.options.unsupported_args import ARG_REFUSALS
 

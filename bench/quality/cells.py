@@ -17,10 +17,10 @@ from bench.quality.tasks import TITLES
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.model_fingerprint import Identity
-from sglang_kvc.options.config import ConfigError, KvcConfig
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.policies import make_policy
-from sglang_kvc.policies.presets import PRESETS
-from sglang_kvc.policies.registry import POLICIES
+from sglang_kvc.policies.registry import POLICIES, PRESETS
 
 STOCK, FP8 = "stock", "stock-fp8"
 BUDGETS = ("4x", "8x", "2x")
@@ -130,7 +130,7 @@ def refusal(name: str, identity: Identity, block: int, calibration: Path | None)
         settings["calibration"] = str(calibration) if calibration else None
     given = SimpleNamespace(**{f"kvc_{k}": v for k, v in settings.items()}, kvc_block_size=block)
     try:
-        config = KvcConfig.from_args(given)
+        config = resolve_config(given)
         policy = make_policy(config)
         shape = {"layers": identity.layers, "heads": identity.kv_heads, "head_dim": identity.head_dim}
         layout = make_layout(config, policy, **shape)

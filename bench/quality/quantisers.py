@@ -20,7 +20,7 @@ import torch
 from bench import common
 from bench.quality import fetch
 from sglang_kvc.calibration.measure import command
-from sglang_kvc.calibration.measure.attend import by_block
+from sglang_kvc.calibration.measure.attention import by_block
 from sglang_kvc.calibration.measure.capture import run
 from sglang_kvc.calibration.measure.formats import compare
 

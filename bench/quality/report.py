@@ -18,7 +18,8 @@ from bench.quality import cells, findings
 from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
 from bench.tables import MODELS, points_lost, short
-from sglang_kvc.policies.presets import PRESETS
+from sglang_kvc.policies.presets import RECOMMENDED
+from sglang_kvc.policies.published.presets import PUBLISHED
 from sglang_kvc.policies.registry import POLICIES
 
 DOCS = (ROOT / "docs" / "quality.md", ROOT / "docs" / "quality-cells.md")
@@ -146,10 +147,12 @@ def longer() -> str:
 
 def policies() -> str:
     """Every policy at every size: needles / dictionary, and the mean KL."""
+    elsewhere = ("quota", *cells.RECOMMENDED, "mikv")
+    names = ["quota", *(p.name for p in (*PUBLISHED, *RECOMMENDED) if p.name not in elsewhere)]
     out = []
     for group in groups(MAIN):
         rows = []
-        for policy in ["quota", *(p.name for p in PRESETS if p.name not in ("quota", *cells.RECOMMENDED, "mikv"))]:
+        for policy in names:
             line = [_at(group, policy, size, fmt) for size, fmt in SIZES]
             if any(line):
                 rows.append([f"`{policy}`", *line])

@@ -23,6 +23,7 @@ from bench import common, prompts
 from kvc_kernels import ops
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.validate import check_settings
 
 NAME = "serve/page_hash"
 # Policies of scope "block"; what LeanKV keeps depends on the request that filled the block, by definition.
@@ -153,7 +154,7 @@ def main() -> int:
     k, v = (x.to(args.device) for x in on_cpu)
     rows, equal, total, control = {}, 0, 0, True
     for name, options in CONFIGS.items():
-        config = KvcConfig(block_size=args.block, **options).validate()
+        config = check_settings(KvcConfig(block_size=args.block, **options))
         expected = [alone(config, k, v, i) for i in range(args.blocks)]
         changed = k.clone()
         changed[-1, 3, -1, 5] += 8

@@ -34,9 +34,9 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     if not _active(self):
         return config
     from sglang_kvc.cache.runtime import Runtime, install
-    from sglang_kvc.options.config import KvcConfig
+    from sglang_kvc.options.resolve import resolve_config
 
-    kvc, model = KvcConfig.from_args(self.server_args), self.model_config
+    kvc, model = resolve_config(self.server_args), self.model_config
     heads = model.get_num_kv_heads(self.ps.attn_tp_size)
     layers = self.layer_info.num_effective_layers
     stock_bytes = config.max_total_num_tokens * 2 * heads * model.head_dim * layers * self.model_dtype.itemsize

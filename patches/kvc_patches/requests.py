@@ -84,12 +84,12 @@ def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
 
 @functools.lru_cache(maxsize=4)
 def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...], str | None]:
-    """Cached by the options' values: resolving them may read a calibration file, and requests must not wait for it."""
-    from sglang_kvc.options.config import KvcConfig
+    """By the values of the options: to resolve them may read a calibration file, which no request should wait for."""
     from sglang_kvc.options.request_quality import offered
+    from sglang_kvc.options.resolve import resolve_config
     from sglang_kvc.policies import make_policy
 
-    config = KvcConfig.from_args(SimpleNamespace(**dict(options)))
+    config = resolve_config(SimpleNamespace(**dict(options)))
     return offered(config), make_policy(config).own_level
 
 

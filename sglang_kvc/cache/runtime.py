@@ -19,7 +19,6 @@ import torch
 from kvc_kernels.layout import Format, PoolLayout
 from kvc_kernels.store import PageStore
 
-from ..options.config import SALT, KvcConfig
 from ..policies import SEQUENCE, Policy, make_policy
 from .blocks import Blocks, State
 from .capacity import Capacity
@@ -31,6 +30,8 @@ from .sizing import Sizing, make_layout, size_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ..options.config import KvcConfig
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
 _current: Runtime | None = None
@@ -149,7 +150,9 @@ class Runtime:
             seq.fill(n)
         return True
 
-    def tokens_written(self, seq: Sequence, length: int, phase: Phase, kept: list[int] | tuple = ()) -> None:
+    def tokens_written(
+        self, seq: Sequence, length: int, phase: Phase, kept: list[int] | np.ndarray = NO_BLOCKS
+    ) -> None:
         """Queue the blocks that are due for packing now that `length` tokens of `seq` are written.
 
         This is the one rule for when a block is packed:
@@ -191,7 +194,7 @@ class Runtime:
     @property
     def salt_only(self) -> bool:
         """Whether blocks carry the attention of other requests and are shared only between requests of one salt."""
-        return self.policy.scope == SEQUENCE and self.config.trust == SALT
+        return self.policy.scope == SEQUENCE and self.config.isolates_salts
 
     # ---- blocks (scheduler side)
 

@@ -1,1 +1,1 @@
-"""Calibration files: their tensors and verdicts, the fingerprint of a model, and enforcement at server start."""
+"""Calibration files: their tensors and findings, and the fingerprint of the model. `measure/` writes them."""

@@ -1,4 +1,4 @@
-"""Which model it is: what a calibration file and a server compare before the one trusts the other."""
+"""Fingerprint of a model, by which a server recognizes the calibration file of its own model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# What changes keys, values or queries. Paths, dtypes and token ids do not enter: they differ between copies.
+# Fields that change keys, values or queries. Paths, dtypes and token ids differ between copies of a model.
 _FIELDS = (
     "model_type",
     "hidden_size",
@@ -22,7 +22,7 @@ _ROPE_FIELDS = ("rope_theta", "factor", "partial_rotary_factor", "original_max_p
 
 @dataclass(frozen=True)
 class Identity:
-    """A model as its config file shows it; weights are not looked at, so that a fine-tune has its base's identity."""
+    """A model as its config file shows it. Weights do not count, so a fine-tune has its base's identity."""
 
     architecture: str
     layers: int
@@ -42,10 +42,10 @@ class Identity:
 
 
 def identity_of(hf_config: Any) -> Identity:
-    """From a transformers config; sizes that it does not have, or has by layer, are 0 (such models are not served)."""
+    """Identity from a transformers config. Sizes that it lacks, or has per layer, are 0; such models are not served."""
     try:
         text = hf_config.get_text_config()
-    except (AttributeError, ValueError):  # not transformers' own class, or several parts that read text
+    except (AttributeError, ValueError):  # not a class of transformers, or several text configs
         text = hf_config
     heads = _size(text, "num_attention_heads")
     head_dim = _size(text, "head_dim") or (_size(text, "hidden_size") // heads if heads else 0)
@@ -66,13 +66,13 @@ def _size(config: Any, name: str) -> int:
 
 
 def _fingerprint(text: Any, head_dim: int) -> str:
-    """12 hex digits of the SHA-256 of the fields that matter."""
+    """First 12 hex digits of the SHA-256 of the fields above."""
     known: dict[str, Any] = {name: str(getattr(text, name, None)) for name in _FIELDS}
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope if isinstance(rope, dict) else {}
     scaling = getattr(text, "rope_scaling", None)
     merged = {"rope_theta": getattr(text, "rope_theta", None), **(scaling if isinstance(scaling, dict) else {}), **rope}
-    # As text of one form: a theta may be read as 10000 or 10000.0.
+    # As floats: a theta may be read as 10000 or 10000.0.
     known |= {name: float(merged[name]) for name in _ROPE_FIELDS if isinstance(merged.get(name), (int, float))}
     known |= {"rope_type": merged.get("rope_type") or merged.get("type") or "default", "head_dim": head_dim}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]

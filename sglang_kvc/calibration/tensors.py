@@ -1,14 +1,14 @@
-"""Statistics of one model, gathered offline from text: a safetensors file with what scorers and shares need.
+"""Tensors of a calibration file: statistics of one model, measured on text, for scorers and shares.
 
 | tensor               | shape            | meaning                                                             |
 |----------------------|------------------|---------------------------------------------------------------------|
 | `query_mean`         | `[L, Hq, D]`     | mean of a head's queries                                            |
 | `query_covariance`   | `[L, Hq, D, D]`  | their covariance                                                    |
-| `rotary_frequencies` | `[R/2]`          | radians per position; then queries are those before the rotation    |
+| `rotary_frequencies` | `[R/2]`          | radians per position; if present, queries are those before rotation |
 | `layer_shares`       | `[L]`            | share of the kept pages that each layer gets, in any unit           |
 
-Read as fp32. A file may hold more, and less where nothing asks for it. `sglang-kvc calibrate` writes all of them, also
-`retention_curves` `[L, P]` (what the shares were made from), and in the metadata its `findings`.
+Read as fp32. A file may lack tensors that nothing asks for. `sglang-kvc calibrate` writes all of them,
+`retention_curves` `[L, P]` (from which it computes the shares), and its findings in the metadata (`verdicts.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tensor_names(path: str) -> set[str]:
 
 @functools.lru_cache(maxsize=4)
 def load(path: str, device: torch.device) -> Calibration:
-    """All tensors of the file, fp32, on `device`; `layer_shares` on the CPU, which counts pages."""
+    """All tensors of the file, fp32, on `device`; `layer_shares` stays on the CPU, which counts pages."""
     names = tensor_names(path)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name).float() for name in sorted(names)}
@@ -43,7 +43,7 @@ def load(path: str, device: torch.device) -> Calibration:
 
 
 def check_shapes(path: str, names: Iterable[str], layout: PoolLayout) -> None:
-    """ValueError, in one sentence, when the file is that of another model. `names` are in the file."""
+    """Raise ValueError, in one sentence, when tensors `names` of the file do not fit the model of `layout`."""
     tensors = load(path, torch.device("cpu"))
     for name in {*names, "rotary_frequencies"} & set(tensors):
         x = tensors[name]

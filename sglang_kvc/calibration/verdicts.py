@@ -1,6 +1,6 @@
-"""What a calibration file says beside its tensors: whose it is, a verdict for each format, thresholds.
+"""Findings of a calibration file: the model it was made for, a verdict per format, thresholds.
 
-JSON in the metadata of the safetensors file, under one key. A file without it holds tensors alone.
+They are JSON in the metadata of the safetensors file, under one key. A file without them holds tensors alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sglang_kvc.calibration.model_fingerprint import Identity
 
 KEY = "sglang-kvc"
 VERSION = 2
-BREAKS = "breaks"
+OK, LOSES, BREAKS = "ok", "loses", "breaks"  # verdicts; `measure.formats` has their limits
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """LeanKV's thresholds and the ladder for which they were found; 0 is never low, or never pruned."""
+    """LeanKV's thresholds and the formats they were measured with. 0 means never low, or never pruned."""
 
     alpha_high: float
     alpha_low: float
@@ -31,8 +31,8 @@ class Chosen:
 @dataclass(frozen=True)
 class Findings:
     """`formats`: records with `format`, `token_bytes`, `kl_mean`, `kl_p99`, `nll_delta`, `top1_equal`,
-    `verdict` ("ok", "loses", "breaks"). `recommended`: the smallest format that is ok, "bf16" if none is.
-    `tried`: what each pair of thresholds does. `settings`: tokens, block size, dtype, device.
+    `verdict`. `recommended`: the smallest format that is ok, "bf16" if none is. `tried`: effect of each
+    pair of thresholds. `settings`: tokens, block size, dtype, device.
     """
 
     identity: Identity
@@ -43,7 +43,7 @@ class Findings:
     tried: tuple[dict[str, Any], ...] = ()
 
     def of(self, fmt: str) -> dict[str, Any] | None:
-        """The record of one format, None where it was not measured."""
+        """The record of one format, None if it was not measured."""
         return next((r for r in self.formats if r["format"] == fmt), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _from_version_1(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: str) -> Findings | None:
-    """None for a file of tensors alone. ValueError, in one clause, when it cannot be read."""
+    """Findings in the file, None for a file of tensors alone. ValueError, in one clause, when it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(KEY)

@@ -1,33 +1,35 @@
-"""The platform class itself; apart from `platform.activate`, so that asking costs no SGLang import."""
+"""The platform class. `platform.activate` is another module, so that asking imports nothing of SGLang.
+
+Imports inside methods: SGLang loads the class before the modules that they name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """A CPU that SGLang knows nothing about: ops dispatch to their native torch form."""
+    """A CPU as an out-of-tree platform: ops dispatch to their native torch form."""
 
-    # OOT, not CPU: the in-tree CPU platform would dispatch to kernels that are not there.
+    # OOT, not CPU: the in-tree CPU platform dispatches to kernels of a build that is not installed.
     _enum = PlatformEnum.OOT
 
     def get_device(self, local_rank: int) -> str:
-        # SGLang, told of no device, takes this for the name that --device gives.
+        # SGLang's default for --device.
         return "cpu"
 
     def is_pin_memory_available(self, device=None) -> bool:
         return False
 
     def get_torch_profiler_activity_str(self) -> str:
-        # Asked for on /start_profile; the base class raises, which would end the server.
+        # /start_profile calls this. The base class raises, which would end the server.
         return "CPU"
 
     def get_torch_profiler_activity(self):
-        import torch
-
         return torch.profiler.ProfilerActivity.CPU
 
     def get_default_attention_backend(self) -> str:
@@ -43,7 +45,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _allocator(size: int, page_size: int, **kwargs):
-    """SGLang asks the platform at every page size; it has an allocator of its own for pages of one token."""
+    """SGLang asks the platform at every page size, though its allocator for pages of one token needs no Triton."""
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
     from sglang_kvc.cpu.stock_allocator import TorchPagedAllocator

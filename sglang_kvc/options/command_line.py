@@ -1,6 +1,6 @@
-"""What this process was started with, for what must decide before SGLang parses its arguments.
+"""The command line of this process, for code that decides before SGLang parses its arguments.
 
-SGLang's scheduler processes are spawned, and Python gives them the command line of the server.
+SGLang spawns its scheduler processes, and Python gives them the command line of the server.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 
+CPU_PLATFORM = "kvc_cpu"  # entry point of the CPU platform, and value of SGLANG_PLATFORM
+
 
 def names_backend() -> bool:
-    """Whether the command line, or the file of its `--config`, gives `--kv-backend`, whatever its value."""
+    """Whether the command line, or the file of its `--config`, gives `--kv-backend`, with any value."""
     argv = sys.argv[1:]
     if any(arg.split("=", 1)[0] == "--kv-backend" for arg in argv):
         return True
@@ -18,7 +20,7 @@ def names_backend() -> bool:
 
 
 def _file_names_backend(path: str) -> bool:
-    import yaml
+    import yaml  # late: needed only with --config
 
     try:
         with open(path) as file:

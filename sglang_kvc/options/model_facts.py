@@ -1,4 +1,4 @@
-"""Reads what the refusals need to know off SGLang's objects: the model's config first, the built model later.
+"""`ModelFacts` from SGLang's objects: from the model's config first, from the built model later.
 
 Written against SGLang 0.5.17: `ModelConfig` (configs/model_config.py) and `KVCacheConfigurator`
 (mem_cache/kv_cache_configurator.py).
@@ -6,13 +6,12 @@ Written against SGLang 0.5.17: `ModelConfig` (configs/model_config.py) and `KVCa
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_kvc.calibration.model_fingerprint import identity_of
-from sglang_kvc.options.unsupported_models import ModelFacts
+from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 
-# Architectures that attend in both directions or keep no KV cache; SGLang has no flag for them in ModelConfig.
+# Architectures that attend in both directions or keep no KV cache. SGLang's ModelConfig has no flag for them.
 ENCODER_ARCHITECTURES = (
     "BertModel",
     "BertForSequenceClassification",
@@ -25,8 +24,34 @@ ENCODER_ARCHITECTURES = (
 )
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """Traits that decide whether a model can be served, in builtins."""
+
+    name: str
+    mla: bool = False
+    hybrid_swa: bool = False
+    windows: bool = False  # sliding-window layers in the one pool that all layers share
+    shared_kv: bool = False
+    uneven_layers: bool = False
+    hidden_layers: bool = False  # the built model's attention layers were not found
+    hybrid_state: bool = False
+    encoder_decoder: bool = False
+    encoder_only: bool = False
+    local_attention: bool = False
+    sparse_attention: bool = False
+    dual_chunk: bool = False
+    scaled_by_position: bool = False
+    head_dim: int = 128
+    v_head_dim: int = 128
+    dtype: str = "bfloat16"
+    kv_scales: bool = False  # of the built model; ignored with a warning, not refused
+    identity: Identity | None = None
+
+
 def from_model_config(mc: Any) -> ModelFacts:
     """Facts that the model's config file shows, before any weight is read."""
+    # Late: only servers need SGLang, and the CPU records must be importable without it.
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import (
         AttentionArch,
@@ -41,10 +66,10 @@ def from_model_config(mc: Any) -> ModelFacts:
     return ModelFacts(
         name=architectures[0],
         mla=mc.attention_arch == AttentionArch.MLA,
-        # Also where an option puts all layers into one pool: the layers of these models differ in more than a window.
+        # Even if an option puts all layers into one pool: the layers of these models differ in more than a window.
         hybrid_swa=bool(mc.is_hybrid_swa) or is_hybrid_swa_model(list(architectures), mc.hf_text_config),
         windows="sliding_attention" in (getattr(mc.hf_text_config, "layer_types", None) or ()),
-        # A model that loops runs its layers again over the keys and values of the first time.
+        # A looped model runs its layers again over the keys and values of the first pass.
         shared_kv=bool(getattr(mc.hf_text_config, "num_kv_shared_layers", 0)) or (getattr(hf, "loop_num", 1) or 1) > 1,
         hybrid_state=mambaish_config(mc) is not None,
         encoder_decoder=bool(mc.is_encoder_decoder),
@@ -60,23 +85,23 @@ def from_model_config(mc: Any) -> ModelFacts:
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """All `RadixAttention` of a built model. SGLang's Transformers backend keeps them in a plain dict, where
-    `modules()` does not look."""
-    found: dict[int, Any] = {}
+    """All `RadixAttention` of a built model. SGLang's Transformers backend keeps them in a plain dict, which
+    `modules()` does not visit."""
+    layers: dict[int, Any] = {}
     for module in model.modules():
-        held = getattr(module, "attention_instances", None) or {}
-        found |= {id(m): m for m in (module, *held.values()) if type(m).__name__ == "RadixAttention"}
-    return list(found.values())
+        instances = getattr(module, "attention_instances", None) or {}
+        layers |= {id(m): m for m in (module, *instances.values()) if type(m).__name__ == "RadixAttention"}
+    return list(layers.values())
 
 
 def from_configurator(configurator: Any) -> ModelFacts:
-    """The same, corrected by the built model: its layers know windows and masks that a config file may not show."""
+    """Facts of the config file, corrected by the built model, whose layers know their windows and masks."""
     facts = from_model_config(configurator.model_config)
     layers = attention_layers(configurator.model)
     masks = {getattr(m.attn_type, "value", m.attn_type) for m in layers}
     return replace(
         facts,
-        identity=None,  # was compared when the arguments were checked; building a model may complete its config
+        identity=None,  # compared when the arguments are checked: building a model may complete its config
         mla=facts.mla or bool(configurator.use_mla_backend),
         hybrid_swa=facts.hybrid_swa or bool(configurator.is_hybrid_swa),
         hidden_layers=not layers,
@@ -92,7 +117,7 @@ def from_configurator(configurator: Any) -> ModelFacts:
 
 
 def _has_kv_scales(model: Any, layers: list[Any]) -> bool:
-    """Whether the checkpoint brings scales for a quantised KV cache, or says so in any of its config files."""
+    """Whether the checkpoint has scales for a quantized KV cache, or declares them in a config file."""
     declared = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
-    # SGLang's own weight quantisation gives every layer a scale of 1.
+    # SGLang's weight quantization gives every layer a scale of 1.
     return bool(declared) or any(getattr(m, "k_scale_float", None) not in (None, 1.0) for m in layers)

@@ -1,9 +1,9 @@
-"""What a single request may ask of the cache, in SGLang's `custom_params`: `{"kvc": "lossless"}`, or a format that the
-server offers with `--kvc-levels`: `{"kvc": "k8v4"}`.
+"""Per-request quality ("level"), in SGLang's `custom_params`: `{"kvc": "lossless"}`, or a format that the server offers
+with `--kvc-levels`: `{"kvc": "k8v4"}`.
 
-A level is a namespace of the radix tree: blocks of different levels are never shared, so an exact request never reads a
-packed block and a cheap one never keeps an exact block alive. With `--kvc-trust salt` a request whose blocks carry its
-evidence and that has no salt has a namespace of its own, too.
+A level is a namespace of the radix tree: blocks of different levels are never shared. So a lossless request never reads
+a packed block, and no other request keeps an uncompressed block alive. With `--kvc-trust salt`, a request without a
+salt has its own namespace if its attention scores decide what its blocks keep.
 """
 
 from __future__ import annotations
@@ -12,36 +12,33 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.policies.base import LOSSLESS
+
 PARAMETER = "kvc"
-LOSSLESS = "lossless"
 
 
-def names(text: str | None) -> tuple[str, ...]:
-    """The formats that `--kvc-levels` lists."""
-    return tuple(name.strip() for name in (text or "").lower().split(",") if name.strip())
-
-
-def offered(config: Any) -> tuple[str, ...]:
-    """The levels that requests to a server of this `KvcConfig` may ask for."""
-    return (*([LOSSLESS] if config.allow_lossless else []), *names(config.levels))
+def offered(config: KvcConfig) -> tuple[str, ...]:
+    """Levels that requests to this server may ask for."""
+    return (*([LOSSLESS] if config.allow_lossless else []), *config.levels)
 
 
 def asks(custom_params: Any) -> bool:
-    """Whether a request says anything about its level, or what cannot be understood."""
+    """Whether a request gives a level, or anything that is not an object."""
     if isinstance(custom_params, dict):
         return custom_params.get(PARAMETER) is not None
     return custom_params is not None
 
 
 def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: str | None = None) -> str | None:
-    """The level that a request asks for, None for the server's policy. `default`: the format whose name asks for that,
-    too (`Policy.own_level`). ValueError for another value: one sentence, which repeats no more than its start and end.
+    """The level that a request asks for, None for the server's default, which `default` also names
+    (`Policy.own_level`). ValueError for any other value: one sentence that quotes only the start and end of the value.
     """
     if not asks(custom_params):
         return None
     if not isinstance(custom_params, dict):
         raise ValueError(
-            f"custom_params is {reprlib.repr(custom_params)}, which is no object; write it like "
+            f"custom_params is {reprlib.repr(custom_params)}, which is not a JSON object; write it like "
             f'{{"{PARAMETER}": "{LOSSLESS}"}}.'
         )
     level = custom_params[PARAMETER]
@@ -50,7 +47,7 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
     if default is not None and level == default:
         return None
     why = "this server does not allow" if level == LOSSLESS else "is not a level of the compressed cache"
-    notes = {LOSSLESS: " (nothing of it is ever compressed)"}
+    notes = {LOSSLESS: " (never compressed)"}
     choices = [f'"{name}"{notes.get(name, "")}' for name in (*offered, *([default] if default else []))]
     give = f"give {', '.join(choices)}, or " if choices else ""
     raise ValueError(
@@ -60,7 +57,7 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
 
 
 def level(req: Any) -> str | None:
-    """What SGLang's request asked for; None for one that never passed its queue."""
+    """The level that SGLang's request asked for; None for a request that never passed its queue."""
     return getattr(req, "kvc_level", None)
 
 
@@ -70,9 +67,9 @@ def salted(req: Any) -> bool:
 
 
 def namespace(extra_key: str | None, level: str | None, private: int | None = None) -> str | None:
-    """SGLang's `extra_key` (cache salt, LoRA) behind the level, so that no key of a request spells another's level.
+    """SGLang's `extra_key` (cache salt, LoRA) behind the level, so that no request's key spells another level.
 
-    `private`: a number that no other request has, for a namespace that no other request finds."""
+    `private`: a number unique to the request, for a namespace that no other request finds."""
     if private is not None:
         return f"{PARAMETER}={level or ''}#{private}|{extra_key or ''}"
     if level is None and not (extra_key or "").startswith(f"{PARAMETER}="):

@@ -1,21 +1,23 @@
 """`KvcServerArgs`: SGLang's server arguments plus `--kv-backend` and the `--kvc-*` options.
 
-A module of its own that can be imported by path, because server arguments are pickled into child processes, which
-unpickle them before any plugin is loaded there. Importing it changes nothing. Written against SGLang 0.5.17:
-`ServerArgs.__post_init__(self)`, `ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`.
+Server arguments are pickled into child processes, which unpickle them before any plugin is loaded. So importing this
+module suffices for that, and changes nothing else. Written against SGLang 0.5.17: `ServerArgs.__post_init__(self)`,
+`ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`.
 """
 
 import dataclasses
 import logging
 import sys
 
+import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
-from sglang_kvc.cpu import platform as cpu_platform
-from sglang_kvc.options.config import ConfigError, KvcConfig, check_pool, listed, policy_names, wasted_levels
+from sglang_kvc.errors import ConfigError, listed
+from sglang_kvc.options.command_line import CPU_PLATFORM
 from sglang_kvc.options.model_facts import from_model_config
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.options.unsupported_args import (
     PREFILL_GRAPHS,
     check_args,
@@ -25,17 +27,18 @@ from sglang_kvc.options.unsupported_args import (
     trust_warning,
 )
 from sglang_kvc.options.unsupported_models import check_facts
-from sglang_kvc.policies import SCORERS, SHARES
+from sglang_kvc.options.validate import check_pool, wasted_levels
+from sglang_kvc.policies import POLICIES, SCORERS, SHARES
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("default", "kvc")
-MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 and more would size tables for requests that never come
+MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 or more sizes tables for requests that never come
 MAX_RUNNING_REQUESTS_CPU = 32
-# New tokens of the largest prefill in a CUDA graph. A graph saves the host's time, which more tokens hide anyway, and
-# pads them to the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
+# New tokens of the largest prefill CUDA graph. A graph saves host time, which larger prefills hide anyway, and pads to
+# the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
 MAX_PREFILL_GRAPH = 2048
-MEMORY_CPU = "1GB"  # SGLang would take most of the machine's memory, which a laptop does not forgive
+MEMORY_CPU = "1GB"  # SGLang's default takes most of the machine's memory
 
 
 def _backend(text: str) -> str:
@@ -46,7 +49,7 @@ def _backend(text: str) -> str:
 
 
 def _number(text: str) -> int | float | str:
-    """A number where it is one; other text is kept, and refused with its option's name by `KvcConfig`."""
+    """A number if it is one. `resolve_config` refuses other text with the option's name, which argparse would not."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -66,7 +69,7 @@ def _option(help: str, *, number: bool = False) -> Arg:
 
 @dataclasses.dataclass
 class KvcServerArgs(ServerArgs):
-    """None means "not given"; `KvcConfig` holds the defaults, because some depend on the policy."""
+    """None means "not given": the defaults are in `KvcConfig` and the policies, because some depend on the policy."""
 
     kv_backend: A[
         str,
@@ -81,12 +84,12 @@ class KvcServerArgs(ServerArgs):
     kvc_policy: A[
         str | None,
         _option(
-            f"What is kept, and how precisely: {listed(policy_names())}. 'quantise' (default) keeps every token in one "
-            "compact format. 'leankv' keeps, demotes or drops each token of each head by the attention that it "
-            "receives. 'prune' keeps a fixed share of the pages: those that --kvc-scorer ranks first, shared out by "
-            "--kvc-share. The others are 'prune' with other defaults. 'leankv' and scorers that collect attention go "
-            "by later tokens of the request that fills a block, and others with that prefix read the result: see "
-            "--kvc-trust."
+            f"What is kept, and how precisely: {listed(POLICIES)}. 'quantise' (default) keeps every token in one "
+            "format; 'safe' and 'balanced' are 'quantise' in k8v4 and k4v4. 'prune' keeps a fixed share of the pages: "
+            "those that --kvc-scorer ranks first, allocated by --kvc-share. 'leankv' keeps, demotes or drops each "
+            "token of each head by its attention score. All other names are presets of 'prune'. 'leankv' and scorers "
+            "that collect attention scores use later tokens of the request that fills a block, and other requests "
+            "with that prefix read the result: see --kvc-trust."
         ),
         NS("memory"),
     ] = None
@@ -94,23 +97,23 @@ class KvcServerArgs(ServerArgs):
         str | None,
         _option(
             f"Page format of the important tokens, named by the bits of keys and values: {listed(FORMATS)}. 'bf16' "
-            "compresses nothing. Default: k4v4; k8v4 with policy leankv; what was published with the others."
+            "compresses nothing. Default: k4v4; k8v4 with policy leankv; presets have their own."
         ),
         NS("memory"),
     ] = None
     kvc_low: A[
         str | None,
         _option(
-            "Page format of the less important tokens, below --kvc-high. With policy prune they are then kept, not "
-            "dropped. Default: k4v2 with policy leankv, k2v2 with mikv."
+            "Page format of the less important tokens, of fewer bits than --kvc-high. Policy prune then keeps them "
+            "instead of dropping them. Default: k4v2 with policy leankv, k2v2 with mikv, else none."
         ),
         NS("memory"),
     ] = None
     kvc_window: A[
         int | None,
         _option(
-            "Number of latest tokens of a sequence that stay uncompressed. Default: 64; 0 with policy quantise, whose "
-            "answers then do not depend on what was cached.",
+            "Recent window: number of latest tokens of a sequence that stay uncompressed. Default: 64; 0 with policy "
+            "quantise, whose answers then do not depend on the prefix cache.",
             number=True,
         ),
         NS("memory"),
@@ -119,7 +122,7 @@ class KvcServerArgs(ServerArgs):
         int | None,
         _option(
             "Tokens in a block, the unit that is shared, compressed and evicted: a multiple of 64 from 64 to 1024. "
-            "Only whole blocks are found again in the prefix cache. Takes the place of --page-size. Default: 128.",
+            "The prefix cache finds whole blocks only. Replaces --page-size. Default: 128.",
             number=True,
         ),
         NS("memory"),
@@ -132,15 +135,15 @@ class KvcServerArgs(ServerArgs):
     kvc_budget: A[
         str | None,
         _option(
-            "Policy prune, in the place of --kvc-keep: how small packed tokens shall be, everything counted: at least "
-            "so many times smaller than bf16, like 4x, or at most so many bytes per token (on each GPU), like 1200."
+            "Policy prune, instead of --kvc-keep: target size of packed tokens, all metadata included. Either a "
+            "compression ratio to bf16, like 4x, or bytes per token on each GPU, like 1200."
         ),
         NS("memory"),
     ] = None
     kvc_scorer: A[
         str | None,
         _option(
-            f"Policy prune: how important a token is for a head: {listed(SCORERS)}. Settings may follow, like "
+            f"Policy prune: ranks the tokens of each head: {listed(SCORERS)}. Settings may follow, like "
             "snapkv:window=64,pool=5. Default: keydiff."
         ),
         NS("memory"),
@@ -148,8 +151,8 @@ class KvcServerArgs(ServerArgs):
     kvc_share: A[
         str | None,
         _option(
-            f"Policy prune: how a block's pages are shared out among layers and heads: {listed(SHARES)}. Settings may "
-            "follow, like ada:floor=0.3. Default: global."
+            f"Policy prune: allocates a block's pages to layers and heads: {listed(SHARES)}. Settings may follow, like "
+            "ada:floor=0.3. Default: global."
         ),
         NS("memory"),
     ] = None
@@ -161,7 +164,7 @@ class KvcServerArgs(ServerArgs):
     kvc_levels: A[
         str | None,
         _option(
-            "Policy quantise: formats that single requests may ask for instead, separated by commas: "
+            "Policy quantise: formats, separated by commas, that single requests may ask for instead, with "
             'custom_params {"kvc": "k8v4"}. {"kvc": "lossless"} needs no listing. Default: none.'
         ),
         NS("memory"),
@@ -169,16 +172,17 @@ class KvcServerArgs(ServerArgs):
     kvc_allow_lossless: A[
         str | None,
         _option(
-            'Whether single requests may ask for an uncompressed cache: custom_params {"kvc": "lossless"}. They take '
-            "several times the memory of others. 'true' (default), or 'false': such a request gets an error."
+            'Whether single requests may ask for an uncompressed cache, with custom_params {"kvc": "lossless"}. '
+            "They take several times the memory of other requests. 'true' (default), or 'false': such a request gets "
+            "an error."
         ),
         NS("memory"),
     ] = None
     kvc_trust: A[
         str | None,
         _option(
-            "Which requests may share blocks that were packed by the attention of one of them: 'all' (default), or "
-            "'salt': those with the same cache_salt (extra_key), while a request without one shares none. Blocks of "
+            "Which requests may share blocks whose content depends on one request's attention scores: 'all' (default), "
+            "or 'salt': requests with the same cache_salt (extra_key); a request without one shares none. Blocks of "
             "other policies depend on their own tokens alone, and are always shared."
         ),
         NS("memory"),
@@ -186,17 +190,17 @@ class KvcServerArgs(ServerArgs):
     kvc_calibration: A[
         str | None,
         _option(
-            "File that sglang-kvc calibrate wrote for this model. Formats that it saw break the model are refused; "
-            "its recommended format and LeanKV's thresholds become the defaults; scorer expected-attention and share "
-            "xkv read their statistics from it."
+            "File that sglang-kvc calibrate wrote for this model. Formats that broke the model there are refused; the "
+            "recommended format and LeanKV's thresholds become the defaults; scorer expected-attention and share xkv "
+            "read their statistics from it."
         ),
         NS("memory"),
     ] = None
     kvc_alpha_high: A[
         float | None,
         _option(
-            "Policy leankv: a token is kept at high precision when it receives at least this many times the average "
-            "attention. Default: 1.",
+            "Policy leankv: a token is stored in --kvc-high if its attention score is at least this many times the "
+            "average. Default: 1.",
             number=True,
         ),
         NS("memory"),
@@ -204,7 +208,7 @@ class KvcServerArgs(ServerArgs):
     kvc_alpha_low: A[
         float | None,
         _option(
-            "Policy leankv: a token is dropped when it receives less than this many times the average attention. "
+            "Policy leankv: a token is dropped if its attention score is less than this many times the average. "
             "Default: 0.02.",
             number=True,
         ),
@@ -213,16 +217,16 @@ class KvcServerArgs(ServerArgs):
     kvc_observe: A[
         str | None,
         _option(
-            "Policy leankv: whose attention counts: 'all' queries (default; nearly doubles the time of a prefill), one "
-            "in 16 of them ('all/16'), or the last N of a prompt."
+            "Policy leankv: queries that attention scores are collected from: 'all' (default; nearly doubles the time "
+            "of a prefill), one in 16 ('all/16'), or the last N of a prompt."
         ),
         NS("memory"),
     ] = None
     kvc_page_bytes: A[
         int | None,
         _option(
-            "Bytes of a page, the unit in which memory is given out: a multiple of 16. Default: chosen for the formats "
-            "in use, so that little is wasted.",
+            "Bytes of a page, the unit of allocation: a multiple of 16. Default: the size that wastes least with the "
+            "formats in use.",
             number=True,
         ),
         NS("memory"),
@@ -230,8 +234,8 @@ class KvcServerArgs(ServerArgs):
     kvc_memory: A[
         str | None,
         _option(
-            "Memory for the KV cache and all its tables, like 4GB or 512MiB. Default: what --mem-fraction-static "
-            f"leaves, as in SGLang; {MEMORY_CPU} on the CPU."
+            "Memory for the KV cache and all its tables, like 4GB or 512MiB. Default: sized by --mem-fraction-static, "
+            f"as in SGLang; {MEMORY_CPU} on the CPU."
         ),
         NS("memory"),
     ] = None
@@ -248,7 +252,7 @@ class KvcServerArgs(ServerArgs):
 
     @classmethod
     def from_cli_args(cls, args):
-        """On the command line a refusal ends the process with one sentence, not with a traceback."""
+        """End the process with one sentence, not a traceback, when the command line cannot be served."""
         try:
             return super().from_cli_args(args)
         except ConfigError as e:
@@ -269,8 +273,8 @@ def _refuse_strays(args: KvcServerArgs) -> None:
 
 
 def _prepare(args: KvcServerArgs) -> None:
-    """Refuse what cannot be served, then set the fields of SGLang that select our parts."""
-    config = KvcConfig.from_args(args)
+    """Refuse arguments that cannot be served, then set the fields of SGLang that select our classes."""
+    config = resolve_config(args)
     check_args(args, config)
     trust = None if args.disable_radix_cache else trust_warning(config)
     for warning in [*environment_warnings(), *([trust] if trust else [])]:
@@ -296,17 +300,17 @@ def _prepare(args: KvcServerArgs) -> None:
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True
-        args.sleep_on_idle = True  # a waiting scheduler would spin on one of the few cores that also compute
+        args.sleep_on_idle = True  # a waiting scheduler would spin on a core that also computes
         args.cuda_graph_backend_decode = args.cuda_graph_backend_prefill = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU
 
 
 def _verify(args: KvcServerArgs) -> None:
-    """After SGLang's resolution: the model's config is known, and SGLang may have changed our choices for it."""
+    """Checks after SGLang's resolution: the model's config is known, and SGLang may have changed our fields for it."""
     if not getattr(args, "_declarations_materialized", False):
         return  # model "dummy" or "none": SGLang resolves nothing
-    config = KvcConfig.from_args(args)
+    config = resolve_config(args)
     model = args.get_model_config()
     facts = from_model_config(model)
     check_facts(facts, config)
@@ -327,32 +331,31 @@ def _verify(args: KvcServerArgs) -> None:
             )
     check_chunk(args.chunked_prefill_size, config)
     graph = args.cuda_graph_config.prefill
-    if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # others are SGLang's choice: asked for, they were refused
+    if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's
         graph.backend = "disabled"
 
 
 def _on_cpu(args: KvcServerArgs) -> bool:
     if args.device is not None:
         return args.device.split(":")[0] == "cpu"
-    import torch
-
     return not torch.cuda.is_available()
 
 
 def _check_platform() -> None:
-    """SGLang chose its platform when it was imported, which is before it knows the keywords of an `Engine`."""
+    """SGLang chooses its platform when it is imported, before it knows the keywords of an `Engine`."""
+    # Late: importing the name would choose the platform.
     from sglang.srt.platforms import current_platform
     from sglang.srt.platforms.interface import SRTPlatform
 
     if type(current_platform) is SRTPlatform:
         raise ConfigError(
             "kv_backend kvc cannot be served here, because SGLang found no platform for a machine without an "
-            f"accelerator; set the environment variable SGLANG_PLATFORM={cpu_platform.NAME} before sglang is imported."
+            f"accelerator; set the environment variable SGLANG_PLATFORM={CPU_PLATFORM} before sglang is imported."
         )
 
 
 def _device_bytes(device: str) -> float | None:
-    """All memory of the device; SGLang asks the driver's tools, so no CUDA context is made here."""
+    """Total memory of the device. SGLang asks the driver's tools, so no CUDA context is made here."""
     from sglang.srt.utils.common import get_device_memory_capacity
 
     megabytes = get_device_memory_capacity(device)

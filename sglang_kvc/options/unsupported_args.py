@@ -1,7 +1,7 @@
-"""What arguments cannot be served with the compressed cache, as a table; `unsupported_models` has that of models.
+"""Server arguments that cannot be served with the compressed cache, as a table. `unsupported_models` has the models.
 
-A refusal is one sentence: what, why, and what to do instead. It is raised before anything is started where the
-arguments or the model's config file show it.
+A refusal is one sentence: what, why, and what to do instead. It is raised before anything starts if the arguments or
+the model's config file show it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_kvc.options.config import ALL, SALT, ConfigError, KvcConfig, listed
+from sglang_kvc.errors import ConfigError, listed
+from sglang_kvc.options.config import ALL, SALT, KvcConfig
 from sglang_kvc.policies import SEQUENCE, make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
-LEAST_CAPABILITY = (8, 0)  # min and max of pairs of fp16 values
+MIN_CAPABILITY = (8, 0)  # packing takes min and max of pairs of fp16 values
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """`when` looks at one value (a ServerArgs field) or, in the model table, at all `ModelFacts`."""
+    """`when` tests one value: a ServerArgs field or, in the model table, all `ModelFacts`."""
 
     name: str
     when: Callable[[Any], bool]
@@ -47,14 +48,14 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 
 
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
-_BY_SLOT = "it keeps a row for each slot of the stock cache, and the compressed one has more"
-_APART = "ranks that serve different requests would plan their pages differently"
+_BY_SLOT = "it keeps a row for each slot of the stock cache, and the compressed cache has more slots"
+_APART = "ranks that serve different requests would allocate their pages differently"
 _WHOLE = "each rank must hold whole sequences of its own layers' pages"
 _ATTENTION = "only its own attention backend can read packed pages"
-_BETWEEN = "attention over the pages runs between captured parts of a prefill, not in them"
+_BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
 PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's prefill CUDA graph backends that can be served
 
-# name = the ServerArgs field whose value is looked at.
+# `name` is the ServerArgs field that `when` tests.
 ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "speculative_algorithm",
@@ -91,7 +92,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "enable_single_batch_overlap", _on, "--enable-single-batch-overlap", "a step's pages are written as one batch"
     ),
     Refusal("enable_pdmux", _on, "--enable-pdmux", "pages may be written by one stream only"),
-    Refusal("dllm_algorithm", _on, "--dllm-algorithm {}", "a diffusion model rewrites tokens that are packed already"),
+    Refusal("dllm_algorithm", _on, "--dllm-algorithm {}", "a diffusion model rewrites tokens that are already packed"),
     Refusal(
         "enable_deterministic_inference",
         _on,
@@ -105,7 +106,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "it needs bitwise equal answers, and packing a block changes the last bits",
     ),
     Refusal("enable_streaming_session", _on, "--enable-streaming-session", "it frees the cache in parts of a block"),
-    Refusal("enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs a radix tree of another kind"),
+    Refusal("enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs its own radix tree"),
     Refusal(
         "kv_cache_dtype",
         _other_than("auto", "bf16", "bfloat16", None),
@@ -167,7 +168,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("enable_return_routed_experts", _on, "--enable-return-routed-experts", _BY_SLOT),
     Refusal("enable_return_indexer_topk", _on, "--enable-return-indexer-topk", _BY_SLOT),
-    Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the tree"),
+    Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the radix tree"),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
     Refusal("prefill_only_disable_kv_cache", _on, "--prefill-only-disable-kv-cache", "there would be nothing to keep"),
     Refusal("enable_mis", _on, "--enable-mis", "its attention mask is not causal"),
@@ -189,7 +190,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_args(args: Any, config: KvcConfig) -> None:
-    """Raise at the first argument that cannot be served. `args` is a ServerArgs before its resolution."""
+    """Raise at the first argument that cannot be served. `args` is a ServerArgs that SGLang has not resolved yet."""
     for refusal in ARG_REFUSALS:
         value = getattr(args, refusal.name, None)
         if refusal.when(value):
@@ -219,7 +220,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
 
 
 def check_chunk(chunk: int | None, config: KvcConfig) -> None:
-    """Also of the chunk that SGLang chooses, which only a block size that is no power of two does not divide."""
+    """Refuse a chunk that ends inside a block. SGLang chooses powers of two, which not every block size divides."""
     if chunk is not None and chunk > 0 and chunk % config.block_size:
         raise ConfigError(
             f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
@@ -234,7 +235,7 @@ def _prefill_graph(graph_config: Any) -> str | None:
 
 
 def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
-    """Refuse a pool that is larger than the whole device (`device_bytes` None: not known)."""
+    """Refuse a pool that is larger than the whole device (`device_bytes` None: unknown)."""
     if config.memory and device_bytes and config.memory > device_bytes:
         raise ConfigError(
             f"--kvc-memory of {config.memory / 1e9:.1f} GB is more than the device has ({device_bytes / 1e9:.1f} GB); "
@@ -243,9 +244,9 @@ def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
 
 
 def check_capability(capability: tuple[int, int]) -> None:
-    """Refuse GPUs that lack the instructions of packing; seen from a scheduler process, which has its GPU already."""
-    if capability < LEAST_CAPABILITY:
-        at_least = ".".join(map(str, LEAST_CAPABILITY))
+    """Refuse GPUs that lack the instructions of packing. Called in a scheduler process, which has its GPU."""
+    if capability < MIN_CAPABILITY:
+        at_least = ".".join(map(str, MIN_CAPABILITY))
         raise ConfigError(
             f"A GPU of compute capability {capability[0]}.{capability[1]} cannot be served with --kv-backend kvc, "
             f"because packing needs instructions of {at_least}; use a GPU of {at_least} or newer, or --kv-backend "
@@ -254,18 +255,18 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def trust_warning(config: KvcConfig) -> str | None:
-    """A sentence, where requests that share a prefix read what another request's tokens decided; else None."""
+    """A sentence if requests read blocks whose content another request's attention scores decided, else None."""
     if config.trust != ALL or make_policy(config).scope != SEQUENCE:
         return None
     return (
         f"--kvc-policy {config.policy} keeps what later tokens attend to, so the first request with a prefix decides "
-        f"how precisely all others read it; where tenants do not trust each other set --kvc-trust {SALT}, and give "
-        f"the requests of each tenant a cache_salt."
+        f"how precisely all other requests read it; if tenants do not trust each other, set --kvc-trust {SALT} and "
+        f"give the requests of each tenant a cache_salt."
     )
 
 
 def environment_warnings() -> list[str]:
-    """Environment variables that lose their effect; not wrong enough to refuse."""
+    """A sentence for each environment variable that has no effect."""
     ignored = ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
     return [
         f"{name} is ignored: --kv-backend kvc brings its own radix tree."

@@ -1,49 +1,24 @@
-"""What models cannot be served with the compressed cache: from the config file at the start, and from the built model.
-
-Sentences as in `refusals`.
-"""
+"""Models that cannot be served with the compressed cache, as a table of refusals like that of `unsupported_args`."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
-from sglang_kvc.calibration import enforce
-from sglang_kvc.calibration.model_fingerprint import Identity
-from sglang_kvc.options.config import ConfigError, KvcConfig, check_geometry
+import torch
+
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.calibration_file import check_identity
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.model_facts import ModelFacts, from_configurator
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.options.unsupported_args import Refusal, check_capability
+from sglang_kvc.options.validate import check_geometry
 from sglang_kvc.policies import make_policy
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED_HEAD_DIMS = (32, 64, 128, 256)
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What decides whether a model can be served, in builtins."""
-
-    name: str
-    mla: bool = False
-    hybrid_swa: bool = False
-    windows: bool = False  # layers with a sliding window, in the one pool that all layers share
-    shared_kv: bool = False
-    uneven_layers: bool = False
-    hidden_layers: bool = False  # the built model's attention layers were not found
-    hybrid_state: bool = False
-    encoder_decoder: bool = False
-    encoder_only: bool = False
-    local_attention: bool = False
-    sparse_attention: bool = False
-    dual_chunk: bool = False
-    scaled_by_position: bool = False
-    head_dim: int = 128
-    v_head_dim: int = 128
-    dtype: str = "bfloat16"
-    kv_scales: bool = False  # of the built model; not refused, the scales have no use
-    identity: Identity | None = None
-
 
 _MODEL = "serve it with --kv-backend default"
 
@@ -59,13 +34,13 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         "sparse_attention",
         lambda m: m.sparse_attention,
         "The model {} with sparse attention",
-        "it keeps an index of its own beside the cache",
+        "it keeps its own index beside the cache",
         _MODEL,
     ),
     Refusal(
         "hybrid_swa",
         lambda m: m.hybrid_swa,
-        "The model {}, whose sliding-window layers have a pool of their own,",
+        "The model {}, whose sliding-window layers have their own pool,",
         "the cache is one pool for all layers",
         _MODEL,
     ),
@@ -73,21 +48,21 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         "shared_kv",
         lambda m: m.shared_kv,
         "The model {}, whose layers share keys and values,",
-        "every layer has pages of its own",
+        "every layer has its own pages",
         _MODEL,
     ),
     Refusal(
         "uneven_layers",
         lambda m: m.uneven_layers,
-        "The model {} with KV heads of different number or size",
-        "the pages of all layers are alike",
+        "The model {} with layers that differ in number or size of KV heads",
+        "all layers have the same page layout",
         _MODEL,
     ),
     Refusal(
         "hidden_layers",
         lambda m: m.hidden_layers,
         "The model {}",
-        "its attention layers are not where SGLang's models have them, so their windows and masks are not known",
+        "its attention layers were not found, so their windows and masks are not known",
         _MODEL,
     ),
     Refusal(
@@ -122,20 +97,20 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         "dual_chunk",
         lambda m: m.dual_chunk,
         "The model {} with dual-chunk attention",
-        "it needs queries of another kind",
+        "each of its layers needs three kinds of queries",
         _MODEL,
     ),
     Refusal(
         "scaled_by_position",
         lambda m: m.scaled_by_position,
         "The model {} with logits that are scaled by position",
-        "the kernels have one scale for a layer",
+        "the kernels have one scale per layer",
         _MODEL,
     ),
     Refusal(
         "v_head_dim",
         lambda m: m.v_head_dim != m.head_dim,
-        "The model {} with different head sizes of keys and values",
+        "The model {} with keys and values of different head sizes",
         "a page holds both at one size",
         _MODEL,
     ),
@@ -143,7 +118,7 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         "head_dim",
         lambda m: m.head_dim not in SUPPORTED_HEAD_DIMS,
         "The model {} with this head size",
-        f"the kernels know {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
+        f"the kernels support {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
         _MODEL,
     ),
     Refusal(
@@ -157,7 +132,8 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
-    """Raise at the first trait of the model that cannot be served."""
+    """Raise at the first trait of the model that cannot be served, and for a calibration file or a page size that does
+    not fit it."""
     for refusal in MODEL_REFUSALS:
         if refusal.when(facts):
             raise refusal.error(facts.name)
@@ -166,20 +142,16 @@ def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
             f"The model {facts.name} with sliding-window layers cannot be served with --kvc-policy {config.policy}, "
             f"because a window counts positions, which pruned blocks lose; use --kvc-policy quantise."
         )
-    enforce.check_identity(config, facts.identity)
+    check_identity(config, facts.identity)
     check_geometry(config, head_dim=facts.head_dim)
 
 
 def check_model(configurator: Any) -> None:
     """The check of the built model, before any pool exists: `configurator` is SGLang's KVCacheConfigurator."""
-    import torch
-
-    from sglang_kvc.options.model_facts import from_configurator
-
     if torch.device(configurator.device).type == "cuda":
         check_capability(torch.cuda.get_device_capability())
     facts = from_configurator(configurator)
-    check_facts(facts, KvcConfig.from_args(configurator.server_args))
+    check_facts(facts, resolve_config(configurator.server_args))
     if facts.kv_scales:
         logger.warning(
             "The KV-cache scales of the checkpoint %s are ignored: --kv-backend kvc computes scales from the data of "

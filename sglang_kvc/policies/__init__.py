@@ -1,9 +1,28 @@
-"""Policies: what is kept, at which precision. Tensor work is in `kvc_kernels.ops`; nothing here imports sglang."""
+"""Policies: which tokens a packed block keeps, and at which precision. Tensor work is in `kvc_kernels`.
+
+* `base.py`: `Policy`, and the `Evidence` that a plan may look at.
+* `quantise.py`, `prune.py`: the two recommended policies; `presets.py` has compositions of them under short names.
+* `scorers/`, `allocation.py`: the parts of `prune`.
+* `published/`: LeanKV and the scorers and presets of papers, available but not recommended.
+* `budget.py`, `parse.py`: values of settings and their text.
+* `registry.py`: the list of policies.
+"""
 
 from .allocation import SHARES
-from .base import BLOCK, SEQUENCE, Evidence, Policy
+from .base import BLOCK, LOSSLESS, SEQUENCE, Evidence, Policy
 from .prune import Prune
 from .registry import POLICIES, make_policy
 from .scorers import SCORERS
 
-__all__ = ["BLOCK", "POLICIES", "SCORERS", "SEQUENCE", "SHARES", "Evidence", "Policy", "Prune", "make_policy"]
+__all__ = [
+    "BLOCK",
+    "LOSSLESS",
+    "POLICIES",
+    "SCORERS",
+    "SEQUENCE",
+    "SHARES",
+    "Evidence",
+    "Policy",
+    "Prune",
+    "make_policy",
+]

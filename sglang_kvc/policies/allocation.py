@@ -1,7 +1,7 @@
-"""How a block's pages are shared out among its layers and heads; the list of ways.
+"""`Share`: how a block's pages are allocated among its layers and heads. `SHARES` lists all.
 
-The number of pages is the rung's, known to the CPU before any score is. A way says between whom scores decide: all
-heads of all layers, the heads of a layer, or nobody (each head keeps its best tokens in pages given in advance).
+The rung gives the number of pages, which the CPU knows before any score. A share says who competes for them: all heads
+of all layers, the heads of a layer, or nobody (each head keeps its best tokens in pages given in advance).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from kvc_kernels import ops
 
 from ..calibration.tensors import Calibration
+from .parse import Part
 
 
 @dataclass(frozen=True)
-class Share:
-    """Base. A subclass is a class here and a line in `SHARES`; it says the weights of the layers, or plans itself."""
+class Share(Part):
+    """Base of all shares. A subclass is a class here and a name in `SHARES`."""
 
     name: ClassVar[str]
 
@@ -32,16 +33,17 @@ class Share:
     def plan(
         self, scores: torch.Tensor, pages: int, page_tokens: int, floor: int, calibration: Calibration | None
     ) -> torch.Tensor:
-        """Tiers int8 `[n, L, H, P]`, 2 or 0, with `pages` pages of `page_tokens` tokens and `floor` for every head.
+        """Tiers int8 `[n, L, H, P]`, 2 (kept) or 0, for `pages` pages of `page_tokens` tokens.
 
-        `scores` fp32 `[n, L, H, P]`. Ties go to the lower position, head and layer.
+        Every head keeps at least `floor` pages. Ties go to the lower position, head and layer. `scores` is fp32
+        `[n, L, H, P]`.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Global(Share):
-    """KV-Compress (arXiv 2410.00161, section 4.2): the worst pages go, wherever among layers and heads they are."""
+    """KV-Compress (arXiv 2410.00161, section 4.2): all heads of all layers compete."""
 
     name: ClassVar[str] = "global"
 
@@ -51,8 +53,10 @@ class Global(Share):
 
 @dataclass(frozen=True)
 class ByLayer(Share):
-    """Layers get pages by weight. With `compete` the heads of a layer compete for them, and each keeps at least the
-    share `floor` of an even split (AdaKV, arXiv 2407.11550, Algorithm 1 and its safeguard); without, they split evenly.
+    """Layers get pages by weight, and heads of a layer get equal pages.
+
+    With `compete`, the heads of a layer compete instead, and each keeps at least the share `floor` of an even split
+    (AdaKV, arXiv 2407.11550, Algorithm 1 and its safeguard).
     """
 
     compete: bool = False
@@ -63,7 +67,7 @@ class ByLayer(Share):
             raise ValueError("floor is a share from 0 to 1")
 
     def weights(self, layers: int, average: float, most: int, calibration: Calibration | None) -> Sequence[float]:
-        """A weight for each layer; `average` pages a layer, of which it can use `most`."""
+        """A weight for each layer, when layers have `average` pages on average and can use at most `most`."""
         return [1.0] * layers
 
     def plan(self, scores, pages, page_tokens, floor, calibration) -> torch.Tensor:
@@ -78,7 +82,7 @@ class ByLayer(Share):
 def _quotas(
     weights: tuple[float, ...], pages: int, heads: int, per_head: int, floor: int, compete: bool, floor_share: float
 ) -> tuple[list[int], list[int]]:
-    """Pages and floors of each layer where heads compete, else of each head."""
+    """Pages and floors, per layer if heads compete, else per head."""
     by_layer = ops.apportion(weights, pages, heads * floor, heads * per_head)
     if compete:
         return by_layer, [max(floor, int(floor_share * p / heads)) for p in by_layer]
@@ -88,16 +92,16 @@ def _quotas(
 
 @dataclass(frozen=True)
 class Uniform(ByLayer):
-    """All layers and heads alike, to within one page."""
+    """Equal pages for all layers and heads, to within one page."""
 
     name: ClassVar[str] = "uniform"
 
 
 @dataclass(frozen=True)
 class Ada(ByLayer):
-    """AdaKV: layers alike, heads of a layer compete.
+    """AdaKV: equal pages for all layers; the heads of a layer compete.
 
-    Assumed: heads compete in units of pages, as in KV-Compress; a page is worth its best token.
+    Assumed: heads compete in units of pages, as in KV-Compress, and a page is worth its best token.
     """
 
     name: ClassVar[str] = "ada"
@@ -106,11 +110,11 @@ class Ada(ByLayer):
 
 @dataclass(frozen=True)
 class Pyramid(ByLayer):
-    """PyramidKV (arXiv 2406.02069, section 4.2): from the first layer to the last in a straight line.
+    """PyramidKV (arXiv 2406.02069, section 4.2): pages fall linearly from the first layer to the last.
 
-    The last layer gets 1 / beta of the average and the first as much more. `beta` 20 is its code's default; MiniKV
-    (appendix H) takes 7, and runs the line from the top layer, in words that contradict its section 3.1.3: assumed is
-    PyramidKV's direction.
+    The last layer gets 1 / beta of the average, and the first exceeds the average by what the last lacks. `beta` 20 is
+    the default of the paper's code; MiniKV (appendix H) takes 7. Assumed: PyramidKV's direction also for MiniKV, whose
+    appendix H and section 3.1.3 contradict each other.
     """
 
     name: ClassVar[str] = "pyramid"
@@ -127,9 +131,9 @@ class Pyramid(ByLayer):
 
 @dataclass(frozen=True)
 class Xkv(ByLayer):
-    """XKV (section IV): each layer's share as measured on samples of a workload and averaged (`layer_shares`).
+    """XKV (section IV): each layer's share as measured on samples of a workload (`layer_shares`).
 
-    Assumed: the heads of a layer split its pages evenly, because the paper's layer keeps the same tokens for all.
+    Assumed: the heads of a layer split its pages evenly, because the paper keeps the same tokens for all of them.
     """
 
     name: ClassVar[str] = "xkv"

@@ -1,4 +1,4 @@
-"""What a policy is, and what it may look at when it plans."""
+"""`Policy`: which tokens a block keeps and how; `Evidence`: the inputs of a plan."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.layout import Format, PoolLayout, Rung
 from kvc_kernels.store import PageStore
-from sglang_kvc.options.request_quality import LOSSLESS
 
 if TYPE_CHECKING:
     from ..calibration.tensors import Calibration
 
 BLOCK, SEQUENCE = "block", "sequence"
+LOSSLESS = "lossless"  # request quality: uncompressed
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a policy may look at when it plans n blocks; tensors are made only when asked for.
+    """Inputs of a plan of n blocks at `from_rung`. Tensors are made when asked for.
 
-    `starts[n]` is the position in the sequence of each block's first token; `lengths[n]` the length N of the sequence
-    that pushed the block out of its window while generating, 0 when the prompt phase did. All are at `from_rung`.
-    `observe`: which attention was collected, None: none was. `calibration` is what a policy loaded for this model, if
-    it needs any.
+    `blocks`, `starts` and `lengths` are int64 `[n]`: block ids, positions of their first tokens, and the length N of
+    the sequence that pushed the block out of its window while generating (0: the prompt did). `observe` says which
+    attention scores were collected, None if none were. `calibration` holds the tensors that a policy loaded, if any.
     """
 
     store: PageStore
@@ -45,20 +44,20 @@ class Evidence:
         return ops.load_dense(self.store, layer, self.blocks, self.from_rung)[:2]
 
     def tiers(self) -> torch.Tensor:
-        """int8 `[n, L, H, P]`: 2 high, 1 low, 0 pruned; all 2 while a block is uncompressed."""
+        """Tiers int8 `[n, L, H, P]`: 2 high, 1 low, 0 pruned; all 2 while a block is uncompressed."""
         return ops.block_tiers(self.store, self.blocks, self.from_rung)
 
     def significance(self) -> torch.Tensor:
-        """Mean attention probability that each token received from later queries, fp32 `[n, L, H, P]`."""
+        """Mean attention scores: the average probability that later queries gave each token, fp32 `[n, L, H, P]`."""
         seen = self.observe or ops.Observe()
         return ops.significance(self.store, self.blocks, seen.window, self.from_rung, seen.stride)
 
     def received(self) -> torch.Tensor:
-        """Attention that each token received, added up as the policy's `Observe` says, fp32 `[n, L, H, P]`."""
+        """Attention scores, summed over queries as the policy's `Observe` says, fp32 `[n, L, H, P]`."""
         return ops.block_scores(self.store, self.blocks, self.from_rung)
 
     def thresholds(self, alpha: ops.Thresholds, rung: Rung) -> torch.Tensor:
-        """Tiers int8 `[n, L, H, P]` by `significance` against thresholds: LeanKV's plan, on a GPU one kernel."""
+        """Tiers int8 `[n, L, H, P]` by mean attention scores against thresholds (LeanKV)."""
         plan = ops.plan_thresholds
         if self.store.device.type == "cuda":
             from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton as plan
@@ -77,28 +76,28 @@ class Evidence:
 class Policy:
     """Base of all policies. A subclass is one file and one line in `registry.POLICIES`.
 
-    Its fields are the settings that it reads from `KvcConfig`, under the same names; their defaults are its own.
-    `scope` says what a block's content depends on: "block" (its own rows and the policy alone: safe to share under the
-    prefix cache) or "sequence" (attention by later tokens of the request that filled it).
+    Its fields are the settings that it reads from `KvcConfig`, under the same names, with its own defaults.
+    `scope` says what a block's content depends on: "block" (its rows and the policy alone, so that sharing it under the
+    prefix cache is safe) or "sequence" (attention scores from later tokens of the request that filled it).
     """
 
     name: ClassVar[str]
     scope: ClassVar[str] = BLOCK
-    # Whether every token of a block is kept, in one format: then its place in the block is its place in the sequence.
+    # Whether every token of a block is kept, in one format, so that its index in the block gives its position.
     keeps_all: ClassVar[bool] = False
     # Whether packed blocks are planned again as their sequence grows.
     replans: ClassVar[bool] = False
-    # Latest tokens of a running sequence that stay uncompressed, unless the user says otherwise.
+    # Default number of latest tokens of a running sequence that stay uncompressed.
     default_window: ClassVar[int] = 64
-    # Tokens of a page in the first format, or as many more as another format needs: small pages let heads differ
-    # finely, large ones are read faster. None: the size that wastes least.
+    # Least tokens of a page in the first format. Small pages let heads differ finely, large pages are read faster.
+    # None: the size that wastes least.
     page_tokens: ClassVar[int | None] = None
-    # Whether this is a composition under a name of its own: messages then suggest what it is composed of.
+    # Whether this is a composition under its own name. Messages suggest what it is composed of instead.
     preset: ClassVar[bool] = False
 
     @property
     def collects(self) -> ops.Observe | None:
-        """The attention to collect while queries are alive, into the scores segment of the pages; None: none."""
+        """Attention scores to collect into the score segment of the pages; None: none."""
         return None
 
     @property
@@ -115,28 +114,27 @@ class Policy:
         raise NotImplementedError
 
     def check(self, layout: PoolLayout) -> None:
-        """ValueError, in one sentence, when the policy cannot serve a model of this geometry."""
+        """Raise ValueError, in one sentence, when the policy cannot serve a model of this geometry."""
 
     def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
-        """Rungs from high to low; rung 0 is uncompressed. ValueError when there is no such ladder."""
+        """Storage of a block from high to low; rung 0 is uncompressed. ValueError when the settings allow none."""
         raise NotImplementedError
 
     def rung_of(self, level: str | None) -> int:
-        """The rung that blocks of a request go to: 0 stays uncompressed. `level`: see `options.request_quality`."""
+        """Rung of a request's packed blocks; 0: they stay uncompressed. `level`: request quality."""
         return 0 if level == LOSSLESS else 1
 
     @property
     def own_level(self) -> str | None:
-        """The format whose name a request may give for what the server does anyway; None where that is more than to
-        store all tokens in one format."""
+        """Format name that means "server default" when a request asks for it. None for policies that use more than one
+        format."""
         return None
 
     def stored_as(self, rung: int = 1) -> Format | None:
-        """The format that every token of a block at `rung` will have, None where that is decided by what they hold,
-        and at rung 0."""
+        """Format of every token of a block at `rung`. None if tokens differ in format, and at rung 0."""
         return None
 
     def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor | None:
-        """Tiers int8 `[n, L, H, P]` that the blocks shall have at `rung`. Never above their present tier. None: all of
-        every block high, which moves faster than a tensor that says so."""
+        """Tiers int8 `[n, L, H, P]` of the blocks at `rung`, never above their present tiers. None: every token high,
+        which moves faster than a tensor of that value."""
         raise NotImplementedError

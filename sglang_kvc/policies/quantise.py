@@ -1,4 +1,4 @@
-"""Quantise-only: every token kept, all in one packed format. Needs no score, so it is pure and safe to share."""
+"""`quantise`: every token kept, in one packed format. A block depends on its own rows alone, so sharing it is safe."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvc_kernels.layout import BF16, FORMATS, Format, PoolLayout, Rung
-from sglang_kvc.options.request_quality import names
 
 from .base import Evidence, Policy
 
 
 @dataclass(frozen=True)
 class Quantise(Policy):
-    """`high` is the packed format; "bf16" compresses nothing (the honest base: same memory layout, exact values).
+    """`high` is the packed format; "bf16" compresses nothing (the uncompressed baseline: same layout, exact values).
 
-    A prompt's queries see the blocks before their own fake-quantized, and with no window a decode step does so too.
-    What a block holds is then a function of the tokens up to its end, whichever of them were cached.
+    Prefill attends to earlier blocks fake-quantized, and with a window of 0 so does decode. A block's content is then a
+    function of the tokens up to its end, whichever of them came from the prefix cache.
     """
 
     name: ClassVar[str] = "quantise"
     default_window: ClassVar[int] = 0
     keeps_all: ClassVar[bool] = True
     high: str = "k4v4"
-    levels: str | None = None  # formats that single requests may ask for instead
-    calibration: str | None = None  # judges formats and sets defaults; no plan reads it
+    levels: tuple[str, ...] = ()  # formats that single requests may ask for instead
+    calibration: str | None = None  # decides formats and defaults at start; no plan reads it
 
     def formats(self) -> list[str]:
-        return [name for name in (self.high, *names(self.levels)) if FORMATS[name].packed]
+        return [name for name in (self.high, *self.levels) if FORMATS[name].packed]
 
     def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
-        """Uncompressed, the server's format, and those of the levels: a block goes to one of them and stays there."""
+        """Uncompressed, the server's format, and the formats of `levels`. A packed block stays at its rung."""
         packed = (FORMATS[name] for name in self.formats())
         return (Rung(BF16, pages=layout.block_pages_bf16), *(Rung(f, pages=layout.block_pages(f)) for f in packed))
 
     def rung_of(self, level: str | None) -> int:
-        found = self.high if level is None else level
-        return 1 + self.formats().index(found) if found in self.formats() else 0
+        name, formats = level or self.high, self.formats()
+        return 1 + formats.index(name) if name in formats else 0
 
     @property
     def own_level(self) -> str:
         return self.high
 
     def stored_as(self, rung: int = 1) -> Format | None:
-        return FORMATS[self.formats()[rung - 1]] if 0 < rung <= len(self.formats()) else None
+        formats = self.formats()
+        return FORMATS[formats[rung - 1]] if 0 < rung <= len(formats) else None
 
     def plan(self, evidence: Evidence, rung: Rung) -> None:
         return None

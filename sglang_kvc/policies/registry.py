@@ -1,4 +1,4 @@
-"""The list of policies: adding one is a file beside this one and a line here, or a line in `presets`."""
+"""The list of policies. Adding one takes a file beside this one and a line here, or a line in `presets`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from dataclasses import fields
 from typing import Any
 
 from .base import Policy
-from .leankv import LeanKV
-from .presets import PRESETS
+from .presets import RECOMMENDED
 from .prune import Prune
+from .published.leankv import LeanKV
+from .published.presets import PUBLISHED
 from .quantise import Quantise
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (Quantise, LeanKV, Prune, *PRESETS)}  # type: ignore[attr-defined]
+PRESETS: tuple[type[Policy], ...] = (*RECOMMENDED, *PUBLISHED)
+_ALL: tuple[type[Policy], ...] = (Quantise, Prune, *RECOMMENDED, LeanKV, *PUBLISHED)
+POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
 
 
 def make_policy(config: Any) -> Policy:
     """The policy that a `KvcConfig` names, with the settings that it reads."""
     cls = POLICIES[config.policy]
-    return cls(**{name: getattr(config, name) for name in (f.name for f in fields(cls))})
+    return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})

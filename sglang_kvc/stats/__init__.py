@@ -1,1 +1,1 @@
-"""Statistics: their records and collection, the head map, and `sglang-kvc inspect`."""
+"""Statistics: `records.py`, their collection from a runtime, the head map, and `sglang-kvc inspect`."""

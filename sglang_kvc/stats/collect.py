@@ -1,4 +1,4 @@
-"""Reads a runtime's figures off its records: real bytes per token, tiers, occupancy, the per-head map."""
+"""Statistics of a runtime: bytes per token, tiers, occupancy, the head map."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvc_kernels.layout import RING_ENTRY_BYTES
+
 from ..cache.blocks import State
-from ..policies.budget import RING_ENTRY_BYTES
 from .records import HeadMap, KvcStats
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..cache.runtime import Runtime
 
-PIECE = 4096  # blocks whose counts are looked at together
+CHUNK = 4096  # blocks whose counts are read at a time
 
 
 def rung_name(rung: Rung) -> str:
@@ -26,53 +27,53 @@ def rung_name(rung: Rung) -> str:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """What the packed blocks store: tokens int64 `[L, H, 2]` (high, low), in pages with `slots` places for a token."""
+    """Tokens in packed blocks, int64 `[L, H, 2]` (high, low), and the token slots of their pages."""
 
     blocks: int
-    held: torch.Tensor
+    tokens: torch.Tensor
     slots: int
 
 
 def packed_tokens(runtime: Runtime) -> PackedTokens:
-    """Added up on the device, a piece of the table at a time; waits for the device.
+    """Summed on the device, `CHUNK` blocks at a time; waits for the device.
 
-    Page state changes on the forward stream alone, so nothing is flushed here: blocks whose compaction is still queued
-    count as kept whole.
+    Page state changes on the forward stream alone, so nothing is flushed here. Blocks whose compaction is still queued
+    count as if every token were kept.
     """
     layout, store, blocks = runtime.layout, runtime.store, runtime.blocks
     packed = np.flatnonzero(blocks.state == State.PACKED)
-    held = torch.zeros((layout.layers, layout.heads, 2), dtype=torch.int64, device=store.device)
+    tokens = torch.zeros((layout.layers, layout.heads, 2), dtype=torch.int64, device=store.device)
     slots = torch.zeros((), dtype=torch.int64, device=store.device)
     whole = torch.tensor([layout.block_tokens, 0], dtype=store.counts.dtype).to(store.device)
     for i, rung in enumerate(store.ladder[1:], start=1):
         formats = (rung.high,) if rung.low is None else (rung.high, rung.low)
         ids = torch.from_numpy(packed[blocks.rung[packed] == i])
-        for some in ids.split(PIECE):
-            some = some.to(store.device)
-            waiting = (store.rung[some] == 0)[:, None, None, None]
-            counts = torch.where(waiting, whole, store.counts[some])
-            held += counts.sum(0, dtype=torch.int64)
+        for chunk in ids.split(CHUNK):
+            chunk = chunk.to(store.device)
+            queued = (store.rung[chunk] == 0)[:, None, None, None]
+            counts = torch.where(queued, whole, store.counts[chunk])
+            tokens += counts.sum(0, dtype=torch.int64)
             for tier, fmt in enumerate(formats):
                 t = layout.page(fmt).tokens
                 pages = torch.div(counts[..., tier] + (t - 1), t, rounding_mode="floor")
                 slots += t * pages.sum(dtype=torch.int64)
-    return PackedTokens(len(packed), held.cpu(), int(slots))
+    return PackedTokens(len(packed), tokens.cpu(), int(slots))
 
 
 def measure(runtime: Runtime, *, detail: bool) -> KvcStats:
-    """Figures from the CPU records. `detail` also reads token counts, which on a GPU waits for the device."""
+    """Statistics from the CPU records. `detail` also reads token counts, which waits for a GPU."""
     return _stats(runtime, packed_tokens(runtime) if detail or runtime.store.device.type == "cpu" else None)
 
 
 def figures(runtime: Runtime) -> tuple[KvcStats, HeadMap]:
-    """All figures in detail, and kept and high shares per layer and head over all packed blocks."""
-    held = packed_tokens(runtime)
-    share = held.held.double() / max(1, held.blocks * runtime.layout.block_tokens)
-    shown = HeadMap(kept=share.sum(-1).tolist(), high=share[..., 0].tolist(), blocks=held.blocks)
-    return _stats(runtime, held), shown
+    """Detailed statistics, and kept and high shares per layer and head over all packed blocks."""
+    packed = packed_tokens(runtime)
+    share = packed.tokens.double() / max(1, packed.blocks * runtime.layout.block_tokens)
+    head_map = HeadMap(kept=share.sum(-1).tolist(), high=share[..., 0].tolist(), blocks=packed.blocks)
+    return _stats(runtime, packed), head_map
 
 
-def _stats(runtime: Runtime, held: PackedTokens | None) -> KvcStats:
+def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
     layout, blocks, ledger = runtime.layout, runtime.blocks, runtime.ledger
     packed = np.flatnonzero(blocks.state == State.PACKED)
     used = np.flatnonzero(blocks.state != State.FREE)
@@ -84,7 +85,7 @@ def _stats(runtime: Runtime, held: PackedTokens | None) -> KvcStats:
     ladder = runtime.store.ladder
     by_rung = {rung_name(r): int((blocks.rung[used] == i).sum()) for i, r in enumerate(ladder)}
     tokens = int(blocks.num_tokens[used].sum())
-    tiers, occupancy = ({}, None) if held is None else _tiers(runtime, held, tokens)
+    tiers, occupancy = ({}, None) if counted is None else _tiers(runtime, counted, tokens)
     return KvcStats(
         config=runtime.config.summary(),
         scope=runtime.policy.scope,
@@ -106,8 +107,8 @@ def _stats(runtime: Runtime, held: PackedTokens | None) -> KvcStats:
 
 
 def _tiers(runtime: Runtime, packed: PackedTokens, tokens: int) -> tuple[dict[str, int], float | None]:
-    """(layer, head, token) triples in each tier, and the share of the packed pages' token slots that hold a token."""
+    """(layer, head, token) triples in each tier, and the share of token slots of packed pages that hold a token."""
     heads, whole = runtime.layout.layers * runtime.layout.heads, packed.blocks * runtime.layout.block_tokens
-    high, low = packed.held.sum((0, 1)).tolist()
+    high, low = packed.tokens.sum((0, 1)).tolist()
     tiers = {"bf16": (tokens - whole) * heads, "high": high, "low": low, "pruned": whole * heads - high - low}
     return tiers, (high + low) / packed.slots if packed.slots else None

@@ -1,4 +1,4 @@
-"""Draws how many tokens each head of each layer keeps, as HTML or SVG (no dependency) or PNG (matplotlib)."""
+"""The head map, tokens kept by each head of each layer, as HTML or SVG (no dependency) or PNG (matplotlib)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sglang_kvc.stats.records import HeadMap
 
 CELL_W, CELL_H, GAP = 22, 22, 1
 LEFT, TOP, BOTTOM, LEGEND = 54, 30, 44, 24
-# One hue from pale to dark: darker means that more is kept. Empty cells stay readable on white and in print.
+# Darker cells keep more tokens. The palest is visible on white and in print.
 PALE, DARK = (237, 243, 250), (11, 61, 110)
 
 
 def draw(head_map: HeadMap, path: Path, *, title: str, caption: str, rows: list[tuple[str, str]]) -> None:
-    """Write the map to `path`; its ending picks the format."""
+    """Write the map to `path`, in the format of its ending."""
     kind = path.suffix.lower()
     if kind == ".png":
         _png(head_map, path, title, caption)
@@ -26,13 +26,13 @@ def draw(head_map: HeadMap, path: Path, *, title: str, caption: str, rows: list[
         raise ValueError(f"the map file {path.name} has no known ending; use .html, .svg or .png")
 
 
-def colour(share: float) -> str:
+def color(share: float) -> str:
     share = min(max(share, 0.0), 1.0)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(PALE, DARK))
 
 
 def panels(head_map: HeadMap) -> list[tuple[str, list[list[float]]]]:
-    """What is drawn: kept tokens and, where a lower tier holds some of them, those at high precision."""
+    """Panels to draw: kept tokens and, if a low tier holds some of them, tokens of the high tier."""
     shown = [("Share of tokens kept, by layer and KV head", head_map.kept)]
     if head_map.high != head_map.kept:
         shown.append(("Share of tokens kept at high precision", head_map.high))
@@ -40,7 +40,7 @@ def panels(head_map: HeadMap) -> list[tuple[str, list[list[float]]]]:
 
 
 def svg(head_map: HeadMap) -> str:
-    """Layers from left to right, heads from top to bottom; every cell says its numbers when pointed at."""
+    """Layers from left to right, heads from top to bottom; a cell shows its numbers on hover."""
     layers, heads = head_map.shape
     shown = panels(head_map)
     panel_height = TOP + heads * CELL_H + BOTTOM
@@ -65,7 +65,7 @@ def _panel(head_map: HeadMap, words: str, shares: list[list[float]]) -> str:
         for head in range(heads):
             kept, high = head_map.kept[layer][head], head_map.high[layer][head]
             x, y = LEFT + layer * CELL_W, TOP + head * CELL_H
-            fill = colour(shares[layer][head])
+            fill = color(shares[layer][head])
             out.append(
                 f'<rect x="{x}" y="{y}" width="{CELL_W - GAP}" height="{CELL_H - GAP}" fill="{fill}">'
                 f"<title>layer {layer}, head {head}: {100 * kept:.1f} % kept, {100 * high:.1f} % high</title></rect>"
@@ -85,7 +85,7 @@ def _panel(head_map: HeadMap, words: str, shares: list[list[float]]) -> str:
 def _legend(y: float) -> str:
     steps = 11
     cells = [
-        f'<rect x="{LEFT + 34 + i * 16}" y="{y}" width="16" height="12" fill="{colour(i / (steps - 1))}"/>'
+        f'<rect x="{LEFT + 34 + i * 16}" y="{y}" width="16" height="12" fill="{color(i / (steps - 1))}"/>'
         for i in range(steps)
     ]
     end = LEFT + 34 + steps * 16 + 6
@@ -93,7 +93,7 @@ def _legend(y: float) -> str:
 
 
 def _step(n: int) -> int:
-    """Label every cell where few, every fifth or tenth where many."""
+    """Interval of labels: every cell if there are few, else every fifth or tenth."""
     return 1 if n <= 16 else 5 if n <= 50 else 10
 
 
@@ -117,7 +117,7 @@ figure {{ margin: 1.5em 0; overflow-x: auto; }}
 
 def _png(head_map: HeadMap, path: Path, title: str, caption: str) -> None:
     try:
-        import matplotlib
+        import matplotlib  # optional
     except ImportError:
         raise ValueError(
             "a PNG needs matplotlib; run: pip install 'sglang-kvc[plots]', or choose a .html or .svg file"
@@ -128,7 +128,7 @@ def _png(head_map: HeadMap, path: Path, title: str, caption: str) -> None:
 
     layers, heads = head_map.shape
     shown = panels(head_map)
-    ramp = LinearSegmentedColormap.from_list("kept", [colour(0), colour(1)])
+    ramp = LinearSegmentedColormap.from_list("kept", [color(0), color(1)])
     size = (max(7.0, layers * 0.22 + 2), (heads * 0.22 + 0.9) * len(shown) + 1.3)
     figure, grid = pyplot.subplots(len(shown), figsize=size, layout="constrained", squeeze=False)
     for axes, (words, shares) in zip(grid[:, 0], shown):

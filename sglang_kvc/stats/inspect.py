@@ -1,6 +1,6 @@
-"""`sglang-kvc inspect`: ask a running server what its cache holds; print it as a table, draw the head map.
+"""`sglang-kvc inspect`: prints the cache statistics of a running server as a table, and draws the head map.
 
-Only HTTP and the standard library, so that it starts at once and runs away from the server, too.
+Needs only HTTP and the standard library, so it starts at once and runs on any machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIMEOUT_S = 30
 
 
 class InspectError(RuntimeError):
-    """Nothing to show; the message says why and what to do."""
+    """No statistics can be shown; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ def fetch(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
 def parse(state: dict[str, Any], url: str) -> Report:
     """The `kvc` part of one scheduler's state, which came from `url`."""
     if "error" in state:
-        raise InspectError(f"the server could not read its own figures ({printable(state['error'])}); see its log")
+        raise InspectError(f"the server could not collect its statistics ({printable(state['error'])}); see its log")
     try:
         head_map = state.get("head_map")
         return Report(KvcStats.from_dict(state["stats"]), HeadMap.from_dict(head_map) if head_map else None)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         raise InspectError(
-            f"{url} sent figures that cannot be read ({type(e).__name__}); is it a server of this version?"
+            f"{url} sent statistics that cannot be read ({type(e).__name__}); is it a server of this version?"
         ) from None
 
 
 def run(url: str, *, api_key: str | None = None, as_json: bool = False, map_file: str | None = None) -> int:
-    """The command. With several schedulers the tables follow each other and the maps are numbered."""
+    """Run the command. Several schedulers give one table each, and numbered maps."""
     states = fetch(url, api_key)
     if as_json:
         print(json.dumps(states, indent=2))

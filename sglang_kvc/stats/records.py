@@ -1,6 +1,5 @@
-"""What a running server says of its cache: one record of builtins, and its short form for the log.
-
-The same record goes to the log line, to `/server_info`, to Prometheus and to `sglang-kvc inspect`.
+"""Statistics of a running server's cache: one record for the log line, `/server_info`, Prometheus and
+`sglang-kvc inspect`.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class KvcStats:
-    """Counts of one rank. Bytes are real ones: page slack, headers, tables, scores and positions included.
+    """Counts of one rank. Bytes include all metadata: page slack, scales, tables, scores and positions.
 
-    A *packed* block is one below the uncompressed rung; it holds `block_size` tokens of the sequence, whatever was
-    pruned of them. `tokens_by_tier` counts (layer, head, token) triples; it is empty where reading it would cost a
-    wait for the device, and so is `occupancy` None.
+    A packed block stands for `block_size` tokens of the sequence, pruned ones included. `tokens_by_tier` counts (layer,
+    head, token) triples. It is empty, and `occupancy` None, if reading them would wait for the device.
     """
 
     config: str  # `KvcConfig.summary()`
@@ -26,8 +24,8 @@ class KvcStats:
     page_bytes: int
     pages_total: int
     pages_free: int
-    tokens: int  # tokens of sequences that are resident, pruned ones included
-    bytes: int  # of their blocks: pages, headers and table rows
+    tokens: int  # resident tokens, pruned ones included
+    bytes: int  # of their blocks: pages, scales and table rows
     packed_tokens: int
     packed_bytes: int
     blocks_by_rung: dict[str, int] = field(default_factory=dict)  # "bf16", "k4v4", "k8v4+k4v2" -> blocks
@@ -39,12 +37,12 @@ class KvcStats:
 
     @property
     def ratio_body(self) -> float | None:
-        """How many times smaller packed blocks are than the same tokens uncompressed. None: nothing is packed."""
+        """Compression of packed blocks alone; None if nothing is packed."""
         return _ratio(self.bf16_token_bytes * self.packed_tokens, self.packed_bytes)
 
     @property
     def ratio(self) -> float | None:
-        """The same over everything resident, the uncompressed ends of the sequences included."""
+        """Compression of everything resident, the uncompressed ends of sequences included."""
         return _ratio(self.bf16_token_bytes * self.tokens, self.bytes)
 
     @property
@@ -68,13 +66,13 @@ class KvcStats:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> KvcStats:
-        """Inverse of `to_dict`; derived figures, and what a newer server adds, are left out. Text is made printable;
-        TypeError or ValueError for what is no number, as `data` may come from any server."""
+        """Inverse of `to_dict`. Drops derived figures and unknown fields, and makes text printable, because `data` may
+        come from any server. TypeError or ValueError for a number that is none."""
         return cls(**{f.name: _READ[str(f.type)](data[f.name]) for f in fields(cls) if f.name in data})
 
     def log_line(self) -> str:
         """One short part of SGLang's own prefill and decode log lines."""
-        begun = self.tokens and not self.packed_tokens  # the ratio of an open block would read like a loss
+        begun = self.tokens and not self.packed_tokens  # the ratio of an open block would look like a loss
         parts = ["kvc: nothing packed yet" if begun else f"kvc: {times(self.ratio)} (body {times(self.ratio_body)})"]
         if self.bytes_per_token is not None and not begun:
             parts.append(f"{self.bytes_per_token:.0f} B/token")
@@ -89,18 +87,18 @@ class KvcStats:
 
 @dataclass(frozen=True)
 class HeadMap:
-    """Shares of the tokens of all packed blocks that each head of each layer still keeps, `[layer][head]`, 0 to 1."""
+    """Share of the tokens of all packed blocks that each head of each layer keeps, `[layer][head]`, 0 to 1."""
 
     kept: list[list[float]]
-    high: list[list[float]]  # of all tokens, those at high precision; the rest of `kept` is low
-    blocks: int  # packed blocks looked at
+    high: list[list[float]]  # share of all tokens in the high tier; the rest of `kept` is low
+    blocks: int  # packed blocks
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadMap:
-        """Inverse of `to_dict`. KeyError, TypeError or ValueError for anything but two equal tables of numbers."""
+        """Inverse of `to_dict`. KeyError, TypeError or ValueError unless both tables are numbers of equal shape."""
         kept, high = ([[float(x) for x in row] for row in data[name]] for name in ("kept", "high"))
         if len({len(row) for row in kept}) > 1 or [len(row) for row in kept] != [len(row) for row in high]:
             raise ValueError("the tables of heads have rows of different lengths")
@@ -114,16 +112,16 @@ class HeadMap:
 
 
 def times(ratio: float | None) -> str:
-    """3.117 -> '3.12x'; nothing to compare -> '-'."""
+    """3.117 -> '3.12x', None -> '-'."""
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which a terminal would obey."""
+    """`text` without control characters, which a terminal would execute."""
     return "".join(c for c in str(text) if c.isprintable())
 
 
-# How the fields of `KvcStats` are read, by their types.
+# Readers of `KvcStats` fields, by type.
 _READ: dict[str, Callable[[Any], Any]] = {
     "str": printable,
     "int": int,

@@ -11,7 +11,7 @@ import pytest
 from bench import common
 from bench.quality import cells, generation, pareto, policies
 from sglang_kvc.calibration.model_fingerprint import Identity
-from sglang_kvc.policies.presets import PRESETS
+from sglang_kvc.policies.registry import PRESETS
 
 MODEL = Identity("LlamaForCausalLM", layers=4, heads=4, kv_heads=2, head_dim=64, fingerprint="none")
 
@@ -29,12 +29,12 @@ def test_every_preset_is_measured_at_some_size(tmp_path):
 
 
 def test_what_is_recommended_is_what_is_measured():
-    from sglang_kvc.options.config import KvcConfig
+    from sglang_kvc.options.resolve import resolve_config
     from sglang_kvc.policies import make_policy
 
     def plan(name: str):
         settings = {f"kvc_{k}": v for k, v in common.kvc_settings(name).items()}
-        policy = make_policy(KvcConfig.from_args(SimpleNamespace(**settings)))
+        policy = make_policy(resolve_config(SimpleNamespace(**settings)))
         return {f.name: getattr(policy, f.name) for f in fields(policy)}
 
     for preset in ("safe", "balanced", "max"):

@@ -8,11 +8,11 @@ import torch
 
 from kvc_kernels import ops
 from sglang_kvc.calibration.measure import formats
-from sglang_kvc.calibration.measure.attend import by_block
+from sglang_kvc.calibration.measure.attention import by_block
+from sglang_kvc.calibration.measure.attention_scores import attention_scores, layer_shares, retention
 from sglang_kvc.calibration.measure.capture import CalibrateError, run
 from sglang_kvc.calibration.measure.passes import calibrate
 from sglang_kvc.calibration.measure.queries import rotary_frequencies, same_before_rotation, unrotate
-from sglang_kvc.calibration.measure.received import layer_shares, received, retention
 
 from .conftest import BLOCK, DIM, HEADS, KV_HEADS, LAYERS, TOKENS, make_ids, make_model
 
@@ -102,7 +102,7 @@ def test_rotation_is_undone_or_left_alone(model, ids):
 def test_received_attention_and_retention(model, ids):
     q, k, _ = captured(model, ids)[0][1]
     scale, early = DIM**-0.5, 192
-    got = received(q, k, scale, (early, TOKENS))
+    got = attention_scores(q, k, scale, (early, TOKENS))
     logits = np.einsum("hgnd,hmd->hgnm", q.double().unflatten(0, (KV_HEADS, -1)).numpy(), k.double().numpy()) * scale
     logits = np.where(np.tril(np.ones((TOKENS, TOKENS), dtype=bool)), logits, -np.inf)
     w = np.exp(logits - logits.max(-1, keepdims=True))

@@ -72,7 +72,7 @@ def test_from_text_to_file(folder, tmp_path, capsys):
         (("--tokens", "300"), "longer text"),
         (("--text", "absent.txt"), "cannot be read"),
         (("--model-path", "/absent"), "cannot be read"),
-        (("--device", "tpu"), "is not there"),
+        (("--device", "tpu"), "is not available"),
         (("--out", "/absent/file"), "does not exist"),
         (("--plot", "picture.jpeg"), ".png"),
     ],

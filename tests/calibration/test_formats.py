@@ -14,11 +14,11 @@ from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.measure import formats, thresholds
-from sglang_kvc.calibration.measure.attend import by_block, causal
+from sglang_kvc.calibration.measure.attention import by_block, causal
 from sglang_kvc.calibration.measure.formats import Difference, compare, verdict
 from sglang_kvc.calibration.measure.passes import calibrate
 from sglang_kvc.options.config import KvcConfig
-from sglang_kvc.policies.leankv import LeanKV
+from sglang_kvc.policies.published.leankv import LeanKV
 
 from .conftest import BLOCK, DIM, HEADS, KV_HEADS, LAYERS, TOKENS, make_model
 

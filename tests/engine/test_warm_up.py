@@ -40,7 +40,7 @@ BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 CONFIGURATIONS = [
     dict(policy="quantise", high="bf16"),
     dict(policy="quantise", high="k4v4"),
-    dict(policy="quantise", high="k4v4", levels="k8v4"),
+    dict(policy="quantise", high="k4v4", levels=("k8v4",)),
     dict(policy="quota", keep=0.5),
     dict(policy="kv-compress", keep=0.5),
     dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
@@ -217,7 +217,7 @@ def compare(options, cap, launched, *expected, window=-1):
     seen, policy = {name for name, *_ in launched}, runtime.policy
     assert ("note_kernel" in seen) == policy.observes
     assert ("thresholds_kernel" in seen) == (policy.name == "leankv")
-    assert ("keydiff_kernel" in seen) == (getattr(policy, "scorer", "") == "keydiff")
+    assert ("keydiff_kernel" in seen) == isinstance(getattr(policy, "scorer", None), KeyDiff)
     assert not {(name, combination) for name, combination, _ in launched - ready}
 
 

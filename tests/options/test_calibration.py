@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 from sglang_kvc.calibration.verdicts import KEY, Chosen, Findings, read
-from sglang_kvc.options.config import ConfigError, KvcConfig
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.options.unsupported_models import ModelFacts, check_facts
 
 from .conftest import one_sentence
@@ -48,7 +50,7 @@ def write(tmp_path):
 
 
 def resolve(**options) -> KvcConfig:
-    return KvcConfig.from_args(SimpleNamespace(**{f"kvc_{k}": v for k, v in options.items()}))
+    return resolve_config(SimpleNamespace(**{f"kvc_{k}": v for k, v in options.items()}))
 
 
 def refused(**options) -> str:
@@ -151,7 +153,7 @@ def test_a_server_knows_its_model(parse, model, make_model, write, capsys):
 
     file = write(identity=identity_of(AutoConfig.from_pretrained(model)))
     args = parse("--kv-backend", "kvc", "--kvc-calibration", file)
-    assert KvcConfig.from_args(args).high == "k4v2"
+    assert resolve_config(args).high == "k4v2"
     for changes in ({"num_hidden_layers": 3}, {"rope_theta": 500000.0}, {"vocab_size": 999}):
         with pytest.raises(SystemExit):
             parse("--kv-backend", "kvc", "--kvc-calibration", file, model_path=make_model(**changes))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvc.options.config import (
-    ConfigError,
-    KvcConfig,
-    check_geometry,
-    check_pool,
-    parse_bytes,
-    policy_names,
-    policy_options,
-    wasted_levels,
-)
+from kvc_kernels.ops import Observe
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.resolve import parse_bytes, policy_options, resolve_config
+from sglang_kvc.options.validate import check_geometry, check_pool, wasted_levels
+from sglang_kvc.policies import POLICIES
 
 from .conftest import one_sentence
 
@@ -42,7 +39,7 @@ def statistics(tmp_path_factory) -> str:
 
 
 def resolve(**options) -> KvcConfig:
-    return KvcConfig.from_args(SimpleNamespace(**{f"kvc_{k}": v for k, v in options.items()}))
+    return resolve_config(SimpleNamespace(**{f"kvc_{k}": v for k, v in options.items()}))
 
 
 def test_defaults():
@@ -61,7 +58,7 @@ def test_each_policy_starts_from_its_own_defaults():
 
 def test_every_policy_reads_only_known_settings(statistics):
     known = set(KvcConfig().to_dict())
-    for name in policy_names():
+    for name in POLICIES:
         assert set(policy_options(name)) <= known
         file = {"calibration": statistics} if name in CALIBRATED else {}
         assert resolve(policy=name, **file).summary().startswith(name)
@@ -69,9 +66,10 @@ def test_every_policy_reads_only_known_settings(statistics):
 
 def test_parts_of_a_composed_policy(statistics):
     c = resolve(policy="prune", scorer="snapkv:window=64,pool=5", share="Ada:floor=0.3", sinks="8", budget="4X")
-    assert (c.scorer, c.share, c.sinks, c.budget) == ("snapkv:window=64,pool=5", "ada:floor=0.3", 8, "4x")
+    assert [str(x) for x in (c.scorer, c.share, c.budget)] == ["snapkv:window=64,pool=5", "ada:floor=0.3", "4x"]
+    assert (c.scorer.window, c.share.floor, c.sinks, c.budget.ratio) == (64, 0.3, 8, 4.0)
     assert "budget 4x" in c.summary() and "keep" not in c.summary() and "None" not in c.summary()
-    assert resolve(policy="prune", budget=1200).budget == "1200"
+    assert resolve(policy="prune", budget=1200).budget.token_bytes == 1200
     assert resolve(policy="minikv").high == "k2v2" and resolve(policy="minikv").window == 128
     assert resolve(policy="ada-expected", calibration=statistics).calibration == statistics
 
@@ -101,7 +99,7 @@ def test_a_ratio_that_no_plan_can_reach():
         assert "--kvc-budget" in one_sentence(str(e.value))
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_bf16_is_the_same_base_under_every_policy(policy):
     assert resolve(policy=policy, high="bf16") == KvcConfig(high="bf16")
     assert resolve(policy=policy, high="bf16").formats == ()
@@ -138,8 +136,9 @@ def test_levels_that_cost_quality_and_save_nothing():
 def test_text_numbers_become_numbers():
     c = resolve(policy="quota", block_size="128", keep="0.25", window="0", memory="4GB", page_bytes="2048")
     assert (c.block_size, c.keep, c.window, c.memory, c.page_bytes) == (128, 0.25, 0, 4 * 10**9, 2048)
-    assert resolve(policy="leankv", observe="32").observe == 32
-    assert resolve(policy="leankv", observe="ALL/16").observe == "all/16"
+    assert resolve(policy="leankv", observe="32").observe == Observe(32)
+    assert resolve(policy="leankv", observe="ALL/16").observe == Observe(stride=16)
+    assert resolve(levels="K8V8, k2v2").levels == resolve(levels=("k8v8", "k2v2")).levels == ("k8v8", "k2v2")
     assert resolve(high="K8V4").high == "k8v4"
 
 
@@ -250,7 +249,11 @@ def test_a_page_too_small_for_the_model():
     assert "--kvc-page-bytes" in one_sentence(str(e.value))
 
 
-def test_with_options_validates():
-    assert KvcConfig().with_options(window=8).window == 8
-    with pytest.raises(ConfigError):
-        KvcConfig().with_options(block_size=100)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_settings_as_text_give_the_same_settings(policy, statistics):
+    """What a server reports of its settings starts an equal server."""
+    file = {"calibration": statistics} if policy in CALIBRATED else {}
+    config = resolve(policy=policy, **file)
+    told = json.loads(json.dumps(config.to_dict()))
+    reads = {*policy_options(policy), "policy", "window", "block_size"} - ({"keep"} if told["budget"] else set())
+    assert resolve(**{name: told[name] for name in reads}) == config

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvc_patches import requests
-from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options import resolve
 from sglang_kvc.options.request_quality import namespace
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.policies import make_policy
 
 from .conftest import one_sentence
@@ -22,7 +23,7 @@ def serve(parse, monkeypatch):
 
     def start(*options, params=lambda level: {"kvc": level}):
         args = parse("--kv-backend", "kvc", *options)
-        config = KvcConfig.from_args(args)
+        config = resolve.resolve_config(args)
         monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
         runtime = SimpleNamespace(config=config, policy=make_policy(config), salt_only=False)
         monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
@@ -123,8 +124,7 @@ def test_a_server_may_forbid_uncompressed_requests(serve, options):
 def test_settings_are_resolved_once(serve, monkeypatch):
     requests._resolved.cache_clear()
     ask, seen = serve("--kvc-levels", "k8v4"), []
-    resolve = KvcConfig.from_args
-    monkeypatch.setattr(KvcConfig, "from_args", lambda args: seen.append(1) or resolve(args))
+    monkeypatch.setattr(resolve, "resolve_config", lambda args: seen.append(1) or resolve_config(args))
     assert ask("k8v4") == ask("k8v4") == "k8v4"
     assert len(seen) == 1
 

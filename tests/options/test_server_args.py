@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kvc.options.config import ConfigError, KvcConfig
+from kvc_kernels.ops import Observe
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.resolve import resolve_config
 
 from .conftest import one_sentence
 
@@ -22,7 +25,7 @@ def test_kvc_selects_our_parts(parse):
     assert (args.attention_backend, args.radix_cache_backend, args.page_size) == ("kvc", "kvc", 128)
     assert args.prefill_attention_backend is None and args.decode_attention_backend is None
     assert args.cuda_graph_config.prefill.backend == "disabled"
-    assert KvcConfig.from_args(args) == KvcConfig(memory=10**9)
+    assert resolve_config(args) == KvcConfig(memory=10**9)
 
 
 def test_cpu_is_served_without_more_options(parse):
@@ -109,7 +112,7 @@ ALL = {
     "kvc_page_bytes": 4096,
     "kvc_memory": "64MiB",
 }
-RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, 16, 4096, 64 << 20)
+RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, Observe(16), 4096, 64 << 20)
 
 
 def flags(options: dict) -> list[str]:
@@ -127,7 +130,7 @@ def test_command_line_yaml_and_keywords_agree(parse, model, tmp_path):
     by_file = parse("--config", str(file))
     by_keywords = KvcServerArgs(model_path=model, device="cpu", kv_backend="kvc", **ALL)
     for args in (by_flags, by_file, by_keywords):
-        assert KvcConfig.from_args(args) == RESOLVED
+        assert resolve_config(args) == RESOLVED
         assert args.page_size == 128
         assert {k: getattr(args, k) for k in ALL} == ALL
 
@@ -142,8 +145,9 @@ def test_a_composed_policy_by_flags(parse):
     }
     args = parse("--kv-backend", "kvc", *flags(given))
     assert {k: getattr(args, k) for k in given} == given
-    config = KvcConfig.from_args(args)
-    assert {f"kvc_{k}": getattr(config, k) for k in ("policy", "scorer", "share", "budget", "sinks")} == given
+    config = resolve_config(args)
+    told = config.to_dict()
+    assert {f"kvc_{k}": told[k] for k in ("policy", "scorer", "share", "budget", "sinks")} == given
 
 
 def test_pickle_asdict_and_a_second_resolution(parse):
@@ -232,7 +236,7 @@ def test_engine_takes_our_options(server_args, model):
         patch.register()
         HookRegistry.apply_hooks()
     args = Engine.server_args_class(model_path=model, device="cpu", kv_backend="kvc", kvc_policy="leankv")
-    assert args.attention_backend == "kvc" and KvcConfig.from_args(args).low == "k4v2"
+    assert args.attention_backend == "kvc" and resolve_config(args).low == "k4v2"
 
 
 @pytest.mark.slow

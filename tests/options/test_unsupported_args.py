@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_kvc.options.config import ConfigError, KvcConfig
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.unsupported_args import (
     ARG_REFUSALS,
     check_args,

@@ -15,7 +15,7 @@ import torch
 from kvc_patches import metrics, registry
 from kvc_patches import server_args as patch
 from sglang_kvc.cpu.platform import activate
-from sglang_kvc.options.config import ConfigError
+from sglang_kvc.errors import ConfigError
 from tests.options.conftest import one_sentence
 
 PLATFORM_CLASS = "sglang_kvc.cpu.platform_class:TorchCpuPlatform"

@@ -135,4 +135,4 @@ def score(world: World) -> np.ndarray:
     from sglang_kvc.calibration.tensors import load
 
     stats = load(policy.calibration, torch.device("cpu")) if policy.needs else None
-    return policy.scorer_part.score(replace(world.evidence(), calibration=stats)).double().numpy()
+    return policy.scorer.score(replace(world.evidence(), calibration=stats)).double().numpy()

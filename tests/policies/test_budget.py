@@ -14,8 +14,9 @@ from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.tensors import check_shapes, load
 from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.policies import Prune, make_policy
-from sglang_kvc.policies.budget import Budget, smaller, token_bytes
+from sglang_kvc.policies.budget import Budget, compression, token_bytes
 from tests.options.conftest import one_sentence
 
 from .support import D, H, L, P, World, statistics
@@ -45,13 +46,13 @@ def test_the_most_pages_that_the_budget_pays_for(formats, ratio):
     except ValueError as e:
         assert "--kvc-budget" in one_sentence(f"{e}.")
         least = plans[0].block_pages(LAYOUT, plans[0].floor_pages(LAYOUT) * LAYOUT.layers * LAYOUT.heads)
-        assert smaller(LAYOUT, least) < ratio
+        assert compression(LAYOUT, least) < ratio
         return
     (n,) = pages
     held = plans[0].block_pages(LAYOUT, n)
-    assert smaller(LAYOUT, held) >= ratio and token_bytes(LAYOUT, held) <= bf16 / ratio
+    assert compression(LAYOUT, held) >= ratio and token_bytes(LAYOUT, held) <= bf16 / ratio
     if n < LAYOUT.block_pages(plans[0].ladder(LAYOUT)[1].high):
-        assert smaller(LAYOUT, plans[0].block_pages(LAYOUT, n + 1)) < ratio
+        assert compression(LAYOUT, plans[0].block_pages(LAYOUT, n + 1)) < ratio
 
 
 def test_the_account_agrees():
@@ -70,8 +71,6 @@ def test_a_budget_that_asks_for_nothing_keeps_everything():
 
 
 def test_the_runtime_refuses_what_cannot_be(tmp_path):
-    from sglang_kvc.options.config import KvcConfig
-
     size = {"num_bytes": 1 << 26, "layers": L, "heads": H, "head_dim": D, "dtype": torch.bfloat16, "device": "cpu"}
     with pytest.raises(ValueError, match="--kvc-budget 3 cannot be met") as e:
         Runtime.build(KvcConfig(policy="prune", budget="3"), **size)
@@ -98,23 +97,23 @@ def test_shapes_of_statistics(tmp_path):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_max_is_seven_times_smaller_with_fine_pages(head_dim):
-    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
+    config = resolve_config(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=24, heads=2, head_dim=head_dim)
     assert layout.page(FORMATS["k4v2"]).tokens == 32
-    assert smaller(layout, policy.high_pages(layout)) >= 7
+    assert compression(layout, policy.high_pages(layout)) >= 7
 
 
 def test_pages_grow_until_they_hold_uncompressed_tokens():
     """16 tokens of k4v2 take fewer bytes than 4 of bf16, which is as many as a thread writes at a time."""
-    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
+    config = resolve_config(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     Fine = type("Fine", (type(make_policy(config)),), {"page_tokens": 16})
     layout = make_layout(config, Fine(), layers=24, heads=2, head_dim=64)
     assert layout.page(FORMATS["k4v2"]).tokens == 32 and layout.page(BF16).tokens >= 4
 
 
 def test_a_page_size_that_is_given_counts():
-    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
+    config = resolve_config(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     policy = make_policy(config)
     own = replace(config, page_bytes=4352)
     assert make_layout(own, policy, layers=24, heads=2, head_dim=64).page_bytes == 4352

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from sglang_kvc.cache.runtime import make_policy
-from sglang_kvc.policies import BLOCK, POLICIES, SCORERS, SHARES, Policy, Prune
+from sglang_kvc.policies import BLOCK, POLICIES, SCORERS, SHARES, Policy, Prune, make_policy
 from sglang_kvc.policies.scorers.base import RowScorer
 
 from .support import H, L, P, World, statistics
@@ -109,10 +108,10 @@ def test_block_scope_means_the_blocks_own_rows(policy):
 def test_settings_reach_the_policy(policy):
     from types import SimpleNamespace
 
-    from sglang_kvc.options.config import KvcConfig
+    from sglang_kvc.options.resolve import resolve_config
 
     given = {f"kvc_{f.name}": getattr(policy, f.name) for f in fields(policy)}
-    config = KvcConfig.from_args(SimpleNamespace(kvc_policy=policy.name, **given, kvc_page_bytes=None))
+    config = resolve_config(SimpleNamespace(kvc_policy=policy.name, **given, kvc_page_bytes=None))
     assert make_policy(config) == policy
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvc_patches import internal_state
 from sglang_kvc.cache.blocks import State
-from sglang_kvc.stats import collect as accounting
+from sglang_kvc.stats import collect
 from sglang_kvc.stats.collect import figures, measure
 
 from .model import H, L, P, ToyServer
@@ -20,7 +20,7 @@ from .model import H, L, P, ToyServer
 @pytest.fixture
 def server(monkeypatch):
     """Blocks at every rung, some of them queued to be packed, looked at two at a time."""
-    monkeypatch.setattr(accounting, "PIECE", 2)
+    monkeypatch.setattr(collect, "CHUNK", 2)
     made = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0, blocks=20)
     for i in range(4):
         made.finish(made.admit([*range(100 * i, 100 * i + 2 * P), 1]))

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, PoolLayout
 from sglang_kvc.cache.blocks import State
-from sglang_kvc.policies.leankv import LeanKV
+from sglang_kvc.policies.published.leankv import LeanKV
 from sglang_kvc.stats.collect import measure
 
 from . import record

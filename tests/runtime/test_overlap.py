@@ -98,10 +98,10 @@ TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
 KINDS = {
     "k4v4": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS)),
-    "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": "k2v2", **TIGHT}, P, (None, LOSSLESS, "k2v2")),
+    "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k2v2",), **TIGHT}, P, (None, LOSSLESS, "k2v2")),
     "window": Kind({"high": "k4v4", "window": 32}, P),
     "window-tight": Kind({"high": "k8v4", "window": 2 * P, **TIGHT}),
-    "levels": Kind({"high": "k4v4", "levels": "k8v4", "window": 0}, None, (None, "k8v4")),
+    "levels": Kind({"high": "k4v4", "levels": ("k8v4",), "window": 0}, None, (None, "k8v4")),
     "leankv": Kind({**LEANKV, "window": 0}, asked=(None, LOSSLESS)),
     "leankv-tight": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS)),
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),

@@ -161,7 +161,7 @@ def test_open_blocks_are_the_full_blocks_of_a_prefix_that_stay_uncompressed():
 
 def test_a_forward_finds_its_own_sequences_where_requests_share_an_id():
     """The tokenizer processes of `--tokenizer-worker-num` do not know each other's ids."""
-    server = ToyServer(high="k4v4", levels="k8v4", window=0)
+    server = ToyServer(high="k4v4", levels=("k8v4",), window=0)
     first, second = (server.admit([7] * 200, level=level) for level in (None, "k8v4"))
     first.rid = second.rid = "same"
 

@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels.layout import FORMATS
-from sglang_kvc.options.request_quality import LOSSLESS, names
-
-from .model import P, ToyServer
+from sglang_kvc.options.request_quality import LOSSLESS
+from tests.runtime.model import P, ToyServer
 
 PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks that prompts are put together from
 
@@ -27,7 +26,7 @@ def machine(**options):
             pieces=st.lists(st.integers(0, 3), max_size=3),
             tail=st.integers(1, P - 1),
             chunk=st.booleans(),
-            level=st.sampled_from([None, None, LOSSLESS, *names(options.get("levels"))]),
+            level=st.sampled_from([None, None, LOSSLESS, *options.get("levels", ())]),
         )
         def admit(self, pieces, tail, chunk, level):
             prompt = [t for p in pieces for t in PIECES[p]] + [7] * tail
@@ -75,7 +74,7 @@ def machine(**options):
         pytest.param({"high": "bf16"}, id="bf16"),
         pytest.param({"high": "k4v4"}, id="k4v4"),
         pytest.param({"high": "k8v8", "window": 0}, id="k8v8-window0"),
-        pytest.param({"high": "k4v4", "levels": "k8v4,k2v2", "window": 0}, id="levels"),
+        pytest.param({"high": "k4v4", "levels": ("k8v4", "k2v2"), "window": 0}, id="levels"),
         pytest.param({"policy": "quota", "keep": 0.5}, id="quota"),
         pytest.param({"policy": "prune", "share": "ada", "low": "k2v2", "sinks": 4}, id="two-tiers"),
         pytest.param({"policy": "leankv", "high": "k8v4", "low": "k4v2"}, id="leankv"),
@@ -169,7 +168,7 @@ def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
 
 
 def test_levels_go_to_rungs_of_their_own():
-    server = ToyServer(high="k4v4", levels="k8v4,k2v2", window=0)
+    server = ToyServer(high="k4v4", levels=("k8v4", "k2v2"), window=0)
     asked = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
     reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in asked}
     seen = server.runtime.stored_as([r.kvc for r in reqs.values()])
@@ -185,7 +184,7 @@ def test_levels_go_to_rungs_of_their_own():
 
 
 def test_a_server_that_compresses_on_request_only():
-    server = ToyServer(high="bf16", levels="k4v4", window=0)
+    server = ToyServer(high="bf16", levels=("k4v4",), window=0)
     plain, small = (server.admit([*PIECES[0], 1], level=level) for level in (None, "k4v4"))
     server.runtime.flush()
     assert [server.runtime.store.rung[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvc_patches.requests import before_add_request_to_queue
-from sglang_kvc.options.config import ConfigError, KvcConfig
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.request_quality import LOSSLESS
 from sglang_kvc.options.unsupported_args import trust_warning
+from sglang_kvc.options.validate import check_settings
 
 from .model import P, ToyServer
 
@@ -124,4 +126,4 @@ def test_the_start_says_so():
     for config in (KvcConfig(), KvcConfig(policy="prune"), KvcConfig(**LEANKV, trust="salt")):
         assert trust_warning(config) is None
     with pytest.raises(ConfigError, match="--kvc-trust 'none'"):
-        KvcConfig(trust="none").validate()
+        check_settings(KvcConfig(trust="none"))

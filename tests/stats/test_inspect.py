@@ -104,9 +104,9 @@ def test_svg_is_well_formed_and_shows_every_head():
     assert len(list(ET.fromstring(head_map.svg(tall)).iter("{http://www.w3.org/2000/svg}title"))) == 640
 
 
-def test_colours_run_from_pale_to_dark():
-    assert head_map.colour(0) == "#edf3fa" and head_map.colour(1) == "#0b3d6e"
-    assert head_map.colour(-1) == head_map.colour(0) and head_map.colour(2) == head_map.colour(1)
+def test_colors_run_from_pale_to_dark():
+    assert head_map.color(0) == "#edf3fa" and head_map.color(1) == "#0b3d6e"
+    assert head_map.color(-1) == head_map.color(0) and head_map.color(2) == head_map.color(1)
 
 
 def test_html_escapes_what_comes_from_outside(tmp_path):

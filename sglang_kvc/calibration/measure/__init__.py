@@ -1,4 +1,4 @@
-"""`sglang-kvc calibrate`: what compression does to one model, measured on text of the user's, into one file.
+"""`sglang-kvc calibrate`: measures on a text what compression does to one model, and writes a calibration file.
 
-Needs transformers and torch; never SGLang.
+Needs torch and transformers, not SGLang.
 """

@@ -1,8 +1,7 @@
-"""A model's attention, taken over: every layer hands its rotated q, k and v to a function of ours and goes on with
-what that returns.
+"""Replaces a model's attention: every layer calls a function with its rotated q, k and v, and uses its result.
 
-By transformers' attention interface (version 5: `AttentionInterface.register`, a function that is called with
-`(module, query, key, value, attention_mask, scaling=, ...)`); nothing of the model is changed.
+Uses the attention interface of transformers 5 (`AttentionInterface.register`, a function that is called with
+`(module, query, key, value, attention_mask, scaling=, ...)`). The model itself is unchanged.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+from transformers import AttentionInterface
 
 NAME = "kvc_calibrate"
 # layer, q [Hq, n, D], k [H, n, D], v [H, n, D], scale -> output [Hq, n, D]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-# Arguments of transformers that make attention something else than softmax(q.k) over all tokens before.
+# Arguments of transformers with which attention is not softmax(q.k) over all earlier tokens.
 _OTHER_KINDS = ("sliding_window", "softcap", "s_aux")
 
 _active: list[Attend] = []
@@ -38,9 +38,7 @@ def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs)
 
 @contextlib.contextmanager
 def attending(model: torch.nn.Module, attend: Attend) -> Iterator[None]:
-    """Within it every attention layer of `model` is `attend`, for batches of one sequence without a cache."""
-    from transformers import AttentionInterface
-
+    """Within it, `attend` replaces every attention layer of `model`, for batches of one sequence without a cache."""
     AttentionInterface.register(NAME, _dispatch)
     config = model.config
     before = config._attn_implementation
@@ -57,9 +55,9 @@ def attending(model: torch.nn.Module, attend: Attend) -> Iterator[None]:
 def run(
     model: torch.nn.Module, ids: torch.Tensor, attend: Attend, scored: torch.Tensor, first: int = 0
 ) -> torch.Tensor:
-    """Logits `[len(scored), V]`, in the model's dtype, of tokens `ids` `[n]` at positions first .. first + n - 1.
+    """Logits `[len(scored), V]`, in the model's dtype, for tokens `ids` `[n]` at positions first .. first + n - 1.
 
-    `scored` int64: indices into `ids` whose successors are predicted.
+    `scored` int64: indices into `ids`; the logits predict their successors.
     """
     positions = torch.arange(first, first + len(ids), device=ids.device)
     with attending(model, attend):

@@ -1,4 +1,4 @@
-"""The command: read model and text, measure, write the file and the plot, print a table."""
+"""The command `sglang-kvc calibrate`: reads model and text, measures, writes file and plot, prints a table."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
 from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.calibration.verdicts import Findings
 from sglang_kvc.options.unsupported_models import SUPPORTED_HEAD_DIMS
 
 from . import plot
 from .capture import CalibrateError
+from .passes import calibrate
+from .progress import Progress
 
 
 def main(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
-        found = run(args.model_path, args.text, args.out, tokens=args.tokens, device=args.device, picture=args.plot)
+        findings = run(args.model_path, args.text, args.out, tokens=args.tokens, device=args.device, picture=args.plot)
     except CalibrateError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    print(table(found))
+    print(table(findings))
     print(f"\nwritten in {time.monotonic() - begin:.0f} s: {args.out}" + (f", {args.plot}" if args.plot else ""))
     print(f"serve with it: --kv-backend kvc --kvc-calibration {args.out}")
     return 0
@@ -31,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
 def run(
     model_path: str, text: str, out: str, *, tokens: int = 4096, device: str = "auto", picture: str | None = None
 ) -> Findings:
-    """CalibrateError, in one sentence without a full stop, for what cannot be done; checked before the long part."""
+    """Findings of a calibration, written to `out`. CalibrateError, without a full stop, before any long computation."""
     for path in (out, picture):
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise CalibrateError(f"{path} cannot be written, because its folder does not exist; make it first")
@@ -41,11 +47,6 @@ def run(
         words = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise CalibrateError(f"--text {text} cannot be read ({e}); give a file of plain text") from None
-
-    import torch
-
-    from .passes import calibrate
-    from .progress import Progress
 
     device = _device(device)
     model, ids = load(model_path, words, tokens)
@@ -57,23 +58,17 @@ def run(
 
 
 def _device(wanted: str) -> str:
-    import torch
-
-    there = torch.cuda.is_available()
+    available = torch.cuda.is_available()
     if wanted == "auto":
-        return "cuda" if there else "cpu"
+        return "cuda" if available else "cpu"
     kind = wanted.split(":")[0]
-    if kind not in ("cuda", "cpu") or (kind == "cuda" and not there):
-        raise CalibrateError(f"--device {wanted} is not there; choose cpu, cuda where there is a GPU, or auto")
+    if kind not in ("cuda", "cpu") or (kind == "cuda" and not available):
+        raise CalibrateError(f"--device {wanted} is not available; choose cpu, cuda if there is a GPU, or auto")
     return wanted
 
 
 def load(model_path: str, words: str, tokens: int):
-    """The model, in 16 bits as it would be served, and the first `tokens` token ids of the text."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
+    """The model in 16 bits, as a server loads it, and the first `tokens` token ids of the text."""
     logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(model_path)
@@ -91,9 +86,9 @@ def load(model_path: str, words: str, tokens: int):
 
 
 def check_config(config, tokens: int) -> None:
-    """CalibrateError for a model that could not be served compressed, or is not made for so long a text."""
+    """CalibrateError for a model that cannot be served compressed, or that reads fewer tokens."""
     if tokens < 1:
-        raise CalibrateError(f"--tokens {tokens} is no number of tokens; choose some thousands")
+        raise CalibrateError(f"--tokens {tokens} must be positive; use a few thousand")
     text, identity = config.get_text_config(), identity_of(config)
     longest = getattr(text, "max_position_embeddings", None)
     if longest and tokens > longest:
@@ -107,15 +102,15 @@ def check_config(config, tokens: int) -> None:
         )
 
 
-def table(found: Findings) -> str:
-    """What was found, for a terminal."""
+def table(findings: Findings) -> str:
+    """The findings for a terminal."""
     head = "format  bytes/token  KL mean   KL p99    NLL diff  equal top-1  verdict"
-    lines = [str(found.identity), "", head]
-    for r in found.formats:
+    lines = [str(findings.identity), "", head]
+    for r in findings.formats:
         lines.append(
             f"{r['format']:6} {r['token_bytes']:12.0f}  {r['kl_mean']:<9.4f} {r['kl_p99']:<9.4f} "
             f"{r['nll_delta']:<+9.4f} {100 * r['top1_equal']:8.1f} %   {r['verdict']}"
         )
-    t = found.thresholds
+    t = findings.thresholds
     thresholds = f"leankv {t.high}+{t.low}: alpha-high {t.alpha_high:g}, alpha-low {t.alpha_low:g}"
-    return "\n".join([*lines, "", f"recommended: {found.recommended}", thresholds])
+    return "\n".join([*lines, "", f"recommended: {findings.recommended}", thresholds])

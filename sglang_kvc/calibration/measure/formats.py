@@ -1,18 +1,16 @@
-"""What each packed format does to the model's predictions, and the verdict on it.
+"""Effect of each packed format on the model's predictions, and a verdict.
 
-Teacher-forced: the text is read once for each format, and every prediction is compared with that of the exact cache.
-By KL(exact || packed) per token: it bounds what a sampled answer can notice. By Pinsker's inequality the share of
-probability that moves to other tokens is at most sqrt(KL / 2).
+The text is read once per format (teacher forcing), and every prediction is compared with that of the exact cache by
+KL(exact || packed). By Pinsker's inequality, the probability that moves to other tokens is at most sqrt(KL / 2).
 
-| verdict  | when                                  | why there                                                         |
+| verdict  | when                                  | reason for the limit                                              |
 |----------|---------------------------------------|-------------------------------------------------------------------|
-| `ok`     | mean <= 0.02 and p99 <= 0.2 nats      | at most 10 % of the probability moves, and a third at 1 token in  |
-|          |                                       | 100; two bf16 implementations are themselves some 0.002 apart     |
-| `breaks` | mean > 0.2 nats                       | a third of it may move at every token: the answers are another    |
-|          |                                       | model's                                                           |
+| `ok`     | mean <= 0.02 and p99 <= 0.2 nats      | at most 10 % of the probability moves, a third at 1 token in 100; |
+|          |                                       | two bf16 implementations differ by about 0.002                    |
+| `breaks` | mean > 0.2 nats                       | a third of the probability may move at every token                |
 | `loses`  | between                               | easy tasks and short contexts survive it                          |
 
-The NLL alone would not do: predictions can change and remain as good on average as before.
+The NLL alone does not suffice: predictions can change and stay as good on average.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ import torch
 from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.layout import FORMATS, PoolLayout
 from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.calibration.verdicts import BREAKS, LOSES, OK
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import make_policy
 from sglang_kvc.policies.budget import token_bytes
 
-from .attend import by_block
+from .attention import by_block
 from .capture import run
 from .progress import Progress
 
-OK, LOSES, BREAKS = "ok", "loses", "breaks"
 OK_MEAN, OK_P99, BREAKS_MEAN = 0.02, 0.2, 0.2  # nats per token
 PACKED = tuple(name for name, fmt in FORMATS.items() if fmt.packed)
 ROWS = 128  # predictions that are compared at a time: [ROWS, V] in fp32
@@ -42,7 +40,7 @@ ROWS = 128  # predictions that are compared at a time: [ROWS, V] in fp32
 
 @dataclass(frozen=True)
 class Difference:
-    """Predictions against those of the exact cache, over n tokens; nats per token."""
+    """Difference of predictions from those of the exact cache, over n tokens, in nats per token."""
 
     kl_mean: float
     kl_p99: float
@@ -52,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class FormatResult:
-    """One format: bytes per token of a packed block, everything counted, and the change of the predictions."""
+    """A format and key mode: bytes per token of a packed block, all metadata included, and its effect."""
 
     format: str
     token_bytes: float
@@ -68,7 +66,7 @@ class FormatResult:
 
 
 def verdict(d: Difference) -> str:
-    """See the table above. What is not a number breaks."""
+    """The verdict by the table above; NaN breaks."""
     if not d.kl_mean <= BREAKS_MEAN:
         return BREAKS
     return OK if d.kl_mean <= OK_MEAN and d.kl_p99 <= OK_P99 else LOSES
@@ -76,18 +74,18 @@ def verdict(d: Difference) -> str:
 
 def recommended(results: list[FormatResult]) -> str:
     """The smallest format that is ok; "bf16" when none is."""
-    fine = [r for r in results if r.verdict == OK]
-    return min(fine, key=lambda r: r.token_bytes).format if fine else "bf16"
+    good = [r for r in results if r.verdict == OK]
+    return min(good, key=lambda r: r.token_bytes).format if good else "bf16"
 
 
 def compare(exact: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> Difference:
-    """`exact`, `logits` `[n, V]` of any float dtype; `targets` int64 `[n]`, the tokens that came."""
+    """`exact`, `logits` `[n, V]` of any float dtype; `targets` int64 `[n]`, the tokens of the text."""
     kl, nll, same = [], [], []
     for at in range(0, len(targets), ROWS):
         p, q = (x[at : at + ROWS].float().log_softmax(-1) for x in (exact, logits))
-        own = targets[at : at + ROWS, None]
+        target = targets[at : at + ROWS, None]
         kl.append((p.exp() * (p - q)).sum(-1))
-        nll.append((p.gather(1, own) - q.gather(1, own)).squeeze(1))
+        nll.append((p.gather(1, target) - q.gather(1, target)).squeeze(1))
         same.append(p.argmax(-1) == q.argmax(-1))
     per_token = torch.cat(kl).double()
     return Difference(

@@ -1,4 +1,4 @@
-"""All measurements on one model and one text, in the order in which they need each other."""
+"""All measurements on one model and one text, in order of their dependencies."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 from sglang_kvc.calibration.verdicts import Chosen, Findings
 
 from . import formats, thresholds
-from .attend import by_block
+from .attention import by_block
+from .attention_scores import attention_scores, layer_shares, retention
 from .capture import CalibrateError, run
 from .formats import FormatResult
 from .progress import Progress
 from .queries import QueryStatistics, rotary_frequencies, same_before_rotation, unrotate
-from .received import layer_shares, received, retention
 from .thresholds import Prompt, ThresholdResult
 
 BLOCK = 128
-MOST_SCORED = 1024  # predictions that are compared: their logits are held twice
-LEAST_BLOCKS = 4
+MAX_SCORED = 1024  # predictions that are compared; their logits are in memory twice
+MIN_BLOCKS = 4
 
 
 @dataclass
 class Calibration:
-    """What was found. `tensors` are those of the file; `settings` say how it was measured."""
+    """Results. `tensors` go to the file; `settings` say how they were measured."""
 
     identity: Identity
     settings: dict[str, Any]
@@ -38,7 +38,7 @@ class Calibration:
     tried: list[ThresholdResult] = field(default_factory=list)
 
     def findings(self) -> Findings:
-        """What the file says in words and numbers, beside its tensors."""
+        """Metadata of the file."""
         return Findings(
             identity=self.identity,
             settings=self.settings,
@@ -50,28 +50,29 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         tensors = {name: x.contiguous() for name, x in self.tensors.items()}
-        # Not `save_file`, whose files nobody else may read: a server may run as another user.
+        # Not `save_file`: only its user can read the file, and a server may run as another user.
         Path(path).write_bytes(save(tensors, metadata=self.findings().metadata()))
 
 
 def calibrate(
     model: torch.nn.Module, ids: torch.Tensor, *, block: int = BLOCK, progress: Progress | None = None
 ) -> Calibration:
-    """`ids` int64 `[N]` on the model's device. Peak memory beside the model: the text's K and V, one layer's attention,
-    and the logits of `MOST_SCORED` tokens. CalibrateError, in one sentence, where it cannot be done.
+    """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError for a text too short.
+
+    Peak memory beside the model: the text's K and V, one layer's attention, and the logits of `MAX_SCORED` tokens.
     """
     identity = identity_of(model.config)
     n, layers = len(ids), identity.layers
-    if n < LEAST_BLOCKS * block:
+    if n < MIN_BLOCKS * block:
         raise CalibrateError(
-            f"the text has {n} tokens, and {LEAST_BLOCKS} blocks of {block} are the least that shows what earlier "
-            f"blocks do to later ones; give a longer text, or a higher --tokens"
+            f"the text has {n} tokens, and the effect of earlier blocks on later ones needs {MIN_BLOCKS} blocks of "
+            f"{block}; give a longer text, or a higher --tokens"
         )
     passes = 2 + len(formats.PACKED) + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
     progress = progress or Progress()
     progress.begin(passes * layers)
-    # Predictions from the second block on, whose queries see a packed block, at an even distance.
-    scored = torch.arange(block, n - 1, -(-(n - 1 - block) // MOST_SCORED), device=ids.device)
+    # Evenly spaced predictions from the second block on, whose queries attend to a packed block.
+    scored = torch.arange(block, n - 1, -(-(n - 1 - block) // MAX_SCORED), device=ids.device)
     shape = (layers, identity.kv_heads, identity.head_dim)
 
     prompt = Prompt.of(layers)
@@ -85,7 +86,7 @@ def calibrate(
         if layer == 0 and frequencies is not None and not same_before_rotation(k, ids, frequencies):
             frequencies = None
         queries.add(layer, q if frequencies is None else unrotate(q, frequencies))
-        early, late = received(q, k, scale, (prompt_tokens, n))
+        early, late = attention_scores(q, k, scale, (prompt_tokens, n))
         prompt.add(layer, k, v, early[..., :prompt_tokens])
         curves[layer] = retention(late.sum(1), block)
         out = by_block(q, k, v, scale, block, None)
@@ -93,7 +94,7 @@ def calibrate(
         return out
 
     exact = run(model, ids, attend, scored)
-    found = formats.measure(model, ids, scored, exact, shape, block, progress)
+    results = formats.measure(model, ids, scored, exact, shape, block, progress)
     del exact
     chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
 
@@ -110,4 +111,4 @@ def calibrate(
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": ids.device.type,
     }
-    return Calibration(identity, settings, found, tensors, chosen, tried)
+    return Calibration(identity, settings, results, tensors, chosen, tried)

@@ -1,4 +1,4 @@
-"""Three pictures of a calibration: what each format costs and loses, retention curves, shares of the layers."""
+"""Plots of a calibration: size and KL of each format, retention curves, layer shares."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .capture import CalibrateError
+from .formats import BREAKS_MEAN, OK_MEAN
 
 if TYPE_CHECKING:
     from .passes import Calibration
 
-LEAST_KL = 1e-5  # nats; what is below is drawn there, on a logarithmic axis
+MIN_KL = 1e-5  # nats; smaller values are drawn here, on a logarithmic axis
 
 
 def check(path: str) -> None:
-    """CalibrateError, in one sentence, when nothing can be drawn there."""
+    """CalibrateError when no plot can be drawn to `path`."""
     if Path(path).suffix.lower() != ".png":
         raise CalibrateError(f"--plot {path} has no known ending; use .png")
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401  (optional)
     except ImportError:
         raise CalibrateError(
             "--plot needs matplotlib, which is not installed; run: pip install 'sglang-kvc[plots]', or drop --plot"
         ) from None
 
 
-def draw(found: Calibration, path: Path) -> None:
+def draw(result: Calibration, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from .formats import BREAKS_MEAN, OK_MEAN
-
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    sizes, kl = [r.token_bytes for r in found.formats], [max(r.difference.kl_mean, LEAST_KL) for r in found.formats]
+    sizes = [r.token_bytes for r in result.formats]
+    kl = [max(r.difference.kl_mean, MIN_KL) for r in result.formats]
     left.scatter(sizes, kl)
-    for r, x, y in zip(found.formats, sizes, kl):
+    for r, x, y in zip(result.formats, sizes, kl):
         left.annotate(r.format, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     for limit, words in ((OK_MEAN, "ok below"), (BREAKS_MEAN, "breaks above")):
         left.axhline(limit, color="grey", linewidth=0.8, linestyle="--")
         left.annotate(words, (0.99, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     left.set(yscale="log", xlabel="bytes per token", ylabel="KL to bf16, nats per token", title="Formats")
 
-    curves = found.tensors["retention_curves"]
+    curves = result.tensors["retention_curves"]
     ramp = pyplot.get_cmap("viridis")
     for i, curve in enumerate(curves.tolist()):
         middle.plot(range(1, len(curve) + 1), curve, color=ramp(i / max(1, len(curves) - 1)), linewidth=0.9)
@@ -51,10 +51,10 @@ def draw(found: Calibration, path: Path) -> None:
     figure.colorbar(shades, ax=middle, label="layer")
     middle.set(xlabel="tokens kept of a block", ylabel="attention retained", title="Importance retention")
 
-    shares = found.tensors["layer_shares"].tolist()
+    shares = result.tensors["layer_shares"].tolist()
     right.bar(range(len(shares)), shares)
     right.axhline(1 / len(shares), color="grey", linewidth=0.8, linestyle="--")
     right.set(xlabel="layer", ylabel="share of the kept tokens", title="Layer shares (dashed: uniform)")
-    figure.suptitle(f"{found.identity}; {found.settings['tokens']} tokens", fontsize=9)
+    figure.suptitle(f"{result.identity}; {result.settings['tokens']} tokens", fontsize=9)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

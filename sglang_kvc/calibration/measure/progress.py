@@ -1,4 +1,4 @@
-"""Where a calibration is: a percentage and what is being done, on stderr."""
+"""Progress of a calibration: a percentage and the current phase, on stderr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TextIO
 
 
 class Progress:
-    """Counts steps (one layer of one pass each). A terminal sees one line a phase, rewritten; a log one line a tenth.
+    """Counts steps, each one layer of one pass. A terminal gets one rewritten line per phase; a log, a line per 10 %.
 
     Without `out`, and before `begin`, nothing is printed.
     """
@@ -16,11 +16,11 @@ class Progress:
         self._said: tuple[str, int] = ("", -1)
 
     def begin(self, total: int) -> None:
-        """So many steps are to come."""
+        """Start a calibration of `total` steps."""
         self.total, self.done = total, 0
 
     def step(self, phase: str, layer: int, layers: int) -> None:
-        """Layer `layer` (from 0) of `layers` of this phase is done."""
+        """Count layer `layer` (from 0) of `layers` of this phase as done."""
         if self.out is None or not self.total:
             return
         self.done += 1
@@ -34,6 +34,6 @@ class Progress:
         self._said = (phase, percent // 10)
 
     def end(self) -> None:
-        """Steps that turned out not to be needed count as done."""
+        """Finish; steps that were not needed count as done."""
         if self.out is not None and self.done < self.total:
             print("[100 %] done", file=self.out, flush=True)

@@ -1,7 +1,7 @@
-"""Mean and covariance of each head's queries, as the scorer `expected-attention` reads them.
+"""Mean and covariance of each head's queries, for the scorer `expected-attention`.
 
-Before the rotary embedding where that can be undone (arXiv 2510.00636 rotates them to the positions to come), else as
-they are. Sums in fp64, layer by layer.
+Queries are taken before the rotary embedding if it can be undone (arXiv 2510.00636 rotates them to future positions),
+else after it. Sums are fp64, layer by layer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 
 
 def rotary_frequencies(model: torch.nn.Module) -> torch.Tensor | None:
-    """fp32 `[R/2]`, radians per position, if the model rotates all layers alike and at any length; else None."""
-    found = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
-    kinds = {getattr(m, "rope_type", "default") for m in found}
-    # Of the others frequencies depend on the length of the sequence.
-    if len(found) != 1 or not kinds <= {"default", "linear", "llama3", "yarn"}:
+    """fp32 `[R/2]`, radians per position; None unless all layers rotate alike and independently of length."""
+    rotations = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
+    kinds = {getattr(m, "rope_type", "default") for m in rotations}
+    # Frequencies of other types depend on the length of the sequence.
+    if len(rotations) != 1 or not kinds <= {"default", "linear", "llama3", "yarn"}:
         return None
-    return found[0].inv_freq.detach().float().cpu()
+    return rotations[0].inv_freq.detach().float().cpu()
 
 
 def unrotate(x: torch.Tensor, frequencies: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -32,10 +32,10 @@ def unrotate(x: torch.Tensor, frequencies: torch.Tensor, first: int = 0) -> torc
 def same_before_rotation(
     k: torch.Tensor, ids: torch.Tensor, frequencies: torch.Tensor, tolerance: float = 0.05
 ) -> bool:
-    """Whether `frequencies` undo this model's rotation, seen on the first layer's keys `[H, n, D]`.
+    """Whether `frequencies` undo this model's rotation, judged by the first layer's keys `k` `[H, n, D]`.
 
-    Those depend on the token alone until they are rotated: a token that comes twice in `ids` `[n]` must have the same
-    key. (Some models pair features in another way.) False where no token repeats.
+    Before rotation these keys depend on the token alone, so a token that comes twice in `ids` `[n]` must have equal
+    keys. (Some models pair features differently.) False if no token repeats.
     """
     plain = unrotate(k, frequencies)
     order = ids.sort(stable=True).indices
@@ -47,14 +47,14 @@ def same_before_rotation(
 
 
 class QueryStatistics:
-    """Collects `[L, Hq, D]` means and `[L, Hq, D, D]` covariances, fp32 in the end."""
+    """Collects means `[L, Hq, D]` and covariances `[L, Hq, D, D]` in fp32."""
 
     def __init__(self, layers: int):
         self.mean: list[torch.Tensor] = [torch.empty(0)] * layers
         self.covariance: list[torch.Tensor] = [torch.empty(0)] * layers
 
     def add(self, layer: int, q: torch.Tensor) -> None:
-        """All queries of a layer, `[Hq, n, D]`. The covariance is that of the n given (divided by n)."""
+        """Add all queries of a layer, `[Hq, n, D]`. The covariance is divided by n."""
         x = q.double()
         mean = x.mean(1)
         x = x - mean.unsqueeze(1)

@@ -1,11 +1,11 @@
 """LeanKV's thresholds (arXiv 2412.03131, section 4): alpha_high first, then alpha_low.
 
-The text is split: its first three quarters are a prompt whose tokens are stored high, low or not at all by what the
-prompt's own later queries paid them, as the policy `leankv` does; the rest is read behind that prompt, and its
-predictions are compared with those behind the exact one. alpha_high is the largest of 1 .. 5 whose mean KL, with
-nothing pruned, is at most `LOSS`, what makes a format "ok". With it alpha_low is the largest of 0.02 .. 0.1 that adds
-at most `PRUNING_LOSS`: little, because predictions hardly show what is missing until it is asked for. Where none will
-do it is 0, the paper's "never": all high, or nothing pruned.
+The first three quarters of the text are a prompt, whose tokens are stored high, low or not at all by their attention
+scores from the prompt's later queries, as the policy `leankv` does. The rest is read behind that prompt, and its
+predictions are compared with those behind the exact prompt. alpha_high is the largest of 1 .. 5 whose mean KL, with
+nothing pruned, is at most `LOSS`, the limit for a format to be ok. With it, alpha_low is the largest of 0.02 .. 0.1
+that adds at most `PRUNING_LOSS`: little, because predictions hardly show a missing token until it is asked for. If none
+qualifies, the threshold is 0, the paper's "never": all high, or nothing pruned.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvc_kernels.layout import FORMATS, PoolLayout
 from kvc_kernels.pages.tiers import HIGH, PRUNED
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.verdicts import Chosen
-from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.policies import make_policy
-from sglang_kvc.policies.leankv import LeanKV
+from sglang_kvc.policies.published.leankv import LeanKV
 
-from .attend import causal
+from .attention import causal
 from .capture import run
 from .formats import OK_MEAN, Difference, compare
 from .progress import Progress
@@ -53,22 +53,22 @@ class ThresholdResult:
 
 @dataclass
 class Prompt:
-    """What the exact pass left of the prompt's n tokens (whole blocks), a list entry a layer."""
+    """K, V and attention scores of the prompt's n tokens (whole blocks) from the exact pass, one entry per layer."""
 
     k: list[torch.Tensor]  # [H, n, D]
     v: list[torch.Tensor]
-    significance: list[torch.Tensor]  # fp32 [H, n]
+    scores: list[torch.Tensor]  # fp32 [H, n]
 
     @classmethod
     def of(cls, layers: int) -> Prompt:
         return cls(*([torch.empty(0)] * layers for _ in range(3)))
 
-    def add(self, layer: int, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor) -> None:
-        """`received` fp32 `[H, G, n]`: sums over the prompt's later queries. Significance is their mean, max over G."""
-        n = received.shape[-1]
-        observers = torch.arange(n - 1, -1, -1, device=k.device).clamp(min=1)
+    def add(self, layer: int, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor) -> None:
+        """`sums` fp32 `[H, G, n]`: probabilities summed over the prompt's later queries. Scores: means, max over G."""
+        n = sums.shape[-1]
+        num_queries = torch.arange(n - 1, -1, -1, device=k.device).clamp(min=1)
         self.k[layer], self.v[layer] = k[:, :n].clone(), v[:, :n].clone()
-        self.significance[layer] = received.amax(1) / observers
+        self.scores[layer] = sums.amax(1) / num_queries
 
     @property
     def tokens(self) -> int:
@@ -76,14 +76,14 @@ class Prompt:
 
 
 def plan(
-    significance: torch.Tensor, layout: PoolLayout, policy: LeanKV, alpha_high: float, alpha_low: float
+    scores: torch.Tensor, layout: PoolLayout, policy: LeanKV, alpha_high: float, alpha_low: float
 ) -> torch.Tensor:
-    """Tiers int8 `[H, n]` of one layer's prompt, as the policy plans them after a prompt."""
+    """Tiers int8 `[H, n]` of one layer's prompt, by the policy's rule for prompts."""
     p = layout.block_tokens
-    by_block = significance.unflatten(1, (-1, p)).movedim(0, 1).unsqueeze(1)  # [blocks, 1, H, P]
-    positions = torch.arange(significance.shape[1], device=significance.device).view(-1, p)
+    by_block = scores.unflatten(1, (-1, p)).movedim(0, 1).unsqueeze(1)  # [blocks, 1, H, P]
+    positions = torch.arange(scores.shape[1], device=scores.device).view(-1, p)
     pages = [layout.page(FORMATS[f]).tokens for f in (policy.high, policy.low)]
-    everything = torch.full(by_block.shape, HIGH, dtype=torch.int8, device=significance.device)
+    everything = torch.full(by_block.shape, HIGH, dtype=torch.int8, device=scores.device)
     tiers = ops.threshold(by_block, positions + 1.0, alpha_high, alpha_low, everything, *pages)
     return tiers[:, 0].movedim(1, 0).flatten(1)
 
@@ -91,15 +91,15 @@ def plan(
 def stored_rows(
     k: torch.Tensor, v: torch.Tensor, tiers: torch.Tensor, layout: PoolLayout, policy: LeanKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K, V `[H, n, D]` as blocks with these tiers return them; rows of pruned tokens mean nothing.
+    """K, V `[H, n, D]` fake-quantized as blocks with these tiers; rows of pruned tokens are meaningless.
 
-    A block's key header spans the tokens that it keeps: in the place of a pruned one stands one that is kept.
+    Key scales of a block span the tokens that it keeps, so a kept token stands in for each pruned one.
     """
     p = layout.block_tokens
     kept = (tiers != PRUNED).unflatten(1, (-1, p))
     keys, values = (x.unflatten(1, (-1, p)) for x in (k, v))
-    some = kept.to(torch.int8).argmax(-1)[..., None, None].expand(-1, -1, 1, k.shape[-1])
-    keys = torch.where(kept.unsqueeze(-1), keys, keys.gather(2, some))
+    first_kept = kept.to(torch.int8).argmax(-1)[..., None, None].expand(-1, -1, 1, k.shape[-1])
+    keys = torch.where(kept.unsqueeze(-1), keys, keys.gather(2, first_kept))
     high, low = (as_stored(layout, FORMATS[f], keys, values) for f in (policy.high, policy.low))
     is_high = (tiers == HIGH).unsqueeze(-1)
     k, v = (torch.where(is_high, a.flatten(1, 2), b.flatten(1, 2)) for a, b in zip(high, low))
@@ -107,7 +107,7 @@ def stored_rows(
 
 
 def behind(prompt: Prompt, tiers: list[torch.Tensor] | None, layout: PoolLayout, policy: LeanKV, step):
-    """An `Attend` for tokens behind the prompt; `tiers` `[H, n]` a layer, None: the prompt is exact."""
+    """An `Attend` for tokens behind the prompt. `tiers` `[H, n]` per layer; None: the prompt is exact."""
 
     def attend(layer, q, k, v, scale):
         keys, values, valid = prompt.k[layer], prompt.v[layer], None
@@ -129,8 +129,8 @@ def measure(
     block: int,
     progress: Progress,
 ) -> tuple[Chosen, list[ThresholdResult]]:
-    """The thresholds that were chosen, and everything that was tried. `ids` `[N]` is the whole text."""
-    config = KvcConfig.from_args(SimpleNamespace(kvc_policy="leankv", kvc_block_size=block))
+    """The chosen thresholds, and all results. `ids` `[N]` is the whole text."""
+    config = resolve_config(SimpleNamespace(kvc_policy="leankv", kvc_block_size=block))
     policy = cast(LeanKV, make_policy(config))
     layout = make_layout(config, policy, layers=shape[0], heads=shape[1], head_dim=shape[2])
     rest = ids[prompt.tokens :]
@@ -142,19 +142,19 @@ def measure(
 
     exact = predictions("thresholds, exact", None)
 
-    def tried(alpha_high: float, alpha_low: float) -> ThresholdResult:
-        tiers = [plan(s, layout, policy, alpha_high, alpha_low) for s in prompt.significance]
+    def result(alpha_high: float, alpha_low: float) -> ThresholdResult:
+        tiers = [plan(s, layout, policy, alpha_high, alpha_low) for s in prompt.scores]
         name = f"alpha_high {alpha_high:g}, alpha_low {alpha_low:g}"
         difference = compare(exact, predictions(name, tiers), rest[1:])
-        every = torch.stack(tiers)
-        high, low, pruned = ((every == t).double().mean().item() for t in (HIGH, 1, PRUNED))
+        stacked = torch.stack(tiers)
+        high, low, pruned = ((stacked == t).double().mean().item() for t in (HIGH, 1, PRUNED))
         return ThresholdResult(alpha_high, alpha_low, high, low, pruned, difference)
 
-    first = [tried(a, 0.0) for a in ALPHA_HIGH]
+    first = [result(a, 0.0) for a in ALPHA_HIGH]
     alpha_high = max([r.alpha_high for r in first if r.difference.kl_mean <= LOSS], default=0.0)
-    if not alpha_high:  # every token is high, and none is left to prune
+    if not alpha_high:  # every token is high, so none can be pruned
         return Chosen(0.0, 0.0, policy.high, policy.low), first
     limit = next(r.difference.kl_mean for r in first if r.alpha_high == alpha_high) + PRUNING_LOSS
-    second = [tried(alpha_high, a) for a in ALPHA_LOW]
+    second = [result(alpha_high, a) for a in ALPHA_LOW]
     alpha_low = max([r.alpha_low for r in second if r.difference.kl_mean <= limit], default=0.0)
     return Chosen(alpha_high, alpha_low, policy.high, policy.low), first + second

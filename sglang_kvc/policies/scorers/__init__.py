@@ -1,15 +1,16 @@
-"""The list of scorers: adding one is a file in this folder and a line here."""
+"""Scorers. Adding one takes a file in this folder and a line in `SCORERS`.
 
-from __future__ import annotations
+Those of `published/` collect attention scores, and are not recommended; see there.
+"""
 
+from ..published.h2o import H2O
+from ..published.kv_compress import KvCompress, KvCompressFull
+from ..published.mean_attention import MeanAttention
+from ..published.snapkv import SnapKV
 from .base import RowScorer, Scorer
 from .expected_attention import ExpectedAttention
-from .h2o import H2O
 from .keydiff import KeyDiff
-from .kv_compress import KvCompress, KvCompressFull
-from .mean_attention import MeanAttention
 from .random import Random
-from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -17,14 +18,15 @@ SCORERS: dict[str, type[Scorer]] = {
     for s in (
         KeyDiff,
         ExpectedAttention,
+        StreamingLLM,
+        Random,
+        # published/
         MeanAttention,
         KvCompress,
         KvCompressFull,
         H2O,
         SnapKV,
-        StreamingLLM,
-        Random,
     )
 }
 
-__all__ = ["SCORERS", "RowScorer", "Scorer"]
+__all__ = ["SCORERS", "KeyDiff", "RowScorer", "Scorer"]

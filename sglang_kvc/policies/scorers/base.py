@@ -1,4 +1,4 @@
-"""What a scorer is: how important is a token for a head."""
+"""`Scorer`: how important each token is for each head."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 
 from kvc_kernels import ops
 
+from ..parse import Part
+
 if TYPE_CHECKING:
     from ..base import Evidence
 
 
 @dataclass(frozen=True)
-class Scorer:
-    """Base of all scorers. A subclass is one file beside this one and one line in `SCORERS`; its fields are parameters
-    that a user may set (`--kvc-scorer snapkv:window=64,pool=5`).
+class Scorer(Part):
+    """Base of all scorers. A subclass is one file beside this one and one line in `SCORERS`; its fields are settings
+    that a user may give (`--kvc-scorer snapkv:window=64,pool=5`).
 
-    It declares what it needs, and nothing else is collected: `observe` (attention, then the scope is `sequence`) and
-    `needs` (tensors of the calibration file). `score` sees all due blocks, layers and heads at once.
-
-    What later scorers want is carried by that: per-layer statistics (CAKE) are reductions of the sums, which a share
-    may read, too; worst cases over queries (DefensiveKV) and recurrence (LazyEviction: last time and longest interval
-    in one word) are other rules of `Observe` for the number that travels with a token, with `Evidence.lengths` as the
-    clock; chosen heads (CompressKV) and pseudo queries (DapQ) are tensors of the calibration file.
+    A scorer declares its inputs, and nothing else is collected: `observe` (attention scores; the scope is then
+    `sequence`) and `needs` (tensors of the calibration file). `score` sees all due blocks, layers and heads at once.
     """
 
     name: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        _ = self.observe  # refuses settings that make no sense
+
     @property
     def observe(self) -> ops.Observe | None:
-        """Which attention is collected while queries are alive; None when keys, values and positions suffice."""
+        """Attention scores to collect; None when keys, values and positions suffice."""
         return None
 
     @property
@@ -40,16 +40,14 @@ class Scorer:
         return ()
 
     def score(self, evidence: Evidence) -> torch.Tensor:
-        """fp32 `[n, L, H, P]`, higher is kept. Without `observe`: a function of each block's rows and positions."""
+        """fp32 `[n, L, H, P]`; higher scores are kept. Without `observe`, a function of each block's rows and
+        positions."""
         raise NotImplementedError
-
-    def __post_init__(self) -> None:
-        _ = self.observe  # refuses parameters that make no sense
 
 
 @dataclass(frozen=True)
 class RowScorer(Scorer):
-    """A scorer that looks at the rows of one layer at a time, so that no more than those are held in fp32."""
+    """A scorer that reads the rows of one layer at a time, so that no more than one layer is held in fp32."""
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         return torch.stack([self.score_layer(evidence, i) for i in range(evidence.layout.layers)], dim=1)

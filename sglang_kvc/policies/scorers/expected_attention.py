@@ -1,4 +1,4 @@
-"""Expected attention (arXiv 2510.00636): what queries of this model are likely to attend to, whatever they ask."""
+"""Expected attention (arXiv 2510.00636): attention scores expected from this model's usual queries."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .base import RowScorer
 class ExpectedAttention(RowScorer):
     """`s_i = (a_i P + epsilon) |v_i|`, `a_i ~ exp(mu.k_i / sqrt(D) + k_i^T S k_i / 2D)`, for queries of N(mu, S).
 
-    mu `[L, Hq, D]` and S `[L, Hq, D, D]` come from the calibration file (`query_mean`, `query_covariance`), so no query
-    of a request enters. With `rotary_frequencies` in the file they are those of queries before the rotary embedding,
-    rotated to the mean over the `horizon` positions behind the block, as the paper does for the positions to come;
-    without, those of rotated queries, taken as they are.
+    mu `[L, Hq, D]` and S `[L, Hq, D, D]` come from the calibration file (`query_mean`, `query_covariance`), so the
+    scores depend on no query of a request. If the file has `rotary_frequencies`, mu and S are those of queries before
+    the rotary embedding, and are rotated to the mean over the `horizon` positions behind the block, as in the paper.
+    Otherwise they are those of rotated queries and are used unchanged.
 
-    Assumed: a_i is normalised over the block of P tokens, where the paper takes all n of the prompt. So epsilon is in
-    units of a token's mean attention: the paper's 0.01 beside shares of 1 / n is 0.01 n there, 20 for 2048 tokens (0.01
-    of a block would be 1.28, with which SmolLM2 loses a third of the needles that it finds with 20). The norm is the
-    value's, where the paper writes the value's through the output matrix; query heads of a group are averaged; logits
-    are scaled by 1 / sqrt(D).
+    Assumed: a_i is normalized over the block's P tokens, where the paper normalizes over the prompt's n. So epsilon is
+    in units of a token's mean attention: the paper's 0.01 corresponds to 0.01 n, which is 20 for 2048 tokens. (1.28,
+    which is 0.01 P, costs SmolLM2 a third of the needles that it finds with 20.) The norm is that of the value, where
+    the paper takes the value times the output matrix. Query heads of a group are averaged. Logits are scaled by
+    1 / sqrt(D).
     """
 
     name: ClassVar[str] = "expected-attention"

@@ -1,4 +1,4 @@
-"""KeyDiff (arXiv 2504.15364): a key unlike the others matters."""
+"""KeyDiff (arXiv 2504.15364): a key that differs from the mean key matters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .base import RowScorer
 
 @dataclass(frozen=True)
 class KeyDiff(RowScorer):
-    """`s_i = -cos(k_i, mean_j k_j / |k_j|)`, the anchor being the mean of the normalised keys.
+    """`s_i = -cos(k_i, mean_j k_j / |k_j|)`; the anchor is the mean of the normalized keys.
 
-    Assumed: the anchor is that of the block, where the paper takes all cached keys; so the score is a function of the
-    block's own rows. Keys are those stored, with their rotary embedding, as in the paper.
+    Assumed: the anchor is the block's, where the paper takes all cached keys, so that the score depends on the block's
+    rows alone. Keys have their rotary embedding, as in the paper.
     """
 
     name: ClassVar[str] = "keydiff"

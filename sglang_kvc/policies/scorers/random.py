@@ -1,4 +1,4 @@
-"""The control: what any choice of the same size costs."""
+"""Random scores: the control for every other scorer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .base import Scorer
 
 @dataclass(frozen=True)
 class Random(Scorer):
-    """A hash of (position, layer, head): looks random, and is the same in every run and on every device.
+    """A hash of (position, layer, head), the same in every run and on every device.
 
-    Heads count from the first of this rank, so tensor-parallel ranks draw alike.
+    Heads are numbered within a rank, so all tensor-parallel ranks draw the same scores.
     """
 
     name: ClassVar[str] = "random"

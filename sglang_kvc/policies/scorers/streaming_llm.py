@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): attention sinks and the latest tokens, by position only."""
+"""StreamingLLM (arXiv 2309.17453): attention sinks and the latest tokens, by position alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .base import Scorer
 
 @dataclass(frozen=True)
 class StreamingLLM(Scorer):
-    """`s_i = i`: later is better; the sinks are the policy's protected span, the recent tokens its window.
+    """`s_i = i`: later tokens rank higher. The sinks are the policy's `sinks`, the recent tokens its window.
 
-    Assumed: every block has the same number of pages, so it keeps its own latest tokens, where the paper drops whole
-    the middle of the sequence. Positions are not renumbered.
+    Assumed: every block has the same number of pages and keeps its own latest tokens, where the paper drops the middle
+    of the sequence. Positions are not renumbered.
     """
 
     name: ClassVar[str] = "streaming-llm"

@@ -1,4 +1,4 @@
-"""LeanKV's significance (DiffKV, arXiv 2412.03131, section 4) as a scorer for quotas."""
+"""LeanKV's attention score (DiffKV, arXiv 2412.03131, section 4) as a scorer for page quotas."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.scores.reference import DECODE_STRIDE
 
-from .base import Scorer
+from ..scorers.base import Scorer
 
 
 @dataclass(frozen=True)
 class MeanAttention(Scorer):
     """`s_i = 1/|J| sum_{j in J} max_h A_hji` over the queries j behind token i, h the query heads of a KV head.
 
-    With `window` w only the last w queries of each forward are in J; 0 means all. Assumed: the maximum is taken of a
-    forward's sum over queries, not for each query, which is the same for one query (decode). With `stride` s one query
-    of a prompt in s is in J, with `decode_stride` one decode step in so many.
+    With `window` w only the last w queries of each forward are in J; 0 means all. With `stride` s, J has one prompt
+    query in s; with `decode_stride` s, one decode step in s. Assumed: the maximum is taken over heads of a forward's
+    sum, not per query; for a decode step, which has one query, both are equal.
     """
 
     name: ClassVar[str] = "mean-attention"

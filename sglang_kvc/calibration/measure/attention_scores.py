@@ -1,4 +1,4 @@
-"""Attention that each token received from later ones, layer by layer; from it XKV's shares of the layers."""
+"""Attention scores of a text's tokens, layer by layer, and XKV's layer shares from them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.common.softmax import MAX_ELEMENTS, query_weights
 
-# Share of all tokens for which layers are allotted: XKV's gain is at low budgets, and the server scales the shares.
+# Share of all tokens that the layers divide. XKV gains at low budgets, and the server scales the shares to its own.
 KEPT = 0.25
 
 
-def received(q: torch.Tensor, k: torch.Tensor, scale: float, ends: tuple[int, ...]) -> list[torch.Tensor]:
-    """Sums over the queries before each of `ends` (ascending) of what they pay earlier tokens, fp32 `[H, G, n]` each.
+def attention_scores(q: torch.Tensor, k: torch.Tensor, scale: float, ends: tuple[int, ...]) -> list[torch.Tensor]:
+    """For each of `ends` (ascending), sums of attention probabilities over the queries before it, fp32 `[H, G, n]`.
 
-    `q` `[Hq, n, D]`, `k` `[H, n, D]`. What a query pays its own token does not count.
+    `q` `[Hq, n, D]`, `k` `[H, n, D]`. The probability of a query's own token does not count.
     """
     heads, n = k.shape[:2]
     total = torch.zeros((heads, q.shape[0] // heads, n), device=q.device)
@@ -22,7 +22,7 @@ def received(q: torch.Tensor, k: torch.Tensor, scale: float, ends: tuple[int, ..
     for end in ends:
         while at < end:
             rows = min(step, end - at)
-            # Later tokens are masked: leaving them out saves half of the work.
+            # Later tokens are masked; not computing them saves half of the work.
             w = query_weights(q[:, at : at + rows], k[:, : at + rows], None, 0, rows, scale, 0.0)
             w.diagonal(at, dim1=-2, dim2=-1).zero_()
             total[..., : at + rows] += w.sum(-2)
@@ -34,8 +34,8 @@ def received(q: torch.Tensor, k: torch.Tensor, scale: float, ends: tuple[int, ..
 def retention(importance: torch.Tensor, block: int) -> torch.Tensor:
     """One layer's retention curve fp64 `[P]`: share of a block's importance in its best s + 1 tokens.
 
-    `importance` `[H, n]`. Mean over the heads, which choose their own tokens, and over all whole blocks but the last,
-    whose tokens later ones have hardly seen. ValueError for fewer than two blocks.
+    `importance` `[H, n]`. Mean over heads, which choose tokens independently, and over all whole blocks but the last,
+    which has few later queries. ValueError for fewer than two blocks.
     """
     blocks = importance.shape[1] // block - 1
     if blocks < 1:
@@ -45,9 +45,9 @@ def retention(importance: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def layer_shares(curves: torch.Tensor, kept: float = KEPT) -> torch.Tensor:
-    """XKV's Algorithm 1 on `curves` `[L, P]`: each layer's share fp32 `[L]` of `kept` of all tokens; they add up to 1.
+    """XKV's Algorithm 1 on `curves` `[L, P]`: layer shares, fp32 `[L]` with sum 1, when `kept` of all tokens stay.
 
-    Every layer gets a token at least.
+    Every layer gets at least one token.
     """
     layers, units = curves.shape
     total = max(layers, round(kept * layers * units))

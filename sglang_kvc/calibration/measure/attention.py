@@ -1,4 +1,4 @@
-"""Attention over rows as the server would read them. q `[Hq, n, D]`, k and v `[H, S, D]`, Hq = H * G."""
+"""Attention over fake-quantized rows. q is `[Hq, n, D]`, k and v are `[H, S, D]`, Hq = H * G."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvc_kernels.common.softmax import causal_mask
 
-# K, V of whole blocks [H, NB, P, D] -> what reading them back gives.
-Stored = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Fake-quantizes K, V of whole blocks, `[H, NB, P, D]`.
+FakeQuantize = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The n queries are those of the last n of S tokens; `valid` bool `[H, S]` is False for dropped ones."""
+    """Attention of the last n of S tokens to all S. `valid` bool `[H, S]` is False for dropped tokens."""
     group = q.shape[0] // k.shape[0]
     mask = causal_mask(0, q.shape[1], k.shape[1], q.shape[1], q.device)
     if valid is not None:
@@ -26,22 +26,22 @@ def causal(
 
 
 def by_block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, block: int, stored: Stored | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, block: int, fake_quantize: FakeQuantize | None
 ) -> torch.Tensor:
-    """A query sees the blocks before its own as they will be `stored`, and its own as it is; None: all as is.
+    """Attention to earlier blocks fake-quantized and to the query's own block unquantized, in blocks of `block` tokens.
 
-    The same order of sums for everything that is stored, so that an exact pass differs from another in nothing but the
-    rows.
+    `fake_quantize` None: to all blocks unquantized, with the same order of sums, so that two passes differ in the rows
+    alone.
     """
     p, n = block, q.shape[1]
     whole = n // p
-    if stored is not None:
-        later = stored(*(x[:, : whole * p].unflatten(1, (whole, p)) for x in (k, v)))
+    if fake_quantize is not None:
+        quantized = fake_quantize(*(x[:, : whole * p].unflatten(1, (whole, p)) for x in (k, v)))
         k, v = k.clone(), v.clone()
     out = torch.empty_like(q)
     for j in range(-(-n // p)):
         begin, end = j * p, min((j + 1) * p, n)
         out[:, begin:end] = causal(q[:, begin:end], k[:, :end], v[:, :end], scale)
-        if stored is not None and j < whole:
-            k[:, begin:end], v[:, begin:end] = later[0][:, j], later[1][:, j]
+        if fake_quantize is not None and j < whole:
+            k[:, begin:end], v[:, begin:end] = quantized[0][:, j], quantized[1][:, j]
     return out

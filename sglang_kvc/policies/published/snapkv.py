@@ -1,4 +1,4 @@
-"""SnapKV (arXiv 2404.14469): what the end of the prompt attends to, and its neighbours."""
+"""SnapKV (arXiv 2404.14469): attention scores from the end of the prompt, pooled over neighbors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from kvc_kernels import ops
 
-from .base import Scorer, check_pool
+from ..scorers.base import Scorer, check_pool
 
 
 @dataclass(frozen=True)
 class SnapKV(Scorer):
-    """`s_i = pool_{|t-i| <= pool/2} sum_{j > L-w} sum_h A_hjt` over the last w queries (KV-Compress' equations 7, 8).
+    """`s_i = pool_{|t-i| <= pool/2} sum_{j > L-w} sum_h A_hjt` over the last w queries (KV-Compress, equations 7, 8).
 
     `window` w = 32 and max pooling over 7 tokens are the settings of the paper's LongBench runs; `kind` may be "mean".
 
-    Assumed: heads of a group add up (equation 10). In a chunked prompt the last w queries of each chunk count, and of
-    each decode step its one. Pooling sees the block alone. The last w tokens, which the paper always keeps, lie in the
-    uncompressed window.
+    Assumed: heads of a group add up (equation 10). In a chunked prompt the last w queries of each chunk count, and so
+    does the query of each decode step. Pooling sees the block alone. The last w tokens, which the paper always keeps,
+    lie in the uncompressed window.
     """
 
     name: ClassVar[str] = "snapkv"

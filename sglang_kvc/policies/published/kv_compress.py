@@ -1,4 +1,4 @@
-"""KV-Compress (arXiv 2410.00161, sections 4.1 and 4.3): squared attention, over a window or over all queries."""
+"""KV-Compress (arXiv 2410.00161, sections 4.1 and 4.3): squared attention scores of a window or of all queries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.scores.reference import DECODE_STRIDE
 
-from .base import Scorer, check_pool
+from ..scorers.base import Scorer, check_pool
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class KvCompress(Scorer):
     """KVC-w: `s_i = max_{|t-i| <= pool/2} sum_{j > L-w} sum_h A_hjt^2`, w = 8, pool = 7 (equations 8 and 10, squared).
 
     `power` 1 gives the plain sums that the paper compares with. Decode steps add their squares (equation 20). With
-    `stride` s one query of a prompt in s is looked at and counts s times; `decode_stride`: the same of decode steps.
+    `stride` s one prompt query in s is read and counts s times; `decode_stride` does the same for decode steps.
 
-    Assumed: in a chunked prompt the last w queries of each chunk count. Pooling sees the block alone, and what decode
-    steps added, too, where the paper pools the prompt's sums only.
+    Assumed: in a chunked prompt the last w queries of each chunk count. Pooling sees the block alone, and includes what
+    decode steps added; the paper pools the prompt's sums only.
     """
 
     name: ClassVar[str] = "kv-compress"
@@ -46,10 +46,10 @@ class KvCompress(Scorer):
 
 @dataclass(frozen=True)
 class KvCompressFull(KvCompress):
-    """KVC-full: `s_i = sum_{j >= i+v} sum_h A_hji^2` with v = 10 (equation 19): near queries say little of far ones.
+    """KVC-full: `s_i = sum_{j >= i+v} sum_h A_hji^2` with v = 10 (equation 19): near queries predict far ones badly.
 
-    Assumed: no pooling, which the paper names for KVC-w only. Tokens that were packed already are not skipped; a window
-    of at least v tokens keeps that from happening within one request.
+    Assumed: no pooling, which the paper names for KVC-w only. Queries near a packed token are not skipped; with a
+    window of at least v tokens no query of one request is near a packed token.
     """
 
     name: ClassVar[str] = "kv-compress-full"

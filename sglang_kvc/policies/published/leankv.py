@@ -1,0 +1,52 @@
+"""LeanKV (DiffKV, arXiv 2412.03131, section 4): tokens high, low or pruned by their attention scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+
+from ..base import SEQUENCE, Evidence, Policy
+
+
+@dataclass(frozen=True)
+class LeanKV(Policy):
+    """A token's score is its mean attention probability from later queries, the maximum over a KV head's query heads.
+
+    In a prompt, token i is stored high if its score is at least alpha_high / i, low if at least alpha_low / i, and
+    pruned otherwise (1/i is what uniform attention gives). While generating (Algorithm 1), a block is planned against
+    alpha / N at sequence length N, when it leaves the window and each time the sequence has doubled since
+    (`Sequence.blocks_to_replan`). Tokens only move down: high, low, pruned. The paper moves one token per step; here
+    the unit is a block.
+    """
+
+    name: ClassVar[str] = "leankv"
+    scope: ClassVar[str] = SEQUENCE
+    replans: ClassVar[bool] = True
+    high: str = "k8v4"
+    low: str = "k4v2"
+    alpha_high: float = 1.0
+    alpha_low: float = 0.02
+    observe: ops.Observe = field(default=ops.Observe())
+    calibration: str | None = None  # decides formats and defaults at start; no plan reads it
+
+    @property
+    def collects(self) -> ops.Observe:
+        return self.observe
+
+    def formats(self) -> list[str]:
+        return [self.high, self.low]
+
+    def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
+        high, low = FORMATS[self.high], FORMATS[self.low]
+        # Two tiers of one head take at most all tokens high and one partly filled low page.
+        per_head = layout.pages_for(high, layout.block_tokens) + 1
+        pages = layout.layers * layout.heads * min(per_head, layout.head_pages_bf16)
+        return (Rung(BF16, pages=layout.block_pages_bf16), Rung(high, low, pages=pages, exact=False))
+
+    def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
+        return evidence.thresholds(ops.Thresholds(self.alpha_high, self.alpha_low), rung)

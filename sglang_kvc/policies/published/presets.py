@@ -1,0 +1,64 @@
+"""Published methods as presets.
+
+A method that only drops tokens is paired with k8v8, the packed format nearest to the one that it was published with.
+The recent tokens that its paper keeps are the window, which stays uncompressed.
+"""
+
+from __future__ import annotations
+
+from ..allocation import Pyramid, Uniform, Xkv
+from ..base import Policy
+from ..presets import preset
+from ..scorers.streaming_llm import StreamingLLM
+from .h2o import H2O
+from .kv_compress import KvCompress
+from .snapkv import SnapKV
+
+PUBLISHED: tuple[type[Policy], ...] = (
+    preset(
+        "kv-compress",
+        "KV-Compress (arXiv 2410.00161): KVC-w with squared attention scores, ranked over all layers and heads.",
+        high="k8v8",
+        scorer=KvCompress(),
+    ),
+    preset("h2o", "H2O (arXiv 2306.14048): heavy hitters.", high="k8v8", scorer=H2O(), share=Uniform()),
+    preset("snapkv", "SnapKV (arXiv 2404.14469).", high="k8v8", scorer=SnapKV(), share=Uniform()),
+    preset(
+        "streaming-llm",
+        "StreamingLLM (arXiv 2309.17453), block by block.",
+        high="k8v8",
+        scorer=StreamingLLM(),
+        share=Uniform(),
+    ),
+    preset(
+        "pyramid",
+        "PyramidKV (arXiv 2406.02069): SnapKV's scores, fewer pages in higher layers.",
+        high="k8v8",
+        scorer=SnapKV(),
+        share=Pyramid(),
+    ),
+    preset(
+        "minikv",
+        "MiniKV (arXiv 2411.18077): heavy hitters and 128 recent tokens, a pyramid of depth 7, all at 2 bits.",
+        window=128,
+        high="k2v2",
+        scorer=H2O(),
+        share=Pyramid(beta=7.0),
+    ),
+    preset(
+        "mikv",
+        "MiKV (arXiv 2402.18096): heavy hitters at 4 bits, other tokens at 2; `keep` is the share of heavy hitters.",
+        high="k4v4",
+        low="k2v2",
+        keep=0.25,
+        scorer=H2O(),
+        share=Uniform(),
+    ),
+    preset(
+        "xkv",
+        "XKV: each layer's share as measured; SnapKV's scores within a layer.",
+        high="k8v8",
+        scorer=SnapKV(),
+        share=Xkv(),
+    ),
+)
