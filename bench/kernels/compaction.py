@@ -180,8 +180,8 @@ def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
         launch_ms=launch, floor_ms=floor, digest_of_one_block=digest,
     )  # fmt: skip
     if blocks > 1:
-        once(store, ids, tiers, ops.compact, 1)
-        row["torch_ms"], _ = once(store, ids, tiers, ops.compact, 1)
+        once(store, ids, tiers, ops.compact.reference, 1)
+        row["torch_ms"], _ = once(store, ids, tiers, ops.compact.reference, 1)
     if len(names.split("+")) == 1:
         refill(store, ids)
         row["quota_plan_ms"] = plan_time(store, ids, args)

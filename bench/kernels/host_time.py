@@ -17,9 +17,10 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from bench.kernels.common import RESULTS, Results
+from kvc_kernels.store import PageStore
 from sglang_kvc.adapter.attention_backend import KvcAttnBackend
 from sglang_kvc.cache.runtime import Runtime
-from sglang_kvc.engine.attention import TritonAttention
+from sglang_kvc.engine.attention import Attention
 from sglang_kvc.options.config import KvcConfig
 
 LAYERS, QUERY_HEADS, HEADS, DIM, P = 32, 32, 8, 128, 128
@@ -39,7 +40,7 @@ def make_backend(**options) -> KvcAttnBackend:
     backend.token_to_kv_pool = SimpleNamespace(start_layer=0)
     slots = torch.arange(2 * CACHED, dtype=torch.int32).repeat(STEP + 1, 1)
     backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
-    backend.attention = TritonAttention(
+    backend.attention = Attention(
         runtime.store, policy.collects, policy.stored_as(policy.rung_of(None)), query_heads=QUERY_HEADS,
         max_batch=STEP, max_blocks=2 * CACHED // P,
     )  # fmt: skip
@@ -84,7 +85,8 @@ def measure(backend: KvcAttnBackend, fb: SimpleNamespace) -> dict[str, float]:
 def main() -> None:
     results = Results(sys.argv[1] if len(sys.argv) > 1 else RESULTS / "host_time.json", layers=LAYERS)
     torch.set_num_threads(1)
-    with mock.patch.object(JITFunction, "run", lambda *args, **options: None):
+    no_launch = mock.patch.object(JITFunction, "run", lambda *args, **options: None)
+    with no_launch, mock.patch.object(PageStore, "use_kernels", True):
         for name, options in {
             "k4v4": dict(high="k4v4"),
             "leankv": dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),

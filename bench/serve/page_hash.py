@@ -57,11 +57,6 @@ class Replay:
         num_bytes = capacity * config.block_size * layers * heads * dim * 4 * 3 // 2
         self.runtime = Runtime.build(config, num_bytes=num_bytes, dtype=k.dtype, device=k.device, **size)
         self.k, self.v, self.p = k, v, config.block_size
-        self.append = ops.append
-        if k.device.type == "cuda":
-            from kvc_kernels.append.kernel import append_triton
-
-            self.append = append_triton
         self.held: dict[int, int] = {}  # block of the text -> block id in the cache
 
     def write(self, indices: list[int], rng: random.Random) -> None:
@@ -85,7 +80,7 @@ class Replay:
         offsets = torch.tensor([at for _, at in piece], device=device)
         rows = torch.tensor([i * self.p + at for i, at in piece], device=device)
         for layer in range(self.k.shape[0]):
-            self.append(self.runtime.store, layer, blocks, offsets, self.k[layer, rows], self.v[layer, rows])
+            ops.append(self.runtime.store, layer, blocks, offsets, self.k[layer, rows], self.v[layer, rows])
 
     def pack(self, indices: list[int]) -> None:
         assert self.runtime.queue_due([self.held[i] for i in indices]) == len(indices)

@@ -1,20 +1,52 @@
-"""Operations on a `PageStore` in plain torch; each comes from the folder of its operation."""
+"""The public operations on a `PageStore`.
 
-from .append.reference import append
-from .common.attention_reference import decode_attention, extend_attention
-from .compact.reference import compact
-from .decode.snapshot import decode_snapshot
+Those made by `dispatch` run as kernels on a GPU and as plain torch elsewhere. Their plain-torch form, and the other
+operations, come from the folder of the operation. Classes are planned operations: `plan` once a forward, then `run`
+(or `add`) for each layer. Importing this module does not import triton.
+"""
+
+from .append import reference as append_reference
+from .common.dispatch import dispatch
+from .compact import reference as compact_reference
+from .decode import snapshot
+from .decode.reference import ReferenceDecode, decode_attention
+from .extend.reference import ReferenceExtend, extend_attention
+from .pages import reference as pages_reference
 from .pages.dense import block_digest, block_scores, block_tiers, load_dense
-from .pages.reference import block_head_pages, check_invariants, release, take_bf16
-from .scores.reference import Observe, note_observers, significance
+from .pages.reference import block_head_pages, check_invariants
+from .scores import reference as scores_reference
+from .scores.reference import Observe, ReferenceScores, significance
+from .tiering import importance, thresholds
 from .tiering.apportion import apportion, greedy_allocation, pyramid, retention_curves, spread
 from .tiering.importance import expected_attention, future_keys, hashed_scores, keydiff, pool_scores
 from .tiering.quota import keep_all, quota, threshold
-from .tiering.thresholds import Thresholds, plan_thresholds
+from .tiering.thresholds import Thresholds
+
+# Pages: rows in, blocks taken, moved down the ladder and released.
+append = dispatch(append_reference.append, "append.kernel:append_triton")
+take_bf16 = dispatch(pages_reference.take_bf16, "pages.kernel:take_bf16")
+release = dispatch(pages_reference.release, "pages.kernel:release")
+compact = dispatch(compact_reference.compact, "compact.launch:compact_triton")
+
+# Attention, and the attention scores that some policies collect.
+decode_snapshot = dispatch(snapshot.decode_snapshot, "decode.snapshot_kernel:decode_snapshot_triton")
+DecodeAttention = dispatch(ReferenceDecode, "decode.attention:DecodeAttention")
+ExtendAttention = dispatch(ReferenceExtend, "extend.attention:ExtendAttention")
+WindowedExtend = dispatch(ReferenceExtend, "extend.windowed:WindowedExtend")
+AttentionScores = dispatch(ReferenceScores, "scores.prefill_kernel:ReceivedAttention")
+note_observers = dispatch(scores_reference.note_observers, "scores.count_kernel:note_observers_triton")
+
+# Plans of policies.
+plan_thresholds = dispatch(thresholds.plan_thresholds, "tiering.thresholds_kernel:plan_thresholds_triton")
+keydiff_blocks = dispatch(importance.keydiff_blocks, "tiering.keydiff_kernel:keydiff_blocks")
 
 __all__ = [
+    "AttentionScores",
+    "DecodeAttention",
+    "ExtendAttention",
     "Observe",
     "Thresholds",
+    "WindowedExtend",
     "append",
     "apportion",
     "block_digest",
@@ -32,6 +64,7 @@ __all__ = [
     "hashed_scores",
     "keep_all",
     "keydiff",
+    "keydiff_blocks",
     "load_dense",
     "note_observers",
     "plan_thresholds",

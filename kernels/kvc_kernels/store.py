@@ -94,6 +94,17 @@ class PageStore:
     def device(self) -> torch.device:
         return self.pages.device
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether copies from the host go through pinned memory, and the device runs behind the host."""
+        return self.pages.is_cuda
+
+    @property
+    def use_kernels(self) -> bool:
+        """Whether operations on this store run as kernels (see `common.dispatch`). A test overrides it for a store on
+        the CPU, whose kernels Triton's interpreter runs."""
+        return self.pages.is_cuda
+
     @cached_property
     def like(self) -> torch.Tensor:
         """A tensor of the model dtype. Pages are bytes, and a kernel argument cannot be a bare pointer type."""

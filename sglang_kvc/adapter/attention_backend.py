@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from ..engine.attention import Snapshot, make_attention
+from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
 from .pool import KvcPool
@@ -35,10 +35,10 @@ class KvcAttnBackend(AttentionBackend):
             "max_blocks": -(-columns // self.block_tokens),
             "windows": sorted({m.sliding_window_size for m in layers} - {-1}),
         }
-        self.attention = make_attention(
+        self.attention = Attention(
             self.runtime.store, policy.collects, policy.stored_as(policy.rung_of(None)), **sizes
         )
-        if self.runtime.store.device.type == "cuda" and not runner.server_args.skip_server_warmup:
+        if self.runtime.store.on_gpu and not runner.server_args.skip_server_warmup:
             kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}
             compile_ahead(self.runtime, kinds=kinds, **sizes)
 
@@ -124,4 +124,4 @@ class KvcAttnBackend(AttentionBackend):
         return torch.nn.functional.pad(out, (0, 0, 0, padding)) if padding else out
 
     def support_triton(self) -> bool:
-        return self.runtime.store.device.type == "cuda"
+        return self.runtime.store.on_gpu

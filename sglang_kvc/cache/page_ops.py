@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +12,6 @@ from kvc_kernels.store import PageStore
 
 from ..policies import Evidence, Policy
 from .op_queue import Compact, Op, Release, Take
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass
@@ -45,36 +39,16 @@ class PageOps:
     def run(self, op: Op, step: int) -> list[PendingCounts]:
         """Launch `op` at the start of forward `step`."""
         if isinstance(op, Take):
-            self._ring.take_bf16(self.store, self._to_device(op.blocks))
+            ops.take_bf16(self.store, self._to_device(op.blocks))
         elif isinstance(op, Release):
-            self._ring.release(self.store, self._to_device(op.blocks))
+            ops.release(self.store, self._to_device(op.blocks))
         else:
             return self._compact(op, step)
         return []
 
-    @functools.cached_property
-    def _move(self) -> Callable[..., torch.Tensor]:
-        """The compaction of this device: one kernel on a GPU, plain torch elsewhere; both write the same bytes."""
-        if self.store.device.type == "cuda":
-            from kvc_kernels.compact.launch import compact_triton
-
-            return compact_triton
-        return ops.compact
-
-    @functools.cached_property
-    def _ring(self) -> ModuleType:
-        """Taking and returning of whole blocks on this device: a few kernels on a GPU, plain torch elsewhere."""
-        if self.store.device.type == "cuda":
-            from kvc_kernels.pages import kernel as ring_triton
-
-            return ring_triton
-        return ops
-
     def _to_device(self, ids: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(ids)
-        if self.store.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.store.device, non_blocking=True)
+        return host.pin_memory().to(self.store.device, non_blocking=True) if self.store.on_gpu else host
 
     def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
         """Plan and move, in waves whose destination pages fit the reserve."""
@@ -92,17 +66,17 @@ class PageOps:
                 self._observe,
             )
             tiers = self.policy.plan(evidence, target)
-            counts = self._move(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
+            counts = ops.compact(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
             if not target.exact:
                 pending.append(PendingCounts(step, ids, op.generations[at : at + wave], self._to_host(counts)))
         return pending
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
-        if not counts.is_cuda:
+        if not self.store.on_gpu:
             return counts
         host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
         return host.copy_(counts, non_blocking=True)
 
     def synchronize(self) -> None:
-        if self.store.device.type == "cuda":
+        if self.store.on_gpu:
             torch.cuda.synchronize(self.store.device)

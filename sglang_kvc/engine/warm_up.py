@@ -14,7 +14,6 @@ import itertools
 import logging
 import time
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from ..cache.ledger import Ledger
 from ..cache.op_queue import Compact
 from ..cache.runtime import Runtime
 from ..cache.sizing import Sizing
-from .attention import Snapshot, TritonAttention, make_attention
+from .attention import Attention, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +81,9 @@ def warm_up(
     windows: Collection[int] = (),
 ) -> None:
     """Launch what `runtime` can come to launch, on a small pool. `kinds`: (window, logit cap) of the model's layers;
-    other sizes are those of the server's `make_attention`."""
+    other sizes are those of the server's `Attention`."""
     small, policy = small_runtime(runtime), runtime.policy
-    attention: Any = make_attention(
+    attention = Attention(
         small.store, policy.collects, policy.stored_as(policy.rung_of(None)), query_heads=query_heads,
         max_batch=max_batch, max_blocks=max_blocks, windows=windows,
     )  # fmt: skip
@@ -108,7 +107,7 @@ def warm_up(
                 prompts(attention, packed, own, query_heads, max_blocks, layer)
         small.free(ids)
         small.flush()
-    if small.store.device.type == "cuda":
+    if small.store.on_gpu:
         torch.cuda.synchronize(small.store.device)
 
 
@@ -132,7 +131,7 @@ def small_runtime(runtime: Runtime) -> Runtime:
     )  # fmt: skip
 
 
-def _rows(attention: TritonAttention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:
+def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values as a layer gives them: slices of one product."""
     store = attention.store
     heads, dim = store.layout.heads, store.layout.head_dim
@@ -145,7 +144,7 @@ def _row(packed: list[int], own: list[int], prefix: int, blocks: int) -> list[in
     return [packed[j % len(packed)] if j < prefix else own[j % len(own)] for j in range(blocks)]
 
 
-def decode(attention: TritonAttention, packed: list[int], own: list[int], query_heads: int, layer: dict) -> None:
+def decode(attention: Attention, packed: list[int], own: list[int], query_heads: int, layer: dict) -> None:
     """One step of two requests."""
     store, p = attention.store, attention.store.layout.block_tokens
     row = torch.tensor(_row(packed, own, 1, 2), dtype=torch.int32).repeat_interleave(p) * p
@@ -158,7 +157,7 @@ def decode(attention: TritonAttention, packed: list[int], own: list[int], query_
 
 
 def prompts(
-    attention: TritonAttention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
+    attention: Attention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
 ) -> None:
     """Prompts of all lengths that fit into `max_blocks` blocks, one at a time; where a policy shows blocks as they will
     be stored, also as requests see them that ask for another level."""
@@ -177,7 +176,7 @@ def prompts(
                 attention.note(snap, torch.tensor([new], dtype=torch.int32, device=attention.store.device))
                 # A block that a row named twice would have two writers of its scores at a time.
                 places = next((j for j, block in enumerate(row) if block in row[:j]), len(row))
-                attention.received.plan(snap.row_blocks, [0], [min(new, places * p)])
+                attention.scores.plan(snap.row_blocks, [0], [min(new, places * p)])
             attention.extend(0, *_rows(attention, new, query_heads), **layer)
 
 

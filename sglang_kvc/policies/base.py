@@ -58,11 +58,8 @@ class Evidence:
 
     def thresholds(self, alpha: ops.Thresholds, rung: Rung) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]` by mean attention scores against thresholds (LeanKV)."""
-        plan = ops.plan_thresholds
-        if self.store.device.type == "cuda":
-            from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton as plan
         seen = self.observe or ops.Observe()
-        return plan(
+        return ops.plan_thresholds(
             self.store, self.blocks, self.starts, self.lengths, alpha, seen, from_rung=self.from_rung, to=rung
         )
 

@@ -61,8 +61,8 @@ def packed_tokens(runtime: Runtime) -> PackedTokens:
 
 
 def measure(runtime: Runtime, *, detail: bool) -> KvcStats:
-    """Statistics from the CPU records. `detail` also reads token counts, which waits for a GPU."""
-    return _stats(runtime, packed_tokens(runtime) if detail or runtime.store.device.type == "cpu" else None)
+    """Figures from the CPU records. `detail` also reads token counts, which on a GPU waits for the device."""
+    return _stats(runtime, packed_tokens(runtime) if detail or not runtime.store.on_gpu else None)
 
 
 def figures(runtime: Runtime) -> tuple[KvcStats, HeadMap]:

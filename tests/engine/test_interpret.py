@@ -7,9 +7,8 @@ import torch
 from triton.runtime import interpreter
 
 from kvc_kernels import ops
-from kvc_kernels.store import PageStore
-from sglang_kvc.engine.attention import Snapshot, TorchAttention, TritonAttention
-from tests.support.pages import fill, make_store, random_kv, rungs
+from sglang_kvc.engine.attention import Attention, Snapshot
+from tests.support.pages import KernelStore, TorchStore, fill, make_store, random_kv, rungs
 
 P, SCALE = 32, 0.1
 ROWS = torch.tensor([[3, 1, 4], [2, 5, 0]])
@@ -25,12 +24,12 @@ def both(scored, device="cpu", **options):
         fill(store, ROWS[r, : -(-PREFIX[r] // P)], *random_kv(store, PREFIX[r], seed=r))
     ops.compact(store, ROWS[:1, 0], 1, ops.keep_all(1, store.layout), from_rung=0)
     stores = [
-        PageStore(**{n: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()})
-        for _ in range(2)
+        kind(**{n: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()})
+        for kind in (TorchStore, KernelStore)
     ]
     options = {"observe": None, "stored_as": None, **options}
     sizes = {"query_heads": 4, "max_batch": 4, "max_blocks": 4}
-    return TorchAttention(stores[0], **options), TritonAttention(stores[1], **options, **sizes)
+    return tuple(Attention(x, **options, **sizes) for x in stores)
 
 
 def step(engines, kind, lens, prefix=None):

@@ -19,8 +19,8 @@ from kvc_kernels.extend.merge_kernel import join
 from kvc_kernels.pages import kernel as page_kernels
 from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
-from sglang_kvc.engine.attention import Snapshot, TritonAttention
-from tests.support.pages import make_store, rungs
+from sglang_kvc.engine.attention import Attention, Snapshot
+from tests.support.pages import KernelStore, make_store, rungs
 
 P, HEADS = 32, 3
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
@@ -47,7 +47,8 @@ def test_triton_is_as_in_a_server():
 
 def store(**options):
     # Three heads and one layer: nothing divides by 16 by chance.
-    return make_store(rungs("k4v4"), heads=HEADS, head_dim=64, block_tokens=P, layers=1, blocks=40, **options)
+    made = make_store(rungs("k4v4"), heads=HEADS, head_dim=64, block_tokens=P, layers=1, blocks=40, **options)
+    return KernelStore(**vars(made))
 
 
 def once(launched, *names):
@@ -60,7 +61,7 @@ def rows_of(requests, blocks):
 
 @pytest.mark.parametrize("observe", [None, ops.Observe(window=8)])
 def test_decode(launched, observe):
-    engine = TritonAttention(
+    engine = Attention(
         store(scored=observe is not None), observe, query_heads=HEADS * 3, max_batch=17, max_blocks=21
     )
     table, whole = torch.zeros((17, 21 * P), dtype=torch.int32), torch.ones(32, dtype=torch.int64)
@@ -101,7 +102,7 @@ def test_join_of_exact_and_staged(launched):
 
 def test_decode_and_extend_share_kernels(launched):
     fmt = rungs("k4v4")[1].high
-    engine = TritonAttention(store(), None, fmt, query_heads=HEADS * 3, max_batch=17, max_blocks=21)
+    engine = Attention(store(), None, fmt, query_heads=HEADS * 3, max_batch=17, max_blocks=21)
     q, k = (torch.zeros((3, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
     ones = torch.ones(3, dtype=torch.int64)
     engine.plan_decode(torch.zeros((17, 21 * P), dtype=torch.int32), ones, ones, [1, 1, 1])

@@ -16,21 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kvc_kernels import ops
-from kvc_kernels.compact.launch import compact_triton
-from kvc_kernels.decode import attention as decode_attention_triton
-from kvc_kernels.extend import attention as extend_attention_triton
+from kvc_kernels.decode.attention import DecodeAttention
+from kvc_kernels.extend import attention as extend_module
 from kvc_kernels.extend import dense_flashinfer
-from kvc_kernels.extend import hopper as extend_hopper_cuda
+from kvc_kernels.extend import hopper as hopper_module
 from kvc_kernels.extend.attention import ExtendAttention
-from kvc_kernels.pages import kernel as ring_triton
 from kvc_kernels.scores.prefill_kernel import ReceivedAttention
-from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
-from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
-from sglang_kvc.cache.page_ops import PageOps
+from kvc_kernels.store import PageStore
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.engine import warm_up
-from sglang_kvc.engine.attention import Snapshot, TritonAttention
+from sglang_kvc.engine.attention import Attention, Snapshot
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies.scorers.keydiff import KeyDiff
 
@@ -104,12 +99,8 @@ def launched(monkeypatch):
     received = ReceivedAttention.add
     monkeypatch.setattr(ReceivedAttention, "add", add)
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(PageOps, "_move", property(lambda self: compact_triton))
-    monkeypatch.setattr(PageOps, "_ring", property(lambda self: ring_triton))
-    monkeypatch.setattr(ops, "plan_thresholds", plan_thresholds_triton)
-    monkeypatch.setattr(KeyDiff, "score", lambda self, evidence: keydiff_blocks(evidence.store, evidence.blocks))
-    monkeypatch.setattr(warm_up, "make_attention", TritonAttention)
-    monkeypatch.setattr(extend_attention_triton, "ExtendAttention", WideExtend)
+    monkeypatch.setattr(PageStore, "use_kernels", True)
+    monkeypatch.setattr(extend_module, "ExtendAttention", WideExtend)
     return seen
 
 
@@ -121,11 +112,11 @@ def hopper(launched, monkeypatch):
     monkeypatch.setattr(dense_flashinfer, "StagingCopy", mock.Mock)
     monkeypatch.setattr(dense_flashinfer, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(dense_flashinfer.RaggedPrefill, "available", lambda device: True)
-    monkeypatch.setattr(extend_hopper_cuda, "supports", lambda store: True)
-    monkeypatch.setattr(extend_hopper_cuda, "_kernels", lambda text, device: 2 * (CudaKernel(text, launched),))
-    monkeypatch.setattr(extend_attention_triton, "ExtendAttention", partial(WideExtend, hopper=True))
+    monkeypatch.setattr(hopper_module, "supports", lambda store: True)
+    monkeypatch.setattr(hopper_module, "_kernels", lambda text, device: 2 * (CudaKernel(text, launched),))
+    monkeypatch.setattr(extend_module, "ExtendAttention", partial(WideExtend, hopper=True))
     monkeypatch.setattr(
-        decode_attention_triton.DecodeAttention, "_choose_engine",
+        DecodeAttention, "_choose_engine",
         lambda self: "triton" if self.query_rows else "gluon",
     )  # fmt: skip
 
@@ -147,7 +138,7 @@ def serve(runtime, cap, window=-1):
     """Prompts in batches, decode steps, compactions and returns, of sizes that a warm-up does not know."""
     policy, gen, device = runtime.policy, random.Random(1), runtime.store.device
     default = policy.stored_as(policy.rung_of(None))
-    attention = TritonAttention(runtime.store, policy.collects, default, **sizes(window))
+    attention = Attention(runtime.store, policy.collects, default, **sizes(window))
     layers = list(enumerate((-1, window)[:LAYERS]))
     # One block a place, as in a server: of two programs that add to the scores of one block, one would be lost.
     shown = runtime.take([P * j for j in range(COLUMNS)])
@@ -245,7 +236,7 @@ def test_nothing_is_left_to_compile_for_windows(options, cap, launched):
 @pytest.mark.parametrize("options", WINDOWED, ids=lambda x: "-".join(map(str, x.values())))
 def test_nothing_is_left_to_compile_for_windows_on_hopper(options, hopper, launched, monkeypatch):
     engine = property(lambda self: "triton" if self.window >= 0 or self.query_rows else "gluon", lambda *_: None)
-    monkeypatch.setattr(decode_attention_triton.DecodeAttention, "engine", engine, raising=False)
+    monkeypatch.setattr(DecodeAttention, "engine", engine, raising=False)
     compare(options, 0.0, launched, "extend.cu", "_decode_kernel", "_unpack_kernel", window=70)
 
 

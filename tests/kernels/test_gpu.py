@@ -6,7 +6,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.store import PageStore
-from tests.support.pages import fill, make_store, random_kv, random_tiers, rungs
+from tests.support.pages import TorchStore, fill, make_store, random_kv, random_tiers, rungs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ LADDER = rungs("k8v4+k4v2", "k4v4", "k2v2")
 
 def to_cuda(store: PageStore) -> PageStore:
     fields = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(store).items()}
-    return PageStore(**fields)
+    return TorchStore(**fields)
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -38,7 +38,7 @@ def test_same_bytes_as_on_the_cpu_without_sync(scored):
 
         mine, steps = put(blocks), [[put(x) for x in w] for w in writes]
         tiers, s, d = [put(x) for x in plans], put(significance), put(divisor)
-        lens = put(torch.tensor([0])), put(torch.tensor([64]))
+        lens = put(torch.tensor([64])), put(torch.tensor([64]))
         if store is there:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -48,7 +48,7 @@ def test_same_bytes_as_on_the_cpu_without_sync(scored):
                 ops.append(store, layer, *w)
             got = []
             if scored:
-                ops.note_observers(store, mine.view(1, 2), *lens, None)
+                ops.note_observers(store, mine.view(1, 2), *lens, ops.Observe())
                 got.append(ops.significance(store, mine, None, rung=0))
             got.append(ops.quota(s, 4, 32))
             ceiling = ops.block_tiers(store, mine, rung=0)

@@ -92,8 +92,8 @@ class World:
             else:
                 ops.extend_attention(self.store, layer, self.q[layer, at], self.row[None], [prefix], [new], **kw)
         if observe is not None:
-            stride = observe.decode_stride if new == 1 else observe.stride
-            ops.note_observers(self.store, self.row[None], [prefix], [new], observe.window, stride)
+            extend_lens = None if new == 1 else torch.tensor([new])
+            ops.note_observers(self.store, self.row[None], torch.tensor([prefix + new]), extend_lens, observe)
 
     def evidence(self, which=(0, 1, 2), lengths: int = 0) -> Evidence:
         which = torch.tensor(which)

@@ -58,7 +58,7 @@ def check(observe):
             group = received[3 * h : 3 * h + 3]
             rule = {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0)}
             want[h] += step * rule[observe.reduce]
-        ops.note_observers(store, row[None], [prefix], [new], window, step)
+        ops.note_observers(store, row[None], torch.tensor([end]), torch.tensor([new]) if new > 1 else None, observe)
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-6)
     mean = ops.significance(store, row[:2], window, stride=observe.stride).transpose(0, 2)[:, 0].reshape(2, -1)
@@ -87,6 +87,6 @@ def test_observers_do_not_depend_on_the_forwards(prefix, new, cuts, stride):
     store, row, _ = request("k4v4", scored=True, length=170, packed=0)
     at = sorted({prefix, prefix + new, *(prefix + new * i // cuts for i in range(cuts))})
     for a, b in itertools.pairwise(at):
-        ops.note_observers(store, row[None], [a], [b - a], None, stride)
+        ops.note_observers(store, row[None], torch.tensor([b]), torch.tensor([b - a]), ops.Observe(stride=stride))
     sampled = [i for i in range(prefix, prefix + new) if ops.Observe(decode_stride=stride).decoding(i)]
     assert store.observed[row].tolist() == [stride * sum(i >= 64 * (j + 1) for i in sampled) for j in range(3)]

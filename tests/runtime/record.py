@@ -52,7 +52,8 @@ def write(store: PageStore, req_to_token: torch.Tensor, reqs: list, spans: list[
         table = torch.zeros((len(reqs), max(-(-last // P) for _, last in spans)), dtype=torch.long)
         for i, (r, (_, last)) in enumerate(zip(reqs, spans)):
             table[i, : -(-last // P)] = req_to_token[r.req_pool_idx, 0:last:P] // P
-        ops.note_observers(store, table, [first for first, _ in spans], [last - first for first, last in spans], None)
+        lens = torch.tensor([(last, last - first) for first, last in spans])
+        ops.note_observers(store, table, *lens.T, ops.Observe())
 
 
 def write_rows(store: PageStore, slots: torch.Tensor, numbers: np.ndarray) -> None:

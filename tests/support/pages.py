@@ -15,6 +15,18 @@ from kvc_kernels.store import PageStore
 F = FORMATS
 
 
+class KernelStore(PageStore):
+    """A store whose operations run as kernels on the CPU, too: under Triton's interpreter, or not at all."""
+
+    use_kernels = True
+
+
+class TorchStore(PageStore):
+    """A store whose operations run in plain torch on a GPU, too."""
+
+    use_kernels = False
+
+
 def rungs(*specs: str) -> tuple[Rung, ...]:
     """Ladder from names: rungs("k8v4+k4v2", "k4v4") behind the bf16 rung."""
     out = [Rung(BF16)]

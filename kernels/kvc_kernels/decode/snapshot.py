@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ..store import PageStore
+
 
 def decode_snapshot(
+    store: PageStore,
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -13,7 +16,6 @@ def decode_snapshot(
     lens: torch.Tensor,
     write: torch.Tensor,
     *,
-    block_tokens: int,
     columns: int,
 ) -> None:
     """Copy the step into buffers that may be larger: B requests, the first `columns` blocks of each.
@@ -23,7 +25,7 @@ def decode_snapshot(
     `lens` int32 `[>= B]`, and block and offset of the new token to `write` int64 `[2, >= B]`. `columns` covers the
     longest request. A place behind a request's end gets the block that its row of `req_to_token` names there.
     """
-    n, p = len(seq_lens), block_tokens
+    n, p = len(seq_lens), store.layout.block_tokens
     # The first slot of a block determines the block.
     blocks = req_to_token[:, ::p][req_pool_indices, :columns] // p
     last = seq_lens.long() - 1

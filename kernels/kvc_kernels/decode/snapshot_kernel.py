@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..store import PageStore
+
 STEP = 256  # blocks per program
 
 
@@ -34,6 +36,7 @@ def _snapshot_kernel(
 
 
 def decode_snapshot_triton(
+    store: PageStore,
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -41,7 +44,6 @@ def decode_snapshot_triton(
     lens: torch.Tensor,
     write: torch.Tensor,
     *,
-    block_tokens: int,
     columns: int,
 ) -> None:
     """`decode_snapshot` as a kernel; does not sync. The last dimension of every tensor is contiguous."""
@@ -51,5 +53,5 @@ def decode_snapshot_triton(
         raise ValueError(f"the buffers hold {tuple(rows.shape)}, got {len(seq_lens)} requests of {columns} blocks")
     _snapshot_kernel[(len(seq_lens), triton.cdiv(columns, STEP))](
         req_to_token, req_to_token.stride(0), req_pool_indices, seq_lens, rows, rows.stride(0), lens, write,
-        write.stride(0), columns, block_tokens, STEP, num_warps=4,
+        write.stride(0), columns, store.layout.block_tokens, STEP, num_warps=4,
     )  # fmt: skip

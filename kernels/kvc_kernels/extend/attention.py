@@ -244,17 +244,18 @@ class ExtendAttention:
         prefix_lens: list[int],
         extend_lens: list[int],
         waiting: list[list[int]] | None = None,
-        exact: list[bool] | None = None,
+        formats: list[Format | None] | None = None,
     ) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Copies to the device; does not sync.
 
-        `waiting[B]`, with `stored_as`: places of the full blocks of each prefix that are uncompressed as yet;
-        `exact[B]`: requests whose blocks are seen as they are all the same.
+        `waiting[B]`, with `stored_as`: places of the full blocks of each prefix that are still uncompressed.
+        `formats[B]`: `stored_as` of each request, by default that of the operation. One format is staged: a request
+        with another sees its own new blocks exact.
         """
         self._stages = self._use_unpacked = False
         if self._staged is not None:
             row_blocks, prefix_lens, extend_lens = self._staged.plan(
-                row_blocks, prefix_lens, extend_lens, waiting, exact
+                row_blocks, prefix_lens, extend_lens, waiting, formats
             )
             self._stages = self._staged.groups is not None
         self._use_few = not self._stages and self._few is not None and self._few.fits(prefix_lens, extend_lens)

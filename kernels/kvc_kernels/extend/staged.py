@@ -128,7 +128,7 @@ class StagedExtend:
         prefix_lens: list[int],
         extend_lens: list[int],
         waiting: list[list[int]] | None,
-        exact: list[bool] | None = None,
+        formats: list[Format | None] | None = None,
     ) -> tuple[torch.Tensor, list[int], list[int]]:
         """What to read from pages: rows of blocks int32 `[B', NB]`, prefix and new tokens `[B']` of runs of new tokens.
 
@@ -137,6 +137,7 @@ class StagedExtend:
         `groups` is None, and the arguments come back, where no query sees a staged block. Does not sync. `sees` int32
         `[B', 2]`: first slot and number of the staged blocks of each run, where the library does not take them.
         """
+        exact = formats and [fmt is not self.rows.format for fmt in formats]
         groups = Groups.cut(prefix_lens, extend_lens, waiting, self.store.layout.block_tokens, exact)
         self.groups = groups if groups.staged else None
         if self.groups is None:

@@ -124,7 +124,7 @@ class WindowedExtend:
         g = store.layout
         if any(r.low is not None for r in store.ladder):
             raise ValueError("windows need blocks that keep every token in one format")
-        self.store, self.window, self.query_heads = store, window, query_heads
+        self.store, self.window, self.query_heads, self.stored_as = store, window, query_heads, stored_as
         self.most = max(1, pass_tokens // g.block_tokens)
         self.staged = DenseRows(store) if stored_as is None else StoredRows(store, stored_as)
         self.unpacked = UnpackedRows(store)
@@ -138,13 +138,13 @@ class WindowedExtend:
         prefix_lens: list[int],
         extend_lens: list[int],
         waiting: list[list[int]] | None = None,
-        exact: list[bool] | None = None,
+        formats: list[Format | None] | None = None,
     ) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host; other arguments as in `ExtendAttention`.
         Does not sync."""
         store, p = self.store, self.store.layout.block_tokens
-        stored = isinstance(self.staged, StoredRows)
-        as_stored = [stored and not (exact and exact[r]) for r in range(len(extend_lens))]
+        fmt = self.stored_as
+        as_stored = [fmt is not None and (not formats or formats[r] is fmt) for r in range(len(extend_lens))]
         self.passes = cut(prefix_lens, extend_lens, waiting, as_stored, p=p, window=self.window, most=self.most)
         self.row_blocks = row_blocks
         tiles = [[] if self.prefills else x.tiles(self.query_heads // store.layout.heads, ROWS) for x in self.passes]
@@ -165,8 +165,18 @@ class WindowedExtend:
                 prefill.plan(x.tokens, x.slots, x.last)
         self.staged.reserve(max((x.size for x in self.passes), default=0))
 
-    def run(self, layer: int, q: torch.Tensor, *, scale: float, logit_cap: float = 0.0) -> torch.Tensor:
-        """`q[N, Hq, D]` -> `[N, Hq, D]` in q's dtype; the new rows were appended to their pages before."""
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
+    ) -> torch.Tensor:
+        """`q[N, Hq, D]` -> `[N, Hq, D]` in q's dtype. The new rows are read from their pages, to which they were
+        appended before."""
         out, at = torch.empty(q.shape, dtype=q.dtype, device=q.device), 0
         q = q if q.stride(-1) == 1 else q.contiguous()
         for i, (x, (rows, tiles, pages, slots)) in enumerate(zip(self.passes, self.items)):
@@ -174,7 +184,7 @@ class WindowedExtend:
             if x.rows:
                 self.staged.plan(self.row_blocks, rows.view(-1, 8), x.size)
                 self.staged.fill(layer)
-            k, v = self.staged.k, self.staged.v
+            k, v = self.staged.k, self.staged.v  # slots, which hold the new rows
             if x.pages:
                 self.unpacked.fill(layer, self.row_blocks, pages, 0, len(x.pages), k, v)
             if self.prefills:

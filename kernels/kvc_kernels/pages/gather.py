@@ -13,6 +13,7 @@ import torch
 
 from ..common import quant
 from ..common.bits import bf16_rows, key_bytes, segment, unpack_features, value_bytes, value_meta
+from ..common.softmax import softmax
 from ..layout import BF16, PageLayout, Rung
 from ..store import SCRATCH_PAGE, PageStore
 
@@ -242,3 +243,33 @@ def sequence_rows(
             to[:, index] = whole.unflatten(1, (-1, p))
     k, v = rows.flatten(2, 3)[:, :, :tokens]
     return k, v
+
+
+def _logits(parts: list[Part], q: torch.Tensor, cap: float) -> torch.Tensor:
+    """fp32 `[H, G, S]` over all parts' slots for scaled q fp32 `[H, G, D]`, capped, -inf where nothing is stored."""
+    out = []
+    for x in parts:
+        logits = x.logits(q)
+        if cap > 0:
+            logits = torch.tanh_(logits / cap).mul_(cap)
+        if x.valid is not None:
+            logits.masked_fill_(~x.valid.unsqueeze(1), -torch.inf)
+        out.append(logits)
+    return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+
+def part_weights(parts: list[Part], q: torch.Tensor, scale: float, cap: float) -> tuple[torch.Tensor, ...]:
+    """Probabilities fp32 `[H, G, S]` of each part for one query `q[Hq, D]`; G query heads a KV head, S slots."""
+    grouped = q.float().view(parts[0].ids.shape[0], -1, q.shape[-1]) * scale
+    return softmax(_logits(parts, grouped, cap)).split([part.slots for part in parts], -1)
+
+
+def stored_mask(parts: list[Part], sizes: list[int]) -> torch.Tensor | None:
+    """bool `[H, S]` over the parts' dense tokens, None when every slot holds one."""
+    if all(x.valid is None or (not isinstance(x, PlainPart) and x.count) for x in parts):
+        return None
+    masks = []
+    for x, n in zip(parts, sizes):
+        full = x.valid is None or bool(x.count)
+        masks.append(x.ids.new_ones((x.ids.shape[0], n), dtype=torch.bool) if full else x.valid)
+    return torch.cat(masks, 1)

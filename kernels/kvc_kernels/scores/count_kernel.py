@@ -35,7 +35,11 @@ def note_kernel(
 
 
 def note_observers_triton(
-    store: PageStore, row_blocks: torch.Tensor, seq_lens: torch.Tensor, extend_lens: torch.Tensor | None, seen: Observe
+    store: PageStore,
+    row_blocks: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_lens: torch.Tensor | None,
+    observe: Observe,
 ) -> None:
     """`note_observers` for `seq_lens[B]` including `extend_lens[B]` new tokens (None in a decode step), all on the
     device.
@@ -43,6 +47,6 @@ def note_observers_triton(
     decoding = extend_lens is None
     note_kernel[(len(seq_lens),)](
         store.observed, row_blocks, row_blocks.stride(0), seq_lens, seq_lens if decoding else extend_lens,
-        store.layout.block_tokens, seen.window or 0, seen.decode_stride if decoding else seen.stride, decoding, PLACES,
-        num_warps=1,
+        store.layout.block_tokens, observe.window or 0, observe.decode_stride if decoding else observe.stride, decoding,
+        PLACES, num_warps=1,
     )  # fmt: skip

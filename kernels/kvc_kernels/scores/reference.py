@@ -9,7 +9,7 @@ import torch
 
 from ..common.softmax import MAX_ELEMENTS, query_weights
 from ..pages.dense import block_scores
-from ..pages.gather import Part
+from ..pages.gather import Part, part_weights, request_parts, stored_mask
 from ..store import PageStore
 
 REDUCE = ("max", "sum", "squares")
@@ -88,7 +88,7 @@ def observe_decode(
         part.add_scores(store, received)
 
 
-def observe_extend(
+def observe_prefill(
     store: PageStore,
     parts: list[Part],
     sizes: list[int],
@@ -121,22 +121,99 @@ def observe_extend(
         part.add_scores(store, received)
 
 
+def collect_decode(
+    store: PageStore,
+    layer: int,
+    q: torch.Tensor,
+    row_blocks: torch.Tensor,
+    seq_lens: list[int],
+    observe: Observe,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> None:
+    """Add what the queries `q[B, Hq, D]` of a decode step pay to the tokens' scores, in the steps that are sampled.
+
+    `row_blocks` int64 `[B, NB]`, `seq_lens[B]` with the new token counted.
+    """
+    p = store.layout.block_tokens
+    for i, n in enumerate(seq_lens):
+        if observe.decoding(n - 1):
+            blocks = row_blocks[i, : -(-n // p)]
+            parts = request_parts(store, layer, blocks, store.rung[blocks].tolist(), n)
+            if parts:
+                observe_decode(store, parts, part_weights(parts, q[i], scale, logit_cap), observe)
+
+
+def collect_prefill(
+    store: PageStore,
+    layer: int,
+    q: torch.Tensor,
+    row_blocks: torch.Tensor,
+    prefix_lens: list[int],
+    extend_lens: list[int],
+    observe: Observe,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> None:
+    """Add what the new queries `q[N, Hq, D]` pay to the tokens' scores; arguments as in `extend_attention`."""
+    p, at = store.layout.block_tokens, 0
+    for i, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
+        if not new:
+            continue
+        blocks = row_blocks[i, : -(-(prefix + new) // p)]
+        parts = request_parts(store, layer, blocks, store.rung[blocks].tolist(), prefix + new)
+        keys = [part.dense(q.dtype)[0] for part in parts]
+        sizes = [k.shape[1] for k in keys]
+        query, valid = q[at : at + new].movedim(0, 1), stored_mask(parts, sizes)
+        observe_prefill(store, parts, sizes, query, torch.cat(keys, 1), valid, scale, logit_cap, observe)
+        at += new
+
+
+class ReferenceScores:
+    """Attention scores in plain torch, behind the interface of `ReceivedAttention`: `plan` or `plan_decode` once a
+    forward, then `add` for each layer."""
+
+    def __init__(
+        self, store: PageStore, *, observe: Observe, query_heads: int = 0, max_batch: int = 0, max_blocks: int = 0
+    ):
+        """The sizes bound buffers of the kernels; plain torch has none."""
+        self.store, self.observe = store, observe
+
+    def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
+        """A prefill: `row_blocks[B, NB]`, lengths on the host."""
+        self._collect, self._lists = collect_prefill, (row_blocks.long(), prefix_lens, extend_lens)
+
+    def plan_decode(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """A decode step: `row_blocks[B, >= NB]`, `seq_lens[B]`; the lengths are read on the host."""
+        lens = seq_lens.tolist()
+        columns = -(-max(lens, default=0) // self.store.layout.block_tokens)
+        self._collect, self._lists = collect_decode, (row_blocks[:, :columns].long(), lens)
+
+    def add(self, layer: int, q: torch.Tensor, lse: None = None, *, scale: float, logit_cap: float = 0.0) -> None:
+        """Add what the observing queries of `q[N, Hq, D]` pay to the scores of all stored tokens."""
+        self._collect(self.store, layer, q, *self._lists, self.observe, scale=scale, logit_cap=logit_cap)
+
+
 def note_observers(
     store: PageStore,
     row_blocks: torch.Tensor,
-    prefix_lens: list[int] | torch.Tensor,
-    extend_lens: list[int] | torch.Tensor,
-    window: int | None,
-    stride: int = 1,
+    seq_lens: torch.Tensor,
+    extend_lens: torch.Tensor | None,
+    observe: Observe,
 ) -> None:
     """Update the query counts once per forward: observed[block] += counted queries behind the block's last token.
 
-    `row_blocks[B, NB]` block ids, `prefix_lens[B]`, `extend_lens[B]` (1 each in decode). One query in `stride` is
-    sampled and counts for all.
+    `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step;
+    all on the store's device. One query in a stride is looked at and counts for all.
     """
-    prefix, new = (torch.as_tensor(x, device=store.device).long().unsqueeze(1) for x in (prefix_lens, extend_lens))
-    end = prefix + new
-    first = prefix if window is None else torch.maximum(prefix, end - window)
+    decoding = extend_lens is None
+    stride = observe.decode_stride if decoding else observe.stride
+    end = seq_lens.long().unsqueeze(1)
+    first = end - 1 if decoding else end - extend_lens.long().unsqueeze(1)
+    if observe.window is not None:
+        first = torch.maximum(first, end - observe.window)
     p = store.layout.block_tokens
     behind = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
     count = (end // stride - torch.maximum(first, behind) // stride).clamp_(min=0) * stride

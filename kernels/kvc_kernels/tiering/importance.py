@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
+from ..pages.dense import load_dense
+from ..store import PageStore
+
 POOLS = ("max", "mean")
 
 
@@ -17,6 +20,12 @@ def keydiff(keys: torch.Tensor) -> torch.Tensor:
     unit = normalize(keys, dim=-1)
     centre = normalize(unit.mean(dim=-2, keepdim=True), dim=-1)
     return -(unit * centre).sum(-1)
+
+
+def keydiff_blocks(store: PageStore, blocks: torch.Tensor) -> torch.Tensor:
+    """`keydiff` of uncompressed `blocks[n]`, of their stored keys: fp32 `[n, L, H, P]`."""
+    keys = (load_dense(store, layer, blocks, 0)[0] for layer in range(store.layout.layers))
+    return torch.stack([keydiff(x) for x in keys], dim=1)
 
 
 def pool_scores(scores: torch.Tensor, size: int, kind: str = "max") -> torch.Tensor:

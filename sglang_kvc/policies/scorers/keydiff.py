@@ -23,10 +23,8 @@ class KeyDiff(RowScorer):
     name: ClassVar[str] = "keydiff"
 
     def score(self, evidence) -> torch.Tensor:
-        if evidence.store.device.type == "cuda" and evidence.from_rung == 0:
-            from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
-
-            return keydiff_blocks(evidence.store, evidence.blocks)
+        if evidence.from_rung == 0:
+            return ops.keydiff_blocks(evidence.store, evidence.blocks)
         return super().score(evidence)
 
     def score_layer(self, evidence, layer: int) -> torch.Tensor:

@@ -233,7 +233,7 @@ def test_scores_are_column_sums(spec, window, cap):
         p.diagonal(prefix, -2, -1).zero_()
         chosen = p if window is None else p[:, -window:]
         received[:, :end] += chosen.sum(1).view(2, 3, -1).amax(1)
-        ops.note_observers(store, row[None], [prefix], [new], window)
+        ops.note_observers(store, row[None], torch.tensor([prefix + new]), torch.tensor([new]), ops.Observe(window))
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     assert torch.allclose(got.double(), received, rtol=1e-4, atol=1e-5)
     # Observers: queries behind each block's last token, counted by hand.
@@ -263,7 +263,7 @@ def test_shared_prefix_collects_from_every_request():
         ops.decode_attention(store, 0, q[i : i + 1], rows[i : i + 1], lens[i : i + 1], **kw)
         single.append(ops.block_scores(store, row[:1]) - both - sum(single))
     assert torch.allclose(both, single[0] + single[1], atol=1e-5)
-    ops.note_observers(store, rows, [99, 99], [1, 1], None)
+    ops.note_observers(store, rows, torch.tensor([100, 100]), torch.tensor([1, 1]), ops.Observe())
     assert store.observed[row].tolist() == [2, 0]
 
 

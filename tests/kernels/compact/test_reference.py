@@ -192,7 +192,7 @@ def test_step_operations_never_read_device_data(scored):
         divisor = torch.ones(2, 32)
         tokens = (store.layout.page(FORMATS["k8v4"]).tokens, store.layout.page(FORMATS["k4v2"]).tokens)
         if scored:
-            ops.note_observers(store, blocks.view(1, 2), torch.tensor([0]), torch.tensor([64]), None)
+            ops.note_observers(store, blocks.view(1, 2), torch.tensor([64]), torch.tensor([64]), ops.Observe())
             ops.significance(store, blocks, None, rung=0)
         pages = ops.block_head_pages(store, blocks)
         tiers = ops.threshold(significance, divisor, 0.7, 0.3, ops.block_tiers(store, blocks, rung=0), *tokens, pages)

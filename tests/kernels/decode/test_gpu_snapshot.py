@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from tests.support.pages import make_store
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,6 +16,7 @@ def test_snapshot():
     from kvc_kernels.decode.snapshot_kernel import decode_snapshot_triton
 
     p, columns, requests = 128, 1025, 65
+    store = make_store(block_tokens=p)
     gen = torch.Generator("cuda").manual_seed(1)
     blocks = torch.randint(0, 1 << 20, (requests, columns), generator=gen, device="cuda", dtype=torch.int32)
     table = blocks.repeat_interleave(p, 1) * p + torch.arange(columns * p, device="cuda", dtype=torch.int32) % p
@@ -29,7 +31,7 @@ def test_snapshot():
     for n, longest in ((1, 1), (1, columns * p), (7, 300), (64, 20_000)):
         lens = torch.randint(1, longest + 1, (n + 1,), generator=gen, device="cuda")[1:]
         rows = torch.randperm(requests, generator=gen, device="cuda")[1 : n + 1]
-        step = {"block_tokens": p, "columns": -(-int(lens.max()) // p)}
-        ops.decode_snapshot(table, rows, lens, *want, **step)
-        decode_snapshot_triton(table, rows, lens, *got, **step)
+        columns_read = -(-int(lens.max()) // p)
+        ops.decode_snapshot.reference(store, table, rows, lens, *want, columns=columns_read)
+        decode_snapshot_triton(store, table, rows, lens, *got, columns=columns_read)
         assert all(torch.equal(a, b) for a, b in zip(want, got))

@@ -6,6 +6,8 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.decode.snapshot_kernel import decode_snapshot_triton
 
+from ..ops.support import make_store
+
 BATCH, BLOCKS = 6, 300  # of the buffers
 
 
@@ -21,7 +23,7 @@ def table(p, rows, columns, dtype, gen):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("p", [32, 128])
 def test_snapshot(dtype, p):
-    gen = torch.Generator().manual_seed(p)
+    gen, store = torch.Generator().manual_seed(p), make_store(block_tokens=p)
     req_to_token = table(p, 9, BLOCKS, dtype, gen)
     want, got = (
         (
@@ -44,8 +46,8 @@ def test_snapshot(dtype, p):
         lens_cpu, rows = lens, torch.tensor([9, *rows], dtype=dtype)[1:]  # a slice, at an odd address
         lens = torch.tensor(lens, dtype=dtype)
         columns = -(-max(lens_cpu) // p)
-        ops.decode_snapshot(req_to_token, rows, lens, *want, block_tokens=p, columns=columns)
-        decode_snapshot_triton(req_to_token, rows, lens, *got, block_tokens=p, columns=columns)
+        ops.decode_snapshot(store, req_to_token, rows, lens, *want, columns=columns)
+        decode_snapshot_triton(store, req_to_token, rows, lens, *got, columns=columns)
         # Whole buffers: what lies outside of the step stays.
         assert all(torch.equal(a, b) for a, b in zip(want, got))
         for i, n in enumerate(lens_cpu):

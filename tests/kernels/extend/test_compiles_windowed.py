@@ -64,6 +64,6 @@ def test_extend(head_dim, capability, compiled):
     run.capability = capability
     op = WindowedExtend(store_of("k4v4", head_dim), query_heads=16, window=511)
     op.plan(torch.zeros((1, 4), dtype=torch.int32), [128], [168])
-    op.run(0, torch.zeros((168, 16, head_dim), dtype=torch.bfloat16), scale=1.0, logit_cap=30.0)
+    op.run(0, *3 * [torch.zeros((168, 16, head_dim), dtype=torch.bfloat16)], scale=1.0, logit_cap=30.0)
     ((name, kernel),) = found
     assert name == "window_kernel" and kernel.metadata.shared <= 99 * 1024

@@ -129,7 +129,7 @@ def test_exact_requests_beside_others(dense):
     store, k, v = case("k4v4")
     q, fmt, exact = queries(4 * HEADS, DIM), store.ladder[1].high, [False, True, False, True, True]
     op = make(store, 4 * HEADS, dense=dense)
-    op.plan(ROWS.cuda(), PREFIX, NEW, WAITING, exact)
+    op.plan(ROWS.cuda(), PREFIX, NEW, WAITING, [None if x else fmt for x in exact])
     out = op.run(0, q, k[0], v[0], scale=SCALE)
     seen = [None if x else fmt for x in exact]
     want = ops.extend_attention(store, 0, q, ROWS.cuda(), PREFIX, NEW, scale=SCALE, stored_as=seen)

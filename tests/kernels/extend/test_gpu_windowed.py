@@ -97,10 +97,10 @@ def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, 
     op = WindowedExtend(mine, query_heads=q.shape[1], window=window, stored_as=fmt, **options)
     assert bool(op.prefills) == (dense != "none")
     scale = q.shape[-1] ** -0.5
-    op.plan(rows, prefix, new, WAITING if stored else None, exact)
+    op.plan(rows, prefix, new, WAITING if stored else None, exact and [None if x else fmt for x in exact])
     op.staged.k.fill_(torch.nan)
     op.staged.v.fill_(torch.nan)
-    out = op.run(1, q.cuda(), scale=scale, logit_cap=cap)
+    out = op.run(1, *3 * [q.cuda()], scale=scale, logit_cap=cap)
     seen = [None if exact and exact[r] else fmt for r in range(len(new))]
     want = reference(store, 1, q, ROWS, prefix, new, window=window, scale=scale, cap=cap, stored_as=seen)
     return error(out, want), out
@@ -158,7 +158,7 @@ def test_no_sync():
     try:
         for _ in range(3):
             op.plan(rows, *lens, WAITING)
-            op.run(0, q, scale=0.1)
+            op.run(0, q, q, q, scale=0.1)
             torch.cuda.set_sync_debug_mode("error")
     finally:
         torch.cuda.set_sync_debug_mode("default")

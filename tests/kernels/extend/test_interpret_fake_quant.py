@@ -169,7 +169,7 @@ def test_exact_requests_beside_others(fake):
     q, fmt = queries(2), store.ladder[1].high
     exact = [False, True] * (len(NEW) // 2) + [True] * (len(NEW) % 2)
     op = make(store, 2, fake=fake)
-    op.plan(ROWS, PREFIX, NEW, WAITING, exact)
+    op.plan(ROWS, PREFIX, NEW, WAITING, [None if x else fmt for x in exact])
     out = op.run(0, q, k[0], v[0], scale=SCALE)
     want = ops.extend_attention(
         store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, stored_as=[None if x else fmt for x in exact]

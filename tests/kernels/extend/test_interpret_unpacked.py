@@ -110,7 +110,7 @@ def test_in_a_forward_whose_queries_see_blocks_as_stored(exact, monkeypatch):
     op = ExtendAttention(store, query_heads=HEADS * 2, stored_as=fmt)
     op._staged.prefill = Dense()
     op._unpacked = unpacked(store, HEADS * 2, 1)
-    op.plan(ROWS, PREFIX, NEW, WAITING, exact)
+    op.plan(ROWS, PREFIX, NEW, WAITING, exact and [None if x else fmt for x in exact])
     assert op._use_unpacked
     out, lse = op.run(0, q, k[0], v[0], scale=SCALE, return_lse=True)
     seen = [None if exact and exact[r] else fmt for r in range(len(NEW))]

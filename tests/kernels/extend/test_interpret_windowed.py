@@ -7,10 +7,10 @@ from kvc_kernels import ops
 from kvc_kernels.decode.attention import DecodeAttention, Tuning
 from kvc_kernels.decode.planner import DecodePlan
 from kvc_kernels.extend.windowed import WindowedExtend, cut
-from kvc_kernels.store import PageStore
-from sglang_kvc.engine.attention import Snapshot, TorchAttention, TritonAttention
+from sglang_kvc.engine.attention import Attention, Snapshot
 from tests.kernels.common.test_window_reference import NEW, PREFIX, ROWS, WAITING, P, error, queries, request_case
 from tests.support.decode import make_case, relative_error
+from tests.support.pages import KernelStore, TorchStore
 
 from .test_interpret_fake_quant import Dense
 
@@ -96,10 +96,10 @@ def extend(store, q, window, *, exact=None, stored=True, fake=False, cap=0.0, la
     op = WindowedExtend(store, query_heads=q.shape[1], window=window, stored_as=fmt, **kw)
     if fake:
         op.prefills = [WindowedDense(window) for _ in range(8)]
-    op.plan(ROWS, PREFIX, NEW, WAITING if stored else None, exact)
+    op.plan(ROWS, PREFIX, NEW, WAITING if stored else None, exact and [None if x else fmt for x in exact])
     op.staged.k.fill_(torch.nan)
     op.staged.v.fill_(torch.nan)
-    out = op.run(layer, q, scale=0.125, logit_cap=cap)
+    out = op.run(layer, q, q, q, scale=0.125, logit_cap=cap)
     seen = [None if exact and exact[r] else fmt for r in range(len(NEW))]
     want = ops.extend_attention(
         store, layer, q, ROWS, PREFIX, NEW, scale=0.125, logit_cap=cap, stored_as=seen, window=window
@@ -168,9 +168,9 @@ def test_tiers_are_refused():
         WindowedExtend(store, query_heads=8, window=4)
 
 
-def moved(store, device):
+def moved(store, device, kind):
     fields = {n: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()}
-    return PageStore(**fields)
+    return kind(**fields)
 
 
 def by_turns(level, device, *, dim, times, window=150):
@@ -182,12 +182,10 @@ def by_turns(level, device, *, dim, times, window=150):
     # The last request ends with its block, and goes on in another.
     table[4, lens[4] // p] = 17
     ops.take_bf16(store, torch.tensor([17]))
-    engines = (
-        TorchAttention(store, None, fmt),
-        TritonAttention(
-            moved(store, device), None, fmt, query_heads=6, max_batch=6, max_blocks=8, windows=(window,)
-        ),
-    )
+    engines = [
+        Attention(there, None, fmt, query_heads=6, max_batch=6, max_blocks=8, windows=(window,))
+        for there in (moved(store, "cpu", TorchStore), moved(store, device, KernelStore))
+    ]
     gen = torch.Generator().manual_seed(1)
     at = [(r, i) for r in range(5) for i in range(prefix[r], lens[r])]
     blocks, offsets = torch.tensor([int(table[r, i // p]) for r, i in at]), torch.tensor([i % p for _, i in at])

@@ -146,20 +146,18 @@ def test_observers_are_counted_without_waiting(kernel):
 
     store, _ = stored_case("k4v4")
     lens, seen = torch.tensor(TOTAL, dtype=torch.int32), ops.Observe(decode_stride=1)
-    ops.note_observers(store, SHARED, [n - 1 for n in TOTAL], [1] * len(TOTAL), None)
+    ops.note_observers(store, SHARED, lens, None, seen)
     mine = torch.zeros_like(store.observed).cuda()
     want, store.observed, rows, lens = store.observed, mine, SHARED.cuda(), lens.cuda()
     store.pages = store.pages.cuda()
+    note = note_observers_triton if kernel else ops.note_observers.reference
     if kernel:  # compiled beforehand, which may wait
-        note_observers_triton(store, rows, lens, None, seen)
+        note(store, rows, lens, None, seen)
         mine.zero_()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        if kernel:
-            note_observers_triton(store, rows, lens, None, seen)
-        else:
-            ops.note_observers(store, rows, lens - 1, torch.ones_like(lens), None)
+        note(store, rows, lens, None, seen)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(mine.cpu(), want)

@@ -175,10 +175,9 @@ def test_observers_are_counted_alike(observe, decoding):
     lens = torch.tensor([160, 64, 73])  # two end on a border
     rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)
     rows[0, 4] = 8
-    new = torch.ones_like(lens) if decoding else torch.tensor([130, 64, 9])
-    stride = observe.decode_stride if decoding else observe.stride
-    ops.note_observers(store, rows, lens - new, new, observe.window, stride)
-    note_observers_triton(mine, rows, lens, None if decoding else new, observe)
+    new = None if decoding else torch.tensor([130, 64, 9])
+    ops.note_observers(store, rows, lens, new, observe)
+    note_observers_triton(mine, rows, lens, new, observe)
     assert store.observed.any()
     assert torch.equal(store.observed, mine.observed)
 

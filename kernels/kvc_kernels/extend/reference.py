@@ -1,79 +1,23 @@
-"""Attention over pages: the plain-torch reference of the kernels.
+"""Attention of new tokens over pages: the plain-torch reference of the kernels.
 
-Requests are processed one by one, so an answer does not depend on its batch. A request whose blocks are all
-uncompressed goes through `scaled_dot_product_attention` in the form of SGLang's torch_native backend and gives the same
-bits. Packed blocks are multiplied as codes (decode) or dequantized to the model dtype (prefill).
+Requests are processed one by one, so an answer does not depend on its batch. Packed blocks are dequantized to the model
+dtype.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from ..extend.fake_quant import as_stored
+from ..common.dense_attention import explicit_attention, sdpa
+from ..common.softmax import MAX_ELEMENTS, causal_mask
 from ..layout import Format
-from ..pages.gather import Part, PlainPart, request_parts, sequence_rows
-from ..scores.reference import Observe, observe_decode, observe_extend
+from ..pages.gather import Part, request_parts, sequence_rows, stored_mask
+from ..scores.reference import Observe, collect_prefill
 from ..store import PageStore
-from .softmax import MAX_ELEMENTS, causal_mask, query_weights, softmax
+from .fake_quant import as_stored
 
 # The CPU kernel tiles queries by 256 from 768 on, by 64 or 32 below. A row's bits depend on the rows of its tile.
 SDPA_TILE, SDPA_TILED_FROM = 256, 768
-
-
-def decode_attention(
-    store: PageStore,
-    layer: int,
-    q: torch.Tensor,
-    row_blocks: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    logit_cap: float = 0.0,
-    observe: Observe | None = None,
-    seq_lens_cpu: list[int] | None = None,
-    window: int = -1,
-) -> torch.Tensor:
-    """Attention of one query per request: `q[B, Hq, D]` over `row_blocks[B, NB]` (block ids) -> `[B, Hq, D]` in q's
-    dtype.
-
-    `seq_lens[B]` includes the new token, whose K/V are already appended. `seq_lens_cpu` holds the same numbers as a
-    list and saves a read back. `scale` multiplies the logits; then `logit_cap` > 0 caps them as cap * tanh(x / cap).
-    With `observe` the probabilities of the sampled steps are added to the tokens' attention scores. `window` >= 0: a
-    query sees its own token and `window` tokens before it; only for blocks that keep every token, and without
-    `observe`.
-    """
-    lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
-    heads, p = store.layout.heads, store.layout.block_tokens
-    row_blocks = row_blocks.long()
-    rungs = store.rung[row_blocks].tolist()
-    out = torch.empty_like(q)
-    for i, n in enumerate(lens):
-        nb = -(-n // p)
-        if window >= 0:
-            k, v, _ = _window_rows(store, layer, row_blocks[i, :nb], rungs[i][:nb], n - 1, n, window, None)
-            args = q[i].unsqueeze(1), k[:, -window - 1 :], v[:, -window - 1 :]
-            out[i] = (_explicit(*args, None, scale, logit_cap) if logit_cap > 0 else _sdpa(*args, scale=scale))[:, 0]
-            continue
-        parts = request_parts(store, layer, row_blocks[i, :nb], rungs[i][:nb], n)
-        if not parts:  # every token of every head is pruned
-            out[i] = 0
-            continue
-        plain = len(parts) == 1 and isinstance(parts[0], PlainPart)
-        observed = observe is not None and observe.decoding(n - 1)
-        if plain and logit_cap <= 0:
-            out[i] = _sdpa(q[i].unsqueeze(1), *parts[0].dense(q.dtype), scale=scale)[:, 0]
-            if not observed:
-                continue
-        grouped = q[i].float().view(heads, -1, q.shape[-1]) * scale
-        weights = softmax(_logits(parts, grouped, logit_cap))
-        spans = weights.split([x.slots for x in parts], -1)
-        if not (plain and logit_cap <= 0):
-            o = torch.stack([x.weigh(w) for x, w in zip(parts, spans)]).sum(0)
-            out[i] = o.view(-1, q.shape[-1]).to(q.dtype)
-        if observed:
-            observe_decode(store, parts, spans, observe)
-    return out
 
 
 def extend_attention(
@@ -121,13 +65,16 @@ def extend_attention(
         else:
             parts = request_parts(store, layer, blocks, block_rungs, prefix + new)
             if fmt is None:
-                out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap, observe)
+                out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap)
             else:
                 # The last part is the uncompressed one: it holds the open block, and blocks that wait to be packed.
                 k, v = (torch.cat(x, 1) for x in zip(*(x.dense(q.dtype) for x in parts)))
                 base = k.shape[1] - parts[-1].slots
                 out[at : at + new] = _extend_stored(store, rows, k, v, base, fmt, scale, logit_cap)
         at += new
+    if observe is not None and window < 0 and not any(stored_as or ()):
+        scaling = {"scale": scale, "logit_cap": logit_cap}
+        collect_prefill(store, layer, q, row_blocks, prefixes, extend_lens, observe, **scaling)
     return out
 
 
@@ -157,32 +104,6 @@ def _window_rows(
     return k, v, base * p
 
 
-def _logits(parts: list[Part], q: torch.Tensor, cap: float) -> torch.Tensor:
-    """Capped logits fp32 `[H, G, S]` over all parts' slots for scaled q fp32 `[H, G, D]`; -inf in empty slots."""
-    out = []
-    for x in parts:
-        logits = x.logits(q)
-        if cap > 0:
-            logits = torch.tanh_(logits / cap).mul_(cap)
-        if x.valid is not None:
-            logits.masked_fill_(~x.valid.unsqueeze(1), -torch.inf)
-        out.append(logits)
-    return out[0] if len(out) == 1 else torch.cat(out, -1)
-
-
-def _sdpa(q, k, v, *, scale, mask=None, causal=False) -> torch.Tensor:
-    """q `[Hq, N, D]`, k and v `[H, S, D]` -> `[Hq, N, D]`."""
-    return scaled_dot_product_attention(
-        q.unsqueeze(0),
-        k.unsqueeze(0),
-        v.unsqueeze(0),
-        attn_mask=mask,
-        enable_gqa=q.shape[0] != k.shape[0],
-        scale=scale,
-        is_causal=causal,
-    ).squeeze(0)
-
-
 def _extend_one(
     store: PageStore,
     q: torch.Tensor,
@@ -190,7 +111,6 @@ def _extend_one(
     new: int,
     scale: float,
     logit_cap: float,
-    observe: Observe | None,
 ) -> torch.Tensor:
     """`q[new, Hq, D]` of one request against its parts -> `[new, Hq, D]`."""
     dense = [x.dense(q.dtype) for x in parts]
@@ -204,9 +124,6 @@ def _extend_one(
         out = _sdpa_exact(query, k, v, scale)
     else:
         out = _masked(query, k, v, valid, scale, logit_cap)
-    if observe is not None:
-        sizes = [x[0].shape[1] for x in dense]
-        observe_extend(store, parts, sizes, query, k, valid, scale, logit_cap, observe)
     return out.movedim(1, 0)
 
 
@@ -244,17 +161,6 @@ def _extend_stored(
     return out
 
 
-def stored_mask(parts: list[Part], sizes: list[int]) -> torch.Tensor | None:
-    """Mask bool `[H, S]` of the parts' dense tokens, None if every slot holds a token."""
-    if all(x.valid is None or (not isinstance(x, PlainPart) and x.count) for x in parts):
-        return None
-    masks = []
-    for x, n in zip(parts, sizes):
-        full = x.valid is None or bool(x.count)
-        masks.append(x.ids.new_ones((x.ids.shape[0], n), dtype=torch.bool) if full else x.valid)
-    return torch.cat(masks, 1)
-
-
 def _sdpa_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention with the bits of stock SGLang, which runs all positions as queries and keeps the new ones.
 
@@ -266,9 +172,9 @@ def _sdpa_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
     rows = q.new_zeros((q.shape[0], slots - start, q.shape[2]))
     rows[:, slots - new - start :] = q
     if start == 0:
-        return _sdpa(rows, k, v, scale=scale, causal=True)[:, slots - new :]
+        return sdpa(rows, k, v, scale=scale, causal=True)[:, slots - new :]
     mask = causal_mask(0, slots - start, slots, slots - start, q.device)
-    return _sdpa(rows, k, v, scale=scale, mask=mask)[:, slots - new - start :]
+    return sdpa(rows, k, v, scale=scale, mask=mask)[:, slots - new - start :]
 
 
 def _masked(
@@ -284,7 +190,7 @@ def _masked(
     Queries are processed in chunks that bound the masks.
     """
     if logit_cap > 0:
-        return _explicit(q, k, v, valid, scale, logit_cap, window)
+        return explicit_attention(q, k, v, valid, scale, logit_cap, window)
     heads, new, slots = q.shape[0], q.shape[1], k.shape[1]
     if valid is not None:
         valid = valid.repeat_interleave(heads // k.shape[0], 0).unsqueeze(1)
@@ -295,17 +201,63 @@ def _masked(
         mask = causal_mask(at, rows, slots, new, q.device, window)
         if valid is not None:
             mask = (mask & valid).unsqueeze(0)
-        out.append(_sdpa(q[:, at : at + rows], k, v, scale=scale, mask=mask))
+        out.append(sdpa(q[:, at : at + rows], k, v, scale=scale, mask=mask))
     return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
-def _explicit(q, k, v, valid, scale: float, logit_cap: float, window: int = -1) -> torch.Tensor:
-    """Attention with an fp32 softmax written out, for capped logits: `[Hq, new, D]`."""
-    step = max(1, MAX_ELEMENTS // (k.shape[1] * q.shape[0]))
-    out = torch.empty_like(q)
-    for at in range(0, q.shape[1], step):
-        rows = min(step, q.shape[1] - at)
-        w = query_weights(q, k, valid, at, rows, scale, logit_cap, window)
-        o = w.flatten(1, 2) @ v.float()
-        out[:, at : at + rows] = o.view(q.shape[0], rows, -1).to(q.dtype)
-    return out
+class ReferenceExtend:
+    """`extend_attention` behind the interface of `ExtendAttention`: `plan` once a forward, `run` for each layer."""
+
+    ragged = None  # no prefill library
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        query_heads: int = 0,
+        max_blocks: int = 0,
+        window: int = -1,
+        stored_as: Format | None = None,
+        appended: bool = True,
+        ragged: None = None,
+    ):
+        """`window` and `stored_as` as in `extend_attention`. The rest is for the kernels, and changes nothing here: new
+        rows are always read from their pages."""
+        self.store, self.window, self.stored_as = store, window, stored_as
+
+    def plan(
+        self,
+        row_blocks: torch.Tensor,
+        prefix_lens: list[int],
+        extend_lens: list[int],
+        waiting: list[list[int]] | None = None,
+        formats: list[Format | None] | None = None,
+    ) -> None:
+        """`formats[B]`: `stored_as` of each request, by default that of the operation. `waiting` is read off the rungs
+        here."""
+        self.lists = (row_blocks, prefix_lens, extend_lens)
+        self.formats = formats or [self.stored_as] * len(extend_lens)
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
+        """`q[N, Hq, D]` -> `[N, Hq, D]`; with `return_lse` also None, for `ReferenceScores` needs no log-sum-exp."""
+        out = extend_attention(
+            self.store,
+            layer,
+            q,
+            *self.lists,
+            scale=scale,
+            logit_cap=logit_cap,
+            stored_as=self.formats,
+            window=self.window,
+        )
+        return (out, None) if return_lse else out
