@@ -62,7 +62,7 @@ class Attention:
         exact. `max_batch` requests of `max_blocks` blocks each. `windows`: sliding windows of the model's layers,
         without -1; each has a plan of its own."""
         self.store, self.observe, self.stored_as = store, observe, stored_as
-        self.append = ops.append.on(store)  # once for all layers  # type: ignore[attr-defined]
+        self.append = ops.append.on(store)  # type: ignore[attr-defined]  # once for all layers
         self.decoders = {
             window: ops.DecodeAttention(
                 store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, window=window

@@ -26,6 +26,7 @@ from .few_tokens import FewTokenExtend
 from .merge_kernel import join_parts_kernel
 from .planner import ExtendPlan
 from .staged import StagedExtend
+from .steps import ExtendSteps
 from .unpacked import UnpackedPrefix
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -252,63 +253,59 @@ class ExtendAttention:
         `formats[B]`: `stored_as` of each request, by default that of the operation. One format is staged: a request
         with another sees its own new blocks exact.
         """
-        self._stages = self._use_unpacked = False
         if self._staged is not None:
             row_blocks, prefix_lens, extend_lens = self._staged.plan(
                 row_blocks, prefix_lens, extend_lens, waiting, formats
             )
-            self._stages = self._staged.groups is not None
-        self._use_few = not self._stages and self._few is not None and self._few.fits(prefix_lens, extend_lens)
-        if self._use_few:
-            self._use_ragged = self._use_pages = False
-            self._few.plan(row_blocks, prefix_lens, extend_lens)
-            return
-        own = sum(n * n / 2 for n in extend_lens)
-        over_prefix = sum(p * n for p, n in zip(prefix_lens, extend_lens))
-        if self._stages:
-            self._use_ragged = self._staged.prefill is not None
-        else:
-            self._use_ragged = self.ragged is not None and own > max(OWN_SHARE * over_prefix, OWN_LEAST)
-            if self._use_ragged:
-                self.ragged.plan(extend_lens)
-        self._use_pages = over_prefix > 0 or not self._use_ragged
-        if not self._use_pages or self._plan_unpacked(row_blocks, prefix_lens, extend_lens):
-            return
-        widest = max(extend_lens, default=0) * self.group
-        # The warp-specialised kernel reads no staged blocks; what lies in pages it takes with them or without.
-        staged_here = self._stages and not self._use_ragged
-        self._use_hopper = self._hopper is not None and not staged_here
-        if self._use_hopper:
-            self._rows, programs = 256 if widest > 128 else 128, self._sms
-        else:
-            self._rows, programs = self.tuning.rows, self._sms * self.tuning.programs_per_sm
-        self._plan.update(
-            row_blocks, prefix_lens, extend_lens, rows=self._rows, programs=programs, own=not self._use_ragged,
-            skip_full=self._staged.skips if self._stages else None,
-        )
-        self._reserve()
-
-    def _plan_unpacked(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> bool:
-        """Whether packed blocks are unpacked for the library in this forward; it then takes the new tokens, too."""
-        if self._unpacked is None or (self._stages and not self._use_ragged):
-            return False
-        skip = self._staged.waits if self._stages else None
-        self._use_unpacked = self._unpacked.plan(row_blocks, prefix_lens, extend_lens, skip)
-        if self._use_unpacked and not self._use_ragged:
-            self._use_ragged = True
+        lists = row_blocks, prefix_lens, extend_lens
+        self.steps = steps = self._choose(*lists)
+        if steps.new == "ragged":
             self.ragged.plan(extend_lens)
-        return self._use_unpacked
+        if steps.prefix == "decode":
+            self._few.plan(*lists)
+        elif steps.prefix in ("hopper", "triton"):
+            programs = self._sms * (1 if steps.prefix == "hopper" else self.tuning.programs_per_sm)
+            skip_full = self._staged.skips if steps.staged else None
+            self._plan.update(
+                *lists, rows=steps.rows, programs=programs, own=steps.new == "prefix", skip_full=skip_full
+            )
+            self._reserve()
+
+    def _choose(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> ExtendSteps:
+        """The steps of a forward, behind the plan of its staged blocks. Plans the unpacked prefix if it is chosen."""
+        staged = self._staged is not None and self._staged.groups is not None
+        if not staged and self._few is not None and self._few.fits(prefix_lens, extend_lens):
+            return ExtendSteps("decode")
+        among_new = sum(n * n / 2 for n in extend_lens)
+        over_prefix = sum(p * n for p, n in zip(prefix_lens, extend_lens))
+        new = "prefix"
+        if staged:
+            new = "paged" if self._staged.prefill is not None else "prefix"
+        elif self.ragged is not None and among_new > max(OWN_SHARE * over_prefix, OWN_LEAST):
+            new = "ragged"
+        if not over_prefix and new != "prefix":
+            return ExtendSteps(None, new, staged)
+        # Only the Triton kernel reads staged rows beside pages.
+        staged_beside_pages = staged and new == "prefix"
+        if self._unpacked is not None and not staged_beside_pages:
+            skip = self._staged.waits if staged else None
+            if self._unpacked.plan(row_blocks, prefix_lens, extend_lens, skip):
+                return ExtendSteps("unpacked", "paged" if staged else "ragged", staged)
+        if self._hopper is not None and not staged_beside_pages:
+            widest = max(extend_lens, default=0) * self.group
+            return ExtendSteps("hopper", new, staged, rows=256 if widest > 128 else 128)
+        return ExtendSteps("triton", new, staged, rows=self.tuning.rows)
 
     def _reserve(self) -> None:
         """Grow the buffers to the plan: bounded by the new tokens of a forward and the programs that run at a time."""
-        layout, plan = self.store.layout, self._plan
-        words = 0 if self._use_hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles
+        layout, plan, hopper = self.store.layout, self._plan, self.steps.prefix == "hopper"
+        words = 0 if hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles
         if self._scratch.numel() < words:
             self._scratch = self._scratch.new_empty(words)
-        rows = plan.n_slots * layout.heads * self._rows
+        rows = plan.n_slots * layout.heads * self.steps.rows
         if self._part_lse.numel() < rows:
             self._part_lse = self._part_lse.new_empty(rows)
-        parts = rows * layout.head_dim // (2 if self._use_hopper else 1)  # there they are fp16
+        parts = rows * layout.head_dim // (2 if hopper else 1)  # the Hopper kernel's are fp16
         if self._part_o.numel() < parts:
             self._part_o = self._part_o.new_empty(parts)
 
@@ -327,42 +324,41 @@ class ExtendAttention:
 
         With `return_lse` also the log-sum-exp to base 2, fp32 `[N, Hq]`.
         """
+        steps, new_state = self.steps, None
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if steps.new == "ragged" and len(q):
+            lse_of_new = return_lse or steps.prefix is not None
+            new_state = self.ragged.run(q, k, v, scale=scale, logit_cap=logit_cap, lse=lse_of_new)
+            if steps.prefix is None:
+                return new_state
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        if q.shape[0]:
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            own = None
-            if self._use_few:
-                self._few.run(layer, q, out, lse, scale=scale, logit_cap=logit_cap)
-                return (out, lse) if return_lse else out
-            if self._stages:
+        if len(q):
+            if steps.staged:
                 self._staged.fill(layer)
-            if self._stages and self._use_ragged:
-                into = None if self._use_pages else (out, lse)
-                own = self._staged.own(q, into, scale=scale, logit_cap=logit_cap)
-            elif self._use_ragged:
-                own = self.ragged.run(
-                    q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or self._use_pages
-                )
-            if self._use_unpacked:
-                self._unpacked.run(layer, q, own, out, lse, scale=scale, logit_cap=logit_cap)
-            elif self._use_pages:
-                self._attend(layer, q, k, v, out, lse, own, scale, logit_cap)
-            elif not self._stages:
-                return own
+            if steps.new == "paged":
+                into = (out, lse) if steps.prefix is None else None
+                new_state = self._staged.own(q, into, scale=scale, logit_cap=logit_cap)
+            if steps.prefix == "decode":
+                self._few.run(layer, q, out, lse, scale=scale, logit_cap=logit_cap)
+            elif steps.prefix == "unpacked":
+                self._unpacked.run(layer, q, new_state, out, lse, scale=scale, logit_cap=logit_cap)
+            elif steps.prefix is not None:
+                self._attend(layer, q, k, v, out, lse, new_state, scale, logit_cap)
         return (out, lse) if return_lse else out
 
-    def _attend(self, layer: int, q, k, v, out, lse, own, scale: float, logit_cap: float) -> None:
-        """Fill `out`, and `lse` if given; `own` is None, or (output, LSE) of the new tokens among themselves."""
-        store, layout, plan, t = self.store, self.store.layout, self._plan, self.tuning
+    def _attend(self, layer: int, q, k, v, out, lse, new_state, scale: float, logit_cap: float) -> None:
+        """Fill `out`, and `lse` if given, by a kernel over pages; `new_state` is None, or (output, LSE) of the new
+        tokens among themselves."""
+        store, layout, plan, t, steps = self.store, self.store.layout, self._plan, self.tuning, self.steps
         out_lse = self._part_lse if lse is None else lse
-        if self._use_hopper:
+        if steps.prefix == "hopper":
             self._hopper.launch(
-                plan, self._rows, layer, q, k, v, out, lse, own, self._part_o, self._part_lse, scale, logit_cap
+                plan, steps.rows, layer, q, k, v, out, lse, new_state, self._part_o, self._part_lse, scale, logit_cap
             )
             return
-        own_o, own_lse = own or (out, self._part_lse)
-        staged = self._stages and own is None
+        own_o, own_lse = new_state or (out, self._part_lse)
+        staged = steps.staged and new_state is None
         rows = (self._staged.sees, self._staged.rows.k, self._staged.rows.v) if staged else (plan.sizes, k, v)
         _extend_kernel[(plan.n_items * layout.heads,)](
             q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
@@ -370,31 +366,12 @@ class ExtendAttention:
             plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, *rows, layer, scale,
             logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
             layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
-            own is None, logit_cap > 0, self._rows, self._tile, t.stages,
+            new_state is None, logit_cap > 0, steps.rows, self._tile, t.stages,
             staged, lse is not None, not INTERPRET, num_warps=t.warps,
         )  # fmt: skip
         if plan.n_joins:
-            rows = min(16, self._rows)
-            join_parts_kernel[(plan.n_joins, self._rows // rows, layout.heads)](
+            rows = min(16, steps.rows)
+            join_parts_kernel[(plan.n_joins, steps.rows // rows, layout.heads)](
                 self._part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
-                self._rows, rows, lse is not None, num_warps=4,
+                steps.rows, rows, lse is not None, num_warps=4,
             )  # fmt: skip
-
-
-def extend_attention_triton(
-    store: PageStore,
-    layer: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    row_blocks: torch.Tensor,
-    prefix_lens: list[int],
-    extend_lens: list[int],
-    *,
-    scale: float,
-    logit_cap: float = 0.0,
-) -> torch.Tensor:
-    """`extend_attention` plus the new rows `k`, `v`: plans and runs at once. A server keeps an `ExtendAttention`."""
-    op = ExtendAttention(store, query_heads=q.shape[1])
-    op.plan(row_blocks.int(), prefix_lens, extend_lens)
-    return op.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)

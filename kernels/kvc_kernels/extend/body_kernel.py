@@ -1,4 +1,4 @@
-"""Attention of a tile of query rows over runs of keys: the inner loops of `extend_attention_triton`.
+"""Attention of a tile of query rows over runs of keys: the inner loops of `ExtendAttention`.
 
 A tile is BM rows (new token x query head of one group) of one KV head. Every tile of keys and values is dequantised to
 fp16 once, on its way into shared memory, and serves all BM rows. (Decode folds scales into q and p instead; with 64

@@ -2,7 +2,7 @@
 
 Two warpgroups turn pages into fp16 tiles of 64 keys and values in shared memory, whatever their format; two others
 multiply them (wgmma) and do the softmax. So unpacking runs beside the tensor cores and serves all rows. The plain
-Triton kernel of `extend_attention_triton` does the same work everywhere, with every warp doing all of it in turn.
+Triton kernel of `ExtendAttention` does the same work everywhere, with every warp doing all of it in turn.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.decode.snapshot_kernel import decode_snapshot_triton
-
-from ..ops.support import make_store
+from tests.support.pages import make_store
 
 BATCH, BLOCKS = 6, 300  # of the buffers
 

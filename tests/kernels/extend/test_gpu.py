@@ -145,7 +145,7 @@ def test_few_new_tokens(form, group, head_dim, new):
     q, *_ = inputs(store, group, sum(new), store.dtype, device="cuda")
     op = ExtendAttention(store, query_heads=8 * group, max_blocks=4, appended=True)
     op.plan(rows.int().cuda(), prefix, list(new))
-    assert op._use_few
+    assert op.steps.prefix == "decode"
     k, v = new_rows(store, 1, rows, prefix, new)
     out, lse = op.run(1, q, k, v, scale=0.09, return_lse=True)
     want, sums = reference(store, 1, q, k, v, rows, prefix, new, scale=0.09, lse=True)

@@ -88,7 +88,7 @@ def test_against_the_reference(spec, group, cap, dtype, dense):
     store, k, v = case(spec, dtype)
     q = queries(HEADS * group, DIM, dtype)
     op = make(store, HEADS * group, dense=dense, hopper=HOPPER and dense != "none")
-    assert op._stages and op._use_ragged == (dense != "none")
+    assert op.steps.staged and op.steps.new == ("prefix" if dense == "none" else "paged")
     for layer in (0, 1):
         out, lse = op.run(layer, q, k[layer], v[layer], scale=SCALE, logit_cap=cap, return_lse=True)
         want, exact = (
@@ -116,7 +116,7 @@ def test_nothing_before_the_chunk(dense):
     )
     op = make(store, 4 * HEADS, dense=dense)
     op.plan(rows, [0, 0], new)
-    assert op._use_pages == (dense == "none")
+    assert (op.steps.prefix is None) == (dense != "none")
     out = op.run(0, q, k, v, scale=SCALE)
     seen = [store.ladder[1].high] * len(new)
     want = ops.extend_attention(store, 0, q, rows, [0, 0], new, scale=SCALE, stored_as=seen)

@@ -71,7 +71,7 @@ def test_against_the_reference(spec, group, cap, staged):
     op = ExtendAttention(store, query_heads=HEADS * group, max_blocks=64, stored_as=fmt, whole=True, hopper=False)
     op._unpacked.slots = 16  # several passes
     op.plan(rows, PREFIX, NEW, [[16], [], []] if staged else None)
-    assert op._use_unpacked
+    assert op.steps.prefix == "unpacked"
     for layer in (0, 1):
         out, lse = op.run(layer, q, k[layer], v[layer], scale=SCALE, logit_cap=cap, return_lse=True)
         want = ops.extend_attention(
@@ -89,7 +89,7 @@ def test_no_sync():
     op = ExtendAttention(store, query_heads=HEADS * 4, max_blocks=64, stored_as=store.ladder[1].high, hopper=False)
     for _ in range(2):
         op.plan(rows, PREFIX, NEW, [[16], [], []])
-        assert op._use_unpacked
+        assert op.steps.prefix == "unpacked"
         op.run(0, q, k[0], v[0], scale=SCALE)
         torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")

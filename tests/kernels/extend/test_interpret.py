@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvc_kernels.extend.attention import ExtendAttention, Tuning, extend_attention_triton
+from kvc_kernels.extend.attention import ExtendAttention, Tuning
 from kvc_kernels.extend.planner import ExtendPlan, cut_prefixes
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
 from tests.support.random_store import dense_head, random_store
@@ -111,11 +111,17 @@ def test_one_part_and_many_give_the_same():
     assert all((x[1] - lse).abs().max() < 0.01 for x in outs)
 
 
+def attend(store, layer, q, k, v, rows, prefix, new, **options):
+    op = ExtendAttention(store, query_heads=q.shape[1])
+    op.plan(rows, prefix, new)
+    return op.run(layer, q, k, v, **options)
+
+
 def test_logit_cap_fp16_and_strided_rows():
     store = make_case(LADDERS["k4v4"], group=1, dtype=torch.float16)
     prefix, new = [100], [20]
     q, k, v = inputs(store, 1, 20, torch.float16)
-    out = extend_attention_triton(store, 0, q, k, v, ROWS[:1], prefix, new, scale=1.0, logit_cap=5.0)
+    out = attend(store, 0, q, k, v, ROWS[:1], prefix, new, scale=1.0, logit_cap=5.0)
     assert error(out, reference(store, 0, q, k, v, ROWS[:1], prefix, new, scale=1.0, logit_cap=5.0)) < 0.01
 
 
@@ -137,9 +143,9 @@ def test_nothing_stored_and_no_tokens():
     store = make_case(LADDERS["k4v4"], group=2, rungs=(1, 1, 1, 1, 1, 1))
     store.counts[1:] = 0
     q, k, v = inputs(store, 2, 3, torch.bfloat16)
-    out = extend_attention_triton(store, 0, q, k, v, ROWS[:2], [160, 32], [3, 0], scale=0.2)
+    out = attend(store, 0, q, k, v, ROWS[:2], [160, 32], [3, 0], scale=0.2)
     assert error(out, reference(store, 0, q, k, v, ROWS[:2], [160, 32], [3, 0], scale=0.2)) < 0.02
-    none = extend_attention_triton(store, 0, q[:0], k[:0], v[:0], ROWS[:1], [160], [0], scale=0.2)
+    none = attend(store, 0, q[:0], k[:0], v[:0], ROWS[:1], [160], [0], scale=0.2)
     assert none.shape == (0, 4, 64)
 
 

@@ -156,7 +156,7 @@ def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
     fresh = [random_kv(store, n, seed=r) for r, n in zip((2, 3), lens)]
     k, v = (torch.cat([x[i][0] for x in fresh]) for i in (0, 1))
     op.plan(ROWS[2:4], [0, 0], lens)
-    assert op._use_pages != fake
+    assert op.steps.staged and op.steps.prefix == (None if fake else "triton")
     out, lse = op.run(0, q[:48], k, v, scale=SCALE, return_lse=True)
     want = ops.extend_attention(store, 0, q[:48], ROWS[2:4], [0, 0], lens, scale=SCALE, stored_as=[fmt] * 2)
     assert error(out, want) < TOLERANCE
@@ -185,7 +185,7 @@ def test_a_forward_within_one_block_is_the_usual_one():
     for fmt in (store.ladder[1].high, None):
         op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32), stored_as=fmt)
         op.plan(rows, prefix, new)
-        assert not op._stages
+        assert not op.steps.staged
         outs.append(op.run(0, q[:14], k[0, :14], v[0, :14], scale=SCALE))
     assert torch.equal(*outs)
 

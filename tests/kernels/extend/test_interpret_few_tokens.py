@@ -32,7 +32,7 @@ def run(form, group, prefix, new, *, layer=1, cap=0.0, scale=0.2, **options):
     op = ExtendAttention(store, query_heads=2 * group, max_blocks=4, appended=True)
     rows = ROWS[: len(new)]
     op.plan(rows, prefix, new)
-    assert op._use_few
+    assert op.steps.prefix == "decode"
     k, v = new_rows(store, layer, rows, prefix, new)
     out, lse = op.run(layer, q, k, v, scale=scale, logit_cap=cap, return_lse=True)
     want, sums = reference(store, layer, q, k, v, rows, prefix, new, scale=scale, logit_cap=cap, lse=True)
@@ -100,4 +100,4 @@ def test_not_where_new_rows_may_be_missing_from_their_pages():
     store = make_case(LADDERS["k4v4"], group=4)
     op = ExtendAttention(store, query_heads=8, max_blocks=4)
     op.plan(ROWS[:1], [3 * P], [2])
-    assert not op._use_few
+    assert op.steps.prefix == "triton"
