@@ -1,11 +1,11 @@
 """Tensor code of sglang_kvc: page layouts, the page store and the operations on it.
 
-Imports torch and triton only, never sglang. Every operation has a plain-torch reference, listed in `ops.py`; a
-Triton kernel of the same signature stands beside it where there is one.
+Imports torch and triton only, never sglang. Every operation has a plain-torch reference; `ops.py` pairs it with a
+kernel of the same signature where there is one, and picks by device.
 
 * `layout.py`: formats and pages; the only place that knows a byte offset.
 * `store.py`: the page store.
-* `common/`: quantization, bit packing, softmax weights, reference attention, NVRTC.
+* `common/`: quantization, bit packing, softmax weights, attention over dense rows, device dispatch, NVRTC.
 * `append/`: new rows into the open bf16 blocks.
 * `pages/`: allocation and release of pages, dense rows and tiers read back from them.
 * `compact/`: packing and repacking of full blocks.

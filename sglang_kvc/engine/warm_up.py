@@ -1,10 +1,9 @@
-"""Every kernel that a configuration can launch, once before the server is ready: its first long prompts would else wait
-for the compiler, some seconds in all.
+"""Warm-up: launches every kernel that a configuration can need before the server is ready.
 
-Triton compiles a kernel for each combination of constants, of dtypes, and of integers that divide by 16. So nothing is
-launched here by itself: a runtime of a few blocks with the server's layout, ladder and policy runs through the code
-that serves, with prompts on both sides of every border at which that code chooses another kernel. Nothing here imports
-sglang.
+Without it the first long prompts wait several seconds for the compiler. Triton compiles a kernel for each combination
+of constants, of dtypes, and of integers that divide by 16. So the warm-up launches no kernel directly: a runtime of a
+few blocks with the server's layout, ladder and policy runs the code that serves, with prompts on both sides of every
+size at which that code chooses another kernel. Nothing here imports sglang.
 """
 
 from __future__ import annotations
@@ -29,16 +28,18 @@ from .attention import Attention, Snapshot
 
 logger = logging.getLogger(__name__)
 
-BLOCKS = 4  # of the small pool; longer prompts name them again and again
-# New tokens of a prompt: so many query rows of a KV head (token x query head of its group), or so many tokens; and
-# tokens before them, rounded up to whole blocks.
+BLOCKS = 4  # blocks of the small pool; longer prompts repeat them
+# New tokens of a prompt, as query rows of a KV head (token x query head of its group) or as tokens; and tokens before
+# them, rounded up to whole blocks.
 ROWS, NEW, PREFIXES = (1, 12, 24, 48, 96, 192, 384, 768), (640, 2048), (0, 1, 4096)
 
 
 def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -> None:
-    """`warm_up`, with one line in the log. A failure is no reason not to serve: what could not be compiled here may
-    never be launched, and if it is, it is compiled then, or fails with its own message. RuntimeError where the failure
-    has left the GPU unusable, as an illegal address does."""
+    """Run `warm_up` and log one line.
+
+    A failure does not stop the server: the kernel may never be needed, and if it is, it is compiled then or fails with
+    its own message. RuntimeError if the failure has left the GPU unusable, as an illegal address does.
+    """
     began = time.perf_counter()
     try:
         warm_up(runtime, kinds=kinds, **sizes)
@@ -55,7 +56,7 @@ def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -
         )  # fmt: skip
     else:
         logger.info("Kernels for this configuration were ready after %.1f s.", time.perf_counter() - began)
-    # The small pool's and FlashInfer's memory, before CUDA graphs are captured.
+    # Free the memory of the small pool and FlashInfer before CUDA graphs are captured.
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -80,8 +81,8 @@ def warm_up(
     max_blocks: int,
     windows: Collection[int] = (),
 ) -> None:
-    """Launch what `runtime` can come to launch, on a small pool. `kinds`: (window, logit cap) of the model's layers;
-    other sizes are those of the server's `Attention`."""
+    """Launch the kernels of `runtime` on a small pool. `kinds`: (window, logit cap) of the model's layers; the sizes
+    are those of the server's `Attention`."""
     small, policy = small_runtime(runtime), runtime.policy
     attention = Attention(
         small.store, policy.collects, policy.stored_as(policy.rung_of(None)), query_heads=query_heads,
@@ -112,27 +113,27 @@ def warm_up(
 
 
 def small_runtime(runtime: Runtime) -> Runtime:
-    """As `runtime`, with a pool of BLOCKS blocks."""
+    """A runtime like `runtime` with a pool of BLOCKS blocks."""
     layout, ladder, store = runtime.layout, runtime.store.ladder, runtime.store
     reserve = max(r.pages for r in ladder[1:]) * BLOCKS if len(ladder) > 1 else 0
     pages = 1 + BLOCKS * layout.block_pages_bf16 + reserve
-    # A kernel takes the length of the ring, and is another one where that divides by 16.
+    # Kernels take the length of the ring, and are specialized on whether it divides by 16.
     pages += (store.ring.numel() - pages) % 16
     sizing = Sizing(
         pages * layout.page_bytes, pages, BLOCKS + 1, pages - 1 - BLOCKS * layout.block_pages_bf16,
         BLOCKS * layout.block_tokens,
     )  # fmt: skip
-    mine = PageStore.create(
+    small = PageStore.create(
         layout, ladder, num_pages=pages, num_blocks=sizing.num_blocks, dtype=store.dtype, device=store.device
     )
     return Runtime(
-        runtime.config, runtime.policy, layout, sizing, mine, Ledger(sizing.num_blocks, sizing.chargeable_pages),
+        runtime.config, runtime.policy, layout, sizing, small, Ledger(sizing.num_blocks, sizing.chargeable_pages),
         Blocks(sizing.num_blocks),
     )  # fmt: skip
 
 
 def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values as a layer gives them: slices of one product."""
+    """Queries, keys and values in the layout of a model: slices of one product."""
     store = attention.store
     heads, dim = store.layout.heads, store.layout.head_dim
     qkv = torch.zeros((tokens, query_heads + 2 * heads, dim), dtype=store.dtype, device=store.device)
@@ -140,7 +141,7 @@ def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Te
 
 
 def _row(packed: list[int], own: list[int], prefix: int, blocks: int) -> list[int]:
-    """Block ids of a request: `prefix` packed ones, then its own, each time and again."""
+    """Block ids of a request: `prefix` packed blocks, then its own; both lists repeat."""
     return [packed[j % len(packed)] if j < prefix else own[j % len(own)] for j in range(blocks)]
 
 
@@ -159,12 +160,12 @@ def decode(attention: Attention, packed: list[int], own: list[int], query_heads:
 def prompts(
     attention: Attention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
 ) -> None:
-    """Prompts of all lengths that fit into `max_blocks` blocks, one at a time; where a policy shows blocks as they will
-    be stored, also as requests see them that ask for another level."""
+    """Prefills of all lengths that fit into `max_blocks` blocks, one at a time. With fake-quantized history also for a
+    request with another level, which sees its blocks exact."""
     p, group = attention.store.layout.block_tokens, query_heads // attention.store.layout.heads
     levels = (None, [None]) if attention.stored_as is not None else (None,)
     lengths = sorted({2, *(-(-rows // group) for rows in ROWS), *NEW})
-    # Prompts go on at a border of blocks, or one token before it, so that few tokens fill a block, too.
+    # New tokens begin at a block boundary or one token before it, so that few tokens also fill a block.
     for new, before, cut, stored_as in itertools.product(lengths, PREFIXES, (0, 1), levels):
         whole = -(-before // p)
         prefix = max(0, whole * p - cut)
@@ -174,7 +175,7 @@ def prompts(
             attention.plan_extend(snap)
             if attention.observe is not None:
                 attention.note(snap, torch.tensor([new], dtype=torch.int32, device=attention.store.device))
-                # A block that a row named twice would have two writers of its scores at a time.
+                # A block that a row names twice would have two concurrent writers of its scores.
                 places = next((j for j, block in enumerate(row) if block in row[:j]), len(row))
                 attention.scores.plan(snap.row_blocks, [0], [min(new, places * p)])
             attention.extend(0, *_rows(attention, new, query_heads), **layer)

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvc_kernels import ops
 from kvc_kernels.compact.launch import compact_triton
 from kvc_kernels.extend.attention import ExtendAttention
-from kvc_kernels.extend.merge_kernel import join
+from kvc_kernels.extend.merge_kernel import merge_states
 from kvc_kernels.pages import kernel as page_kernels
 from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
@@ -96,7 +96,7 @@ def test_extend(launched, stored):
 def test_join_of_exact_and_staged(launched):
     for n in range(1, 9):
         (a, b), (x, y) = torch.zeros((2, n, 9, 64)), torch.zeros((2, n, 9))
-        join(a, x, b, y, a, x)
+        merge_states(a, x, b, y, a, x)
     once(launched, "_join_kernel")
 
 

@@ -1,1 +1,1 @@
-"""Extend attention: new tokens over a cached prefix and over themselves; `cuda/` has the CUDA C++ kernel for Hopper."""
+"""Prefill with cached prefix: attention of new tokens to the prefix in pages and to themselves."""

@@ -1,9 +1,9 @@
-"""Extend attention: new tokens over their cached prefix, read from pages, and over themselves.
+"""Prefill with cached prefix: attention of new tokens to the prefix in pages and to themselves.
 
-`ExtendAttention` plans once a forward, from the lengths that the host knows, and runs once a layer. A program takes a
-tile of query rows (new token x query head of one group) of one KV head and a part of the prefix, class by class (a
-class is a format and its side of the table), then, in the first part, the new tokens themselves from the dense inputs.
-Parts are joined by log-sum-exp. Nothing grows with the prefix but the list of its blocks.
+`ExtendAttention` plans once a forward, from lengths on the host, and runs once a layer. A CTA of the Triton kernel
+takes a tile of query rows (new token x query head of one group) of one KV head and one KV split of the prefix, class by
+class (a class is a format and its side of the table). The first split also takes the new tokens, from the dense inputs.
+The states of the splits are merged by log-sum-exp. Only the lists of blocks grow with the prefix.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -30,25 +30,25 @@ from .steps import ExtendSteps
 from .unpacked import UnpackedPrefix
 
 INTERPRET = triton.knobs.runtime.interpret
-# The prefill library attends new tokens to themselves where that is at least this share of the work over the prefix and
-# at least this many products per head. Below, further tiles of our kernel cost less than another launch.
+# A prefill library takes the new tokens among themselves if that is at least this share of the work over the prefix and
+# at least this many products per head. Below, further tiles of the Triton kernel cost less than another launch.
 OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
-WIDE_SHARED = 106_496  # bytes that a program of the default tuning takes with head_dim 256
+WIDE_SHARED = 106_496  # shared memory of a CTA, in bytes, with the default tuning and head_dim 256
 
 
 @dataclass(frozen=True)
 class Tuning:
     """Launch parameters; the defaults are the fastest measured (docs/kernels/prefill.md)."""
 
-    rows: int = 64  # query rows a program
+    rows: int = 64  # query rows per CTA
     warps: int = 4
-    tile: int = 64  # keys an iteration
+    tile: int = 64  # keys per iteration
     stages: int = 2
     programs_per_sm: int = 2
 
     @classmethod
     def best(cls, head_dim: int, shared: int) -> Tuning:
-        """`shared`: bytes of shared memory that a program may have; of all cards but those of data centres 99 KB."""
+        """Tuning for `shared` bytes of shared memory per CTA: 99 KB except on data center GPUs."""
         return cls(stages=1) if head_dim > 128 and shared < WIDE_SHARED else cls()
 
 
@@ -62,13 +62,13 @@ def _extend_kernel(
     WIDTH: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, STAGED: tl.constexpr, LSE: tl.constexpr, ASM: tl.constexpr,
 ):
-    """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. out `[N, Hq, D]` takes items that none is joined with
-    (and with LSE out_lse fp32 `[N, Hq]`), part_o fp32 `[slots, H, BM, D]` and part_lse fp32 `[slots, H, BM]` the
-    others. All log-sum-exps are to base 2.
+    """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. An item without other splits writes out `[N, Hq, D]`
+    (with LSE also out_lse fp32 `[N, Hq]`); the rest write part_o fp32 `[slots, H, BM, D]` and part_lse fp32
+    `[slots, H, BM]`. All log-sum-exps are to base 2.
 
-    The new tokens themselves: computed here, or (OWN false) own_o `[N, Hq, D]`, own_lse fp32 `[N, Hq]` hold
-    that part of the result, which is what the first part of the prefix then starts from. With STAGED, a request also
-    sees staged int32 `[requests, 2]` (first slot, slots) of staged_k, staged_v `[slots, P, H, D]`, whole.
+    With OWN, the new tokens among themselves are computed here. Without, own_o `[N, Hq, D]` and own_lse fp32 `[N, Hq]`
+    are their state, and the first split of the prefix starts from it. With STAGED, a request also sees all tokens of
+    its staged blocks: staged int32 `[requests, 2]` (first slot, number) of staged_k, staged_v `[slots, P, H, D]`.
     """
     pid = tl.program_id(0)
     h = pid % H
@@ -167,10 +167,9 @@ def _extend_kernel(
 
 
 class ExtendAttention:
-    """Plan and buffers of the extend attention of one store: `plan` once a forward, `run` for each layer.
+    """Plan and buffers of prefill attention over one store: `plan` once a forward, `run` for each layer.
 
-    The new tokens among themselves are the kernel's own last tiles, or go to a prefill library if they are most of the
-    work.
+    `plan` chooses `steps`, which name the engine of the prefix, the engine of the new tokens, and their merge.
     """
 
     def __init__(
@@ -186,10 +185,10 @@ class ExtendAttention:
         whole: bool | None = None,
         appended: bool = False,
     ):
-        """`max_blocks`: most blocks of a request, so that the plan's kernel is compiled once. `dense`: the library of
-        `ragged_prefill` for new tokens. `hopper`: use that kernel or not; None where it can be. `stored_as`: as in
-        `ops.extend_attention`. `whole`: packed blocks keep all of their tokens; with `stored_as` they do. `appended`:
-        new rows are in their pages before `run`, so that few of them may be read from there.
+        """`max_blocks`: maximum blocks of a request, so that the plan's kernel is compiled once. `dense`: library of
+        `ragged_prefill` for the new tokens. `hopper`: whether to use the Hopper kernel, None: if it supports the store.
+        `stored_as`: as in `ops.extend_attention`. `whole`: packed blocks keep all of their tokens; `stored_as` implies
+        it. `appended`: new rows are in their pages before `run`, which the decode kernel needs to take few new tokens.
         """
         layout = store.layout
         if query_heads % layout.heads:
@@ -205,13 +204,13 @@ class ExtendAttention:
         self._tile = min(self.tuning.tile, triton.next_power_of_2(layout.block_tokens))
         self._max_tiles = triton.next_power_of_2(-(-layout.block_tokens // self._tile))
         self._classes = format_classes(store)
-        self._width = min(self._run_of_features(f) for f, _ in self._plan.classes)
+        self._width = min(self._features_per_field(f) for f, _ in self._plan.classes)
         self._hopper = None
         if hopper or (hopper is None and store.device.type == "cuda"):
-            from . import hopper as module
+            from . import hopper as hopper_module
 
-            if module.supports(store):
-                self._hopper = module.HopperExtend(store, self.group, self._classes)
+            if hopper_module.supports(store):
+                self._hopper = hopper_module.HopperExtend(store, self.group, self._classes)
         self.ragged = ragged_prefill(
             store.device, dense, query_heads=query_heads, heads=layout.heads, head_dim=layout.head_dim,
             dtype=store.dtype,
@@ -221,7 +220,7 @@ class ExtendAttention:
         if stored_as is not None:
             self._staged = StagedExtend(store, stored_as, self.ragged, query_heads=query_heads)
         self._unpacked = None
-        # The kernel for Hopper is faster than a library over unpacked rows, too.
+        # The Hopper kernel is also faster than a library over unpacked rows.
         if self._hopper is None and (stored_as is not None if whole is None else whole):
             self._unpacked = UnpackedPrefix.create(store, self.ragged)
         self._few = None
@@ -231,12 +230,12 @@ class ExtendAttention:
         self._part_o = torch.empty(0, dtype=torch.float32, device=dev)
         self._part_lse = torch.empty(0, dtype=torch.float32, device=dev)
 
-    def _run_of_features(self, fmt: Format) -> int:
-        """Features in a row that lie in one field, and share a scale, of a value in `fmt`."""
-        d = self.store.layout.head_dim
+    def _features_per_field(self, fmt: Format) -> int:
+        """Number of consecutive features of a value in `fmt` that lie in one bit field and share a scale."""
+        head_dim = self.store.layout.head_dim
         if not fmt.packed:
-            return d
-        field = d * fmt.value_bits // 8
+            return head_dim
+        field = head_dim * fmt.value_bits // 8
         return min(field, 32) if fmt.value_bits == 2 else field
 
     def plan(
@@ -247,7 +246,7 @@ class ExtendAttention:
         waiting: list[list[int]] | None = None,
         formats: list[Format | None] | None = None,
     ) -> None:
-        """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Copies to the device; does not sync.
+        """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Does not sync.
 
         `waiting[B]`, with `stored_as`: places of the full blocks of each prefix that are still uncompressed.
         `formats[B]`: `stored_as` of each request, by default that of the operation. One format is staged: a request
@@ -297,7 +296,7 @@ class ExtendAttention:
         return ExtendSteps("triton", new, staged, rows=self.tuning.rows)
 
     def _reserve(self) -> None:
-        """Grow the buffers to the plan: bounded by the new tokens of a forward and the programs that run at a time."""
+        """Grow the buffers to the plan. New tokens of a forward and CTAs that run at a time bound them."""
         layout, plan, hopper = self.store.layout, self._plan, self.steps.prefix == "hopper"
         words = 0 if hopper else plan.n_items * layout.heads * CHUNK * self._max_tiles
         if self._scratch.numel() < words:
@@ -325,26 +324,29 @@ class ExtendAttention:
         With `return_lse` also the log-sum-exp to base 2, fp32 `[N, Hq]`.
         """
         steps, new_state = self.steps, None
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        if steps.new == "ragged" and len(q):
-            lse_of_new = return_lse or steps.prefix is not None
-            new_state = self.ragged.run(q, k, v, scale=scale, logit_cap=logit_cap, lse=lse_of_new)
-            if steps.prefix is None:
-                return new_state
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        if len(q):
-            if steps.staged:
-                self._staged.fill(layer)
-            if steps.new == "paged":
-                into = (out, lse) if steps.prefix is None else None
-                new_state = self._staged.own(q, into, scale=scale, logit_cap=logit_cap)
-            if steps.prefix == "decode":
-                self._few.run(layer, q, out, lse, scale=scale, logit_cap=logit_cap)
-            elif steps.prefix == "unpacked":
-                self._unpacked.run(layer, q, new_state, out, lse, scale=scale, logit_cap=logit_cap)
-            elif steps.prefix is not None:
-                self._attend(layer, q, k, v, out, lse, new_state, scale, logit_cap)
+        if not q.shape[0]:
+            return (out, lse) if return_lse else out
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if steps.prefix == "decode":
+            self._few.run(layer, q, out, lse, scale=scale, logit_cap=logit_cap)
+            return (out, lse) if return_lse else out
+        if steps.staged:
+            self._staged.fill(layer)
+        if steps.new == "ragged":
+            new_state = self.ragged.run(
+                q, k, v, scale=scale, logit_cap=logit_cap, lse=return_lse or steps.merge is not None
+            )
+            if steps.prefix is None:
+                return new_state
+        elif steps.new == "paged":
+            into = (out, lse) if steps.prefix is None else None
+            new_state = self._staged.run(q, into, scale=scale, logit_cap=logit_cap)
+        if steps.prefix == "unpacked":
+            self._unpacked.run(layer, q, new_state, out, lse, scale=scale, logit_cap=logit_cap)
+        elif steps.prefix is not None:
+            self._attend(layer, q, k, v, out, lse, new_state, scale, logit_cap)
         return (out, lse) if return_lse else out
 
     def _attend(self, layer: int, q, k, v, out, lse, new_state, scale: float, logit_cap: float) -> None:

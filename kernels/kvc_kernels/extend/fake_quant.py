@@ -1,6 +1,6 @@
-"""Rows as their packed block will return them, before it is packed.
+"""Fake-quantized rows: the values that a block will have once it is packed.
 
-For rungs that keep every token in one format: what a block will hold is then known from its own rows, layer by layer.
+For rungs that keep every token in one format, whose packed content follows from the block's own rows, layer by layer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ..layout import Format, PoolLayout
 def as_stored(
     layout: PoolLayout, fmt: Format, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K, V `[..., P, D]` of whole blocks -> the same shapes and dtype, quantised to `fmt` and back.
+    """Fake-quantize K, V `[..., P, D]` of whole blocks to `fmt`, in the same shapes and dtype.
 
-    Bit for bit what `compact` would store and an extend would read: the key header of a block is taken over all of its
-    P tokens.
+    Bit for bit the rows that a prefill would read after `compact`. The key header of a block covers all of its P
+    tokens.
     """
     header = quant.key_header(k, torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device))
     keys = quant.dequantise_keys(quant.quantise_keys(k, header, fmt.key_bits), header, fmt.key_bits)

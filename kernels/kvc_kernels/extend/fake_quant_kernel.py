@@ -1,4 +1,4 @@
-"""Rows as their packed block will return them, for the due blocks of a layer: one launch, into reused buffers."""
+"""Fake-quantized rows of uncompressed blocks of a layer: one launch, into reused buffers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..layout import BF16, Format
 from ..store import PageStore
 
 INTERPRET = triton.knobs.runtime.interpret
-HELD = 16384  # key elements that a program holds: 64 registers a lane
-V_STEP = 64  # tokens whose values a program takes
+HELD = 16384  # key elements per CTA: 64 registers per thread
+V_STEP = 64  # tokens per CTA of values
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def _stored_kernel(
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (n, H, 1 + P / V_STEP): keys of one head of one block, or V_STEP of its values. items int32 `[n, 8]`: row of
-    row_blocks, place in it, slot of the rows as stored, slot of the rows as they are (either may be -1), tokens of the
-    block. Outputs `[slots, P, H, D]` in the model dtype.
+    row_blocks, place in it, slot of the fake-quantized rows, slot of the exact rows (either may be -1), tokens of
+    the block. Outputs `[slots, P, H, D]` in the model dtype.
     """
     item = items + tl.program_id(0) * 8
     h = tl.program_id(1)
@@ -133,7 +133,7 @@ class DenseRows:
 
 
 class StoredRows(DenseRows):
-    """Rows of some uncompressed blocks as `as_stored` gives them, bit for bit, and as they are: `plan` once a forward,
+    """Rows of uncompressed blocks, fake-quantized with the bits of `as_stored`, and exact: `plan` once a forward,
     `fill` once a layer, after its rows were appended.
     """
 
@@ -142,8 +142,9 @@ class StoredRows(DenseRows):
         self.store, self.format, self.n = store, fmt, 0
 
     def plan(self, row_blocks: torch.Tensor, items: torch.Tensor, slots: int) -> None:
-        """Of block `row_blocks[items[i, 0], items[i, 1]]` slot items[i, 2] takes the rows as stored, slot items[i, 3]
-        the first items[i, 4] as they are and zeros behind them; -1 is no slot. int32 `[n, 8]` on the device.
+        """Plan slots: for block `row_blocks[items[i, 0], items[i, 1]]`, slot items[i, 2] takes the fake-quantized rows,
+        slot items[i, 3] the first items[i, 4] exact rows and zeros behind them; -1 is no slot. `items` int32 `[n, 8]`
+        on the device.
         """
         self._rows, self._items, self.n = row_blocks, items, len(items)
         self.reserve(slots)

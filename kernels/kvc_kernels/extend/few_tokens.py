@@ -1,8 +1,8 @@
-"""Extend attention with few new tokens per request: the decode kernel, with several queries per request.
+"""Prefill of few new tokens per request by the decode kernel, with several queries per request.
 
-The last token of a cached prompt and a short speculative verify read a long prefix for few query rows. They are bound
-by bytes, as decode is, so the decode kernel serves them: codes are unpacked once for all rows of a KV head (new token x
-query head of its group), and the prefix is split over all programs. One token per request is a decode step.
+The last token of a cached prompt and a short speculative verify read a long prefix for few query rows. Like decode they
+are bound by memory bandwidth, so the decode kernel serves them: it unpacks codes once for all rows of a KV head (new
+token x query head of its group) and splits the prefix over all CTAs. One token per request is a decode step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..common.upload import upload
 from ..decode.attention import DecodeAttention
 from ..store import PageStore
 
-TIERS = (8, 16)  # query rows of a KV head that a program takes; with more, a warp has too few registers
+TIERS = (8, 16)  # query rows of a KV head per CTA; with more, a warp has too few registers
 MOST_REQUESTS = 32
 
 
@@ -45,16 +45,16 @@ class FewTokenExtend:
 
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Does not sync."""
-        starts, owners = [0], []
+        starts, request_of_query = [0], []
         for request, n in enumerate(extend_lens):
             starts.append(starts[-1] + n)
-            owners += [request] * n
+            request_of_query += [request] * n
         lens = [before + n for before, n in zip(prefix_lens, extend_lens)]
-        whole = upload(lens + starts + owners, self.store.device)
-        lens, starts, owners = whole.split((len(lens), len(starts), len(owners)))
-        need = max(extend_lens) * self.group
-        single = len(owners) == len(extend_lens)
-        self._operation = self._operations[0 if single else min(rows for rows in TIERS if rows >= need)]
+        whole = upload(lens + starts + request_of_query, self.store.device)
+        lens, starts, owners = whole.split((len(lens), len(starts), len(request_of_query)))
+        query_rows = max(extend_lens) * self.group
+        single = len(request_of_query) == len(extend_lens)
+        self._operation = self._operations[0 if single else min(rows for rows in TIERS if rows >= query_rows)]
         self._operation.plan(row_blocks, lens, starts, owners)
 
     def run(self, layer: int, q, out, lse, *, scale: float, logit_cap: float) -> None:

@@ -1,8 +1,8 @@
-"""Extend attention on Hopper, in CUDA C++ (`extend/cuda/extend.cu`): tiles of 256 or 128 query rows, head_dim 128.
+"""Prefill with cached prefix on Hopper, in CUDA C++ (`extend/cuda/extend.cu`): tiles of 256 or 128 query rows.
 
-Two warpgroups turn pages into fp16 tiles of 64 keys and values in shared memory, whatever their format; two others
-multiply them (wgmma) and do the softmax. So unpacking runs beside the tensor cores and serves all rows. The plain
-Triton kernel of `ExtendAttention` does the same work everywhere, with every warp doing all of it in turn.
+Two warpgroups unpack pages of any format to fp16 tiles of 64 keys and values in shared memory; two more multiply them
+(wgmma) and do the softmax. So unpacking overlaps with the tensor cores and serves all rows. head_dim is 128. The Triton
+kernel of `ExtendAttention` does the same work on all GPUs; each of its warps unpacks, multiplies and does the softmax.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..common.nvrtc import Kernel, Module, available
 from ..common.unpack_kernel import LOG2E
 from ..store import PageStore
 
-JOIN_WARPS = 4  # rows that a block joins
+JOIN_WARPS = 4  # rows that a CTA merges
 MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
 STAGES = 3  # unpacked tiles in flight
-# Registers of a thread that multiplies and of one that unpacks, by query rows; twice both are the 512 that there are.
+# Registers of a thread that multiplies and of one that unpacks, by query rows; twice their sum is 512.
 REGISTERS = {256: (208, 48), 128: (168, 88)}
 
 
@@ -48,14 +48,14 @@ class JoinArguments(ctypes.Structure):
 
 
 def supports(store: PageStore) -> bool:
-    """Whether the kernel is written for this store: head_dim 128, blocks that it can list, on Hopper."""
+    """Whether the kernel serves this store: on Hopper, with head_dim 128 and blocks that fit its tile list."""
     if store.device.type != "cuda" or torch.cuda.get_device_capability(store.device) != (9, 0):
         return False
     return store.layout.head_dim == 128 and store.layout.block_tokens <= MOST_BLOCK_TOKENS and available()
 
 
 def constants(store: PageStore, group: int, classes: tuple[FormatClass, ...], rows: int, capped: bool) -> str:
-    """What `extend/cuda/extend.cu` is compiled for."""
+    """Constants with which `extend/cuda/extend.cu` is compiled."""
     g = store.layout
     numbers = dict(
         H=g.heads, G=group, LH=g.layers * g.heads, E=g.head_pages_bf16, P=g.block_tokens, PAGE_BYTES=g.page_bytes,
@@ -72,13 +72,13 @@ def constants(store: PageStore, group: int, classes: tuple[FormatClass, ...], ro
 
 @cache
 def _kernels(text: str, device: torch.device) -> tuple[Kernel, Kernel]:
-    """(attention over parts, join of parts); compiled at their first use, in a second or two."""
+    """(attention over KV splits, merge of their states); compiled at first use, in about two seconds."""
     module = Module("extend.cu", text)
     return Kernel(module, "extend", shared=module.integer("shared_bytes")), Kernel(module, "join", early=True)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy whose rows begin at multiples of 16 bytes, as the kernel reads them."""
+    """`x`, or a copy whose rows begin at multiples of 16 bytes, which the kernel requires."""
     whole = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
     return x if whole else x.contiguous()
 
@@ -96,11 +96,13 @@ class HopperExtend:
             self._kernels[rows, capped] = _kernels(text, self.store.device)
         return self._kernels[rows, capped]
 
-    def launch(self, plan, rows: int, layer: int, q, k, v, out, lse, own, part_o, part_lse, scale, logit_cap) -> None:
-        """`rows` query rows a program, 128 or 256; `part_o` fp16, the rest as in `ExtendAttention`."""
+    def launch(
+        self, plan, rows: int, layer: int, q, k, v, out, lse, new_state, part_o, part_lse, scale, logit_cap
+    ) -> None:
+        """Launch for `rows` query rows per CTA, 128 or 256; `part_o` fp16, other arguments as in `ExtendAttention`."""
         store = self.store
         q, k, v = _rows(q), _rows(k), _rows(v)
-        own_o, own_lse = own or (None, None)
+        own_o, own_lse = new_state or (None, None)
         a = Arguments(max_blocks=plan.max_blocks, layer=layer, factor=scale * LOG2E.value)
         if logit_cap > 0:
             a.inner, a.cap_factor = 2 * scale * LOG2E.value / logit_cap, logit_cap * LOG2E.value

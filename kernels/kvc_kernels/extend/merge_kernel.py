@@ -1,4 +1,4 @@
-"""Attention over disjoint sets of tokens -> over all of them, by log-sum-exp (base 2)."""
+"""Merge of attention states: outputs over disjoint sets of tokens and their log-sum-exps (base 2)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def join_parts_kernel(
     part_o, part_lse, joins, out, out_lse,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr,
 ):
-    """Partial results of query tiles. grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: query start, first, end row,
-    first slot, slots.
+    """Merge the states of the KV splits of query tiles. grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: first query,
+    first row, end row, first slot, slots.
     """
     join = joins + tl.program_id(0) * 5
     h = tl.program_id(2)
@@ -48,10 +48,10 @@ def join_parts_kernel(
         tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
 
 
-# Slices of requests begin anywhere, and each alignment would be a kernel of its own.
+# Slices of requests begin at any address; specializing on alignment would compile one kernel for each.
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["a_lse", "b_lse", "out_lse"])
 def _join_kernel(a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: tl.constexpr):
-    """Two results of the same rows. grid (rows / ROWS,). All `[rows, D]`, LSE (base 2) fp32 `[rows]`."""
+    """Merge two states of the same rows. grid (rows / ROWS,). All `[rows, D]`, LSE (base 2) fp32 `[rows]`."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
     live = i < rows
@@ -63,7 +63,7 @@ def _join_kernel(a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: 
     at = i[:, None] * D + d[None, :]
     x = tl.load(a + at, mask=live[:, None], other=0.0).to(tl.float32)
     y = tl.load(b + at, mask=live[:, None], other=0.0).to(tl.float32)
-    # Every warp has read the sums that one of them may be about to write in place.
+    # All warps must have read the sums before one writes them in place.
     tl.debug_barrier()
     total = wa + wb
     mixed = (x * wa[:, None] + y * wb[:, None]) / total[:, None]
@@ -71,10 +71,10 @@ def _join_kernel(a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: 
     tl.store(out_lse + i, top + tl.log2(total), mask=live)
 
 
-def join(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor, out, out_lse) -> None:
-    """Attention over two disjoint sets of tokens -> over both; contiguous `[N, Hq, D]` and base-2 LSE fp32 `[N, Hq]`.
+def merge_states(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor, out, out_lse) -> None:
+    """Merge the attention states of two disjoint sets of tokens; contiguous `[N, Hq, D]` and base-2 LSE fp32 `[N, Hq]`.
 
-    `out`, `out_lse` may be those of `a` or of `b`.
+    `out`, `out_lse` may be the tensors of `a` or of `b`.
     """
     rows, dim = a_lse.numel(), a.shape[-1]
     _join_kernel[(triton.cdiv(rows, 16),)](a, a_lse, b, b_lse, out, out_lse, rows, dim, 16, num_warps=4)

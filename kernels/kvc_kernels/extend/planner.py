@@ -1,4 +1,4 @@
-"""The work list of an extend forward: items from lengths on the host, lists of blocks by class on the device."""
+"""Work list of a prefill with cached prefix: items from lengths on the host, block lists by class on the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..common.upload import upload
 from ..decode.planner import _split_kernel
 from ..store import PageStore
 
-START_TOKENS = 384  # cost of starting and ending a program, in prefix tokens (docs/kernels/prefill.md)
-MORE_ROUNDS = 3  # rounds of programs that cutting may add; bounds the partial results
+START_TOKENS = 384  # prefix tokens that take as long as the start and end of a CTA (docs/kernels/prefill.md)
+MORE_ROUNDS = 3  # rounds of CTAs that KV splits may add; bounds the partial results
 
 
 def last_end(works: list[tuple[int, int]], programs: int) -> int:
-    """When all have ended, if `programs` run at a time and the others, longest first, each take the place of the first
-    that ends. `works`: (duration, how many last so long).
+    """Time at which all work has ended, if `programs` CTAs run at a time and each free place goes to the longest work
+    left. `works`: (duration, number of CTAs with it).
     """
     ends = [0] * programs
     for duration, n in sorted(works, reverse=True):
@@ -29,12 +29,12 @@ def last_end(works: list[tuple[int, int]], programs: int) -> int:
 
 
 def cut_prefixes(blocks: list[int], tiles: list[int], programs: int, start: int = 0) -> int:
-    """Most blocks of a part, so that all parts of all prefixes are done early; the last part of each has what is left.
+    """Blocks per KV split that end all splits of all prefixes earliest; the last split of a prefix has the rest.
 
-    `blocks[B]`: blocks of each request; `tiles[B]`: programs a part (query tiles times KV heads); `programs`: how many
-    run at a time; `start`: blocks that take as long as a program needs beside its own. Parts that differ fill a GPU
-    where equal ones do not: 16 parts for each of 8 heads leave 4 of 132 multiprocessors idle; with a shorter 17th, two
-    of which fit where one of the others does, none is.
+    `blocks[B]`: blocks of each request. `tiles[B]`: CTAs per split (query tiles times KV heads). `programs`: CTAs that
+    run at a time. `start`: blocks that take as long as the fixed cost of a CTA. A shorter last split can fill a GPU
+    that equal splits leave idle: 16 splits of each of 8 heads occupy 128 of 132 multiprocessors; with a 17th of half
+    the length, two of which share one place, all are busy.
     """
     whole, limit = max([1, *blocks]), sum(tiles) + MORE_ROUNDS * programs
 
@@ -60,7 +60,7 @@ def cut_prefixes(blocks: list[int], tiles: list[int], programs: int, start: int 
 
 
 class ExtendPlan:
-    """Tensors of one extend forward of B requests; NB blocks a row, C classes.
+    """Tensors of one prefill of B requests; NB blocks per row, C classes.
 
     | tensor   | shape, dtype         | meaning                                                                     |
     |----------|----------------------|-----------------------------------------------------------------------------|
@@ -69,10 +69,10 @@ class ExtendPlan:
     | `items`  | int32 `[n, 8]`       | request, first query, first row, end row, from, to, of, slot or -1          |
     | `joins`  | int32 `[n, 5]`       | first query, first row, end row, first slot, slots of a query tile          |
 
-    A row is new token * group + query head of the group; an item is one query tile and one part of what it sees: of
-    each list that share which lies between `from` and `to` of `of` blocks. The part from 0 begins with the new tokens
-    themselves, if they are not done elsewhere; they count as blocks at the front of the last class. An item's result
-    goes to a slot where others join it, else straight to the output. Longer items come first.
+    A row is new token * group + query head of the group. An item is one query tile and one KV split: of each list, the
+    share between `from` and `to` of `of` blocks. The split from 0 begins with the new tokens, unless another engine
+    takes them; they count as blocks at the front of the last class. The state of an item goes to a slot if the tile has
+    several splits, else to the output. Longer items come first.
     """
 
     def __init__(self, store: PageStore, group: int, *, max_blocks: int | None):
@@ -93,9 +93,9 @@ class ExtendPlan:
         own: bool = True,
         skip_full: list[bool] | None = None,
     ) -> None:
-        """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device; `rows` of a query tile, `programs` that
-        the device runs at a time; `own`: new tokens among themselves are part of the items. Where `skip_full[B]` whole
-        uncompressed blocks of the prefix are left out.
+        """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device. `rows` of a query tile; `programs`: CTAs
+        that the device runs at a time; `own`: new tokens among themselves are part of the items. `skip_full[B]`: leave
+        out full uncompressed blocks of the prefix.
         """
         store, p = self.store, self.store.layout.block_tokens
         tiles = [-(-n * self.group // rows) for n in extend_lens]

@@ -1,11 +1,10 @@
-"""New tokens that see earlier blocks fake-quantized and their own block exact: the cut into groups.
+"""Prefill whose queries see earlier blocks fake-quantized and their own block exact: the cut into groups.
 
-A *group* is the new tokens of one block of one request. It attends to three disjoint sets of tokens: those of its own
-block (exact, causally), the blocks before it that are packed already (from pages), and the *staged* ones: full blocks
-before it that are still uncompressed, be it that this forward fills them or that they wait to be packed. Staged blocks
-of a request lie in consecutive slots of `StoredRows`. With a prefill library the group's own block has a slot there,
-too, so that one causal call over a list of slots covers all but the packed pages; else the plain kernel takes the new
-tokens as they come.
+A *group* is the new tokens of one block of one request. It attends to three disjoint sets of tokens: its own block
+(exact, causally), the packed blocks before it (from pages), and the *staged* blocks: full blocks before it that are
+still uncompressed, because this forward fills them or because they wait to be packed. Staged blocks of a request have
+consecutive slots of `StoredRows`. For a prefill library the group's own block has a slot, too, so that one causal call
+over a list of slots covers all but the packed pages. Without a library the Triton kernel takes the dense new rows.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from .fake_quant_kernel import StoredRows
 
 @dataclass
 class Groups:
-    """Lists on the host, an entry a group in the order of the new tokens; `staged` has one a slot."""
+    """Lists on the host, one entry per group in the order of the new tokens; `staged` has one entry per slot."""
 
     p: int  # tokens of a block
     request: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # new tokens
     begin: list[int] = field(default_factory=list)  # tokens before the first of them
-    prefix: list[int] = field(default_factory=list)  # tokens before the chunk that it reads from pages, or staged
-    first: list[int] = field(default_factory=list)  # its first staged block's slot
-    count: list[int] = field(default_factory=list)  # staged blocks that it sees
+    prefix: list[int] = field(default_factory=list)  # tokens before the new ones, in pages or staged
+    first: list[int] = field(default_factory=list)  # slot of its first staged block
+    count: list[int] = field(default_factory=list)  # number of staged blocks that it sees
     staged: list[tuple[int, int]] = field(default_factory=list)  # (request, place of the block in its row)
 
     @classmethod
@@ -44,8 +43,8 @@ class Groups:
         p: int,
         exact: list[bool] | None = None,
     ) -> Groups:
-        """`waiting[B]`: places of full blocks of each prefix that are uncompressed; p: tokens of a block. An `exact`
-        request is one group: its blocks are never packed, so it sees all of them as they are.
+        """Groups of a forward. `waiting[B]`: places of full blocks of each prefix that are uncompressed; `p`: tokens of
+        a block. An `exact` request is one group: it sees all of its uncompressed blocks exact.
         """
         out = cls(p)
         for r, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
@@ -60,7 +59,7 @@ class Groups:
             for j in range(first, last + 1):
                 begin = max(j * p, prefix)
                 tokens = min((j + 1) * p, prefix + new) - begin
-                # The cached tokens of the block that the chunk begins in are exact for that block alone.
+                # Cached tokens of the block in which the new ones begin are exact for that block alone.
                 out._add(r, tokens, begin, prefix if j == first else first * p, slot, len(before) + j - first)
         return out
 
@@ -75,8 +74,8 @@ class Groups:
     def lists(self) -> tuple[list[np.ndarray], list[int], list[tuple[int, ...]]]:
         """Slots of each group's staged and own blocks, tokens in its last one, and the items of `StoredRows`.
 
-        A group's own blocks are those of its new tokens, from their first token on, cached or new: slots behind the
-        staged ones. All slots of a long prompt grow with its square, so they are int32 arrays.
+        A group's own blocks hold its new tokens, and cached ones before them; their slots are behind the staged ones.
+        The slots of a long prompt grow with its square, so they are int32 arrays.
         """
         slots, last, at = [], [], len(self.staged)
         every = np.arange(at + sum(n // self.p + 2 for n in self.tokens), dtype=np.int32)
@@ -93,8 +92,8 @@ class Groups:
         return slots, last, [tuple(x) for x in places.values()]
 
     def runs(self) -> tuple[list[int], list[int], list[int]]:
-        """(request, tokens before its first own block, new tokens) of each request: what is left to read from pages,
-        where own blocks have slots."""
+        """(request, tokens before its first own block, new tokens) of each request: the reads from pages that are left
+        if own blocks have slots."""
         request, prefix, tokens = [], [], []
         for r, n, begin in zip(self.request, self.tokens, self.begin):
             if request and request[-1] == r:
@@ -107,8 +106,8 @@ class Groups:
 
 
 class StagedExtend:
-    """The plan and buffers of one forward whose queries see blocks as stored; `plan` once a forward, then by layer
-    `fill`, and `own` where the library takes what is not in pages.
+    """Plan and buffers of a forward with fake-quantized history: `plan` once a forward, then for each layer `fill`, and
+    `run` if a library takes the tokens that are not in pages.
     """
 
     def __init__(self, store: PageStore, fmt: Format, ragged, *, query_heads: int):
@@ -130,12 +129,13 @@ class StagedExtend:
         waiting: list[list[int]] | None,
         formats: list[Format | None] | None = None,
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        """What to read from pages: rows of blocks int32 `[B', NB]`, prefix and new tokens `[B']` of runs of new tokens.
+        """Reads from pages that are left: block table int32 `[B', NB]`, prefix and new tokens `[B']` of runs of new
+        tokens. Does not sync.
 
-        `skips[B']` then says whose whole uncompressed blocks are staged, hence not to be read from pages; `waits[B']`
-        are their places.
-        `groups` is None, and the arguments come back, where no query sees a staged block. Does not sync. `sees` int32
-        `[B', 2]`: first slot and number of the staged blocks of each run, where the library does not take them.
+        Sets `skips[B']`: whether full uncompressed blocks of a run are staged, hence not read from pages; `waits[B']`:
+        their places; `sees` int32 `[B', 2]`: first slot and number of the staged blocks of each run, for the Triton
+        kernel. If no query sees a staged block, `groups` is None and the arguments are returned. `formats` as in
+        `ExtendAttention.plan`.
         """
         exact = formats and [fmt is not self.rows.format for fmt in formats]
         groups = Groups.cut(prefix_lens, extend_lens, waiting, self.store.layout.block_tokens, exact)
@@ -166,13 +166,13 @@ class StagedExtend:
         return row_blocks.index_select(0, index), prefix, tokens
 
     def fill(self, layer: int) -> None:
-        """Stage the blocks of this layer; its new rows were appended before."""
+        """Stage the blocks of one layer, after its new rows were appended."""
         self.rows.fill(layer)
 
-    def own(self, q: torch.Tensor, into: tuple | None, *, scale: float, logit_cap: float):
-        """Output and LSE of the new tokens over their own blocks and the staged ones.
+    def run(self, q: torch.Tensor, into: tuple | None, *, scale: float, logit_cap: float):
+        """Output and LSE of the new tokens over their own blocks and the staged ones, by the library.
 
-        Into `into` (the LSE may be None), or into buffers that the next call writes again.
+        Written to `into` (the LSE may be None), or to buffers that the next call overwrites.
         """
         into = into or (self._o[: len(q)], self._lse[: len(q)])
         self.prefill.run(q, self.rows.k, self.rows.v, into, scale=scale, logit_cap=logit_cap)

@@ -1,4 +1,4 @@
-"""The steps of one forward's extend attention: chosen by `ExtendAttention.plan`, followed by `run` for each layer."""
+"""Steps of the attention of one prefill: chosen by `ExtendAttention.plan`, followed by `run` for each layer."""
 
 from __future__ import annotations
 

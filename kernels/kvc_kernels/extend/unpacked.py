@@ -1,8 +1,8 @@
-"""Long appends over long packed prefixes: blocks are unpacked, a piece at a time, for a prefill library.
+"""Long prefills over long packed prefixes: blocks are unpacked in passes for a prefill library.
 
-Where a thousand new tokens look at each cached one, attention is bound by arithmetic and unpacking is small beside it,
-so the fastest dense kernel wins. The buffer has a fixed size: a long prefix is taken in passes, joined by log-sum-exp.
-It serves ladders that keep every token of a block; pruned heads have lengths that the host does not know.
+With a thousand queries per cached token attention is bound by arithmetic and unpacking costs little, so the fastest
+dense kernel wins. The buffer has a fixed size: a long prefix takes several passes, whose states are merged. Ladders
+must keep every token of a block; the host does not know the lengths of pruned heads.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 
 from ..common.upload import upload
 from ..store import PageStore
-from .merge_kernel import join
+from .merge_kernel import merge_states
 from .unpack_rows_kernel import UnpackedRows
 
 PASS_TOKENS = 16384
-LEAST_NEW, LEAST_PREFIX = 512, 2048  # below, our kernel over packed pages is as fast
-MOST_PLANS = 8  # plans of the library in a forward: one for each (new tokens, blocks) of a pass
+LEAST_NEW, LEAST_PREFIX = 512, 2048  # below, the Triton kernel over packed pages is as fast
+MOST_PLANS = 8  # plans of the library per forward: one for each (new tokens, blocks) of a pass
 
 
 class UnpackedPrefix:
-    """`plan` once a forward; if it takes the forward, `run` for each layer."""
+    """Prefixes unpacked to dense rows: `plan` once a forward; if it takes the forward, `run` for each layer."""
 
     def __init__(self, store: PageStore, ragged):
         g, device = store.layout, store.device
@@ -32,7 +32,7 @@ class UnpackedPrefix:
 
     @classmethod
     def create(cls, store: PageStore, ragged) -> UnpackedPrefix | None:
-        """None without a library, or where a block may keep fewer than all of its tokens in one format."""
+        """The operation, or None without a library or if a block may keep only part of its tokens in one format."""
         if ragged is None or any(r.low is not None for r in store.ladder):
             return None
         return cls(store, ragged)
@@ -44,22 +44,23 @@ class UnpackedPrefix:
         extend_lens: list[int],
         skip: list[list[int]] | None = None,
     ) -> bool:
-        """Whether this forward is taken: every prefix in it is long, of whole blocks, and under many new tokens.
+        """Plan the forward and return True, or return False unless every prefix is long, of whole blocks and followed
+        by many new tokens.
 
-        Lengths on the host, `row_blocks[B, NB]` int32 on the device; `skip[B]`: places of blocks that are attended to
-        elsewhere. Does not sync.
+        Lengths on the host, `row_blocks[B, NB]` int32 on the device. `skip[B]`: places of blocks that another engine
+        takes. Does not sync.
         """
         p, items, passes, start = self.store.layout.block_tokens, [], [], 0
         for r, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
             if prefix and new:
                 if prefix % p or prefix < LEAST_PREFIX or new < LEAST_NEW:
                     return False
-                left = set(skip[r]) if skip else ()
-                places = [j for j in range(prefix // p) if j not in left]
+                skipped = set(skip[r]) if skip else ()
+                places = [j for j in range(prefix // p) if j not in skipped]
                 for at in range(0, len(places), self.slots):
-                    some = places[at : at + self.slots]
-                    passes.append((start, new, len(items), len(some)))
-                    items += [(r, j, slot, p) for slot, j in enumerate(some)]
+                    in_pass = places[at : at + self.slots]
+                    passes.append((start, new, len(items), len(in_pass)))
+                    items += [(r, j, slot, p) for slot, j in enumerate(in_pass)]
             start += new
         shapes = sorted({(new, n) for _, new, _, n in passes})
         if not passes or len(shapes) > MOST_PLANS:
@@ -81,30 +82,31 @@ class UnpackedPrefix:
         first = self.prefills[0] if self.prefills else None
         return self.ragged.paged(self.store.device, self.store.layout.block_tokens, causal=False, first=first)
 
-    def run(self, layer: int, q, own: tuple, out, out_lse, *, scale: float, logit_cap: float) -> None:
-        """Add the planned prefixes to `own` (output and LSE of all new tokens so far), into `out`, `out_lse`.
+    def run(self, layer: int, q, new_state: tuple, out, out_lse, *, scale: float, logit_cap: float) -> None:
+        """Merge the planned prefixes into `new_state` (output and LSE of the new tokens); the result goes to `out`,
+        `out_lse`.
 
-        The rows of requests without a prefix are copied; what `own` holds is lost.
+        Rows of requests without a prefix are copied. `new_state` is overwritten.
         """
-        o, lse = own
+        o, lse = new_state
         part = self.lse[: lse.numel()].view(lse.shape)
         if out_lse is None:
             out_lse = part
         done, passes = 0, self._passes
         for i, (start, new, first, n) in enumerate(passes):
             if start > done:
-                self._copy(slice(done, start), own, out, out_lse)
-            mine, last = slice(start, start + new), i + 1 == len(passes) or passes[i + 1][0] != start
+                self._copy(slice(done, start), new_state, out, out_lse)
+            rows, last = slice(start, start + new), i + 1 == len(passes) or passes[i + 1][0] != start
             self.rows.fill(layer, self._blocks, self._items, first, n, self.k, self.v)
-            into = out[mine], part[mine]
-            self._plans[new, n].run(q[mine], self.k, self.v, into, scale=scale, logit_cap=logit_cap)
-            to = (out[mine], out_lse[mine]) if last else (o[mine], lse[mine])
-            join(o[mine], lse[mine], *into, *to)
+            into = out[rows], part[rows]
+            self._plans[new, n].run(q[rows], self.k, self.v, into, scale=scale, logit_cap=logit_cap)
+            to = (out[rows], out_lse[rows]) if last else (o[rows], lse[rows])
+            merge_states(o[rows], lse[rows], *into, *to)
             done = start + new
         if done < len(q):
-            self._copy(slice(done, len(q)), own, out, out_lse)
+            self._copy(slice(done, len(q)), new_state, out, out_lse)
 
     @staticmethod
-    def _copy(rows: slice, own: tuple, out, out_lse) -> None:
-        out[rows].copy_(own[0][rows])
-        out_lse[rows].copy_(own[1][rows])
+    def _copy(rows: slice, state: tuple, out, out_lse) -> None:
+        out[rows].copy_(state[0][rows])
+        out_lse[rows].copy_(state[1][rows])

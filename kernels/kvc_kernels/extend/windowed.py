@@ -1,12 +1,12 @@
-"""Extend attention of layers with a sliding window: what the window shows is staged as dense rows, then attended to.
+"""Prefill of layers with a sliding window: the blocks in the window are staged as dense rows, then attended to.
 
-A query sees its own token and `window` tokens before it, so a forward reads few blocks beside its own, whatever the
-length of the prefix. They are unpacked into *slots* of one block each, the new tokens' own blocks are copied there, and
-one causal call over lists of slots does the rest: a prefill library's where there is one, else `window_kernel`.
+A query sees its own token and `window` tokens before it, so a forward reads few blocks beside its own, for any length
+of the prefix. They are unpacked into *slots* of one block each, and the new tokens' own blocks are copied there. One
+causal call over lists of slots does the attention: of a prefill library, or `window_kernel` without one.
 
-A *run* is new tokens that share a list: those of one block where queries see earlier blocks fake-quantized (each
-block has a fake-quantized slot for the queries behind it, and an exact one for its own), else all new tokens of a
-request. It serves ladders that keep every token of a block: a window counts positions.
+A *run* is new tokens that share a list. With fake-quantized history it is the new tokens of one block, and each block
+has a fake-quantized slot for the queries behind it and an exact one for its own. Else it is all new tokens of a
+request. Ladders must keep every token of a block: a window counts positions.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .unpack_rows_kernel import UnpackedRows
 from .windowed_kernel import window_kernel
 
 INTERPRET = triton.knobs.runtime.interpret
-PASS_TOKENS = 32768  # tokens that are staged at a time; a forward that needs more takes its requests in passes
-ROWS, TILE = 64, 64  # query rows of a program, keys an iteration
+PASS_TOKENS = 32768  # tokens staged at a time; a forward that needs more takes its requests in passes
+ROWS, TILE = 64, 64  # query rows per CTA, keys per iteration
 
 
 @dataclass
 class Pass:
-    """Requests that are staged together. Lists on the host, an entry a run in the order of the new tokens."""
+    """Requests that are staged together. Lists on the host, one entry per run in the order of the new tokens."""
 
     p: int  # tokens of a block
     window: int
     tokens: list[int] = field(default_factory=list)  # new tokens
-    slots: list[list[int]] = field(default_factory=list)  # what it sees
-    last: list[int] = field(default_factory=list)  # tokens in the last of them
+    slots: list[list[int]] = field(default_factory=list)  # slots that it sees
+    last: list[int] = field(default_factory=list)  # tokens in the last of its slots
     pages: list[tuple[int, ...]] = field(default_factory=list)  # items of `UnpackedRows`
     rows: list[tuple[int, ...]] = field(default_factory=list)  # items of `StoredRows`
     size: int = 0  # slots taken
@@ -53,18 +53,18 @@ class Pass:
             self._run(new, [*range(at + lo, at + stop)], end - (stop - 1) * p)
             self.size = at + stop
             return
-        left = set(waiting)
+        uncompressed = set(waiting)
         for j in range(lo, first):
-            if j in left:
+            if j in uncompressed:
                 self.rows.append((request, j, at + j, -1, p))
             else:
                 self.pages.append((request, j, at + j, p))
-        own = at + stop - 1  # the last block has no slot as it will be stored
+        own = at + stop - 1  # the last block has no fake-quantized slot
         for j in range(first, stop):
-            begin, held, exact = max(j * p, prefix), min(p, end - j * p), own + j - first
-            self.rows.append((request, j, at + j if j + 1 < stop else -1, exact, held))
+            begin, tokens, exact = max(j * p, prefix), min(p, end - j * p), own + j - first
+            self.rows.append((request, j, at + j if j + 1 < stop else -1, exact, tokens))
             seen = range(at + max(0, begin - self.window) // p, at + j)
-            self._run(j * p + held - begin, [*seen, exact], held)
+            self._run(j * p + tokens - begin, [*seen, exact], tokens)
         self.size = own + stop - first
 
     def _run(self, tokens: int, slots: list[int], last: int) -> None:
@@ -106,7 +106,7 @@ def cut(
 
 
 class WindowedExtend:
-    """Plan and buffers of the layers with one window: `plan` once a forward, `run` for each of them."""
+    """Plan and buffers of the layers with one window: `plan` once a forward, `run` for each such layer."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class WindowedExtend:
         ragged=None,
         pass_tokens: int = PASS_TOKENS,
     ):
-        """`window` >= 0: tokens before its own that a query sees. `ragged`: of `ragged_prefill` for the same heads,
-        where a library is to be used. `stored_as`: as in `ops.extend_attention`.
+        """`window` >= 0: tokens before its own that a query sees. `ragged`: result of `ragged_prefill` for the same
+        heads, None: no library. `stored_as`: as in `ops.extend_attention`. `pass_tokens`: tokens staged at a time.
         """
         g = store.layout
         if any(r.low is not None for r in store.ladder):
@@ -148,11 +148,11 @@ class WindowedExtend:
         self.passes = cut(prefix_lens, extend_lens, waiting, as_stored, p=p, window=self.window, most=self.most)
         self.row_blocks = row_blocks
         tiles = [[] if self.prefills else x.tiles(self.query_heads // store.layout.heads, ROWS) for x in self.passes]
-        lists = [[] if self.prefills else [s for some in x.slots for s in some] for x in self.passes]
+        lists = [[] if self.prefills else [s for slots in x.slots for s in slots] for x in self.passes]
         # Rows of eight come first: behind anything else their alignment would vary, and with it the compiled kernel.
         parts = [[(*i, 0, 0, 0) for i in x.rows] for x in self.passes], tiles, [x.pages for x in self.passes]
         flat = [n for part in parts for items in part for item in items for n in item]
-        whole = upload(flat + [n for some in lists for n in some], store.device)
+        whole = upload(flat + [slot for slots in lists for slot in slots], store.device)
         widths = [*(8 * len(x) for x in (*parts[0], *tiles)), *(4 * len(x) for x in parts[2]), *map(len, lists)]
         cuts, n = whole.split(widths), len(self.passes)
         self.items = list(zip(cuts[:n], cuts[n : 2 * n], cuts[2 * n : 3 * n], cuts[3 * n :]))
@@ -180,7 +180,7 @@ class WindowedExtend:
         out, at = torch.empty(q.shape, dtype=q.dtype, device=q.device), 0
         q = q if q.stride(-1) == 1 else q.contiguous()
         for i, (x, (rows, tiles, pages, slots)) in enumerate(zip(self.passes, self.items)):
-            mine = slice(at, at + sum(x.tokens))
+            rows_of_pass = slice(at, at + sum(x.tokens))
             if x.rows:
                 self.staged.plan(self.row_blocks, rows.view(-1, 8), x.size)
                 self.staged.fill(layer)
@@ -188,10 +188,10 @@ class WindowedExtend:
             if x.pages:
                 self.unpacked.fill(layer, self.row_blocks, pages, 0, len(x.pages), k, v)
             if self.prefills:
-                self.prefills[i].run(q[mine], k, v, (out[mine], None), scale=scale, logit_cap=logit_cap)
+                self.prefills[i].run(q[rows_of_pass], k, v, (out[rows_of_pass], None), scale=scale, logit_cap=logit_cap)
             else:
-                self._attend(q[mine], k, v, out[mine], tiles, slots, scale, logit_cap)
-            at = mine.stop
+                self._attend(q[rows_of_pass], k, v, out[rows_of_pass], tiles, slots, scale, logit_cap)
+            at = rows_of_pass.stop
         return out
 
     def _attend(self, q, k, v, out, tiles, slots, scale: float, logit_cap: float) -> None:

@@ -97,15 +97,15 @@ def test_no_sync():
 
 def test_results_joined_in_place():
     """The log-sum-exps of the rows are read by all warps of a program and written by one."""
-    from kvc_kernels.extend.merge_kernel import join
+    from kvc_kernels.extend.merge_kernel import merge_states
 
     gen = torch.Generator(device="cuda").manual_seed(2)
     a, b = torch.randn((2, 4099, 32, DIM), generator=gen, device="cuda").bfloat16()
     x, y = torch.randn((2, 4099, 32), generator=gen, device="cuda") * 3
     out, lse = torch.empty_like(a), torch.empty_like(x)
-    join(a, x, b, y, out, lse)
+    merge_states(a, x, b, y, out, lse)
     w = torch.softmax(torch.stack((x, y)).double() * torch.log(torch.tensor(2.0)), 0)
     want = w[0, ..., None] * a.double() + w[1, ..., None] * b.double()
     assert (out - want).abs().max() < 0.02
-    join(a.clone(), x.clone(), b, y, b, y)
+    merge_states(a.clone(), x.clone(), b, y, b, y)
     assert torch.equal(b, out) and torch.equal(y, lse)
