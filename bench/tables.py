@@ -79,7 +79,7 @@ SINGLES = {
     "serve.bf16_token_match.answers": "uncompressed pages vs. stock, whole answers",
     "serve.page_hash_match": "packed blocks with equal bytes under any order of operations",
     "serve.warm_warm_match": "repeated cached prompts with an unchanged answer (bf16, k4v4)",
-    "defects.open": "known open defects",
+    "defects.open": "defects that tests mark as known and open",
 }
 
 
