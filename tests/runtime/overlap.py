@@ -30,12 +30,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from kvc_patches import admission, allocation
+from kvc_patches import admission, allocation, requests, retraction
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.page_ops import PageOps
-from sglang_kvc.options.request_quality import namespace
+from sglang_kvc.options.request_quality import PARAMETER
 
 from . import record
 from .audit import check_device, check_reads, check_records
@@ -49,6 +49,7 @@ ADDER_HOOKS = {
 ALLOCATION_HOOKS = {
     "alloc_for_extend": allocation.around_alloc_for_extend,
     "alloc_for_decode": allocation.around_alloc_for_decode,
+    "release_req": retraction.around_release_req,
 }
 
 
@@ -153,10 +154,12 @@ class Overlap(Scheduler):
 
     def submit(self, prompt: list[int], answer: list[int], level: str | None, salt: str | None) -> None:
         """A request that will be answered with all of `answer`."""
-        params = SamplingParams(max_new_tokens=len(answer), ignore_eos=False)
+        params = SamplingParams(max_new_tokens=len(answer), custom_params=level and {PARAMETER: level})
         params.normalize(None)
         req = Req(str(len(self.requests)), "", array("q", prompt), params, vocab_size=1 << 20)
-        req.kvc_level, req.extra_key = level, namespace(salt, level)
+        req.extra_key = salt
+        requests.before_add_request_to_queue(self, req)
+        self.seen["private"] += req.kvc_private
         req.history = record.history([*prompt, *answer], req.extra_key)
         req.answer = answer
         self.requests[req.rid] = req

@@ -104,6 +104,7 @@ KINDS = {
     "levels": Kind({"high": "k4v4", "levels": ("k8v4",), "window": 0}, None, (None, "k8v4")),
     "leankv": Kind({**LEANKV, "window": 0}, asked=(None, LOSSLESS)),
     "leankv-tight": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS)),
+    "leankv-private": Kind({**LEANKV, "window": 0, "trust": "salt"}, P, (None, LOSSLESS)),
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
@@ -129,5 +130,6 @@ def test_lives(name):
     expected = {"retracted", "paused"}
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
     expected |= {"chunks"} if kind.chunk else set()
+    expected |= {"private"} if kind.options.get("trust") == "salt" else set()
     expected |= set() if kind.disable else {"hits", "hits after a retraction", "evicted"}
     assert not expected - seen.keys(), "these lives hold too little"
