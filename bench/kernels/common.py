@@ -15,7 +15,7 @@ from bench.common import Score
 from bench.revision import RESULTS as ALL_RESULTS
 from bench.revision import card, commit
 from kvc_kernels import layout
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from tests.support.random_store import random_store
 
 RESULTS = ALL_RESULTS / "kernels"
@@ -147,7 +147,7 @@ def copy_bandwidth() -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is stored and who asks. `ladder`: "k4v4" or "k8v4+k4v2" (one packed rung); `kept`: see `counts`."""
+    """What is stored and who asks. `ladder`: "k4v4" or "k8v4+k4v2" (one packed block format); `kept`: see `counts`."""
 
     ladder: str
     kept: str = "full"
@@ -166,11 +166,11 @@ class Workload:
     def formats(self):
         return [FORMATS[x] for x in self.ladder.split("+")]
 
-    def rungs(self) -> tuple[Rung, ...]:
+    def block_formats(self) -> tuple[BlockFormat, ...]:
         f = self.formats
         if f[0] is BF16:
-            return (Rung(BF16),)
-        return (Rung(BF16), Rung(f[0], f[1] if len(f) > 1 else None))
+            return (BlockFormat(BF16),)
+        return (BlockFormat(BF16), BlockFormat(f[0], f[1] if len(f) > 1 else None))
 
     def layout(self) -> PoolLayout:
         size = self.page_bytes or choose_page_bytes(
@@ -207,7 +207,7 @@ class Workload:
             raise ValueError(self.kept)
         return out
 
-    def build(self, *, batch: int | None = None, tokens: int | None = None, seed: int = 0, rung: int = 1):
+    def build(self, *, batch: int | None = None, tokens: int | None = None, seed: int = 0, format_id: int = 1):
         """(store, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`, stored bytes without slack)."""
         batch, tokens = batch or self.batch, tokens or self.tokens
         gen = torch.Generator().manual_seed(seed)
@@ -216,17 +216,17 @@ class Workload:
         p = self.block_tokens
         nb = -(-lens // p)
         n = int(nb.sum())
-        ladder = self.rungs()
-        rungs = torch.full((n,), min(rung, len(ladder) - 1))
+        block_formats = self.block_formats()
+        format_ids = torch.full((n,), min(format_id, len(block_formats) - 1))
         ids = 1 + torch.randperm(n, generator=gen)
         rows = torch.zeros((batch, int(nb.max())), dtype=torch.int32)
         for i, some in enumerate(ids.split(nb.tolist())):
             rows[i, : len(some)] = some
             if lens[i] % p:
-                rungs[some[-1] - 1] = 0
+                format_ids[some[-1] - 1] = 0
         counts = self.counts(n, gen)
-        store = random_store(self.layout(), ladder, rungs, counts, device="cuda", seed=seed)
-        plain = rungs == 0
+        store = random_store(self.layout(), block_formats, format_ids, counts, device="cuda", seed=seed)
+        plain = format_ids == 0
         plain_tokens = int(plain.sum()) * p - int(((-lens) % p).sum())
         size = self.stored_bytes(counts[~plain], plain_tokens)  # of one layer
         if 0 <= self.window < tokens:

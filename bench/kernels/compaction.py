@@ -28,10 +28,10 @@ from .common import (
     BF16,
     FORMATS,
     RESULTS,
+    BlockFormat,
     Budget,
     PoolLayout,
     Results,
-    Rung,
     Workload,
     choose_page_bytes,
     copy_bandwidth,
@@ -56,9 +56,10 @@ def build(names: str, layers: int, blocks: int, block_tokens: int, device: str =
         formats, head_dim=DIM, block_tokens=block_tokens, scored=scored, whole=not scored
     )
     layout = PoolLayout(layers, HEADS, DIM, block_tokens, page, scored)
-    rung = Rung(formats[0], formats[1] if scored else None)
+    block_format = BlockFormat(formats[0], formats[1] if scored else None)
     store = PageStore.create(
-        layout, (Rung(BF16), rung), num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 1,
+        layout, (BlockFormat(BF16), block_format), num_pages=1 + 2 * blocks * layout.block_pages_bf16,
+        num_blocks=blocks + 1,
         dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     ids = torch.randperm(blocks, device=device) + 1
@@ -77,7 +78,7 @@ def refill(store, ids: torch.Tensor) -> None:
     from kvc_kernels import ops
     from kvc_kernels.common.bits import bf16_rows
 
-    if int(store.rung[ids[0]]) >= 0:
+    if int(store.format_id[ids[0]]) >= 0:
         ops.release(store, ids)
     ops.take_bf16(store, ids)
     k, v = bf16_rows(store.layout.page(BF16), store.pages, store.dtype)
@@ -88,7 +89,7 @@ def refill(store, ids: torch.Tensor) -> None:
 
 def once(store, ids, tiers, move, repeats: int) -> tuple[float, float]:
     """`timed`, each time from fresh rows."""
-    return timed(lambda: refill(store, ids), lambda: move(store, ids, 1, tiers, from_rung=0), repeats)
+    return timed(lambda: refill(store, ids), lambda: move(store, ids, 1, tiers, from_format=0), repeats)
 
 
 def timed(prepare: Callable[[], object], run: Callable[[], object], repeats: int = 5) -> tuple[float, float]:
@@ -114,7 +115,7 @@ def plan_time(store, ids, args) -> float:
     from kvc_kernels import ops
 
     layout = store.layout
-    page = layout.page(store.ladder[1].high)
+    page = layout.page(store.block_formats[1].high)
     scores = torch.rand((len(ids), args.layers, HEADS, args.block), device="cuda")
     half = args.layers * HEADS * (-(-args.block // page.tokens)) // 2
     times = []
@@ -138,25 +139,25 @@ def tiered(store, ids, tiers) -> dict[str, float]:
     starts, alpha = ids * store.layout.block_tokens, ops.Thresholds(1.0, 0.02)
     lengths = torch.full_like(ids, 2 * len(ids) * store.layout.block_tokens)
     refill(store, ids)
-    for rung, key in ((0, "plan"), (1, "plan_again")):
+    for format_id, key in ((0, "plan"), (1, "plan_again")):
 
-        def plan(rung=rung):
+        def plan(format_id=format_id):
             return plan_thresholds_triton(
-                store, ids, starts, lengths, alpha, ops.Observe(), from_rung=rung, to=store.ladder[1]
+                store, ids, starts, lengths, alpha, ops.Observe(), from_format=format_id, to=store.block_formats[1]
             )
 
         timed(lambda: None, plan, 1)
         out[f"{key}_ms"], out[f"{key}_launch_ms"] = timed(lambda: None, plan)
-        if not rung:
-            compact_triton(store, ids, 1, tiers, from_rung=0)
+        if not format_id:
+            compact_triton(store, ids, 1, tiers, from_format=0)
     less = (tiers - (torch.rand(tiers.shape, device=tiers.device) < 0.1).to(torch.int8)).clamp_(min=0)
 
     def fresh():
         refill(store, ids)
-        compact_triton(store, ids, 1, tiers, from_rung=0)
+        compact_triton(store, ids, 1, tiers, from_format=0)
 
     def move():
-        compact_triton(store, ids, 1, less, from_rung=1)
+        compact_triton(store, ids, 1, less, from_format=1)
 
     timed(fresh, move, 1)
     out["again_ms"], out["again_launch_ms"] = timed(fresh, move)

@@ -36,9 +36,9 @@ WINDOW = "window of"  # what names of layers with one begin with: shown, and no 
 def workloads(block: int, page_tokens: int) -> dict[str, Workload]:
     """name -> what is stored. `page_tokens` of the (high) format; 0: pages as the server chooses them."""
 
-    def make(ladder: str, kept: str = "full") -> Workload:
-        size = page_bytes_for(ladder.split("+")[0], page_tokens) if page_tokens else 0
-        return Workload(ladder, kept, block, size)
+    def make(spec: str, kept: str = "full") -> Workload:
+        size = page_bytes_for(spec.split("+")[0], page_tokens) if page_tokens else 0
+        return Workload(spec, kept, block, size)
 
     out = {name: make(name) for name in ("k8v8", "k8v4", "k4v4", "k4v2")}
     out["k4v4_half"] = make("k4v4", "uniform:50:12")

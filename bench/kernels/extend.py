@@ -190,9 +190,9 @@ def fresh_prompt(new: int) -> list[dict]:
     from kvc_kernels.extend.attention import ExtendAttention
 
     work, rows = Workload("k4v4", block_tokens=128), []
-    store, blocks, _, _ = work.build(batch=1, tokens=new, rung=0)
+    store, blocks, _, _ = work.build(batch=1, tokens=new, format_id=0)
     q, k, v = new_rows(new)
-    fmt = store.ladder[1].high
+    fmt = store.block_formats[1].high
     ours = {name: options for name, options in variants().items() if name not in ("unpacked", "few")}
     more = {"fa3 ragged": dict(dense="fa3"), "fake-quantized, fa3": dict(dense="fa3", stored_as=fmt)}
     more |= {"flashinfer ragged": dict(dense="flashinfer")}
@@ -220,7 +220,7 @@ def collecting(tokens: int) -> list[dict]:
     layout = PoolLayout(1, HEADS, DIM, 128, page, True)
     n = tokens // 128
     counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
-    store = random_store(layout, base.rungs(), torch.zeros(n, dtype=torch.int64), counts, device="cuda")
+    store = random_store(layout, base.block_formats(), torch.zeros(n, dtype=torch.int64), counts, device="cuda")
     blocks = (1 + torch.randperm(n)).int().cuda()[None]
     q = torch.randn((tokens, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
     lse = torch.full((tokens, HEADS * GROUP), 20.0, device="cuda")
@@ -245,7 +245,7 @@ def observed_step(batch: int, tokens: int):
     n = batch * (tokens // 128 + 1)
     counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
     counts[..., 0] = 128
-    store = random_store(layout, base.rungs(), torch.ones(n, dtype=torch.int64), counts, device="cuda")
+    store = random_store(layout, base.block_formats(), torch.ones(n, dtype=torch.int64), counts, device="cuda")
     rows = (1 + torch.randperm(n)).int().cuda().view(batch, -1)
     lens = (tokens - torch.arange(batch)).int().cuda()
     return store, rows, lens, torch.randn((batch, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)

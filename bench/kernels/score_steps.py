@@ -34,7 +34,7 @@ TUNINGS = (
 
 def scores(store) -> torch.Tensor:
     """fp32 `[pages, tokens]`, those of the packed format: a view."""
-    at, size = store.layout.page(store.ladder[1].high).segments["scores"]
+    at, size = store.layout.page(store.block_formats[1].high).segments["scores"]
     return store.pages.view(torch.float32)[:, at // 4 : (at + size) // 4]
 
 

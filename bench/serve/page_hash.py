@@ -5,10 +5,10 @@
 K and V rows of the served model are captured once from a real text. Then they are written into fresh
 caches in many random histories: blocks in any order, rows in pieces of any size, compacted alone or
 together, beside other blocks, in page ids left behind by blocks that came and went, with evictions in
-between, and through the runtime's own queue. The digest of every block (rung, counts, key header, page
-bytes) must be the one that it has when packed alone in an empty cache. As a control, rows with a single
-changed element must give another digest. On a GPU (the default where there is one) the kernels write, and how
-many blocks have the bytes that plain torch writes on the CPU is counted beside it.
+between, and through the runtime's own queue. The digest of every block (format id, counts, key header, page bytes) must
+be the one that it has when packed alone in an empty cache. As a control, rows with a single changed element must give
+another digest. On a GPU (the default where there is one) the kernels write, and how many blocks have the bytes that
+plain torch writes on the CPU is counted beside it.
 """
 
 from __future__ import annotations

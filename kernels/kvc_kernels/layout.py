@@ -1,8 +1,9 @@
 """Byte layout of pages: formats, segments and offsets. No other module computes a byte offset within a page.
 
 Terms: a *block* is P consecutive, aligned tokens of a sequence. A *page* is a fixed number of bytes that belongs to one
-(block, layer, KV head) and has one *format* while it is allocated. A `Rung` is the storage format of a whole block: a
-high tier and an optional low tier. A `ladder` is the ordered list of storage formats of a configuration.
+(block, layer, KV head) and has one *format* while it is allocated. A `BlockFormat` is the storage format of a whole
+block: a high format and an optional low one. `block_formats` lists those of a store, uncompressed first; a format id
+indexes it.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ _page = lru_cache(maxsize=256)(PageLayout)
 
 
 @dataclass(frozen=True)
-class Rung:
+class BlockFormat:
     """Storage format of a whole block: a high format and an optional low format below it.
 
     `pages` is the maximum number of pages of a block over all layers and local heads. With `exact` the block takes

@@ -22,7 +22,7 @@ from .tiering.importance import expected_attention, future_keys, hashed_scores, 
 from .tiering.quota import keep_all, quota, threshold
 from .tiering.thresholds import Thresholds
 
-# Pages: rows in, blocks taken, moved down the ladder and released.
+# Pages: rows in, blocks taken, packed to lower formats and released.
 append = dispatch(append_reference.append, "append.kernel:append_triton")
 take_bf16 = dispatch(pages_reference.take_bf16, "pages.kernel:take_bf16")
 release = dispatch(pages_reference.release, "pages.kernel:release")

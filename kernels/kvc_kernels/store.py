@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from .layout import PoolLayout, Rung
+from .layout import BlockFormat, PoolLayout
 
 SCRATCH_BLOCK = 0  # block 0 backs padded rows and dummy runs; all its table entries name page 0
 SCRATCH_PAGE = 0
@@ -21,16 +21,16 @@ SCRATCH_PAGE = 0
 class PageStore:
     """Tensors of one pool. L layers, H local KV heads, D head_dim, P block tokens, E table entries a head.
 
-    | tensor     | shape, dtype                          | meaning                                              |
-    |------------|---------------------------------------|------------------------------------------------------|
-    | `pages`    | uint8 `[num_pages, page_bytes]`       | all layers, heads and formats                        |
-    | `table`    | int32 `[num_blocks, L, H, E]`         | page ids: high from the left, low from the right     |
-    | `counts`   | int16 `[num_blocks, L, H, 2]`         | tokens stored high, low (unused in bf16 blocks)      |
-    | `rung`     | int8 `[num_blocks]`                   | index into `ladder`; 0 = bf16; -1 = block is free    |
-    | `headers`  | fp16 `[num_blocks, L, H, 2, D]`       | key channels: scale on the 8-bit grid, zero          |
-    | `observed` | int32 `[num_blocks]`                  | queries behind the block that its scores cover       |
-    | `ring`     | int32 `[num_pages]`                   | ring buffer of free pages                            |
-    | `cursor`   | int64 `[2]`                           | pages ever taken (head), ever returned (tail)        |
+    | tensor      | shape, dtype                    | meaning                                          |
+    |-------------|---------------------------------|--------------------------------------------------|
+    | `pages`     | uint8 `[num_pages, page_bytes]` | all layers, heads and formats                    |
+    | `table`     | int32 `[num_blocks, L, H, E]`   | page ids: high from the left, low from the right |
+    | `counts`    | int16 `[num_blocks, L, H, 2]`   | tokens stored high, low (unused in bf16 blocks)  |
+    | `format_id` | int8 `[num_blocks]`             | index into `block_formats`; 0: bf16; -1: free    |
+    | `headers`   | fp16 `[num_blocks, L, H, 2, D]` | key channels: scale on the 8-bit grid, zero      |
+    | `observed`  | int32 `[num_blocks]`            | queries behind the block that its scores cover   |
+    | `ring`      | int32 `[num_pages]`             | ring buffer of free pages                        |
+    | `cursor`    | int64 `[2]`                     | pages ever taken (head), ever returned (tail)    |
 
     The free pages are `ring[head % n] .. ring[(tail - 1) % n]`. The scale of b-bit keys is the 8-bit scale times
     255 / (2^b - 1): 1, 17, 85 are whole numbers, so going from 8 to 4 to 2 bits maps codes to codes and the header
@@ -38,12 +38,12 @@ class PageStore:
     """
 
     layout: PoolLayout
-    ladder: tuple[Rung, ...]
+    block_formats: tuple[BlockFormat, ...]
     dtype: torch.dtype
     pages: torch.Tensor
     table: torch.Tensor
     counts: torch.Tensor
-    rung: torch.Tensor
+    format_id: torch.Tensor
     headers: torch.Tensor
     observed: torch.Tensor
     ring: torch.Tensor
@@ -53,7 +53,7 @@ class PageStore:
     def create(
         cls,
         layout: PoolLayout,
-        ladder: tuple[Rung, ...],
+        block_formats: tuple[BlockFormat, ...],
         *,
         num_pages: int,
         num_blocks: int,
@@ -64,12 +64,12 @@ class PageStore:
         shape = (num_blocks, layout.layers, layout.heads)
         store = cls(
             layout=layout,
-            ladder=ladder,
+            block_formats=block_formats,
             dtype=dtype,
             pages=torch.zeros((num_pages, layout.page_bytes), dtype=torch.uint8, device=device),
             table=torch.zeros((*shape, layout.head_pages_bf16), dtype=torch.int32, device=device),
             counts=torch.zeros((*shape, 2), dtype=torch.int16, device=device),
-            rung=torch.empty(num_blocks, dtype=torch.int8, device=device),
+            format_id=torch.empty(num_blocks, dtype=torch.int8, device=device),
             headers=torch.zeros((*shape, 2, layout.head_dim), dtype=torch.float16, device=device),
             observed=torch.zeros(num_blocks, dtype=torch.int32, device=device),
             ring=torch.empty(num_pages, dtype=torch.int32, device=device),
@@ -84,8 +84,8 @@ class PageStore:
         self.ring[: n - 1] = torch.arange(1, n, dtype=torch.int32, device=self.ring.device)
         self.cursor[0] = 0
         self.cursor[1] = n - 1
-        self.rung.fill_(-1)
-        self.rung[SCRATCH_BLOCK] = 0
+        self.format_id.fill_(-1)
+        self.format_id[SCRATCH_BLOCK] = 0
         self.table[SCRATCH_BLOCK] = SCRATCH_PAGE
         self.counts.zero_()
         self.observed.zero_()
@@ -119,7 +119,7 @@ class PageStore:
                 self.pages,
                 self.table,
                 self.counts,
-                self.rung,
+                self.format_id,
                 self.headers,
                 self.observed,
                 self.ring,

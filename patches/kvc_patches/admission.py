@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from .lookup import rung_of, runtime_of
+from .lookup import format_id_of, runtime_of
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
@@ -30,7 +30,7 @@ def _staged(adder, runtime, req) -> int:
     known = adder.__dict__.setdefault("kvc_staged", {})
     if id(req) not in known:
         prefix = adder.tree_cache.path_blocks(req.last_node) if runtime.capacity.sizing.staged_tokens else ()
-        known[id(req)] = runtime.capacity.staged_tokens(prefix, rung_of(runtime, req))
+        known[id(req)] = runtime.capacity.staged_tokens(prefix, format_id_of(runtime, req))
     return known[id(req)]
 
 
@@ -45,7 +45,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
     chunk = None if self.rem_chunk_tokens is None else get_schedule().chunked_prefill_size
-    need = runtime.capacity.prompt_tokens(new, answer, rung_of(runtime, req), chunk)
+    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk)
     chosen = (_staged(self, runtime, r) for r in self.can_run_list)
     if not runtime.capacity.may_stage(_staged(self, runtime, req), chosen):
         return AddReqResult.OTHER
@@ -75,7 +75,7 @@ def around_running_offset(orig, self, req):
     growth, runtime = orig(self, req), runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return growth
-    return runtime.capacity.running_tokens(getattr(req, "kvc", None), growth, rung_of(runtime, req))
+    return runtime.capacity.running_tokens(getattr(req, "kvc", None), growth, format_id_of(runtime, req))
 
 
 def register() -> None:

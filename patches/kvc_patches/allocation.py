@@ -6,7 +6,7 @@ asked for a spare block per request: at 256 tokens a block that slack would evic
 
 from __future__ import annotations
 
-from .lookup import rung_of, runtime_of
+from .lookup import format_id_of, runtime_of
 from .registry import hook
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
@@ -21,7 +21,7 @@ def around_alloc_for_extend(orig, batch):
         if getattr(req, "kvc", None) is None:
             cached = req.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: cached // allocator.page_size]
-            req.kvc = runtime.new_sequence(blocks, cached, rung_of(runtime, req))
+            req.kvc = runtime.new_sequence(blocks, cached, format_id_of(runtime, req))
         req.kvc.prompt = length
     runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_requests(batch.reqs, lengths):

@@ -19,8 +19,8 @@ def runtime_of(allocator: Any) -> Runtime | None:
     return allocator.runtime if isinstance(allocator, KvcAllocator) else None
 
 
-def rung_of(runtime: Runtime, req: Any) -> int:
-    """The rung that blocks of SGLang's request go to, by its level."""
+def format_id_of(runtime: Runtime, req: Any) -> int:
+    """The format id that blocks of SGLang's request go to, by its level."""
     from sglang_kvc.options.request_quality import level
 
-    return runtime.policy.rung_of(level(req))
+    return runtime.policy.format_id_of(level(req))

@@ -19,7 +19,7 @@ import functools
 import itertools
 from types import SimpleNamespace
 
-from .lookup import rung_of
+from .lookup import format_id_of
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -46,7 +46,7 @@ def before_add_request_to_queue(self, req, is_retracted=False):
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
-    req.kvc_private = runtime.salt_only and rung_of(runtime, req) > 0 and not salted(req)
+    req.kvc_private = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if not self.is_generation and req.to_finish is None:
         _abort_if_too_long(req, runtime)
@@ -56,8 +56,8 @@ def _abort_if_too_long(req, runtime) -> None:
     from sglang.srt.runtime_context import get_schedule
 
     chunk = get_schedule().chunked_prefill_size
-    new, rung = len(req.origin_input_ids), rung_of(runtime, req)
-    if not runtime.capacity.prompt_ever_fits(new, rung, chunk if (chunk or 0) > 0 else None):
+    new, format_id = len(req.origin_input_ids), format_id_of(runtime, req)
+    if not runtime.capacity.prompt_ever_fits(new, format_id, chunk if (chunk or 0) > 0 else None):
         req.set_finish_with_abort(
             f"The prompt of {new} tokens does not fit into the KV cache, which holds {runtime.sizing.capacity_tokens} "
             f"tokens uncompressed; use a shorter one, or start the server with more --kvc-memory."

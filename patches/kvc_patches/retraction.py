@@ -25,7 +25,7 @@ def around_release_req(orig, **arguments):
     if runtime is None:
         return orig(**arguments)
     tokens = arguments["remaing_req_count"] * envs.SGLANG_RETRACT_DECODE_STEPS.get()
-    need = runtime.capacity.packed_tokens(tokens, runtime.policy.rung_of(None))
+    need = runtime.capacity.packed_tokens(tokens, runtime.policy.format_id_of(None))
     with runtime.capacity.exact_need(math.ceil(need)):
         return orig(**arguments)
 

@@ -36,7 +36,7 @@ class KvcAttnBackend(AttentionBackend):
             "windows": sorted({m.sliding_window_size for m in layers} - {-1}),
         }
         self.attention = Attention(
-            self.runtime.store, policy.collects, policy.stored_as(policy.rung_of(None)), **sizes
+            self.runtime.store, policy.collects, policy.stored_as(policy.format_id_of(None)), **sizes
         )
         if self.runtime.store.on_gpu and not runner.server_args.skip_server_warmup:
             kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}

@@ -11,7 +11,7 @@ from kvc_kernels.store import SCRATCH_BLOCK
 
 
 class State(IntEnum):
-    """State of a block: FREE -> OPEN (bf16, being filled or inside a window) -> PACKED at rung 1, 2, ... -> FREE.
+    """State of a block: FREE -> OPEN (bf16, being filled or inside a window) -> PACKED at format id 1, 2, ... -> FREE.
 
     It is the state after all queued operations have run, the only one that the CPU reasons about.
     """
@@ -35,7 +35,7 @@ class Blocks:
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.state = np.zeros(num_blocks, dtype=np.int8)
-        self.rung = np.zeros(num_blocks, dtype=np.int8)
+        self.format_id = np.zeros(num_blocks, dtype=np.int8)
         self.ref_count = np.zeros(num_blocks, dtype=np.int32)
         self.window_count = np.zeros(num_blocks, dtype=np.int32)
         self.generation = np.zeros(num_blocks, dtype=np.int32)
@@ -45,7 +45,7 @@ class Blocks:
 
     def reset(self) -> None:
         self.generation += 1
-        for record in (self.state, self.rung, self.ref_count, self.window_count, self.start, self.num_tokens):
+        for record in (self.state, self.format_id, self.ref_count, self.window_count, self.start, self.num_tokens):
             record[:] = 0
         self._free = deque(b for b in range(self.num_blocks) if b != SCRATCH_BLOCK)
 
@@ -68,7 +68,7 @@ class Blocks:
         """Take `n` ids, oldest freed first, which are OPEN from here on. `starts`: positions of their first tokens."""
         ids = [self._free.popleft() for _ in range(n)]
         self.state[ids] = State.OPEN
-        self.rung[ids] = 0
+        self.format_id[ids] = 0
         self.start[ids] = starts
         return ids
 

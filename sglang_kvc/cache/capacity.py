@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvc_kernels.layout import PoolLayout, Rung
+from kvc_kernels.layout import BlockFormat, PoolLayout
 
 from ..policies import SEQUENCE, Policy
 from .blocks import Blocks, State
@@ -32,7 +32,7 @@ def longest_request(capacity_tokens: int, block_tokens: int) -> int:
 class Capacity:
     """Answers from the ledger, the block records and fixed facts. Nothing here changes a block or asks the device.
 
-    ladder: formats of blocks; `ladder[0]` is uncompressed.
+    block_formats: `block_formats[0]` is uncompressed.
     window: tokens of the recent window.
     """
 
@@ -40,7 +40,7 @@ class Capacity:
     blocks: Blocks
     layout: PoolLayout
     sizing: Sizing
-    ladder: tuple[Rung, ...]
+    block_formats: tuple[BlockFormat, ...]
     policy: Policy
     window: int
     _exact_need: int | None = None  # set within `exact_need`
@@ -66,25 +66,25 @@ class Capacity:
 
     # ---- growth
 
-    def packed_tokens(self, tokens: float, rung: int) -> float:
-        """Memory of `tokens` tokens that are packed at `rung`."""
-        if not 0 < rung < len(self.ladder):
+    def packed_tokens(self, tokens: float, format_id: int) -> float:
+        """Memory of `tokens` tokens that are packed at `format_id`."""
+        if not 0 < format_id < len(self.block_formats):
             return tokens
-        return tokens * self.ladder[rung].pages / self.layout.block_pages_bf16
+        return tokens * self.block_formats[format_id].pages / self.layout.block_pages_bf16
 
-    def growth_tokens(self, tokens: float, rung: int, open_tokens: int) -> float:
+    def growth_tokens(self, tokens: float, format_id: int, open_tokens: int) -> float:
         """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`.
 
         One more block and the rest of the window stay uncompressed; what leaves the window is packed.
         """
         first = self.layout.block_tokens + max(0, self.window - open_tokens)
-        return tokens if tokens <= first else first + self.packed_tokens(tokens - first, rung)
+        return tokens if tokens <= first else first + self.packed_tokens(tokens - first, format_id)
 
-    def running_tokens(self, seq: Sequence | None, tokens: float, rung: int) -> float:
+    def running_tokens(self, seq: Sequence | None, tokens: float, format_id: int) -> float:
         """Memory that a running request needs to grow by `tokens`. `seq` is None where it just ended: SGLang still
         counts it."""
         open_tokens = seq.open_tokens() if self.window and seq is not None else self.window
-        return self.growth_tokens(tokens, rung, open_tokens)
+        return self.growth_tokens(tokens, format_id, open_tokens)
 
     def new_block_tokens(self, seqs: Iterable[Sequence], lengths: Iterable[int]) -> int:
         """Tokens of the blocks to take so that `seqs` hold `lengths` tokens; no spare block per request."""
@@ -97,19 +97,19 @@ class Capacity:
         """Whether a chunked prompt is packed only at its end: attention by its later tokens decides what is kept."""
         return self.policy.scope == SEQUENCE
 
-    def prompt_tokens(self, new: int, answer: int, rung: int, chunk: int | None) -> float:
+    def prompt_tokens(self, new: int, answer: int, format_id: int, chunk: int | None) -> float:
         """Memory that a prompt of `new` uncached tokens with an answer of `answer` needs at most.
 
         Where chunks are packed one by one, two of them and the window are uncompressed at a time: a chunk is packed
         when the CPU has its result, which is after the launch of the next. `chunk` is None where prompts are whole.
         """
         whole = new if chunk is None or self.packs_whole_prompts else min(new, 2 * chunk + self.window)
-        return whole + self.growth_tokens(new - whole + answer, rung, whole)
+        return whole + self.growth_tokens(new - whole + answer, format_id, whole)
 
-    def prompt_ever_fits(self, new: int, rung: int, chunk: int | None) -> bool:
+    def prompt_ever_fits(self, new: int, format_id: int, chunk: int | None) -> bool:
         """Whether an empty server admits a prompt of `new` tokens. SGLang asks for one block more and for less than
         all."""
-        return self.prompt_tokens(new, 0, rung, chunk) + self.layout.block_tokens < self.sizing.capacity_tokens
+        return self.prompt_tokens(new, 0, format_id, chunk) + self.layout.block_tokens < self.sizing.capacity_tokens
 
     def chunk_credit(self, need: int, shortage: int, running: int) -> int | None:
         """Tokens that the next chunk of a prompt may draw from the reserve for answers; None: the chunk waits.
@@ -126,12 +126,12 @@ class Capacity:
 
     # ---- staging: cached blocks that running windows keep uncompressed, fake-quantized for the queries of a prefill
 
-    def staged_tokens(self, prefix: np.ndarray, rung: int) -> int:
-        """Tokens that a prompt at `rung` stages behind the cached blocks `prefix` (int64): those of uncompressed
+    def staged_tokens(self, prefix: np.ndarray, format_id: int) -> int:
+        """Tokens that a prompt at `format_id` stages behind the cached blocks `prefix` (int64): those of uncompressed
         blocks, if its queries see blocks fake-quantized."""
         if not self.sizing.staged_tokens:
             return 0
-        if self.policy.stored_as(rung) is not self.policy.stored_as(self.policy.rung_of(None)):
+        if self.policy.stored_as(format_id) is not self.policy.stored_as(self.policy.format_id_of(None)):
             return 0
         return int(np.count_nonzero(self.blocks.state[prefix] == State.OPEN)) * self.layout.block_tokens
 

@@ -23,7 +23,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Compact:
-    """Move `blocks` from one rung to another, or re-plan them at the same one. Arrays are `[n]`.
+    """Move `blocks` from one block format to another, or re-plan them at the same one. Arrays are `[n]`.
 
     starts: position of each block's first token.
     lengths: length N of the sequence whose window the block left while decoding, 0 in the prompt phase.
@@ -31,8 +31,8 @@ class Compact:
     """
 
     blocks: np.ndarray
-    from_rung: int
-    to_rung: int
+    from_format: int
+    to_format: int
     starts: np.ndarray
     lengths: np.ndarray
     generations: np.ndarray
@@ -86,13 +86,13 @@ class OpLog:
         merge.add(op)
 
     def _merge_of(self, op: Compact) -> _Merge | None:
-        """The last compaction between the same rungs, if `op` may run with it."""
+        """The last compaction between the same block formats, if `op` may run with it."""
         blocks = op.blocks.tolist()
         for earlier in reversed(self._merges):
             first = earlier.ops[0]
             if isinstance(first, Take) or not earlier.blocks.isdisjoint(blocks):
                 return None
-            if isinstance(first, Compact) and (op.from_rung, op.to_rung) == (first.from_rung, first.to_rung):
+            if isinstance(first, Compact) and (op.from_format, op.to_format) == (first.from_format, first.to_format):
                 return earlier
         return None
 

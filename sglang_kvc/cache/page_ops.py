@@ -52,7 +52,7 @@ class PageOps:
 
     def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
         """Plan and move, in waves whose destination pages fit the reserve."""
-        target, pending = self.store.ladder[op.to_rung], []
+        target, pending = self.store.block_formats[op.to_format], []
         wave = max(1, self.reserve_pages // target.pages)
         for at in range(0, len(op.blocks), wave):
             ids = op.blocks[at : at + wave]
@@ -62,11 +62,11 @@ class PageOps:
                 blocks,
                 self._to_device(op.starts[at : at + wave]),
                 self._to_device(op.lengths[at : at + wave]),
-                op.from_rung,
+                op.from_format,
                 self._observe,
             )
             tiers = self.policy.plan(evidence, target)
-            counts = ops.compact(self.store, blocks, op.to_rung, tiers, from_rung=op.from_rung)
+            counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
             if not target.exact:
                 pending.append(PendingCounts(step, ids, op.generations[at : at + wave], self._to_host(counts)))
         return pending

@@ -95,7 +95,8 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.capacity = Capacity(
-            self.ledger, self.blocks, self.layout, self.sizing, self.store.ladder, self.policy, self.config.window
+            self.ledger, self.blocks, self.layout, self.sizing, self.store.block_formats, self.policy,
+            self.config.window
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
 
@@ -116,11 +117,11 @@ class Runtime:
         policy = make_policy(config)
         layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
         policy.check(layout)
-        ladder = policy.ladder(layout)
-        sizing = size_server(num_bytes, config, policy, layout, ladder, dtype.itemsize)
+        block_formats = policy.block_formats(layout)
+        sizing = size_server(num_bytes, config, policy, layout, block_formats, dtype.itemsize)
         store = PageStore.create(
             layout,
-            ladder,
+            block_formats,
             num_pages=sizing.num_pages,
             num_blocks=sizing.num_blocks,
             dtype=dtype,
@@ -131,10 +132,10 @@ class Runtime:
 
     # ---- sequences (scheduler side)
 
-    def new_sequence(self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, rung: int = 1) -> Sequence:
+    def new_sequence(self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, format_id: int = 1) -> Sequence:
         """The record of a request that starts with `length` cached tokens in `prefix_blocks` (int64)."""
         p, window = self.layout.block_tokens, self.config.window
-        return Sequence.admit(self.blocks, p, window, prefix_blocks, length, rung)
+        return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
 
     def grow(self, seqs: list[Sequence], lengths: list[int]) -> bool:
         """Take the blocks that `seqs` need to hold `lengths` tokens, all or none; returns whether they fit."""
@@ -166,10 +167,10 @@ class Runtime:
           generated.
         """
         if phase is Phase.END:
-            self.queue_due(kept, seq.rung, length)
+            self.queue_due(kept, seq.format_id, length)
         elif phase is not Phase.CHUNK or not self.capacity.packs_whole_prompts:
             decoded = phase is Phase.DECODE and length > seq.prompt
-            self.queue_due(seq.slide(length), seq.rung, length if decoded else 0)
+            self.queue_due(seq.slide(length), seq.format_id, length if decoded else 0)
         if phase is Phase.DECODE and self.policy.replans:
             self.replan(seq.blocks_to_replan(length), length)
 
@@ -188,8 +189,8 @@ class Runtime:
 
     def stored_as(self, seqs: list[Sequence | None]) -> list[Format | None]:
         """For each request the format in which its queries see full blocks fake-quantized; None: unchanged."""
-        default = self.policy.rung_of(None)  # a warm-up asks for no level
-        return [self.policy.stored_as(default if seq is None else seq.rung) for seq in seqs]
+        default = self.policy.format_id_of(None)  # a warm-up asks for no level
+        return [self.policy.stored_as(default if seq is None else seq.format_id) for seq in seqs]
 
     @property
     def salt_only(self) -> bool:
@@ -219,16 +220,17 @@ class Runtime:
         self.ledger.drop(array)
         self.log.push(Release(array))
 
-    def queue_due(self, ids: list[int] | np.ndarray, rung: int = 1, length: int = 0) -> int:
-        """Queue for `rung` those of the full blocks `ids` that are uncompressed and in no window; returns how many.
+    def queue_due(self, ids: list[int] | np.ndarray, format_id: int = 1, length: int = 0) -> int:
+        """Queue for `format_id` those of the full blocks `ids` that are uncompressed and in no window; returns how
+        many.
 
         `length` is N of the sequence while it decodes, 0 in the prompt phase.
         """
-        if len(ids) == 0 or not 0 < rung < len(self.store.ladder):
+        if len(ids) == 0 or not 0 < format_id < len(self.store.block_formats):
             return 0
         array = np.asarray(ids, dtype=np.int64)
         due = array[(self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)]
-        self._queue(due, from_rung=0, to_rung=rung, length=length)
+        self._queue(due, from_format=0, to_format=format_id, length=length)
         return len(due)
 
     def replan(self, ids: list[int] | np.ndarray, length: int) -> int:
@@ -237,25 +239,25 @@ class Runtime:
         if len(ids) == 0:
             return 0
         array = np.asarray(ids, dtype=np.int64)
-        rung = len(self.store.ladder) - 1
+        format_id = len(self.store.block_formats) - 1
         unshared = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
-        due = array[unshared & (self.blocks.rung[array] == rung)]
-        self._queue(due, from_rung=rung, to_rung=rung, length=length)
+        due = array[unshared & (self.blocks.format_id[array] == format_id)]
+        self._queue(due, from_format=format_id, to_format=format_id, length=length)
         return len(due)
 
-    def _queue(self, due: np.ndarray, *, from_rung: int, to_rung: int, length: int) -> None:
+    def _queue(self, due: np.ndarray, *, from_format: int, to_format: int, length: int) -> None:
         if len(due) == 0:
             return
-        target = self.store.ladder[to_rung]
+        target = self.store.block_formats[to_format]
         # A fixed outcome is credited now. An open one is charged its upper bound until the count comes back; moves
         # never take more pages than they leave, so a re-plan is covered by the present charge.
         self.ledger.set(due, np.minimum(self.ledger.charge[due], target.pages))
         lengths = np.full(len(due), length, dtype=np.int64)
         generations = self.blocks.generation[due].copy()
-        self.log.push(Compact(due, from_rung, to_rung, self.blocks.start[due], lengths, generations))
+        self.log.push(Compact(due, from_format, to_format, self.blocks.start[due], lengths, generations))
         self._open_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
-        self.blocks.rung[due] = to_rung
+        self.blocks.format_id[due] = to_format
         self.counters.compactions += len(due)
 
     def reset(self) -> None:

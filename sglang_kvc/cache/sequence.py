@@ -21,7 +21,7 @@ class Sequence:
     blocks: block ids.
     window_start: index of the first block that lies in the window or is not full. Blocks from there on stay
         uncompressed.
-    rung: where the blocks before the window go, by the request's level. 0: none is ever compacted.
+    format_id: storage of the blocks before the window, by the request's level. 0: none is ever compacted.
     prompt: tokens prefilled.
     length: tokens written or about to be.
     packed: blocks from `window_start` on that were packed when the request found them in the tree. A block's state
@@ -34,17 +34,20 @@ class Sequence:
     blocks: list[int]
     shared: int = 0
     window_start: int = 0
-    rung: int = 1
+    format_id: int = 1
     prompt: int = 0
     length: int = 0
     packed: int = 0
 
     @classmethod
     def admit(
-        cls, records: Blocks, block_tokens: int, window: int, prefix_blocks: np.ndarray, length: int, rung: int = 1
+        cls, records: Blocks, block_tokens: int, window: int, prefix_blocks: np.ndarray, length: int, format_id: int = 1
     ) -> Sequence:
         """Start a request that has `length` cached tokens in `prefix_blocks` (int64)."""
-        seq = cls(records, block_tokens, window, prefix_blocks.tolist(), len(prefix_blocks), rung=rung, length=length)
+        seq = cls(
+            records, block_tokens, window, prefix_blocks.tolist(), len(prefix_blocks), format_id=format_id,
+            length=length
+        )
         seq.window_start = min(len(seq.blocks), max(0, length - window) // block_tokens)
         records.ref_count[prefix_blocks] += 1
         records.window_count[prefix_blocks[seq.window_start :]] += 1

@@ -9,10 +9,10 @@ from kvc_kernels.layout import (
     BF16,
     FORMATS,
     TOKEN_MULTIPLE,
+    BlockFormat,
     Format,
     PageLayout,
     PoolLayout,
-    Rung,
     choose_page_bytes,
     page_bytes_for,
 )
@@ -80,29 +80,30 @@ class Sizing:
 
 
 def size_server(
-    num_bytes: int, config: KvcConfig, policy: Policy, layout: PoolLayout, ladder: tuple[Rung, ...], itemsize: int
+    num_bytes: int, config: KvcConfig, policy: Policy, layout: PoolLayout, block_formats: tuple[BlockFormat, ...],
+    itemsize: int
 ) -> Sizing:
     """Size the pool in the memory beside the staged rows of one layer. `itemsize`: bytes of an uncompressed number.
 
     Staged tokens never exceed those that fill all memory uncompressed, so staging takes at most 1 / L of it.
     """
     staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
-    if config.window and policy.stored_as(policy.rung_of(None)) is not None:
+    if config.window and policy.stored_as(policy.format_id_of(None)) is not None:
         staged = min(max(config.window, STAGED_TOKENS), num_bytes // (layout.layers * row_bytes))
-    return replace(size_pool(num_bytes - staged * row_bytes, layout, ladder), staged_tokens=staged)
+    return replace(size_pool(num_bytes - staged * row_bytes, layout, block_formats), staged_tokens=staged)
 
 
-def size_pool(num_bytes: int, layout: PoolLayout, ladder: tuple[Rung, ...]) -> Sizing:
+def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...]) -> Sizing:
     """Split `num_bytes` between pages and per-block metadata (tables, headers, counts).
 
     Raises ValueError, in one sentence, when not even four blocks fit.
     """
     bf16 = layout.block_pages_bf16
-    smallest = min([r.pages if r.exact else 1 for r in ladder[1:]] or [bf16])
+    smallest = min([r.pages if r.exact else 1 for r in block_formats[1:]] or [bf16])
     ratio = min(bf16 / max(smallest, 1), MAX_BLOCK_RATIO)
     pages = int(num_bytes / (layout.page_bytes + RING_ENTRY_BYTES + ratio * layout.block_meta_bytes / bf16))
     blocks = int(pages / bf16 * ratio) + 2
-    largest_target = max([r.pages for r in ladder[1:]] or [0])
+    largest_target = max([r.pages for r in block_formats[1:]] or [0])
     reserve = max(largest_target, int(pages * RESERVE_PART)) if largest_target else 0
     capacity = (pages - 1 - reserve) // bf16 * layout.block_tokens
     if capacity < 4 * layout.block_tokens:

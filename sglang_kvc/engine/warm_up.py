@@ -2,8 +2,8 @@
 
 Without it the first long prompts wait several seconds for the compiler. Triton compiles a kernel for each combination
 of constants, of dtypes, and of integers that divide by 16. So the warm-up launches no kernel directly: a runtime of a
-few blocks with the server's layout, ladder and policy runs the code that serves, with prompts on both sides of every
-size at which that code chooses another kernel. Nothing here imports sglang.
+few blocks with the server's layout, block formats and policy runs the code that serves, with prompts on both sides of
+every size at which that code chooses another kernel. Nothing here imports sglang.
 """
 
 from __future__ import annotations
@@ -85,23 +85,23 @@ def warm_up(
     are those of the server's `Attention`."""
     small, policy = small_runtime(runtime), runtime.policy
     attention = Attention(
-        small.store, policy.collects, policy.stored_as(policy.rung_of(None)), query_heads=query_heads,
+        small.store, policy.collects, policy.stored_as(policy.format_id_of(None)), query_heads=query_heads,
         max_batch=max_batch, max_blocks=max_blocks, windows=windows,
     )  # fmt: skip
     p = runtime.layout.block_tokens
-    ladder = range(len(small.store.ladder))
-    for rung in ladder:
+    format_ids = range(len(small.store.block_formats))
+    for format_id in format_ids:
         ids = small.take([p * i for i in range(BLOCKS)])
         small.flush()
         packed, own = ids[: BLOCKS // 2], ids[BLOCKS // 2 :]
-        small.queue_due(packed, rung, length=BLOCKS * p)
+        small.queue_due(packed, format_id, length=BLOCKS * p)
         small.flush()
-        if policy.replans and rung == ladder[-1] > 0:
+        if policy.replans and format_id == format_ids[-1] > 0:
             at = np.asarray(packed)
             lengths, generations = np.full(len(at), BLOCKS * p), small.blocks.generation[at]
-            small.log.push(Compact(at, rung, rung, small.blocks.start[at], lengths, generations))
+            small.log.push(Compact(at, format_id, format_id, small.blocks.start[at], lengths, generations))
             small.flush()
-        if rung == ladder[-1]:
+        if format_id == format_ids[-1]:
             for window, cap in sorted(kinds or {(-1, 0.0)}):
                 layer = {"scale": 1.0, "logit_cap": cap, "window": window}
                 decode(attention, packed, own, query_heads, layer)
@@ -114,8 +114,8 @@ def warm_up(
 
 def small_runtime(runtime: Runtime) -> Runtime:
     """A runtime like `runtime` with a pool of BLOCKS blocks."""
-    layout, ladder, store = runtime.layout, runtime.store.ladder, runtime.store
-    reserve = max(r.pages for r in ladder[1:]) * BLOCKS if len(ladder) > 1 else 0
+    layout, block_formats, store = runtime.layout, runtime.store.block_formats, runtime.store
+    reserve = max(r.pages for r in block_formats[1:]) * BLOCKS if len(block_formats) > 1 else 0
     pages = 1 + BLOCKS * layout.block_pages_bf16 + reserve
     # Kernels take the length of the ring, and are specialized on whether it divides by 16.
     pages += (store.ring.numel() - pages) % 16
@@ -124,7 +124,7 @@ def small_runtime(runtime: Runtime) -> Runtime:
         BLOCKS * layout.block_tokens,
     )  # fmt: skip
     small = PageStore.create(
-        layout, ladder, num_pages=pages, num_blocks=sizing.num_blocks, dtype=store.dtype, device=store.device
+        layout, block_formats, num_pages=pages, num_blocks=sizing.num_blocks, dtype=store.dtype, device=store.device
     )
     return Runtime(
         runtime.config, runtime.policy, layout, sizing, small, Ledger(sizing.num_blocks, sizing.chargeable_pages),

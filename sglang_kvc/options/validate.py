@@ -183,7 +183,7 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
     try:
         policy.check(layout)
         if config.memory is not None:
-            size_pool(config.memory, layout, policy.ladder(layout))
+            size_pool(config.memory, layout, policy.block_formats(layout))
     except ValueError as e:
         raise ConfigError(f"{str(e)[0].upper()}{str(e)[1:].rstrip('.')}.") from None
 

@@ -1,7 +1,7 @@
 """`Share`: how a block's pages are allocated among its layers and heads. `SHARES` lists all.
 
-The rung gives the number of pages, which the CPU knows before any score. A share says who competes for them: all heads
-of all layers, the heads of a layer, or nobody (each head keeps its best tokens in pages given in advance).
+The block format gives the number of pages, which the CPU knows before any score. A share says who competes for them:
+all heads of all layers, the heads of a layer, or nobody (each head keeps its best tokens in pages given in advance).
 """
 
 from __future__ import annotations

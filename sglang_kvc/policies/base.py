@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import Format, PoolLayout, Rung
+from kvc_kernels.layout import BlockFormat, Format, PoolLayout
 from kvc_kernels.store import PageStore
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ LOSSLESS = "lossless"  # request quality: uncompressed
 
 @dataclass(frozen=True)
 class Evidence:
-    """Inputs of a plan of n blocks at `from_rung`. Tensors are made when asked for.
+    """Inputs of a plan of n blocks at `from_format`. Tensors are made when asked for.
 
     `blocks`, `starts` and `lengths` are int64 `[n]`: block ids, positions of their first tokens, and the length N of
     the sequence that pushed the block out of its window while generating (0: the prompt did). `observe` says which
@@ -31,7 +31,7 @@ class Evidence:
     blocks: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
-    from_rung: int = 0
+    from_format: int = 0
     observe: ops.Observe | None = None
     calibration: Calibration | None = None
 
@@ -41,26 +41,27 @@ class Evidence:
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (with their rotary embedding) and values of one layer as stored, fp32 `[n, H, P, D]` each."""
-        return ops.load_dense(self.store, layer, self.blocks, self.from_rung)[:2]
+        return ops.load_dense(self.store, layer, self.blocks, self.from_format)[:2]
 
     def tiers(self) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]`: 2 high, 1 low, 0 pruned; all 2 while a block is uncompressed."""
-        return ops.block_tiers(self.store, self.blocks, self.from_rung)
+        return ops.block_tiers(self.store, self.blocks, self.from_format)
 
     def significance(self) -> torch.Tensor:
         """Mean attention scores: the average probability that later queries gave each token, fp32 `[n, L, H, P]`."""
         seen = self.observe or ops.Observe()
-        return ops.significance(self.store, self.blocks, seen.window, self.from_rung, seen.stride)
+        return ops.significance(self.store, self.blocks, seen.window, self.from_format, seen.stride)
 
     def received(self) -> torch.Tensor:
         """Attention scores, summed over queries as the policy's `Observe` says, fp32 `[n, L, H, P]`."""
-        return ops.block_scores(self.store, self.blocks, self.from_rung)
+        return ops.block_scores(self.store, self.blocks, self.from_format)
 
-    def thresholds(self, alpha: ops.Thresholds, rung: Rung) -> torch.Tensor:
+    def thresholds(self, alpha: ops.Thresholds, block_format: BlockFormat) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]` by mean attention scores against thresholds (LeanKV)."""
         seen = self.observe or ops.Observe()
         return ops.plan_thresholds(
-            self.store, self.blocks, self.starts, self.lengths, alpha, seen, from_rung=self.from_rung, to=rung
+            self.store, self.blocks, self.starts, self.lengths, alpha, seen, from_format=self.from_format,
+            to=block_format
         )
 
     def positions(self) -> torch.Tensor:
@@ -107,18 +108,18 @@ class Policy:
         return ()
 
     def formats(self) -> list[str]:
-        """Names of the packed formats that the ladder uses, high first."""
+        """Names of the packed formats that the block formats use, high first."""
         raise NotImplementedError
 
     def check(self, layout: PoolLayout) -> None:
         """Raise ValueError, in one sentence, when the policy cannot serve a model of this geometry."""
 
-    def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
-        """Storage of a block from high to low; rung 0 is uncompressed. ValueError when the settings allow none."""
+    def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
+        """Storage of a block from high to low; format id 0 is uncompressed. ValueError when the settings allow none."""
         raise NotImplementedError
 
-    def rung_of(self, level: str | None) -> int:
-        """Rung of a request's packed blocks; 0: they stay uncompressed. `level`: request quality."""
+    def format_id_of(self, level: str | None) -> int:
+        """Format id of a request's packed blocks; 0: they stay uncompressed. `level`: request quality."""
         return 0 if level == LOSSLESS else 1
 
     @property
@@ -127,11 +128,11 @@ class Policy:
         format."""
         return None
 
-    def stored_as(self, rung: int = 1) -> Format | None:
-        """Format of every token of a block at `rung`. None if tokens differ in format, and at rung 0."""
+    def stored_as(self, format_id: int = 1) -> Format | None:
+        """Format of every token of a block at `format_id`. None if tokens differ in format, and at 0."""
         return None
 
-    def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor | None:
-        """Tiers int8 `[n, L, H, P]` of the blocks at `rung`, never above their present tiers. None: every token high,
-        which moves faster than a tensor of that value."""
+    def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor | None:
+        """Tiers int8 `[n, L, H, P]` of the blocks at `block_format`, never above their present tiers. None: every token
+        high, which moves faster than a tensor of that value."""
         raise NotImplementedError

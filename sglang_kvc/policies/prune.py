@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
 from kvc_kernels.pages.tiers import LOW
 from sglang_kvc.errors import flag
 
@@ -35,7 +35,7 @@ def parse_share(text: str) -> Share:
 class Prune(Policy):
     """Keep the fraction `keep` of a block's pages, or as many as `budget` pays for, in format `high`.
 
-    The number of pages is the same for every block and known before the plan (a quota rung). With `low` nothing is
+    The number of pages is the same for every block and known before the plan (a quota). With `low` nothing is
     dropped: tokens that win no high page are stored low (MiKV). The page count then depends on how tokens fill pages,
     and comes back from the device.
 
@@ -118,21 +118,21 @@ class Prune(Policy):
         low_pages = (rest + heads * (low - 1)) // low if rest else 0
         return min(high_pages + low_pages, heads * layout.head_pages_bf16)
 
-    def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
-        bottom, high = Rung(BF16, pages=layout.block_pages_bf16), FORMATS[self.high]
+    def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
+        bottom, high = BlockFormat(BF16, pages=layout.block_pages_bf16), FORMATS[self.high]
         low = FORMATS[self.low] if self.low else None
         pages = self.block_pages(layout, self.high_pages(layout))
-        return (bottom, Rung(high, low, pages=pages, exact=low is None))
+        return (bottom, BlockFormat(high, low, pages=pages, exact=low is None))
 
     # ---- which tokens
 
-    def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
+    def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
         layout = evidence.layout
         stats = load(self.calibration, evidence.blocks.device) if self.needs else None
         scores = self.scorer.score(replace(evidence, calibration=stats))
         protected = (evidence.positions() < self.sinks)[:, None, None, :]
         scores = scores.masked_fill(protected, torch.inf)
         tiers = self.share.plan(
-            scores, self.high_pages(layout), layout.page(rung.high).tokens, self.floor_pages(layout), stats
+            scores, self.high_pages(layout), layout.page(block_format.high).tokens, self.floor_pages(layout), stats
         )
-        return tiers if rung.low is None else tiers.clamp(min=LOW)
+        return tiers if block_format.low is None else tiers.clamp(min=LOW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvc_kernels.layout import BF16, FORMATS, Format, PoolLayout, Rung
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, Format, PoolLayout
 
 from .base import Evidence, Policy
 
@@ -28,12 +28,15 @@ class Quantise(Policy):
     def formats(self) -> list[str]:
         return [name for name in (self.high, *self.levels) if FORMATS[name].packed]
 
-    def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
-        """Uncompressed, the server's format, and the formats of `levels`. A packed block stays at its rung."""
+    def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
+        """Uncompressed, the server's format, and the formats of `levels`. A packed block keeps its format."""
         packed = (FORMATS[name] for name in self.formats())
-        return (Rung(BF16, pages=layout.block_pages_bf16), *(Rung(f, pages=layout.block_pages(f)) for f in packed))
+        return (
+            BlockFormat(BF16, pages=layout.block_pages_bf16),
+            *(BlockFormat(f, pages=layout.block_pages(f)) for f in packed)
+        )
 
-    def rung_of(self, level: str | None) -> int:
+    def format_id_of(self, level: str | None) -> int:
         name, formats = level or self.high, self.formats()
         return 1 + formats.index(name) if name in formats else 0
 
@@ -41,9 +44,9 @@ class Quantise(Policy):
     def own_level(self) -> str:
         return self.high
 
-    def stored_as(self, rung: int = 1) -> Format | None:
+    def stored_as(self, format_id: int = 1) -> Format | None:
         formats = self.formats()
-        return FORMATS[formats[rung - 1]] if 0 < rung <= len(formats) else None
+        return FORMATS[formats[format_id - 1]] if 0 < format_id <= len(formats) else None
 
-    def plan(self, evidence: Evidence, rung: Rung) -> None:
+    def plan(self, evidence: Evidence, block_format: BlockFormat) -> None:
         return None

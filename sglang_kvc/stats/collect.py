@@ -14,15 +14,15 @@ from ..cache.blocks import State
 from .records import HeadMap, KvcStats
 
 if TYPE_CHECKING:
-    from kvc_kernels.layout import Rung
+    from kvc_kernels.layout import BlockFormat
 
     from ..cache.runtime import Runtime
 
 CHUNK = 4096  # blocks whose counts are read at a time
 
 
-def rung_name(rung: Rung) -> str:
-    return rung.high.name + (f"+{rung.low.name}" if rung.low else "")
+def format_name(block_format: BlockFormat) -> str:
+    return block_format.high.name + (f"+{block_format.low.name}" if block_format.low else "")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def packed_tokens(runtime: Runtime) -> PackedTokens:
     tokens = torch.zeros((layout.layers, layout.heads, 2), dtype=torch.int64, device=store.device)
     slots = torch.zeros((), dtype=torch.int64, device=store.device)
     whole = torch.tensor([layout.block_tokens, 0], dtype=store.counts.dtype).to(store.device)
-    for i, rung in enumerate(store.ladder[1:], start=1):
-        formats = (rung.high,) if rung.low is None else (rung.high, rung.low)
-        ids = torch.from_numpy(packed[blocks.rung[packed] == i])
+    for i, block_format in enumerate(store.block_formats[1:], start=1):
+        formats = (block_format.high,) if block_format.low is None else (block_format.high, block_format.low)
+        ids = torch.from_numpy(packed[blocks.format_id[packed] == i])
         for chunk in ids.split(CHUNK):
             chunk = chunk.to(store.device)
-            queued = (store.rung[chunk] == 0)[:, None, None, None]
+            queued = (store.format_id[chunk] == 0)[:, None, None, None]
             counts = torch.where(queued, whole, store.counts[chunk])
             tokens += counts.sum(0, dtype=torch.int64)
             for tier, fmt in enumerate(formats):
@@ -82,8 +82,8 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
     def bytes_of(ids: np.ndarray) -> int:
         return int(ledger.charge[ids].sum()) * page_cost + len(ids) * layout.block_meta_bytes
 
-    ladder = runtime.store.ladder
-    by_rung = {rung_name(r): int((blocks.rung[used] == i).sum()) for i, r in enumerate(ladder)}
+    block_formats = runtime.store.block_formats
+    by_format = {format_name(r): int((blocks.format_id[used] == i).sum()) for i, r in enumerate(block_formats)}
     tokens = int(blocks.num_tokens[used].sum())
     tiers, occupancy = ({}, None) if counted is None else _tiers(runtime, counted, tokens)
     return KvcStats(
@@ -97,7 +97,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         bytes=bytes_of(used),
         packed_tokens=len(packed) * layout.block_tokens,
         packed_bytes=bytes_of(packed),
-        blocks_by_rung=by_rung,
+        blocks_by_rung=by_format,
         tokens_by_tier=tiers,
         occupancy=occupancy,
         compactions=runtime.counters.compactions,

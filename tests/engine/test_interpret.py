@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 
 from kvc_kernels import ops
 from sglang_kvc.engine.attention import Attention, Snapshot
-from tests.support.pages import KernelStore, TorchStore, fill, make_store, random_kv, rungs
+from tests.support.pages import KernelStore, TorchStore, block_formats_of, fill, make_store, random_kv
 
 P, SCALE = 32, 0.1
 ROWS = torch.tensor([[3, 1, 4], [2, 5, 0]])
@@ -17,12 +17,12 @@ PREFIX, NEW = [40, 32], [30, 3]
 
 def both(scored, device="cpu", **options):
     """(reference, kernels) over equal stores: cached prefixes, the first block of request 0 packed."""
-    store = make_store(rungs("k4v4"), head_dim=64, block_tokens=P, layers=2, blocks=8, scored=scored)
+    store = make_store(block_formats_of("k4v4"), head_dim=64, block_tokens=P, layers=2, blocks=8, scored=scored)
     store.pages.zero_()
     ops.take_bf16(store, torch.tensor([4, 5]))
     for r in (0, 1):
         fill(store, ROWS[r, : -(-PREFIX[r] // P)], *random_kv(store, PREFIX[r], seed=r))
-    ops.compact(store, ROWS[:1, 0], 1, ops.keep_all(1, store.layout), from_rung=0)
+    ops.compact(store, ROWS[:1, 0], 1, ops.keep_all(1, store.layout), from_format=0)
     stores = [
         kind(**{n: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()})
         for kind in (TorchStore, KernelStore)
@@ -62,7 +62,7 @@ def test_extend_and_decode(case):
     if case == "observe":
         options["observe"] = ops.Observe(window=8, decode_stride=2)
     if case == "stored":
-        options["stored_as"] = rungs("k4v4")[1].high
+        options["stored_as"] = block_formats_of("k4v4")[1].high
     engines = both(case == "observe", **options)
     total = [p + n for p, n in zip(PREFIX, NEW)]
     step(engines, "extend", total, PREFIX)
@@ -92,7 +92,9 @@ def replays(capture, observe, device="cpu"):
         lens = [n + 1 + turn for n in PREFIX] + [1]
         if turn == 2:
             for engine in (reference, kernels):
-                ops.compact(engine.store, rows[2:, 0], 1, ops.keep_all(1, engine.store.layout).to(device), from_rung=0)
+                ops.compact(
+                    engine.store, rows[2:, 0], 1, ops.keep_all(1, engine.store.layout).to(device), from_format=0
+                )
         snap = table, torch.tensor([1, 2, 0], device=device), torch.tensor(lens, device=device), lens
         for x in (q, k, v):
             x.copy_(torch.randn(x.shape, generator=gen))

@@ -20,7 +20,7 @@ from kvc_kernels.pages import kernel as page_kernels
 from kvc_kernels.tiering.keydiff_kernel import keydiff_blocks
 from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 from sglang_kvc.engine.attention import Attention, Snapshot
-from tests.support.pages import KernelStore, make_store, rungs
+from tests.support.pages import KernelStore, block_formats_of, make_store
 
 P, HEADS = 32, 3
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
@@ -47,7 +47,9 @@ def test_triton_is_as_in_a_server():
 
 def store(**options):
     # Three heads and one layer: nothing divides by 16 by chance.
-    made = make_store(rungs("k4v4"), heads=HEADS, head_dim=64, block_tokens=P, layers=1, blocks=40, **options)
+    made = make_store(
+        block_formats_of("k4v4"), heads=HEADS, head_dim=64, block_tokens=P, layers=1, blocks=40, **options
+    )
     return KernelStore(**vars(made))
 
 
@@ -81,7 +83,7 @@ def test_decode(launched, observe):
 @pytest.mark.parametrize("stored", [False, True])
 def test_extend(launched, stored):
     mine = store()
-    fmt = rungs("k4v4")[1].high
+    fmt = block_formats_of("k4v4")[1].high
     op = ExtendAttention(mine, query_heads=HEADS * 3, dense="none", stored_as=fmt if stored else None)
     for n in range(1, 7):
         for blocks in (1, 2, 3, 16):
@@ -101,7 +103,7 @@ def test_join_of_exact_and_staged(launched):
 
 
 def test_decode_and_extend_share_kernels(launched):
-    fmt = rungs("k4v4")[1].high
+    fmt = block_formats_of("k4v4")[1].high
     engine = Attention(store(), None, fmt, query_heads=HEADS * 3, max_batch=17, max_blocks=21)
     q, k = (torch.zeros((3, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
     ones = torch.ones(3, dtype=torch.int64)
@@ -127,7 +129,7 @@ def test_pages_change_hands(launched):
 def test_compact(launched):
     mine = store()
     for n in range(1, 18):
-        compact_triton(mine, torch.arange(n), 1, ops.keep_all(n, mine.layout), from_rung=0)
+        compact_triton(mine, torch.arange(n), 1, ops.keep_all(n, mine.layout), from_format=0)
     once(launched, "pack_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
 
 
@@ -139,10 +141,10 @@ def test_keydiff(launched):
 
 
 def test_plan_by_thresholds(launched):
-    mine, alpha = make_store(rungs("k8v4+k4v2"), head_dim=64, scored=True), ops.Thresholds(1.0, 0.02)
+    mine, alpha = make_store(block_formats_of("k8v4+k4v2"), head_dim=64, scored=True), ops.Thresholds(1.0, 0.02)
     for n in range(1, 18):
         blocks, starts, lengths = (torch.arange(n) for _ in range(3))
         plan_thresholds_triton(
-            mine, blocks, starts, lengths, alpha, ops.Observe(), from_rung=1, to=mine.ladder[1]
+            mine, blocks, starts, lengths, alpha, ops.Observe(), from_format=1, to=mine.block_formats[1]
         )
     once(launched, "thresholds_kernel")

@@ -137,14 +137,14 @@ def sizes(window):
 def serve(runtime, cap, window=-1):
     """Prompts in batches, decode steps, compactions and returns, of sizes that a warm-up does not know."""
     policy, gen, device = runtime.policy, random.Random(1), runtime.store.device
-    default = policy.stored_as(policy.rung_of(None))
+    default = policy.stored_as(policy.format_id_of(None))
     attention = Attention(runtime.store, policy.collects, default, **sizes(window))
     layers = list(enumerate((-1, window)[:LAYERS]))
     # One block a place, as in a server: of two programs that add to the scores of one block, one would be lost.
     shown = runtime.take([P * j for j in range(COLUMNS)])
     runtime.flush()
     for at in range(0, COLUMNS, 20):
-        runtime.queue_due(shown[at : at + 9], len(runtime.store.ladder) - 1, length=COLUMNS * P)
+        runtime.queue_due(shown[at : at + 9], len(runtime.store.block_formats) - 1, length=COLUMNS * P)
         runtime.flush()
     row = torch.tensor(shown, dtype=torch.int32, device=device)
     slots = (row[:, None] * P + torch.arange(P, dtype=torch.int32, device=device)).flatten()
@@ -160,7 +160,7 @@ def serve(runtime, cap, window=-1):
         new = [gen.choice(news) for _ in range(n)]
         ids = runtime.take([P * j for j in range(gen.randint(1, 9))])
         runtime.flush()
-        runtime.queue_due(ids, gen.randrange(len(runtime.store.ladder)), length=turn * P)
+        runtime.queue_due(ids, gen.randrange(len(runtime.store.block_formats)), length=turn * P)
         runtime.flush()
         if policy.replans:
             runtime.blocks.ref_count[ids] = 1

@@ -6,13 +6,13 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.store import PageStore
-from tests.support.pages import TorchStore, fill, make_store, random_kv, random_tiers, rungs
+from tests.support.pages import TorchStore, block_formats_of, fill, make_store, random_kv, random_tiers
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LADDER = rungs("k8v4+k4v2", "k4v4", "k2v2")
+BLOCK_FORMATS = block_formats_of("k8v4+k4v2", "k4v4", "k2v2")
 
 
 def to_cuda(store: PageStore) -> PageStore:
@@ -22,10 +22,10 @@ def to_cuda(store: PageStore) -> PageStore:
 
 @pytest.mark.parametrize("scored", [False, True])
 def test_same_bytes_as_on_the_cpu_without_sync(scored):
-    here = make_store(LADDER, layers=2, blocks=8, scored=scored)
+    here = make_store(BLOCK_FORMATS, layers=2, blocks=8, scored=scored)
     there = to_cuda(here)
     gen = np.random.default_rng(0)
-    plans = [random_tiers(here, 2, LADDER[r], gen) for r in (1, 2, 3)]
+    plans = [random_tiers(here, 2, BLOCK_FORMATS[r], gen) for r in (1, 2, 3)]
     blocks, k, v = torch.tensor([3, 5]), *random_kv(here, 64)
     at = torch.arange(64)
     writes = [(blocks[at // 32], at % 32, k[i], v[i]) for i in range(2)]
@@ -49,12 +49,12 @@ def test_same_bytes_as_on_the_cpu_without_sync(scored):
             got = []
             if scored:
                 ops.note_observers(store, mine.view(1, 2), *lens, ops.Observe())
-                got.append(ops.significance(store, mine, None, rung=0))
+                got.append(ops.significance(store, mine, None, format_id=0))
             got.append(ops.quota(s, 4, 32))
-            ceiling = ops.block_tiers(store, mine, rung=0)
+            ceiling = ops.block_tiers(store, mine, format_id=0)
             got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, mine)))
             for r in (1, 2, 3):
-                got.append(ops.compact(store, mine, r, tiers[r - 1], from_rung=r - 1))
+                got.append(ops.compact(store, mine, r, tiers[r - 1], from_format=r - 1))
             ops.release(store, mine[:1])
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -65,10 +65,10 @@ def test_same_bytes_as_on_the_cpu_without_sync(scored):
 
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4+k4v2"])
 def test_attention_agrees_with_the_cpu(spec):
-    here = make_store(rungs(spec), block_tokens=64, head_dim=64, blocks=8, scored=True)
+    here = make_store(block_formats_of(spec), block_tokens=64, head_dim=64, blocks=8, scored=True)
     row = torch.tensor([4, 1, 7])
     fill(here, row, *random_kv(here, 170))
-    ops.compact(here, row[:2], 1, random_tiers(here, 2, here.ladder[1], np.random.default_rng(0)), from_rung=0)
+    ops.compact(here, row[:2], 1, random_tiers(here, 2, here.block_formats[1], np.random.default_rng(0)), from_format=0)
     there = to_cuda(here)
     q = torch.randn(30, 6, 64)
     outs = []

@@ -1,7 +1,7 @@
 """The size of a page is a matter of memory alone: whatever it is, blocks store the same and are read the same.
 
 A size that its format does not fill leaves the last page of every block part-filled, and one of several formats of a
-ladder always meets such sizes.
+list of formats always meets such sizes.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, PoolLayout
 from tests.kernels.common.test_attention_reference import error
-from tests.support.pages import fill, make_store, random_kv, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, LENGTH, SCALE = 64, 230, 64**-0.5
 NAMES = ("k4v4", "k8v4")
@@ -22,11 +22,11 @@ EXACT = 4352  # 64 tokens of k4v4, 16 of bf16
 SIZES = (1616, 2176, 3264, 4544, 5440)
 
 
-def outputs(size: int, rung: int, packed: int, cuts: tuple[int, ...]):
+def outputs(size: int, format_id: int, packed: int, cuts: tuple[int, ...]):
     """A prompt in `cuts`, its first `packed` blocks packed behind the first cut, the others behind the last; then a
     decode step in fp32. Returns the extends' rows, the decoded row, and what the packed blocks give back."""
-    store = make_store(rungs(*NAMES), block_tokens=P, head_dim=64, blocks=9, page_bytes=size)
-    row, fmt = torch.tensor([4, 2, 7, 1]), store.ladder[rung].high
+    store = make_store(block_formats_of(*NAMES), block_tokens=P, head_dim=64, blocks=9, page_bytes=size)
+    row, fmt = torch.tensor([4, 2, 7, 1]), store.block_formats[format_id].high
     fill(store, row, *random_kv(store, LENGTH))
     q = torch.randn(LENGTH, 6, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     rows, done = [], 0
@@ -36,15 +36,15 @@ def outputs(size: int, rung: int, packed: int, cuts: tuple[int, ...]):
         last = LENGTH // P if b == LENGTH else packed
         if last > done:
             blocks = row[done:last]
-            ops.compact(store, blocks, rung, ops.keep_all(len(blocks), store.layout), from_rung=0)
+            ops.compact(store, blocks, format_id, ops.keep_all(len(blocks), store.layout), from_format=0)
             done = last
     decoded = ops.decode_attention(store, 0, q[-1:].float(), row[None], torch.tensor([LENGTH]), scale=SCALE)
     return torch.cat(rows), decoded, ops.load_dense(store, 0, row[:done])[:2]
 
 
 @functools.cache
-def cold(size: int, rung: int):
-    return outputs(size, rung, 0, (0, LENGTH))
+def cold(size: int, format_id: int):
+    return outputs(size, format_id, 0, (0, LENGTH))
 
 
 def test_the_sizes_are_awkward():
@@ -54,14 +54,14 @@ def test_the_sizes_are_awkward():
     assert [P % page(s, "bf16") for s in SIZES] == [0, 0, 4, 0, 4]
 
 
-@pytest.mark.parametrize("rung", [1, 2])
+@pytest.mark.parametrize("format_id", [1, 2])
 @pytest.mark.parametrize("size", SIZES)
-def test_blocks_and_cold_and_warm_answers_have_the_same_bits(size, rung):
-    want, decoded, stored = cold(EXACT, rung)
+def test_blocks_and_cold_and_warm_answers_have_the_same_bits(size, format_id):
+    want, decoded, stored = cold(EXACT, format_id)
     for packed, cuts in ((0, (0, LENGTH)), (1, (0, 128, LENGTH)), (2, (0, 128, LENGTH)), (3, (0, 192, LENGTH))):
-        rows, step, blocks = outputs(size, rung, packed, cuts)
+        rows, step, blocks = outputs(size, format_id, packed, cuts)
         assert torch.equal(rows, want)
         assert all(torch.equal(a, b) for a, b in zip(blocks, stored))
-        assert torch.equal(step, cold(size, rung)[1])
+        assert torch.equal(step, cold(size, format_id)[1])
         # Not between sizes: a decode step adds up page by page.
         assert error(step, decoded) < 1e-6

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
 from kvc_kernels.layout import BF16
-from tests.support.pages import RefStore, make_store, random_tiers, rungs
+from tests.support.pages import RefStore, block_formats_of, make_store, random_tiers
 
-LADDER = rungs("k8v4", "k8v4+k4v2", "k4v4", "k2v2")
+BLOCK_FORMATS = block_formats_of("k8v4", "k8v4+k4v2", "k4v4", "k2v2")
 CONFIGS = {
     # Pages of 1184 bytes make two k8v4 pages of a full head, so that tiers have whole and part-filled pages.
     "scored": {"scored": True, "page_bytes": 1184},
@@ -33,7 +33,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.store = make_store(LADDER, blocks=5, spare=3, **self.config)
+        self.store = make_store(BLOCK_FORMATS, blocks=5, spare=3, **self.config)
         self.model = RefStore(self.store)
         self.filled = {}  # block -> tokens appended
         self.p = self.store.layout.block_tokens
@@ -44,8 +44,8 @@ class StoreMachine(RuleBasedStateMachine):
         gen = np.random.default_rng(seed)
         return [int(b) for b in gen.permutation(sorted(pool))[: gen.integers(1, 4)]]
 
-    def _at(self, rung_filter):
-        return {b for b in self.model.table if rung_filter(int(self.store.rung[b]))}
+    def _at(self, format_filter):
+        return {b for b in self.model.table if format_filter(int(self.store.format_id[b]))}
 
     @rule(seed=st.integers(0, 2**20), fill=st.booleans())
     def take(self, seed, fill):
@@ -105,21 +105,21 @@ class StoreMachine(RuleBasedStateMachine):
             self._compact(seed + i)
 
     def _compact(self, seed):
-        """Full blocks of one rung go to the same or a lower one."""
+        """Full blocks of one block format go to the same or a lower one."""
         gen = np.random.default_rng(seed)
         full = [b for b in self.model.table if self.filled.get(b, self.p) == self.p]
-        rung = int(self.store.rung[int(gen.choice(full))])
-        blocks = self._some(seed, [b for b in full if int(self.store.rung[b]) == rung])
+        format_id = int(self.store.format_id[int(gen.choice(full))])
+        blocks = self._some(seed, [b for b in full if int(self.store.format_id[b]) == format_id])
         g = self.store.layout
         fits = len(self.model.free) // (g.layers * g.heads * g.head_pages_bf16)
         blocks = blocks[:fits]
         if not blocks:
             return
-        to = min(max(1, rung) + int(gen.choice([0, 1, 1, 2])), len(LADDER) - 1)
+        to = min(max(1, format_id) + int(gen.choice([0, 1, 1, 2])), len(BLOCK_FORMATS) - 1)
         ids = torch.tensor(blocks)
-        tiers = random_tiers(self.store, len(blocks), LADDER[to], gen)
-        counts = ops.compact(self.store, ids, to, tiers, from_rung=rung)
-        self.model.compact(blocks, LADDER[to], tiers)
+        tiers = random_tiers(self.store, len(blocks), BLOCK_FORMATS[to], gen)
+        counts = ops.compact(self.store, ids, to, tiers, from_format=format_id)
+        self.model.compact(blocks, BLOCK_FORMATS[to], tiers)
         assert torch.equal(ops.block_head_pages(self.store, ids).sum((1, 2)).int(), counts)
         for b in blocks:
             self.model.check_bytes(b)
@@ -144,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         for b in self.model.table:
-            if int(self.store.rung[b]):
+            if int(self.store.format_id[b]):
                 self.model.check_bytes(b)
                 continue
             k, v, _ = ops.load_dense(self.store, 0, torch.tensor([b]))

@@ -72,7 +72,7 @@ def test_the_recommended_format_is_the_default(write):
     assert (resolve(calibration=exact).high, resolve(calibration=exact).formats) == ("bf16", ())
 
 
-def test_thresholds_are_defaults_for_their_ladder(write):
+def test_thresholds_are_defaults_for_their_list_of_formats(write):
     file = write()
 
     def alphas(**options):

@@ -66,7 +66,7 @@ class World:
         policy.check(layout)
         store = PageStore.create(
             layout,
-            policy.ladder(layout),
+            policy.block_formats(layout),
             num_pages=10 * layout.block_pages_bf16,
             num_blocks=10,
             dtype=torch.bfloat16,
@@ -99,11 +99,11 @@ class World:
         which = torch.tensor(which)
         lengths = torch.full_like(which, lengths)
         return Evidence(
-            self.store, self.row[which], which * P, lengths, from_rung=0, observe=self.policy.collects
+            self.store, self.row[which], which * P, lengths, from_format=0, observe=self.policy.collects
         )
 
     def tiers(self, which=(0, 1, 2)) -> torch.Tensor:
-        tiers = self.policy.plan(self.evidence(which), self.store.ladder[1])
+        tiers = self.policy.plan(self.evidence(which), self.store.block_formats[1])
         return ops.keep_all(len(which), self.store.layout) if tiers is None else tiers
 
     # ---- references, from the rows alone

@@ -51,7 +51,7 @@ def test_the_most_pages_that_the_budget_pays_for(formats, ratio):
     (n,) = pages
     held = plans[0].block_pages(LAYOUT, n)
     assert compression(LAYOUT, held) >= ratio and token_bytes(LAYOUT, held) <= bf16 / ratio
-    if n < LAYOUT.block_pages(plans[0].ladder(LAYOUT)[1].high):
+    if n < LAYOUT.block_pages(plans[0].block_formats(LAYOUT)[1].high):
         assert compression(LAYOUT, plans[0].block_pages(LAYOUT, n + 1)) < ratio
 
 
@@ -60,7 +60,7 @@ def test_the_account_agrees():
     policy = Prune(budget="5x")
     world = World.make(policy)
     layout = world.store.layout
-    pages = ops.compact(world.store, world.row[:3], 1, world.tiers(), from_rung=0)
+    pages = ops.compact(world.store, world.row[:3], 1, world.tiers(), from_format=0)
     held = int(pages[0]) * (layout.page_bytes + world.store.ring.element_size()) + layout.block_meta_bytes
     assert token_bytes(layout, int(pages[0])) == held / P
     assert 4 * L * H * D * P / held >= 5

@@ -41,10 +41,10 @@ def policy(request, file) -> Policy:
 
 
 def pages(world: World, tiers: torch.Tensor) -> torch.Tensor:
-    """Pages `[n, L, H]` that the tiers take at the ladder's packed rung."""
+    """Pages `[n, L, H]` that the tiers take at the packed block format."""
     total = torch.zeros(tiers.shape[:3], dtype=torch.int64)
-    rung = world.store.ladder[1]
-    for tier, fmt in ((2, rung.high), (1, rung.low)):
+    block_format = world.store.block_formats[1]
+    for tier, fmt in ((2, block_format.high), (1, block_format.low)):
         if fmt is not None:
             total += -(-(tiers == tier).sum(-1) // world.store.layout.page(fmt).tokens)
     return total
@@ -52,26 +52,26 @@ def pages(world: World, tiers: torch.Tensor) -> torch.Tensor:
 
 def test_contract(policy):
     world = World.make(policy)
-    rung = world.store.ladder[1]
+    block_format = world.store.block_formats[1]
     tiers = world.tiers()
     assert tiers.dtype == torch.int8 and tiers.shape == (3, L, H, P)
-    assert set(tiers.unique().tolist()) <= ({0, 2} if rung.low is None else {0, 1, 2})
+    assert set(tiers.unique().tolist()) <= ({0, 2} if block_format.low is None else {0, 1, 2})
 
     # Deterministic, and each block's plan is its own: not a matter of who is planned with it, or in which order.
     assert torch.equal(world.tiers(), tiers)
     assert torch.equal(world.tiers((2, 0, 1)), tiers[[2, 0, 1]])
     assert torch.equal(world.tiers((1,)), tiers[1:2])
 
-    # Pages: what the rung says, by the plan and by the store that carries it out.
+    # Pages: what the block format says, by the plan and by the store that carries it out.
     planned = pages(world, tiers)
     by_block = planned.sum((1, 2))
-    assert (by_block == rung.pages).all() if rung.exact else (by_block <= rung.pages).all()
+    assert (by_block == block_format.pages).all() if block_format.exact else (by_block <= block_format.pages).all()
     if isinstance(policy, Prune):
         assert (planned >= 1).all()
         assert (tiers[0, :, :, : policy.sinks] == 2).all()
         if policy.low is not None:
             assert (tiers > 0).all()
-    moved = ops.compact(world.store, world.row[:3], 1, tiers, from_rung=0)
+    moved = ops.compact(world.store, world.row[:3], 1, tiers, from_format=0)
     assert moved.tolist() == by_block.tolist()
     ops.check_invariants(world.store)
 

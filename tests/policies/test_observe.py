@@ -35,7 +35,7 @@ def check(observe):
     want = np.zeros((2, 170))
     for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
         if step == 2:
-            ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_rung=0)
+            ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_format=0)
         end = prefix + new
         k, v, held = dense(store, row, 170)
         q = torch.randn(new, 6, 64, generator=torch.Generator().manual_seed(step))

@@ -16,9 +16,9 @@ def check_device(runtime) -> None:
     ops.check_invariants(runtime.store)
     held, charge = pages_held(runtime.store), runtime.ledger.charge
     assert (held <= charge).all(), "the ledger is below the device"
-    exact = [i for i, rung in enumerate(runtime.store.ladder) if rung.exact]
-    mine = np.isin(runtime.store.rung.numpy(), exact) & (np.arange(len(held)) > 0)
-    assert (held[mine] == charge[mine]).all(), "a rung of a known size has another"
+    exact = [i for i, block_format in enumerate(runtime.store.block_formats) if block_format.exact]
+    mine = np.isin(runtime.store.format_id.numpy(), exact) & (np.arange(len(held)) > 0)
+    assert (held[mine] == charge[mine]).all(), "a block format of a known size has another"
 
 
 def check_reads(server, reqs: list) -> None:
@@ -30,8 +30,10 @@ def check_reads(server, reqs: list) -> None:
         mine = req.kvc.blocks
         expected = (np.array(mine).repeat(P) * P)[:n] + np.arange(n) % P
         assert len(mine) == -(-n // P) and (row.numpy() == expected).all(), "a row and its record differ"
-        rungs = set(runtime.store.rung[mine].tolist())
-        assert rungs <= {0, runtime.policy.rung_of(req.kvc_level)}, "a block is at another level than its request"
+        format_ids = set(runtime.store.format_id[mine].tolist())
+        assert format_ids <= {
+            0, runtime.policy.format_id_of(req.kvc_level)
+        }, "a block is at another level than its request"
         for i, block in enumerate(mine):
             tokens = req.history[i * P : min(n, (i + 1) * P)]
             assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()

@@ -38,11 +38,12 @@ def make_runtime(blocks: int = 12, **options) -> Runtime:
     config = KvcConfig(block_size=P, **{"window": 32, **options})
     policy = make_policy(config)
     layout = PoolLayout(L, H, D, P, page_bytes=1152, scored=policy.observes)
-    ladder = policy.ladder(layout)
+    block_formats = policy.block_formats(layout)
     num_bytes = int((blocks + 1) * 1.1 * layout.block_pages_bf16 * layout.page_bytes * 1.3)
-    sizing = size_pool(num_bytes, layout, ladder)
+    sizing = size_pool(num_bytes, layout, block_formats)
     store = PageStore.create(
-        layout, ladder, num_pages=sizing.num_pages, num_blocks=sizing.num_blocks, dtype=torch.bfloat16, device="cpu"
+        layout, block_formats, num_pages=sizing.num_pages, num_blocks=sizing.num_blocks, dtype=torch.bfloat16,
+        device="cpu"
     )
     ledger = Ledger(sizing.num_blocks, sizing.chargeable_pages)
     return Runtime(config, policy, layout, sizing, store, ledger, Blocks(sizing.num_blocks))
@@ -201,15 +202,15 @@ class ToyServer:
             mine = tokens[i * P : (i + 1) * P]
             assert self.rows.req_to_token[req.req_pool_idx, i * P] == block * P
             if req.kvc_level == LOSSLESS:
-                assert int(self.runtime.store.rung[block]) == 0
+                assert int(self.runtime.store.format_id[block]) == 0
             want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(mine))]))
             got, _, tier = ops.load_dense(self.runtime.store, 0, torch.tensor([block]))
-            if isinstance(self.runtime.policy, Prune) and self.runtime.store.rung[block] > 0:
+            if isinstance(self.runtime.policy, Prune) and self.runtime.store.format_id[block] > 0:
                 continue  # chosen without positions: which row is which cannot be told from the page
-            rung = self.runtime.store.ladder[int(self.runtime.store.rung[block])]
-            bits = min(f.key_bits for f in (rung.high, rung.low) if f is not None)
+            block_format = self.runtime.store.block_formats[int(self.runtime.store.format_id[block])]
+            bits = min(f.key_bits for f in (block_format.high, block_format.low) if f is not None)
             # Half a step of the range of 15 that rows have, and the rounding of the scale.
-            tolerance = 0.0 if not rung.high.packed else 0.1 + 7.5 / (2**bits - 1)
+            tolerance = 0.0 if not block_format.high.packed else 0.1 + 7.5 / (2**bits - 1)
             kept = tier[0, :, : len(mine)] > 0
             error = (got[0, :, : len(mine)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)
             assert not kept.any() or error[kept].max() <= tolerance
@@ -217,14 +218,14 @@ class ToyServer:
 
 def pages_held(store: PageStore) -> np.ndarray:
     """Pages of every block by its counts, independent of the ledger."""
-    layout, held = store.layout, np.zeros(len(store.rung), dtype=np.int64)
-    for block, rung in enumerate(store.rung.tolist()):
-        if block == 0 or rung < 0:
+    layout, held = store.layout, np.zeros(len(store.format_id), dtype=np.int64)
+    for block, format_id in enumerate(store.format_id.tolist()):
+        if block == 0 or format_id < 0:
             continue
-        if rung == 0:
+        if format_id == 0:
             held[block] = layout.block_pages_bf16
             continue
-        for tier, fmt in enumerate((store.ladder[rung].high, store.ladder[rung].low)):
+        for tier, fmt in enumerate((store.block_formats[format_id].high, store.block_formats[format_id].low)):
             if fmt is not None:
                 n = store.counts[block, :, :, tier].to(torch.int64)
                 held[block] += int((-(-n // layout.page(fmt).tokens)).sum())

@@ -234,7 +234,7 @@ class Overlap(Scheduler):
             self.seen["hits after a retraction"] += begins and req.retraction_count > 0
 
     def _compact(self, op, step: int) -> list:
-        self.seen["planned again" if op.from_rung else "packed"] += len(op.blocks)
+        self.seen["planned again" if op.from_format else "packed"] += len(op.blocks)
         return PageOps._compact(self.runtime.page_ops, op, step)
 
     @staticmethod

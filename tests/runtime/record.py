@@ -59,7 +59,7 @@ def write(store: PageStore, req_to_token: torch.Tensor, reqs: list, spans: list[
 def write_rows(store: PageStore, slots: torch.Tensor, numbers: np.ndarray) -> None:
     """Write tokens with histories `numbers[n]` to `slots[n]` of every layer, with the attention that they received."""
     blocks, places = slots // P, slots % P
-    assert (store.rung[blocks] == 0).all(), "a forward writes to a packed or free block"
+    assert (store.format_id[blocks] == 0).all(), "a forward writes to a packed or free block"
     assert len(set(slots.tolist())) == len(slots), "two tokens are written to one slot"
     new = rows(numbers)
     for layer in range(L):
@@ -77,37 +77,38 @@ def check(store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool) -> N
     `keeps_all`: the policy drops no token and has one tier.
     """
     ids = torch.tensor(list(blocks))
-    rungs = store.rung[ids]
-    assert (rungs >= 0).all(), f"free blocks are read: {ids[rungs < 0].tolist()}"
-    for rung in sorted(set(rungs.tolist())):
-        mine = ids[rungs == rung]
+    format_ids = store.format_id[ids]
+    assert (format_ids >= 0).all(), f"free blocks are read: {ids[format_ids < 0].tolist()}"
+    for format_id in sorted(set(format_ids.tolist())):
+        mine = ids[format_ids == format_id]
         counts = torch.tensor([len(blocks[b]) for b in mine.tolist()])
         live = torch.arange(P) < counts[:, None]
-        assert rung == 0 or live.all(), "a block is packed before it is full"
+        assert format_id == 0 or live.all(), "a block is packed before it is full"
         want = rows(np.stack([np.resize(blocks[b], P) for b in mine.tolist()]))
         want = want.permute(2, 3, 0, 4, 1, 5)  # [K or V, L, n, H, P, D]
         for layer in range(L):
-            k, v, tier = ops.load_dense(store, layer, mine, rung)
+            k, v, tier = ops.load_dense(store, layer, mine, format_id)
             assert not keeps_all or (tier == 2).all(), "a token is gone"
-            _check_rows(store, rung, (k, v), tier * live[:, None], want[:, layer])
+            _check_rows(store, format_id, (k, v), tier * live[:, None], want[:, layer])
 
 
-def _check_rows(store: PageStore, rung: int, stored, tier: torch.Tensor, want: torch.Tensor) -> None:
+def _check_rows(store: PageStore, format_id: int, stored, tier: torch.Tensor, want: torch.Tensor) -> None:
     """K and V `[n, H, P, D]` stored at `tier` `[n, H, P]` against those that are wanted, `[2, n, H, P, D]`."""
-    spec = store.ladder[rung]
-    if rung and not store.layout.scored and (tier != 2).any():
+    spec = store.block_formats[format_id]
+    if format_id and not store.layout.scored and (tier != 2).any():
         place = _places(stored[0], want[0], tier).unsqueeze(-1).expand(want.shape[1:])
         want = torch.stack([x.gather(2, place) for x in want])
     for name, got, right in zip("KV", stored, want):
         allowed = torch.zeros(3)
-        if rung:
+        if format_id:
             bits = [getattr(f, "key_bits" if name == "K" else "value_bits") for f in (spec.low or spec.high, spec.high)]
             # Half a step of a range of 15, and the rounding of the scale; a low token may have been a high one before.
             allowed[2] = 0.1 + 7.5 / (2 ** bits[1] - 1)
             allowed[1] = allowed[2] + 0.1 + 7.5 / (2 ** bits[0] - 1)
         error = (got - right).abs().amax(-1)
         wrong = (error > allowed[tier.long()]) & (tier > 0)
-        assert not wrong.any(), f"{name} of {int(wrong.sum())} tokens at rung {rung} is off by {error[wrong].max():.1f}"
+        count = int(wrong.sum())
+        assert not count, f"{name} of {count} tokens at format {format_id} is off by {error[wrong].max():.1f}"
 
 
 def _places(keys: torch.Tensor, want: torch.Tensor, tier: torch.Tensor) -> torch.Tensor:

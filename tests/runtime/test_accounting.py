@@ -19,7 +19,7 @@ from .model import H, L, P, ToyServer
 
 @pytest.fixture
 def server(monkeypatch):
-    """Blocks at every rung, some of them queued to be packed, looked at two at a time."""
+    """Blocks at every block format, some of them queued to be packed, looked at two at a time."""
     monkeypatch.setattr(collect, "CHUNK", 2)
     made = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0, blocks=20)
     for i in range(4):
@@ -38,11 +38,11 @@ def counted(runtime) -> tuple[np.ndarray, int]:
     held, slots = np.zeros((L, H, 2), dtype=np.int64), 0
     for block in np.flatnonzero(runtime.blocks.state == State.PACKED):
         counts = runtime.store.counts[block].numpy().astype(np.int64)
-        if runtime.store.rung[block] == 0:
+        if runtime.store.format_id[block] == 0:
             counts = np.broadcast_to([P, 0], (L, H, 2))
         held += counts
-        rung = runtime.store.ladder[runtime.blocks.rung[block]]
-        for tier, fmt in enumerate((rung.high, rung.low)):
+        block_format = runtime.store.block_formats[runtime.blocks.format_id[block]]
+        for tier, fmt in enumerate((block_format.high, block_format.low)):
             if fmt is not None:
                 t = runtime.layout.page(fmt).tokens
                 slots += int((-(-counts[..., tier] // t) * t).sum())

@@ -21,7 +21,7 @@ def bytes_in_store(runtime, blocks: np.ndarray) -> int:
     """Bytes of the pages of `blocks`, of those pages' places in the ring, and of every row that a block id has."""
     store = runtime.store
     page = store.pages[0].nbytes + store.ring[0].nbytes
-    rows = [x for x in (store.table, store.counts, store.headers, store.rung, store.observed) if len(x)]
+    rows = [x for x in (store.table, store.counts, store.headers, store.format_id, store.observed) if len(x)]
     assert all(len(x) == runtime.sizing.num_blocks for x in rows)
     return int(pages_held(store)[blocks].sum()) * page + len(blocks) * sum(x[0].nbytes for x in rows)
 
@@ -49,7 +49,7 @@ def test_a_full_pool_is_packed_in_waves_that_the_reserve_pays_for(low):
     blocks = runtime.take([P * i for i in range(runtime.capacity.available_tokens() // P)])
     runtime.flush()
     head, tail = runtime.store.cursor.tolist()
-    assert len(blocks) * runtime.store.ladder[1].pages > tail - head, "one wave would fit"
+    assert len(blocks) * runtime.store.block_formats[1].pages > tail - head, "one wave would fit"
     numbers = record.history(list(range(P * len(blocks))), None)
     slots = torch.tensor(blocks).repeat_interleave(P) * P + torch.arange(P).repeat(len(blocks))
     record.write_rows(runtime.store, slots, numbers)
@@ -84,7 +84,7 @@ def test_leankv_is_charged_for_the_worst_split_of_a_head(high, low, page_bytes):
     layout = PoolLayout(2, 3, 32, P, page_bytes, scored=True)
     tokens = [layout.page(FORMATS[f]).tokens for f in (high, low)]
     splits = [-(-n // tokens[0]) + -(-(P - n) // tokens[1]) for n in range(P + 1)]
-    charged = LeanKV(high=high, low=low).ladder(layout)[1].pages
+    charged = LeanKV(high=high, low=low).block_formats(layout)[1].pages
     assert charged >= 2 * 3 * min(max(splits), layout.head_pages_bf16)
 
 

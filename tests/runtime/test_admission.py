@@ -83,7 +83,8 @@ def test_a_prompt_that_is_packed_at_its_end_waits_for_all_of_it():
 def test_what_the_window_keeps_open_is_waited_for():
     """A long answer to a short prompt: of a window of six blocks all stay as they are, and one more is open."""
     server = ToyServer(high="k4v4", window=6 * P)
-    runtime, ratio = server.runtime, server.runtime.store.ladder[1].pages / server.runtime.layout.block_pages_bf16
+    runtime = server.runtime
+    ratio = runtime.store.block_formats[1].pages / runtime.layout.block_pages_bf16
     assert runtime.capacity.prompt_tokens(P, 20 * P, 1, CHUNK) == (1 + 6 + 14 * ratio) * P
     assert runtime.capacity.prompt_tokens(6 * P, 20 * P, 1, CHUNK) == (6 + 1 + 19 * ratio) * P
     seq, chosen = runtime.new_sequence(), SimpleNamespace(token_to_kv_pool_allocator=server.allocator)

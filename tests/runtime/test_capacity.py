@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
 from sglang_kvc.cache.blocks import Blocks
 from sglang_kvc.cache.capacity import Capacity, longest_request
 from sglang_kvc.cache.ledger import Ledger
@@ -26,13 +26,13 @@ PACKED = LAYOUT.block_pages(FORMATS["k4v4"]) / LAYOUT.block_pages_bf16
 def capacity() -> Capacity:
     """Memory for twelve uncompressed blocks, all free."""
     pages = BLOCKS * LAYOUT.block_pages_bf16
-    ladder = (
-        Rung(BF16, pages=LAYOUT.block_pages_bf16),
-        Rung(FORMATS["k4v4"], pages=LAYOUT.block_pages(FORMATS["k4v4"])),
+    block_formats = (
+        BlockFormat(BF16, pages=LAYOUT.block_pages_bf16),
+        BlockFormat(FORMATS["k4v4"], pages=LAYOUT.block_pages(FORMATS["k4v4"])),
     )
     policy = make_policy(KvcConfig(block_size=P, high="k4v4"))
     sizing = Sizing(0, pages + 1, 2 * BLOCKS, 0, BLOCKS * P, staged_tokens=4 * P)
-    return Capacity(Ledger(2 * BLOCKS, pages), Blocks(2 * BLOCKS), LAYOUT, sizing, ladder, policy, WINDOW)
+    return Capacity(Ledger(2 * BLOCKS, pages), Blocks(2 * BLOCKS), LAYOUT, sizing, block_formats, policy, WINDOW)
 
 
 def take(capacity: Capacity, n: int) -> np.ndarray:

@@ -52,8 +52,8 @@ def test_flush_does_not_wait(options, device):
         if device == "cuda":
             torch.cuda.synchronize()
         ops.check_invariants(runtime.store)
-        rungs = runtime.store.rung[torch.as_tensor(ids)].tolist()
-        assert rungs == [-1, -1, 1]
+        format_ids = runtime.store.format_id[torch.as_tensor(ids)].tolist()
+        assert format_ids == [-1, -1, 1]
     # One block a turn is left, charged for just the pages that the device says are not free.
     runtime.settle()
     head, tail = runtime.store.cursor.tolist()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
 from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.cache.blocks import Blocks, State
 from sglang_kvc.cache.ledger import Ledger
@@ -64,9 +64,9 @@ def test_blocks_are_handed_out_once_and_freed_once():
         blocks.give_back(np.array(ids[:1]))
 
 
-def compact(ids, to_rung, from_rung=0):
+def compact(ids, to_format, from_format=0):
     ids = np.array(ids)
-    return Compact(ids, from_rung, to_rung, 10 * ids, 100 * ids, 1000 * ids)
+    return Compact(ids, from_format, to_format, 10 * ids, 100 * ids, 1000 * ids)
 
 
 def test_queue_keeps_order_and_merges_neighbours_only():
@@ -111,14 +111,14 @@ def test_compactions_of_many_requests_are_one_operation():
     for op in grown:
         log.push(op)
     op = log.drain()[1]
-    assert (op.from_rung, op.to_rung) == (1, 1)
+    assert (op.from_format, op.to_format) == (1, 1)
     assert op.starts.tolist() == [110, 120, 130] and op.lengths.tolist() == [1100, 1200, 1300]
 
 
 def test_a_compaction_never_passes_what_it_builds_on():
     # The taking of its block, and anything before it.
     assert drained(compact([1], 1), Take(np.array([2])), compact([2], 1)) == [("C", [1]), ("T", [2]), ("C", [2])]
-    # An earlier move of the same block, to whichever rung.
+    # An earlier move of the same block, to whichever block format.
     twice = (compact([5], 1, 1), compact([1], 1), compact([1], 1, 1))
     assert drained(*twice) == [("C", [5]), ("C", [1]), ("C", [1])]
     assert drained(compact([1], 1, 1), compact([1], 1, 1)) == [("C", [1]), ("C", [1])]
@@ -131,9 +131,9 @@ def layout(**kw):
 @pytest.mark.parametrize("name", ["k8v8", "k4v4", "k2v2"])
 def test_sizing_spends_no_more_than_it_was_given(name):
     lay, fmt = layout(), FORMATS[name]
-    ladder = (Rung(BF16, pages=lay.block_pages_bf16), Rung(fmt, pages=lay.block_pages(fmt)))
+    block_formats = (BlockFormat(BF16, pages=lay.block_pages_bf16), BlockFormat(fmt, pages=lay.block_pages(fmt)))
     for mib in (256, 1000, 5000):
-        sizing = size_pool(mib << 20, lay, ladder)
+        sizing = size_pool(mib << 20, lay, block_formats)
         spent = sizing.num_pages * (lay.page_bytes + 4) + sizing.num_blocks * lay.block_meta_bytes
         assert 0.97 * (mib << 20) < spent <= (mib << 20) + 4 * lay.block_meta_bytes
         assert sizing.reserve_pages >= lay.block_pages(fmt)
@@ -145,7 +145,7 @@ def test_sizing_spends_no_more_than_it_was_given(name):
 def test_sizing_refuses_what_cannot_serve():
     lay = layout()
     with pytest.raises(ValueError, match=r"fewer than 4 uncompressed blocks.*give at least \d+ MiB"):
-        size_pool(10 << 20, lay, (Rung(BF16, pages=lay.block_pages_bf16),))
+        size_pool(10 << 20, lay, (BlockFormat(BF16, pages=lay.block_pages_bf16),))
 
 
 def test_open_blocks_are_the_full_blocks_of_a_prefix_that_stay_uncompressed():
@@ -210,7 +210,7 @@ def test_one_rule_says_when_a_block_is_packed(whole):
     def queued(length, phase, kept=()):
         runtime.log.clear()
         runtime.tokens_written(seq, length, phase, kept)
-        ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_rung == 0]
+        ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_format == 0]
         return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]
 
     assert queued(2 * 64, Phase.CHUNK) == ([] if whole else [([0], [0])])

@@ -30,7 +30,7 @@ class Batch:
         for n in prompts:
             seq = self.runtime.new_sequence()
             seq.extend(self.runtime.take(list(range(0, n, P))))
-            self.runtime.queue_due(seq.slide(n), seq.rung)
+            self.runtime.queue_due(seq.slide(n), seq.format_id)
             seq.prompt = n
             self.reqs.append(SimpleNamespace(kvc=seq))
         self.runtime.log.clear()
@@ -55,7 +55,7 @@ def test_a_block_has_its_turn_whenever_the_sequence_has_doubled(prompt, window):
     for length in range(prompt, prompt + 40 * P):
         for op in batch.step():
             assert len(op.blocks) == 1 and op.lengths.tolist() == [length]
-            if op.from_rung:
+            if op.from_format:
                 turns.add((blocks.index(int(op.blocks[0])), length))
             else:
                 packed += 1
@@ -72,8 +72,8 @@ def test_many_requests_are_packed_in_one_operation_of_a_kind():
     steps = [batch.step() for _ in range(new)]
     assert max(len(ops_) for ops_ in steps) == 1
     assert max(sum(len(op.blocks) for op in ops_) for ops_ in steps) == n
-    first = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_rung == 0)
-    again = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_rung)
+    first = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_format == 0)
+    again = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_format)
     assert first == 3 * n and again <= first + n
     # At different lengths both kinds may meet in a step, and are one operation each.
     batch = Batch([prompt + 4 * i for i in range(n)])
@@ -82,7 +82,7 @@ def test_many_requests_are_packed_in_one_operation_of_a_kind():
 
 def test_policies_that_do_not_replan_pack_once():
     batch = Batch([4 * P, 2 * P], policy="prune", high="k4v4", low=None, scorer="h2o")
-    assert all(op.from_rung == 0 for _ in range(6 * P) for op in batch.step())
+    assert all(op.from_format == 0 for _ in range(6 * P) for op in batch.step())
 
 
 class Observed(ToyServer):

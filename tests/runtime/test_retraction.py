@@ -29,7 +29,7 @@ def test_a_retraction_evicts_as_many_cached_tokens_as_the_rest_will_write(option
         hisparse_coordinator=None,
     )  # fmt: skip
     taken = cached - server.tree.evictable_size_
-    ratio = server.runtime.store.ladder[-1].pages / server.runtime.layout.block_pages_bf16
+    ratio = server.runtime.store.block_formats[-1].pages / server.runtime.layout.block_pages_bf16
     # A whole uncompressed block is the least that there can be room for.
     assert cached > 3 * STEPS * stay and taken <= STEPS * stay + P / ratio
     assert server.allocator.available_size() >= STEPS * stay * ratio

@@ -108,11 +108,11 @@ def test_latest_window_decides():
     block = first.kvc.blocks[0]
     server.finish(first)
     server.runtime.flush()
-    assert server.runtime.store.rung[block] == 0
+    assert server.runtime.store.format_id[block] == 0
     for step in range(P):
         server.decode(second, step)
     server.runtime.flush()
-    assert server.runtime.store.rung[block] == 1
+    assert server.runtime.store.format_id[block] == 1
 
 
 def test_finished_answers_do_not_stay_uncompressed():
@@ -120,10 +120,10 @@ def test_finished_answers_do_not_stay_uncompressed():
     req = server.admit([*PIECES[0], *PIECES[1], 1])
     block = req.kvc.blocks[1]
     server.runtime.flush()
-    assert server.runtime.store.rung[block] == 0
+    assert server.runtime.store.format_id[block] == 0
     server.finish(req)
     server.runtime.flush()
-    assert server.runtime.store.rung[block] == 1
+    assert server.runtime.store.format_id[block] == 1
 
 
 def test_retraction_packs_what_the_tree_keeps():
@@ -132,7 +132,7 @@ def test_retraction_packs_what_the_tree_keeps():
     block = req.kvc.blocks[0]
     server.finish(req, insert=False)
     server.runtime.flush()
-    assert server.runtime.store.rung[block] == 1
+    assert server.runtime.store.format_id[block] == 1
 
 
 def test_decode_needs_no_spare_block():
@@ -160,33 +160,34 @@ def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
     server.finish(packed)
     server.finish(exact)
     server.runtime.flush()
-    rungs = [server.runtime.store.rung[b].tolist() for b in blocks]
-    assert rungs == [[1, 1, 1, 1, -1], [0, 0, 0, 0, -1]]
+    format_ids = [server.runtime.store.format_id[b].tolist() for b in blocks]
+    assert format_ids == [[1, 1, 1, 1, -1], [0, 0, 0, 0, -1]]
     again = server.admit([*prompt, 2], level=LOSSLESS)
     assert again.kvc.blocks[:2] == blocks[1][:2]
     assert server.runtime.stored_as([None, again.kvc]) == [FORMATS["k4v4"], None]
 
 
-def test_levels_go_to_rungs_of_their_own():
+def test_levels_go_to_formats_of_their_own():
     server = ToyServer(high="k4v4", levels=("k8v4", "k2v2"), window=0)
     asked = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
     reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in asked}
     seen = server.runtime.stored_as([r.kvc for r in reqs.values()])
     assert [f and f.name for f in seen] == ["k4v4", "k8v4", "k2v2", None]
     server.runtime.flush()
-    for level, rung in asked.items():
-        assert server.runtime.store.rung[reqs[level].kvc.blocks[:2]].tolist() == [rung] * 2
+    for level, format_id in asked.items():
+        assert server.runtime.store.format_id[reqs[level].kvc.blocks[:2]].tolist() == [format_id] * 2
     server.check()
     for req in reqs.values():
         server.finish(req)
     again = server.admit([*PIECES[0], *PIECES[1], 2], level="k2v2")
-    assert again.cache_protected_len == 2 * P and server.runtime.store.rung[again.kvc.blocks[:2]].tolist() == [3, 3]
+    assert again.cache_protected_len == 2 * P
+    assert server.runtime.store.format_id[again.kvc.blocks[:2]].tolist() == [3, 3]
 
 
 def test_a_server_that_compresses_on_request_only():
     server = ToyServer(high="bf16", levels=("k4v4",), window=0)
     plain, small = (server.admit([*PIECES[0], 1], level=level) for level in (None, "k4v4"))
     server.runtime.flush()
-    assert [server.runtime.store.rung[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]
+    assert [server.runtime.store.format_id[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]
     # A forward that no scheduler allocated asks for nothing.
     assert server.runtime.stored_as([plain.kvc, small.kvc, None]) == [None, FORMATS["k4v4"], None]

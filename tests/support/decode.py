@@ -2,14 +2,14 @@
 
 import torch
 
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from tests.support.random_store import random_store, reference_decode
 
 
-def ladder_of(*names: str) -> tuple[Rung, ...]:
-    """ladder_of("k4v4", "k8v4+k4v2"): bf16, then one rung a name."""
-    rungs = [[FORMATS[x] for x in n.split("+")] for n in names]
-    return (Rung(BF16), *(Rung(f[0], f[1] if len(f) > 1 else None) for f in rungs))
+def block_formats_of(*names: str) -> tuple[BlockFormat, ...]:
+    """block_formats_of("k4v4", "k8v4+k4v2"): bf16, then one a name."""
+    formats = [[FORMATS[x] for x in n.split("+")] for n in names]
+    return (BlockFormat(BF16), *(BlockFormat(f[0], f[1] if len(f) > 1 else None) for f in formats))
 
 
 def make_case(
@@ -28,12 +28,12 @@ def make_case(
 ):
     """(store of 2 layers, q `[B, Hq, D]`, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`).
 
-    Rungs are drawn at random (a block in progress is bf16); heads are ragged, from empty to full, head 0 of the first
-    request stores nothing where all its blocks are packed. With `whole`, all heads keep every token, and some blocks
-    are bf16. The last row is padding: length 1, block 0.
+    Block formats are drawn at random (a block in progress is bf16); heads are ragged, from empty to full, head 0 of the
+    first request stores nothing where all its blocks are packed. With `whole`, all heads keep every token, and some
+    blocks are bf16. The last row is padding: length 1, block 0.
     """
-    ladder = ladder_of(*names)
-    formats = [f for r in ladder[1:] for f in (r.high, r.low) if f is not None]
+    block_formats = block_formats_of(*names)
+    formats = [f for r in block_formats[1:] for f in (r.high, r.low) if f is not None]
     size = page_bytes or choose_page_bytes(
         formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored
     )
@@ -41,22 +41,22 @@ def make_case(
     gen = torch.Generator().manual_seed(seed)
     nb = max(-(-n // block_tokens) for n in lens)
     n = len(lens) * nb
-    rungs = torch.randint(0, len(ladder), (n,), generator=gen)
+    format_ids = torch.randint(0, len(block_formats), (n,), generator=gen)
     if names and not whole:
-        rungs[rungs == 0] = torch.randint(0, len(ladder), ((rungs == 0).sum(),), generator=gen)
+        format_ids[format_ids == 0] = torch.randint(0, len(block_formats), ((format_ids == 0).sum(),), generator=gen)
     rows = 1 + torch.randperm(n, generator=gen).view(len(lens), nb)
     for row, length in zip(rows, lens):
         if length % block_tokens:
-            rungs[row[length // block_tokens] - 1] = 0
+            format_ids[row[length // block_tokens] - 1] = 0
     high = torch.randint(0, block_tokens + 1, (n, 2, heads), generator=gen)
-    two = torch.tensor([r.low is not None for r in ladder])[rungs].view(-1, 1, 1)
+    two = torch.tensor([r.low is not None for r in block_formats])[format_ids].view(-1, 1, 1)
     low = torch.where(two, (torch.rand(high.shape, generator=gen) * (block_tokens - high + 1)).long(), 0)
     counts = torch.stack((high, low), -1)
     counts[rows[0] - 1, :, 0] = 0
     counts[rows[-1, 0] - 1] = torch.tensor([block_tokens, 0])
     if whole:
         counts[:] = torch.tensor([block_tokens, 0])
-    store = random_store(layout, ladder, rungs, counts, dtype=dtype, device=device, seed=seed)
+    store = random_store(layout, block_formats, format_ids, counts, dtype=dtype, device=device, seed=seed)
     rows = torch.cat((rows, torch.zeros((1, nb), dtype=rows.dtype))).int().to(device)
     seq_lens = torch.tensor([*lens, 1], dtype=torch.int32, device=device)
     # Two times the usual size: logits spread over several units, so that rescaling happens.

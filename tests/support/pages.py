@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
 F = FORMATS
@@ -27,17 +27,17 @@ class TorchStore(PageStore):
     use_kernels = False
 
 
-def rungs(*specs: str) -> tuple[Rung, ...]:
-    """Ladder from names: rungs("k8v4+k4v2", "k4v4") behind the bf16 rung."""
-    out = [Rung(BF16)]
+def block_formats_of(*specs: str) -> tuple[BlockFormat, ...]:
+    """Block formats from names: block_formats_of("k8v4+k4v2", "k4v4") behind bf16."""
+    out = [BlockFormat(BF16)]
     for spec in specs:
         names = spec.split("+")
-        out.append(Rung(F[names[0]], F[names[1]] if len(names) > 1 else None))
+        out.append(BlockFormat(F[names[0]], F[names[1]] if len(names) > 1 else None))
     return tuple(out)
 
 
 def make_store(
-    ladder=rungs("k4v4"),  # noqa: B008
+    block_formats=block_formats_of("k4v4"),  # noqa: B008
     *,
     layers=1,
     heads=2,
@@ -50,14 +50,14 @@ def make_store(
     page_bytes=None,
 ) -> PageStore:
     """A store with pages for `blocks` uncompressed blocks; `spare` more block ids. Its free bytes are garbage."""
-    formats = [f for r in ladder for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
+    formats = [f for r in block_formats for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
     page_bytes = page_bytes or choose_page_bytes(
         formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored
     )
     layout = PoolLayout(layers, heads, head_dim, block_tokens, page_bytes, scored)
     store = PageStore.create(
         layout,
-        ladder,
+        block_formats,
         num_pages=1 + layout.block_pages_bf16 * blocks,
         num_blocks=1 + blocks + spare,
         dtype=dtype,
@@ -89,7 +89,9 @@ def fill(store: PageStore, blocks: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         ops.append(store, layer, blocks[at // p], at % p, k[layer], v[layer])
 
 
-def random_tiers(store: PageStore, n: int, rung: Rung, gen: np.random.Generator, ceiling=None) -> torch.Tensor:
+def random_tiers(
+    store: PageStore, n: int, block_format: BlockFormat, gen: np.random.Generator, ceiling=None
+) -> torch.Tensor:
     """Random tiers for n blocks, some heads empty, some whole; never above `ceiling`."""
     g = store.layout
     shape = (n, g.layers, g.heads, g.block_tokens)
@@ -97,7 +99,7 @@ def random_tiers(store: PageStore, n: int, rung: Rung, gen: np.random.Generator,
     kind = gen.integers(0, 6, shape[:3])
     tiers[kind == 0] = 0
     tiers[kind == 1] = 2
-    if rung.low is None:
+    if block_format.low is None:
         tiers = np.where(tiers > 0, 2, 0)
     tiers = torch.from_numpy(tiers).to(torch.int8)
     return tiers if ceiling is None else torch.minimum(tiers, ceiling)
@@ -129,7 +131,7 @@ def grid(bits: int) -> int:
 
 
 def lower(codes: np.ndarray, source: int, target: int) -> np.ndarray:
-    """Codes at fewer (or more) bits, by way of every rung between."""
+    """Codes at fewer (or more) bits, by way of every block format between."""
     codes = codes.astype(np.float64)
     for bits, factor in ((4, 17), (2, 5)):
         if target <= bits < source:
@@ -166,21 +168,21 @@ def value_of(t: RefToken) -> np.ndarray:
 class RefHead:
     """What one block-head stores: tokens by tier, and the header `[2, D]` of the key channels."""
 
-    rung: Rung
+    block_format: BlockFormat
     tiers: dict[int, list[RefToken]]
     header: np.ndarray | None = None
 
-    def compact(self, to: Rung, tiers: np.ndarray, scored: bool) -> RefHead:
-        """Move to packed rung `to`. Token index: its position if pages hold positions, else its stored rank."""
+    def compact(self, to: BlockFormat, tiers: np.ndarray, scored: bool) -> RefHead:
+        """Move to packed block format `to`. Token index: its position if pages hold positions, else its stored rank."""
         stored = [(t, tier) for tier in (2, 1) for t in self.tiers[tier]]
-        known = scored or not self.rung.high.packed
+        known = scored or not self.block_format.high.packed
         index = {(t.position if known else i): (t, tier) for i, (t, tier) in enumerate(stored)}
         chosen = {2: [], 1: []}
         for i in range(len(tiers)):
             if i in index and tiers[i] and (tiers[i] == 2 or to.low):
                 chosen[int(tiers[i])].append((i, *index[i]))
         header = self.header
-        if not self.rung.high.packed:
+        if not self.block_format.high.packed:
             rows = np.array([t.k for c in chosen.values() for _, t, _ in c], np.float32)
             header = np.zeros((2, len(stored[0][0].k)), np.float16)
             if len(rows):
@@ -189,7 +191,7 @@ class RefHead:
         out = {2: [], 1: []}
         for tier, fmt in ((2, to.high), (1, to.low)):
             for i, t, source_tier in chosen[tier]:
-                source = self.rung.high if source_tier == 2 else self.rung.low
+                source = self.block_format.high if source_tier == 2 else self.block_format.low
                 out[tier].append(self._token(i, t, source, fmt, header))
         return RefHead(to, out, header)
 
@@ -207,7 +209,7 @@ class RefHead:
         return RefToken(i, k, v, value_meta, t.score)
 
     def key_of(self, t: RefToken, tier: int) -> np.ndarray:
-        bits = (self.rung.high if tier == 2 else self.rung.low).key_bits
+        bits = (self.block_format.high if tier == 2 else self.block_format.low).key_bits
         return np.float32(t.k) * (np.float32(self.header[0]) * grid(bits)) + np.float32(self.header[1])
 
 
@@ -289,7 +291,7 @@ class RefStore:
         e = self.store.layout.head_pages_bf16
         for b in blocks:
             self.table[b] = {lh: ([self.free.popleft() for _ in range(e)], []) for lh in self.heads()}
-            self.rows[b] = {lh: RefHead(Rung(BF16), {2: [], 1: []}) for lh in self.heads()}
+            self.rows[b] = {lh: RefHead(BlockFormat(BF16), {2: [], 1: []}) for lh in self.heads()}
 
     def append(self, block, layer, position, k, v):
         """k, v fp32 `[H, D]` of bf16 values."""
@@ -298,7 +300,7 @@ class RefStore:
             tokens[:] = [t for t in tokens if t.position != position]
             tokens.append(RefToken(position, k[h], v[h]))
 
-    def compact(self, blocks, to: Rung, tiers):
+    def compact(self, blocks, to: BlockFormat, tiers):
         g = self.store.layout
         old = {b: self.table[b] for b in blocks}
         for i, b in enumerate(blocks):
@@ -324,7 +326,7 @@ class RefStore:
             del self.rows[b]
 
     def check(self):
-        """Ring, table, counts and rungs equal the model's."""
+        """Ring, table, counts and block formats equal the model's."""
         s = self.store
         ops.check_invariants(s)
         head, tail = s.cursor.tolist()
@@ -336,16 +338,16 @@ class RefStore:
                 assert row[: len(high)] == high
                 assert row[len(row) - len(low) :][::-1] == low
                 head_ref = self.rows[b][l, h]
-                if head_ref.rung.high.packed:
+                if head_ref.block_format.high.packed:
                     assert s.counts[b, l, h].tolist() == [len(head_ref.tiers[2]), len(head_ref.tiers[1])]
-            assert s.ladder[int(s.rung[b])] is head_ref.rung or int(s.rung[b]) == 0
+            assert s.block_formats[int(s.format_id[b])] is head_ref.block_format or int(s.format_id[b]) == 0
 
     def check_bytes(self, block):
         """Page bytes and key header of a packed block are those that the reference packs."""
         s = self.store
         for (l, h), ids in self.table[block].items():
             head = self.rows[block][l, h]
-            for tier, fmt, pages in ((2, head.rung.high, ids[0]), (1, head.rung.low, ids[1])):
+            for tier, fmt, pages in ((2, head.block_format.high, ids[0]), (1, head.block_format.low, ids[1])):
                 if fmt is None:
                     continue
                 want = ref_pages(s.layout, fmt, head.tiers[tier])

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from kvc_kernels.layout import BF16, Format, PoolLayout, Rung
+from kvc_kernels.layout import BF16, BlockFormat, Format, PoolLayout
 from kvc_kernels.store import PageStore
 
 
 def random_store(
     layout: PoolLayout,
-    ladder: tuple[Rung, ...],
-    rungs: torch.Tensor,
+    block_formats: tuple[BlockFormat, ...],
+    format_ids: torch.Tensor,
     counts: torch.Tensor,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -24,15 +24,15 @@ def random_store(
 ) -> PageStore:
     """A store whose blocks 1..n hold random tokens; block 0 stays the scratch block.
 
-    `rungs[n]` index into `ladder`, `counts[n, L, H, 2]` tokens high and low of packed blocks. Page ids are a random
-    permutation, codes are random bytes, table entries that no token uses are page 0, and bytes behind the tokens of
-    the last page stay random bytes (they may spell NaN), as after reuse.
+    `format_ids[n]` index into `block_formats`, `counts[n, L, H, 2]` tokens high and low of packed blocks. Page ids are
+    a random permutation, codes are random bytes, table entries that no token uses are page 0, and bytes behind the
+    tokens of the last page stay random bytes (they may spell NaN), as after reuse.
     """
     gen = torch.Generator(device=device).manual_seed(seed)
-    rungs, counts = rungs.to(device), counts.to(device)
-    n, e = len(rungs), layout.head_pages_bf16
+    format_ids, counts = format_ids.to(device), counts.to(device)
+    n, e = len(format_ids), layout.head_pages_bf16
     entry = torch.arange(e, device=device)
-    high, low = _page_counts(layout, ladder, rungs, counts)
+    high, low = _page_counts(layout, block_formats, format_ids, counts)
     if int((high + low).max()) > e:
         raise ValueError("a head needs more pages than its table row has entries")
     is_high = entry < high.unsqueeze(-1)
@@ -40,8 +40,8 @@ def random_store(
     used = is_high | is_low
     total = int(used.sum())
     num_pages = total + 1 + spare_pages
-    store = PageStore.create(layout, ladder, num_pages=num_pages, num_blocks=n + 1, dtype=dtype, device=device)
-    store.rung[1:] = rungs.to(torch.int8)
+    store = PageStore.create(layout, block_formats, num_pages=num_pages, num_blocks=n + 1, dtype=dtype, device=device)
+    store.format_id[1:] = format_ids.to(torch.int8)
     store.counts[1:] = counts.to(torch.int16)
     ids = 1 + torch.randperm(num_pages - 1, generator=gen, device=device)[:total]
     table = torch.zeros(used.shape, dtype=torch.int32, device=device)
@@ -50,14 +50,14 @@ def random_store(
     store.cursor[0] = total
     _random_bytes(store.pages, gen)
     _fill_plain(store, torch.zeros(1, dtype=torch.long, device=device), gen)
-    for r, rung in enumerate(ladder):
-        mine = (rungs == r).view(n, 1, 1, 1)
+    for r, block_format in enumerate(block_formats):
+        mine = (format_ids == r).view(n, 1, 1, 1)
         if r == 0:
             _fill_plain(store, table[is_high & mine].long(), gen)
             continue
-        _fill_meta(store, rung.high, table[is_high & mine].long(), gen)
-        if rung.low is not None:
-            _fill_meta(store, rung.low, table[is_low & mine].long(), gen)
+        _fill_meta(store, block_format.high, table[is_high & mine].long(), gen)
+        if block_format.low is not None:
+            _fill_meta(store, block_format.low, table[is_low & mine].long(), gen)
     shape = store.headers[:, :, :, 0].shape
     scale = 0.004 + 0.02 * torch.rand(shape, generator=gen, device=device)
     offset = torch.randn((1, *shape[1:]), generator=gen, device=device)  # a key bias, as real models have
@@ -66,16 +66,16 @@ def random_store(
     return store
 
 
-def _page_counts(layout: PoolLayout, ladder, rungs: torch.Tensor, counts: torch.Tensor):
+def _page_counts(layout: PoolLayout, block_formats, format_ids: torch.Tensor, counts: torch.Tensor):
     """int64 `[n, L, H]` pages at the left and at the right end of each head's table row."""
     high = torch.full(counts.shape[:3], layout.head_pages_bf16, dtype=torch.int64, device=counts.device)
     low = torch.zeros_like(high)
-    for r, rung in enumerate(ladder[1:], 1):
-        mine = (rungs == r).view(-1, 1, 1)
-        t = layout.page(rung.high).tokens
+    for r, block_format in enumerate(block_formats[1:], 1):
+        mine = (format_ids == r).view(-1, 1, 1)
+        t = layout.page(block_format.high).tokens
         high = torch.where(mine, (counts[..., 0].long() + t - 1) // t, high)
-        if rung.low is not None:
-            t = layout.page(rung.low).tokens
+        if block_format.low is not None:
+            t = layout.page(block_format.low).tokens
             low = torch.where(mine, (counts[..., 1].long() + t - 1) // t, low)
     return high, low
 
@@ -112,16 +112,16 @@ def _fill_meta(store: PageStore, fmt: Format, ids: torch.Tensor, gen: torch.Gene
 
 def dense_head(store: PageStore, block: int, layer: int, head: int, tokens: int):
     """float64 k `[n, D]` and v `[n, D]` of what one head of a block stores; `tokens` counts for bf16 blocks."""
-    r = int(store.rung[block])
+    r = int(store.format_id[block])
     row = store.table[block, layer, head].tolist()
     if r == 0:
         return _read(store, BF16, row, tokens, None)
-    rung = store.ladder[r]
+    block_format = store.block_formats[r]
     n_high, n_low = store.counts[block, layer, head].tolist()
     header = store.headers[block, layer, head].double()
-    k, v = _read(store, rung.high, row, n_high, header)
-    if rung.low is not None:
-        k2, v2 = _read(store, rung.low, row[::-1], n_low, header)
+    k, v = _read(store, block_format.high, row, n_high, header)
+    if block_format.low is not None:
+        k2, v2 = _read(store, block_format.low, row[::-1], n_low, header)
         k, v = torch.cat((k, k2)), torch.cat((v, v2))
     return k, v
 

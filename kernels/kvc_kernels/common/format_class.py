@@ -54,25 +54,25 @@ def format_class(page: PageLayout, side: int = 0) -> FormatClass:
     )  # fmt: skip
 
 
-def ladder_classes(store: PageStore) -> list[tuple[Format, int]]:
+def format_tiers(store: PageStore) -> list[tuple[Format, int]]:
     """(format, side) pairs that blocks of this store can hold; bf16 first. Side 0 is the high tier."""
     out: list[tuple[Format, int]] = [(BF16, 0)]
-    for rung in store.ladder[1:]:
-        for pair in ((rung.high, 0), (rung.low, 1)):
+    for block_format in store.block_formats[1:]:
+        for pair in ((block_format.high, 0), (block_format.low, 1)):
             if pair[0] is not None and pair not in out:
                 out.append(pair)
     return out
 
 
 def format_classes(store: PageStore) -> tuple[FormatClass, ...]:
-    """The classes of all `ladder_classes` of a store, in that order."""
-    return tuple(format_class(store.layout.page(fmt), side) for fmt, side in ladder_classes(store))
+    """The classes of all `format_tiers` of a store, in that order."""
+    return tuple(format_class(store.layout.page(fmt), side) for fmt, side in format_tiers(store))
 
 
-def rung_class_masks(store: PageStore) -> list[int]:
-    """Per rung, a mask with bit c set where a block at that rung holds tokens of class c."""
-    classes, masks = ladder_classes(store), [1]
-    for rung in store.ladder[1:]:
-        low = 0 if rung.low is None else 1 << classes.index((rung.low, 1))
-        masks.append(1 << classes.index((rung.high, 0)) | low)
+def format_class_masks(store: PageStore) -> list[int]:
+    """Per block format, a mask with bit c set where such a block holds tokens of class c."""
+    classes, masks = format_tiers(store), [1]
+    for block_format in store.block_formats[1:]:
+        low = 0 if block_format.low is None else 1 << classes.index((block_format.low, 1))
+        masks.append(1 << classes.index((block_format.high, 0)) | low)
     return masks

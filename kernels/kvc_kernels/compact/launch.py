@@ -8,12 +8,12 @@ import torch
 import triton
 
 from ..common.format_class import format_class
-from ..layout import BF16, PoolLayout, Rung
+from ..layout import BF16, BlockFormat, PoolLayout
 from ..pages.kernel import exchange_pages
 from ..store import PageStore
 from ..tiering.quota import keep_all
 from .pack_kernel import pack_kernel
-from .reference import check_rung, compact
+from .reference import check_block_format, compact
 from .repack_kernel import order_kernel, repack_kernel
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -23,14 +23,14 @@ MAX_REGISTERS = 128  # four CTAs of four warps per SM
 
 
 @functools.lru_cache
-def _prepared(layout: PoolLayout, to: Rung) -> tuple[tuple[int, ...], ...]:
+def _prepared(layout: PoolLayout, to: BlockFormat) -> tuple[tuple[int, ...], ...]:
     """Classes of the uncompressed pages and of both tiers, () for a missing one; cached, and `to` is checked once."""
-    check_rung(layout, to)
+    check_block_format(layout, to)
     return tuple(() if f is None else format_class(layout.page(f)) for f in (BF16, to.high, to.low))
 
 
 def compact_triton(
-    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, *, from_rung: int
+    store: PageStore, blocks: torch.Tensor, to_format: int, tiers: torch.Tensor | None, *, from_format: int
 ) -> torch.Tensor:
     """`compact` with the same bytes, in a fixed number of launches for all layers, heads and blocks.
 
@@ -38,24 +38,24 @@ def compact_triton(
     device.
     """
     layout = store.layout
-    to, source, n = store.ladder[to_rung], store.ladder[from_rung], blocks.numel()
+    to, source, n = store.block_formats[to_format], store.block_formats[from_format], blocks.numel()
     if not to.high.packed or not n:
-        return compact(store, blocks, to_rung, tiers, from_rung=from_rung)
+        return compact(store, blocks, to_format, tiers, from_format=from_format)
     if source.high.packed and tiers is None:
         tiers = keep_all(n, layout, store.device)
     if tiers is not None:
         tiers = tiers.reshape(n * layout.layers * layout.heads, layout.block_tokens).contiguous()
     move = _repack if source.high.packed else _pack
-    return move(store, blocks.long(), to_rung, tiers, source)
+    return move(store, blocks.long(), to_format, tiers, source)
 
 
 def _pack(
-    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, source: Rung
+    store: PageStore, blocks: torch.Tensor, to_format: int, tiers: torch.Tensor | None, source: BlockFormat
 ) -> torch.Tensor:
     """Pack uncompressed heads. Without tiers the kernel reads no per-token tiers and reads keys once."""
     layout, p = store.layout, store.layout.block_tokens
-    plain, high, low = _prepared(layout, store.ladder[to_rung])
-    exchange = exchange_pages(store, blocks, to_rung, tiers=tiers)
+    plain, high, low = _prepared(layout, store.block_formats[to_format])
+    exchange = exchange_pages(store, blocks, to_format, tiers=tiers)
     whole, rows, padded = tiers is None, len(exchange.ids), triton.next_power_of_2(p)
     # Kernels that ignore an argument still need a tensor of the right dtype.
     order = exchange.ids if whole else torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
@@ -72,9 +72,11 @@ def _pack(
     return exchange.pages
 
 
-def _repack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor, source: Rung) -> torch.Tensor:
+def _repack(
+    store: PageStore, blocks: torch.Tensor, to_format: int, tiers: torch.Tensor, source: BlockFormat
+) -> torch.Tensor:
     """Repack packed heads. Their key headers stay."""
-    layout, p, to = store.layout, store.layout.block_tokens, store.ladder[to_rung]
+    layout, p, to = store.layout, store.layout.block_tokens, store.block_formats[to_format]
     _, high, low = _prepared(layout, to)
     tiers_from = tuple(x for x in _prepared(layout, source)[1:] if x)
     where, order = torch.empty((2, *tiers.shape), dtype=torch.int16, device=store.device)
@@ -83,7 +85,7 @@ def _repack(store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.T
         store.pages, store.table[blocks], store.counts[blocks], tiers, where, order, counts, layout.head_pages_bf16, p,
         triton.next_power_of_2(p), layout.page_bytes, tiers_from, to.low is not None, layout.scored, num_warps=4,
     )  # fmt: skip
-    exchange = exchange_pages(store, blocks, to_rung, counts=counts)
+    exchange = exchange_pages(store, blocks, to_format, counts=counts)
     # No fused multiply-add: the reference rounds product and sum separately.
     repack_kernel[(len(tiers),)](
         store.pages, exchange.old, exchange.ids, exchange.page_counts, counts, where, order, layout.head_pages_bf16,

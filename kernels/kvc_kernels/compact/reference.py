@@ -12,7 +12,7 @@ import torch
 
 from ..common import quant
 from ..common.bits import PageRows, bf16_rows, read_page, segment, write_page
-from ..layout import BF16, Format, PageLayout, PoolLayout, Rung
+from ..layout import BF16, BlockFormat, Format, PageLayout, PoolLayout
 from ..pages.reference import block_tier_pages, return_pages, table_order, take_pages, tier_pages
 from ..pages.tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 from ..store import SCRATCH_PAGE, PageStore
@@ -36,15 +36,17 @@ def max_tier_pages(layout: PoolLayout, fmt: Format) -> int:
     return layout.pages_for(fmt, layout.block_tokens)
 
 
-def check_rung(layout: PoolLayout, rung: Rung) -> None:
-    """ValueError if some split of P tokens over the rung's tiers overflows a table row."""
-    if rung.low is None:
-        worst = max_tier_pages(layout, rung.high)
+def check_block_format(layout: PoolLayout, block_format: BlockFormat) -> None:
+    """ValueError if some split of P tokens over the block format's tiers overflows a table row."""
+    if block_format.low is None:
+        worst = max_tier_pages(layout, block_format.high)
     else:
         p = layout.block_tokens
-        worst = max(layout.pages_for(rung.high, n) + layout.pages_for(rung.low, p - n) for n in range(p + 1))
+        worst = max(
+            layout.pages_for(block_format.high, n) + layout.pages_for(block_format.low, p - n) for n in range(p + 1)
+        )
     if worst > layout.head_pages_bf16:
-        names = rung.high.name + (f"+{rung.low.name}" if rung.low else "")
+        names = block_format.high.name + (f"+{block_format.low.name}" if block_format.low else "")
         raise ValueError(
             f"{names} may take {worst} pages per head, but a table row has {layout.head_pages_bf16} entries; "
             f"choose a page size other than {layout.page_bytes} bytes"
@@ -155,8 +157,8 @@ def _page_shape(rows: PageRows, pages: int) -> PageRows:
 
 def _move(
     store: PageStore,
-    to: Rung,
-    source: Rung,
+    to: BlockFormat,
+    source: BlockFormat,
     row_table: torch.Tensor,
     row_counts: torch.Tensor,
     chosen: list[torch.Tensor],
@@ -206,25 +208,26 @@ def _move(
 
 
 def compact(
-    store: PageStore, blocks: torch.Tensor, to_rung: int, tiers: torch.Tensor | None, *, from_rung: int
+    store: PageStore, blocks: torch.Tensor, to_format: int, tiers: torch.Tensor | None, *, from_format: int
 ) -> torch.Tensor:
-    """Move `blocks[n]` (distinct, full, at `from_rung`) to packed rung `to_rung` and keep the tokens that `tiers`
+    """Move `blocks[n]` (distinct, full, at `from_format`) to packed format `to_format` and keep the tokens that `tiers`
     selects.
 
-    `tiers` int8 `[n, L, H, P]` by token position: 2 high, 1 low (dropped if the rung has no low format), 0 pruned; None
-    means all high. Tokens that the source does not hold stay pruned. High tokens are stored in position order, then the
-    low ones. From bf16 the key header is computed over the kept tokens. From a packed rung the header is frozen: key
-    codes are copied or mapped code to code to fewer bits, and values are requantized only if their bits change. Scores
-    and positions are carried over. Destination pages are taken before source pages return, so both must fit at once.
+    `tiers` int8 `[n, L, H, P]` by token position: 2 high, 1 low (dropped if the block format has no low format), 0
+    pruned; None means all high. Tokens that the source does not hold stay pruned. High tokens are stored in position
+    order, then the low ones. From bf16 the key header is computed over the kept tokens. From a packed block format the
+    header is frozen: key codes are copied or mapped code to code to fewer bits, and values are requantized only if
+    their bits change. Scores and positions are carried over. Destination pages are taken before source pages return, so
+    both must fit at once.
 
-    Returns int32 `[n]`: pages of each block afterwards. ValueError if `to_rung` is not a packed rung or may overflow a
-    table row.
+    Returns int32 `[n]`: pages of each block afterwards. ValueError if `to_format` is not a packed block format or may
+    overflow a table row.
     """
     layout = store.layout
-    to, source = store.ladder[to_rung], store.ladder[from_rung]
+    to, source = store.block_formats[to_format], store.block_formats[from_format]
     if not to.high.packed:
-        raise ValueError(f"rung {to_rung} is not packed")
-    check_rung(layout, to)
+        raise ValueError(f"block format {to_format} is not packed")
+    check_block_format(layout, to)
     blocks = blocks.long()
     n, p = blocks.numel(), layout.block_tokens
     m = n * layout.layers * layout.heads
@@ -262,7 +265,7 @@ def compact(
 
     store.table[blocks] = _table_rows(ids, high, low).view(n, *store.table.shape[1:])
     store.counts[blocks] = counts.to(torch.int16).view(n, *store.counts.shape[1:])
-    store.rung.index_fill_(0, blocks, to_rung)
+    store.format_id.index_fill_(0, blocks, to_format)
     return_pages(store, table_order(old_table, old_high, old_low), old_high + old_low)
     return (high + low).view(n, -1).sum(1).to(torch.int32)
 

@@ -28,7 +28,7 @@ from ..common.format_class import (
     VALUE_META,
     FormatClass,
     format_class,
-    ladder_classes,
+    format_tiers,
 )
 from ..common.unpack_kernel import CODE_UNIT, LOG2E, NEG
 from ..compact.write_kernel import padded
@@ -289,7 +289,7 @@ class DecodeAttention:
         self.group = query_heads // layout.heads
         self.engine = self._choose_engine()
         self._query_columns = query_rows or max(8, triton.next_power_of_2(self.group))
-        self._classes = tuple(self._describe(f, side) for f, side in ladder_classes(store))
+        self._classes = tuple(self._describe(f, side) for f, side in format_tiers(store))
         # Per program: tile words, q . zero of a chunk's blocks, pages of each tile, plus two tiles of read-ahead.
         tiles = max(CHUNK * layout.block_tokens // c.tile_tokens + 2 for c in self._classes)
         ids = max((CHUNK * layout.block_tokens // c.tile_tokens + 2) * c.tile_pages for c in self._classes)
@@ -309,7 +309,7 @@ class DecodeAttention:
         engine, store = self.tuning.engine, self.store
         if engine == "auto":
             # Gluon is chosen where it is measured to be faster. With 8-bit keys in one tier, Triton is.
-            packed = [r for r in store.ladder if r.high.packed]
+            packed = [r for r in store.block_formats if r.high.packed]
             faster = all(r.low is not None or r.high.key_bits <= 4 for r in packed)
             fits = self.group <= 8 and store.layout.head_dim == 128
             able = gluon_kernel is not None and store.device.type == "cuda" and not INTERPRET

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.format_class import ladder_classes, rung_class_masks
-from ..layout import BF16, Rung
+from ..common.format_class import format_class_masks, format_tiers
+from ..layout import BF16, BlockFormat
 from ..store import PageStore
 
 CHUNK = 32  # blocks whose tiles a program lists at a time, one per lane: 8K tokens at 256 per block
@@ -18,12 +18,12 @@ MIN_BLOCK_COST = 32.0  # a nearly empty block costs about as much as 32 tokens
 # Decode steps and prefills of every size share one compiled kernel: no address or stride may select another.
 @triton.jit(do_not_specialize=["NB", "row_stride"], do_not_specialize_on_alignment=["row_blocks", "seq_lens", "skip"])
 def _split_kernel(
-    row_blocks, row_stride, seq_lens, rung, rung_classes, skip, lists, sizes,
+    row_blocks, row_stride, seq_lens, format_id, class_masks, skip, lists, sizes,
     NB, NC: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr = -1,
 ):
     """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
 
-    `rung_classes` int32 `[rungs]`: bit c is set if a block in this storage format holds tokens of class c. Whole
+    `class_masks` int32 `[formats]`: bit c is set if a block in this format holds tokens of class c. Whole
     uncompressed blocks (class 0) are left out if `skip` int32 `[B]` is not 0: another kernel reads them from dense
     rows.
 
@@ -41,8 +41,8 @@ def _split_kernel(
         for at in range(seen // P, nb, STEP):
             j = at + tl.arange(0, STEP)
             block = tl.load(row_blocks + b.to(tl.int64) * row_stride + j, mask=j < nb, other=0).to(tl.int64)
-            r = tl.maximum(tl.load(rung + block, mask=j < nb, other=0).to(tl.int32), 0)
-            bits = tl.load(rung_classes + r, mask=j < nb, other=0)
+            r = tl.maximum(tl.load(format_id + block, mask=j < nb, other=0).to(tl.int32), 0)
+            bits = tl.load(class_masks + r, mask=j < nb, other=0)
             hit = ((bits >> c) & 1) * (j < nb).to(tl.int32)
             tokens = tl.minimum(seq_len - j * P, P).to(tl.int64)
             if c == 0:
@@ -133,7 +133,7 @@ class DecodePlan:
     def __init__(self, store: PageStore, max_batch: int, max_blocks: int, *, columns: int, window: int = -1):
         layout = store.layout
         self.window = window
-        self.classes = ladder_classes(store)
+        self.classes = format_tiers(store)
         nc, dev = len(self.classes), store.device
         self.max_batch, self.max_blocks = max_batch, max_blocks
         self.columns = max(1, min(columns, max_batch * max_blocks))
@@ -145,21 +145,22 @@ class DecodePlan:
         self.ranges = torch.zeros(max_batch + 1, dtype=torch.int32, device=dev)
         self.column_ranges = torch.zeros(self.columns + 1, dtype=torch.int32, device=dev)
         tokens = [[float(layout.block_tokens)]] + [[] for _ in self.classes[1:]]
-        for rung in store.ladder[1:]:
-            for c, share in self._expected(store, rung):
+        for block_format in store.block_formats[1:]:
+            for c, share in self._expected(store, block_format):
                 tokens[c].append(share)
         formats = [f for f, _ in self.classes]
-        self.rung_classes = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=dev)
+        self.class_masks = torch.tensor(format_class_masks(store), dtype=torch.int32, device=dev)
         # A tile takes about the same time in every packed format, and a few tokens take as long as half a tile.
         cost = [max(PLAIN_COST * t if f is BF16 else t, MIN_BLOCK_COST) for f, t in zip(formats, map(max, tokens))]
         self.weights = torch.tensor(cost, dtype=torch.float32, device=dev)
 
-    def _expected(self, store: PageStore, rung: Rung) -> list[tuple[int, float]]:
-        """(class, tokens per head) that a block at `rung` is assumed to hold: its page quota, split evenly over tiers.
+    def _expected(self, store: PageStore, block_format: BlockFormat) -> list[tuple[int, float]]:
+        """(class, tokens per head) that a block at `block_format` is assumed to hold: its page quota, split evenly over
+        tiers.
         """
         layout = store.layout
-        pages = rung.pages / (layout.layers * layout.heads) or layout.head_pages_bf16
-        tiers = [(f, side) for side, f in enumerate((rung.high, rung.low)) if f is not None]
+        pages = block_format.pages / (layout.layers * layout.heads) or layout.head_pages_bf16
+        tiers = [(f, side) for side, f in enumerate((block_format.high, block_format.low)) if f is not None]
         share = pages / len(tiers)
         return [
             (self.classes.index(tier), min(layout.block_tokens, share * layout.page(tier[0]).tokens)) for tier in tiers
@@ -173,7 +174,7 @@ class DecodePlan:
         if batch == 0:
             return
         _split_kernel[(batch,)](
-            row_blocks, row_blocks.stride(0), seq_lens, store.rung, self.rung_classes, self._no_skip, self.lists,
+            row_blocks, row_blocks.stride(0), seq_lens, store.format_id, self.class_masks, self._no_skip, self.lists,
             self.sizes, self.max_blocks, nc, store.layout.block_tokens, 128, self.window, num_warps=4,
         )
         _items_kernel[(batch,)](

@@ -36,19 +36,19 @@ def decode_attention(
     lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
     p = store.layout.block_tokens
     row_blocks = row_blocks.long()
-    row_rungs = store.rung[row_blocks].tolist()
+    row_format_ids = store.format_id[row_blocks].tolist()
     out = torch.empty_like(q)
     for i, n in enumerate(lens):
         num_blocks = -(-n // p)
-        blocks, rungs = row_blocks[i, :num_blocks], row_rungs[i][:num_blocks]
+        blocks, format_ids = row_blocks[i, :num_blocks], row_format_ids[i][:num_blocks]
         if window >= 0:
             first = max(0, n - 1 - window) // p
-            k, v = sequence_rows(store, layer, blocks[first:], rungs[first:], n - first * p)
+            k, v = sequence_rows(store, layer, blocks[first:], format_ids[first:], n - first * p)
             qkv = q[i].unsqueeze(1), k[:, -window - 1 :], v[:, -window - 1 :]
             o = explicit_attention(*qkv, None, scale, logit_cap) if logit_cap > 0 else sdpa(*qkv, scale=scale)
             out[i] = o[:, 0]
             continue
-        parts = request_parts(store, layer, blocks, rungs, n)
+        parts = request_parts(store, layer, blocks, format_ids, n)
         if not parts:  # every token of every head is pruned
             out[i] = 0
         elif len(parts) == 1 and isinstance(parts[0], PlainPart) and logit_cap <= 0:

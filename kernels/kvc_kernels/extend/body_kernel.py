@@ -5,7 +5,7 @@ fp16 once, on its way into shared memory, and serves all BM rows. (Decode folds 
 rows and more that costs as many instructions as it saves, and here the zeros come for free in the same FMA.)
 
 The output accumulator is a tuple of D / WIDTH tensors `[BM, WIDTH]`: WIDTH features are the smallest run that every
-format of the ladder can cut its values into, so that all classes share it.
+format of the store can cut its values into, so that all classes share it.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)

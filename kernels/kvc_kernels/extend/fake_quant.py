@@ -1,6 +1,7 @@
 """Fake-quantized rows: the values that a block will have once it is packed.
 
-For rungs that keep every token in one format, whose packed content follows from the block's own rows, layer by layer.
+For block formats that keep every token in one format, whose packed content follows from the block's own rows, layer by
+layer.
 """
 
 from __future__ import annotations

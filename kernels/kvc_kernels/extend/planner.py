@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 import triton
 
-from ..common.format_class import ladder_classes, rung_class_masks
+from ..common.format_class import format_class_masks, format_tiers
 from ..common.upload import upload
 from ..decode.planner import _split_kernel
 from ..store import PageStore
@@ -78,8 +78,8 @@ class ExtendPlan:
     def __init__(self, store: PageStore, group: int, *, max_blocks: int | None):
         self.store, self.group = store, group
         self.max_blocks = max_blocks or 0
-        self.classes = ladder_classes(store)
-        self.rung_classes = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=store.device)
+        self.classes = format_tiers(store)
+        self.class_masks = torch.tensor(format_class_masks(store), dtype=torch.int32, device=store.device)
         self.n_items = self.n_joins = self.n_slots = 0
 
     def update(
@@ -128,6 +128,6 @@ class ExtendPlan:
         self.sizes = torch.empty((len(tiles), nc), dtype=torch.int32, device=store.device)
         if tiles:
             _split_kernel[(len(tiles),)](
-                row_blocks, row_blocks.stride(0), lens, store.rung, self.rung_classes, skip, self.lists, self.sizes,
+                row_blocks, row_blocks.stride(0), lens, store.format_id, self.class_masks, skip, self.lists, self.sizes,
                 self.max_blocks, nc, p, 128, num_warps=4,
             )  # fmt: skip

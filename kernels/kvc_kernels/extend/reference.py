@@ -46,24 +46,24 @@ def extend_attention(
     prefixes = prefix_lens.tolist() if isinstance(prefix_lens, torch.Tensor) else prefix_lens
     p = store.layout.block_tokens
     row_blocks = row_blocks.long()
-    rungs = store.rung[row_blocks].tolist()
+    format_ids = store.format_id[row_blocks].tolist()
     out = torch.empty_like(q)
     at = 0
     for i, (prefix, new) in enumerate(zip(prefixes, extend_lens)):
         if not new:
             continue
         nb = -(-(prefix + new) // p)
-        blocks, block_rungs = row_blocks[i, :nb], rungs[i][:nb]
+        blocks, block_format_ids = row_blocks[i, :nb], format_ids[i][:nb]
         rows = q[at : at + new]
         fmt = stored_as[i] if stored_as else None
         if window >= 0:
-            k, v, base = _window_rows(store, layer, blocks, block_rungs, prefix, prefix + new, window, fmt)
+            k, v, base = _window_rows(store, layer, blocks, block_format_ids, prefix, prefix + new, window, fmt)
             if fmt is None:
                 out[at : at + new] = _masked(rows.movedim(0, 1), k, v, None, scale, logit_cap, window).movedim(1, 0)
             else:
                 out[at : at + new] = _extend_stored(store, rows, k, v, base, fmt, scale, logit_cap, window)
         else:
-            parts = request_parts(store, layer, blocks, block_rungs, prefix + new)
+            parts = request_parts(store, layer, blocks, block_format_ids, prefix + new)
             if fmt is None:
                 out[at : at + new] = _extend_one(store, rows, parts, new, scale, logit_cap)
             else:
@@ -82,7 +82,7 @@ def _window_rows(
     store: PageStore,
     layer: int,
     blocks: torch.Tensor,
-    rungs: list[int],
+    format_ids: list[int],
     first: int,
     tokens: int,
     window: int,
@@ -95,10 +95,10 @@ def _window_rows(
     p = store.layout.block_tokens
     start = max(0, first - window) // p
     base = first // p - start
-    k, v = sequence_rows(store, layer, blocks[start:], rungs[start:], tokens - start * p)
+    k, v = sequence_rows(store, layer, blocks[start:], format_ids[start:], tokens - start * p)
     if fmt is not None:
-        for i, rung in enumerate(rungs[start : start + base]):
-            if rung <= 0:
+        for i, format_id in enumerate(format_ids[start : start + base]):
+            if format_id <= 0:
                 block = slice(i * p, (i + 1) * p)
                 k[:, block], v[:, block] = as_stored(store.layout, fmt, k[:, block], v[:, block])
     return k, v, base * p
@@ -119,7 +119,7 @@ def _extend_one(
     valid = stored_mask(parts, [x[0].shape[1] for x in dense])
     if logit_cap > 0:
         out = _masked(query, k, v, valid, scale, logit_cap)
-    elif new == k.shape[1] or (len(store.ladder) == 1 and valid is None):
+    elif new == k.shape[1] or (len(store.block_formats) == 1 and valid is None):
         # Equal bits beyond the prompt's first chunk cost extra rows and matter only where nothing is ever compressed.
         out = _sdpa_exact(query, k, v, scale)
     else:
@@ -233,8 +233,8 @@ class ReferenceExtend:
         waiting: list[list[int]] | None = None,
         formats: list[Format | None] | None = None,
     ) -> None:
-        """`formats[B]`: `stored_as` of each request, by default that of the operation. `waiting` is read off the rungs
-        here."""
+        """`formats[B]`: `stored_as` of each request, by default that of the operation. `waiting` is read off the format
+        ids here."""
         self.lists = (row_blocks, prefix_lens, extend_lens)
         self.formats = formats or [self.stored_as] * len(extend_lens)
 

@@ -57,21 +57,21 @@ def _unpack_values(
 
 @triton.jit(do_not_specialize=["layer", "row_stride", "first"])
 def _unpack_kernel(
-    pages, table, headers, rung, rung_class, row_blocks, row_stride, items, first, k_out, v_out, layer,
+    pages, table, headers, format_id, class_of_format, row_blocks, row_stride, items, first, k_out, v_out, layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr,
     CLASSES: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (n, H, P / N): rows of N tokens of one head of one block into its slot of k_out, v_out `[slots, P, H, D]`.
 
     items int32 `[.., 4]` from entry `first` on: row of row_blocks, place in it, slot, tokens of the block (zeros behind
-    them). rung_class int32 `[rungs]`: index in CLASSES of the format that all tokens of a block at this rung have.
+    them). class_of_format int32 `[formats]`: index in CLASSES of the format of all tokens of such a block.
     """
     i = tl.program_id(0)
     h = tl.program_id(1)
     item = items + (first + i) * 4
     block = tl.load(row_blocks + tl.load(item).to(tl.int64) * row_stride + tl.load(item + 1)).to(tl.int64)
     head = (block * L + layer) * H + h
-    cls = tl.load(rung_class + tl.maximum(tl.load(rung + block).to(tl.int32), 0))
+    cls = tl.load(class_of_format + tl.maximum(tl.load(format_id + block).to(tl.int32), 0))
     t0 = tl.program_id(2) * N
     t = tl.arange(0, N)
     live = t0 + t < P
@@ -105,15 +105,16 @@ class UnpackedRows:
     def __init__(self, store: PageStore):
         self.store, self.classes = store, format_classes(store)
         by_format = [(c.key_bits, c.value_bits, c.side) for c in self.classes]
-        found = [by_format.index((r.high.key_bits, r.high.value_bits, 0)) for r in store.ladder]
-        self.rung_class = torch.tensor(found, dtype=torch.int32, device=store.device)
+        found = [by_format.index((r.high.key_bits, r.high.value_bits, 0)) for r in store.block_formats]
+        self.class_of_format = torch.tensor(found, dtype=torch.int32, device=store.device)
 
     def fill(self, layer: int, row_blocks: torch.Tensor, items: torch.Tensor, first: int, n: int, k, v) -> None:
         """`items[first : first + n]` of one layer into `k`, `v` `[slots, P, H, D]`; for both see `_unpack_kernel`."""
         store, g = self.store, self.store.layout
         # Without fused multiply-add: the rows are then those that `as_stored` gives, bit for bit.
         _unpack_kernel[(n, g.heads, triton.cdiv(g.block_tokens, TILE))](
-            store.pages, store.table, store.headers, store.rung, self.rung_class, row_blocks, row_blocks.stride(0),
+            store.pages, store.table, store.headers, store.format_id, self.class_of_format, row_blocks,
+            row_blocks.stride(0),
             items, first, k, v, layer, g.layers, g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes,
             self.classes, TILE, not INTERPRET, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Long prefills over long packed prefixes: blocks are unpacked in passes for a prefill library.
 
 With a thousand queries per cached token attention is bound by arithmetic and unpacking costs little, so the fastest
-dense kernel wins. The buffer has a fixed size: a long prefix takes several passes, whose states are merged. Ladders
+dense kernel wins. The buffer has a fixed size: a long prefix takes several passes, whose states are merged. Formats
 must keep every token of a block; the host does not know the lengths of pruned heads.
 """
 
@@ -33,7 +33,7 @@ class UnpackedPrefix:
     @classmethod
     def create(cls, store: PageStore, ragged) -> UnpackedPrefix | None:
         """The operation, or None without a library or if a block may keep only part of its tokens in one format."""
-        if ragged is None or any(r.low is not None for r in store.ladder):
+        if ragged is None or any(r.low is not None for r in store.block_formats):
             return None
         return cls(store, ragged)
 

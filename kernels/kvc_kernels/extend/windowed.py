@@ -6,7 +6,7 @@ causal call over lists of slots does the attention: of a prefill library, or `wi
 
 A *run* is new tokens that share a list. With fake-quantized history it is the new tokens of one block, and each block
 has a fake-quantized slot for the queries behind it and an exact one for its own. Else it is all new tokens of a
-request. Ladders must keep every token of a block: a window counts positions.
+request. Formats must keep every token of a block: a window counts positions.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class WindowedExtend:
         heads, None: no library. `stored_as`: as in `ops.extend_attention`. `pass_tokens`: tokens staged at a time.
         """
         g = store.layout
-        if any(r.low is not None for r in store.ladder):
+        if any(r.low is not None for r in store.block_formats):
             raise ValueError("windows need blocks that keep every token in one format")
         self.store, self.window, self.query_heads, self.stored_as = store, window, query_heads, stored_as
         self.most = max(1, pass_tokens // g.block_tokens)

@@ -1,6 +1,6 @@
 """Dense reads of stored blocks in token order: rows, scores, tiers, and a digest of the bytes.
 
-Without an explicit `rung` these read the blocks' storage formats on the host, so they do not fit a step's critical
+Without an explicit `format_id` these read the blocks' storage formats on the host, so they do not fit a step's critical
 path.
 """
 
@@ -19,19 +19,19 @@ from .reference import block_tier_pages, table_order
 from .tiers import HIGH, segment_rows, slot_tiers, tier_slots, token_slots
 
 
-def _by_rung(
-    store: PageStore, blocks: torch.Tensor, rung: int | None, outs: list[torch.Tensor], fill: Callable
+def _by_format(
+    store: PageStore, blocks: torch.Tensor, format_id: int | None, outs: list[torch.Tensor], fill: Callable
 ) -> None:
-    """Call `fill(rung, blocks) -> tensors` once per storage format among `blocks` and write its rows to `outs`."""
-    if rung is not None:
-        for out, x in zip(outs, fill(rung, blocks)):
+    """Call `fill(format_id, blocks) -> tensors` once per storage format among `blocks` and write its rows to `outs`."""
+    if format_id is not None:
+        for out, x in zip(outs, fill(format_id, blocks)):
             out.copy_(x)
         return
-    rungs = store.rung[blocks].tolist()
-    if any(r < 0 for r in rungs):
-        raise ValueError(f"block {int(blocks[[r < 0 for r in rungs].index(True)])} is free")
-    for r in sorted(set(rungs)):
-        rows = torch.tensor([i for i, x in enumerate(rungs) if x == r], device=store.device)
+    format_ids = store.format_id[blocks].tolist()
+    if any(r < 0 for r in format_ids):
+        raise ValueError(f"block {int(blocks[[r < 0 for r in format_ids].index(True)])} is free")
+    for r in sorted(set(format_ids)):
+        rows = torch.tensor([i for i, x in enumerate(format_ids) if x == r], device=store.device)
         for out, x in zip(outs, fill(r, blocks[rows])):
             out[rows] = x
 
@@ -43,13 +43,13 @@ def dequantise_source(s: _Source, header: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def load_dense(
-    store: PageStore, layer: int, blocks: torch.Tensor, rung: int | None = None
+    store: PageStore, layer: int, blocks: torch.Tensor, format_id: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K, V fp32 `[n, H, P, D]` and tier int8 `[n, H, P]` (2 high, 1 low, 0 pruned) of `blocks[n]` of one layer.
 
     Pruned tokens read as 0. Layouts without scores store no positions: their tokens come in stored order (high, then
     low), with tier 0 behind them. Slots of an open bf16 block that were never written are undefined. A known common
-    `rung` of all blocks avoids the read on the host.
+    `format_id` of all blocks avoids the read on the host.
     """
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
@@ -65,7 +65,7 @@ def load_dense(
             return (
                 x.expand(table.shape[0], *x.shape[1:]).reshape(ids.numel(), g.heads, -1, *x.shape[2:]) for x in parts
             )
-        placed = tier_slots(store, store.ladder[r], table, store.counts[ids, layer].flatten(0, 1).long())
+        placed = tier_slots(store, store.block_formats[r], table, store.counts[ids, layer].flatten(0, 1).long())
         header = store.headers[ids, layer].flatten(0, 1)
         dense = [dequantise_source(s, header) for s in read_tiers(store, placed)]
         slots = token_slots(placed, p)
@@ -78,14 +78,14 @@ def load_dense(
         out.append(slot_tiers(slots, placed[0].valid.shape[1]).unflatten(0, (-1, g.heads)))
         return out
 
-    _by_rung(store, blocks, rung, [k, v, tier], fill)
+    _by_format(store, blocks, format_id, [k, v, tier], fill)
     return k, v, tier
 
 
-def block_tiers(store: PageStore, blocks: torch.Tensor, rung: int | None = None) -> torch.Tensor:
+def block_tiers(store: PageStore, blocks: torch.Tensor, format_id: int | None = None) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` of stored tokens, in token order (stored order in unscored layouts); bf16: all 2.
 
-    A known common `rung` of all blocks avoids the read on the host.
+    A known common `format_id` of all blocks avoids the read on the host.
     """
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
@@ -95,17 +95,17 @@ def block_tiers(store: PageStore, blocks: torch.Tensor, rung: int | None = None)
         if r == 0:
             return (torch.full_like(out[: ids.numel()], HIGH),)
         counts, table = store.counts[ids].flatten(0, 2).long(), store.table[ids].flatten(0, 2)
-        placed = tier_slots(store, store.ladder[r], table, counts)
+        placed = tier_slots(store, store.block_formats[r], table, counts)
         return (slot_tiers(token_slots(placed, p), placed[0].valid.shape[1]).view(-1, *out.shape[1:]),)
 
-    _by_rung(store, blocks, rung, [out], fill)
+    _by_format(store, blocks, format_id, [out], fill)
     return out
 
 
-def block_scores(store: PageStore, blocks: torch.Tensor, rung: int | None = None) -> torch.Tensor:
+def block_scores(store: PageStore, blocks: torch.Tensor, format_id: int | None = None) -> torch.Tensor:
     """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError in unscored layouts.
 
-    A known common `rung` of all blocks avoids the read on the host.
+    A known common `format_id` of all blocks avoids the read on the host.
     """
     g = store.layout
     if not g.scored:
@@ -118,36 +118,36 @@ def block_scores(store: PageStore, blocks: torch.Tensor, rung: int | None = None
         if r == 0:
             x = segment_rows(store, g.page(BF16), "scores", torch.float32, table)[:, :p]
             return (x.reshape(-1, *out.shape[1:]),)
-        placed = tier_slots(store, store.ladder[r], table, store.counts[ids].flatten(0, 2).long())
+        placed = tier_slots(store, store.block_formats[r], table, store.counts[ids].flatten(0, 2).long())
         stored = torch.cat([segment_rows(store, t.page, "scores", torch.float32, t.ids) for t in placed], 1)
         slots = token_slots(placed, p)
         x = stored.gather(1, slots.clamp(min=0)).masked_fill_(slots < 0, 0)
         return (x.view(-1, *out.shape[1:]),)
 
-    _by_rung(store, blocks, rung, [out], fill)
+    _by_format(store, blocks, format_id, [out], fill)
     return out
 
 
 def block_digest(store: PageStore, block: int, *, scores: bool = True, tokens: int | None = None) -> str:
-    """sha256 (hex) over the stored content of one block: rung, counts, key header, page bytes in (layer, head, table)
-    order.
+    """sha256 (hex) over the stored content of one block: format id, counts, key header, page bytes in (layer, head,
+    table) order.
 
     Page ids and undefined bytes do not enter: a bf16 block counts the first `tokens` (default P) K/V rows and scores,
     and no header. Packed pages count whole, because their padding is zero. `scores=False` omits the score segments, to
     which attention adds after packing.
     """
     g = store.layout
-    rung = int(store.rung[block])
-    if rung < 0:
+    format_id = int(store.format_id[block])
+    if format_id < 0:
         raise ValueError(f"block {block} is free")
-    digest = hashlib.sha256(bytes([rung]))
+    digest = hashlib.sha256(bytes([format_id]))
     blocks = torch.tensor([block], device=store.device)
-    if rung == 0:
+    if format_id == 0:
         n = g.block_tokens if tokens is None else tokens
         rows = read_bf16(store, store.table[block].flatten(0, 1))
         parts = [rows.keys[:, :n], rows.values[:, :n]] + ([rows.scores[:, :n]] if g.scored and scores else [])
     else:
-        spec = store.ladder[rung]
+        spec = store.block_formats[format_id]
         high, low = (x.flatten() for x in block_tier_pages(store, blocks))
         ids = table_order(store.table[block].flatten(0, 1), high, low)
         raw = store.pages[ids.long()]

@@ -14,7 +14,7 @@ import torch
 from ..common import quant
 from ..common.bits import bf16_rows, key_bytes, segment, unpack_features, value_bytes, value_meta
 from ..common.softmax import softmax
-from ..layout import BF16, PageLayout, Rung
+from ..layout import BF16, BlockFormat, PageLayout
 from ..store import SCRATCH_PAGE, PageStore
 
 
@@ -173,14 +173,14 @@ def _plain(store: PageStore, layer: int, blocks: torch.Tensor, tokens: int) -> P
     return PlainPart(page, ids, k, v, g.block_tokens)
 
 
-def _packed(store: PageStore, layer: int, blocks: torch.Tensor, rung: Rung) -> list[PackedPart]:
-    """Both tiers of `blocks[nb]`, all at `rung`. A tier without tokens is left out."""
+def _packed(store: PageStore, layer: int, blocks: torch.Tensor, block_format: BlockFormat) -> list[PackedPart]:
+    """Both tiers of `blocks[nb]`, all at `block_format`. A tier without tokens is left out."""
     g, out = store.layout, []
     table = store.table[blocks, layer].transpose(0, 1).long()
     counts = store.counts[blocks, layer].permute(2, 1, 0).long()  # [2, H, nb]
     header = store.headers[blocks, layer].transpose(0, 1)
     limits = [x.tolist() for x in counts.flatten(1).aminmax(dim=1)]
-    for tier, fmt in enumerate((rung.high, rung.low)):
+    for tier, fmt in enumerate((block_format.high, block_format.low)):
         min_tokens, max_tokens = limits[0][tier], limits[1][tier]
         if fmt is None or not max_tokens:
             continue
@@ -197,45 +197,45 @@ def _packed(store: PageStore, layer: int, blocks: torch.Tensor, rung: Rung) -> l
     return out
 
 
-def request_parts(store: PageStore, layer: int, blocks: torch.Tensor, rungs: list[int], tokens: int) -> list[Part]:
-    """Parts of a request of `tokens` tokens in `blocks[nb]` with `rungs`: packed parts first, then the uncompressed
-    one.
+def request_parts(store: PageStore, layer: int, blocks: torch.Tensor, format_ids: list[int], tokens: int) -> list[Part]:
+    """Parts of a request of `tokens` tokens in `blocks[nb]` with `format_ids`: packed parts first, then the
+    uncompressed one.
 
-    Only the last block may be part-filled, and then it is uncompressed. A free block (rung -1) belongs to a request
-    that ended while its last step was in flight; it is read as scratch.
+    Only the last block may be part-filled, and then it is uncompressed. A free block (format id -1) belongs to a
+    request that ended while its last step was in flight; it is read as scratch.
     """
-    rungs = [max(r, 0) for r in rungs]
-    kinds = sorted(set(rungs), reverse=True)
+    format_ids = [max(r, 0) for r in format_ids]
+    kinds = sorted(set(format_ids), reverse=True)
     p = store.layout.block_tokens
     parts: list[Part] = []
     for r in kinds:
-        rung_blocks = blocks
+        format_blocks = blocks
         if len(kinds) > 1:
-            index = [i for i, x in enumerate(rungs) if x == r]
+            index = [i for i, x in enumerate(format_ids) if x == r]
             contiguous = index[-1] - index[0] + 1 == len(index)
             chosen = slice(index[0], index[-1] + 1) if contiguous else torch.tensor(index).to(blocks.device)
-            rung_blocks = blocks[chosen]
+            format_blocks = blocks[chosen]
         if r:
-            parts += _packed(store, layer, rung_blocks, store.ladder[r])
+            parts += _packed(store, layer, format_blocks, store.block_formats[r])
         else:
-            short = len(rungs) * p - tokens if rungs[-1] == 0 else 0
-            parts.append(_plain(store, layer, rung_blocks, rung_blocks.numel() * p - short))
+            short = len(format_ids) * p - tokens if format_ids[-1] == 0 else 0
+            parts.append(_plain(store, layer, format_blocks, format_blocks.numel() * p - short))
     return parts
 
 
 def sequence_rows(
-    store: PageStore, layer: int, blocks: torch.Tensor, rungs: list[int], tokens: int
+    store: PageStore, layer: int, blocks: torch.Tensor, format_ids: list[int], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K, V `[H, tokens, D]` in the model dtype and in sequence order, of blocks that keep every token.
 
     Arguments as in `request_parts`. A sliding window depends on positions and therefore on this order.
     """
     g, p = store.layout, store.layout.block_tokens
-    rows = torch.empty((2, g.heads, len(rungs), p, g.head_dim), dtype=store.dtype, device=store.device)
-    rungs = [max(r, 0) for r in rungs]
-    for r in sorted(set(rungs)):
-        index = torch.tensor([i for i, x in enumerate(rungs) if x == r], device=store.device)
-        num_tokens = len(index) * p - (len(rungs) * p - tokens if rungs[-1] == r == 0 else 0)
+    rows = torch.empty((2, g.heads, len(format_ids), p, g.head_dim), dtype=store.dtype, device=store.device)
+    format_ids = [max(r, 0) for r in format_ids]
+    for r in sorted(set(format_ids)):
+        index = torch.tensor([i for i, x in enumerate(format_ids) if x == r], device=store.device)
+        num_tokens = len(index) * p - (len(format_ids) * p - tokens if format_ids[-1] == r == 0 else 0)
         (part,) = request_parts(store, layer, blocks[index], [r] * len(index), num_tokens)
         for to, x in zip(rows, part.dense(store.dtype)):
             whole = to.new_zeros((g.heads, len(index) * p, g.head_dim))

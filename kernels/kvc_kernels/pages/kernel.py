@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import PoolLayout, Rung
+from ..layout import BlockFormat, PoolLayout
 from ..store import PageStore
 
 
@@ -26,24 +26,24 @@ class Exchange(NamedTuple):
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
 
 
-def _tier_tokens(layout: PoolLayout, rung: Rung) -> tuple[int, int]:
-    """Tokens per page of the high and the low tier of `rung`, 0 for a missing tier. Uncompressed pages count 0, because
-    they come as whole rows.
+def _tier_tokens(layout: PoolLayout, block_format: BlockFormat) -> tuple[int, int]:
+    """Tokens per page of the high and the low tier of `block_format`, 0 for a missing tier. Uncompressed pages count 0,
+    because they come as whole rows.
     """
-    if not rung.high.packed:
+    if not block_format.high.packed:
         return 0, 0
-    return layout.page(rung.high).tokens, layout.page(rung.low).tokens if rung.low else 0
+    return layout.page(block_format.high).tokens, layout.page(block_format.low).tokens if block_format.low else 0
 
 
 @triton.jit(do_not_specialize=["m"])
 def _count_kernel(
-    tiers, new_counts, blocks, rung, counts, page_counts, need, m,
-    LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, TO: tl.constexpr, LADDER: tl.constexpr,
+    tiers, new_counts, blocks, format_id, counts, page_counts, need, m,
+    LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, TO: tl.constexpr, BLOCK_FORMATS: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
     """grid (m,). page_counts int64 `[4, m]`: pages high and low that a row gets, then pages high and low that it has.
     need int64 `[2, m]`: their sums. new_counts int32 `[m, 2]` is read, or written if GIVEN is "tiers" or "nothing"
-    (all P tokens are high). TO, LADDER: tokens per page of the tiers.
+    (all P tokens are high). TO, BLOCK_FORMATS: tokens per page of the tiers.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + row // LH).to(tl.int64)
@@ -74,16 +74,20 @@ def _count_kernel(
         tl.store(need + row, new_high + new_low)
     else:
         tl.store(need + row, row * 0)
-    block_rung = tl.load(rung + block).to(tl.int32)
+    block_format_id = tl.load(format_id + block).to(tl.int32)
     entry = counts + (block * LH + row % LH) * 2
     stored_high = tl.load(entry).to(tl.int32)
     stored_low = tl.load(entry + 1).to(tl.int32)
-    old_high = tl.where(block_rung == 0, E, 0)
+    old_high = tl.where(block_format_id == 0, E, 0)
     old_low = old_high * 0
-    for r in tl.static_range(1, len(LADDER)):
-        old_high = tl.where(block_rung == r, (stored_high + LADDER[r][0] - 1) // LADDER[r][0], old_high)
-        if LADDER[r][1] > 0:
-            old_low = tl.where(block_rung == r, (stored_low + LADDER[r][1] - 1) // LADDER[r][1], old_low)
+    for r in tl.static_range(1, len(BLOCK_FORMATS)):
+        old_high = tl.where(
+            block_format_id == r, (stored_high + BLOCK_FORMATS[r][0] - 1) // BLOCK_FORMATS[r][0], old_high
+        )
+        if BLOCK_FORMATS[r][1] > 0:
+            old_low = tl.where(
+                block_format_id == r, (stored_low + BLOCK_FORMATS[r][1] - 1) // BLOCK_FORMATS[r][1], old_low
+            )
     tl.store(page_counts + 2 * m + row, old_high.to(tl.int64))
     tl.store(page_counts + 3 * m + row, old_low.to(tl.int64))
     tl.store(need + m + row, (old_high + old_low).to(tl.int64))
@@ -131,11 +135,11 @@ def _exchange_kernel(
 
 @triton.jit(do_not_specialize=["m"])
 def _finish_kernel(
-    cursor, blocks, rung, need, ends, pages, m, LH: tl.constexpr, LHP: tl.constexpr, RUNG: tl.constexpr
+    cursor, blocks, format_id, need, ends, pages, m, LH: tl.constexpr, LHP: tl.constexpr, FORMAT_ID: tl.constexpr
 ):
     """grid (n,): storage formats, pages of each block `pages[n]`, and both cursors (first program)."""
     i = tl.program_id(0).to(tl.int64)
-    tl.store(rung + tl.load(blocks + i), tl.full([], RUNG, tl.int8))
+    tl.store(format_id + tl.load(blocks + i), tl.full([], FORMAT_ID, tl.int8))
     row = tl.arange(0, LHP)
     tl.store(pages + i, tl.sum(tl.load(need + i * LH + row, mask=row < LH, other=0), 0).to(tl.int32))
     if i == 0:
@@ -159,11 +163,11 @@ def _take_kernel(
 
 
 @triton.jit
-def _taken_kernel(cursor, blocks, rung, observed, PAGES: tl.constexpr):
+def _taken_kernel(cursor, blocks, format_id, observed, PAGES: tl.constexpr):
     """grid (n,): the blocks' states, and the cursor (first program)."""
     i = tl.program_id(0)
     block = tl.load(blocks + i)
-    tl.store(rung + block, tl.zeros([], tl.int8))
+    tl.store(format_id + block, tl.zeros([], tl.int8))
     tl.store(observed + block, tl.zeros([], tl.int32))
     if i == 0:
         tl.store(cursor, tl.load(cursor) + tl.num_programs(0).to(tl.int64) * PAGES)
@@ -176,12 +180,13 @@ def _constants(layout: PoolLayout) -> tuple[int, int, int]:
 
 
 def _swap(
-    store: PageStore, blocks: torch.Tensor, rung: int, tiers: torch.Tensor | None, counts: torch.Tensor | None
+    store: PageStore, blocks: torch.Tensor, format_id: int, tiers: torch.Tensor | None, counts: torch.Tensor | None
 ) -> Exchange:
     layout, n = store.layout, blocks.numel()
     rows, entries, padded = _constants(layout)
-    m, p, gets = n * rows, layout.block_tokens, rung > 0  # a release (rung -1) takes no pages and records none
-    ladder = tuple(_tier_tokens(layout, r) for r in store.ladder)
+    # a release (format id -1) takes no pages and records none
+    m, p, gets = n * rows, layout.block_tokens, format_id > 0
+    block_formats = tuple(_tier_tokens(layout, r) for r in store.block_formats)
     page_counts = torch.empty((4, m), dtype=torch.int64, device=store.device)
     need = torch.empty((2, m), dtype=torch.int64, device=store.device)
     given = "tiers" if tiers is not None else "nothing" if counts is None else "counts"
@@ -193,8 +198,9 @@ def _swap(
             counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
     pages = torch.empty(n, dtype=torch.int32, device=store.device)
     _count_kernel[(m,)](
-        counts if tiers is None else tiers, counts, blocks, store.rung, store.counts, page_counts, need, m, rows,
-        entries, p, triton.next_power_of_2(p), ladder[rung] if gets else (0, 0), ladder, given, num_warps=1,
+        counts if tiers is None else tiers, counts, blocks, store.format_id, store.counts, page_counts, need, m, rows,
+        entries, p, triton.next_power_of_2(p), block_formats[format_id] if gets else (0, 0), block_formats, given,
+        num_warps=1,
     )  # fmt: skip
     ends = need.view(-1).cumsum(0)
     _exchange_kernel[(m,)](
@@ -202,7 +208,8 @@ def _swap(
         store.ring.numel(), rows, entries, padded, gets, num_warps=1,
     )  # fmt: skip
     _finish_kernel[(n,)](
-        store.cursor, blocks, store.rung, need, ends, pages, m, rows, triton.next_power_of_2(rows), rung, num_warps=1
+        store.cursor, blocks, store.format_id, need, ends, pages, m, rows, triton.next_power_of_2(rows), format_id,
+        num_warps=1
     )
     return Exchange(ids, page_counts[:2], old, pages)
 
@@ -210,17 +217,17 @@ def _swap(
 def exchange_pages(
     store: PageStore,
     blocks: torch.Tensor,
-    to_rung: int,
+    to_format: int,
     *,
     tiers: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> Exchange:
-    """Move `blocks[n]` (int64, distinct) to packed rung `to_rung` in the table and the ring; no page is written.
+    """Move `blocks[n]` (int64, distinct) to packed format `to_format` in the table and the ring; no page is written.
 
     A row's pages follow from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`). With neither,
     every token is kept high.
     """
-    return _swap(store, blocks, to_rung, tiers, counts)
+    return _swap(store, blocks, to_format, tiers, counts)
 
 
 def release(store: PageStore, blocks: torch.Tensor) -> None:
@@ -239,4 +246,4 @@ def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
         store.ring, store.cursor, store.table, store.counts, blocks, store.ring.numel(), rows, entries, padded,
         num_warps=1,
     )  # fmt: skip
-    _taken_kernel[(n,)](store.cursor, blocks, store.rung, store.observed, rows * entries, num_warps=1)
+    _taken_kernel[(n,)](store.cursor, blocks, store.format_id, store.observed, rows * entries, num_warps=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import Rung
+from ..layout import BlockFormat
 from ..store import SCRATCH_BLOCK, SCRATCH_PAGE, PageStore
 
 
@@ -44,29 +44,29 @@ def return_pages(store: PageStore, ids: torch.Tensor, counts: torch.Tensor) -> N
     store.cursor[1] += total
 
 
-def tier_pages(store: PageStore, rung: Rung, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages (high, low), int64 of the leading shape, of packed heads with token counts `[..., 2]` at `rung`."""
+def tier_pages(store: PageStore, block_format: BlockFormat, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages (high, low), int64 of the leading shape, of packed heads with token counts `[..., 2]` at `block_format`."""
     c = counts.to(torch.int64)
-    high = store.layout.page(rung.high).tokens
+    high = store.layout.page(block_format.high).tokens
     pages_high = (c[..., 0] + high - 1) // high
-    if rung.low is None:
+    if block_format.low is None:
         return pages_high, torch.zeros_like(pages_high)
-    low = store.layout.page(rung.low).tokens
+    low = store.layout.page(block_format.low).tokens
     return pages_high, (c[..., 1] + low - 1) // low
 
 
 def block_tier_pages(store: PageStore, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages (high, low) `[n, L, H]` of blocks in any storage format; bf16 counts as high, a free block has none."""
-    rung = store.rung[blocks].view(-1, 1, 1)
+    format_id = store.format_id[blocks].view(-1, 1, 1)
     counts = store.counts[blocks]
-    high = (rung == 0).to(torch.int64).expand(counts.shape[:-1]) * store.layout.head_pages_bf16
+    high = (format_id == 0).to(torch.int64).expand(counts.shape[:-1]) * store.layout.head_pages_bf16
     low = torch.zeros_like(high)
-    # One pass per rung with constants instead of a lookup, so a step creates no tensor from host data.
-    for r, spec in enumerate(store.ladder):
+    # One pass per block format with constants instead of a lookup, so a step creates no tensor from host data.
+    for r, spec in enumerate(store.block_formats):
         if r:
             pages_high, pages_low = tier_pages(store, spec, counts)
-            high = torch.where(rung == r, pages_high, high)
-            low = torch.where(rung == r, pages_low, low)
+            high = torch.where(format_id == r, pages_high, high)
+            low = torch.where(format_id == r, pages_low, low)
     return high, low
 
 
@@ -86,7 +86,7 @@ def table_order(rows: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> to
 
 
 def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
-    """Give `blocks[n]` (distinct, free) their uncompressed pages: rung 0, counts 0, observed 0.
+    """Give `blocks[n]` (distinct, free) their uncompressed pages: format id 0, counts 0, observed 0.
 
     Takes L*H*E pages per block, in (block, layer, head, entry) order.
     """
@@ -98,12 +98,13 @@ def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
     store.cursor[0] += n
     # Not `counts[blocks] = 0`: assigning a Python number copies it from the host and waits.
     store.counts.index_fill_(0, blocks, 0)
-    store.rung.index_fill_(0, blocks, 0)
+    store.format_id.index_fill_(0, blocks, 0)
     store.observed.index_fill_(0, blocks, 0)
 
 
 def release(store: PageStore, blocks: torch.Tensor) -> None:
-    """Push all pages of `blocks[n]` (distinct) in (block, layer, head, high then low entry) order; rung becomes -1.
+    """Push all pages of `blocks[n]` (distinct) in (block, layer, head, high then low entry) order; the format id
+    becomes -1.
 
     The table row then names page 0, so a late write lands in the scratch page. A free block gives nothing back.
     """
@@ -113,7 +114,7 @@ def release(store: PageStore, blocks: torch.Tensor) -> None:
     return_pages(store, ids.flatten(0, 2), (high + low).flatten())
     store.table.index_fill_(0, blocks, SCRATCH_PAGE)
     store.counts.index_fill_(0, blocks, 0)
-    store.rung.index_fill_(0, blocks, -1)
+    store.format_id.index_fill_(0, blocks, -1)
 
 
 def check_invariants(store: PageStore) -> None:
@@ -139,5 +140,5 @@ def check_invariants(store: PageStore) -> None:
     assert not wrong.numel(), f"pages lost or doubled: {wrong[:8].tolist()}"
     limit = store.layout.head_pages_bf16
     assert int((high + low).max()) <= limit if blocks.numel() else True, "a table row overflows"
-    assert int(store.rung[SCRATCH_BLOCK]) == 0
+    assert int(store.format_id[SCRATCH_BLOCK]) == 0
     assert not store.table[SCRATCH_BLOCK].any()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.bits import segment
-from ..layout import PageLayout, Rung
+from ..layout import BlockFormat, PageLayout
 from ..store import SCRATCH_PAGE, PageStore
 from .reference import table_order, tier_pages
 
@@ -29,15 +29,17 @@ def segment_rows(store: PageStore, page: PageLayout, name: str, dtype: torch.dty
     return words.index_select(0, ids.flatten()).view(ids.shape[0], -1)
 
 
-def tier_slots(store: PageStore, rung: Rung, row_table: torch.Tensor, counts: torch.Tensor) -> list[TierSlots]:
-    """Tiers of m packed heads at `rung`: `row_table` int32 `[m, E]`, `counts` int64 `[m, 2]`.
+def tier_slots(
+    store: PageStore, block_format: BlockFormat, row_table: torch.Tensor, counts: torch.Tensor
+) -> list[TierSlots]:
+    """Tiers of m packed heads at `block_format`: `row_table` int32 `[m, E]`, `counts` int64 `[m, 2]`.
 
     In unscored layouts pages hold no positions, and a token's index is its place in stored order, high before low.
     """
     layout, out = store.layout, []
-    tier_counts = tier_pages(store, rung, counts)
+    tier_counts = tier_pages(store, block_format, counts)
     ordered = table_order(row_table, *tier_counts).long()
-    for tier, fmt in enumerate((rung.high, rung.low)):
+    for tier, fmt in enumerate((block_format.high, block_format.low)):
         if fmt is None:
             continue
         page = layout.page(fmt)

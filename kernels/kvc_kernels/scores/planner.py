@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.format_class import ladder_classes, rung_class_masks
+from ..common.format_class import format_class_masks, format_tiers
 from ..store import PageStore
 
 MAX_CLASSES = 12  # bits for classes in a word of the list
@@ -15,7 +15,7 @@ MAX_PLACES = 1 << 20
 
 @triton.jit(do_not_specialize=["row_stride", "n_requests", "capacity"])
 def _list_kernel(
-    requests, row_blocks, row_stride, n_requests, rung, rung_tiers, num_places, listed, capacity,
+    requests, row_blocks, row_stride, n_requests, format_id, tier_masks, num_places, listed, capacity,
     P: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):
     """grid (B, places / STEP). List the requests' places one after the other: see `ObservedBlocks`.
@@ -27,7 +27,7 @@ def _list_kernel(
     j = tl.program_id(1) * STEP + tl.arange(0, STEP)
     in_request = j * P < num_tokens
     block = tl.load(row_blocks + request.to(tl.int64) * row_stride + j, mask=in_request, other=0)
-    tiers = tl.load(rung_tiers + tl.maximum(tl.load(rung + block, mask=in_request, other=0).to(tl.int32), 0))
+    tiers = tl.load(tier_masks + tl.maximum(tl.load(format_id + block, mask=in_request, other=0).to(tl.int32), 0))
     first = tl.zeros([STEP], tl.int32) + n_requests
     last = tl.zeros([STEP], tl.int32) - 1
     before = request * 0
@@ -63,11 +63,11 @@ class ObservedBlocks:
     """
 
     def __init__(self, store: PageStore):
-        classes = len(ladder_classes(store))
+        classes = len(format_tiers(store))
         if classes > MAX_CLASSES:
             raise ValueError(f"a list word holds {MAX_CLASSES} format classes, the store has {classes}")
         self.store = store
-        self._tiers = torch.tensor(rung_class_masks(store), dtype=torch.int32, device=store.device)
+        self._tiers = torch.tensor(format_class_masks(store), dtype=torch.int32, device=store.device)
         self.num_places = torch.zeros(1, dtype=torch.int32, device=store.device)
 
     def room(self, places: int) -> torch.Tensor:
@@ -83,6 +83,7 @@ class ObservedBlocks:
             raise ValueError(f"a list word holds {MAX_PLACES} blocks per request, got {blocks}")
         if n and blocks:
             _list_kernel[(n, -(-blocks // 32))](
-                requests, row_blocks, row_blocks.stride(0), n, self.store.rung, self._tiers, self.num_places, listed,
+                requests, row_blocks, row_blocks.stride(0), n, self.store.format_id, self._tiers, self.num_places,
+                listed,
                 listed.shape[1], self.store.layout.block_tokens, 32, 32, num_warps=4,
             )  # fmt: skip

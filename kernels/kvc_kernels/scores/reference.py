@@ -140,7 +140,7 @@ def collect_decode(
     for i, n in enumerate(seq_lens):
         if observe.decoding(n - 1):
             blocks = row_blocks[i, : -(-n // p)]
-            parts = request_parts(store, layer, blocks, store.rung[blocks].tolist(), n)
+            parts = request_parts(store, layer, blocks, store.format_id[blocks].tolist(), n)
             if parts:
                 observe_decode(store, parts, part_weights(parts, q[i], scale, logit_cap), observe)
 
@@ -163,7 +163,7 @@ def collect_prefill(
         if not new:
             continue
         blocks = row_blocks[i, : -(-(prefix + new) // p)]
-        parts = request_parts(store, layer, blocks, store.rung[blocks].tolist(), prefix + new)
+        parts = request_parts(store, layer, blocks, store.format_id[blocks].tolist(), prefix + new)
         keys = [part.dense(q.dtype)[0] for part in parts]
         sizes = [k.shape[1] for k in keys]
         query, valid = q[at : at + new].movedim(0, 1), stored_mask(parts, sizes)
@@ -221,17 +221,17 @@ def note_observers(
 
 
 def significance(
-    store: PageStore, blocks: torch.Tensor, window: int | None = None, rung: int | None = None, stride: int = 1
+    store: PageStore, blocks: torch.Tensor, window: int | None = None, format_id: int | None = None, stride: int = 1
 ) -> torch.Tensor:
     """Mean attention score of each token of full `blocks[n]`, fp32 `[n, L, H, P]` in token order.
 
     Score divided by the number of counted queries: those behind the block and, if all queries count, those of the block
-    itself behind the token that a prompt's `stride` samples. A known common `rung` of all blocks avoids the read on the
-    host.
+    itself behind the token that a prompt's `stride` samples. A known common `format_id` of all blocks avoids the read
+    on the host.
     """
     p = store.layout.block_tokens
     observers = store.observed[blocks].view(-1, 1, 1, 1).float()
     if window is None:
         behind = torch.arange(1, p + 1, device=store.device)
         observers = observers + (p // stride - behind // stride) * stride
-    return block_scores(store, blocks, rung) / observers.clamp(min=1)
+    return block_scores(store, blocks, format_id) / observers.clamp(min=1)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout import Rung
+from ..layout import BlockFormat
 from ..pages.dense import block_tiers
 from ..pages.reference import block_head_pages
 from ..scores.reference import Observe, significance
@@ -29,10 +29,10 @@ def plan_thresholds(
     alpha: Thresholds,
     observe: Observe,
     *,
-    from_rung: int,
-    to: Rung,
+    from_format: int,
+    to: BlockFormat,
 ) -> torch.Tensor:
-    """Tiers int8 `[n, L, H, P]` of `blocks[n]`, all at `from_rung`, for the storage format `to`.
+    """Tiers int8 `[n, L, H, P]` of `blocks[n]`, all at `from_format`, for the storage format `to`.
 
     `starts[n]`: position of each block's first token. `lengths[n]`: length N of the sequence, or 0 to measure each
     token against its position. Reads nothing on the host.
@@ -41,11 +41,11 @@ def plan_thresholds(
     positions = (starts[:, None] + torch.arange(layout.block_tokens, device=starts.device)).float()
     n_tokens = lengths[:, None].float()
     return threshold(
-        significance(store, blocks, observe.window, from_rung, observe.stride),
+        significance(store, blocks, observe.window, from_format, observe.stride),
         torch.where(n_tokens > 0, n_tokens, positions + 1),
         alpha.high,
         alpha.low,
-        block_tiers(store, blocks, from_rung),
+        block_tiers(store, blocks, from_format),
         layout.page(to.high).tokens,
         layout.page(to.low).tokens,
         block_head_pages(store, blocks),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.format_class import KEY_BITS, POSITIONS, SCORES, TOKENS, FormatClass, format_class
-from ..layout import Rung
+from ..layout import BlockFormat
 from ..scores.reference import Observe
 from ..store import PageStore
 from .thresholds import Thresholds
@@ -125,8 +125,8 @@ def thresholds_kernel(
     tl.store(out + row * P + t, tiers.to(tl.int8), mask=inside)
 
 
-def _source(store: PageStore, rung: Rung) -> tuple[FormatClass, ...]:
-    return tuple(format_class(store.layout.page(f)) for f in (rung.high, rung.low) if f is not None)
+def _source(store: PageStore, block_format: BlockFormat) -> tuple[FormatClass, ...]:
+    return tuple(format_class(store.layout.page(f)) for f in (block_format.high, block_format.low) if f is not None)
 
 
 def plan_thresholds_triton(
@@ -137,8 +137,8 @@ def plan_thresholds_triton(
     alpha: Thresholds,
     observe: Observe,
     *,
-    from_rung: int,
-    to: Rung,
+    from_format: int,
+    to: BlockFormat,
 ) -> torch.Tensor:
     layout, n = store.layout, blocks.numel()
     out = torch.empty((n, layout.layers, layout.heads, layout.block_tokens), dtype=torch.int8, device=store.device)
@@ -147,7 +147,7 @@ def plan_thresholds_triton(
         thresholds_kernel[(n * rows,)](
             store.pages, store.table, store.counts, store.observed, blocks, starts, lengths, out, float(alpha.high),
             float(alpha.low), rows, layout.head_pages_bf16, p, triton.next_power_of_2(p), layout.page_bytes,
-            _source(store, store.ladder[from_rung]), layout.page(to.high).tokens, layout.page(to.low).tokens,
+            _source(store, store.block_formats[from_format]), layout.page(to.high).tokens, layout.page(to.low).tokens,
             observe.stride if observe.window is None else 0, CHUNK, num_warps=WARPS,
         )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
 
 from ..base import SEQUENCE, Evidence, Policy
 
@@ -41,12 +41,12 @@ class LeanKV(Policy):
     def formats(self) -> list[str]:
         return [self.high, self.low]
 
-    def ladder(self, layout: PoolLayout) -> tuple[Rung, ...]:
+    def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
         high, low = FORMATS[self.high], FORMATS[self.low]
         # Two tiers of one head take at most all tokens high and one partly filled low page.
         per_head = layout.pages_for(high, layout.block_tokens) + 1
         pages = layout.layers * layout.heads * min(per_head, layout.head_pages_bf16)
-        return (Rung(BF16, pages=layout.block_pages_bf16), Rung(high, low, pages=pages, exact=False))
+        return (BlockFormat(BF16, pages=layout.block_pages_bf16), BlockFormat(high, low, pages=pages, exact=False))
 
-    def plan(self, evidence: Evidence, rung: Rung) -> torch.Tensor:
-        return evidence.thresholds(ops.Thresholds(self.alpha_high, self.alpha_low), rung)
+    def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
+        return evidence.thresholds(ops.Thresholds(self.alpha_high, self.alpha_low), block_format)

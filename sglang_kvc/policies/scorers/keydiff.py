@@ -23,7 +23,7 @@ class KeyDiff(RowScorer):
     name: ClassVar[str] = "keydiff"
 
     def score(self, evidence) -> torch.Tensor:
-        if evidence.from_rung == 0:
+        if evidence.from_format == 0:
             return ops.keydiff_blocks(evidence.store, evidence.blocks)
         return super().score(evidence)
 

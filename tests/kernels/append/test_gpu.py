@@ -15,14 +15,15 @@ pytestmark = [
 @pytest.mark.parametrize("heads, head_dim", [(8, 128), (3, 64), (2, 256), (1, 128)])
 def test_append_in_a_graph(heads, head_dim, scored):
     from kvc_kernels.append.kernel import append_triton
-    from kvc_kernels.layout import BF16, PoolLayout, Rung
+    from kvc_kernels.layout import BF16, BlockFormat, PoolLayout
     from kvc_kernels.store import PageStore
 
     layout = PoolLayout(3, heads, head_dim, 64, 8 * (4 * head_dim + 4), scored=scored)
     stores = []
     for _ in range(2):
         store = PageStore.create(
-            layout, (Rung(BF16),), num_pages=1 + 9 * layout.block_pages_bf16, num_blocks=12, dtype=torch.bfloat16,
+            layout, (BlockFormat(BF16),), num_pages=1 + 9 * layout.block_pages_bf16, num_blocks=12,
+            dtype=torch.bfloat16,
             device="cuda",
         )  # fmt: skip
         store.pages.fill_(171)

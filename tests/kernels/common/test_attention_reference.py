@@ -7,15 +7,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS
-from tests.support.pages import fill, make_store, random_kv, random_tiers, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 
-LADDERS = [f.name for f in FORMATS.values() if f.packed] + ["k8v4+k4v2", "k4v8+k2v2"]
+FORMAT_LISTS = [f.name for f in FORMATS.values() if f.packed] + ["k8v4+k4v2", "k4v8+k2v2"]
 
 
 def request(spec, *, groups=1, length=170, packed=2, prune=True, seed=0, dtype=torch.bfloat16, **kw):
-    """A store with one request: `packed` full blocks at rung 1, the rest open. Returns store, row of blocks, dense."""
+    """A store with one request: `packed` full blocks at block format 1, the rest open. Returns store, row of blocks,
+    dense.
+    """
     kw = {"block_tokens": 64, "head_dim": 64, "blocks": 11, **kw}
-    store = make_store(rungs(spec) if spec else rungs(), dtype=dtype, **kw)
+    store = make_store(block_formats_of(spec) if spec else block_formats_of(), dtype=dtype, **kw)
     gen = np.random.default_rng(seed)
     p = store.layout.block_tokens
     row = torch.from_numpy(gen.permutation(kw["blocks"])[: -(-length // p)] + 1)
@@ -24,9 +26,9 @@ def request(spec, *, groups=1, length=170, packed=2, prune=True, seed=0, dtype=t
     if spec and packed:
         tiers = ops.keep_all(packed, store.layout)
         if prune:
-            tiers = random_tiers(store, packed, store.ladder[1], gen)
+            tiers = random_tiers(store, packed, store.block_formats[1], gen)
             tiers[0, 0, 0] = 0  # a head that kept nothing
-        ops.compact(store, row[:packed], 1, tiers, from_rung=0)
+        ops.compact(store, row[:packed], 1, tiers, from_format=0)
     return store, row, gen
 
 
@@ -56,7 +58,7 @@ def error(out, want):
     return float((out.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("spec", LADDERS)
+@pytest.mark.parametrize("spec", FORMAT_LISTS)
 @pytest.mark.parametrize("scored", [False, True])
 def test_all_formats(spec, scored):
     for head_dim, group in ((64, 3), (128, 1), (32, 7)):
@@ -104,12 +106,12 @@ def test_logit_cap(spec):
     assert error(got, want[-1:]) < 1e-5
 
 
-def test_blocks_of_several_rungs_in_one_row():
+def test_blocks_of_several_formats_in_one_row():
     """Plain, packed and lower blocks in any order, as a shared prefix with a pinned window may leave them."""
     store, row, gen = request("k8v4+k4v2", length=370, packed=0)
     for at in (0, 2, 3):
-        tiers = random_tiers(store, 1, store.ladder[1], gen)
-        ops.compact(store, row[at : at + 1], 1, tiers, from_rung=0)
+        tiers = random_tiers(store, 1, store.block_formats[1], gen)
+        ops.compact(store, row[at : at + 1], 1, tiers, from_format=0)
     k, v, held = dense(store, row, 370)
     q = torch.randn(30, 2, 64)
     want, _ = reference(q, k, v, held, 0.125)
@@ -121,7 +123,7 @@ def test_blocks_of_several_rungs_in_one_row():
 
 def test_everything_pruned_gives_zero():
     store, row, _ = request("k4v4", length=64, packed=0)
-    ops.compact(store, row, 1, torch.zeros(1, 1, 2, 64, dtype=torch.int8), from_rung=0)
+    ops.compact(store, row, 1, torch.zeros(1, 1, 2, 64, dtype=torch.int8), from_format=0)
     q = torch.randn(1, 2, 64)
     assert not ops.decode_attention(store, 0, q, row[None], torch.tensor([64]), scale=0.125).any()
 
@@ -217,8 +219,8 @@ def test_scores_are_column_sums(spec, window, cap):
     received = torch.zeros(2, 170, dtype=torch.float64)
     for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
         if step == 1:  # the first block is packed meanwhile
-            tiers = random_tiers(store, 1, store.ladder[1], np.random.default_rng(3))
-            ops.compact(store, row[:1], 1, tiers, from_rung=0)
+            tiers = random_tiers(store, 1, store.block_formats[1], np.random.default_rng(3))
+            ops.compact(store, row[:1], 1, tiers, from_format=0)
         end = prefix + new
         k, v, held = dense(store, row, 170)
         received = torch.where(held, received, 0)
@@ -249,7 +251,7 @@ def test_scores_are_column_sums(spec, window, cap):
 def test_shared_prefix_collects_from_every_request():
     store, row, _ = request("k4v4", scored=True, length=100, packed=0)
     more = torch.tensor([b for b in range(1, 12) if b not in row.tolist()])[:1]
-    ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_rung=0)
+    ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_format=0)
     k, v = random_kv(store, 36, seed=4)
     fill(store, more, k, v)
     rows = torch.stack([row, torch.cat((row[:1], more))])

@@ -8,7 +8,7 @@ from kvc_kernels import ops
 from kvc_kernels.common import quant
 from kvc_kernels.common.bits import PageRows, pack_features, read_page, unpack_features, write_page
 from kvc_kernels.layout import BF16, FORMATS, PageLayout
-from tests.support.pages import RefStore, encode, fill, lower, make_store, random_kv, random_tiers, rungs
+from tests.support.pages import RefStore, block_formats_of, encode, fill, lower, make_store, random_kv, random_tiers
 
 PACKED = [f for f in FORMATS.values() if f.packed]
 
@@ -73,7 +73,7 @@ def test_bf16_page_round_trip():
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_bytes_equal_reference(spec, scored, head_dim):
     """Quantise and pack from bf16, bit for bit against the token-by-token reference."""
-    store = make_store(rungs(spec), scored=scored, head_dim=head_dim, dtype=torch.float16)
+    store = make_store(block_formats_of(spec), scored=scored, head_dim=head_dim, dtype=torch.float16)
     blocks = torch.tensor([4, 2])
     k, v = random_kv(store, 64)
     k[0, :, 0, 3] = 2.5  # a channel without range
@@ -83,9 +83,9 @@ def test_bytes_equal_reference(spec, scored, head_dim):
     model.take([4, 2])
     for i in range(64):
         model.append([4, 2][i // 32], 0, i % 32, k[0, i].float().numpy(), v[0, i].float().numpy())
-    tiers = random_tiers(store, 2, store.ladder[1], np.random.default_rng(0))
-    ops.compact(store, blocks, 1, tiers, from_rung=0)
-    model.compact([4, 2], store.ladder[1], tiers)
+    tiers = random_tiers(store, 2, store.block_formats[1], np.random.default_rng(0))
+    ops.compact(store, blocks, 1, tiers, from_format=0)
+    model.compact([4, 2], store.block_formats[1], tiers)
     model.check()
     model.check_bytes(4)
     model.check_bytes(2)

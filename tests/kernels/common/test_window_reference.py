@@ -5,7 +5,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.extend.fake_quant import as_stored
-from tests.support.pages import fill, make_store, random_kv, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, HEADS, DIM = 32, 2, 64
 # Prefixes that end inside a block and at borders, one shorter than every window; blocks that wait to be packed, one
@@ -22,7 +22,7 @@ WINDOWS = [0, 1, 20, 31, 32, 50, 70, 1000]
 def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
     """A store of two layers that holds all tokens; lengths, of blocks too, are `times` as large."""
     p = times * P
-    packed_as = rungs(spec) if spec else rungs()
+    packed_as = block_formats_of(spec) if spec else block_formats_of()
     store = make_store(
         packed_as, layers=2, heads=heads, head_dim=dim, block_tokens=p, blocks=18, dtype=dtype
     )
@@ -34,7 +34,7 @@ def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=
         whole = [int(ROWS[r, j]) for j in range(times * prefix // p) if j not in WAITING[r]]
         if spec and whole:
             ids = torch.tensor(whole)
-            ops.compact(store, ids, 1, ops.keep_all(len(whole), store.layout), from_rung=0)
+            ops.compact(store, ids, 1, ops.keep_all(len(whole), store.layout), from_format=0)
     return store
 
 
@@ -54,7 +54,7 @@ def reference(store, layer, q, rows, prefix, new, *, window, scale, cap=0.0, sto
         fmt = stored_as[r] if stored_as else None
         later = k, v
         if fmt is not None:
-            plain = (store.rung[blocks] == 0).view(-1, 1, 1, 1)
+            plain = (store.format_id[blocks] == 0).view(-1, 1, 1, 1)
             again = as_stored(g, fmt, k.to(store.dtype), v.to(store.dtype))
             later = [torch.where(plain, x.float(), y) for x, y in zip(again, (k, v))]
         for own in range(prefix[r] // p, len(blocks) if n else 0):
@@ -85,7 +85,7 @@ def error(out, ref):
 @pytest.mark.parametrize("cap", [0.0, 20.0])
 def test_extend(window, stored, cap):
     store, q = request_case(), queries(3)
-    fmt = store.ladder[1].high
+    fmt = store.block_formats[1].high
     seen = [fmt, fmt, None, fmt, fmt] if stored else None
     got = ops.extend_attention(
         store, 1, q, ROWS, PREFIX, NEW, scale=0.125, logit_cap=cap, window=window, stored_as=seen
@@ -111,7 +111,7 @@ def test_decode(spec, window):
 
 def test_a_window_of_all_tokens_is_no_window():
     store, q = request_case(), queries(2)
-    args, seen = (store, 0, q, ROWS, PREFIX, NEW), [store.ladder[1].high] * len(NEW)
+    args, seen = (store, 0, q, ROWS, PREFIX, NEW), [store.block_formats[1].high] * len(NEW)
     for stored_as in (None, seen):
         want = ops.extend_attention(*args, scale=0.125, stored_as=stored_as)
         got = ops.extend_attention(*args, scale=0.125, stored_as=stored_as, window=500)

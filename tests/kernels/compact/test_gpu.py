@@ -5,7 +5,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common import bits
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes, page_bytes_for
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes, page_bytes_for
 from kvc_kernels.store import PageStore
 from tests.support.pages import free_pages
 
@@ -16,9 +16,9 @@ pytestmark = [
 LAYERS, TOKENS = 3, 256
 
 
-def rung(names):
+def block_format_of(names):
     high, *low = (FORMATS[x] for x in names.split("+"))
-    return Rung(high, low[0] if low else None)
+    return BlockFormat(high, low[0] if low else None)
 
 
 def make(device, specs, head_dim, heads, scored, dtype, blocks=5, tokens=TOKENS, page_tokens=None):
@@ -30,9 +30,9 @@ def make(device, specs, head_dim, heads, scored, dtype, blocks=5, tokens=TOKENS,
         else choose_page_bytes(formats, block_tokens=tokens, **sizes)
     )
     layout = PoolLayout(LAYERS, heads, head_dim, tokens, page, scored)
-    ladder = (Rung(BF16), *(rung(x) for x in specs))
+    block_formats = (BlockFormat(BF16), *(block_format_of(x) for x in specs))
     store = PageStore.create(
-        layout, ladder, num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 3, dtype=dtype,
+        layout, block_formats, num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 3, dtype=dtype,
         device=device,
     )  # fmt: skip
     store.pages.fill_(171)
@@ -53,7 +53,7 @@ def make(device, specs, head_dim, heads, scored, dtype, blocks=5, tokens=TOKENS,
     ],
 )
 def test_same_bytes(specs, head_dim, heads, scored, dtype):
-    """From uncompressed down every rung of the ladder, with random tiers at each step."""
+    """From uncompressed down every block format of the list, with random tiers at each step."""
     from kvc_kernels.compact.launch import compact_triton
 
     seed = torch.initial_seed()
@@ -67,7 +67,7 @@ def test_same_bytes(specs, head_dim, heads, scored, dtype):
         tiers = torch.randint(0, 3, (4, LAYERS, heads, TOKENS), generator=gen).to(torch.int8)
         tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.2] = 0
         tiers[torch.rand(tiers.shape[:3], generator=gen) < 0.4] = 2
-        # Tiers only go down; a rung without a low format drops what was low.
+        # Tiers only go down; a block format without a low format drops what was low.
         plans.append(torch.minimum(tiers, plans[-1]) if plans and "+" in spec else tiers)
     stores = []
     for device, move in (("cpu", reference), ("cuda", reference), ("cuda", compact_triton)):
@@ -83,13 +83,13 @@ def test_same_bytes(specs, head_dim, heads, scored, dtype):
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
         seen = []
         for i, tiers in enumerate(plans):
-            count = move(store, ids, i + 1, tiers.to(device), from_rung=i)
+            count = move(store, ids, i + 1, tiers.to(device), from_format=i)
             ops.check_invariants(store)
             seen.append(([ops.block_digest(store, b) for b in blocks.tolist()], count.tolist()))
         stores.append((store, seen))
     for store, seen in stores[1:]:
         assert seen == stores[0][1]
-        for name in ("table", "counts", "rung", "cursor"):
+        for name in ("table", "counts", "format_id", "cursor"):
             assert torch.equal(getattr(store, name).cpu(), getattr(stores[0][0], name)), name
         assert torch.equal(free_pages(store).cpu(), free_pages(stores[0][0]))
 
@@ -143,12 +143,12 @@ def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype):
             scores = bits.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
         tiers = ops.keep_all(3, store.layout, device) if given else None
-        counts = move(store, ids, 1, tiers, from_rung=0)
+        counts = move(store, ids, 1, tiers, from_format=0)
         ops.check_invariants(store)
         stores.append((store, [ops.block_digest(store, b) for b in blocks.tolist()], counts.tolist()))
     for store, *seen in stores[1:]:
         assert seen == list(stores[0][1:])
-        for name in ("table", "counts", "rung", "cursor"):
+        for name in ("table", "counts", "format_id", "cursor"):
             assert torch.equal(getattr(store, name).cpu(), getattr(stores[0][0], name)), name
         assert torch.equal(free_pages(store).cpu(), free_pages(stores[0][0]))
 
@@ -164,11 +164,11 @@ def test_no_sync(source, given):
     for ids in (first, second):
         ops.take_bf16(store, ids)
         if source:
-            compact_triton(store, ids, 1, tiers, from_rung=0)
-    compact_triton(store, first, source + 1, tiers if given else None, from_rung=source)
+            compact_triton(store, ids, 1, tiers, from_format=0)
+    compact_triton(store, first, source + 1, tiers if given else None, from_format=source)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        compact_triton(store, second, source + 1, tiers if given else None, from_rung=source)
+        compact_triton(store, second, source + 1, tiers if given else None, from_format=source)
     finally:
         torch.cuda.set_sync_debug_mode("default")

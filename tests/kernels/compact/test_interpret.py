@@ -9,7 +9,7 @@ from kvc_kernels.common import bits
 from kvc_kernels.compact import launch
 from kvc_kernels.compact.launch import compact_triton
 from kvc_kernels.layout import page_bytes_for
-from tests.support.pages import fill, free_pages, make_store, random_kv, random_tiers, rungs
+from tests.support.pages import block_formats_of, fill, free_pages, make_store, random_kv, random_tiers
 
 BLOCKS = torch.tensor([5, 2, 3])
 
@@ -20,7 +20,7 @@ def pair(**options):
     for store in stores:
         fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
         if store.layout.scored:
-            page = store.layout.page(store.ladder[0].high)
+            page = store.layout.page(store.block_formats[0].high)
             scores = bits.segment(page, store.pages, "scores", torch.float32)
             scores.uniform_(generator=torch.Generator().manual_seed(7))
     return stores
@@ -29,23 +29,23 @@ def pair(**options):
 def same(a, b, blocks=BLOCKS):
     for block in blocks.tolist():
         assert ops.block_digest(a, block) == ops.block_digest(b, block)
-    for name in ("table", "counts", "rung", "cursor"):
+    for name in ("table", "counts", "format_id", "cursor"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert torch.equal(free_pages(a), free_pages(b))
 
 
-@pytest.mark.parametrize("ladder", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
-def test_same_bytes(ladder):
-    a, b = pair(ladder=rungs(ladder), head_dim=64, scored="4" in ladder, layers=2)
-    tiers = random_tiers(a, 3, a.ladder[1], np.random.default_rng(2))
-    expected = ops.compact(a, BLOCKS, 1, tiers, from_rung=0)
-    assert torch.equal(compact_triton(b, BLOCKS, 1, tiers, from_rung=0), expected)
+@pytest.mark.parametrize("spec", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
+def test_same_bytes(spec):
+    a, b = pair(block_formats=block_formats_of(spec), head_dim=64, scored="4" in spec, layers=2)
+    tiers = random_tiers(a, 3, a.block_formats[1], np.random.default_rng(2))
+    expected = ops.compact(a, BLOCKS, 1, tiers, from_format=0)
+    assert torch.equal(compact_triton(b, BLOCKS, 1, tiers, from_format=0), expected)
     same(a, b)
     ops.check_invariants(b)
 
 
 WHOLE = [
-    # ladder, tokens a block, tokens a page of the high format
+    # Formats, tokens a block, tokens a page of the high format
     ("k4v4", 64, 64),
     ("k4v4", 128, 48),
     ("k8v4", 64, 64),
@@ -57,32 +57,32 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("keys", ["held", "read twice"])
-@pytest.mark.parametrize("ladder, block_tokens, page_tokens", WHOLE)
-def test_all_kept(ladder, block_tokens, page_tokens, keys, monkeypatch):
+@pytest.mark.parametrize("spec, block_tokens, page_tokens", WHOLE)
+def test_all_kept(spec, block_tokens, page_tokens, keys, monkeypatch):
     """Without tiers; some blocks do not fill their pages."""
     if keys == "read twice":
         monkeypatch.setattr(launch, "HELD", 1)
-    ladder, scored = rungs(ladder), block_tokens == 64
-    page = page_bytes_for(ladder[1].high, page_tokens, head_dim=64, scored=scored)
+    block_formats, scored = block_formats_of(spec), block_tokens == 64
+    page = page_bytes_for(block_formats[1].high, page_tokens, head_dim=64, scored=scored)
     a, b = pair(
-        ladder=ladder, head_dim=64, scored=scored, heads=1, block_tokens=block_tokens,
+        block_formats=block_formats, head_dim=64, scored=scored, heads=1, block_tokens=block_tokens,
         page_bytes=page + 16 * (page_tokens == 80), dtype=torch.float16 if page_tokens == 32 else torch.bfloat16,
     )  # fmt: skip
-    assert a.layout.page(ladder[1].high).tokens == page_tokens
-    expected = ops.compact(a, BLOCKS, 1, ops.keep_all(3, a.layout), from_rung=0)
-    assert torch.equal(compact_triton(b, BLOCKS, 1, None, from_rung=0), expected)
+    assert a.layout.page(block_formats[1].high).tokens == page_tokens
+    expected = ops.compact(a, BLOCKS, 1, ops.keep_all(3, a.layout), from_format=0)
+    assert torch.equal(compact_triton(b, BLOCKS, 1, None, from_format=0), expected)
     same(a, b)
     ops.check_invariants(b)
 
 
-def test_no_tiers_from_a_packed_rung_and_in_the_reference():
-    stores = [s for _ in range(2) for s in pair(ladder=rungs("k8v8", "k4v4"), head_dim=64, heads=1)]
-    tiers = random_tiers(stores[0], 3, stores[0].ladder[1], np.random.default_rng(3))
+def test_no_tiers_from_a_packed_format_and_in_the_reference():
+    stores = [s for _ in range(2) for s in pair(block_formats=block_formats_of("k8v8", "k4v4"), head_dim=64, heads=1)]
+    tiers = random_tiers(stores[0], 3, stores[0].block_formats[1], np.random.default_rng(3))
     for move, plan, store in zip(
         (ops.compact, ops.compact, compact_triton), (ops.keep_all(3, stores[0].layout), None, None), stores
     ):
-        ops.compact(store, BLOCKS, 1, tiers, from_rung=0)
-        move(store, BLOCKS, 2, plan, from_rung=1)
+        ops.compact(store, BLOCKS, 1, tiers, from_format=0)
+        move(store, BLOCKS, 2, plan, from_format=1)
     same(stores[0], stores[1])
     same(stores[0], stores[2])
 
@@ -97,31 +97,34 @@ def hard_rows(k: torch.Tensor, v: torch.Tensor) -> None:
     v[:, 9] = (torch.arange(d) % 31) * 0.125
 
 
-@pytest.mark.parametrize("ladder", ["k8v8", "k4v4", "k2v2"])
-def test_hard_values_all_kept(ladder):
-    a, b = pair(ladder=rungs(ladder), head_dim=128, block_tokens=64, heads=1)
+@pytest.mark.parametrize("spec", ["k8v8", "k4v4", "k2v2"])
+def test_hard_values_all_kept(spec):
+    a, b = pair(block_formats=block_formats_of(spec), head_dim=128, block_tokens=64, heads=1)
     k, v = random_kv(a, 64, seed=1)
     hard_rows(k, v)
     for store in (a, b):
         ops.append(store, 0, BLOCKS[:1].expand(64), torch.arange(64), k[0], v[0])
-    ops.compact(a, BLOCKS, 1, None, from_rung=0)
-    compact_triton(b, BLOCKS, 1, None, from_rung=0)
+    ops.compact(a, BLOCKS, 1, None, from_format=0)
+    compact_triton(b, BLOCKS, 1, None, from_format=0)
     same(a, b)
 
 
 def test_fp16_pages_of_48_tokens_and_hard_values():
-    a, b = pair(ladder=rungs("k8v4+k4v2"), head_dim=128, block_tokens=64, scored=True, heads=1, dtype=torch.bfloat16)
-    assert a.layout.page(a.ladder[1].low).tokens == 48
+    a, b = pair(
+        block_formats=block_formats_of("k8v4+k4v2"), head_dim=128, block_tokens=64, scored=True, heads=1,
+        dtype=torch.bfloat16
+    )
+    assert a.layout.page(a.block_formats[1].low).tokens == 48
     for store in (a, b):
         k, v = random_kv(store, 64, seed=1)
         hard_rows(k, v)
         for layer in range(1):
             ops.append(store, layer, BLOCKS[:1].expand(64), torch.arange(64), k[layer], v[layer])
-    tiers = random_tiers(a, 3, a.ladder[1], np.random.default_rng(5))
+    tiers = random_tiers(a, 3, a.block_formats[1], np.random.default_rng(5))
     tiers[0, :, :] = 2
     tiers[0, :, :, ::3] = 1
-    ops.compact(a, BLOCKS, 1, tiers, from_rung=0)
-    compact_triton(b, BLOCKS, 1, tiers, from_rung=0)
+    ops.compact(a, BLOCKS, 1, tiers, from_format=0)
+    compact_triton(b, BLOCKS, 1, tiers, from_format=0)
     same(a, b)
 
 
@@ -131,22 +134,22 @@ MOVES = [("k8v8", "k4v4"), ("k8v8", "k2v2"), ("k4v4", "k4v2"), ("k8v4+k4v2", "k8
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("source, target", MOVES)
 def test_packed_blocks(source, target, scored):
-    a, b = pair(ladder=rungs(source, target), head_dim=64, scored=scored, heads=1, layers=2)
+    a, b = pair(block_formats=block_formats_of(source, target), head_dim=64, scored=scored, heads=1, layers=2)
     gen = np.random.default_rng(9)
-    tiers = random_tiers(a, 3, a.ladder[1], gen)
+    tiers = random_tiers(a, 3, a.block_formats[1], gen)
     for store in (a, b):
-        ops.compact(store, BLOCKS, 1, tiers, from_rung=0)
+        ops.compact(store, BLOCKS, 1, tiers, from_format=0)
     held = ops.block_tiers(a, BLOCKS, 1)
-    less = random_tiers(a, 3, a.ladder[2], gen, ceiling=held)
-    expected = ops.compact(a, BLOCKS, 2, less, from_rung=1)
-    assert torch.equal(compact_triton(b, BLOCKS, 2, less, from_rung=1), expected)
+    less = random_tiers(a, 3, a.block_formats[2], gen, ceiling=held)
+    expected = ops.compact(a, BLOCKS, 2, less, from_format=1)
+    assert torch.equal(compact_triton(b, BLOCKS, 2, less, from_format=1), expected)
     same(a, b)
     ops.check_invariants(b)
 
 
-def test_no_blocks_and_no_such_rung():
-    store, _ = pair(ladder=rungs("k8v8", "k4v4"), head_dim=64)
+def test_no_blocks_and_no_such_format():
+    store, _ = pair(block_formats=block_formats_of("k8v8", "k4v4"), head_dim=64)
     tiers = ops.keep_all(3, store.layout)
-    assert compact_triton(store, BLOCKS[:0], 1, tiers[:0], from_rung=0).numel() == 0
+    assert compact_triton(store, BLOCKS[:0], 1, tiers[:0], from_format=0).numel() == 0
     with pytest.raises(ValueError):
-        compact_triton(store, BLOCKS, 0, tiers, from_rung=1)
+        compact_triton(store, BLOCKS, 0, tiers, from_format=1)

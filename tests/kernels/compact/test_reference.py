@@ -1,4 +1,4 @@
-"""Compaction: determinism, ladder moves, sizes, and no host sync."""
+"""Compaction: determinism, moves between formats, sizes, and no host sync."""
 
 import sys
 
@@ -8,15 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, Rung
-from tests.support.pages import fill, make_store, random_kv, random_tiers, rungs
+from kvc_kernels.layout import FORMATS, BlockFormat
+from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 
-MIXED = rungs("k8v4+k4v2", "k4v4", "k2v2")
+MIXED = block_formats_of("k8v4+k4v2", "k4v4", "k2v2")
 
 
-def packed_store(ladder, tiers_of_rung, order, *, churn=0, **kw):
+def packed_store(block_formats, tiers_of_format, order, *, churn=0, **kw):
     """Blocks 1..3 with fixed contents, taken and compacted in `order`, after some churn of the ring."""
-    store = make_store(ladder, blocks=8, layers=2, **kw)
+    store = make_store(block_formats, blocks=8, layers=2, **kw)
     for i in range(churn):
         b = torch.tensor([7, 8][: 1 + i % 2])
         ops.take_bf16(store, b)
@@ -43,7 +43,7 @@ def test_digest_ignores_page_ids_neighbours_and_order(scored):
         for plan, source, to in ((tiers, 0, 1), (then, 1, 2)):
             for batch in batches:
                 stacked = torch.cat([plan[b] for b in batch])
-                ops.compact(store, torch.tensor(batch), to, stacked, from_rung=source)
+                ops.compact(store, torch.tensor(batch), to, stacked, from_format=source)
             digests.append([ops.block_digest(store, b) for b in (1, 2, 3)])
         ops.check_invariants(store)
         seen.append((digests, ops.load_dense(store, 1, torch.tensor([1, 2, 3]))))
@@ -57,7 +57,7 @@ def test_digest_sees_every_part():
     store = packed_store(MIXED, None, [1], scored=True)
     block = torch.tensor([1])
     open_digest = ops.block_digest(store, 1)
-    ops.compact(store, block, 1, ops.keep_all(1, store.layout), from_rung=0)
+    ops.compact(store, block, 1, ops.keep_all(1, store.layout), from_format=0)
     digests = {open_digest, ops.block_digest(store, 1)}
     for change in (store.headers[1, 1, 0, 0], store.pages[int(store.table[1, 1, 1, 0])][:2], store.counts[1, 0, 0]):
         change += 1
@@ -78,28 +78,28 @@ def test_chunks_do_not_matter(monkeypatch):
         monkeypatch.setitem(sys.modules[ops.compact.__module__].TEMP_BYTES, "cpu", limit)
         store = packed_store(MIXED, None, [1, 2, 3], scored=True)
         tiers = random_tiers(store, 3, MIXED[1], np.random.default_rng(1))
-        ops.compact(store, torch.tensor([1, 2, 3]), 1, tiers, from_rung=0)
+        ops.compact(store, torch.tensor([1, 2, 3]), 1, tiers, from_format=0)
         digests.append([ops.block_digest(store, b) for b in (1, 2, 3)])
     assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("scored", [False, True])
-def test_ladder_down_by_values_only_keeps_keys(scored):
+def test_list_of_formats_down_by_values_only_keeps_keys(scored):
     """k8v4 -> k4v4: values verbatim, keys mapped code to code; k4v4 with fewer tokens: both verbatim."""
-    store = packed_store(rungs("k8v4", "k4v4", "k4v4"), None, [1], scored=scored)
+    store = packed_store(block_formats_of("k8v4", "k4v4", "k4v4"), None, [1], scored=scored)
     block = torch.tensor([1])
     keep = ops.keep_all(1, store.layout)
-    ops.compact(store, block, 1, keep, from_rung=0)
+    ops.compact(store, block, 1, keep, from_format=0)
     header = store.headers[1].clone()
     k8, v8, _ = ops.load_dense(store, 0, block)
-    ops.compact(store, block, 2, keep, from_rung=1)
+    ops.compact(store, block, 2, keep, from_format=1)
     k4, v4, _ = ops.load_dense(store, 0, block)
     assert torch.equal(v4, v8) and torch.equal(store.headers[1], header)
     step = (header[0, :, 0].float() * 17).unsqueeze(1)
     assert ((k4[0] - k8[0]).abs() <= step / 2 * 1.001).all()
     fewer = keep.clone()
     fewer[..., ::3] = 0
-    pages = ops.compact(store, block, 3, fewer, from_rung=2)
+    pages = ops.compact(store, block, 3, fewer, from_format=2)
     k, v, tier = ops.load_dense(store, 0, block)
     kept = fewer[0, 0] == 2
     if scored:
@@ -117,8 +117,8 @@ def test_pruned_tokens_do_not_come_back():
     block = torch.tensor([1])
     first = ops.keep_all(1, store.layout)
     first[..., 5:20] = 0
-    ops.compact(store, block, 1, first, from_rung=0)
-    ops.compact(store, block, 1, ops.keep_all(1, store.layout), from_rung=1)
+    ops.compact(store, block, 1, first, from_format=0)
+    ops.compact(store, block, 1, ops.keep_all(1, store.layout), from_format=1)
     assert torch.equal(ops.block_tiers(store, block), first)
 
 
@@ -126,44 +126,45 @@ def test_scores_travel_with_their_tokens():
     store = packed_store(MIXED, None, [1, 2], scored=True)
     blocks = torch.tensor([2, 1])
     store.pages.view(torch.float32)[1:, -1] = 0
-    page = store.layout.page(store.ladder[0].high)
+    page = store.layout.page(store.block_formats[0].high)
     words = store.pages.view(torch.float32)[:, page.offset("scores") // 4 :][:, : page.tokens]
     words.copy_(torch.rand_like(words))
     before = ops.block_scores(store, blocks)
     gen = np.random.default_rng(2)
     tiers = random_tiers(store, 2, MIXED[1], gen)
-    ops.compact(store, blocks, 1, tiers, from_rung=0)
+    ops.compact(store, blocks, 1, tiers, from_format=0)
     assert torch.equal(ops.block_scores(store, blocks), before * (tiers > 0))
-    assert torch.equal(ops.block_scores(store, blocks, rung=1), before * (tiers > 0))
+    assert torch.equal(ops.block_scores(store, blocks, format_id=1), before * (tiers > 0))
     lower = (random_tiers(store, 2, MIXED[2], gen) > 0) & (tiers > 0)
-    ops.compact(store, blocks, 2, lower.to(torch.int8) * 2, from_rung=1)
+    ops.compact(store, blocks, 2, lower.to(torch.int8) * 2, from_format=1)
     assert torch.equal(ops.block_scores(store, blocks), before * lower)
-    assert torch.equal(ops.block_tiers(store, blocks, rung=2), lower.to(torch.int8) * 2)
+    assert torch.equal(ops.block_tiers(store, blocks, format_id=2), lower.to(torch.int8) * 2)
 
 
 def test_low_tier_without_a_low_format_is_dropped():
-    store = packed_store(rungs("k4v4"), None, [1], scored=True)
+    store = packed_store(block_formats_of("k4v4"), None, [1], scored=True)
     tiers = torch.randint(0, 3, (1, 2, 2, 32)).to(torch.int8)
-    ops.compact(store, torch.tensor([1]), 1, tiers, from_rung=0)
+    ops.compact(store, torch.tensor([1]), 1, tiers, from_format=0)
     assert torch.equal(ops.block_tiers(store, torch.tensor([1])), torch.where(tiers == 2, 2, 0).to(torch.int8))
 
 
-def test_empty_call_and_bad_rungs():
-    store = packed_store(rungs("k4v4"), None, [1])
+def test_empty_call_and_bad_formats():
+    store = packed_store(block_formats_of("k4v4"), None, [1])
     assert ops.compact(
-        store, torch.tensor([], dtype=torch.long), 1, ops.keep_all(0, store.layout), from_rung=0
+        store, torch.tensor([], dtype=torch.long), 1, ops.keep_all(0, store.layout), from_format=0
     ).shape == (0,)
     ops.release(store, torch.tensor([], dtype=torch.long))
     ops.take_bf16(store, torch.tensor([], dtype=torch.int32))
     ops.check_invariants(store)
     with pytest.raises(ValueError, match="not packed"):
-        ops.compact(store, torch.tensor([1]), 0, ops.keep_all(1, store.layout), from_rung=0)
+        ops.compact(store, torch.tensor([1]), 0, ops.keep_all(1, store.layout), from_format=0)
     # 640-byte pages: 4 tokens of bf16, 16 of k4v4 and k8v2-like tiers fit, but two ragged tiers may need too many.
     tight = make_store(
-        (*rungs(), Rung(FORMATS["k8v8"], FORMATS["k8v4"])), head_dim=32, page_bytes=2048, block_tokens=16
+        (*block_formats_of(), BlockFormat(FORMATS["k8v8"], FORMATS["k8v4"])), head_dim=32, page_bytes=2048,
+        block_tokens=16
     )
     with pytest.raises(ValueError, match="page size"):
-        ops.compact(tight, torch.tensor([1]), 1, ops.keep_all(1, tight.layout), from_rung=0)
+        ops.compact(tight, torch.tensor([1]), 1, ops.keep_all(1, tight.layout), from_format=0)
 
 
 class NoSync(TorchDispatchMode):
@@ -193,12 +194,14 @@ def test_step_operations_never_read_device_data(scored):
         tokens = (store.layout.page(FORMATS["k8v4"]).tokens, store.layout.page(FORMATS["k4v2"]).tokens)
         if scored:
             ops.note_observers(store, blocks.view(1, 2), torch.tensor([64]), torch.tensor([64]), ops.Observe())
-            ops.significance(store, blocks, None, rung=0)
+            ops.significance(store, blocks, None, format_id=0)
         pages = ops.block_head_pages(store, blocks)
-        tiers = ops.threshold(significance, divisor, 0.7, 0.3, ops.block_tiers(store, blocks, rung=0), *tokens, pages)
-        ops.compact(store, blocks, 1, tiers, from_rung=0)
+        tiers = ops.threshold(
+            significance, divisor, 0.7, 0.3, ops.block_tiers(store, blocks, format_id=0), *tokens, pages
+        )
+        ops.compact(store, blocks, 1, tiers, from_format=0)
         lower = ops.quota(significance, 4, 32)
-        ops.compact(store, blocks, 2, torch.minimum(lower, ops.block_tiers(store, blocks, rung=1)), from_rung=1)
+        ops.compact(store, blocks, 2, torch.minimum(lower, ops.block_tiers(store, blocks, format_id=1)), from_format=1)
         ops.release(store, blocks)
     ops.check_invariants(store)
     with pytest.raises(AssertionError), NoSync():

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 
 from kvc_kernels.common.dependent_launch import LAUNCH
 from kvc_kernels.decode import attention as decode
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
 TYPES = {
@@ -24,7 +24,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize(
-    "ladder, heads, group, head_dim, dtype",
+    "spec, heads, group, head_dim, dtype",
     [
         ("k8v4+k4v2", 8, 4, 128, "bf16"),
         ("k8v4+k4v2", 3, 3, 64, "bf16"),
@@ -33,13 +33,13 @@ TYPES = {
         ("k4v2", 8, 8, 128, "bf16"),
     ],
 )
-def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dtype, tmp_path):
+def test_twelve_programs_fit_a_multiprocessor(spec, heads, group, head_dim, dtype, tmp_path):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
-    formats = [FORMATS[n] for n in ladder.split("+")]
+    formats = [FORMATS[n] for n in spec.split("+")]
     size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, scored=True)
     layout = PoolLayout(2, heads, head_dim, 128, size, True)
     store = PageStore.create(
-        layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, device="cpu",
+        layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=4, num_blocks=2, device="cpu",
         dtype=torch.bfloat16 if dtype == "bf16" else torch.float16,
     )  # fmt: skip
     op = decode.DecodeAttention(
@@ -72,7 +72,7 @@ def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dt
 
 
 @pytest.mark.parametrize(
-    "ladder, group, head_dim, capability, window, engine",
+    "spec, group, head_dim, capability, window, engine",
     [
         ("k4v4", 4, 128, (9, 0), -1, "gluon"),
         ("k4v2", 8, 128, (9, 0), -1, "gluon"),
@@ -84,10 +84,10 @@ def test_twelve_programs_fit_a_multiprocessor(ladder, heads, group, head_dim, dt
         ("k4v4", 4, 128, (9, 0), 511, "triton"),
     ],
 )
-def test_served_where_it_is_faster(ladder, group, head_dim, capability, window, engine, monkeypatch):
+def test_served_where_it_is_faster(spec, group, head_dim, capability, window, engine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     store = SimpleNamespace(
-        ladder=(Rung(BF16), Rung(*(FORMATS[n] for n in ladder.split("+")))),
+        block_formats=(BlockFormat(BF16), BlockFormat(*(FORMATS[n] for n in spec.split("+")))),
         device=torch.device("cuda"), layout=SimpleNamespace(head_dim=head_dim),
     )  # fmt: skip
     op = SimpleNamespace(tuning=decode.Tuning(), store=store, group=group, window=window, query_rows=0)

@@ -35,18 +35,18 @@ def run(case, engine, *, logit_cap=0.0, **kw):
 
 
 @ENGINES
-@pytest.mark.parametrize("ladder", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
+@pytest.mark.parametrize("spec", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_formats(engine, ladder, head_dim):
-    case = make_case(ladder, head_dim=head_dim, block_tokens=256, lens=(3 * 256 + 77, 1, 512), device="cuda")
+def test_formats(engine, spec, head_dim):
+    case = make_case(spec, head_dim=head_dim, block_tokens=256, lens=(3 * 256 + 77, 1, 512), device="cuda")
     assert run(case, engine) < BAR
 
 
 @ENGINES
-@pytest.mark.parametrize("ladder", ["k8v8", "k4v4", "k2v2", "k8v4+k4v2"])
-def test_keys_per_token(engine, ladder):
+@pytest.mark.parametrize("spec", ["k8v8", "k4v4", "k2v2", "k8v4+k4v2"])
+def test_keys_per_token(engine, spec):
     case = make_case(
-        ladder, head_dim=128, block_tokens=128, lens=(300, 128), scored=True, device="cuda"
+        spec, head_dim=128, block_tokens=128, lens=(300, 128), scored=True, device="cuda"
     )
     assert run(case, engine) < BAR
 
@@ -70,7 +70,7 @@ def test_logit_cap(engine):
 def test_pages_of_any_size(engine, tile, tokens):
     page = tokens * 132 // 16 * 16
     case = make_case("k4v4", head_dim=128, block_tokens=128, lens=(300, 128), page_bytes=page, device="cuda")
-    assert case[0].layout.page(case[0].ladder[1].high).tokens == tokens
+    assert case[0].layout.page(case[0].block_formats[1].high).tokens == tokens
     assert run(case, engine, tile=tile) < BAR
 
 
@@ -83,7 +83,7 @@ def test_uncompressed_blocks_only(engine, dtype, page):
 
 
 @ENGINES
-def test_several_rungs_and_more_blocks_than_a_chunk(engine):
+def test_several_formats_and_more_blocks_than_a_chunk(engine):
     case = make_case(
         "k8v4+k4v2", "k4v4", "k4v2", head_dim=128, lens=(80 * 64 + 5, 64 * 33), device="cuda", dtype=torch.float16
     )
@@ -103,7 +103,7 @@ def test_default_columns_and_repeated_runs_agree_to_the_bit(engine):
 
 
 @ENGINES
-def test_graph_replays_with_other_lengths_blocks_and_rungs(engine):
+def test_graph_replays_with_other_lengths_blocks_and_formats(engine):
     case = make_case(
         "k4v4", "k8v4+k4v2", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), device="cuda"
     )

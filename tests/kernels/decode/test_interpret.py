@@ -22,9 +22,9 @@ def run(case, *, layer=1, tile=32, columns=5, **kw):
     return relative_error(out, store, layer, q, rows, lens, scale=q.shape[-1] ** -0.5, **kw)
 
 
-@pytest.mark.parametrize("ladder", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2", "k4v4+k2v2"])
-def test_formats(ladder):
-    assert run(make_case(ladder)) < BAR
+@pytest.mark.parametrize("spec", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2", "k4v4+k2v2"])
+def test_formats(spec):
+    assert run(make_case(spec)) < BAR
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 12])
@@ -32,9 +32,9 @@ def test_groups(group):
     assert run(make_case("k4v4", group=group, lens=(70, 1))) < BAR
 
 
-@pytest.mark.parametrize("head_dim, ladder", [(128, "k4v2"), (128, "k8v4+k4v2"), (256, "k4v2"), (256, "k4v4")])
-def test_head_dims(head_dim, ladder):
-    assert run(make_case(ladder, head_dim=head_dim, lens=(128, 3), heads=1)) < BAR
+@pytest.mark.parametrize("head_dim, spec", [(128, "k4v2"), (128, "k8v4+k4v2"), (256, "k4v2"), (256, "k4v4")])
+def test_head_dims(head_dim, spec):
+    assert run(make_case(spec, head_dim=head_dim, lens=(128, 3), heads=1)) < BAR
 
 
 @pytest.mark.parametrize("tokens", [192, 320])
@@ -42,7 +42,7 @@ def test_blocks_of_tiles_that_are_no_power_of_two(tokens):
     assert run(make_case("k4v4", "k8v4", block_tokens=tokens, lens=(2 * tokens + 5, tokens), heads=1), tile=64) < BAR
 
 
-def test_several_rungs_and_scored_pages():
+def test_several_formats_and_scored_pages():
     assert run(make_case("k4v4", "k4v2", "k2v2", scored=True)) < BAR
 
 
@@ -71,7 +71,7 @@ def test_all_in_one_call():
 
 def test_a_head_that_stores_nothing_gives_zero():
     store, q, rows, lens = make_case("k4v4", lens=(128,), group=2)
-    store.rung[rows[0].long()] = 1
+    store.format_id[rows[0].long()] = 1
     store.counts[rows[0].long(), :, 1] = 0
     out = decode_attention_triton(store, 0, q, rows, lens, scale=0.1)
     assert torch.equal(out[0, 2:], torch.zeros_like(out[0, 2:]))
@@ -91,7 +91,7 @@ def test_plan_deals_every_block_once(columns):
             want = [[] for _ in plan.classes]
             for j, block in enumerate(row[: -(-int(lens[b]) // p)].tolist()):
                 for c in range(len(plan.classes)):
-                    if int(plan.rung_classes[int(store.rung[block])]) >> c & 1:
+                    if int(plan.class_masks[int(store.format_id[block])]) >> c & 1:
                         want[c].append((block, min(p, int(lens[b]) - j * p)))
             got = [plan.lists[b, c, : plan.sizes[b, c]].tolist() for c in range(len(plan.classes))]
             assert [[(x >> 32, x & 0xFFFFFFFF) for x in xs] for xs in got] == want

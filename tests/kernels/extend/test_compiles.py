@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvc_kernels.extend import attention as extend
 from kvc_kernels.layout import PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
-from tests.support.decode import ladder_of
+from tests.support.decode import block_formats_of
 
 TARGET = GPUTarget("cuda", 89, 32)
 BACKEND = CUDABackend(TARGET)
@@ -21,7 +21,7 @@ SHARED = 99 * 1024
 
 def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -> int:
     """Bytes that a program of `_extend_kernel` takes."""
-    ladder, compiled = ladder_of(fmt), []
+    block_formats, compiled = block_formats_of(fmt), []
 
     def run(self, *args, grid, warmup, **options):
         if self is extend._extend_kernel:
@@ -34,11 +34,11 @@ def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -
 
     monkeypatch.setattr(JITFunction, "run", run)
     size = choose_page_bytes(
-        [ladder[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
+        [block_formats[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
     )
     layout = PoolLayout(2, 8, head_dim, 128, size, False)
-    store = PageStore.create(layout, ladder, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
-    op = extend.ExtendAttention(store, query_heads=32, dense="none", stored_as=ladder[1].high, tuning=tuning)
+    store = PageStore.create(layout, block_formats, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
+    op = extend.ExtendAttention(store, query_heads=32, dense="none", stored_as=block_formats[1].high, tuning=tuning)
     op.plan(torch.zeros((1, 4), dtype=torch.int32), [128], [168])
     q, k = (torch.zeros((168, n, head_dim), dtype=torch.bfloat16) for n in (32, 8))
     op.run(0, q, k, k, scale=1.0)

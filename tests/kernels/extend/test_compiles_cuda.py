@@ -12,21 +12,21 @@ import triton
 from kvc_kernels.common import nvrtc
 from kvc_kernels.extend import hopper as extend
 from kvc_kernels.extend.attention import ExtendAttention
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
 SPILLS = 72  # bytes that are allowed; a few are spilled where tiles are listed or rows are copied whole
 
 
-def kernel_constants(ladder: str, *, rows=256, dtype=torch.bfloat16, capped=False, page=0) -> str:
-    formats = [FORMATS[n] for n in ladder.split("+") if n]
+def kernel_constants(spec: str, *, rows=256, dtype=torch.bfloat16, capped=False, page=0) -> str:
+    formats = [FORMATS[n] for n in spec.split("+") if n]
     whole = len(formats) == 1
     size = page or choose_page_bytes(
         formats, head_dim=128, block_tokens=128, scored=not whole, whole=whole
     )
     layout = PoolLayout(2, 8, 128, 128, size, not whole)
-    ladder = (Rung(BF16), Rung(*formats)) if formats else (Rung(BF16),)
-    store = PageStore.create(layout, ladder, num_pages=4, num_blocks=2, device="cpu", dtype=dtype)
+    block_formats = (BlockFormat(BF16), BlockFormat(*formats)) if formats else (BlockFormat(BF16),)
+    store = PageStore.create(layout, block_formats, num_pages=4, num_blocks=2, device="cpu", dtype=dtype)
     op = ExtendAttention(store, query_heads=32, dense="none")
     return extend.constants(store, 4, op._classes, rows, capped)
 
@@ -47,7 +47,7 @@ def registers(cubin: bytes, path: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ladder, options",
+    "spec, options",
     [
         ("k4v4", {}),
         ("k4v4", dict(rows=128)),
@@ -58,10 +58,10 @@ def registers(cubin: bytes, path: Path) -> dict[str, int]:
         ("", {}),
     ],
 )
-def test_extend(ladder, options, tmp_path):
-    if not ladder:
+def test_extend(spec, options, tmp_path):
+    if not spec:
         options = {**options, "page": 4096}
-    cubin, said = nvrtc.compile_source("extend.cu", kernel_constants(ladder, **options))
+    cubin, said = nvrtc.compile_source("extend.cu", kernel_constants(spec, **options))
     assert "serialized" not in said  # products would wait for each other
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
     assert spills and max(spills) <= SPILLS, said

@@ -14,7 +14,7 @@ from kvc_kernels.extend.windowed import WindowedExtend
 from kvc_kernels.extend.windowed_kernel import window_kernel
 from kvc_kernels.layout import PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
-from tests.support.decode import ladder_of
+from tests.support.decode import block_formats_of
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def compiled(monkeypatch):
 
 
 def store_of(fmt, head_dim):
-    ladder = ladder_of(fmt)
+    block_formats = block_formats_of(fmt)
     size = choose_page_bytes(
-        [ladder[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
+        [block_formats[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
     )
     layout = PoolLayout(2, 4, head_dim, 128, size, False)
-    return PageStore.create(layout, ladder, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
+    return PageStore.create(layout, block_formats, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
 
 
 @pytest.mark.parametrize("fmt, head_dim", [("k4v4", 128), ("k4v4", 256), ("k8v4", 64)])

@@ -12,11 +12,11 @@ import torch
 from kvc_kernels.common.nvrtc import SOURCES
 from kvc_kernels.extend import hopper as extend
 from kvc_kernels.extend.attention import ExtendAttention
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, page_bytes_for
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, page_bytes_for
 from tests.support.random_store import dense_head, random_store
 
 HERE, COMPILER = Path(__file__).parent / "cuda_host", shutil.which("g++")
-LADDERS = {
+FORMAT_LISTS = {
     "all": ("k4v4", "k8v8", ("k8v4", "k4v2"), "k4v8", "k2v2"),
     "tiers": (("k4v4", "k2v2"), ("k8v8", "k4v4")),
     "k4v4": ("k4v4",),
@@ -53,7 +53,7 @@ def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    "ladder, size, block_tokens, rows, dtype",
+    "spec, size, block_tokens, rows, dtype",
     [  # size: of a page that holds so many tokens of such a format
         ("all", ("k4v4", 64), 128, 256, torch.bfloat16),
         ("all", ("k8v8", 64), 256, 256, torch.float16),
@@ -65,26 +65,26 @@ def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
         ("plain", ("k8v8", 16), 128, 256, torch.bfloat16),
     ],
 )
-def test_tiles(ladder, size, block_tokens, rows, dtype, tmp_path):
-    rungs = [Rung(*(FORMATS[n] for n in ([r] if isinstance(r, str) else r))) for r in LADDERS[ladder]]
-    heads, p, rungs = 2, block_tokens, (Rung(BF16), *rungs)
+def test_tiles(spec, size, block_tokens, rows, dtype, tmp_path):
+    block_formats = [BlockFormat(*(FORMATS[n] for n in ([r] if isinstance(r, str) else r))) for r in FORMAT_LISTS[spec]]
+    heads, p, block_formats = 2, block_tokens, (BlockFormat(BF16), *block_formats)
     page = page_bytes_for(FORMATS[size[0]], size[1], head_dim=128, scored=False)
     layout = PoolLayout(2, heads, 128, p, page)
-    assert size[0] not in LADDERS[ladder] or layout.page(FORMATS[size[0]]).tokens == size[1]
+    assert size[0] not in FORMAT_LISTS[spec] or layout.page(FORMATS[size[0]]).tokens == size[1]
     gen = torch.Generator().manual_seed(5)
-    n = 9 * len(rungs) if len(rungs) < 4 else 5 * len(rungs)
-    if ladder == "k4v4":
+    n = 9 * len(block_formats) if len(block_formats) < 4 else 5 * len(block_formats)
+    if spec == "k4v4":
         n = 40  # more blocks of a class than are listed at a time
-    of = torch.arange(n) % len(rungs)
+    of = torch.arange(n) % len(block_formats)
     high = torch.randint(0, p + 1, (n, 2, heads), generator=gen)
-    high[torch.arange(n) // len(rungs) % 3 == 1] = p  # whole ones, and some of which nothing is left
+    high[torch.arange(n) // len(block_formats) % 3 == 1] = p  # whole ones, and some of which nothing is left
     high[-1] = 0
-    t = torch.tensor([layout.page(r.low).tokens if r.low else 1 for r in rungs])[of].view(-1, 1, 1)
-    th = torch.tensor([layout.page(r.high).tokens for r in rungs])[of].view(-1, 1, 1)
+    t = torch.tensor([layout.page(r.low).tokens if r.low else 1 for r in block_formats])[of].view(-1, 1, 1)
+    th = torch.tensor([layout.page(r.high).tokens for r in block_formats])[of].view(-1, 1, 1)
     room = (layout.head_pages_bf16 - -(-high // th)) * t  # tokens in pages that the high tier leaves
     low = torch.minimum((torch.rand(high.shape, generator=gen) * (p - high + 1)).long(), room)
-    low[torch.tensor([r.low is None for r in rungs])[of]] = 0
-    store = random_store(layout, rungs, of, torch.stack((high, low), -1), dtype=dtype, seed=7)
+    low[torch.tensor([r.low is None for r in block_formats])[of]] = 0
+    store = random_store(layout, block_formats, of, torch.stack((high, low), -1), dtype=dtype, seed=7)
     lib = build(store, rows, tmp_path)
     classes = ExtendAttention(store, query_heads=heads, dense="none")._plan.classes
 
@@ -94,7 +94,7 @@ def test_tiles(ladder, size, block_tokens, rows, dtype, tmp_path):
     blocks = {}
     for r, order in enumerate(requests):
         for c, (fmt, side) in enumerate(classes):
-            mine = [b for b in order if fmt == (getattr(rungs[of[b - 1]], ("high", "low")[side]))]
+            mine = [b for b in order if fmt == (getattr(block_formats[of[b - 1]], ("high", "low")[side]))]
             mine = [b for b in mine if of[b - 1] or c == 0]
             blocks[r, c] = [(b, p - 37 * (c == 0 and i == len(mine) - 1)) for i, b in enumerate(mine)]
             lists[r, c, : len(mine)] = torch.tensor([b << 32 | t for b, t in blocks[r, c]])

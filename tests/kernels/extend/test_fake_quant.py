@@ -9,7 +9,7 @@ from kvc_kernels import ops
 from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.layout import FORMATS
 from tests.kernels.common.test_attention_reference import error
-from tests.support.pages import fill, make_store, random_kv, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 PACKED = [f.name for f in FORMATS.values() if f.packed]
 P, LENGTH, SCALE = 64, 230, 64**-0.5
@@ -17,7 +17,7 @@ P, LENGTH, SCALE = 64, 230, 64**-0.5
 
 def filled(spec, seed=0, dtype=torch.bfloat16):
     """A store with one uncompressed request of LENGTH tokens. Returns store, row of blocks, K, V `[S, L, H, D]`."""
-    store = make_store(rungs(spec), dtype=dtype, block_tokens=P, head_dim=64, blocks=9)
+    store = make_store(block_formats_of(spec), dtype=dtype, block_tokens=P, head_dim=64, blocks=9)
     row = torch.tensor([4, 2, 7, 1])
     k, v = random_kv(store, LENGTH, seed)
     fill(store, row, k, v)
@@ -29,11 +29,11 @@ def queries(dtype=torch.bfloat16):
 
 
 def pack(store, row):
-    ops.compact(store, row, 1, ops.keep_all(len(row), store.layout), from_rung=0)
+    ops.compact(store, row, 1, ops.keep_all(len(row), store.layout), from_format=0)
 
 
 def extend(store, row, q, prefix, end, cap=0.0):
-    fmt = store.ladder[1].high
+    fmt = store.block_formats[1].high
     args = dict(scale=SCALE, logit_cap=cap, stored_as=[fmt])
     return ops.extend_attention(store, 0, q[prefix:end], row[None], [prefix], [end - prefix], **args)
 
@@ -42,7 +42,7 @@ def extend(store, row, q, prefix, end, cap=0.0):
 def test_rows_are_what_packing_gives_back(spec):
     store, row = filled(spec)
     k, v, _ = ops.load_dense(store, 0, row[:3])
-    want = as_stored(store.layout, store.ladder[1].high, k.bfloat16(), v.bfloat16())
+    want = as_stored(store.layout, store.block_formats[1].high, k.bfloat16(), v.bfloat16())
     pack(store, row[:3])
     got = ops.load_dense(store, 0, row[:3])
     for a, b in zip(want, got):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvc_kernels.layout import BF16, FORMATS, Rung
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat
 from tests.support.libraries import skip_without
 
-from .test_interpret import LADDERS, error, inputs, make_case, reference
+from .test_interpret import FORMAT_LISTS, error, inputs, make_case, reference
 from .test_interpret_few_tokens import new_rows
 
 pytestmark = [
@@ -16,14 +16,14 @@ pytestmark = [
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 FORMS = {
-    **LADDERS,
-    "k8v4": (Rung(BF16), Rung(FORMATS["k8v4"])),
-    "k4v8": (Rung(BF16), Rung(FORMATS["k4v8"])),
-    "k4v2": (Rung(BF16), Rung(FORMATS["k4v2"])),
+    **FORMAT_LISTS,
+    "k8v4": (BlockFormat(BF16), BlockFormat(FORMATS["k8v4"])),
+    "k4v8": (BlockFormat(BF16), BlockFormat(FORMATS["k4v8"])),
+    "k4v2": (BlockFormat(BF16), BlockFormat(FORMATS["k4v2"])),
 }
 ROWS = torch.tensor([[9, 4, 2, 7, 11, 5, 3], [1, 6, 8, 0, 0, 0, 0], [10, 2, 12, 4, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0]])
 PREFIX = [6 * 128 + 51, 0, 2 * 128, 7]
-RUNGS = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
+FORMAT_IDS = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
 TOLERANCE = 0.02  # of one output row over the mean norm; bf16 outputs alone round by 0.004
 
 
@@ -49,7 +49,7 @@ def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **option
 def case(form, group, head_dim=128, heads=2, dtype=torch.bfloat16, scored=False):
     return make_case(
         FORMS[form], group=group, head_dim=head_dim, heads=heads, block_tokens=128, dtype=dtype,
-        scored=scored, rungs=RUNGS, device="cuda", seed=torch.initial_seed(),
+        scored=scored, format_ids=FORMAT_IDS, device="cuda", seed=torch.initial_seed(),
     )  # fmt: skip
 
 
@@ -136,9 +136,9 @@ def test_few_new_tokens(form, group, head_dim, new):
     """By the decode kernel, from their pages; the last blocks are uncompressed."""
     from kvc_kernels.extend.attention import ExtendAttention
 
-    rungs = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
+    format_ids = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
     store = make_case(
-        FORMS[form], group=group, head_dim=head_dim, heads=8, block_tokens=128, rungs=rungs,
+        FORMS[form], group=group, head_dim=head_dim, heads=8, block_tokens=128, format_ids=format_ids,
         device="cuda", seed=torch.initial_seed() % 2**31,
     )  # fmt: skip
     rows, prefix = torch.tensor([[9, 4, 2, 3], [7, 0, 0, 0], [10, 2, 12, 0]]), [3 * 128 + 9, 100, 2 * 128]

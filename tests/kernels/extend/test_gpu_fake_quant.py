@@ -43,7 +43,9 @@ def queries(heads, dim, dtype=torch.bfloat16):
 def make(store, query_heads, **options):
     from kvc_kernels.extend.attention import ExtendAttention
 
-    op = ExtendAttention(store, query_heads=query_heads, max_blocks=16, stored_as=store.ladder[1].high, **options)
+    op = ExtendAttention(
+        store, query_heads=query_heads, max_blocks=16, stored_as=store.block_formats[1].high, **options
+    )
     op.plan(ROWS.cuda(), PREFIX, NEW, WAITING)
     return op
 
@@ -53,7 +55,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec):
     from kvc_kernels.extend.fake_quant_kernel import StoredRows
 
     store, _, _ = case(spec)
-    fmt = store.ladder[1].high
+    fmt = store.block_formats[1].high
     # Row, place; slot as stored, slot as it is, tokens.
     items = [[0, 1, 2, 4, 128], [0, 2, 0, 5, 128], [1, 0, 1, -1, 128], [2, 0, 3, 6, 20]]
     slots, items = [2, 0, 1, 3], torch.tensor([[*x, 0, 0, 0] for x in items], dtype=torch.int32, device="cuda")
@@ -95,7 +97,7 @@ def test_against_the_reference(spec, group, cap, dtype, dense):
             ops.extend_attention(
                 store, layer, q, ROWS.cuda(), PREFIX, NEW, scale=SCALE, logit_cap=cap, stored_as=[x] * len(NEW)
             )
-            for x in (store.ladder[1].high, None)
+            for x in (store.block_formats[1].high, None)
         )
         assert error(out, want) < ROUNDED.get(spec, TOLERANCE)
         assert spec == "k8v4" or error(out, exact) > 2 * TOLERANCE
@@ -118,7 +120,7 @@ def test_nothing_before_the_chunk(dense):
     op.plan(rows, [0, 0], new)
     assert (op.steps.prefix is None) == (dense != "none")
     out = op.run(0, q, k, v, scale=SCALE)
-    seen = [store.ladder[1].high] * len(new)
+    seen = [store.block_formats[1].high] * len(new)
     want = ops.extend_attention(store, 0, q, rows, [0, 0], new, scale=SCALE, stored_as=seen)
     assert error(out, want) < TOLERANCE
 
@@ -127,7 +129,7 @@ def test_nothing_before_the_chunk(dense):
 def test_exact_requests_beside_others(dense):
     skip_without(dense)
     store, k, v = case("k4v4")
-    q, fmt, exact = queries(4 * HEADS, DIM), store.ladder[1].high, [False, True, False, True, True]
+    q, fmt, exact = queries(4 * HEADS, DIM), store.block_formats[1].high, [False, True, False, True, True]
     op = make(store, 4 * HEADS, dense=dense)
     op.plan(ROWS.cuda(), PREFIX, NEW, WAITING, [None if x else fmt for x in exact])
     out = op.run(0, q, k[0], v[0], scale=SCALE)

@@ -5,7 +5,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, page_bytes_for
-from tests.support.pages import fill, make_store, random_kv, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 from .test_interpret_fake_quant import error
 
@@ -24,7 +24,7 @@ def case(spec, page_tokens=32):
 
     need = [-(-(a + b) // P) for a, b in zip(PREFIX, NEW)]
     store = make_store(
-        rungs(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, blocks=2 * sum(need),
+        block_formats_of(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, blocks=2 * sum(need),
         page_bytes=page_bytes_for(FORMATS[spec], page_tokens, head_dim=DIM, scored=False),
     )  # packing takes pages before it gives back
     ids = (1 + torch.randperm(sum(need))).split(need)
@@ -34,7 +34,7 @@ def case(spec, page_tokens=32):
         k, v = random_kv(store, PREFIX[r] + NEW[r], seed=r)
         fill(store, blocks, k, v)
         if PACKED[r]:
-            ops.compact(store, blocks[: PACKED[r]], 1, ops.keep_all(PACKED[r], store.layout), from_rung=0)
+            ops.compact(store, blocks[: PACKED[r]], 1, ops.keep_all(PACKED[r], store.layout), from_format=0)
         new.append((k[:, PREFIX[r] :], v[:, PREFIX[r] :]))
     fields = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()}
     return PageStore(**fields), rows.cuda(), *(torch.cat([x[i] for x in new], 1).cuda() for i in (0, 1))
@@ -67,7 +67,7 @@ def test_against_the_reference(spec, group, cap, staged):
     gen = torch.Generator(device="cuda").manual_seed(seed)
     qkv = torch.randn((sum(NEW), HEADS * (group + 2), DIM), generator=gen, device="cuda").bfloat16()
     q = qkv[:, : HEADS * group]  # a view, as a model hands it over
-    fmt = store.ladder[1].high if staged else None
+    fmt = store.block_formats[1].high if staged else None
     op = ExtendAttention(store, query_heads=HEADS * group, max_blocks=64, stored_as=fmt, whole=True, hopper=False)
     op._unpacked.slots = 16  # several passes
     op.plan(rows, PREFIX, NEW, [[16], [], []] if staged else None)
@@ -86,7 +86,9 @@ def test_no_sync():
 
     store, rows, k, v = case("k4v4")
     q = torch.randn((sum(NEW), HEADS * 4, DIM), device="cuda").bfloat16()
-    op = ExtendAttention(store, query_heads=HEADS * 4, max_blocks=64, stored_as=store.ladder[1].high, hopper=False)
+    op = ExtendAttention(
+        store, query_heads=HEADS * 4, max_blocks=64, stored_as=store.block_formats[1].high, hopper=False
+    )
     for _ in range(2):
         op.plan(rows, PREFIX, NEW, [[16], [], []])
         assert op.steps.prefix == "unpacked"

@@ -90,7 +90,7 @@ def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, 
     from kvc_kernels.extend.windowed import WindowedExtend
 
     prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
-    fmt = store.ladder[1].high if stored else None
+    fmt = store.block_formats[1].high if stored else None
     mine, rows = moved(store, "cuda"), ROWS.cuda()
     skip_without(dense)
     options["ragged"] = ragged(store, q.shape[1], dense)
@@ -152,7 +152,7 @@ def test_no_sync():
 
     store, q = moved(request_case(dim=128, times=TIMES), "cuda"), queries(2, dim=128, times=TIMES).cuda()
     library = ragged(store, 4, "auto")
-    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.ladder[1].high, ragged=library)
+    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.block_formats[1].high, ragged=library)
     rows, lens = ROWS.cuda(), ([TIMES * n for n in x] for x in (PREFIX, NEW))
     lens = tuple(lens)
     try:

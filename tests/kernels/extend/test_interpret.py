@@ -9,30 +9,30 @@ from hypothesis import strategies as st
 
 from kvc_kernels.extend.attention import ExtendAttention, Tuning
 from kvc_kernels.extend.planner import ExtendPlan, cut_prefixes
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from tests.support.random_store import dense_head, random_store
 
 SMALL = Tuning(rows=16, tile=32, programs_per_sm=12)
 
 
-def make_case(ladder, *, group, head_dim=64, heads=2, block_tokens=32, dtype=torch.bfloat16,
-              scored=False, rungs=(1, 2, 0, 1, 0, 2), device="cpu", seed=0, layers=2, full=False):
-    """A store of `len(rungs)` blocks with ragged heads (whole ones with `full`)."""
-    rungs = torch.tensor(rungs) % len(ladder)
-    formats = [f for r in ladder for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
+def make_case(block_formats, *, group, head_dim=64, heads=2, block_tokens=32, dtype=torch.bfloat16,
+              scored=False, format_ids=(1, 2, 0, 1, 0, 2), device="cpu", seed=0, layers=2, full=False):
+    """A store of `len(format_ids)` blocks with ragged heads (whole ones with `full`)."""
+    format_ids = torch.tensor(format_ids) % len(block_formats)
+    formats = [f for r in block_formats for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
     page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored)
     layout = PoolLayout(layers, heads, head_dim, block_tokens, page, scored)
     gen = torch.Generator().manual_seed(seed)
-    shape = (len(rungs), layers, heads)
+    shape = (len(format_ids), layers, heads)
     high = torch.randint(0, block_tokens + 1, shape, generator=gen)
     high[0], high[-1] = 0, block_tokens
     low = (torch.rand(shape, generator=gen) * (block_tokens - high + 1)).long()
-    one_tier = torch.tensor([r.low is None for r in ladder])[rungs].view(-1, 1, 1)
+    one_tier = torch.tensor([r.low is None for r in block_formats])[format_ids].view(-1, 1, 1)
     low = torch.where(one_tier, 0, low)
     if full:
         high, low = torch.full_like(high, block_tokens), torch.zeros_like(low)
     counts = torch.stack((high, low), -1)
-    return random_store(layout, ladder, rungs, counts, dtype=dtype, device=device, seed=seed)
+    return random_store(layout, block_formats, format_ids, counts, dtype=dtype, device=device, seed=seed)
 
 
 def reference(store, layer, q, k, v, row_blocks, prefix_lens, extend_lens, *, scale, logit_cap=0.0, lse=False):
@@ -75,19 +75,19 @@ def error(out, ref):
     return float(diff.max() / ref.norm(dim=-1).mean())
 
 
-LADDERS = {
-    "k4v4": (Rung(BF16), Rung(FORMATS["k4v4"])),
-    "k8v8": (Rung(BF16), Rung(FORMATS["k8v8"])),
-    "k2v2": (Rung(BF16), Rung(FORMATS["k2v2"])),
-    "tiers": (Rung(BF16), Rung(FORMATS["k8v4"], FORMATS["k4v2"]), Rung(FORMATS["k4v8"])),
-    "plain": (Rung(BF16),),
+FORMAT_LISTS = {
+    "k4v4": (BlockFormat(BF16), BlockFormat(FORMATS["k4v4"])),
+    "k8v8": (BlockFormat(BF16), BlockFormat(FORMATS["k8v8"])),
+    "k2v2": (BlockFormat(BF16), BlockFormat(FORMATS["k2v2"])),
+    "tiers": (BlockFormat(BF16), BlockFormat(FORMATS["k8v4"], FORMATS["k4v2"]), BlockFormat(FORMATS["k4v8"])),
+    "plain": (BlockFormat(BF16),),
 }
 ROWS = torch.tensor([[3, 1, 2, 4, 5], [6, 0, 0, 0, 0], [2, 4, 1, 0, 0]], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("ladder, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7)])
-def test_formats_and_groups(ladder, group):
-    store = make_case(LADDERS[ladder], group=group, scored=group == 2)
+@pytest.mark.parametrize("spec, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7)])
+def test_formats_and_groups(spec, group):
+    store = make_case(FORMAT_LISTS[spec], group=group, scored=group == 2)
     prefix, new = [4 * 32 - 11, 0, 64], [4, 2, 1]
     q, k, v = inputs(store, group, sum(new), torch.bfloat16)
     op = ExtendAttention(store, query_heads=2 * group, tuning=SMALL)
@@ -97,7 +97,7 @@ def test_formats_and_groups(ladder, group):
 
 
 def test_one_part_and_many_give_the_same():
-    store = make_case(LADDERS["k4v4"], group=2, rungs=(1, 1, 0, 1, 1, 0))
+    store = make_case(FORMAT_LISTS["k4v4"], group=2, format_ids=(1, 1, 0, 1, 1, 0))
     prefix, new = [150, 33], [9, 8]
     q, k, v = inputs(store, 2, 17, torch.bfloat16)
     outs = []
@@ -118,7 +118,7 @@ def attend(store, layer, q, k, v, rows, prefix, new, **options):
 
 
 def test_logit_cap_fp16_and_strided_rows():
-    store = make_case(LADDERS["k4v4"], group=1, dtype=torch.float16)
+    store = make_case(FORMAT_LISTS["k4v4"], group=1, dtype=torch.float16)
     prefix, new = [100], [20]
     q, k, v = inputs(store, 1, 20, torch.float16)
     out = attend(store, 0, q, k, v, ROWS[:1], prefix, new, scale=1.0, logit_cap=5.0)
@@ -126,7 +126,7 @@ def test_logit_cap_fp16_and_strided_rows():
 
 
 def test_what_another_kernel_found_for_the_new_tokens_is_joined():
-    store = make_case(LADDERS["k4v4"], group=2, full=True)
+    store = make_case(FORMAT_LISTS["k4v4"], group=2, full=True)
     prefix, new = [96, 40], [7, 9]
     q, k, v = inputs(store, 2, 16, torch.bfloat16)
     expected = reference(store, 1, q, k, v, ROWS[::2], prefix, new, scale=0.2)
@@ -140,7 +140,7 @@ def test_what_another_kernel_found_for_the_new_tokens_is_joined():
 
 
 def test_nothing_stored_and_no_tokens():
-    store = make_case(LADDERS["k4v4"], group=2, rungs=(1, 1, 1, 1, 1, 1))
+    store = make_case(FORMAT_LISTS["k4v4"], group=2, format_ids=(1, 1, 1, 1, 1, 1))
     store.counts[1:] = 0
     q, k, v = inputs(store, 2, 3, torch.bfloat16)
     out = attend(store, 0, q, k, v, ROWS[:2], [160, 32], [3, 0], scale=0.2)
@@ -187,7 +187,7 @@ def test_cuts_end_early(works, programs, start):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_items_show_everything_once(own):
-    store = make_case(LADDERS["k4v4"], group=2)
+    store = make_case(FORMAT_LISTS["k4v4"], group=2)
     plan = ExtendPlan(store, 2, max_blocks=8)
     prefix, new = [160, 0, 32], [70, 9, 0]
     plan.update(ROWS, prefix, new, rows=32, programs=40, own=own)

@@ -9,7 +9,7 @@ from kvc_kernels.extend.fake_quant import as_stored
 from kvc_kernels.extend.fake_quant_kernel import StoredRows
 from kvc_kernels.extend.staged import Groups
 from kvc_kernels.layout import FORMATS
-from tests.support.pages import fill, make_store, random_kv, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, HEADS, DIM, SCALE = 32, 2, 64, 0.125
 TOLERANCE = 0.04  # pages are read as fp16 here and as bf16 by the reference; loud keys make the softmax sharp
@@ -25,7 +25,7 @@ def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=
     """
     p = times * P
     store = make_store(
-        rungs(spec), layers=2, heads=heads, head_dim=dim, block_tokens=p, blocks=16, dtype=dtype
+        block_formats_of(spec), layers=2, heads=heads, head_dim=dim, block_tokens=p, blocks=16, dtype=dtype
     )
     new_k, new_v = [], []
     for r, (prefix, new) in enumerate(zip(PREFIX, NEW)):
@@ -35,7 +35,7 @@ def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=
         fill(store, blocks, k, v)
         packed = torch.tensor([int(ROWS[r, j]) for j in range(prefix // p) if j not in WAITING[r]], dtype=torch.long)
         if len(packed):
-            ops.compact(store, packed, 1, ops.keep_all(len(packed), store.layout), from_rung=0)
+            ops.compact(store, packed, 1, ops.keep_all(len(packed), store.layout), from_format=0)
         new_k.append(k[:, prefix:])
         new_v.append(v[:, prefix:])
     return store, torch.cat(new_k, 1), torch.cat(new_v, 1)
@@ -61,7 +61,7 @@ def items_of(places):
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
 def test_rows_are_those_of_the_reference_bit_for_bit(spec):
     store, _, _ = request_case(spec)
-    fmt = store.ladder[1].high
+    fmt = store.block_formats[1].high
     items, slots = items_of([[0, 1], [0, 2], [1, 0], [2, 0]]), [2, 0, 1, 3]
     rows = StoredRows(store, fmt)
     rows.plan(ROWS, items, 7)
@@ -109,7 +109,7 @@ class Dense:
 def make(store, group, *, programs=12, fake=False):
     op = ExtendAttention(
         store, query_heads=HEADS * group, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs),
-        stored_as=store.ladder[1].high,
+        stored_as=store.block_formats[1].high,
     )  # fmt: skip
     if fake:
         op._staged.prefill = Dense()
@@ -128,7 +128,7 @@ def make(store, group, *, programs=12, fake=False):
 )
 def test_against_the_reference(spec, group, cap, dtype, fake):
     store, k, v = request_case(spec, dtype)
-    q, fmt = queries(group, dtype), store.ladder[1].high
+    q, fmt = queries(group, dtype), store.block_formats[1].high
     op = make(store, group, fake=fake)
     op.plan(ROWS, PREFIX, NEW, WAITING)
     out, lse = op.run(1, q, k[1], v[1], scale=SCALE, logit_cap=cap, return_lse=True)
@@ -144,7 +144,7 @@ def test_against_the_reference(spec, group, cap, dtype, fake):
 @pytest.mark.parametrize("fake", [False, True])
 def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
     store, k, v = request_case()
-    q, fmt = queries(2), store.ladder[1].high
+    q, fmt = queries(2), store.block_formats[1].high
     for programs in (1, 60):
         op = make(store, 2, programs=programs, fake=fake)
         op.plan(ROWS, PREFIX, NEW, WAITING)
@@ -166,7 +166,7 @@ def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
 @pytest.mark.parametrize("fake", [False, True])
 def test_exact_requests_beside_others(fake):
     store, k, v = request_case()
-    q, fmt = queries(2), store.ladder[1].high
+    q, fmt = queries(2), store.block_formats[1].high
     exact = [False, True] * (len(NEW) // 2) + [True] * (len(NEW) % 2)
     op = make(store, 2, fake=fake)
     op.plan(ROWS, PREFIX, NEW, WAITING, [None if x else fmt for x in exact])
@@ -182,7 +182,7 @@ def test_a_forward_within_one_block_is_the_usual_one():
     q = queries(2)
     rows, prefix, new = ROWS[[0, 3]], [96, 10], [9, 5]
     outs = []
-    for fmt in (store.ladder[1].high, None):
+    for fmt in (store.block_formats[1].high, None):
         op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32), stored_as=fmt)
         op.plan(rows, prefix, new)
         assert not op.steps.staged

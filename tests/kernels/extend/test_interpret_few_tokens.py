@@ -8,7 +8,7 @@ from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.extend.few_tokens import FewTokenExtend
 from tests.support.random_store import dense_head
 
-from .test_interpret import LADDERS, error, inputs, make_case, reference
+from .test_interpret import FORMAT_LISTS, error, inputs, make_case, reference
 
 P = 32
 # Blocks 3 and 6 are uncompressed: the new tokens of each request lie in one of them.
@@ -27,7 +27,7 @@ def new_rows(store, layer, rows, prefix, new):
 
 def run(form, group, prefix, new, *, layer=1, cap=0.0, scale=0.2, **options):
     """(worst row's error, worst log-sum-exp's error) of an extend that the decode kernel takes."""
-    store = make_case(LADDERS[form], group=group, rungs=(1, 2, 0, 1, 2, 0), **options)
+    store = make_case(FORMAT_LISTS[form], group=group, format_ids=(1, 2, 0, 1, 2, 0), **options)
     q, *_ = inputs(store, group, sum(new), store.dtype)
     op = ExtendAttention(store, query_heads=2 * group, max_blocks=4, appended=True)
     rows = ROWS[: len(new)]
@@ -58,7 +58,7 @@ def test_rows_of_every_width(group, new):
 
 
 def test_more_blocks_than_a_chunk():
-    store = make_case(LADDERS["k4v4"], group=2, rungs=(1,) * 70 + (0,))
+    store = make_case(FORMAT_LISTS["k4v4"], group=2, format_ids=(1,) * 70 + (0,))
     rows, prefix, new = torch.arange(1, 72)[None].int(), [70 * P + 3], [4]
     q, *_ = inputs(store, 2, 4, store.dtype)
     op = FewTokenExtend(store, query_heads=4, max_blocks=71)
@@ -92,12 +92,12 @@ def test_capped_logits_in_fp16():
     ([64] * 40, [1] * 40, False),
 ])  # fmt: skip
 def test_which_forwards_it_takes(prefix, new, fits):
-    store = make_case(LADDERS["k4v4"], group=4)
+    store = make_case(FORMAT_LISTS["k4v4"], group=4)
     assert FewTokenExtend(store, query_heads=8, max_blocks=4).fits(prefix, new) is fits
 
 
 def test_not_where_new_rows_may_be_missing_from_their_pages():
-    store = make_case(LADDERS["k4v4"], group=4)
+    store = make_case(FORMAT_LISTS["k4v4"], group=4)
     op = ExtendAttention(store, query_heads=8, max_blocks=4)
     op.plan(ROWS[:1], [3 * P], [2])
     assert op.steps.prefix == "triton"

@@ -41,7 +41,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec):
     items = [(3, 0, 0, P), *((r, j, n - 1 - i, P) for i, (r, j) in enumerate(ITEMS))]
     rows = torch.full((2, n, P, HEADS, DIM), torch.nan, dtype=store.dtype)
     blocks = torch.tensor([int(ROWS[r, j]) for r, j in ITEMS])
-    assert {int(x) for x in store.rung[blocks]} == {0, 1}
+    assert {int(x) for x in store.format_id[blocks]} == {0, 1}
     for layer in (0, 1):
         UnpackedRows(store).fill(layer, ROWS, torch.tensor(items, dtype=torch.int32), 1, n, *rows)
         want = ops.load_dense(store, layer, blocks)
@@ -95,7 +95,7 @@ def test_what_is_taken(monkeypatch):
     assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [4, 4, 0, 0, 0])  # few new tokens
     assert not op.plan(ROWS, [2 * P + 1, 0, 0, 0, 0], [5, 4, 0, 0, 0])  # an open block
     assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0], [[0, 1], [], [], [], []])  # nothing is left
-    low = SimpleNamespace(ladder=(store.ladder[0], SimpleNamespace(low=FORMATS["k4v2"])))
+    low = SimpleNamespace(block_formats=(store.block_formats[0], SimpleNamespace(low=FORMATS["k4v2"])))
     assert module.UnpackedPrefix.create(low, SimpleNamespace()) is None
 
 
@@ -105,7 +105,9 @@ def test_in_a_forward_whose_queries_see_blocks_as_stored(exact, monkeypatch):
     monkeypatch.setattr(module, "LEAST_NEW", 1)
     monkeypatch.setattr(module, "LEAST_PREFIX", 1)
     store, k, v = request_case()
-    fmt, q = store.ladder[1].high, torch.randn(sum(NEW), HEADS * 2, DIM, generator=torch.Generator().manual_seed(5))
+    fmt, q = store.block_formats[1].high, torch.randn(
+        sum(NEW), HEADS * 2, DIM, generator=torch.Generator().manual_seed(5)
+    )
     q = q.bfloat16()
     op = ExtendAttention(store, query_heads=HEADS * 2, stored_as=fmt)
     op._staged.prefill = Dense()

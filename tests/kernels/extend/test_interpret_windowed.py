@@ -69,7 +69,7 @@ def test_decode_plan_lists_what_the_window_shows():
             for j, block in enumerate(row[: -(-n // p)].tolist()):
                 seen = [t for t in range(j * p, min(n, j * p + p)) if t >= n - 1 - window]
                 for c in range(len(plan.classes)):
-                    if seen and int(plan.rung_classes[int(store.rung[block])]) >> c & 1:
+                    if seen and int(plan.class_masks[int(store.format_id[block])]) >> c & 1:
                         want[c].append((block, seen[0] - j * p, min(p, n - j * p)))
             got = [plan.lists[b, c, : plan.sizes[b, c]].tolist() for c in range(len(plan.classes))]
             assert [[(x >> 32, x >> 16 & 0xFFFF, x & 0xFFFF) for x in xs] for xs in got] == want
@@ -92,7 +92,7 @@ class WindowedDense(Dense):
 
 def extend(store, q, window, *, exact=None, stored=True, fake=False, cap=0.0, layer=1, **kw):
     """(worst row's error against the torch reference, output) of one forward on poisoned slots."""
-    fmt = store.ladder[1].high if stored else None
+    fmt = store.block_formats[1].high if stored else None
     op = WindowedExtend(store, query_heads=q.shape[1], window=window, stored_as=fmt, **kw)
     if fake:
         op.prefills = [WindowedDense(window) for _ in range(8)]
@@ -176,7 +176,7 @@ def moved(store, device, kind):
 def by_turns(level, device, *, dim, times, window=150):
     """Layers with and without a window, decode behind extend, by what serves on a GPU and by plain torch."""
     store = request_case(dim=dim, times=times)
-    fmt, p = store.ladder[1].high, store.layout.block_tokens
+    fmt, p = store.block_formats[1].high, store.layout.block_tokens
     prefix, new = ([times * n for n in x] for x in (PREFIX, NEW))
     lens, table = [a + b for a, b in zip(prefix, new)], ROWS.clone()
     # The last request ends with its block, and goes on in another.

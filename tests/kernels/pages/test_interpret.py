@@ -7,26 +7,27 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.compact.launch import compact_triton
 from kvc_kernels.pages import kernel as page_kernels
-from tests.support.pages import free_pages, make_store, random_tiers, rungs
+from tests.support.pages import block_formats_of, free_pages, make_store, random_tiers
 
-LADDERS = [("k4v4",), ("k8v4+k4v2", "k4v2")]
+FORMAT_LISTS = [("k4v4",), ("k8v4+k4v2", "k4v2")]
 
 
 def same_state(a, b):
-    for name in ("table", "counts", "rung", "observed", "cursor"):
+    for name in ("table", "counts", "format_id", "observed", "cursor"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert torch.equal(free_pages(a), free_pages(b))
     ops.check_invariants(b)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("ladder", LADDERS)
-def test_any_order(ladder, seed):
+@pytest.mark.parametrize("specs", FORMAT_LISTS)
+def test_any_order(specs, seed):
     """Blocks go up and down until the ring has wrapped around several times."""
     gen = np.random.default_rng(seed)
-    a, b = (make_store(ladder=rungs(*ladder), head_dim=64, layers=2, blocks=5, scored=True) for _ in range(2))
+    block_formats = block_formats_of(*specs)
+    a, b = (make_store(block_formats, head_dim=64, layers=2, blocks=5, scored=True) for _ in range(2))
     for _ in range(25):
-        state = a.rung.numpy()
+        state = a.format_id.numpy()
         free, live = np.flatnonzero(state < 0), np.flatnonzero(state[1:] >= 0) + 1
         room = len(free_pages(a)) // a.layout.block_pages_bf16
         kind = gen.integers(0, 3)
@@ -40,16 +41,16 @@ def test_any_order(ladder, seed):
             ops.release(a, torch.from_numpy(ids))
             page_kernels.release(b, torch.from_numpy(ids))
         elif len(live) and room:
-            rung = int(state[live[0]])
-            ids = torch.from_numpy(live[state[live] == rung][:room])
-            to = min(rung + 1, len(ladder))
-            tiers = random_tiers(a, len(ids), a.ladder[to], gen)
-            if rung:
-                tiers = torch.minimum(tiers, ops.block_tiers(a, ids, rung))
+            format_id = int(state[live[0]])
+            ids = torch.from_numpy(live[state[live] == format_id][:room])
+            to = min(format_id + 1, len(specs))
+            tiers = random_tiers(a, len(ids), a.block_formats[to], gen)
+            if format_id:
+                tiers = torch.minimum(tiers, ops.block_tiers(a, ids, format_id))
             if gen.integers(0, 3) == 0:
                 tiers = None
-            pages = ops.compact(a, ids, to, tiers, from_rung=rung)
-            assert torch.equal(compact_triton(b, ids, to, tiers, from_rung=rung), pages)
+            pages = ops.compact(a, ids, to, tiers, from_format=format_id)
+            assert torch.equal(compact_triton(b, ids, to, tiers, from_format=format_id), pages)
         same_state(a, b)
     assert int(a.cursor[0]) > a.ring.numel()
 

@@ -13,7 +13,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.scores import decode_kernel as step
 from kvc_kernels.scores.prefill_kernel import ReceivedAttention
 from kvc_kernels.scores.reference import Observe
@@ -23,16 +23,17 @@ TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = CUDABackend(TARGET)
 
 
-def launch(ladder, group, head_dim, tuning, monkeypatch):
+def launch(spec, group, head_dim, tuning, monkeypatch):
     """What `_step_kernel` is compiled from and with, by its launch."""
-    formats = [FORMATS[n] for n in ladder.split("+")]
+    formats = [FORMATS[n] for n in spec.split("+")]
     whole = len(formats) == 1
     size = choose_page_bytes(
         formats, head_dim=head_dim, block_tokens=128, scored=True, whole=whole
     )
     layout = PoolLayout(2, 8, head_dim, 128, size, True)
     store = PageStore.create(
-        layout, (Rung(BF16), Rung(*formats)), num_pages=4, num_blocks=2, device="cpu", dtype=torch.bfloat16
+        layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=4, num_blocks=2, device="cpu",
+        dtype=torch.bfloat16
     )
     op = ReceivedAttention(
         store, query_heads=8 * group, observe=Observe(), max_batch=4, max_blocks=8, step=tuning
@@ -52,7 +53,7 @@ def launch(ladder, group, head_dim, tuning, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "ladder, group, head_dim, tuning, spilled",
+    "spec, group, head_dim, tuning, spilled",
     [
         ("k4v4", 4, 128, step.StepTuning(), 0),
         ("k4v2", 8, 128, step.StepTuning(), 0),
@@ -62,9 +63,9 @@ def launch(ladder, group, head_dim, tuning, monkeypatch):
     ],
 )
 def test_as_many_programs_fit_as_are_launched(
-    ladder, group, head_dim, tuning, spilled, monkeypatch, tmp_path
+    spec, group, head_dim, tuning, spilled, monkeypatch, tmp_path
 ):
-    source, options = launch(ladder, group, head_dim, tuning, monkeypatch)
+    source, options = launch(spec, group, head_dim, tuning, monkeypatch)
     kernel = triton.compile(source, target=TARGET, options=options)
     assert tuning.programs * (kernel.metadata.shared + 1024) <= 227 * 1024
     ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
 pytestmark = [
@@ -47,9 +47,10 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, observe):
     formats = [FORMATS[x] for x in (high, low) if x]
     page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=p, scored=True)
     layout = PoolLayout(2, heads, head_dim, p, page, True)
-    ladder = (Rung(BF16), Rung(formats[0], formats[1] if low else None))
+    block_formats = (BlockFormat(BF16), BlockFormat(formats[0], formats[1] if low else None))
     store = PageStore.create(
-        layout, ladder, num_pages=1 + 40 * layout.block_pages_bf16, num_blocks=20, dtype=torch.bfloat16, device="cuda"
+        layout, block_formats, num_pages=1 + 40 * layout.block_pages_bf16, num_blocks=20, dtype=torch.bfloat16,
+        device="cuda"
     )
     seed = torch.initial_seed()
     print("seed", seed)
@@ -68,7 +69,7 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, observe):
         new_v.append(v[PREFIX[r] :])
     full = torch.cat((rows[0, :7], rows[2, :2])).long()
     tiers = torch.randint(0, 3, (9, 2, heads, p), generator=gen, device="cuda").to(torch.int8)
-    compact_triton(store, full, 1, tiers, from_rung=0)
+    compact_triton(store, full, 1, tiers, from_format=0)
     q = torch.randn((sum(NEW), heads * group, head_dim), generator=gen, device="cuda").bfloat16()
     scale = head_dim**-0.5
     mine = copy.copy(store)
@@ -88,8 +89,8 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, observe):
 
 
 @pytest.mark.parametrize("reduce", ["max", "squares"])
-@pytest.mark.parametrize("ladder, group", [("k4v4", 4), ("k8v4+k4v2", 7)])
-def test_scores_of_a_captured_decode_step(ladder, group, reduce):
+@pytest.mark.parametrize("spec, group", [("k4v4", 4), ("k8v4+k4v2", 7)])
+def test_scores_of_a_captured_decode_step(spec, group, reduce):
     """Two replays of one CUDA graph collect twice what the reference finds in one step; blocks are shared."""
     from kvc_kernels.decode.attention import DecodeAttention
     from kvc_kernels.scores.prefill_kernel import ReceivedAttention
@@ -99,7 +100,7 @@ def test_scores_of_a_captured_decode_step(ladder, group, reduce):
 
     store, mine = (
         PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(s).items()})
-        for s in stored_case(ladder)
+        for s in stored_case(spec)
     )
     q, observe = queries(3, 2 * group).cuda(), ops.Observe(reduce=reduce, decode_stride=1)
     rows, lens = SHARED.cuda(), torch.tensor(TOTAL, dtype=torch.int32, device="cuda")
@@ -121,7 +122,7 @@ def test_scores_of_a_captured_decode_step(ladder, group, reduce):
     replay()
     replay()
     blocks = SHARED.flatten().unique().long()
-    blocks = blocks[store.rung.cpu()[blocks] >= 0].cuda()
+    blocks = blocks[store.format_id.cpu()[blocks] >= 0].cuda()
     a, b = (ops.block_scores(s, blocks) for s in (store, mine))
     assert a[:, 1].max() > 0.02
     assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)

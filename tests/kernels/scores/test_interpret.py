@@ -13,7 +13,7 @@ from kvc_kernels.scores.count_kernel import note_observers_triton
 from kvc_kernels.scores.decode_kernel import StepTuning
 from kvc_kernels.scores.planner import ObservedBlocks
 from kvc_kernels.scores.prefill_kernel import ReceivedAttention
-from tests.support.pages import fill, make_store, random_kv, random_tiers, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 
 P = 32
 # The third request shares the first one's packed blocks, one each of them at its own length.
@@ -23,11 +23,11 @@ TOTAL = [p + n for p, n in zip(PREFIX, NEW)]
 SCALE = 0.05
 
 
-def stored_case(ladder, times=1, page_bytes=None):
+def stored_case(spec, times=1, page_bytes=None):
     """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed. With `times`,
     blocks and requests are so much longer."""
     store = make_store(
-        ladder=rungs(ladder), head_dim=64, block_tokens=P * times, scored=True, layers=2, blocks=10,
+        block_formats=block_formats_of(spec), head_dim=64, block_tokens=P * times, scored=True, layers=2, blocks=10,
         page_bytes=page_bytes,
     )  # fmt: skip
     store.pages.zero_()  # the reference reads beyond what was written, where bytes may spell NaN
@@ -36,8 +36,8 @@ def stored_case(ladder, times=1, page_bytes=None):
     k, v = random_kv(store, NEW[2] * times, seed=2)
     fill(store, ROWS[2, 2:3].long(), k, v)
     full = torch.tensor([3, 1])
-    tiers = random_tiers(store, 2, store.ladder[1], np.random.default_rng(1))
-    ops.compact(store, full, 1, tiers, from_rung=0)
+    tiers = random_tiers(store, 2, store.block_formats[1], np.random.default_rng(1))
+    ops.compact(store, full, 1, tiers, from_format=0)
     mine = copy.copy(store)
     mine.pages = store.pages.clone()
     return store, mine
@@ -67,7 +67,7 @@ def queries(n, heads):
 
 def compare(store, mine):
     blocks = ROWS.flatten().unique().long()
-    blocks = blocks[store.rung[blocks] >= 0]
+    blocks = blocks[store.format_id[blocks] >= 0]
     a, b = (ops.block_scores(s, blocks) for s in (store, mine))
     assert a[:, 1].max() > 2e-3
     assert a[:, 0].max() == b[:, 0].max() == 0
@@ -75,7 +75,7 @@ def compare(store, mine):
 
 
 @pytest.mark.parametrize(
-    "ladder, group, cap, observe",
+    "spec, group, cap, observe",
     [
         ("k4v4", 2, 0.0, ops.Observe()),
         ("k8v4+k4v2", 3, 0.0, ops.Observe(8, "sum", power=2)),
@@ -85,8 +85,8 @@ def compare(store, mine):
         ("k4v4", 1, 0.0, ops.Observe(16, stride=8)),
     ],
 )
-def test_scores(ladder, group, cap, observe):
-    store, mine = stored_case(ladder)
+def test_scores(spec, group, cap, observe):
+    store, mine = stored_case(spec)
     q = queries(sum(NEW), 2 * group)
     lse = lse_of(store, 1, q, TOTAL, PREFIX, cap)
     ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, observe=observe)
@@ -97,7 +97,7 @@ def test_scores(ladder, group, cap, observe):
 
 
 @pytest.mark.parametrize(
-    "ladder, group, cap, observe",
+    "spec, group, cap, observe",
     [
         ("k4v4", 4, 0.0, ops.Observe(decode_stride=1)),
         ("k8v4+k4v2", 3, 0.0, ops.Observe(reduce="squares", decode_stride=1)),
@@ -105,9 +105,9 @@ def test_scores(ladder, group, cap, observe):
         ("k4v4", 4, 0.0, ops.Observe(decode_stride=8)),  # of 117, 40 and 73 tokens one
     ],
 )
-def test_scores_of_a_decode_step(ladder, group, cap, observe):
+def test_scores_of_a_decode_step(spec, group, cap, observe):
     """With the log-sum-exp of the decode kernel, and a row of padding."""
-    store, mine = stored_case(ladder)
+    store, mine = stored_case(spec)
     q = queries(4, 2 * group)
     rows = torch.cat((ROWS, torch.zeros_like(ROWS[:1])))
     lens = torch.tensor([*TOTAL, 1], dtype=torch.int32)

@@ -5,7 +5,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common import bits
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout, Rung, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
 pytestmark = [
@@ -25,7 +25,7 @@ def test_same_tiers_first_and_again(observe, alpha, tokens):
     size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, scored=True)
     layout = PoolLayout(3, 8, 128, tokens, size, True)
     here = PageStore.create(
-        layout, (Rung(BF16), Rung(*formats)), num_pages=1 + 6 * layout.block_pages_bf16, num_blocks=6,
+        layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=1 + 6 * layout.block_pages_bf16, num_blocks=6,
         dtype=torch.bfloat16, device="cpu",
     )  # fmt: skip
     here.pages.zero_()
@@ -35,15 +35,15 @@ def test_same_tiers_first_and_again(observe, alpha, tokens):
     scores.exponential_(generator=gen).mul_(2)
     scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
     here.observed[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
-    for from_rung, lengths in ((0, [0, 0, 3000]), (1, [9000, 7000, 0])):
+    for from_format, lengths in ((0, [0, 0, 3000]), (1, [9000, 7000, 0])):
         there = PageStore(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(here).items()})
         expected, got = (
             plan(
                 store, *(x.to(store.device) for x in (BLOCKS, BLOCKS * tokens, torch.tensor(lengths))), alpha, observe,
-                from_rung=from_rung, to=store.ladder[1],
+                from_format=from_format, to=store.block_formats[1],
             )
             for plan, store in ((ops.plan_thresholds, here), (plan_thresholds_triton, there))
         )  # fmt: skip
         assert torch.equal(got.cpu(), expected)
-        ops.compact(here, BLOCKS, 1, expected, from_rung=from_rung)
+        ops.compact(here, BLOCKS, 1, expected, from_format=from_format)
         here.observed[BLOCKS] += 400

@@ -8,15 +8,15 @@ from kvc_kernels.common import bits
 from kvc_kernels.tiering.thresholds import Thresholds, plan_thresholds
 from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 from tests.kernels.compact.test_interpret import BLOCKS
-from tests.support.pages import fill, make_store, random_kv, rungs
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 
-def scored_store(ladder, **options):
+def scored_store(spec, **options):
     """Three full blocks; scores with ties and zeros, as few or many queries as tokens would have observed."""
-    store = make_store(rungs(ladder), head_dim=64, scored=True, layers=2, **options)
+    store = make_store(block_formats_of(spec), head_dim=64, scored=True, layers=2, **options)
     fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
     gen = torch.Generator().manual_seed(6)
-    page = store.layout.page(store.ladder[0].high)
+    page = store.layout.page(store.block_formats[0].high)
     scores = bits.segment(page, store.pages, "scores", torch.float32)
     scores.exponential_(generator=gen).mul_(2)
     scores.masked_fill_(torch.rand(scores.shape, generator=gen) < 0.2, 0.0)
@@ -25,10 +25,12 @@ def scored_store(ladder, **options):
     return store
 
 
-def both(store, lengths, alpha, observe, from_rung):
+def both(store, lengths, alpha, observe, from_format):
     starts = BLOCKS * store.layout.block_tokens
     args = (store, BLOCKS, starts, torch.tensor(lengths), alpha, observe)
-    plans = [f(*args, from_rung=from_rung, to=store.ladder[-1]) for f in (plan_thresholds, plan_thresholds_triton)]
+    plans = [
+        f(*args, from_format=from_format, to=store.block_formats[-1]) for f in (plan_thresholds, plan_thresholds_triton)
+    ]
     assert plans[0].dtype == plans[1].dtype
     assert torch.equal(*plans)
     return plans[0]
@@ -47,7 +49,7 @@ CASES = [
 def test_same_tiers_first_and_again(alpha, observe, block_tokens):
     store = scored_store("k8v4+k4v2", block_tokens=block_tokens)
     first = both(store, [0, 0, 300], alpha, observe, 0)
-    ops.compact(store, BLOCKS, 1, first, from_rung=0)
+    ops.compact(store, BLOCKS, 1, first, from_format=0)
     store.observed[BLOCKS] += 400
     again = both(store, [900, 700, 0], alpha, observe, 1)
     assert (again <= first).all()
@@ -58,12 +60,12 @@ def test_same_tiers_first_and_again(alpha, observe, block_tokens):
 def test_a_head_never_gets_more_pages_than_it_has():
     """Pages of the low format that hold fewer tokens than those of the high one."""
     store = scored_store("k2v2+k8v8", block_tokens=64)
-    ladder = store.ladder[1]
-    assert store.layout.page(ladder.low).tokens < store.layout.page(ladder.high).tokens
+    block_formats = store.block_formats[1]
+    assert store.layout.page(block_formats.low).tokens < store.layout.page(block_formats.high).tokens
     before = ops.keep_all(3, store.layout)
     before[1, :, :, 1::2] = 0
     before[2, :, :, 5:] = 1
-    ops.compact(store, BLOCKS, 1, before, from_rung=0)
+    ops.compact(store, BLOCKS, 1, before, from_format=0)
     store.observed[BLOCKS] += 100
     for low in (0.01, 0.3, 1.0):
         both(store, [400, 400, 400], Thresholds(2.0, low), ops.Observe(), 1)
@@ -73,6 +75,6 @@ def test_no_blocks():
     store = scored_store("k8v4+k4v2")
     none = BLOCKS[:0]
     plan = plan_thresholds_triton(
-        store, none, none, none, Thresholds(1.0, 0.1), ops.Observe(), from_rung=0, to=store.ladder[1]
+        store, none, none, none, Thresholds(1.0, 0.1), ops.Observe(), from_format=0, to=store.block_formats[1]
     )
     assert plan.shape == (0, 2, 2, 32)

@@ -12,7 +12,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
-from kvc_kernels.layout import BF16, FORMATS, Rung
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat
 from tests.support.pages import fill, make_store, random_kv
 
 HIGH, LOW = FORMATS["k8v4"], FORMATS["k4v2"]
@@ -32,7 +32,9 @@ def deserved(mean_attention: float, position: int, length: int) -> int:
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [400, 400, 400], [0, 90, 1000]])
 def test_plans_follow_the_papers_rule(lengths):
-    store = make_store((Rung(BF16), Rung(HIGH, LOW, exact=False)), layers=2, scored=True, block_tokens=64, blocks=4)
+    store = make_store(
+        (BlockFormat(BF16), BlockFormat(HIGH, LOW, exact=False)), layers=2, scored=True, block_tokens=64, blocks=4
+    )
     p = store.layout.block_tokens
     fill(store, torch.tensor(BLOCKS), *random_kv(store, len(BLOCKS) * p))
     page = store.layout.page(BF16)
@@ -47,8 +49,8 @@ def test_plans_follow_the_papers_rule(lengths):
         scores[store.table[block, :, :, at // page.tokens].long(), at % page.tokens] = torch.from_numpy(received[i])
         store.observed[block] = BEHIND[i]
     got = ops.plan_thresholds(
-        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), ALPHA, ops.Observe(), from_rung=0,
-        to=store.ladder[1],
+        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), ALPHA, ops.Observe(), from_format=0,
+        to=store.block_formats[1],
     ).numpy()  # fmt: skip
     high, low = (store.layout.page(f).tokens for f in (HIGH, LOW))
     seen = set()
