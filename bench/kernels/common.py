@@ -177,7 +177,7 @@ class Workload:
             self.formats,
             head_dim=self.head_dim,
             block_tokens=self.block_tokens,
-            scored=False,
+            has_scores=False,
             whole=self.kept == "full",
         )
         return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size)
@@ -253,4 +253,4 @@ def cold_layers(size: int) -> int:
 
 def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128) -> int:
     """The size of a page that holds just `tokens` tokens of `fmt`."""
-    return layout.page_bytes_for(FORMATS[fmt], tokens, head_dim=head_dim, scored=False)
+    return layout.page_bytes_for(FORMATS[fmt], tokens, head_dim=head_dim, has_scores=False)

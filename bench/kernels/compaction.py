@@ -51,12 +51,12 @@ def build(names: str, layers: int, blocks: int, block_tokens: int, device: str =
     from kvc_kernels.store import PageStore
 
     formats = [FORMATS[x] for x in names.split("+")]
-    scored = len(formats) > 1
+    has_scores = len(formats) > 1
     page = choose_page_bytes(
-        formats, head_dim=DIM, block_tokens=block_tokens, scored=scored, whole=not scored
+        formats, head_dim=DIM, block_tokens=block_tokens, has_scores=has_scores, whole=not has_scores
     )
-    layout = PoolLayout(layers, HEADS, DIM, block_tokens, page, scored)
-    block_format = BlockFormat(formats[0], formats[1] if scored else None)
+    layout = PoolLayout(layers, HEADS, DIM, block_tokens, page, has_scores)
+    block_format = BlockFormat(formats[0], formats[1] if has_scores else None)
     store = PageStore.create(
         layout, (BlockFormat(BF16), block_format), num_pages=1 + 2 * blocks * layout.block_pages_bf16,
         num_blocks=blocks + 1,
@@ -64,7 +64,7 @@ def build(names: str, layers: int, blocks: int, block_tokens: int, device: str =
     )  # fmt: skip
     ids = torch.randperm(blocks, device=device) + 1
     refill(store, ids)
-    if not scored:
+    if not has_scores:
         return store, ids, None
     gen = torch.Generator(device=device).manual_seed(0)
     shape = (blocks, layers, HEADS, block_tokens)
@@ -143,7 +143,8 @@ def tiered(store, ids, tiers) -> dict[str, float]:
 
         def plan(format_id=format_id):
             return plan_thresholds_triton(
-                store, ids, starts, lengths, alpha, ops.Observe(), from_format=format_id, to=store.block_formats[1]
+                store, ids, starts, lengths, alpha, ops.ScoreSampling(), from_format=format_id,
+                to=store.block_formats[1]
             )
 
         timed(lambda: None, plan, 1)

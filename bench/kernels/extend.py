@@ -22,7 +22,7 @@ import torch
 
 from kvc_kernels.extend.few_tokens import TIERS as FEW_ROWS
 from kvc_kernels.extend.unpacked import LEAST_NEW
-from kvc_kernels.scores.reference import DECODE_STRIDE, Observe
+from kvc_kernels.scores.reference import DECODE_STRIDE, ScoreSampling
 
 from .common import RESULTS, Budget, Results, Workload, choose_page_bytes, copy_bandwidth, table, time_graph
 
@@ -35,7 +35,8 @@ BATCHES = {  # name -> cached tokens of each request
     "64K among 15 x 1K": [65536] + [1024] * 15,
 }
 FEW, HIT = (1, 5, 32), 4352  # new tokens behind a hit, and tokens of the hit
-OBSERVERS = {"window 64": Observe(64), "all": Observe(), "one in 16": Observe(stride=16)}  # queries of a prompt
+# queries of a prompt
+SAMPLINGS = {"window 64": ScoreSampling(64), "all": ScoreSampling(), "one in 16": ScoreSampling(stride=16)}
 
 
 def matmul_rate() -> float:
@@ -194,10 +195,10 @@ def fresh_prompt(new: int) -> list[dict]:
     q, k, v = new_rows(new)
     fmt = store.block_formats[1].high
     ours = {name: options for name, options in variants().items() if name not in ("unpacked", "few")}
-    more = {"fa3 ragged": dict(dense="fa3"), "fake-quantized, fa3": dict(dense="fa3", stored_as=fmt)}
+    more = {"fa3 ragged": dict(dense="fa3"), "fake-quantized, fa3": dict(dense="fa3", fake_quant_format=fmt)}
     more |= {"flashinfer ragged": dict(dense="flashinfer")}
-    more |= {"fake-quantized, flashinfer": dict(dense="flashinfer", stored_as=fmt)}
-    for name, options in {**ours, **more, "fake-quantized, triton": dict(dense="none", stored_as=fmt)}.items():
+    more |= {"fake-quantized, flashinfer": dict(dense="flashinfer", fake_quant_format=fmt)}
+    for name, options in {**ours, **more, "fake-quantized, triton": dict(dense="none", fake_quant_format=fmt)}.items():
         op = ExtendAttention(store, query_heads=HEADS * GROUP, **options)
         if op.ragged is None and options.get("dense") != "none":
             continue  # this machine lacks the library, and the kernels would be timed under its name
@@ -208,15 +209,15 @@ def fresh_prompt(new: int) -> list[dict]:
 
 
 def collecting(tokens: int) -> list[dict]:
-    """What adding up received attention costs in a prompt of `tokens`, beside one layer's prefill."""
+    """What adding up attention scores costs in a prompt of `tokens`, beside one layer's prefill."""
     from kvc_kernels.layout import PoolLayout
-    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+    from kvc_kernels.scores.prefill_kernel import AttentionScores
     from tests.support.random_store import random_store
 
     from . import layer
 
     base = Workload("k8v4+k4v2", block_tokens=128)
-    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, scored=True)
+    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, has_scores=True)
     layout = PoolLayout(1, HEADS, DIM, 128, page, True)
     n = tokens // 128
     counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
@@ -225,22 +226,22 @@ def collecting(tokens: int) -> list[dict]:
     q = torch.randn((tokens, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
     lse = torch.full((tokens, HEADS * GROUP), 20.0, device="cuda")
     rows = [dict(case="score", name="prefill of one layer", new=tokens, ms=layer.prefill_ms(tokens))]
-    for name, observe in OBSERVERS.items():
-        op = ReceivedAttention(store, query_heads=HEADS * GROUP, observe=observe)
+    for name, sampling in SAMPLINGS.items():
+        op = AttentionScores(store, query_heads=HEADS * GROUP, sampling=sampling)
         op.plan(blocks, [0], [tokens])
         ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
         rows.append(dict(case="score", name=name, new=tokens, ms=ms))
     return rows
 
 
-def observed_step(batch: int, tokens: int):
+def sampled_step(batch: int, tokens: int):
     """(store, blocks `[B, NB]`, lengths `[B]`, queries) of a decode step of `batch` requests of about `tokens` in k4v4,
     all with their own length."""
     from kvc_kernels.layout import PoolLayout
     from tests.support.random_store import random_store
 
     base = Workload("k4v4", block_tokens=128)
-    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, scored=True, whole=True)
+    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, has_scores=True, whole=True)
     layout = PoolLayout(1, HEADS, DIM, 128, page, True)
     n = batch * (tokens // 128 + 1)
     counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
@@ -252,14 +253,14 @@ def observed_step(batch: int, tokens: int):
 
 
 def collecting_steps(batch: int, tokens: int) -> list[dict]:
-    """The same while generating, one decode step: every step of every request is looked at, or those that `Observe`
-    samples, one request in DECODE_STRIDE here."""
+    """The same while generating, one decode step: every step of every request is looked at, or those that
+    `ScoreSampling` samples, one request in DECODE_STRIDE here."""
     from kvc_kernels.decode.attention import DecodeAttention
-    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+    from kvc_kernels.scores.prefill_kernel import AttentionScores
 
     from . import layer
 
-    store, rows, lens, q = observed_step(batch, tokens)
+    store, rows, lens, q = sampled_step(batch, tokens)
     attend = DecodeAttention(store, max_batch=batch, max_blocks=rows.shape[1], query_heads=HEADS * GROUP)
     attend.plan(rows, lens)
     lse = torch.empty((batch, HEADS * GROUP), device="cuda")
@@ -267,9 +268,9 @@ def collecting_steps(batch: int, tokens: int) -> list[dict]:
     whole = [("attention", ms), ("one layer", ms + layer.products_ms(batch))]
     out = [dict(case="score decode", name=name, prefix=tokens, new=batch, ms=ms) for name, ms in whole]
     for stride in (1, DECODE_STRIDE):
-        observe = Observe(reduce="sum", power=2, decode_stride=stride)
-        op = ReceivedAttention(
-            store, query_heads=HEADS * GROUP, observe=observe, max_batch=batch, max_blocks=rows.shape[1]
+        sampling = ScoreSampling(reduce="sum", power=2, decode_stride=stride)
+        op = AttentionScores(
+            store, query_heads=HEADS * GROUP, sampling=sampling, max_batch=batch, max_blocks=rows.shape[1]
         )
         op.plan_decode(rows, lens)
         ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
@@ -398,7 +399,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kept", default="full")
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--fresh", type=int, default=8192, help="tokens of the prompt without a prefix; 0: none")
-    parser.add_argument("--score", type=int, default=16384, help="tokens of the prompt that is observed; 0: none")
+    parser.add_argument(
+        "--score", type=int, default=16384, help="tokens of the prompt whose attention scores are added up; 0: none"
+    )
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument("--out", default=str(RESULTS / "extend.json"))
     parser.add_argument("--stock", default=",".join(STOCK), help="stock kernels that are measured")

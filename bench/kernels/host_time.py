@@ -41,7 +41,8 @@ def make_backend(**options) -> KvcAttnBackend:
     slots = torch.arange(2 * CACHED, dtype=torch.int32).repeat(STEP + 1, 1)
     backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
     backend.attention = Attention(
-        runtime.store, policy.collects, policy.stored_as(policy.format_id_of(None)), query_heads=QUERY_HEADS,
+        runtime.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)),
+        query_heads=QUERY_HEADS,
         max_batch=STEP, max_blocks=2 * CACHED // P,
     )  # fmt: skip
     return backend

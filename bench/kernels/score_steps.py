@@ -14,8 +14,8 @@ from dataclasses import asdict
 import torch
 
 from kvc_kernels.scores.decode_kernel import StepTuning
-from kvc_kernels.scores.prefill_kernel import ReceivedAttention
-from kvc_kernels.scores.reference import Observe
+from kvc_kernels.scores.prefill_kernel import AttentionScores
+from kvc_kernels.scores.reference import ScoreSampling
 
 from . import extend
 from .common import RESULTS, Results, time_graph
@@ -45,14 +45,14 @@ def main() -> None:
     results = Results(args.out)
     results.add(*extend.collecting_steps(BATCH, TOKENS))
     results.score(extend.scores(results.rows))
-    store, rows, lens, q = extend.observed_step(BATCH, TOKENS)
+    store, rows, lens, q = extend.sampled_step(BATCH, TOKENS)
     lse = torch.full((BATCH, HEADS * GROUP), 20.0, device="cuda")
     first = None
     for tuning in TUNINGS:
         took = {}
         for stride in STRIDES:
-            op = ReceivedAttention(
-                store, query_heads=HEADS * GROUP, observe=Observe(reduce="sum", power=2, decode_stride=stride),
+            op = AttentionScores(
+                store, query_heads=HEADS * GROUP, sampling=ScoreSampling(reduce="sum", power=2, decode_stride=stride),
                 max_batch=BATCH, max_blocks=rows.shape[1], step=tuning,
             )  # fmt: skip
             op.plan_decode(rows, lens)

@@ -29,7 +29,7 @@ def options(cache: str, block: int, head_dim: int) -> list[str]:
         return common.stock("--page-size", str(block), "--max-total-tokens", "8192", *extra)
     name, _, tokens = cache.partition("/")
     if tokens:
-        size = page_bytes_for(FORMATS[name], int(tokens), head_dim=head_dim, scored=False)
+        size = page_bytes_for(FORMATS[name], int(tokens), head_dim=head_dim, has_scores=False)
         extra += ["--kvc-page-bytes", str(size)]
     return common.kvc(name, *extra, block=block, memory="256MiB")
 

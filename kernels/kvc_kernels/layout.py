@@ -61,8 +61,8 @@ class PageLayout:
     | `key_codes`    | uint8 `[T, D*kb/8]`       | always (bf16: model dtype `[T, D]`)|
     | `value_codes`  | uint8 `[D*vb/8, T]`       | always (bf16: model dtype `[T, D]`)|
     | `value_meta`   | fp16 `[G, 2, T]`          | packed; G = D/32 at 2 bits, else 1 |
-    | `scores`       | fp32 `[T]`                | `scored`                           |
-    | `positions`    | int16 `[T]`               | `scored` and packed                |
+    | `scores`       | fp32 `[T]`                | `has_scores`                           |
+    | `positions`    | int16 `[T]`               | `has_scores` and packed                |
 
     Sub-byte codes are packed along features in equal parts: field j (from the low bits) of byte c holds feature
     `j * D*bits/8 + c`, so that unpacked parts concatenate to natural order. Values are stored transposed (tokens
@@ -73,7 +73,7 @@ class PageLayout:
     format: Format
     head_dim: int
     page_bytes: int
-    scored: bool
+    has_scores: bool
 
     @property
     def value_groups(self) -> int:
@@ -94,8 +94,8 @@ class PageLayout:
             "key_codes": tokens * self.key_row_bytes,
             "value_codes": tokens * self.value_row_bytes,
             "value_meta": 4 * tokens * self.value_groups if f.packed else 0,
-            "scores": 4 * tokens if self.scored else 0,
-            "positions": 2 * tokens if self.scored and f.packed else 0,
+            "scores": 4 * tokens if self.has_scores else 0,
+            "positions": 2 * tokens if self.has_scores and f.packed else 0,
         }
         for name, size in sizes.items():
             out[name] = (at, size)
@@ -152,11 +152,11 @@ class PoolLayout:
     head_dim: int
     block_tokens: int
     page_bytes: int
-    scored: bool = False
+    has_scores: bool = False
 
     def page(self, fmt: Format) -> PageLayout:
         """The page layout of `fmt`; cached, because launches and the scheduler ask for it constantly."""
-        return _page(fmt, self.head_dim, self.page_bytes, self.scored)
+        return _page(fmt, self.head_dim, self.page_bytes, self.has_scores)
 
     def pages_for(self, fmt: Format, tokens: int) -> int:
         """Pages that one head needs for `tokens` tokens in `fmt`."""
@@ -182,21 +182,19 @@ class PoolLayout:
 
     @property
     def block_meta_bytes(self) -> int:
-        """Bytes of a block id besides its pages: table row, counts, header, storage format, number of observing
-        queries.
-        """
+        """Bytes of a block id besides its pages: table row, counts, header, storage format, query count."""
         per_head = 4 * self.head_pages_bf16 + 2 * 2 + self.header_bytes
         return self.layers * self.heads * per_head + 1 + 4
 
 
-def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, scored: bool) -> int:
+def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, has_scores: bool) -> int:
     """The page size in bytes that holds exactly `tokens` tokens of `fmt`."""
-    page = PageLayout(fmt, head_dim, 1 << 30, scored)
+    page = PageLayout(fmt, head_dim, 1 << 30, has_scores)
     return align_up(page._segments(tokens)["end"][0], 16)
 
 
 def choose_page_bytes(
-    formats: list[Format], *, head_dim: int, block_tokens: int, scored: bool, whole: bool = False
+    formats: list[Format], *, head_dim: int, block_tokens: int, has_scores: bool, whole: bool = False
 ) -> int:
     """The page size in bytes with the least slack in the worst packed format of `formats`.
 
@@ -210,13 +208,13 @@ def choose_page_bytes(
     """
     if whole and formats[0].packed:
         steps = [t for t in (WHOLE_PAGE_TOKENS, 32, 16) if block_tokens % t == 0]
-        sizes = [page_bytes_for(formats[0], t, head_dim=head_dim, scored=scored) for t in steps]
+        sizes = [page_bytes_for(formats[0], t, head_dim=head_dim, has_scores=has_scores) for t in steps]
 
         def cost(size: int) -> float:
             """Bytes of a block in the worst format at this size, relative to the bytes of its codes and scales."""
             worst = 1.0
             for f in formats[1:]:
-                page = PageLayout(f, head_dim, size, scored)
+                page = PageLayout(f, head_dim, size, has_scores)
                 if not page.tokens:
                     return float("inf")
                 block_bytes = -(-block_tokens // page.tokens) * size
@@ -225,12 +223,12 @@ def choose_page_bytes(
 
         return min(sizes, key=cost)
     best, best_waste = 0, float("inf")
-    bf16_token = 4 * head_dim + (4 if scored else 0)
+    bf16_token = 4 * head_dim + (4 if has_scores else 0)
     packed = [f for f in formats if f.packed] or [BF16]
     for size in range(align_up(8 * bf16_token, 16), 16 * bf16_token + 17, 16):
         waste = 0.0
         for f in packed:
-            page = PageLayout(f, head_dim, size, scored)
+            page = PageLayout(f, head_dim, size, has_scores)
             if page.tokens == 0:
                 waste = float("inf")
                 break

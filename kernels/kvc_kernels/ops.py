@@ -15,7 +15,7 @@ from .pages import reference as pages_reference
 from .pages.dense import block_digest, block_scores, block_tiers, load_dense
 from .pages.reference import block_head_pages, check_invariants
 from .scores import reference as scores_reference
-from .scores.reference import Observe, ReferenceScores, significance
+from .scores.reference import ReferenceScores, ScoreSampling, mean_attention_scores
 from .tiering import importance, thresholds
 from .tiering.apportion import apportion, greedy_allocation, pyramid, retention_curves, spread
 from .tiering.importance import expected_attention, future_keys, hashed_scores, keydiff, pool_scores
@@ -33,8 +33,8 @@ decode_snapshot = dispatch(snapshot.decode_snapshot, "decode.snapshot_kernel:dec
 DecodeAttention = dispatch(ReferenceDecode, "decode.attention:DecodeAttention")
 ExtendAttention = dispatch(ReferenceExtend, "extend.attention:ExtendAttention")
 WindowedExtend = dispatch(ReferenceExtend, "extend.windowed:WindowedExtend")
-AttentionScores = dispatch(ReferenceScores, "scores.prefill_kernel:ReceivedAttention")
-note_observers = dispatch(scores_reference.note_observers, "scores.count_kernel:note_observers_triton")
+AttentionScores = dispatch(ReferenceScores, "scores.prefill_kernel:AttentionScores")
+count_queries = dispatch(scores_reference.count_queries, "scores.count_kernel:count_queries_triton")
 
 # Plans of policies.
 plan_thresholds = dispatch(thresholds.plan_thresholds, "tiering.thresholds_kernel:plan_thresholds_triton")
@@ -44,7 +44,7 @@ __all__ = [
     "AttentionScores",
     "DecodeAttention",
     "ExtendAttention",
-    "Observe",
+    "ScoreSampling",
     "Thresholds",
     "WindowedExtend",
     "append",
@@ -55,6 +55,7 @@ __all__ = [
     "block_tiers",
     "check_invariants",
     "compact",
+    "count_queries",
     "decode_attention",
     "decode_snapshot",
     "expected_attention",
@@ -66,14 +67,13 @@ __all__ = [
     "keydiff",
     "keydiff_blocks",
     "load_dense",
-    "note_observers",
+    "mean_attention_scores",
     "plan_thresholds",
     "pool_scores",
     "pyramid",
     "quota",
     "release",
     "retention_curves",
-    "significance",
     "spread",
     "take_bf16",
     "threshold",

@@ -28,7 +28,7 @@ class PageStore:
     | `counts`    | int16 `[num_blocks, L, H, 2]`   | tokens stored high, low (unused in bf16 blocks)  |
     | `format_id` | int8 `[num_blocks]`             | index into `block_formats`; 0: bf16; -1: free    |
     | `headers`   | fp16 `[num_blocks, L, H, 2, D]` | key channels: scale on the 8-bit grid, zero      |
-    | `observed`  | int32 `[num_blocks]`            | queries behind the block that its scores cover   |
+    | `query_counts`  | int32 `[num_blocks]`            | queries behind the block that its scores cover   |
     | `ring`      | int32 `[num_pages]`             | ring buffer of free pages                        |
     | `cursor`    | int64 `[2]`                     | pages ever taken (head), ever returned (tail)    |
 
@@ -45,7 +45,7 @@ class PageStore:
     counts: torch.Tensor
     format_id: torch.Tensor
     headers: torch.Tensor
-    observed: torch.Tensor
+    query_counts: torch.Tensor
     ring: torch.Tensor
     cursor: torch.Tensor
 
@@ -71,7 +71,7 @@ class PageStore:
             counts=torch.zeros((*shape, 2), dtype=torch.int16, device=device),
             format_id=torch.empty(num_blocks, dtype=torch.int8, device=device),
             headers=torch.zeros((*shape, 2, layout.head_dim), dtype=torch.float16, device=device),
-            observed=torch.zeros(num_blocks, dtype=torch.int32, device=device),
+            query_counts=torch.zeros(num_blocks, dtype=torch.int32, device=device),
             ring=torch.empty(num_pages, dtype=torch.int32, device=device),
             cursor=torch.zeros(2, dtype=torch.int64, device=device),
         )
@@ -88,7 +88,7 @@ class PageStore:
         self.format_id[SCRATCH_BLOCK] = 0
         self.table[SCRATCH_BLOCK] = SCRATCH_PAGE
         self.counts.zero_()
-        self.observed.zero_()
+        self.query_counts.zero_()
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +121,7 @@ class PageStore:
                 self.counts,
                 self.format_id,
                 self.headers,
-                self.observed,
+                self.query_counts,
                 self.ring,
                 self.cursor,
             )

@@ -42,7 +42,9 @@ def before_add_request_to_queue(self, req, is_retracted=False):
         return
     req.skip_radix_cache_insert = False
     try:
-        req.kvc_level = level_of(req.sampling_params.custom_params, offered(runtime.config), runtime.policy.own_level)
+        req.kvc_level = level_of(
+            req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
+        )
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
@@ -90,7 +92,7 @@ def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...],
     from sglang_kvc.policies import make_policy
 
     config = resolve_config(SimpleNamespace(**dict(options)))
-    return offered(config), make_policy(config).own_level
+    return offered(config), make_policy(config).default_level
 
 
 def register() -> None:

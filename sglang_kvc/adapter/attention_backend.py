@@ -36,7 +36,7 @@ class KvcAttnBackend(AttentionBackend):
             "windows": sorted({m.sliding_window_size for m in layers} - {-1}),
         }
         self.attention = Attention(
-            self.runtime.store, policy.collects, policy.stored_as(policy.format_id_of(None)), **sizes
+            self.runtime.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)), **sizes
         )
         if self.runtime.store.on_gpu and not runner.server_args.skip_server_warmup:
             kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}
@@ -58,7 +58,7 @@ class KvcAttnBackend(AttentionBackend):
         else:
             snap = self._extend_snapshot(fb)
             self.attention.plan_extend(snap)
-        if self.runtime.layout.scored and not in_capture:
+        if self.runtime.layout.has_scores and not in_capture:
             # Lengths on the device: copying a list there would make the host wait.
             self.attention.note(snap, None if snap.extend_lens_cpu is None else fb.extend_seq_lens)
 
@@ -71,13 +71,13 @@ class KvcAttnBackend(AttentionBackend):
         prefix = [n - e for n, e in zip(lens, extend)]
         write = fb.out_cache_loc // p, fb.out_cache_loc % p
         seqs = self.runtime.sequences_of(fb.rids or [])
-        stored_as = self.runtime.stored_as(seqs)
+        fake_quant_format = self.runtime.fake_quant_format(seqs)
         waiting = []
-        if any(stored_as):
+        if any(fake_quant_format):
             waiting = [[] if seq is None else seq.open_blocks(length) for seq, length in zip(seqs, prefix)]
         return Snapshot(
             row_blocks, fb.seq_lens, *write, lens, prefix, extend,
-            stored_as or None, waiting if any(waiting) else None,
+            fake_quant_format or None, waiting if any(waiting) else None,
         )  # fmt: skip
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

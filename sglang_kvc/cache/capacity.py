@@ -131,7 +131,9 @@ class Capacity:
         blocks, if its queries see blocks fake-quantized."""
         if not self.sizing.staged_tokens:
             return 0
-        if self.policy.stored_as(format_id) is not self.policy.stored_as(self.policy.format_id_of(None)):
+        if self.policy.fake_quant_format(format_id) is not self.policy.fake_quant_format(
+            self.policy.format_id_of(None)
+        ):
             return 0
         return int(np.count_nonzero(self.blocks.state[prefix] == State.OPEN)) * self.layout.block_tokens
 

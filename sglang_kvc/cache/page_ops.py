@@ -34,7 +34,7 @@ class PageOps:
 
     def __init__(self, store: PageStore, policy: Policy, reserve_pages: int):
         self.store, self.policy, self.reserve_pages = store, policy, reserve_pages
-        self._observe = policy.collects
+        self._sampling = policy.score_sampling
 
     def run(self, op: Op, step: int) -> list[PendingCounts]:
         """Launch `op` at the start of forward `step`."""
@@ -63,7 +63,7 @@ class PageOps:
                 self._to_device(op.starts[at : at + wave]),
                 self._to_device(op.lengths[at : at + wave]),
                 op.from_format,
-                self._observe,
+                self._sampling,
             )
             tiers = self.policy.plan(evidence, target)
             counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)

@@ -187,10 +187,10 @@ class Runtime:
             )
         return [None] * len(rids)
 
-    def stored_as(self, seqs: list[Sequence | None]) -> list[Format | None]:
+    def fake_quant_format(self, seqs: list[Sequence | None]) -> list[Format | None]:
         """For each request the format in which its queries see full blocks fake-quantized; None: unchanged."""
         default = self.policy.format_id_of(None)  # a warm-up asks for no level
-        return [self.policy.stored_as(default if seq is None else seq.format_id) for seq in seqs]
+        return [self.policy.fake_quant_format(default if seq is None else seq.format_id) for seq in seqs]
 
     @property
     def salt_only(self) -> bool:

@@ -35,22 +35,22 @@ STAGED_TOKENS = 16384
 def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, head_dim: int) -> PoolLayout:
     """The pool's geometry. Page bytes are searched unless the user sets them."""
     formats = [FORMATS[f] for f in policy.formats()]
-    options: dict[str, Any] = {"head_dim": head_dim, "scored": policy.observes}
+    options: dict[str, Any] = {"head_dim": head_dim, "has_scores": policy.collects_scores}
     if config.page_bytes:
         page_bytes = config.page_bytes
     elif policy.page_tokens:
         page_bytes = _page_of(formats, policy.page_tokens, **options)
     else:
-        whole = policy.stored_as() is not None
+        whole = policy.fake_quant_format() is not None
         page_bytes = choose_page_bytes(formats, block_tokens=config.block_size, whole=whole, **options)
-    return PoolLayout(layers, heads, head_dim, config.block_size, page_bytes, scored=policy.observes)
+    return PoolLayout(layers, heads, head_dim, config.block_size, page_bytes, has_scores=policy.collects_scores)
 
 
 def _page_of(formats: list[Format], tokens: int, **options) -> int:
     """Bytes of a page of `tokens` tokens in the first format, or of the fewest more at which every format holds one."""
     while True:
         size = page_bytes_for(formats[0], tokens, **options)
-        pages = [PageLayout(f, options["head_dim"], size, options["scored"]) for f in formats]
+        pages = [PageLayout(f, options["head_dim"], size, options["has_scores"]) for f in formats]
         if all(page.tokens for page in (*pages, replace(pages[0], format=BF16))):
             return size
         tokens += TOKEN_MULTIPLE
@@ -88,7 +88,7 @@ def size_server(
     Staged tokens never exceed those that fill all memory uncompressed, so staging takes at most 1 / L of it.
     """
     staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
-    if config.window and policy.stored_as(policy.format_id_of(None)) is not None:
+    if config.window and policy.fake_quant_format(policy.format_id_of(None)) is not None:
         staged = min(max(config.window, STAGED_TOKENS), num_bytes // (layout.layers * row_bytes))
     return replace(size_pool(num_bytes - staged * row_bytes, layout, block_formats), staged_tokens=staged)
 

@@ -25,9 +25,10 @@ class Snapshot:
 
     `row_blocks` `[B, NB]`: block table. `seq_lens` `[B]`: lengths with the new tokens counted. `write_blocks` and
     `write_offsets` `[N]`: block of each new token and its place there. The `_cpu` lists hold lengths on the host;
-    `prefix_lens_cpu` and `extend_lens_cpu` are None in a decode step. `stored_as[B]`: format in which queries of a
-    request see its full blocks fake-quantized, None for exact; no list: the server's format for all. `waiting_cpu[B]`:
-    places of the full blocks of each prefix that are still uncompressed; None where no prefix has any.
+    `prefix_lens_cpu` and `extend_lens_cpu` are None in a decode step. `fake_quant_format[B]`: format in which queries
+    of a request see its full blocks fake-quantized, None for exact; no list: the server's format for all.
+    `waiting_cpu[B]`: places of the full blocks of each prefix that are still uncompressed; None where no prefix has
+    any.
     """
 
     row_blocks: torch.Tensor
@@ -37,31 +38,31 @@ class Snapshot:
     seq_lens_cpu: list[int]
     prefix_lens_cpu: list[int] | None = None
     extend_lens_cpu: list[int] | None = None
-    stored_as: list[Format | None] | None = None
+    fake_quant_format: list[Format | None] | None = None
     waiting_cpu: list[list[int]] | None = None
 
 
 class Attention:
     """Planned operations over static buffers, so that a decode step can be captured in a CUDA graph.
 
-    With `observe`, attention scores are collected after each layer's attention, from its log-sum-exp.
+    With `sampling`, attention scores are collected after each layer's attention, from its log-sum-exp.
     """
 
     def __init__(
         self,
         store: PageStore,
-        observe: ops.Observe | None,
-        stored_as: Format | None = None,
+        sampling: ops.ScoreSampling | None,
+        fake_quant_format: Format | None = None,
         *,
         query_heads: int,
         max_batch: int,
         max_blocks: int,
         windows: Collection[int] = (),
     ):
-        """`stored_as`: format in which queries of a prompt see full blocks before their own fake-quantized, None for
-        exact. `max_batch` requests of `max_blocks` blocks each. `windows`: sliding windows of the model's layers,
-        without -1; each has a plan of its own."""
-        self.store, self.observe, self.stored_as = store, observe, stored_as
+        """`fake_quant_format`: format in which queries of a prompt see full blocks before their own fake-quantized,
+        None for exact. `max_batch` requests of `max_blocks` blocks each. `windows`: sliding windows of the model's
+        layers, without -1; each has a plan of its own."""
+        self.store, self.sampling, self.fake_quant_format = store, sampling, fake_quant_format
         self.append = ops.append.on(store)  # type: ignore[attr-defined]  # once for all layers
         self.decoders = {
             window: ops.DecodeAttention(
@@ -70,18 +71,18 @@ class Attention:
             for window in (-1, *windows)
         }
         full = ops.ExtendAttention(
-            store, query_heads=query_heads, max_blocks=max_blocks, stored_as=stored_as, appended=True
+            store, query_heads=query_heads, max_blocks=max_blocks, fake_quant_format=fake_quant_format, appended=True
         )
         self.extenders = {-1: full} | {
             window: ops.WindowedExtend(
-                store, query_heads=query_heads, window=window, stored_as=stored_as, ragged=full.ragged
+                store, query_heads=query_heads, window=window, fake_quant_format=fake_quant_format, ragged=full.ragged
             )
             for window in windows
         }
         self.scores = self.lse = None
-        if observe is not None:
+        if sampling is not None:
             self.scores = ops.AttentionScores(
-                store, query_heads=query_heads, observe=observe, max_batch=max_batch, max_blocks=max_blocks
+                store, query_heads=query_heads, sampling=sampling, max_batch=max_batch, max_blocks=max_blocks
             )
             self.lse = torch.empty((max_batch, query_heads), dtype=torch.float32, device=store.device)
         self.rows = torch.zeros((max_batch, max_blocks), dtype=torch.int32, device=store.device)
@@ -115,7 +116,7 @@ class Attention:
         self.snap, rows = snap, snap.row_blocks.int()
         lens = snap.prefix_lens_cpu, snap.extend_lens_cpu
         for extender in self.extenders.values():
-            extender.plan(rows, *lens, snap.waiting_cpu, snap.stored_as)
+            extender.plan(rows, *lens, snap.waiting_cpu, snap.fake_quant_format)
         if self.scores is not None:
             self.scores.plan(rows, *lens)
 
@@ -164,6 +165,6 @@ class Attention:
         return out
 
     def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
-        """Count this forward's observers of every block; `new[B]`: new tokens of each request, None in a decode
+        """Count this forward's queries behind every block; `new[B]`: new tokens of each request, None in a decode
         step."""
-        ops.note_observers(self.store, snap.row_blocks, snap.seq_lens, new, self.observe)
+        ops.count_queries(self.store, snap.row_blocks, snap.seq_lens, new, self.sampling)

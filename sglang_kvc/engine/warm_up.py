@@ -85,7 +85,8 @@ def warm_up(
     are those of the server's `Attention`."""
     small, policy = small_runtime(runtime), runtime.policy
     attention = Attention(
-        small.store, policy.collects, policy.stored_as(policy.format_id_of(None)), query_heads=query_heads,
+        small.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)),
+        query_heads=query_heads,
         max_batch=max_batch, max_blocks=max_blocks, windows=windows,
     )  # fmt: skip
     p = runtime.layout.block_tokens
@@ -93,7 +94,7 @@ def warm_up(
     for format_id in format_ids:
         ids = small.take([p * i for i in range(BLOCKS)])
         small.flush()
-        packed, own = ids[: BLOCKS // 2], ids[BLOCKS // 2 :]
+        packed, open_blocks = ids[: BLOCKS // 2], ids[BLOCKS // 2 :]
         small.queue_due(packed, format_id, length=BLOCKS * p)
         small.flush()
         if policy.replans and format_id == format_ids[-1] > 0:
@@ -104,8 +105,8 @@ def warm_up(
         if format_id == format_ids[-1]:
             for window, cap in sorted(kinds or {(-1, 0.0)}):
                 layer = {"scale": 1.0, "logit_cap": cap, "window": window}
-                decode(attention, packed, own, query_heads, layer)
-                prompts(attention, packed, own, query_heads, max_blocks, layer)
+                decode(attention, packed, open_blocks, query_heads, layer)
+                prompts(attention, packed, open_blocks, query_heads, max_blocks, layer)
         small.free(ids)
         small.flush()
     if small.store.on_gpu:
@@ -140,40 +141,40 @@ def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Te
     return qkv.split((query_heads, heads, heads), 1)
 
 
-def _row(packed: list[int], own: list[int], prefix: int, blocks: int) -> list[int]:
-    """Block ids of a request: `prefix` packed blocks, then its own; both lists repeat."""
-    return [packed[j % len(packed)] if j < prefix else own[j % len(own)] for j in range(blocks)]
+def _row(packed: list[int], open_blocks: list[int], prefix: int, blocks: int) -> list[int]:
+    """Block ids of a request: `prefix` packed blocks, then open ones; both lists repeat."""
+    return [packed[j % len(packed)] if j < prefix else open_blocks[j % len(open_blocks)] for j in range(blocks)]
 
 
-def decode(attention: Attention, packed: list[int], own: list[int], query_heads: int, layer: dict) -> None:
+def decode(attention: Attention, packed: list[int], open_blocks: list[int], query_heads: int, layer: dict) -> None:
     """One step of two requests."""
     store, p = attention.store, attention.store.layout.block_tokens
-    row = torch.tensor(_row(packed, own, 1, 2), dtype=torch.int32).repeat_interleave(p) * p
+    row = torch.tensor(_row(packed, open_blocks, 1, 2), dtype=torch.int32).repeat_interleave(p) * p
     table = (row + torch.arange(p, dtype=torch.int32).repeat(2)).repeat(2, 1).to(store.device)
     lens = torch.tensor([p + 1, 2 * p], device=store.device)
     snap = attention.plan_decode(table, torch.arange(2, device=store.device), lens, [p + 1, 2 * p])
-    if attention.observe is not None:
+    if attention.sampling is not None:
         attention.note(snap, None)
     attention.decode(0, *_rows(attention, 2, query_heads), **layer)
 
 
 def prompts(
-    attention: Attention, packed: list[int], own: list[int], query_heads: int, max_blocks: int, layer: dict
+    attention: Attention, packed: list[int], open_blocks: list[int], query_heads: int, max_blocks: int, layer: dict
 ) -> None:
     """Prefills of all lengths that fit into `max_blocks` blocks, one at a time. With fake-quantized history also for a
     request with another level, which sees its blocks exact."""
     p, group = attention.store.layout.block_tokens, query_heads // attention.store.layout.heads
-    levels = (None, [None]) if attention.stored_as is not None else (None,)
+    levels = (None, [None]) if attention.fake_quant_format is not None else (None,)
     lengths = sorted({2, *(-(-rows // group) for rows in ROWS), *NEW})
     # New tokens begin at a block boundary or one token before it, so that few tokens also fill a block.
-    for new, before, cut, stored_as in itertools.product(lengths, PREFIXES, (0, 1), levels):
+    for new, before, cut, fake_quant_format in itertools.product(lengths, PREFIXES, (0, 1), levels):
         whole = -(-before // p)
         prefix = max(0, whole * p - cut)
-        row = _row(packed, own, prefix // p, -(-(prefix + new) // p))
+        row = _row(packed, open_blocks, prefix // p, -(-(prefix + new) // p))
         if len(row) <= max_blocks:
-            snap = _prompt(attention.store, row, prefix, new, stored_as)
+            snap = _prompt(attention.store, row, prefix, new, fake_quant_format)
             attention.plan_extend(snap)
-            if attention.observe is not None:
+            if attention.sampling is not None:
                 attention.note(snap, torch.tensor([new], dtype=torch.int32, device=attention.store.device))
                 # A block that a row names twice would have two concurrent writers of its scores.
                 places = next((j for j, block in enumerate(row) if block in row[:j]), len(row))
@@ -181,10 +182,10 @@ def prompts(
             attention.extend(0, *_rows(attention, new, query_heads), **layer)
 
 
-def _prompt(store: PageStore, row: list[int], prefix: int, new: int, stored_as: list | None) -> Snapshot:
+def _prompt(store: PageStore, row: list[int], prefix: int, new: int, fake_quant_format: list | None) -> Snapshot:
     p, device = store.layout.block_tokens, store.device
     blocks, at = torch.tensor([row], dtype=torch.int32), torch.arange(prefix, prefix + new)
     return Snapshot(
         blocks.to(device), torch.tensor([prefix + new], device=device), blocks[0, at // p].long().to(device),
-        (at % p).to(device), [prefix + new], [prefix], [new], stored_as,
+        (at % p).to(device), [prefix + new], [prefix], [new], fake_quant_format,
     )  # fmt: skip

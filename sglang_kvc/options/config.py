@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvc_kernels.layout import FORMATS, Format
-from kvc_kernels.ops import Observe
+from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.policies import POLICIES
 from sglang_kvc.policies.allocation import Global, Share
 from sglang_kvc.policies.budget import Budget
@@ -28,7 +28,7 @@ class KvcConfig:
     keep: float = 0.5  # share of a block's pages; `budget` overrides it
     alpha_high: float = 1.0
     alpha_low: float = 0.02
-    observe: Observe = field(default=Observe())  # queries whose attention scores are collected
+    observe: ScoreSampling = field(default=ScoreSampling())  # queries whose attention scores are collected
     page_bytes: int | None = None  # None: chosen for the formats
     memory: int | None = None  # bytes of the page pool; None: sized by SGLang
     budget: Budget | None = None
@@ -70,4 +70,4 @@ def _plain(value: Any) -> bool | int | float | str | None:
         return value
     if isinstance(value, tuple):
         return ",".join(value) or None
-    return observe_text(value) if isinstance(value, Observe) else str(value)
+    return observe_text(value) if isinstance(value, ScoreSampling) else str(value)

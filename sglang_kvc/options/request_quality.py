@@ -32,7 +32,8 @@ def asks(custom_params: Any) -> bool:
 
 def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: str | None = None) -> str | None:
     """The level that a request asks for, None for the server's default, which `default` also names
-    (`Policy.own_level`). ValueError for any other value: one sentence that quotes only the start and end of the value.
+    (`Policy.default_level`). ValueError for any other value: one sentence that quotes only the start and end of the
+    value.
     """
     if not asks(custom_params):
         return None

@@ -162,7 +162,7 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
                 f"bytes than the kernels multiply at a time; choose a format with keys of {least} bits or more."
             )
     for fmt in (BF16, *config.formats) if config.page_bytes is not None else ():
-        if PageLayout(fmt, head_dim, config.page_bytes, policy.observes).tokens == 0:
+        if PageLayout(fmt, head_dim, config.page_bytes, policy.collects_scores).tokens == 0:
             raise ConfigError(
                 f"{flag('page_bytes')} {config.page_bytes} is too small for {fmt.name} at this model's head size "
                 f"{head_dim}; choose a larger page, or drop the option to have the best size chosen."

@@ -23,7 +23,7 @@ class Evidence:
     """Inputs of a plan of n blocks at `from_format`. Tensors are made when asked for.
 
     `blocks`, `starts` and `lengths` are int64 `[n]`: block ids, positions of their first tokens, and the length N of
-    the sequence that pushed the block out of its window while generating (0: the prompt did). `observe` says which
+    the sequence that pushed the block out of its window while generating (0: the prompt did). `sampling` says which
     attention scores were collected, None if none were. `calibration` holds the tensors that a policy loaded, if any.
     """
 
@@ -32,7 +32,7 @@ class Evidence:
     starts: torch.Tensor
     lengths: torch.Tensor
     from_format: int = 0
-    observe: ops.Observe | None = None
+    sampling: ops.ScoreSampling | None = None
     calibration: Calibration | None = None
 
     @property
@@ -47,18 +47,18 @@ class Evidence:
         """Tiers int8 `[n, L, H, P]`: 2 high, 1 low, 0 pruned; all 2 while a block is uncompressed."""
         return ops.block_tiers(self.store, self.blocks, self.from_format)
 
-    def significance(self) -> torch.Tensor:
+    def mean_attention_scores(self) -> torch.Tensor:
         """Mean attention scores: the average probability that later queries gave each token, fp32 `[n, L, H, P]`."""
-        seen = self.observe or ops.Observe()
-        return ops.significance(self.store, self.blocks, seen.window, self.from_format, seen.stride)
+        seen = self.sampling or ops.ScoreSampling()
+        return ops.mean_attention_scores(self.store, self.blocks, seen.window, self.from_format, seen.stride)
 
-    def received(self) -> torch.Tensor:
-        """Attention scores, summed over queries as the policy's `Observe` says, fp32 `[n, L, H, P]`."""
+    def attention_scores(self) -> torch.Tensor:
+        """Attention scores, summed over queries as the policy's `ScoreSampling` says, fp32 `[n, L, H, P]`."""
         return ops.block_scores(self.store, self.blocks, self.from_format)
 
     def thresholds(self, alpha: ops.Thresholds, block_format: BlockFormat) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]` by mean attention scores against thresholds (LeanKV)."""
-        seen = self.observe or ops.Observe()
+        seen = self.sampling or ops.ScoreSampling()
         return ops.plan_thresholds(
             self.store, self.blocks, self.starts, self.lengths, alpha, seen, from_format=self.from_format,
             to=block_format
@@ -94,13 +94,13 @@ class Policy:
     preset: ClassVar[bool] = False
 
     @property
-    def collects(self) -> ops.Observe | None:
+    def score_sampling(self) -> ops.ScoreSampling | None:
         """Attention scores to collect into the score segment of the pages; None: none."""
         return None
 
     @property
-    def observes(self) -> bool:
-        return self.collects is not None
+    def collects_scores(self) -> bool:
+        return self.score_sampling is not None
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -123,12 +123,12 @@ class Policy:
         return 0 if level == LOSSLESS else 1
 
     @property
-    def own_level(self) -> str | None:
+    def default_level(self) -> str | None:
         """Format name that means "server default" when a request asks for it. None for policies that use more than one
         format."""
         return None
 
-    def stored_as(self, format_id: int = 1) -> Format | None:
+    def fake_quant_format(self, format_id: int = 1) -> Format | None:
         """Format of every token of a block at `format_id`. None if tokens differ in format, and at 0."""
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from kvc_kernels.ops import Observe
+from kvc_kernels.ops import ScoreSampling
 from kvc_kernels.scores.reference import STRIDES
 from sglang_kvc.errors import ConfigError, flag, listed
 
@@ -54,22 +54,22 @@ def parse_part(text: str, kinds: dict[str, type[P]], option: str) -> P:
         raise ConfigError(f"{option} {text} cannot be used, because {e}; drop the settings of {name}.") from e
 
 
-def parse_observe(text: str | int) -> Observe:
+def parse_observe(text: str | int) -> ScoreSampling:
     """`all` queries, one in s (`all/s`), or the last n of a prompt."""
     text = str(text).lower()
     kind, _, stride = text.partition("/")
     if kind == "all" and (stride or "1") in map(str, STRIDES) and text != "all/":
-        return Observe(stride=int(stride or 1))
+        return ScoreSampling(stride=int(stride or 1))
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(
             f"{flag('observe')} {text!r} is not a number of queries; give 'all', 'all/16' for one in 16 (powers of two "
             "up to 64), or a whole number from 1, like 32."
         )
-    return Observe(int(text))
+    return ScoreSampling(int(text))
 
 
-def observe_text(observe: Observe) -> str:
-    """Text that `parse_observe` turns into `observe`."""
-    if observe.window is not None:
-        return str(observe.window)
-    return "all" if observe.stride == 1 else f"all/{observe.stride}"
+def observe_text(sampling: ScoreSampling) -> str:
+    """Text that `parse_observe` turns into `sampling`."""
+    if sampling.window is not None:
+        return str(sampling.window)
+    return "all" if sampling.stride == 1 else f"all/{sampling.stride}"

@@ -65,11 +65,11 @@ class Prune(Policy):
 
     @property
     def scope(self) -> str:  # type: ignore[override]
-        return BLOCK if self.scorer.observe is None else SEQUENCE
+        return BLOCK if self.scorer.sampling is None else SEQUENCE
 
     @property
-    def collects(self) -> ops.Observe | None:
-        return self.scorer.observe
+    def score_sampling(self) -> ops.ScoreSampling | None:
+        return self.scorer.sampling
 
     def formats(self) -> list[str]:
         return [self.high] + ([self.low] if self.low else [])

@@ -41,10 +41,10 @@ class Quantise(Policy):
         return 1 + formats.index(name) if name in formats else 0
 
     @property
-    def own_level(self) -> str:
+    def default_level(self) -> str:
         return self.high
 
-    def stored_as(self, format_id: int = 1) -> Format | None:
+    def fake_quant_format(self, format_id: int = 1) -> Format | None:
         formats = self.formats()
         return FORMATS[formats[format_id - 1]] if 0 < format_id <= len(formats) else None
 

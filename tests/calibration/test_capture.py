@@ -99,7 +99,7 @@ def test_rotation_is_undone_or_left_alone(model, ids):
     torch.testing.assert_close(unrotate(x, torch.zeros(DIM // 4)), x)
 
 
-def test_received_attention_and_retention(model, ids):
+def test_attention_scores_and_retention(model, ids):
     q, k, _ = captured(model, ids)[0][1]
     scale, early = DIM**-0.5, 192
     got = attention_scores(q, k, scale, (early, TOKENS))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvc_kernels.common import quant
-from kvc_kernels.extend.fake_quant import as_stored
+from kvc_kernels.extend.fake_quant import fake_quantize
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.measure import formats, thresholds
@@ -58,13 +58,13 @@ def test_a_query_sees_its_own_block_as_it_is_and_earlier_ones_as_stored():
     layout, _ = formats.layout_for("k2v2", SHAPE, BLOCK)
     q, k, v = rows()
     got = by_block(
-        q, k, v, DIM**-0.5, layout.block_tokens, functools.partial(as_stored, layout, FORMATS["k2v2"])
+        q, k, v, DIM**-0.5, layout.block_tokens, functools.partial(fake_quantize, layout, FORMATS["k2v2"])
     )
     exact = by_block(q, k, v, DIM**-0.5, layout.block_tokens, None)
     torch.testing.assert_close(got[:, :BLOCK], exact[:, :BLOCK], rtol=0, atol=0)
     for at in (BLOCK, 3 * BLOCK + 5, TOKENS - 1):
         begin = at // BLOCK * BLOCK
-        packed = as_stored(layout, FORMATS["k2v2"], *(x[:, :begin].unflatten(1, (-1, BLOCK)) for x in (k, v)))
+        packed = fake_quantize(layout, FORMATS["k2v2"], *(x[:, :begin].unflatten(1, (-1, BLOCK)) for x in (k, v)))
         keys, values = (torch.cat((a.flatten(1, 2), b[:, begin : at + 1]), 1) for a, b in zip(packed, (k, v)))
         expected = causal(q[:, at : at + 1], keys, values, DIM**-0.5)
         torch.testing.assert_close(got[:, at : at + 1], expected, rtol=1e-5, atol=1e-5)
@@ -114,7 +114,7 @@ def test_a_block_of_two_tiers_is_quantised_under_the_header_of_what_it_keeps():
     k[:, 7] += 30  # an outlier that is dropped must not widen the others' range
     tiers = torch.randint(0, 3, k.shape[:2], generator=torch.Generator().manual_seed(0)).to(torch.int8)
     tiers[:, 7] = 0
-    keys, values = thresholds.stored_rows(k, v, tiers, layout, policy)
+    keys, values = thresholds.fake_quant_rows(k, v, tiers, layout, policy)
     blocks, kept = k.unflatten(1, (-1, BLOCK)), (tiers != 0).unflatten(1, (-1, BLOCK))
     header = quant.key_header(blocks, kept)
     for name, tier in ((policy.high, 2), (policy.low, 1)):

@@ -15,9 +15,9 @@ ROWS = torch.tensor([[3, 1, 4], [2, 5, 0]])
 PREFIX, NEW = [40, 32], [30, 3]
 
 
-def both(scored, device="cpu", **options):
+def both(has_scores, device="cpu", **options):
     """(reference, kernels) over equal stores: cached prefixes, the first block of request 0 packed."""
-    store = make_store(block_formats_of("k4v4"), head_dim=64, block_tokens=P, layers=2, blocks=8, scored=scored)
+    store = make_store(block_formats_of("k4v4"), head_dim=64, block_tokens=P, layers=2, blocks=8, has_scores=has_scores)
     store.pages.zero_()
     ops.take_bf16(store, torch.tensor([4, 5]))
     for r in (0, 1):
@@ -27,7 +27,7 @@ def both(scored, device="cpu", **options):
         kind(**{n: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for n, x in vars(store).items()})
         for kind in (TorchStore, KernelStore)
     ]
-    options = {"observe": None, "stored_as": None, **options}
+    options = {"sampling": None, "fake_quant_format": None, **options}
     sizes = {"query_heads": 4, "max_batch": 4, "max_blocks": 4}
     return tuple(Attention(x, **options, **sizes) for x in stores)
 
@@ -56,30 +56,30 @@ def step(engines, kind, lens, prefix=None):
     assert (got - want).norm() < 0.02 * want.norm()
 
 
-@pytest.mark.parametrize("case", ["plain", "observe", "stored"])
+@pytest.mark.parametrize("case", ["plain", "sampling", "stored"])
 def test_extend_and_decode(case):
     options = {}
-    if case == "observe":
-        options["observe"] = ops.Observe(window=8, decode_stride=2)
+    if case == "sampling":
+        options["sampling"] = ops.ScoreSampling(window=8, decode_stride=2)
     if case == "stored":
-        options["stored_as"] = block_formats_of("k4v4")[1].high
-    engines = both(case == "observe", **options)
+        options["fake_quant_format"] = block_formats_of("k4v4")[1].high
+    engines = both(case == "sampling", **options)
     total = [p + n for p, n in zip(PREFIX, NEW)]
     step(engines, "extend", total, PREFIX)
     step(engines, "decode", [n + 1 for n in total])
-    if case == "observe":
+    if case == "sampling":
         a, b = (ops.block_scores(e.store, torch.tensor([1, 2, 3, 4, 5])) for e in engines)
         assert a[:, 1].max() > 0.05
         assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
 
 
-def replays(capture, observe, device="cpu"):
+def replays(capture, sampling, device="cpu"):
     """One captured decode step serves all later ones of its batch size: other lengths, blocks and formats.
 
     `capture(fn)` -> (what fn returned, a function that does the same again without any Python of ours). As SGLang does
     it: captured with padding alone, replayed with a row of padding behind the two requests.
     """
-    reference, kernels = both(True, device, observe=observe)
+    reference, kernels = both(True, device, sampling=sampling)
     gen = torch.Generator().manual_seed(3)
     q, k, v = (torch.zeros((3, heads, 64), dtype=torch.bfloat16, device=device) for heads in (4, 2, 2))
     # The table of the server, with the row of padding first.
@@ -123,5 +123,5 @@ def test_a_recorded_step_serves_later_ones(monkeypatch, reduce):
             out = step()
         return out, lambda: [launch() for launch in launches]
 
-    replays(capture, ops.Observe(reduce=reduce, decode_stride=1 if reduce == "max" else 2))
+    replays(capture, ops.ScoreSampling(reduce=reduce, decode_stride=1 if reduce == "max" else 2))
     assert len(launches) == 4  # append, attend, merge, collect

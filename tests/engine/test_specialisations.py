@@ -61,30 +61,30 @@ def rows_of(requests, blocks):
     return torch.zeros((requests, blocks), dtype=torch.int32)
 
 
-@pytest.mark.parametrize("observe", [None, ops.Observe(window=8)])
-def test_decode(launched, observe):
+@pytest.mark.parametrize("sampling", [None, ops.ScoreSampling(window=8)])
+def test_decode(launched, sampling):
     engine = Attention(
-        store(scored=observe is not None), observe, query_heads=HEADS * 3, max_batch=17, max_blocks=21
+        store(has_scores=sampling is not None), sampling, query_heads=HEADS * 3, max_batch=17, max_blocks=21
     )
     table, whole = torch.zeros((17, 21 * P), dtype=torch.int32), torch.ones(32, dtype=torch.int64)
     for n in range(1, 17):
         for at in (0, 1):  # a slice at an odd address
             lens = [1 + 37 * i % (20 * P) for i in range(n)]
             snap = engine.plan_decode(table, whole[at : at + n], whole[at : at + n], lens)
-            if observe:
+            if sampling:
                 engine.note(snap, None)
             q, k = (torch.zeros((n, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
             engine.decode(0, q, k, k, scale=1.0, logit_cap=0.0)
     names = ["_snapshot_kernel", "_split_kernel", "_items_kernel", "_append_kernel", "merge_kernel"]
     names.append(engine.decoders[-1]._kernel.__name__)
-    once(launched, *names, *(["_step_kernel", "_list_kernel", "note_kernel"] if observe else []))
+    once(launched, *names, *(["_step_kernel", "_list_kernel", "note_kernel"] if sampling else []))
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_extend(launched, stored):
     mine = store()
     fmt = block_formats_of("k4v4")[1].high
-    op = ExtendAttention(mine, query_heads=HEADS * 3, dense="none", stored_as=fmt if stored else None)
+    op = ExtendAttention(mine, query_heads=HEADS * 3, dense="none", fake_quant_format=fmt if stored else None)
     for n in range(1, 7):
         for blocks in (1, 2, 3, 16):
             prefix, new = [max(0, P * (blocks - 1) - i) for i in range(n)], [1 + 3 * i % P for i in range(n)]
@@ -92,7 +92,7 @@ def test_extend(launched, stored):
             op.plan(rows_of(n, blocks + 2), prefix, new)
             q, k = (torch.zeros((sum(new), h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
             op.run(0, q, k, k, scale=1.0)
-    once(launched, "_split_kernel", "_extend_kernel", *(["_stored_kernel"] if stored else []))
+    once(launched, "_split_kernel", "_extend_kernel", *(["_fake_quant_kernel"] if stored else []))
 
 
 def test_join_of_exact_and_staged(launched):
@@ -141,10 +141,10 @@ def test_keydiff(launched):
 
 
 def test_plan_by_thresholds(launched):
-    mine, alpha = make_store(block_formats_of("k8v4+k4v2"), head_dim=64, scored=True), ops.Thresholds(1.0, 0.02)
+    mine, alpha = make_store(block_formats_of("k8v4+k4v2"), head_dim=64, has_scores=True), ops.Thresholds(1.0, 0.02)
     for n in range(1, 18):
         blocks, starts, lengths = (torch.arange(n) for _ in range(3))
         plan_thresholds_triton(
-            mine, blocks, starts, lengths, alpha, ops.Observe(), from_format=1, to=mine.block_formats[1]
+            mine, blocks, starts, lengths, alpha, ops.ScoreSampling(), from_format=1, to=mine.block_formats[1]
         )
     once(launched, "thresholds_kernel")

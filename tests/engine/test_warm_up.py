@@ -21,7 +21,7 @@ from kvc_kernels.extend import attention as extend_module
 from kvc_kernels.extend import dense_flashinfer
 from kvc_kernels.extend import hopper as hopper_module
 from kvc_kernels.extend.attention import ExtendAttention
-from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+from kvc_kernels.scores.prefill_kernel import AttentionScores
 from kvc_kernels.store import PageStore
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.engine import warm_up
@@ -76,7 +76,7 @@ class CudaKernel:
 
 
 def assert_one_writer(rows, tokens):
-    """A block has one place, in all requests that observe. Two programs would add to its scores at a time, else."""
+    """A block has one place, in all sampled requests. Two programs would add to its scores at a time, else."""
     seen = {(int(b), j) for row, n in zip(rows, tokens.tolist()) for j, b in enumerate(row[: -(-n // P)])}
     assert len(seen) == len({b for b, _ in seen})
 
@@ -92,12 +92,12 @@ def launched(monkeypatch):
         _, combination, rest = binders[self](*args, **options)
         seen.add((self.__name__, str(combination), str(sorted(rest.items()))))
 
-    def add(self, *args, **options):
+    def checked_add(self, *args, **options):
         assert_one_writer(self._rows, self._requests[:, 0])
-        received(self, *args, **options)
+        add(self, *args, **options)
 
-    received = ReceivedAttention.add
-    monkeypatch.setattr(ReceivedAttention, "add", add)
+    add = AttentionScores.add
+    monkeypatch.setattr(AttentionScores, "add", checked_add)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(PageStore, "use_kernels", True)
     monkeypatch.setattr(extend_module, "ExtendAttention", WideExtend)
@@ -137,8 +137,8 @@ def sizes(window):
 def serve(runtime, cap, window=-1):
     """Prompts in batches, decode steps, compactions and returns, of sizes that a warm-up does not know."""
     policy, gen, device = runtime.policy, random.Random(1), runtime.store.device
-    default = policy.stored_as(policy.format_id_of(None))
-    attention = Attention(runtime.store, policy.collects, default, **sizes(window))
+    default = policy.fake_quant_format(policy.format_id_of(None))
+    attention = Attention(runtime.store, policy.score_sampling, default, **sizes(window))
     layers = list(enumerate((-1, window)[:LAYERS]))
     # One block a place, as in a server: of two programs that add to the scores of one block, one would be lost.
     shown = runtime.take([P * j for j in range(COLUMNS)])
@@ -174,7 +174,7 @@ def serve(runtime, cap, window=-1):
             row.repeat(n, 1), torch.tensor(lens, device=device), places, places, lens, prefixes, new, levels, waiting
         )
         attention.plan_extend(snap)
-        if policy.observes:
+        if policy.collects_scores:
             attention.note(snap, torch.tensor(new, dtype=torch.int32, device=device))
         for layer, seen in layers:
             attention.extend(layer, *tensors(sum(new), device), scale=0.3, logit_cap=cap, window=seen)
@@ -183,7 +183,7 @@ def serve(runtime, cap, window=-1):
         table = slots.repeat(REQUESTS + 1, 1)
         at, step = torch.arange(n + 1, device=device)[1:], torch.tensor([0, *lens], device=device)[1:]
         snap = attention.plan_decode(table, at, step, lens)
-        if policy.observes:
+        if policy.collects_scores:
             attention.note(snap, None)
         for layer, seen in layers:
             attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap, window=seen)
@@ -206,7 +206,7 @@ def compare(options, cap, launched, *expected, window=-1):
     serve(runtime, cap, window)
     assert {name for name, *_ in launched} >= {"_append_kernel", "_split_kernel", "merge_kernel", *expected}
     seen, policy = {name for name, *_ in launched}, runtime.policy
-    assert ("note_kernel" in seen) == policy.observes
+    assert ("note_kernel" in seen) == policy.collects_scores
     assert ("thresholds_kernel" in seen) == (policy.name == "leankv")
     assert ("keydiff_kernel" in seen) == isinstance(getattr(policy, "scorer", None), KeyDiff)
     assert not {(name, combination) for name, combination, _ in launched - ready}
@@ -221,7 +221,7 @@ def test_nothing_is_left_to_compile(options, cap, launched):
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
 def test_nothing_is_left_to_compile_for_hopper(options, hopper, launched):
     staged = options["policy"] == "quantise" and options["high"] != "bf16"
-    compare(options, 0.0, launched, "extend.cu", "_decode_kernel", *(["_stored_kernel"] if staged else []))
+    compare(options, 0.0, launched, "extend.cu", "_decode_kernel", *(["_fake_quant_kernel"] if staged else []))
 
 
 WINDOWED = [x for x in CONFIGURATIONS if x["policy"] == "quantise"]

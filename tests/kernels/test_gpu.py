@@ -20,16 +20,16 @@ def to_cuda(store: PageStore) -> PageStore:
     return TorchStore(**fields)
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_same_bytes_as_on_the_cpu_without_sync(scored):
-    here = make_store(BLOCK_FORMATS, layers=2, blocks=8, scored=scored)
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_same_bytes_as_on_the_cpu_without_sync(has_scores):
+    here = make_store(BLOCK_FORMATS, layers=2, blocks=8, has_scores=has_scores)
     there = to_cuda(here)
     gen = np.random.default_rng(0)
     plans = [random_tiers(here, 2, BLOCK_FORMATS[r], gen) for r in (1, 2, 3)]
     blocks, k, v = torch.tensor([3, 5]), *random_kv(here, 64)
     at = torch.arange(64)
     writes = [(blocks[at // 32], at % 32, k[i], v[i]) for i in range(2)]
-    significance, divisor = torch.rand(2, 2, 2, 32), torch.ones(2, 32)
+    mean_attention_scores, divisor = torch.rand(2, 2, 2, 32), torch.ones(2, 32)
     digests = []
     for store in (here, there):
 
@@ -37,7 +37,7 @@ def test_same_bytes_as_on_the_cpu_without_sync(scored):
             return x.to(d)
 
         mine, steps = put(blocks), [[put(x) for x in w] for w in writes]
-        tiers, s, d = [put(x) for x in plans], put(significance), put(divisor)
+        tiers, s, d = [put(x) for x in plans], put(mean_attention_scores), put(divisor)
         lens = put(torch.tensor([64])), put(torch.tensor([64]))
         if store is there:
             torch.cuda.synchronize()
@@ -47,9 +47,9 @@ def test_same_bytes_as_on_the_cpu_without_sync(scored):
             for layer, w in enumerate(steps):
                 ops.append(store, layer, *w)
             got = []
-            if scored:
-                ops.note_observers(store, mine.view(1, 2), *lens, ops.Observe())
-                got.append(ops.significance(store, mine, None, format_id=0))
+            if has_scores:
+                ops.count_queries(store, mine.view(1, 2), *lens, ops.ScoreSampling())
+                got.append(ops.mean_attention_scores(store, mine, None, format_id=0))
             got.append(ops.quota(s, 4, 32))
             ceiling = ops.block_tiers(store, mine, format_id=0)
             got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, mine)))
@@ -65,7 +65,7 @@ def test_same_bytes_as_on_the_cpu_without_sync(scored):
 
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4+k4v2"])
 def test_attention_agrees_with_the_cpu(spec):
-    here = make_store(block_formats_of(spec), block_tokens=64, head_dim=64, blocks=8, scored=True)
+    here = make_store(block_formats_of(spec), block_tokens=64, head_dim=64, blocks=8, has_scores=True)
     row = torch.tensor([4, 1, 7])
     fill(here, row, *random_kv(here, 170))
     ops.compact(here, row[:2], 1, random_tiers(here, 2, here.block_formats[1], np.random.default_rng(0)), from_format=0)
@@ -74,7 +74,7 @@ def test_attention_agrees_with_the_cpu(spec):
     outs = []
     for s in (here, there):
         x, r = q.to(s.device), row[None].to(s.device)
-        kw = {"scale": 0.125, "observe": ops.Observe(decode_stride=1)}
+        kw = {"scale": 0.125, "sampling": ops.ScoreSampling(decode_stride=1)}
         outs.append(
             (
                 ops.extend_attention(s, 0, x, r, [140], [30], **kw).cpu(),

@@ -9,7 +9,7 @@ P = 128
 
 def pages(names, head_dim, block_tokens=P, size=None):
     """The layout of a page in each of the formats, of the size that is chosen for all of them."""
-    formats, options = [FORMATS[n] for n in names], {"scored": False}
+    formats, options = [FORMATS[n] for n in names], {"has_scores": False}
     size = size or choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, whole=True, **options)
     return [PageLayout(f, head_dim, size, **options) for f in formats]
 

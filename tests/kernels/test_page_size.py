@@ -32,7 +32,7 @@ def outputs(size: int, format_id: int, packed: int, cuts: tuple[int, ...]):
     rows, done = [], 0
     for a, b in itertools.pairwise(cuts):
         args = row[None], [a], [b - a]
-        rows.append(ops.extend_attention(store, 0, q[a:b], *args, scale=SCALE, stored_as=[fmt]))
+        rows.append(ops.extend_attention(store, 0, q[a:b], *args, scale=SCALE, fake_quant_format=[fmt]))
         last = LENGTH // P if b == LENGTH else packed
         if last > done:
             blocks = row[done:last]

@@ -22,9 +22,9 @@ from tests.support.pages import RefStore, block_formats_of, make_store, random_t
 BLOCK_FORMATS = block_formats_of("k8v4", "k8v4+k4v2", "k4v4", "k2v2")
 CONFIGS = {
     # Pages of 1184 bytes make two k8v4 pages of a full head, so that tiers have whole and part-filled pages.
-    "scored": {"scored": True, "page_bytes": 1184},
-    "unscored": {"scored": False, "page_bytes": 1184},
-    "chosen page": {"scored": False},
+    "has_scores": {"has_scores": True, "page_bytes": 1184},
+    "unscored": {"has_scores": False, "page_bytes": 1184},
+    "chosen page": {"has_scores": False},
 }
 
 
@@ -85,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
             for i, (b, position) in enumerate(at):
                 self.model.append(b, layer, position, k[i].float().numpy(), v[i].float().numpy())
 
-    @precondition(lambda self: self.store.layout.scored and any(n == self.p for n in self.filled.values()))
+    @precondition(lambda self: self.store.layout.has_scores and any(n == self.p for n in self.filled.values()))
     @rule(seed=st.integers(0, 2**20))
     def score(self, seed):
         """Attention adds to the scores of a full block that is still open."""
@@ -186,7 +186,7 @@ def test_invariant_check_finds_damage():
 
 
 def test_release_twice_and_late_append_do_no_harm():
-    store = make_store(scored=True)
+    store = make_store(has_scores=True)
     block = torch.tensor([3])
     ops.take_bf16(store, block)
     ops.release(store, block)
@@ -210,7 +210,7 @@ def test_ring_can_hand_out_every_page_and_wrap():
 
 
 def test_append_zeroes_the_slot_score():
-    store = make_store(scored=True)
+    store = make_store(has_scores=True)
     ops.take_bf16(store, torch.tensor([1]))
     k = torch.ones(32, 2, 32)
     ops.append(store, 0, torch.ones(32, dtype=torch.long), torch.arange(32, dtype=torch.int32), k, k)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvc_kernels.ops import Observe
+from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.resolve import parse_bytes, policy_options, resolve_config
@@ -136,8 +136,8 @@ def test_levels_that_cost_quality_and_save_nothing():
 def test_text_numbers_become_numbers():
     c = resolve(policy="quota", block_size="128", keep="0.25", window="0", memory="4GB", page_bytes="2048")
     assert (c.block_size, c.keep, c.window, c.memory, c.page_bytes) == (128, 0.25, 0, 4 * 10**9, 2048)
-    assert resolve(policy="leankv", observe="32").observe == Observe(32)
-    assert resolve(policy="leankv", observe="ALL/16").observe == Observe(stride=16)
+    assert resolve(policy="leankv", observe="32").observe == ScoreSampling(32)
+    assert resolve(policy="leankv", observe="ALL/16").observe == ScoreSampling(stride=16)
     assert resolve(levels="K8V8, k2v2").levels == resolve(levels=("k8v8", "k2v2")).levels == ("k8v8", "k2v2")
     assert resolve(high="K8V4").high == "k8v4"
 

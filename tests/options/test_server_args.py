@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvc_kernels.ops import Observe
+from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.resolve import resolve_config
@@ -112,7 +112,7 @@ ALL = {
     "kvc_page_bytes": 4096,
     "kvc_memory": "64MiB",
 }
-RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, Observe(16), 4096, 64 << 20)
+RESOLVED = KvcConfig("leankv", "k8v8", "k4v4", 32, 128, 0.5, 1.5, 0.1, ScoreSampling(16), 4096, 64 << 20)
 
 
 def flags(options: dict) -> list[str]:

@@ -62,7 +62,7 @@ class World:
         if change_after is not None:
             q, k2, v2 = rows(seed + 1)
             k[:, change_after:], v[:, change_after:] = k2[:, change_after:], v2[:, change_after:]
-        layout = PoolLayout(L, H, D, P, PAGE_BYTES, scored=policy.observes)
+        layout = PoolLayout(L, H, D, P, PAGE_BYTES, has_scores=policy.collects_scores)
         policy.check(layout)
         store = PageStore.create(
             layout,
@@ -82,8 +82,8 @@ class World:
 
     def forward(self, prefix: int, new: int) -> None:
         at = torch.arange(prefix, prefix + new)
-        observe = self.policy.collects
-        kw = {"scale": SCALE, "observe": observe}
+        sampling = self.policy.score_sampling
+        kw = {"scale": SCALE, "sampling": sampling}
         for layer in range(L):
             ops.append(self.store, layer, self.row[at // P], at % P, self.k[layer, at], self.v[layer, at])
             if new == 1:
@@ -91,15 +91,15 @@ class World:
                 ops.decode_attention(self.store, layer, self.q[layer, at], self.row[None], lens, **kw)
             else:
                 ops.extend_attention(self.store, layer, self.q[layer, at], self.row[None], [prefix], [new], **kw)
-        if observe is not None:
+        if sampling is not None:
             extend_lens = None if new == 1 else torch.tensor([new])
-            ops.note_observers(self.store, self.row[None], torch.tensor([prefix + new]), extend_lens, observe)
+            ops.count_queries(self.store, self.row[None], torch.tensor([prefix + new]), extend_lens, sampling)
 
     def evidence(self, which=(0, 1, 2), lengths: int = 0) -> Evidence:
         which = torch.tensor(which)
         lengths = torch.full_like(which, lengths)
         return Evidence(
-            self.store, self.row[which], which * P, lengths, from_format=0, observe=self.policy.collects
+            self.store, self.row[which], which * P, lengths, from_format=0, sampling=self.policy.score_sampling
         )
 
     def tiers(self, which=(0, 1, 2)) -> torch.Tensor:

@@ -100,9 +100,9 @@ def test_block_scope_means_the_blocks_own_rows(policy):
     assert not torch.equal(first.q, other.q)
     same = torch.equal(first.tiers((0,)), other.tiers((0,)))
     if policy.scope == BLOCK:
-        assert same and not policy.observes
+        assert same and not policy.collects_scores
     else:
-        assert policy.observes
+        assert policy.collects_scores
 
 
 def test_settings_reach_the_policy(policy):

@@ -20,18 +20,18 @@ from tests.kernels.common.test_attention_reference import dense, reference, requ
 @pytest.mark.parametrize("window", [None, 7])
 def test_scores_against_the_attention_matrix(window, reduce, power, skip):
     """A prefill in two chunks and two decode steps; between them the first block is packed."""
-    check(ops.Observe(window, reduce, power, skip, decode_stride=1))
+    check(ops.ScoreSampling(window, reduce, power, skip, decode_stride=1))
 
 
 @pytest.mark.parametrize("window, stride, decode_stride", [(None, 4, 2), (8, 2, 1), (None, 1, 2), (None, 64, 16)])
 def test_one_query_in_a_few(window, stride, decode_stride):
-    check(ops.Observe(window, "sum", 2, 3, stride, decode_stride))
+    check(ops.ScoreSampling(window, "sum", 2, 3, stride, decode_stride))
 
 
-def check(observe):
-    store, row, _ = request("k4v4", scored=True, length=170, packed=0)
-    window = observe.window
-    observers = np.zeros((3, 64))
+def check(sampling):
+    store, row, _ = request("k4v4", has_scores=True, length=170, packed=0)
+    window = sampling.window
+    num_queries = np.zeros((3, 64))
     want = np.zeros((2, 170))
     for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
         if step == 2:
@@ -40,36 +40,38 @@ def check(observe):
         k, v, held = dense(store, row, 170)
         q = torch.randn(new, 6, 64, generator=torch.Generator().manual_seed(step))
         _, p = reference(q, k[:, :end], v[:, :end], held[:, :end], 0.125, 0.0)
-        kw = {"scale": 0.125, "observe": observe}
+        kw = {"scale": 0.125, "sampling": sampling}
         if new == 1:
             ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)
         else:
             ops.extend_attention(store, 0, q, row[None], [prefix], [new], **kw)
-        received = np.zeros((6, 170))
-        step = observe.decode_stride if new == 1 else observe.stride
+        scores = np.zeros((6, 170))
+        step = sampling.decode_stride if new == 1 else sampling.stride
         for i in range(prefix if window is None else max(prefix, end - window), end):
             if (i + 1) % step:
                 continue
-            for j in range(i - max(1, observe.skip) + 1):
-                received[:, j] += p[:, i - prefix, j].double().numpy() ** observe.power
+            for j in range(i - max(1, sampling.skip) + 1):
+                scores[:, j] += p[:, i - prefix, j].double().numpy() ** sampling.power
             for j in range(i):
-                observers.flat[j] += step if window is None or i // 64 > j // 64 else 0
+                num_queries.flat[j] += step if window is None or i // 64 > j // 64 else 0
         for h in range(2):
-            group = received[3 * h : 3 * h + 3]
+            group = scores[3 * h : 3 * h + 3]
             rule = {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0)}
-            want[h] += step * rule[observe.reduce]
-        ops.note_observers(store, row[None], torch.tensor([end]), torch.tensor([new]) if new > 1 else None, observe)
+            want[h] += step * rule[sampling.reduce]
+        ops.count_queries(store, row[None], torch.tensor([end]), torch.tensor([new]) if new > 1 else None, sampling)
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-6)
-    mean = ops.significance(store, row[:2], window, stride=observe.stride).transpose(0, 2)[:, 0].reshape(2, -1)
-    np.testing.assert_allclose(mean, want[:, :128] / observers.flat[:128].clip(1), rtol=1e-3, atol=1e-6)
+    mean = ops.mean_attention_scores(
+        store, row[:2], window, stride=sampling.stride
+    ).transpose(0, 2)[:, 0].reshape(2, -1)
+    np.testing.assert_allclose(mean, want[:, :128] / num_queries.flat[:128].clip(1), rtol=1e-3, atol=1e-6)
 
 
 def test_what_is_packed_is_not_skipped():
     """Packed tokens lie in no order: the near ones among them count, and none that is far is left out."""
-    store, row, _ = request("k4v4", scored=True, length=64 + 3, packed=1)
+    store, row, _ = request("k4v4", has_scores=True, length=64 + 3, packed=1)
     q = torch.randn(3, 6, 64)
-    ops.extend_attention(store, 0, q, row[None], [64], [3], scale=0.125, observe=ops.Observe(None, "sum", 1, 20))
+    ops.extend_attention(store, 0, q, row[None], [64], [3], scale=0.125, sampling=ops.ScoreSampling(None, "sum", 1, 20))
     scores, held = ops.block_scores(store, row)[:, 0], ops.block_tiers(store, row)[:, 0] > 0
     assert torch.equal(scores[0] > 0, held[0]) and (scores[1, :, :3] == 0).all()
 
@@ -78,15 +80,15 @@ def test_what_is_packed_is_not_skipped():
                                    {"stride": 128}, {"decode_stride": 0}, {"window": 8, "stride": 16}])
 def test_what_cannot_be_collected(wrong):
     with pytest.raises(ValueError, match="attention is collected"):
-        ops.Observe(**wrong)
+        ops.ScoreSampling(**wrong)
 
 
 @given(st.integers(0, 100), st.integers(0, 70), st.integers(1, 8), st.sampled_from([1, 4, 16, 64]))
-def test_observers_do_not_depend_on_the_forwards(prefix, new, cuts, stride):
+def test_query_counts_do_not_depend_on_the_forwards(prefix, new, cuts, stride):
     """However a prompt is cut, the queries that are counted are those whose position says so."""
-    store, row, _ = request("k4v4", scored=True, length=170, packed=0)
+    store, row, _ = request("k4v4", has_scores=True, length=170, packed=0)
     at = sorted({prefix, prefix + new, *(prefix + new * i // cuts for i in range(cuts))})
     for a, b in itertools.pairwise(at):
-        ops.note_observers(store, row[None], torch.tensor([b]), torch.tensor([b - a]), ops.Observe(stride=stride))
-    sampled = [i for i in range(prefix, prefix + new) if ops.Observe(decode_stride=stride).decoding(i)]
-    assert store.observed[row].tolist() == [stride * sum(i >= 64 * (j + 1) for i in sampled) for j in range(3)]
+        ops.count_queries(store, row[None], torch.tensor([b]), torch.tensor([b - a]), ops.ScoreSampling(stride=stride))
+    sampled = [i for i in range(prefix, prefix + new) if ops.ScoreSampling(decode_stride=stride).decoding(i)]
+    assert store.query_counts[row].tolist() == [stride * sum(i >= 64 * (j + 1) for i in sampled) for j in range(3)]

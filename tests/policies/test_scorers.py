@@ -12,7 +12,7 @@ from sglang_kvc.policies import Prune
 from .support import DECODED, PROMPT, SCALE, D, G, H, L, P, World, by_block, score, statistics
 
 N = PROMPT + DECODED
-SAMPLED = ops.Observe().decode_stride
+SAMPLED = ops.ScoreSampling().decode_stride
 FORWARDS = [(0, PROMPT), *((PROMPT + i, PROMPT + i + 1) for i in range(DECODED))]
 
 

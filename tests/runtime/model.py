@@ -37,7 +37,7 @@ def make_runtime(blocks: int = 12, **options) -> Runtime:
     """A pool that holds `blocks` uncompressed blocks of P = 64 tokens."""
     config = KvcConfig(block_size=P, **{"window": 32, **options})
     policy = make_policy(config)
-    layout = PoolLayout(L, H, D, P, page_bytes=1152, scored=policy.observes)
+    layout = PoolLayout(L, H, D, P, page_bytes=1152, has_scores=policy.collects_scores)
     block_formats = policy.block_formats(layout)
     num_bytes = int((blocks + 1) * 1.1 * layout.block_pages_bf16 * layout.page_bytes * 1.3)
     sizing = size_pool(num_bytes, layout, block_formats)

@@ -23,8 +23,8 @@ _gen = torch.Generator().manual_seed(0)
 # A token's rows are the sum of one entry of each table, `[entries, K or V, L, H, D]`: whole numbers from -9 to 6, which
 # bf16 holds exactly. The tables are large enough that no two histories of a life have equal rows.
 _TABLES = [torch.randint(-3, 3, (n, 2, L, H, D), generator=_gen, dtype=torch.int8) for n in PARTS]
-# Attention received by a token, by which LeanKV plans, `[entries, L, H]`.
-_RECEIVED = torch.empty(PARTS[0], L, H).exponential_(0.4, generator=_gen)
+# Attention scores of a token, by which LeanKV plans, `[entries, L, H]`.
+_SCORES = torch.empty(PARTS[0], L, H).exponential_(0.4, generator=_gen)
 
 
 def history(tokens: list[int], namespace: str | None) -> np.ndarray:
@@ -48,27 +48,27 @@ def write(store: PageStore, req_to_token: torch.Tensor, reqs: list, spans: list[
     """What a forward does to the pages: rows of the new tokens in every layer, and what attention adds to scores."""
     slots = torch.cat([req_to_token[r.req_pool_idx, first:last] for r, (first, last) in zip(reqs, spans)]).long()
     write_rows(store, slots, np.concatenate([r.history[first:last] for r, (first, last) in zip(reqs, spans)]))
-    if store.layout.scored:
+    if store.layout.has_scores:
         table = torch.zeros((len(reqs), max(-(-last // P) for _, last in spans)), dtype=torch.long)
         for i, (r, (_, last)) in enumerate(zip(reqs, spans)):
             table[i, : -(-last // P)] = req_to_token[r.req_pool_idx, 0:last:P] // P
         lens = torch.tensor([(last, last - first) for first, last in spans])
-        ops.note_observers(store, table, *lens.T, ops.Observe())
+        ops.count_queries(store, table, *lens.T, ops.ScoreSampling())
 
 
 def write_rows(store: PageStore, slots: torch.Tensor, numbers: np.ndarray) -> None:
-    """Write tokens with histories `numbers[n]` to `slots[n]` of every layer, with the attention that they received."""
+    """Write tokens with histories `numbers[n]` to `slots[n]` of every layer, with their attention scores."""
     blocks, places = slots // P, slots % P
     assert (store.format_id[blocks] == 0).all(), "a forward writes to a packed or free block"
     assert len(set(slots.tolist())) == len(slots), "two tokens are written to one slot"
     new = rows(numbers)
     for layer in range(L):
         ops.append(store, layer, blocks, places, new[:, 0, layer].bfloat16(), new[:, 1, layer].bfloat16())
-    if store.layout.scored:
+    if store.layout.has_scores:
         page = store.layout.page(BF16)
         scores = segment(page, store.pages, "scores", torch.float32)
         pages = store.table[blocks, :, :, places // page.tokens].long()
-        scores[pages, (places % page.tokens)[:, None, None]] = _RECEIVED[numbers % PARTS[0]]
+        scores[pages, (places % page.tokens)[:, None, None]] = _SCORES[numbers % PARTS[0]]
 
 
 def check(store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool) -> None:
@@ -95,7 +95,7 @@ def check(store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool) -> N
 def _check_rows(store: PageStore, format_id: int, stored, tier: torch.Tensor, want: torch.Tensor) -> None:
     """K and V `[n, H, P, D]` stored at `tier` `[n, H, P]` against those that are wanted, `[2, n, H, P, D]`."""
     spec = store.block_formats[format_id]
-    if format_id and not store.layout.scored and (tier != 2).any():
+    if format_id and not store.layout.has_scores and (tier != 2).any():
         place = _places(stored[0], want[0], tier).unsqueeze(-1).expand(want.shape[1:])
         want = torch.stack([x.gather(2, place) for x in want])
     for name, got, right in zip("KV", stored, want):

@@ -21,7 +21,7 @@ def bytes_in_store(runtime, blocks: np.ndarray) -> int:
     """Bytes of the pages of `blocks`, of those pages' places in the ring, and of every row that a block id has."""
     store = runtime.store
     page = store.pages[0].nbytes + store.ring[0].nbytes
-    rows = [x for x in (store.table, store.counts, store.headers, store.format_id, store.observed) if len(x)]
+    rows = [x for x in (store.table, store.counts, store.headers, store.format_id, store.query_counts) if len(x)]
     assert all(len(x) == runtime.sizing.num_blocks for x in rows)
     return int(pages_held(store)[blocks].sum()) * page + len(blocks) * sum(x[0].nbytes for x in rows)
 
@@ -68,7 +68,7 @@ def test_block_ids_are_a_limit_where_blocks_are_smaller_than_was_assumed():
         assert len(held) < runtime.sizing.num_blocks
         runtime.step += 1
         runtime.flush()
-        runtime.store.observed[ids] = 1
+        runtime.store.query_counts[ids] = 1
         runtime.queue_due(ids)
         runtime.settle()
     assert len(held) == runtime.sizing.num_blocks - 1
@@ -81,7 +81,7 @@ def test_block_ids_are_a_limit_where_blocks_are_smaller_than_was_assumed():
 @pytest.mark.parametrize(("high", "low"), [("k8v4", "k4v2"), ("k4v4", "k2v2")])
 @pytest.mark.parametrize("page_bytes", [1152, 1680, 2304])
 def test_leankv_is_charged_for_the_worst_split_of_a_head(high, low, page_bytes):
-    layout = PoolLayout(2, 3, 32, P, page_bytes, scored=True)
+    layout = PoolLayout(2, 3, 32, P, page_bytes, has_scores=True)
     tokens = [layout.page(FORMATS[f]).tokens for f in (high, low)]
     splits = [-(-n // tokens[0]) + -(-(P - n) // tokens[1]) for n in range(P + 1)]
     charged = LeanKV(high=high, low=low).block_formats(layout)[1].pages

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels import host_time
 from kvc_kernels.layout import FORMATS, PageLayout, PoolLayout
-from kvc_kernels.ops import Observe
+from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.cache import op_queue
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release
@@ -171,7 +171,7 @@ def test_a_forward_computes_no_constant_of_the_server_again(options, new, monkey
     with (
         mock.patch.object(PageLayout, "_segments", side_effect=AssertionError),
         mock.patch.object(PageLayout, "__init__", side_effect=AssertionError),
-        mock.patch.object(Observe, "__init__", side_effect=AssertionError),
+        mock.patch.object(ScoreSampling, "__init__", side_effect=AssertionError),
     ):
         host_time.measure(backend, fb)
 

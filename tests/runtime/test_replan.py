@@ -95,10 +95,10 @@ class Observed(ToyServer):
         tokens = list(req.origin_input_ids + req.output_ids)
         for i, slot in enumerate(slots.tolist()):
             history = np.random.default_rng(abs(hash(tuple(tokens[: done + i + 1]))) % 2**32)
-            received = torch.from_numpy(history.exponential(0.4, (L, H)).astype(np.float32))
+            attention_scores = torch.from_numpy(history.exponential(0.4, (L, H)).astype(np.float32))
             place = store.table[slot // P, :, :, slot % P // page.tokens].long()
-            scores[place, slot % P % page.tokens] = received
-        store.observed[torch.tensor(req.kvc.blocks[: done // P], dtype=torch.long)] += len(slots)
+            scores[place, slot % P % page.tokens] = attention_scores
+        store.query_counts[torch.tensor(req.kvc.blocks[: done // P], dtype=torch.long)] += len(slots)
 
 
 def answers(lengths: list[int], new: int) -> tuple[list[list[str]], ToyServer]:

@@ -164,14 +164,14 @@ def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
     assert format_ids == [[1, 1, 1, 1, -1], [0, 0, 0, 0, -1]]
     again = server.admit([*prompt, 2], level=LOSSLESS)
     assert again.kvc.blocks[:2] == blocks[1][:2]
-    assert server.runtime.stored_as([None, again.kvc]) == [FORMATS["k4v4"], None]
+    assert server.runtime.fake_quant_format([None, again.kvc]) == [FORMATS["k4v4"], None]
 
 
 def test_levels_go_to_formats_of_their_own():
     server = ToyServer(high="k4v4", levels=("k8v4", "k2v2"), window=0)
     asked = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
     reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in asked}
-    seen = server.runtime.stored_as([r.kvc for r in reqs.values()])
+    seen = server.runtime.fake_quant_format([r.kvc for r in reqs.values()])
     assert [f and f.name for f in seen] == ["k4v4", "k8v4", "k2v2", None]
     server.runtime.flush()
     for level, format_id in asked.items():
@@ -190,4 +190,4 @@ def test_a_server_that_compresses_on_request_only():
     server.runtime.flush()
     assert [server.runtime.store.format_id[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]
     # A forward that no scheduler allocated asks for nothing.
-    assert server.runtime.stored_as([plain.kvc, small.kvc, None]) == [None, FORMATS["k4v4"], None]
+    assert server.runtime.fake_quant_format([plain.kvc, small.kvc, None]) == [None, FORMATS["k4v4"], None]

@@ -20,7 +20,7 @@ def make_case(
     head_dim: int = 64,
     block_tokens: int = 64,
     page_bytes: int = 0,
-    scored: bool = False,
+    has_scores: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
@@ -35,9 +35,9 @@ def make_case(
     block_formats = block_formats_of(*names)
     formats = [f for r in block_formats[1:] for f in (r.high, r.low) if f is not None]
     size = page_bytes or choose_page_bytes(
-        formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored
+        formats, head_dim=head_dim, block_tokens=block_tokens, has_scores=has_scores
     )
-    layout = PoolLayout(2, heads, head_dim, block_tokens, size, scored)
+    layout = PoolLayout(2, heads, head_dim, block_tokens, size, has_scores)
     gen = torch.Generator().manual_seed(seed)
     nb = max(-(-n // block_tokens) for n in lens)
     n = len(lens) * nb

@@ -43,7 +43,7 @@ def make_store(
     heads=2,
     head_dim=32,
     block_tokens=32,
-    scored=False,
+    has_scores=False,
     blocks=6,
     spare=2,
     dtype=torch.bfloat16,
@@ -52,9 +52,9 @@ def make_store(
     """A store with pages for `blocks` uncompressed blocks; `spare` more block ids. Its free bytes are garbage."""
     formats = [f for r in block_formats for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
     page_bytes = page_bytes or choose_page_bytes(
-        formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored
+        formats, head_dim=head_dim, block_tokens=block_tokens, has_scores=has_scores
     )
-    layout = PoolLayout(layers, heads, head_dim, block_tokens, page_bytes, scored)
+    layout = PoolLayout(layers, heads, head_dim, block_tokens, page_bytes, has_scores)
     store = PageStore.create(
         layout,
         block_formats,
@@ -172,10 +172,10 @@ class RefHead:
     tiers: dict[int, list[RefToken]]
     header: np.ndarray | None = None
 
-    def compact(self, to: BlockFormat, tiers: np.ndarray, scored: bool) -> RefHead:
+    def compact(self, to: BlockFormat, tiers: np.ndarray, has_scores: bool) -> RefHead:
         """Move to packed block format `to`. Token index: its position if pages hold positions, else its stored rank."""
         stored = [(t, tier) for tier in (2, 1) for t in self.tiers[tier]]
-        known = scored or not self.block_format.high.packed
+        known = has_scores or not self.block_format.high.packed
         index = {(t.position if known else i): (t, tier) for i, (t, tier) in enumerate(stored)}
         chosen = {2: [], 1: []}
         for i in range(len(tiers)):
@@ -228,8 +228,8 @@ def ref_offsets(layout: PoolLayout, fmt, t: int) -> dict[str, int]:
         ("key_codes", t * d * fmt.key_bits // 8),
         ("value_codes", t * d * fmt.value_bits // 8),
         ("value_meta", groups * 4 * t),
-        ("scores", 4 * t if layout.scored else 0),
-        ("positions", 2 * t if layout.scored else 0),
+        ("scores", 4 * t if layout.has_scores else 0),
+        ("positions", 2 * t if layout.has_scores else 0),
     ]
     at, out = 0, {}
     for name, size in sizes:
@@ -261,7 +261,7 @@ def ref_pages(layout: PoolLayout, fmt, tokens: list[RefToken]) -> list[bytes]:
             for g, meta in enumerate(t.value_meta):
                 for i in (0, 1):
                     put(at["value_meta"] + 2 * ((g * 2 + i) * per_page + slot), meta[i], np.float16)
-            if layout.scored:
+            if layout.has_scores:
                 put(at["scores"] + 4 * slot, t.score, np.float32)
                 put(at["positions"] + 2 * slot, t.position, np.int16)
         out.append(bytes(page))
@@ -306,7 +306,7 @@ class RefStore:
         for i, b in enumerate(blocks):
             self.table[b] = {}
             for l, h in self.heads():
-                head = self.rows[b][l, h].compact(to, np.asarray(tiers[i, l, h]), g.scored)
+                head = self.rows[b][l, h].compact(to, np.asarray(tiers[i, l, h]), g.has_scores)
                 self.rows[b][l, h] = head
                 need = [
                     -(-len(head.tiers[t]) // ref_page_tokens(g, f)) if f else 0 for t, f in ((2, to.high), (1, to.low))

@@ -79,6 +79,6 @@ def _constants(g: PoolLayout) -> tuple[int, ...]:
     page = g.page(BF16)
     return (
         g.page_bytes, g.layers * g.heads, g.head_pages_bf16, g.heads, g.head_dim,
-        page.tokens, page.offset("value_codes"), page.offset("scores"), g.scored,
+        page.tokens, page.offset("value_codes"), page.offset("scores"), g.has_scores,
         triton.next_power_of_2(g.heads), triton.next_power_of_2(g.head_dim),
     )  # fmt: skip

@@ -127,9 +127,9 @@ class Kernel:
             gy=1, gz=1, by=1, bz=1, shared=shared, attributes=ctypes.pointer(self._attribute), count=int(early)
         )
 
-    def launch(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
-        """`programs` blocks of `threads` threads on the current stream; the struct is copied at once."""
+    def launch(self, ctas: int, threads: int, arguments: ctypes.Structure) -> None:
+        """`ctas` CTAs of `threads` threads on the current stream; the struct is copied at once."""
         config, pointer = self._config, (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        config.gx, config.bx, config.stream = programs, threads, torch.cuda.current_stream().cuda_stream
+        config.gx, config.bx, config.stream = ctas, threads, torch.cuda.current_stream().cuda_stream
         code = self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointer, None)
         _check(self._driver, code, "cuLaunchKernelEx")

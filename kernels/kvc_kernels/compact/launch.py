@@ -66,7 +66,8 @@ def _pack(
     pack_kernel[(2 * rows,)](
         store.pages, exchange.old, exchange.ids, exchange.page_counts, blocks, exchange.ids if whole else tiers, order,
         store.headers, store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16,
-        layout.head_dim, p, padded, layout.page_bytes, plain, high, low, layout.scored, whole, hold, num_warps=warps,
+        layout.head_dim, p, padded, layout.page_bytes, plain, high, low, layout.has_scores, whole, hold,
+        num_warps=warps,
         **limit,
     )  # fmt: skip
     return exchange.pages
@@ -83,13 +84,13 @@ def _repack(
     counts = torch.empty((len(tiers), 2), dtype=torch.int32, device=store.device)
     order_kernel[(len(tiers),)](
         store.pages, store.table[blocks], store.counts[blocks], tiers, where, order, counts, layout.head_pages_bf16, p,
-        triton.next_power_of_2(p), layout.page_bytes, tiers_from, to.low is not None, layout.scored, num_warps=4,
+        triton.next_power_of_2(p), layout.page_bytes, tiers_from, to.low is not None, layout.has_scores, num_warps=4,
     )  # fmt: skip
     exchange = exchange_pages(store, blocks, to_format, counts=counts)
     # No fused multiply-add: the reference rounds product and sum separately.
     repack_kernel[(len(tiers),)](
         store.pages, exchange.old, exchange.ids, exchange.page_counts, counts, where, order, layout.head_pages_bf16,
-        layout.head_dim, p, layout.page_bytes, tiers_from, high, low, layout.scored, num_warps=8,
+        layout.head_dim, p, layout.page_bytes, tiers_from, high, low, layout.has_scores, num_warps=8,
         enable_fp_fusion=False,
     )  # fmt: skip
     return exchange.pages

@@ -175,7 +175,7 @@ def _move(
         sources = read_tiers(store, placed)
         slots = token_slots(placed, p).clamp_(min=0)
         scores = None
-        if layout.scored:
+        if layout.has_scores:
             scores = torch.cat([s.rows.scores for s in sources], 1)
         first = placed[0].valid.shape[1]
     else:
@@ -199,7 +199,7 @@ def _move(
         else:
             at = order
             rows = _encode_rows(page, _pick(plain.keys, at), _pick(plain.values, at), header)
-        if layout.scored:
+        if layout.has_scores:
             rows = rows._replace(scores=scores.gather(1, at), positions=order.to(torch.int16))
         data = write_page(page, _page_shape(rows, pages), valid.unflatten(1, (pages, -1)))
         # Entries behind a head's count name page 0 and write the same zeros there.

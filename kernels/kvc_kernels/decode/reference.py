@@ -9,7 +9,7 @@ import torch
 
 from ..common.dense_attention import explicit_attention, sdpa
 from ..pages.gather import PlainPart, part_weights, request_parts, sequence_rows
-from ..scores.reference import Observe, collect_decode
+from ..scores.reference import ScoreSampling, collect_decode
 from ..store import PageStore
 
 
@@ -22,16 +22,16 @@ def decode_attention(
     *,
     scale: float,
     logit_cap: float = 0.0,
-    observe: Observe | None = None,
+    sampling: ScoreSampling | None = None,
     seq_lens_cpu: list[int] | None = None,
     window: int = -1,
 ) -> torch.Tensor:
     """One query a request: `q[B, Hq, D]` against `row_blocks[B, NB]` (block ids) -> `[B, Hq, D]` in q's dtype.
 
     `seq_lens[B]` counts the new token, whose K/V were appended before. `seq_lens_cpu` is the same as a list and saves
-    a read back. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With `observe`
+    a read back. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With `sampling`
     the probabilities of the steps that it samples are added to the tokens' scores. `window` >= 0: a query sees its own
-    token and so many before it; for blocks that keep every token, and without `observe`.
+    token and so many before it; for blocks that keep every token, and without `sampling`.
     """
     lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
     p = store.layout.block_tokens
@@ -57,8 +57,8 @@ def decode_attention(
             weights = part_weights(parts, q[i], scale, logit_cap)
             o = torch.stack([part.weigh(w) for part, w in zip(parts, weights)]).sum(0)
             out[i] = o.view(-1, q.shape[-1]).to(q.dtype)
-    if observe is not None and window < 0:
-        collect_decode(store, layer, q, row_blocks, lens, observe, scale=scale, logit_cap=logit_cap)
+    if sampling is not None and window < 0:
+        collect_decode(store, layer, q, row_blocks, lens, sampling, scale=scale, logit_cap=logit_cap)
     return out
 
 

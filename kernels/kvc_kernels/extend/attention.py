@@ -32,7 +32,7 @@ from .unpacked import UnpackedPrefix
 INTERPRET = triton.knobs.runtime.interpret
 # A prefill library takes the new tokens among themselves if that is at least this share of the work over the prefix and
 # at least this many products per head. Below, further tiles of the Triton kernel cost less than another launch.
-OWN_SHARE, OWN_LEAST = 0.1, 256 * 256 / 2
+NEW_SHARE, NEW_LEAST = 0.1, 256 * 256 / 2
 WIDE_SHARED = 106_496  # shared memory of a CTA, in bytes, with the default tuning and head_dim 256
 
 
@@ -54,21 +54,22 @@ class Tuning:
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "NB"])
 def _extend_kernel(
-    q, q_stride_n, q_stride_h, k, k_stride_n, k_stride_h, v, v_stride_n, v_stride_h, out, own_o, own_lse,
+    q, q_stride_n, q_stride_h, k, k_stride_n, k_stride_h, v, v_stride_n, v_stride_h, out, new_o, new_lse,
     part_o, part_lse, out_lse, scratch, items, lists, sizes, NB, pages, table, counts, headers, staged, staged_k,
     staged_v, layer, scale, cap,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr, MAX_TILES: tl.constexpr,
-    WIDTH: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
+    WIDTH: tl.constexpr, NEW_TOKENS: tl.constexpr, CAPPED: tl.constexpr, BM: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, STAGED: tl.constexpr, LSE: tl.constexpr, ASM: tl.constexpr,
 ):
     """grid (items * H,). items int32 `[n, 8]`: see `ExtendPlan`. An item without other splits writes out `[N, Hq, D]`
     (with LSE also out_lse fp32 `[N, Hq]`); the rest write part_o fp32 `[slots, H, BM, D]` and part_lse fp32
     `[slots, H, BM]`. All log-sum-exps are to base 2.
 
-    With OWN, the new tokens among themselves are computed here. Without, own_o `[N, Hq, D]` and own_lse fp32 `[N, Hq]`
-    are their state, and the first split of the prefix starts from it. With STAGED, a request also sees all tokens of
-    its staged blocks: staged int32 `[requests, 2]` (first slot, number) of staged_k, staged_v `[slots, P, H, D]`.
+    With NEW_TOKENS, the new tokens among themselves are computed here. Without, new_o `[N, Hq, D]` and new_lse fp32
+    `[N, Hq]` are their state, and the first split of the prefix starts from it. With STAGED, a request also sees all
+    tokens of its staged blocks: staged int32 `[requests, 2]` (first slot, number) of staged_k, staged_v `[slots, P, H,
+    D]`.
     """
     pid = tl.program_id(0)
     h = pid % H
@@ -81,7 +82,7 @@ def _extend_kernel(
     share_to = tl.load(item + 5)
     share_of = tl.load(item + 6)
     slot = tl.load(item + 7)
-    own = (share_from == 0).to(tl.int32)
+    is_first = (share_from == 0).to(tl.int32)
     last = (tl.minimum(row0 + BM, rows) + G - 1) // G  # of the new tokens that the tile sees
     head = (layer * H + h).to(tl.int64)
     tile_list = scratch + pid.to(tl.int64) * (CHUNK * MAX_TILES)
@@ -97,17 +98,17 @@ def _extend_kernel(
     l = tl.zeros([BM], tl.float32)
     w = tl.arange(0, WIDTH)
     place = (start + token).to(tl.int64) * (H * G) + hq
-    if not OWN:
-        mine = valid & (own == 1)
-        m = tl.load(own_lse + place, mask=mine, other=NEG)
+    if not NEW_TOKENS:
+        mine = valid & (is_first == 1)
+        m = tl.load(new_lse + place, mask=mine, other=NEG)
         l = tl.where(mine, 1.0, 0.0)
         acc = ()
         for j in tl.static_range(D // WIDTH):
-            x = tl.load(own_o + place[:, None] * D + (j * WIDTH + w)[None, :], mask=mine[:, None], other=0.0)
+            x = tl.load(new_o + place[:, None] * D + (j * WIDTH + w)[None, :], mask=mine[:, None], other=0.0)
             acc = acc + (x.to(tl.float32),)
     for c in tl.static_range(len(CLASSES)):
         n = tl.load(sizes + request * len(CLASSES) + c)
-        ahead = (last + P - 1) // P if OWN and c == len(CLASSES) - 1 else 0
+        ahead = (last + P - 1) // P if NEW_TOKENS and c == len(CLASSES) - 1 else 0
         lo = tl.maximum(((n + ahead).to(tl.int64) * share_from // share_of).to(tl.int32) - ahead, 0)
         hi = tl.maximum(((n + ahead).to(tl.int64) * share_to // share_of).to(tl.int32) - ahead, 0)
         entries = lists + (request * len(CLASSES) + c).to(tl.int64) * NB
@@ -139,17 +140,18 @@ def _extend_kernel(
                     )
     if STAGED:
         qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
-        n = tl.load(staged + request * 2 + 1) * P * own
+        n = tl.load(staged + request * 2 + 1) * P * is_first
         at = tl.load(staged + request * 2).to(tl.int64) * (P * H * D) + h * D
         acc, m, l = causal_tiles(
             acc, m, l, qc[0], staged_k + at, staged_v + at, H * D, H * D, token * 0 + n, n, scale, cap,
             D, WIDTH, CAPPED, TILE, STAGES, ASM,
         )
-    if OWN:
+    if NEW_TOKENS:
         qc = load_q(q_rows, valid, q.dtype.element_ty, D, 1)
         acc, m, l = causal_tiles(
             acc, m, l, qc[0], k + start.to(tl.int64) * k_stride_n + h * k_stride_h,
-            v + start.to(tl.int64) * v_stride_n + h * v_stride_h, k_stride_n, v_stride_n, token, last * own, scale, cap,
+            v + start.to(tl.int64) * v_stride_n + h * v_stride_h, k_stride_n, v_stride_n, token, last * is_first, scale,
+            cap,
             D, WIDTH, CAPPED, TILE, STAGES, ASM,
         )
     some = tl.where(l > 0, l, 1.0)
@@ -181,14 +183,15 @@ class ExtendAttention:
         tuning: Tuning | None = None,
         dense: str = "auto",
         hopper: bool | None = None,
-        stored_as: Format | None = None,
+        fake_quant_format: Format | None = None,
         whole: bool | None = None,
         appended: bool = False,
     ):
         """`max_blocks`: maximum blocks of a request, so that the plan's kernel is compiled once. `dense`: library of
         `ragged_prefill` for the new tokens. `hopper`: whether to use the Hopper kernel, None: if it supports the store.
-        `stored_as`: as in `ops.extend_attention`. `whole`: packed blocks keep all of their tokens; `stored_as` implies
-        it. `appended`: new rows are in their pages before `run`, which the decode kernel needs to take few new tokens.
+        `fake_quant_format`: as in `ops.extend_attention`. `whole`: packed blocks keep all of their tokens;
+        `fake_quant_format` implies it. `appended`: new rows are in their pages before `run`, which the decode kernel
+        needs to take few new tokens.
         """
         layout = store.layout
         if query_heads % layout.heads:
@@ -217,11 +220,11 @@ class ExtendAttention:
         )  # fmt: skip
         dev = store.device
         self._staged = None
-        if stored_as is not None:
-            self._staged = StagedExtend(store, stored_as, self.ragged, query_heads=query_heads)
+        if fake_quant_format is not None:
+            self._staged = StagedExtend(store, fake_quant_format, self.ragged, query_heads=query_heads)
         self._unpacked = None
         # The Hopper kernel is also faster than a library over unpacked rows.
-        if self._hopper is None and (stored_as is not None if whole is None else whole):
+        if self._hopper is None and (fake_quant_format is not None if whole is None else whole):
             self._unpacked = UnpackedPrefix.create(store, self.ragged)
         self._few = None
         if appended and max_blocks:
@@ -248,9 +251,9 @@ class ExtendAttention:
     ) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Does not sync.
 
-        `waiting[B]`, with `stored_as`: places of the full blocks of each prefix that are still uncompressed.
-        `formats[B]`: `stored_as` of each request, by default that of the operation. One format is staged: a request
-        with another sees its own new blocks exact.
+        `waiting[B]`, with `fake_quant_format`: places of the full blocks of each prefix that are still uncompressed.
+        `formats[B]`: `fake_quant_format` of each request, by default that of the operation. One format is staged: a
+        request with another sees its own new blocks exact.
         """
         if self._staged is not None:
             row_blocks, prefix_lens, extend_lens = self._staged.plan(
@@ -266,7 +269,7 @@ class ExtendAttention:
             programs = self._sms * (1 if steps.prefix == "hopper" else self.tuning.programs_per_sm)
             skip_full = self._staged.skips if steps.staged else None
             self._plan.update(
-                *lists, rows=steps.rows, programs=programs, own=steps.new == "prefix", skip_full=skip_full
+                *lists, rows=steps.rows, programs=programs, new_tokens=steps.new == "prefix", skip_full=skip_full
             )
             self._reserve()
 
@@ -280,7 +283,7 @@ class ExtendAttention:
         new = "prefix"
         if staged:
             new = "paged" if self._staged.prefill is not None else "prefix"
-        elif self.ragged is not None and among_new > max(OWN_SHARE * over_prefix, OWN_LEAST):
+        elif self.ragged is not None and among_new > max(NEW_SHARE * over_prefix, NEW_LEAST):
             new = "ragged"
         if not over_prefix and new != "prefix":
             return ExtendSteps(None, new, staged)
@@ -359,21 +362,21 @@ class ExtendAttention:
                 plan, steps.rows, layer, q, k, v, out, lse, new_state, self._part_o, self._part_lse, scale, logit_cap
             )
             return
-        own_o, own_lse = new_state or (out, self._part_lse)
+        new_o, new_lse = new_state or (out, self._part_lse)
         staged = steps.staged and new_state is None
         rows = (self._staged.sees, self._staged.rows.k, self._staged.rows.v) if staged else (plan.sizes, k, v)
         _extend_kernel[(plan.n_items * layout.heads,)](
             q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), out,
-            own_o, own_lse, self._part_o, self._part_lse, out_lse, self._scratch, plan.items, plan.lists,
+            new_o, new_lse, self._part_o, self._part_lse, out_lse, self._scratch, plan.items, plan.lists,
             plan.sizes, plan.max_blocks, store.pages, store.table, store.counts, store.headers, *rows, layer, scale,
             logit_cap, layout.layers, layout.heads, self.group, layout.head_dim, layout.head_pages_bf16,
             layout.block_tokens, layout.page_bytes, self._classes, CHUNK, self._max_tiles, self._width,
             new_state is None, logit_cap > 0, steps.rows, self._tile, t.stages,
             staged, lse is not None, not INTERPRET, num_warps=t.warps,
         )  # fmt: skip
-        if plan.n_joins:
+        if plan.n_merges:
             rows = min(16, steps.rows)
-            join_parts_kernel[(plan.n_joins, steps.rows // rows, layout.heads)](
-                self._part_o, self._part_lse, plan.joins, out, out_lse, layout.heads, self.group, layout.head_dim,
+            join_parts_kernel[(plan.n_merges, steps.rows // rows, layout.heads)](
+                self._part_o, self._part_lse, plan.merges, out, out_lse, layout.heads, self.group, layout.head_dim,
                 steps.rows, rows, lse is not None, num_warps=4,
             )  # fmt: skip

@@ -12,7 +12,7 @@ from ..common import quant
 from ..layout import Format, PoolLayout
 
 
-def as_stored(
+def fake_quantize(
     layout: PoolLayout, fmt: Format, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fake-quantize K, V `[..., P, D]` of whole blocks to `fmt`, in the same shapes and dtype.

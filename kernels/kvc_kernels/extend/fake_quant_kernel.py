@@ -48,7 +48,7 @@ def _keys(
     D: tl.constexpr, P: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, STEP: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Keys of one head of one block, STEP tokens at a time. `out` at this head; see `_stored_kernel`."""
+    """Keys of one head of one block, STEP tokens at a time. `out` at this head; see `_fake_quant_kernel`."""
     d = tl.arange(0, D)
     t = tl.arange(0, STEP)
     lo = tl.full([D], float("inf"), tl.float32)
@@ -81,7 +81,7 @@ def _keys(
 
 
 @triton.jit(do_not_specialize=["layer", "row_stride"])
-def _stored_kernel(
+def _fake_quant_kernel(
     pages, table, row_blocks, row_stride, items, k_out, v_out, layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, page_bytes: tl.constexpr,
     T: tl.constexpr, VOFF: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, GROUPS: tl.constexpr,
@@ -132,8 +132,8 @@ class DenseRows:
             self.k, self.v = self.k.new_empty((2, slots, *self.k.shape[1:]))
 
 
-class StoredRows(DenseRows):
-    """Rows of uncompressed blocks, fake-quantized with the bits of `as_stored`, and exact: `plan` once a forward,
+class FakeQuantRows(DenseRows):
+    """Rows of uncompressed blocks, fake-quantized with the bits of `fake_quantize`, and exact: `plan` once a forward,
     `fill` once a layer, after its rows were appended.
     """
 
@@ -156,7 +156,7 @@ class StoredRows(DenseRows):
         plain, whole = g.page(BF16), triton.next_power_of_2(g.block_tokens)
         k_step, v_step = min(whole, HELD // g.head_dim), min(whole, V_STEP)
         # Without fused multiply-add, for the reference multiplies and adds one after the other.
-        _stored_kernel[(self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step))](
+        _fake_quant_kernel[(self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step))](
             store.pages, store.table, self._rows, self._rows.stride(0), self._items, self.k, self.v, layer, g.layers,
             g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes, plain.tokens,
             plain.offset("value_codes"), fmt.key_bits, fmt.value_bits, g.page(fmt).value_groups,

@@ -17,7 +17,7 @@ from ..common.nvrtc import Kernel, Module, available
 from ..common.unpack_kernel import LOG2E
 from ..store import PageStore
 
-JOIN_WARPS = 4  # rows that a CTA merges
+MERGE_WARPS = 4  # rows that a CTA merges
 MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
 STAGES = 3  # unpacked tiles in flight
 # Registers of a thread that multiplies and of one that unpacks, by query rows; twice their sum is 512.
@@ -29,7 +29,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "out", "own_o", "own_lse", "part_o", "part_lse", "out_lse", "items", "lists", "sizes",
+            "q", "k", "v", "out", "new_o", "new_lse", "part_o", "part_lse", "out_lse", "items", "lists", "sizes",
             "pages", "table", "counts", "headers",
         )],
         *[(f"{name}_stride_{of}", ctypes.c_int64) for name in "qkv" for of in "nh"],
@@ -41,10 +41,10 @@ class Arguments(ctypes.Structure):
     ]  # fmt: skip
 
 
-class JoinArguments(ctypes.Structure):
-    """`JoinArguments` of `extend/cuda/extend_join.cuh`."""
+class MergeArguments(ctypes.Structure):
+    """`MergeArguments` of `extend/cuda/extend_merge.cuh`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("part_o", "part_lse", "joins", "out", "out_lse")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("part_o", "part_lse", "merges", "out", "out_lse")]
 
 
 def supports(store: PageStore) -> bool:
@@ -74,7 +74,7 @@ def constants(store: PageStore, group: int, classes: tuple[FormatClass, ...], ro
 def _kernels(text: str, device: torch.device) -> tuple[Kernel, Kernel]:
     """(attention over KV splits, merge of their states); compiled at first use, in about two seconds."""
     module = Module("extend.cu", text)
-    return Kernel(module, "extend", shared=module.integer("shared_bytes")), Kernel(module, "join", early=True)
+    return Kernel(module, "extend", shared=module.integer("shared_bytes")), Kernel(module, "merge", early=True)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -102,12 +102,12 @@ class HopperExtend:
         """Launch for `rows` query rows per CTA, 128 or 256; `part_o` fp16, other arguments as in `ExtendAttention`."""
         store = self.store
         q, k, v = _rows(q), _rows(k), _rows(v)
-        own_o, own_lse = new_state or (None, None)
+        new_o, new_lse = new_state or (None, None)
         a = Arguments(max_blocks=plan.max_blocks, layer=layer, factor=scale * LOG2E.value)
         if logit_cap > 0:
             a.inner, a.cap_factor = 2 * scale * LOG2E.value / logit_cap, logit_cap * LOG2E.value
         tensors = dict(
-            q=q, k=k, v=v, out=out, own_o=own_o, own_lse=own_lse, part_o=part_o, part_lse=part_lse, out_lse=lse,
+            q=q, k=k, v=v, out=out, new_o=new_o, new_lse=new_lse, part_o=part_o, part_lse=part_lse, out_lse=lse,
             items=plan.items, lists=plan.lists, sizes=plan.sizes, pages=store.pages, table=store.table,
             counts=store.counts, headers=store.headers,
         )  # fmt: skip
@@ -116,8 +116,8 @@ class HopperExtend:
         for name, x in (("q", q), ("k", k), ("v", v)):
             setattr(a, f"{name}_stride_n", x.stride(0) * x.element_size())
             setattr(a, f"{name}_stride_h", x.stride(1) * x.element_size())
-        attend, join = self.kernels(rows, logit_cap > 0)
+        attend, merge = self.kernels(rows, logit_cap > 0)
         attend.launch(plan.n_items * store.layout.heads, 512, a)
-        if plan.n_joins:
-            b = JoinArguments(a.part_o, a.part_lse, plan.joins.data_ptr(), a.out, a.out_lse)
-            join.launch(plan.n_joins * store.layout.heads * rows // JOIN_WARPS, 32 * JOIN_WARPS, b)
+        if plan.n_merges:
+            b = MergeArguments(a.part_o, a.part_lse, plan.merges.data_ptr(), a.out, a.out_lse)
+            merge.launch(plan.n_merges * store.layout.heads * rows // MERGE_WARPS, 32 * MERGE_WARPS, b)

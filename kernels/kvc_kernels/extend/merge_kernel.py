@@ -11,20 +11,20 @@ from ..common.unpack_kernel import NEG
 
 @triton.jit
 def join_parts_kernel(
-    part_o, part_lse, joins, out, out_lse,
+    part_o, part_lse, merges, out, out_lse,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr,
 ):
-    """Merge the states of the KV splits of query tiles. grid (joins, BM / ROWS, H). joins int32 `[n, 5]`: first query,
-    first row, end row, first slot, slots.
+    """Merge the states of the KV splits of query tiles. grid (merges, BM / ROWS, H). merges int32 `[n, 5]`: first
+    query, first row, end row, first slot, slots.
     """
-    join = joins + tl.program_id(0) * 5
+    merge = merges + tl.program_id(0) * 5
     h = tl.program_id(2)
-    start = tl.load(join)
-    end = tl.load(join + 2)
-    slot = tl.load(join + 3).to(tl.int64)
-    slots = tl.load(join + 4)
+    start = tl.load(merge)
+    end = tl.load(merge + 2)
+    slot = tl.load(merge + 3).to(tl.int64)
+    slots = tl.load(merge + 4)
     within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(join + 1) + within
+    row = tl.load(merge + 1) + within
     valid = row < end
     place = (start + row // G).to(tl.int64) * (H * G) + h * G + row % G
     d = tl.arange(0, D)

@@ -67,7 +67,7 @@ class ExtendPlan:
     | `lists`  | int64 `[B, C, NB]`   | prefix blocks of a request by class: block << 32 | tokens                   |
     | `sizes`  | int32 `[B, C]`       | lengths of the lists                                                        |
     | `items`  | int32 `[n, 8]`       | request, first query, first row, end row, from, to, of, slot or -1          |
-    | `joins`  | int32 `[n, 5]`       | first query, first row, end row, first slot, slots of a query tile          |
+    | `merges`  | int32 `[n, 5]`       | first query, first row, end row, first slot, slots of a query tile          |
 
     A row is new token * group + query head of the group. An item is one query tile and one KV split: of each list, the
     share between `from` and `to` of `of` blocks. The split from 0 begins with the new tokens, unless another engine
@@ -80,7 +80,7 @@ class ExtendPlan:
         self.max_blocks = max_blocks or 0
         self.classes = format_tiers(store)
         self.class_masks = torch.tensor(format_class_masks(store), dtype=torch.int32, device=store.device)
-        self.n_items = self.n_joins = self.n_slots = 0
+        self.n_items = self.n_merges = self.n_slots = 0
 
     def update(
         self,
@@ -90,38 +90,38 @@ class ExtendPlan:
         *,
         rows: int,
         programs: int,
-        own: bool = True,
+        new_tokens: bool = True,
         skip_full: list[bool] | None = None,
     ) -> None:
         """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device. `rows` of a query tile; `programs`: CTAs
-        that the device runs at a time; `own`: new tokens among themselves are part of the items. `skip_full[B]`: leave
-        out full uncompressed blocks of the prefix.
+        that the device runs at a time; `new_tokens`: new tokens among themselves are part of the items. `skip_full[B]`:
+        leave out full uncompressed blocks of the prefix.
         """
         store, p = self.store, self.store.layout.block_tokens
         tiles = [-(-n * self.group // rows) for n in extend_lens]
         blocks = [-(-n // p) if t else 0 for n, t in zip(prefix_lens, tiles)]
         # Without a prefix there is nothing to cut; else a tile sees about half of the new tokens.
-        sees = [b + -(-n // (p * min(t, 2))) if own and b else b for b, n, t in zip(blocks, extend_lens, tiles)]
+        sees = [b + -(-n // (p * min(t, 2))) if new_tokens and b else b for b, n, t in zip(blocks, extend_lens, tiles)]
         most = cut_prefixes(sees, [t * store.layout.heads for t in tiles], programs, -(-START_TOKENS // p))
-        items, joins, slots, start = [], [], 0, 0
+        items, merges, slots, start = [], [], 0, 0
         for r, (new, n, parts) in enumerate(zip(extend_lens, blocks, [-(-s // most) or 1 for s in sees])):
             end = new * self.group
             for first in range(0, end, rows):
                 if parts > 1:
-                    joins.append((start, first, end, slots, parts))
-                of = n + (-(-min(first + rows, end) // (self.group * p)) if own else 0)
+                    merges.append((start, first, end, slots, parts))
+                of = n + (-(-min(first + rows, end) // (self.group * p)) if new_tokens else 0)
                 borders = [min(i * most, of) for i in range(parts)] + [of]
                 for i, (lo, hi) in enumerate(pairwise(borders)):
                     items.append((r, start, first, end, lo, hi, max(of, 1), slots + i if parts > 1 else -1))
                 slots += parts if parts > 1 else 0
             start += new
         items.sort(key=lambda item: item[4] - item[5])
-        self.n_items, self.n_joins, self.n_slots = len(items), len(joins), slots
-        flat = [x for row in items for x in row] + [x for row in joins for x in row] + list(prefix_lens)
+        self.n_items, self.n_merges, self.n_slots = len(items), len(merges), slots
+        flat = [x for row in items for x in row] + [x for row in merges for x in row] + list(prefix_lens)
         flat += [int(x) for x in skip_full or [False] * len(prefix_lens)]
         whole = upload(flat, store.device)
         n = len(prefix_lens)
-        self.items, self.joins, lens, skip = whole.split((8 * len(items), 5 * len(joins), n, n))
+        self.items, self.merges, lens, skip = whole.split((8 * len(items), 5 * len(merges), n, n))
         self.max_blocks = max(self.max_blocks, triton.next_power_of_2(row_blocks.shape[1]))
         nc = len(self.classes)
         self.lists = torch.empty((len(tiles), nc, self.max_blocks), dtype=torch.int64, device=store.device)

@@ -11,10 +11,10 @@ import torch
 from ..common.dense_attention import explicit_attention, sdpa
 from ..common.softmax import MAX_ELEMENTS, causal_mask
 from ..layout import Format
-from ..pages.gather import Part, request_parts, sequence_rows, stored_mask
-from ..scores.reference import Observe, collect_prefill
+from ..pages.gather import Part, request_parts, sequence_rows, valid_mask
+from ..scores.reference import ScoreSampling, collect_prefill
 from ..store import PageStore
-from .fake_quant import as_stored
+from .fake_quant import fake_quantize
 
 # The CPU kernel tiles queries by 256 from 768 on, by 64 or 32 below. A row's bits depend on the rows of its tile.
 SDPA_TILE, SDPA_TILED_FROM = 256, 768
@@ -30,8 +30,8 @@ def extend_attention(
     *,
     scale: float,
     logit_cap: float = 0.0,
-    observe: Observe | None = None,
-    stored_as: list[Format | None] | None = None,
+    sampling: ScoreSampling | None = None,
+    fake_quant_format: list[Format | None] | None = None,
     window: int = -1,
 ) -> torch.Tensor:
     """Causal attention of the new tokens of B requests: `q[N, Hq, D]`, `extend_lens[B]` rows each -> `[N, Hq, D]`.
@@ -39,9 +39,9 @@ def extend_attention(
     Row j of request i has position prefix_lens[i] + j and sees all tokens up to its own. The new K/V are already
     appended to uncompressed blocks. The remaining arguments are those of `decode_attention`.
 
-    `stored_as[i]` is the format in which every block of request i will be packed whole. A query then sees earlier
-    blocks fake-quantized and its own block exact, so a token's output depends on the tokens before it alone: neither on
-    which of them were cached nor on how the prompt was cut into chunks.
+    `fake_quant_format[i]` is the format in which every block of request i will be packed whole. A query then sees
+    earlier blocks fake-quantized and its own block exact, so a token's output depends on the tokens before it alone:
+    neither on which of them were cached nor on how the prompt was cut into chunks.
     """
     prefixes = prefix_lens.tolist() if isinstance(prefix_lens, torch.Tensor) else prefix_lens
     p = store.layout.block_tokens
@@ -55,13 +55,13 @@ def extend_attention(
         nb = -(-(prefix + new) // p)
         blocks, block_format_ids = row_blocks[i, :nb], format_ids[i][:nb]
         rows = q[at : at + new]
-        fmt = stored_as[i] if stored_as else None
+        fmt = fake_quant_format[i] if fake_quant_format else None
         if window >= 0:
             k, v, base = _window_rows(store, layer, blocks, block_format_ids, prefix, prefix + new, window, fmt)
             if fmt is None:
                 out[at : at + new] = _masked(rows.movedim(0, 1), k, v, None, scale, logit_cap, window).movedim(1, 0)
             else:
-                out[at : at + new] = _extend_stored(store, rows, k, v, base, fmt, scale, logit_cap, window)
+                out[at : at + new] = _extend_fake_quant(store, rows, k, v, base, fmt, scale, logit_cap, window)
         else:
             parts = request_parts(store, layer, blocks, block_format_ids, prefix + new)
             if fmt is None:
@@ -70,11 +70,11 @@ def extend_attention(
                 # The last part is the uncompressed one: it holds the open block, and blocks that wait to be packed.
                 k, v = (torch.cat(x, 1) for x in zip(*(x.dense(q.dtype) for x in parts)))
                 base = k.shape[1] - parts[-1].slots
-                out[at : at + new] = _extend_stored(store, rows, k, v, base, fmt, scale, logit_cap)
+                out[at : at + new] = _extend_fake_quant(store, rows, k, v, base, fmt, scale, logit_cap)
         at += new
-    if observe is not None and window < 0 and not any(stored_as or ()):
+    if sampling is not None and window < 0 and not any(fake_quant_format or ()):
         scaling = {"scale": scale, "logit_cap": logit_cap}
-        collect_prefill(store, layer, q, row_blocks, prefixes, extend_lens, observe, **scaling)
+        collect_prefill(store, layer, q, row_blocks, prefixes, extend_lens, sampling, **scaling)
     return out
 
 
@@ -100,7 +100,7 @@ def _window_rows(
         for i, format_id in enumerate(format_ids[start : start + base]):
             if format_id <= 0:
                 block = slice(i * p, (i + 1) * p)
-                k[:, block], v[:, block] = as_stored(store.layout, fmt, k[:, block], v[:, block])
+                k[:, block], v[:, block] = fake_quantize(store.layout, fmt, k[:, block], v[:, block])
     return k, v, base * p
 
 
@@ -116,7 +116,7 @@ def _extend_one(
     dense = [x.dense(q.dtype) for x in parts]
     k, v = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*dense))
     query = q.movedim(0, 1)  # [Hq, new, D]
-    valid = stored_mask(parts, [x[0].shape[1] for x in dense])
+    valid = valid_mask(parts, [x[0].shape[1] for x in dense])
     if logit_cap > 0:
         out = _masked(query, k, v, valid, scale, logit_cap)
     elif new == k.shape[1] or (len(store.block_formats) == 1 and valid is None):
@@ -127,7 +127,7 @@ def _extend_one(
     return out.movedim(1, 0)
 
 
-def _extend_stored(
+def _extend_fake_quant(
     store: PageStore,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -146,7 +146,7 @@ def _extend_stored(
     p, new, slots = store.layout.block_tokens, q.shape[0], k.shape[1]
     whole = (slots - base) // p
     plain = (x[:, base : base + whole * p].unflatten(1, (whole, p)) for x in (k, v))
-    stored = as_stored(store.layout, fmt, *plain)
+    stored = fake_quantize(store.layout, fmt, *plain)
     query, out, done = q.movedim(0, 1), torch.empty_like(q), 0
     for j in range(-(-(slots - base) // p)):
         begin, end = base + j * p, min(base + (j + 1) * p, slots)
@@ -217,13 +217,13 @@ class ReferenceExtend:
         query_heads: int = 0,
         max_blocks: int = 0,
         window: int = -1,
-        stored_as: Format | None = None,
+        fake_quant_format: Format | None = None,
         appended: bool = True,
         ragged: None = None,
     ):
-        """`window` and `stored_as` as in `extend_attention`. The rest is for the kernels, and changes nothing here: new
-        rows are always read from their pages."""
-        self.store, self.window, self.stored_as = store, window, stored_as
+        """`window` and `fake_quant_format` as in `extend_attention`. The rest is for the kernels, and changes nothing
+        here: new rows are always read from their pages."""
+        self.store, self.window, self.fake_quant_format = store, window, fake_quant_format
 
     def plan(
         self,
@@ -233,10 +233,10 @@ class ReferenceExtend:
         waiting: list[list[int]] | None = None,
         formats: list[Format | None] | None = None,
     ) -> None:
-        """`formats[B]`: `stored_as` of each request, by default that of the operation. `waiting` is read off the format
-        ids here."""
+        """`formats[B]`: `fake_quant_format` of each request, by default that of the operation. `waiting` is read off
+        the format ids here."""
         self.lists = (row_blocks, prefix_lens, extend_lens)
-        self.formats = formats or [self.stored_as] * len(extend_lens)
+        self.formats = formats or [self.fake_quant_format] * len(extend_lens)
 
     def run(
         self,
@@ -257,7 +257,7 @@ class ReferenceExtend:
             *self.lists,
             scale=scale,
             logit_cap=logit_cap,
-            stored_as=self.formats,
+            fake_quant_format=self.formats,
             window=self.window,
         )
         return (out, None) if return_lse else out

@@ -3,8 +3,8 @@
 A *group* is the new tokens of one block of one request. It attends to three disjoint sets of tokens: its own block
 (exact, causally), the packed blocks before it (from pages), and the *staged* blocks: full blocks before it that are
 still uncompressed, because this forward fills them or because they wait to be packed. Staged blocks of a request have
-consecutive slots of `StoredRows`. For a prefill library the group's own block has a slot, too, so that one causal call
-over a list of slots covers all but the packed pages. Without a library the Triton kernel takes the dense new rows.
+consecutive slots of `FakeQuantRows`. For a prefill library the group's own block has a slot, too, so that one causal
+call over a list of slots covers all but the packed pages. Without a library the Triton kernel takes the dense new rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..common.upload import upload
 from ..layout import Format
 from ..store import PageStore
 from .dense_prefill import paged_prefill
-from .fake_quant_kernel import StoredRows
+from .fake_quant_kernel import FakeQuantRows
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Groups:
         self.count.append(count)
 
     def lists(self) -> tuple[list[np.ndarray], list[int], list[tuple[int, ...]]]:
-        """Slots of each group's staged and own blocks, tokens in its last one, and the items of `StoredRows`.
+        """Slots of each group's staged and own blocks, tokens in its last one, and the items of `FakeQuantRows`.
 
         A group's own blocks hold its new tokens, and cached ones before them; their slots are behind the staged ones.
         The slots of a long prompt grow with its square, so they are int32 arrays.
@@ -82,13 +82,13 @@ class Groups:
         places = {x: [*x, slot, -1, self.p] for slot, x in enumerate(self.staged)}
         for r, tokens, begin, first, count in zip(self.request, self.tokens, self.begin, self.first, self.count):
             end = begin + tokens
-            own = range(begin // self.p, -(-end // self.p))
-            for j in own:
+            new_blocks = range(begin // self.p, -(-end // self.p))
+            for j in new_blocks:
                 item = places.setdefault((r, j), [r, j, -1, -1, 0])
-                item[3:] = at + j - own.start, min(self.p, end - j * self.p)
-            slots.append(np.concatenate((every[first : first + count], every[at : at + len(own)])))
-            last.append(end - own[-1] * self.p)
-            at += len(own)
+                item[3:] = at + j - new_blocks.start, min(self.p, end - j * self.p)
+            slots.append(np.concatenate((every[first : first + count], every[at : at + len(new_blocks)])))
+            last.append(end - new_blocks[-1] * self.p)
+            at += len(new_blocks)
         return slots, last, [tuple(x) for x in places.values()]
 
     def runs(self) -> tuple[list[int], list[int], list[int]]:
@@ -112,7 +112,7 @@ class StagedExtend:
 
     def __init__(self, store: PageStore, fmt: Format, ragged, *, query_heads: int):
         self.store, self.query_heads = store, query_heads
-        self.rows = StoredRows(store, fmt)
+        self.rows = FakeQuantRows(store, fmt)
         self.prefill = paged_prefill(ragged, store.device, store.layout.block_tokens)
         self.groups: Groups | None = None
         self.skips: list[bool] = []

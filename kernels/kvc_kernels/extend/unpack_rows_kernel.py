@@ -111,7 +111,7 @@ class UnpackedRows:
     def fill(self, layer: int, row_blocks: torch.Tensor, items: torch.Tensor, first: int, n: int, k, v) -> None:
         """`items[first : first + n]` of one layer into `k`, `v` `[slots, P, H, D]`; for both see `_unpack_kernel`."""
         store, g = self.store, self.store.layout
-        # Without fused multiply-add: the rows are then those that `as_stored` gives, bit for bit.
+        # Without fused multiply-add: the rows are then those that `fake_quantize` gives, bit for bit.
         _unpack_kernel[(n, g.heads, triton.cdiv(g.block_tokens, TILE))](
             store.pages, store.table, store.headers, store.format_id, self.class_of_format, row_blocks,
             row_blocks.stride(0),

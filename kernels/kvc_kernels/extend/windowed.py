@@ -21,7 +21,7 @@ from ..common.upload import upload
 from ..layout import Format
 from ..store import PageStore
 from .dense_prefill import paged_prefill
-from .fake_quant_kernel import DenseRows, StoredRows
+from .fake_quant_kernel import DenseRows, FakeQuantRows
 from .unpack_rows_kernel import UnpackedRows
 from .windowed_kernel import window_kernel
 
@@ -40,15 +40,15 @@ class Pass:
     slots: list[list[int]] = field(default_factory=list)  # slots that it sees
     last: list[int] = field(default_factory=list)  # tokens in the last of its slots
     pages: list[tuple[int, ...]] = field(default_factory=list)  # items of `UnpackedRows`
-    rows: list[tuple[int, ...]] = field(default_factory=list)  # items of `StoredRows`
+    rows: list[tuple[int, ...]] = field(default_factory=list)  # items of `FakeQuantRows`
     size: int = 0  # slots taken
 
-    def add(self, request: int, prefix: int, new: int, waiting: list[int], as_stored: bool) -> None:
+    def add(self, request: int, prefix: int, new: int, waiting: list[int], fake_quantized: bool) -> None:
         """`new` tokens behind `prefix`; places in `waiting` are full blocks of the prefix that are uncompressed."""
         p, end, at = self.p, prefix + new, self.size
         lo, first, stop = max(0, prefix - self.window) // p, prefix // p, -(-end // p)
         at -= lo  # the slot of the block at place j is at + j
-        if not as_stored:
+        if not fake_quantized:
             self.pages += [(request, j, at + j, min(p, end - j * p)) for j in range(lo, stop)]
             self._run(new, [*range(at + lo, at + stop)], end - (stop - 1) * p)
             self.size = at + stop
@@ -87,7 +87,7 @@ def cut(
     prefix_lens: list[int],
     extend_lens: list[int],
     waiting: list[list[int]] | None,
-    as_stored: list[bool],
+    fake_quantized: list[bool],
     *,
     p: int,
     window: int,
@@ -98,10 +98,10 @@ def cut(
     for r, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
         if not new:
             continue
-        needs = (prefix + new) // p + 1 - max(0, prefix - window) // p + (new // p + 1) * as_stored[r]
+        needs = (prefix + new) // p + 1 - max(0, prefix - window) // p + (new // p + 1) * fake_quantized[r]
         if out[-1].size and out[-1].size + needs > most:
             out.append(Pass(p, window))
-        out[-1].add(r, prefix, new, waiting[r] if waiting else [], as_stored[r])
+        out[-1].add(r, prefix, new, waiting[r] if waiting else [], fake_quantized[r])
     return [x for x in out if x.tokens]
 
 
@@ -114,19 +114,21 @@ class WindowedExtend:
         *,
         query_heads: int,
         window: int,
-        stored_as: Format | None = None,
+        fake_quant_format: Format | None = None,
         ragged=None,
         pass_tokens: int = PASS_TOKENS,
     ):
         """`window` >= 0: tokens before its own that a query sees. `ragged`: result of `ragged_prefill` for the same
-        heads, None: no library. `stored_as`: as in `ops.extend_attention`. `pass_tokens`: tokens staged at a time.
+        heads, None: no library. `fake_quant_format`: as in `ops.extend_attention`. `pass_tokens`: tokens staged at a
+        time.
         """
         g = store.layout
         if any(r.low is not None for r in store.block_formats):
             raise ValueError("windows need blocks that keep every token in one format")
-        self.store, self.window, self.query_heads, self.stored_as = store, window, query_heads, stored_as
+        self.store, self.window, self.query_heads = store, window, query_heads
+        self.fake_quant_format = fake_quant_format
         self.most = max(1, pass_tokens // g.block_tokens)
-        self.staged = DenseRows(store) if stored_as is None else StoredRows(store, stored_as)
+        self.staged = DenseRows(store) if fake_quant_format is None else FakeQuantRows(store, fake_quant_format)
         self.unpacked = UnpackedRows(store)
         first = paged_prefill(ragged, store.device, g.block_tokens, window=window)
         self.ragged, self.prefills = ragged, [] if first is None else [first]
@@ -143,9 +145,9 @@ class WindowedExtend:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host; other arguments as in `ExtendAttention`.
         Does not sync."""
         store, p = self.store, self.store.layout.block_tokens
-        fmt = self.stored_as
-        as_stored = [fmt is not None and (not formats or formats[r] is fmt) for r in range(len(extend_lens))]
-        self.passes = cut(prefix_lens, extend_lens, waiting, as_stored, p=p, window=self.window, most=self.most)
+        fmt = self.fake_quant_format
+        fake_quantized = [fmt is not None and (not formats or formats[r] is fmt) for r in range(len(extend_lens))]
+        self.passes = cut(prefix_lens, extend_lens, waiting, fake_quantized, p=p, window=self.window, most=self.most)
         self.row_blocks = row_blocks
         tiles = [[] if self.prefills else x.tiles(self.query_heads // store.layout.heads, ROWS) for x in self.passes]
         lists = [[] if self.prefills else [s for slots in x.slots for s in slots] for x in self.passes]

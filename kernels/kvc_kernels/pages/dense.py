@@ -108,7 +108,7 @@ def block_scores(store: PageStore, blocks: torch.Tensor, format_id: int | None =
     A known common `format_id` of all blocks avoids the read on the host.
     """
     g = store.layout
-    if not g.scored:
+    if not g.has_scores:
         raise ValueError("this layout keeps no scores")
     n, p = blocks.numel(), g.block_tokens
     out = torch.zeros((n, g.layers, g.heads, p), device=store.device)
@@ -145,13 +145,13 @@ def block_digest(store: PageStore, block: int, *, scores: bool = True, tokens: i
     if format_id == 0:
         n = g.block_tokens if tokens is None else tokens
         rows = read_bf16(store, store.table[block].flatten(0, 1))
-        parts = [rows.keys[:, :n], rows.values[:, :n]] + ([rows.scores[:, :n]] if g.scored and scores else [])
+        parts = [rows.keys[:, :n], rows.values[:, :n]] + ([rows.scores[:, :n]] if g.has_scores and scores else [])
     else:
         spec = store.block_formats[format_id]
         high, low = (x.flatten() for x in block_tier_pages(store, blocks))
         ids = table_order(store.table[block].flatten(0, 1), high, low)
         raw = store.pages[ids.long()]
-        if g.scored and not scores:
+        if g.has_scores and not scores:
             j = torch.arange(ids.shape[1], device=store.device)
             for fmt, of_tier in ((spec.high, j < high.unsqueeze(-1)), (spec.low, j >= high.unsqueeze(-1))):
                 if fmt is not None:

@@ -44,12 +44,12 @@ class PlainPart:
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k.to(dtype), self.v.to(dtype)
 
-    def add_scores(self, store: PageStore, received: torch.Tensor) -> None:
+    def add_scores(self, store: PageStore, scores: torch.Tensor) -> None:
         """Add fp32 `[H, S]` to the scores of the slots."""
         heads, blocks, entries = self.ids.shape
-        full = received.new_zeros((heads, blocks * self.block_tokens))
-        full[:, : self.slots] = received
-        padded = received.new_zeros((heads, blocks, entries * self.page.tokens))
+        full = scores.new_zeros((heads, blocks * self.block_tokens))
+        full[:, : self.slots] = scores
+        padded = scores.new_zeros((heads, blocks, entries * self.page.tokens))
         padded[..., : self.block_tokens] = full.view(heads, blocks, -1)
         _add_scores(store, self.page, self.ids, padded)
 
@@ -132,14 +132,14 @@ class PackedPart:
         empty = ~self.valid.unsqueeze(-1)
         return k.masked_fill_(empty, 0), v.masked_fill_(empty, 0)
 
-    def add_scores(self, store: PageStore, received: torch.Tensor) -> None:
+    def add_scores(self, store: PageStore, scores: torch.Tensor) -> None:
         """Add fp32 `[H, S]` to the scores of the slots; S as in `logits` or as in `dense`."""
         heads, blocks, pages = self.ids.shape
-        if received.shape[1] != self.slots:
-            padded = received.new_zeros((heads, blocks, pages * self.page.tokens))
-            padded[..., : self.count] = received.view(heads, blocks, -1)
-            received = padded
-        _add_scores(store, self.page, self.ids, received)
+        if scores.shape[1] != self.slots:
+            padded = scores.new_zeros((heads, blocks, pages * self.page.tokens))
+            padded[..., : self.count] = scores.view(heads, blocks, -1)
+            scores = padded
+        _add_scores(store, self.page, self.ids, scores)
 
 
 Part = PlainPart | PackedPart
@@ -155,9 +155,9 @@ def _field(packed: torch.Tensor, bits: int, j: int) -> torch.Tensor:
     return field.float(memory_format=torch.contiguous_format)
 
 
-def _add_scores(store: PageStore, page: PageLayout, ids: torch.Tensor, received: torch.Tensor) -> None:
+def _add_scores(store: PageStore, page: PageLayout, ids: torch.Tensor, scores: torch.Tensor) -> None:
     words = segment(page, store.pages, "scores", torch.float32)
-    words.index_add_(0, ids.flatten(), received.reshape(-1, page.tokens))
+    words.index_add_(0, ids.flatten(), scores.reshape(-1, page.tokens))
 
 
 def _pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ def part_weights(parts: list[Part], q: torch.Tensor, scale: float, cap: float) -
     return softmax(_logits(parts, grouped, cap)).split([part.slots for part in parts], -1)
 
 
-def stored_mask(parts: list[Part], sizes: list[int]) -> torch.Tensor | None:
+def valid_mask(parts: list[Part], sizes: list[int]) -> torch.Tensor | None:
     """bool `[H, S]` over the parts' dense tokens, None when every slot holds one."""
     if all(x.valid is None or (not isinstance(x, PlainPart) and x.count) for x in parts):
         return None

@@ -163,12 +163,12 @@ def _take_kernel(
 
 
 @triton.jit
-def _taken_kernel(cursor, blocks, format_id, observed, PAGES: tl.constexpr):
+def _taken_kernel(cursor, blocks, format_id, query_counts, PAGES: tl.constexpr):
     """grid (n,): the blocks' states, and the cursor (first program)."""
     i = tl.program_id(0)
     block = tl.load(blocks + i)
     tl.store(format_id + block, tl.zeros([], tl.int8))
-    tl.store(observed + block, tl.zeros([], tl.int32))
+    tl.store(query_counts + block, tl.zeros([], tl.int32))
     if i == 0:
         tl.store(cursor, tl.load(cursor) + tl.num_programs(0).to(tl.int64) * PAGES)
 
@@ -246,4 +246,4 @@ def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
         store.ring, store.cursor, store.table, store.counts, blocks, store.ring.numel(), rows, entries, padded,
         num_warps=1,
     )  # fmt: skip
-    _taken_kernel[(n,)](store.cursor, blocks, store.format_id, store.observed, rows * entries, num_warps=1)
+    _taken_kernel[(n,)](store.cursor, blocks, store.format_id, store.query_counts, rows * entries, num_warps=1)

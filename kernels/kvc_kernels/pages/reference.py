@@ -86,7 +86,7 @@ def table_order(rows: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> to
 
 
 def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
-    """Give `blocks[n]` (distinct, free) their uncompressed pages: format id 0, counts 0, observed 0.
+    """Give `blocks[n]` (distinct, free) their uncompressed pages: format id 0, counts 0, query counts 0.
 
     Takes L*H*E pages per block, in (block, layer, head, entry) order.
     """
@@ -99,7 +99,7 @@ def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
     # Not `counts[blocks] = 0`: assigning a Python number copies it from the host and waits.
     store.counts.index_fill_(0, blocks, 0)
     store.format_id.index_fill_(0, blocks, 0)
-    store.observed.index_fill_(0, blocks, 0)
+    store.query_counts.index_fill_(0, blocks, 0)
 
 
 def release(store: PageStore, blocks: torch.Tensor) -> None:

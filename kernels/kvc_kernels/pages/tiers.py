@@ -48,7 +48,7 @@ def tier_slots(
         at = at.clamp(max=ordered.shape[1] - 1)
         ids = torch.where(j < tier_counts[tier].unsqueeze(-1), ordered.gather(1, at), SCRATCH_PAGE)
         slot = torch.arange(j.numel() * page.tokens, device=store.device)
-        if layout.scored:
+        if layout.has_scores:
             positions = segment_rows(store, page, "positions", torch.int16, ids).long()
         else:
             positions = slot + counts[:, :1] if tier else slot.expand(ids.shape[0], -1)

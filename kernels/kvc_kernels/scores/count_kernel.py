@@ -1,4 +1,4 @@
-"""`note_observers` in one launch; it runs in every step of a server that collects attention scores."""
+"""`count_queries` in one launch; it runs in every step of a server that collects attention scores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from ..store import PageStore
-from .reference import Observe
+from .reference import ScoreSampling
 
 PLACES = 64  # blocks of a request per iteration
 
 
 @triton.jit(do_not_specialize=["row_stride"])
 def note_kernel(
-    observed, row_blocks, row_stride, seq_lens, extend_lens,
+    query_counts, row_blocks, row_stride, seq_lens, extend_lens,
     P: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr, DECODING: tl.constexpr, PLACES: tl.constexpr,
 ):
     """grid (B,). WINDOW 0: all queries count. Requests share blocks; integer sums do not depend on the order."""
@@ -31,22 +31,23 @@ def note_kernel(
             behind = (j + 1) * P
             n = (end // STRIDE - tl.maximum(first, behind) // STRIDE) * STRIDE
             block = tl.load(row_blocks + r * row_stride + j, mask=n > 0, other=0)
-            tl.atomic_add(observed + block, n, mask=n > 0, sem="relaxed")
+            tl.atomic_add(query_counts + block, n, mask=n > 0, sem="relaxed")
 
 
-def note_observers_triton(
+def count_queries_triton(
     store: PageStore,
     row_blocks: torch.Tensor,
     seq_lens: torch.Tensor,
     extend_lens: torch.Tensor | None,
-    observe: Observe,
+    sampling: ScoreSampling,
 ) -> None:
-    """`note_observers` for `seq_lens[B]` including `extend_lens[B]` new tokens (None in a decode step), all on the
+    """`count_queries` for `seq_lens[B]` including `extend_lens[B]` new tokens (None in a decode step), all on the
     device.
     """
     decoding = extend_lens is None
     note_kernel[(len(seq_lens),)](
-        store.observed, row_blocks, row_blocks.stride(0), seq_lens, seq_lens if decoding else extend_lens,
-        store.layout.block_tokens, observe.window or 0, observe.decode_stride if decoding else observe.stride, decoding,
+        store.query_counts, row_blocks, row_blocks.stride(0), seq_lens, seq_lens if decoding else extend_lens,
+        store.layout.block_tokens, sampling.window or 0, sampling.decode_stride if decoding else sampling.stride,
+        decoding,
         PLACES, num_warps=1,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 A program takes one part of a block of one KV head. It folds the block's key scales into the group's queries and
 multiplies codes directly, like the decode attention (`unpack_kernel.nested`), so no key is dequantized. `planner.py`
 lists the block data once per step, so page ids, counts, headers and queries are requested together, then keys and
-scores. The latency of a step with few observed requests is that of this chain.
+scores. The latency of a step with few sampled requests is that of this chain.
 """
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
@@ -20,7 +20,7 @@ from ..common.unpack_kernel import CODE_UNIT, LOG2E, capped, nested
 from ..decode.body_kernel import _page_pointers, _spread
 from ..extend.body_kernel import locate
 from ..store import PageStore
-from .reference import Observe
+from .reference import ScoreSampling
 
 INTERPRET = triton.knobs.runtime.interpret
 PLAIN_TILE = 16  # uncompressed tokens per iteration
@@ -179,7 +179,7 @@ def _step_kernel(
 ):
     """Any grid: programs take parts of listed blocks, head by head, until the list ends.
 
-    `num_places`, `listed`, `requests`: see `ObservedBlocks`; one query per request, its last token. CLASSES:
+    `num_places`, `listed`, `requests`: see `BlockPlaces`; one query per request, its last token. CLASSES:
     `FormatClass` records.
     """
     PARTS: tl.constexpr = (P + TILE * TILES - 1) // (TILE * TILES)
@@ -237,15 +237,16 @@ def _step_kernel(
                     tl.debug_barrier()
 
 
-class ScoreStep:
+class DecodeScores:
     """Launch of the score kernel of one decode step."""
 
     def __init__(
-        self, store: PageStore, classes: tuple[FormatClass, ...], group: int, observe: Observe, tuning: StepTuning
+        self, store: PageStore, classes: tuple[FormatClass, ...], group: int, sampling: ScoreSampling,
+        tuning: StepTuning
     ):
         """`classes`: the format classes of the store; `tile_pages` is set here."""
         layout, p = store.layout, store.layout.block_tokens
-        self.store, self.group, self.observe, self.tuning = store, group, observe, tuning
+        self.store, self.group, self.sampling, self.tuning = store, group, sampling, tuning
         self.tile = min(tuning.tile, triton.next_power_of_2(p))
         self.tiles = min(tuning.tiles, triton.cdiv(p, self.tile))
         self.classes = tuple(c._replace(tile_pages=self._span(c.tokens)) for c in classes)
@@ -269,12 +270,12 @@ class ScoreStep:
         """Add one layer's scores. `blocks`: number of places, list, its length, block ids of each request and their
         stride.
         """
-        store, g, observe = self.store, self.store.layout, self.observe
-        exponent = observe.power * (2 if observe.reduce == "squares" else 1)
+        store, g, sampling = self.store, self.store.layout, self.sampling
+        exponent = sampling.power * (2 if sampling.reduce == "squares" else 1)
         _step_kernel[(self.programs,)](
             q, q.stride(0), lse, lse.stride(0), requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
             g.block_tokens, g.page_bytes, self.classes, cap > 0,
             max(8, triton.next_power_of_2(self.group)), self.tile, self.tiles, PLAIN_TILE,
-            observe.nearest, observe.reduce, exponent, observe.decode_stride, not INTERPRET, **self.options,
+            sampling.nearest, sampling.reduce, exponent, sampling.decode_stride, not INTERPRET, **self.options,
         )  # fmt: skip

@@ -18,7 +18,7 @@ def _list_kernel(
     requests, row_blocks, row_stride, n_requests, format_id, tier_masks, num_places, listed, capacity,
     P: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """grid (B, places / STEP). List the requests' places one after the other: see `ObservedBlocks`.
+    """grid (B, places / STEP). List the requests' places one after the other: see `BlockPlaces`.
 
     Shared blocks hold a common prefix, so their places agree.
     """
@@ -54,8 +54,8 @@ def _list_kernel(
         tl.store(num_places, places)
 
 
-class ObservedBlocks:
-    """List int64 `[2, places]` of all block places of all observing requests, two words each.
+class BlockPlaces:
+    """List int64 `[2, places]` of all block places of all sampled requests, two words each.
 
     Word 0: block << 32 | place in the request << 12 | one bit per class of which the block holds tokens (no bit: an
     earlier request lists the block). Word 1: request << 32 | last request that also holds the block. `num_places` int32
@@ -75,7 +75,7 @@ class ObservedBlocks:
         return torch.empty((2, max(1, places)), dtype=torch.int64, device=self.store.device)
 
     def update(self, requests: torch.Tensor, row_blocks: torch.Tensor, listed: torch.Tensor) -> None:
-        """Fill `listed` from `requests` int32 `[B, 4]`, tokens first (0: not observed), and `row_blocks[B, NB]` int32;
+        """Fill `listed` from `requests` int32 `[B, 4]`, tokens first (0: not sampled), and `row_blocks[B, NB]` int32;
         does not sync.
         """
         n, blocks = row_blocks.shape

@@ -18,9 +18,9 @@ from ..common.unpack_kernel import LOG2E, capped, dequant, key_scales
 from ..common.upload import upload
 from ..extend.body_kernel import load_q, locate
 from ..store import PageStore
-from .decode_kernel import ScoreStep, StepTuning
-from .planner import ObservedBlocks
-from .reference import Observe
+from .decode_kernel import DecodeScores, StepTuning
+from .planner import BlockPlaces
+from .reference import ScoreSampling
 
 INTERPRET = triton.knobs.runtime.interpret
 PROGRAMS = 4096  # upper bound per prefill, so that long requests are spread over the device
@@ -90,7 +90,7 @@ def _column_sums(
 
 
 @triton.jit
-def _received(
+def _attention_scores(
     k, position, q, q_stride_n, lse, lse_stride, requests, row_blocks, row_stride, block, j, first, last, h, scale,
     cap, dtype: tl.constexpr, FIELDS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr, CAPPED: tl.constexpr, NEAREST: tl.constexpr,
@@ -117,9 +117,9 @@ def _received(
 
 
 @triton.jit
-def _add(base, slot, received, live, SOFF: tl.constexpr):
+def _add(base, slot, scores, live, SOFF: tl.constexpr):
     at = (base + SOFF).to(tl.pointer_type(tl.float32)) + slot
-    tl.store(at, tl.load(at, mask=live, other=0.0) + received, mask=live)
+    tl.store(at, tl.load(at, mask=live, other=0.0) + scores, mask=live)
 
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
@@ -133,9 +133,8 @@ def _columns_kernel(
 ):
     """Any grid: programs take listed blocks, head by head, until the list ends.
 
-    requests int32 `[B, 4]`: tokens including the new ones (0: not observed), first counted query in q, number of
-    counted queries, position of the first. `num_places`, `listed`: see `ObservedBlocks`. CLASSES: `FormatClass`
-    records.
+    requests int32 `[B, 4]`: tokens including the new ones (0: not sampled), first counted query in q, number of
+    counted queries, position of the first. `num_places`, `listed`: see `BlockPlaces`. CLASSES: `FormatClass` records.
     """
     t = tl.arange(0, TILE)
     n = tl.load(num_places)
@@ -165,7 +164,7 @@ def _columns_kernel(
                             d = tl.arange(0, D)
                             kp = base.to(tl.pointer_type(q.dtype.element_ty)) + slot * D
                             k = (tl.load(kp[:, None] + d[None, :], mask=live[:, None], other=0.0),)
-                            received = _received(
+                            scores = _attention_scores(
                                 k, tl.where(live, j * P + t0 + t, -1), q, q_stride_n, lse, lse_stride, requests,
                                 row_blocks, row_stride, block, j, first_request, last_request, h, scale, cap,
                                 q.dtype.element_ty, 1, H, D, G, P, TILE, QB, CAPPED, NEAREST, REDUCE, POWER, STRIDE,
@@ -179,13 +178,13 @@ def _columns_kernel(
                                 base, slot, headers + head * (2 * D), live, CLASSES[c][KEY_BITS], D, ASM,
                             )
                             # Packed blocks lie before every query, in stored order, so no token counts as near.
-                            received = _received(
+                            scores = _attention_scores(
                                 k, tl.where(live, 0, -1), q, q_stride_n, lse, lse_stride, requests, row_blocks,
                                 row_stride, block, j, first_request, last_request, h, scale, cap, tl.float16,
                                 8 // CLASSES[c][KEY_BITS], H, D, G, P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE,
                                 ASM,
                             )
-                        _add(base, slot, received, live, CLASSES[c][SCORES])
+                        _add(base, slot, scores, live, CLASSES[c][SCORES])
 
 
 @triton.jit
@@ -200,7 +199,7 @@ def _packed_keys(
     return dequant(codes, ks, kz, KB, ASM)
 
 
-class ReceivedAttention:
+class AttentionScores:
     """Collection of attention scores: `plan` (a prefill) or `plan_decode` once per forward, then `add` once per layer,
     after the rows are appended and the attention's LSE is known. After `plan_decode`, `add` can be captured in a
     CUDA graph.
@@ -211,7 +210,7 @@ class ReceivedAttention:
         store: PageStore,
         *,
         query_heads: int,
-        observe: Observe,
+        sampling: ScoreSampling,
         max_batch: int = 0,
         max_blocks: int = 0,
         tile: int = 64,
@@ -223,14 +222,14 @@ class ReceivedAttention:
         `queries` queries per product of a prefill.
         """
         layout = store.layout
-        if not layout.scored:
+        if not layout.has_scores:
             raise ValueError("this layout keeps no scores")
-        self.store, self.observe, self.warps = store, observe, warps
+        self.store, self.sampling, self.warps = store, sampling, warps
         self.group = query_heads // layout.heads
         self.tile, self.queries = min(tile, triton.next_power_of_2(layout.block_tokens)), queries
         self._classes = format_classes(store)
-        self._step = ScoreStep(store, self._classes, self.group, observe, step or StepTuning())
-        self._blocks = ObservedBlocks(store)
+        self._step = DecodeScores(store, self._classes, self.group, sampling, step or StepTuning())
+        self._blocks = BlockPlaces(store)
         steps = torch.arange(max_batch, dtype=torch.int32, device=store.device)
         self._decoding = torch.stack((steps, steps, torch.ones_like(steps), steps), 1)
         self._limits, self._step_listed = (max_batch, max_blocks), self._blocks.room(max_batch * max_blocks)
@@ -238,7 +237,7 @@ class ReceivedAttention:
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """`row_blocks[B, NB]` int32 on the device, lengths on the host; does not sync."""
         requests, start = [], 0
-        window, self._stride = self.observe.window, self.observe.stride
+        window, self._stride = self.sampling.window, self.sampling.stride
         for prefix, new in zip(prefix_lens, extend_lens):
             first = prefix if window is None else max(prefix, prefix + new - window)
             queries = (prefix + new) // self._stride - first // self._stride
@@ -262,7 +261,7 @@ class ReceivedAttention:
         if n > self._limits[0] or blocks > self._limits[1]:
             raise ValueError(f"made for steps of {self._limits} requests and blocks, got {(n, blocks)}")
         self._requests, self._rows = self._decoding[:n], row_blocks
-        torch.mul(seq_lens, seq_lens % self.observe.decode_stride == 0, out=self._requests[:, 0])
+        torch.mul(seq_lens, seq_lens % self.sampling.decode_stride == 0, out=self._requests[:, 0])
         # The host does not know which requests count, so a fixed number of programs shares the list.
         self._decodes, self._listed, self._programs = True, self._step_listed, n * blocks
         self._blocks.update(self._requests, row_blocks, self._listed)
@@ -272,7 +271,7 @@ class ReceivedAttention:
 
         `lse` fp32 `[N, Hq]`, base 2: over the prefix and the new tokens up to the query's own.
         """
-        store, g, observe = self.store, self.store.layout, self.observe
+        store, g, sampling = self.store, self.store.layout, self.sampling
         if not self._programs:
             return
         if q.stride(1) != g.head_dim or q.stride(2) != 1:
@@ -285,5 +284,5 @@ class ReceivedAttention:
             q, q.stride(0), lse, lse.stride(0), self._requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, logit_cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
             g.block_tokens, g.page_bytes, self._classes, logit_cap > 0, self.tile, self.queries,
-            observe.nearest, observe.reduce, observe.power, self._stride, not INTERPRET, num_warps=self.warps,
+            sampling.nearest, sampling.reduce, sampling.power, self._stride, not INTERPRET, num_warps=self.warps,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from ..common.softmax import MAX_ELEMENTS, query_weights
 from ..pages.dense import block_scores
-from ..pages.gather import Part, part_weights, request_parts, stored_mask
+from ..pages.gather import Part, part_weights, request_parts, valid_mask
 from ..store import PageStore
 
 REDUCE = ("max", "sum", "squares")
@@ -18,7 +18,7 @@ DECODE_STRIDE = 32  # one decode step in 32 costs under 3 % of decode time (docs
 
 
 @dataclass(frozen=True)
-class Observe:
+class ScoreSampling:
     """Rule for collecting attention scores: the queries that count, and the reduction to one number per token and KV
     head.
 
@@ -58,11 +58,11 @@ class Observe:
         """Probabilities to the power, in place if it is not 1."""
         return weights if self.power == 1 else weights.square_()
 
-    def reduced(self, received: torch.Tensor) -> torch.Tensor:
+    def reduced(self, scores: torch.Tensor) -> torch.Tensor:
         """Reduction over the query heads of a KV head: `[H, G, S]` -> `[H, S]`."""
         if self.reduce == "max":
-            return received.amax(1)
-        return (received if self.reduce == "sum" else received.square()).sum(1)
+            return scores.amax(1)
+        return (scores if self.reduce == "sum" else scores.square()).sum(1)
 
     @property
     def nearest(self) -> int:
@@ -74,21 +74,21 @@ class Observe:
         return (position + 1) % self.decode_stride == 0
 
 
-def observe_decode(
-    store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], observe: Observe
+def add_decode_scores(
+    store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], sampling: ScoreSampling
 ) -> None:
-    """Add one query's probabilities, reduced according to `observe`; `weights` fp32 `[H, G, S]` per part.
+    """Add one query's probabilities, reduced according to `sampling`; `weights` fp32 `[H, G, S]` per part.
 
     The query's attention to its own token, the last one, is left out.
     """
     for i, (part, w) in enumerate(zip(parts, weights)):
-        received = observe.reduced(w if observe.power == 1 else w.square()) * observe.decode_stride
+        scores = sampling.reduced(w if sampling.power == 1 else w.square()) * sampling.decode_stride
         if i == len(parts) - 1:
-            received[:, -observe.nearest :] = 0
-        part.add_scores(store, received)
+            scores[:, -sampling.nearest :] = 0
+        part.add_scores(store, scores)
 
 
-def observe_prefill(
+def add_prefill_scores(
     store: PageStore,
     parts: list[Part],
     sizes: list[int],
@@ -97,15 +97,15 @@ def observe_prefill(
     valid: torch.Tensor | None,
     scale: float,
     logit_cap: float,
-    observe: Observe,
+    sampling: ScoreSampling,
 ) -> None:
     """Add the column sums of the chosen queries' probabilities, reduced over the query heads of a KV head.
 
     `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes`: dense tokens of each part. The diagonal (a
-    token's attention to itself) and the diagonals below it that `observe.skip` names are left out.
+    token's attention to itself) and the diagonals below it that `sampling.skip` names are left out.
     """
     new, slots = q.shape[1], k.shape[1]
-    first = 0 if observe.window is None else max(0, new - observe.window)
+    first = 0 if sampling.window is None else max(0, new - sampling.window)
     plain = slots - sizes[-1]  # only the last part, which is uncompressed, is in sequence order, from a block boundary
     offset = sizes[-1] - new + 1
     step = max(1, MAX_ELEMENTS // (slots * q.shape[0]))
@@ -113,12 +113,12 @@ def observe_prefill(
     for at in range(first, new, step):
         rows = min(step, new - at)
         w = query_weights(q, k, valid, at, rows, scale, logit_cap)
-        for back in range(observe.nearest):
+        for back in range(sampling.nearest):
             w[..., plain:].diagonal(sizes[-1] - new + at - back, dim1=-2, dim2=-1).zero_()
-        sampled = (torch.arange(at, at + rows, device=w.device) + offset) % observe.stride == 0
-        total += observe.raised(w[:, :, sampled]).sum(-2)
-    for part, received in zip(parts, (observe.reduced(total) * observe.stride).split(sizes, -1)):
-        part.add_scores(store, received)
+        sampled = (torch.arange(at, at + rows, device=w.device) + offset) % sampling.stride == 0
+        total += sampling.raised(w[:, :, sampled]).sum(-2)
+    for part, scores in zip(parts, (sampling.reduced(total) * sampling.stride).split(sizes, -1)):
+        part.add_scores(store, scores)
 
 
 def collect_decode(
@@ -127,7 +127,7 @@ def collect_decode(
     q: torch.Tensor,
     row_blocks: torch.Tensor,
     seq_lens: list[int],
-    observe: Observe,
+    sampling: ScoreSampling,
     *,
     scale: float,
     logit_cap: float = 0.0,
@@ -138,11 +138,11 @@ def collect_decode(
     """
     p = store.layout.block_tokens
     for i, n in enumerate(seq_lens):
-        if observe.decoding(n - 1):
+        if sampling.decoding(n - 1):
             blocks = row_blocks[i, : -(-n // p)]
             parts = request_parts(store, layer, blocks, store.format_id[blocks].tolist(), n)
             if parts:
-                observe_decode(store, parts, part_weights(parts, q[i], scale, logit_cap), observe)
+                add_decode_scores(store, parts, part_weights(parts, q[i], scale, logit_cap), sampling)
 
 
 def collect_prefill(
@@ -152,7 +152,7 @@ def collect_prefill(
     row_blocks: torch.Tensor,
     prefix_lens: list[int],
     extend_lens: list[int],
-    observe: Observe,
+    sampling: ScoreSampling,
     *,
     scale: float,
     logit_cap: float = 0.0,
@@ -166,20 +166,21 @@ def collect_prefill(
         parts = request_parts(store, layer, blocks, store.format_id[blocks].tolist(), prefix + new)
         keys = [part.dense(q.dtype)[0] for part in parts]
         sizes = [k.shape[1] for k in keys]
-        query, valid = q[at : at + new].movedim(0, 1), stored_mask(parts, sizes)
-        observe_prefill(store, parts, sizes, query, torch.cat(keys, 1), valid, scale, logit_cap, observe)
+        query, valid = q[at : at + new].movedim(0, 1), valid_mask(parts, sizes)
+        add_prefill_scores(store, parts, sizes, query, torch.cat(keys, 1), valid, scale, logit_cap, sampling)
         at += new
 
 
 class ReferenceScores:
-    """Attention scores in plain torch, behind the interface of `ReceivedAttention`: `plan` or `plan_decode` once a
+    """Attention scores in plain torch, behind the interface of `AttentionScores`: `plan` or `plan_decode` once a
     forward, then `add` for each layer."""
 
     def __init__(
-        self, store: PageStore, *, observe: Observe, query_heads: int = 0, max_batch: int = 0, max_blocks: int = 0
+        self, store: PageStore, *, sampling: ScoreSampling, query_heads: int = 0, max_batch: int = 0,
+        max_blocks: int = 0
     ):
         """The sizes bound buffers of the kernels; plain torch has none."""
-        self.store, self.observe = store, observe
+        self.store, self.sampling = store, sampling
 
     def plan(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> None:
         """A prefill: `row_blocks[B, NB]`, lengths on the host."""
@@ -192,35 +193,35 @@ class ReferenceScores:
         self._collect, self._lists = collect_decode, (row_blocks[:, :columns].long(), lens)
 
     def add(self, layer: int, q: torch.Tensor, lse: None = None, *, scale: float, logit_cap: float = 0.0) -> None:
-        """Add what the observing queries of `q[N, Hq, D]` pay to the scores of all stored tokens."""
-        self._collect(self.store, layer, q, *self._lists, self.observe, scale=scale, logit_cap=logit_cap)
+        """Add what the sampled queries of `q[N, Hq, D]` pay to the scores of all stored tokens."""
+        self._collect(self.store, layer, q, *self._lists, self.sampling, scale=scale, logit_cap=logit_cap)
 
 
-def note_observers(
+def count_queries(
     store: PageStore,
     row_blocks: torch.Tensor,
     seq_lens: torch.Tensor,
     extend_lens: torch.Tensor | None,
-    observe: Observe,
+    sampling: ScoreSampling,
 ) -> None:
-    """Update the query counts once per forward: observed[block] += counted queries behind the block's last token.
+    """Update the query counts once per forward: query_counts[block] += counted queries behind the block's last token.
 
     `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step;
     all on the store's device. One query in a stride is looked at and counts for all.
     """
     decoding = extend_lens is None
-    stride = observe.decode_stride if decoding else observe.stride
+    stride = sampling.decode_stride if decoding else sampling.stride
     end = seq_lens.long().unsqueeze(1)
     first = end - 1 if decoding else end - extend_lens.long().unsqueeze(1)
-    if observe.window is not None:
-        first = torch.maximum(first, end - observe.window)
+    if sampling.window is not None:
+        first = torch.maximum(first, end - sampling.window)
     p = store.layout.block_tokens
     behind = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
     count = (end // stride - torch.maximum(first, behind) // stride).clamp_(min=0) * stride
-    store.observed.index_add_(0, row_blocks.long().flatten(), count.flatten().to(torch.int32))
+    store.query_counts.index_add_(0, row_blocks.long().flatten(), count.flatten().to(torch.int32))
 
 
-def significance(
+def mean_attention_scores(
     store: PageStore, blocks: torch.Tensor, window: int | None = None, format_id: int | None = None, stride: int = 1
 ) -> torch.Tensor:
     """Mean attention score of each token of full `blocks[n]`, fp32 `[n, L, H, P]` in token order.
@@ -230,8 +231,8 @@ def significance(
     on the host.
     """
     p = store.layout.block_tokens
-    observers = store.observed[blocks].view(-1, 1, 1, 1).float()
+    num_queries = store.query_counts[blocks].view(-1, 1, 1, 1).float()
     if window is None:
         behind = torch.arange(1, p + 1, device=store.device)
-        observers = observers + (p // stride - behind // stride) * stride
-    return block_scores(store, blocks, format_id) / observers.clamp(min=1)
+        num_queries = num_queries + (p // stride - behind // stride) * stride
+    return block_scores(store, blocks, format_id) / num_queries.clamp(min=1)

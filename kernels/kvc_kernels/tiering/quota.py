@@ -94,7 +94,7 @@ def _tier_pages(tiers: torch.Tensor, high_tokens: int, low_tokens: int) -> torch
 
 
 def threshold(
-    significance: torch.Tensor,
+    mean_attention_scores: torch.Tensor,
     divisor: torch.Tensor,
     alpha_high: float,
     alpha_low: float,
@@ -105,23 +105,23 @@ def threshold(
 ) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` by LeanKV's thresholds (section 4 and Algorithm 1), rounded to whole pages.
 
-    `significance` fp32 `[n, L, H, P]`: mean attention scores. `divisor` fp32 `[n, P]`: token position i in the prompt
-    phase, sequence length N during decode. A token is high if significance >= alpha_high / divisor, low if >= alpha_low
-    / divisor, else pruned, and never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
+    `mean_attention_scores` fp32 `[n, L, H, P]`: mean attention scores. `divisor` fp32 `[n, P]`: token position i in the
+    prompt phase, sequence length N during decode. A token is high if its mean attention score >= alpha_high / divisor,
+    low if >= alpha_low / divisor, else pruned, and never above `ceiling` int8 `[n, L, H, P]`: tiers only go down.
 
     The free slots of the last pages are then filled, which costs no bytes: the last high page with the best tokens
     below that are still stored high (low ones first, then pruned ones), the last low page with the best pruned tokens
-    that are still stored. The best tokens are those closest to their threshold, significance * divisor, ties by
-    position. `high_tokens`, `low_tokens`: tokens per page of each tier.
+    that are still stored. The best tokens are those closest to their threshold, score * divisor, ties by position.
+    `high_tokens`, `low_tokens`: tokens per page of each tier.
 
     A head that then needs more than `max_pages` `[n, L, H]` (only if a low page holds fewer tokens than a high one)
     stays at its ceiling, or keeps its best high tokens if that does not fit either.
     """
     by_token = divisor[:, None, None, :]
-    tiers = (significance >= alpha_low / by_token).to(torch.int8)
-    tiers = torch.where(significance >= alpha_high / by_token, HIGH, tiers).to(torch.int8)
+    tiers = (mean_attention_scores >= alpha_low / by_token).to(torch.int8)
+    tiers = torch.where(mean_attention_scores >= alpha_high / by_token, HIGH, tiers).to(torch.int8)
     tiers = torch.minimum(tiers, ceiling)
-    closeness = significance * by_token
+    closeness = mean_attention_scores * by_token
     for tier, page_tokens in ((HIGH, high_tokens), (LOW, low_tokens)):
         room = (-(tiers == tier).sum(-1, keepdim=True)) % page_tokens
         candidate = (tiers < tier) & (ceiling >= tier)

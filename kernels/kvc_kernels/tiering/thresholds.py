@@ -9,7 +9,7 @@ import torch
 from ..layout import BlockFormat
 from ..pages.dense import block_tiers
 from ..pages.reference import block_head_pages
-from ..scores.reference import Observe, significance
+from ..scores.reference import ScoreSampling, mean_attention_scores
 from ..store import PageStore
 from .quota import threshold
 
@@ -27,7 +27,7 @@ def plan_thresholds(
     starts: torch.Tensor,
     lengths: torch.Tensor,
     alpha: Thresholds,
-    observe: Observe,
+    sampling: ScoreSampling,
     *,
     from_format: int,
     to: BlockFormat,
@@ -41,7 +41,7 @@ def plan_thresholds(
     positions = (starts[:, None] + torch.arange(layout.block_tokens, device=starts.device)).float()
     n_tokens = lengths[:, None].float()
     return threshold(
-        significance(store, blocks, observe.window, from_format, observe.stride),
+        mean_attention_scores(store, blocks, sampling.window, from_format, sampling.stride),
         torch.where(n_tokens > 0, n_tokens, positions + 1),
         alpha.high,
         alpha.low,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common.format_class import KEY_BITS, POSITIONS, SCORES, TOKENS, FormatClass, format_class
 from ..layout import BlockFormat
-from ..scores.reference import Observe
+from ..scores.reference import ScoreSampling
 from ..store import PageStore
 from .thresholds import Thresholds
 
@@ -74,7 +74,7 @@ def _pages(tiers, HIGH: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def thresholds_kernel(
-    pages, table, counts, observed, blocks, starts, lengths, out, alpha_high, alpha_low,
+    pages, table, counts, query_counts, blocks, starts, lengths, out, alpha_high, alpha_low,
     LH: tl.constexpr, E: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, page_bytes: tl.constexpr,
     SOURCE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, WITHIN: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -104,11 +104,11 @@ def thresholds_kernel(
                 score, ceiling, t, pages, row_table, n, 2 - a, page_bytes, E, SOURCE[a][TOKENS], SOURCE[a][SCORES],
                 SOURCE[a][POSITIONS], CHUNK,
             )
-    observers = tl.load(observed + block) + tl.zeros([PP], tl.int32)
+    num_queries = tl.load(query_counts + block) + tl.zeros([PP], tl.int32)
     if WITHIN > 0:
-        observers += (P // WITHIN - (t + 1) // WITHIN) * WITHIN
+        num_queries += (P // WITHIN - (t + 1) // WITHIN) * WITHIN
     # IEEE divisions give the same plan on every device.
-    mean = tl.div_rn(score, tl.maximum(observers.to(tl.float32), 1.0))
+    mean = tl.div_rn(score, tl.maximum(num_queries.to(tl.float32), 1.0))
     length = tl.load(lengths + row // LH)
     position = (tl.load(starts + row // LH) + t).to(tl.float32) + 1.0
     divisor = tl.where(length > 0, length.to(tl.float32), position)
@@ -135,7 +135,7 @@ def plan_thresholds_triton(
     starts: torch.Tensor,
     lengths: torch.Tensor,
     alpha: Thresholds,
-    observe: Observe,
+    sampling: ScoreSampling,
     *,
     from_format: int,
     to: BlockFormat,
@@ -145,9 +145,9 @@ def plan_thresholds_triton(
     rows, p = layout.layers * layout.heads, layout.block_tokens
     if n:
         thresholds_kernel[(n * rows,)](
-            store.pages, store.table, store.counts, store.observed, blocks, starts, lengths, out, float(alpha.high),
+            store.pages, store.table, store.counts, store.query_counts, blocks, starts, lengths, out, float(alpha.high),
             float(alpha.low), rows, layout.head_pages_bf16, p, triton.next_power_of_2(p), layout.page_bytes,
             _source(store, store.block_formats[from_format]), layout.page(to.high).tokens, layout.page(to.low).tokens,
-            observe.stride if observe.window is None else 0, CHUNK, num_warps=WARPS,
+            sampling.stride if sampling.window is None else 0, CHUNK, num_warps=WARPS,
         )  # fmt: skip
     return out

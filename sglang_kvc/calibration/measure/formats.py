@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvc_kernels.extend.fake_quant import as_stored
+from kvc_kernels.extend.fake_quant import fake_quantize
 from kvc_kernels.layout import FORMATS, PoolLayout
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.verdicts import BREAKS, LOSES, OK
@@ -122,7 +122,7 @@ def measure(
         layout, size = layout_for(name, shape, block)
 
         def attend(layer, q, k, v, scale, layout=layout, name=name):
-            result = by_block(q, k, v, scale, block, functools.partial(as_stored, layout, FORMATS[name]))
+            result = by_block(q, k, v, scale, block, functools.partial(fake_quantize, layout, FORMATS[name]))
             progress.step(name, layer, shape[0])
             return result
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.extend.fake_quant import as_stored
+from kvc_kernels.extend.fake_quant import fake_quantize
 from kvc_kernels.layout import FORMATS, PoolLayout
 from kvc_kernels.pages.tiers import HIGH, PRUNED
 from sglang_kvc.cache.sizing import make_layout
@@ -88,7 +88,7 @@ def plan(
     return tiers[:, 0].movedim(1, 0).flatten(1)
 
 
-def stored_rows(
+def fake_quant_rows(
     k: torch.Tensor, v: torch.Tensor, tiers: torch.Tensor, layout: PoolLayout, policy: LeanKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K, V `[H, n, D]` fake-quantized as blocks with these tiers; rows of pruned tokens are meaningless.
@@ -100,7 +100,7 @@ def stored_rows(
     keys, values = (x.unflatten(1, (-1, p)) for x in (k, v))
     first_kept = kept.to(torch.int8).argmax(-1)[..., None, None].expand(-1, -1, 1, k.shape[-1])
     keys = torch.where(kept.unsqueeze(-1), keys, keys.gather(2, first_kept))
-    high, low = (as_stored(layout, FORMATS[f], keys, values) for f in (policy.high, policy.low))
+    high, low = (fake_quantize(layout, FORMATS[f], keys, values) for f in (policy.high, policy.low))
     is_high = (tiers == HIGH).unsqueeze(-1)
     k, v = (torch.where(is_high, a.flatten(1, 2), b.flatten(1, 2)) for a, b in zip(high, low))
     return k, v
@@ -112,7 +112,7 @@ def behind(prompt: Prompt, tiers: list[torch.Tensor] | None, layout: PoolLayout,
     def attend(layer, q, k, v, scale):
         keys, values, valid = prompt.k[layer], prompt.v[layer], None
         if tiers is not None:
-            keys, values = stored_rows(keys, values, tiers[layer], layout, policy)
+            keys, values = fake_quant_rows(keys, values, tiers[layer], layout, policy)
             valid = torch.cat((tiers[layer] != PRUNED, tiers[layer].new_ones(k.shape[:2], dtype=torch.bool)), 1)
         out = causal(q, torch.cat((keys, k), 1), torch.cat((values, v), 1), scale, valid)
         step(layer)

@@ -37,11 +37,11 @@ class H2O(Scorer):
         super().__post_init__()
 
     @property
-    def observe(self) -> ops.Observe:
-        return ops.Observe(reduce="sum", stride=self.stride, decode_stride=self.decode_stride)
+    def sampling(self) -> ops.ScoreSampling:
+        return ops.ScoreSampling(reduce="sum", stride=self.stride, decode_stride=self.decode_stride)
 
     def score(self, evidence) -> torch.Tensor:
-        scores = evidence.received()
+        scores = evidence.attention_scores()
         p = scores.shape[-1]
         if latest := round(self.recent * p):
             # Above every sum of probabilities, and higher for later tokens.

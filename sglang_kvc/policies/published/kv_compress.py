@@ -37,11 +37,11 @@ class KvCompress(Scorer):
         super().__post_init__()
 
     @property
-    def observe(self) -> ops.Observe:
-        return ops.Observe(self.window or None, "sum", self.power, self.skip, self.stride, self.decode_stride)
+    def sampling(self) -> ops.ScoreSampling:
+        return ops.ScoreSampling(self.window or None, "sum", self.power, self.skip, self.stride, self.decode_stride)
 
     def score(self, evidence) -> torch.Tensor:
-        return ops.pool_scores(evidence.received(), self.pool)
+        return ops.pool_scores(evidence.attention_scores(), self.pool)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ class LeanKV(Policy):
     low: str = "k4v2"
     alpha_high: float = 1.0
     alpha_low: float = 0.02
-    observe: ops.Observe = field(default=ops.Observe())
+    observe: ops.ScoreSampling = field(default=ops.ScoreSampling())
     calibration: str | None = None  # decides formats and defaults at start; no plan reads it
 
     @property
-    def collects(self) -> ops.Observe:
+    def score_sampling(self) -> ops.ScoreSampling:
         return self.observe
 
     def formats(self) -> list[str]:

@@ -28,8 +28,8 @@ class MeanAttention(Scorer):
     decode_stride: int = DECODE_STRIDE
 
     @property
-    def observe(self) -> ops.Observe:
-        return ops.Observe(self.window or None, stride=self.stride, decode_stride=self.decode_stride)
+    def sampling(self) -> ops.ScoreSampling:
+        return ops.ScoreSampling(self.window or None, stride=self.stride, decode_stride=self.decode_stride)
 
     def score(self, evidence) -> torch.Tensor:
-        return evidence.significance()
+        return evidence.mean_attention_scores()

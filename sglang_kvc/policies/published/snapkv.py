@@ -33,8 +33,8 @@ class SnapKV(Scorer):
         super().__post_init__()
 
     @property
-    def observe(self) -> ops.Observe:
-        return ops.Observe(self.window, "sum")
+    def sampling(self) -> ops.ScoreSampling:
+        return ops.ScoreSampling(self.window, "sum")
 
     def score(self, evidence) -> torch.Tensor:
-        return ops.pool_scores(evidence.received(), self.pool, self.kind)
+        return ops.pool_scores(evidence.attention_scores(), self.pool, self.kind)

@@ -20,17 +20,17 @@ class Scorer(Part):
     """Base of all scorers. A subclass is one file beside this one and one line in `SCORERS`; its fields are settings
     that a user may give (`--kvc-scorer snapkv:window=64,pool=5`).
 
-    A scorer declares its inputs, and nothing else is collected: `observe` (attention scores; the scope is then
+    A scorer declares its inputs, and nothing else is collected: `sampling` (attention scores; the scope is then
     `sequence`) and `needs` (tensors of the calibration file). `score` sees all due blocks, layers and heads at once.
     """
 
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        _ = self.observe  # refuses settings that make no sense
+        _ = self.sampling  # refuses settings that make no sense
 
     @property
-    def observe(self) -> ops.Observe | None:
+    def sampling(self) -> ops.ScoreSampling | None:
         """Attention scores to collect; None when keys, values and positions suffice."""
         return None
 
@@ -40,7 +40,7 @@ class Scorer(Part):
         return ()
 
     def score(self, evidence: Evidence) -> torch.Tensor:
-        """fp32 `[n, L, H, P]`; higher scores are kept. Without `observe`, a function of each block's rows and
+        """fp32 `[n, L, H, P]`; higher scores are kept. Without `sampling`, a function of each block's rows and
         positions."""
         raise NotImplementedError
 

@@ -8,10 +8,12 @@ from kvc_kernels.append.kernel import append_triton
 from tests.support.pages import make_store
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("has_scores", [False, True])
 @pytest.mark.parametrize("heads, head_dim, dtype", [(2, 64, torch.bfloat16), (3, 32, torch.float16)])
-def test_same_bytes(heads, head_dim, dtype, scored):
-    stores = [make_store(layers=2, heads=heads, head_dim=head_dim, scored=scored, dtype=dtype) for _ in range(2)]
+def test_same_bytes(heads, head_dim, dtype, has_scores):
+    stores = [
+        make_store(layers=2, heads=heads, head_dim=head_dim, has_scores=has_scores, dtype=dtype) for _ in range(2)
+    ]
     gen = torch.Generator().manual_seed(3)
     blocks = torch.tensor([1, 2, 3])
     for store in stores:

@@ -59,10 +59,10 @@ def error(out, want):
 
 
 @pytest.mark.parametrize("spec", FORMAT_LISTS)
-@pytest.mark.parametrize("scored", [False, True])
-def test_all_formats(spec, scored):
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_all_formats(spec, has_scores):
     for head_dim, group in ((64, 3), (128, 1), (32, 7)):
-        store, row, _ = request(spec, scored=scored, head_dim=head_dim, layers=2, seed=group)
+        store, row, _ = request(spec, has_scores=has_scores, head_dim=head_dim, layers=2, seed=group)
         k, v, held = dense(store, row, 170, layer=1)
         gen = torch.Generator().manual_seed(1)
         scale = head_dim**-0.5
@@ -206,7 +206,7 @@ def test_uncompressed_extend_has_stock_bits(dtype, length, new):
     assert torch.equal(got, stock_extend(q, k[0], v[0], length - new, 0.125))
 
 
-# ---- received attention
+# ---- attention scores
 
 
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4+k4v2"])
@@ -214,19 +214,19 @@ def test_uncompressed_extend_has_stock_bits(dtype, length, new):
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_scores_are_column_sums(spec, window, cap):
     """A prefill in two chunks and two decode steps, scores against the explicit attention matrix."""
-    store, row, _ = request(spec, scored=True, length=170, packed=0)
-    observe = ops.Observe(window, decode_stride=1)
-    received = torch.zeros(2, 170, dtype=torch.float64)
+    store, row, _ = request(spec, has_scores=True, length=170, packed=0)
+    sampling = ops.ScoreSampling(window, decode_stride=1)
+    scores = torch.zeros(2, 170, dtype=torch.float64)
     for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
         if step == 1:  # the first block is packed meanwhile
             tiers = random_tiers(store, 1, store.block_formats[1], np.random.default_rng(3))
             ops.compact(store, row[:1], 1, tiers, from_format=0)
         end = prefix + new
         k, v, held = dense(store, row, 170)
-        received = torch.where(held, received, 0)
+        scores = torch.where(held, scores, 0)
         q = torch.randn(new, 6, 64)
         want, p = reference(q, k[:, :end], v[:, :end], held[:, :end], 0.125, cap)
-        kw = {"scale": 0.125, "logit_cap": cap, "observe": observe}
+        kw = {"scale": 0.125, "logit_cap": cap, "sampling": sampling}
         if new == 1:
             got = ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)
         else:
@@ -234,22 +234,24 @@ def test_scores_are_column_sums(spec, window, cap):
         assert error(got, want) < 1e-5
         p.diagonal(prefix, -2, -1).zero_()
         chosen = p if window is None else p[:, -window:]
-        received[:, :end] += chosen.sum(1).view(2, 3, -1).amax(1)
-        ops.note_observers(store, row[None], torch.tensor([prefix + new]), torch.tensor([new]), ops.Observe(window))
+        scores[:, :end] += chosen.sum(1).view(2, 3, -1).amax(1)
+        ops.count_queries(
+            store, row[None], torch.tensor([prefix + new]), torch.tensor([new]), ops.ScoreSampling(window)
+        )
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
-    assert torch.allclose(got.double(), received, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(got.double(), scores, rtol=1e-4, atol=1e-5)
     # Observers: queries behind each block's last token, counted by hand.
     queries = [range(max(a, b - (window or 999)), b) for a, b in ((0, 100), (100, 168), (168, 169), (169, 170))]
     counts = [sum(x >= 64 * (i + 1) for r in queries for x in r) for i in range(3)]
-    assert store.observed[row].tolist() == counts
-    significance = ops.significance(store, row[:2], window).transpose(0, 2)[:, 0].reshape(2, -1)
+    assert store.query_counts[row].tolist() == counts
+    mean_attention_scores = ops.mean_attention_scores(store, row[:2], window).transpose(0, 2)[:, 0].reshape(2, -1)
     for j in (0, 5, 63, 64, 127):
         n = counts[j // 64] + (63 - j % 64 if window is None else 0)
-        assert torch.allclose(significance[:, j].double(), received[:, j] / max(1, n), rtol=1e-4, atol=1e-6)
+        assert torch.allclose(mean_attention_scores[:, j].double(), scores[:, j] / max(1, n), rtol=1e-4, atol=1e-6)
 
 
 def test_shared_prefix_collects_from_every_request():
-    store, row, _ = request("k4v4", scored=True, length=100, packed=0)
+    store, row, _ = request("k4v4", has_scores=True, length=100, packed=0)
     more = torch.tensor([b for b in range(1, 12) if b not in row.tolist()])[:1]
     ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_format=0)
     k, v = random_kv(store, 36, seed=4)
@@ -257,7 +259,7 @@ def test_shared_prefix_collects_from_every_request():
     rows = torch.stack([row, torch.cat((row[:1], more))])
     q = torch.randn(2, 6, 64)
     lens = torch.tensor([100, 100])
-    kw = {"scale": 0.125, "observe": ops.Observe(decode_stride=1)}
+    kw = {"scale": 0.125, "sampling": ops.ScoreSampling(decode_stride=1)}
     ops.decode_attention(store, 0, q, rows, lens, **kw)
     both = ops.block_scores(store, row[:1])
     single = []
@@ -265,8 +267,8 @@ def test_shared_prefix_collects_from_every_request():
         ops.decode_attention(store, 0, q[i : i + 1], rows[i : i + 1], lens[i : i + 1], **kw)
         single.append(ops.block_scores(store, row[:1]) - both - sum(single))
     assert torch.allclose(both, single[0] + single[1], atol=1e-5)
-    ops.note_observers(store, rows, torch.tensor([100, 100]), torch.tensor([1, 1]), ops.Observe())
-    assert store.observed[row].tolist() == [2, 0]
+    ops.count_queries(store, rows, torch.tensor([100, 100]), torch.tensor([1, 1]), ops.ScoreSampling())
+    assert store.query_counts[row].tolist() == [2, 0]
 
 
 def test_scores_need_a_scored_layout():

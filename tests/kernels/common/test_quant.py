@@ -28,9 +28,9 @@ def test_fields_lie_in_equal_parts(bits, axis):
 
 
 @pytest.mark.parametrize("fmt", PACKED, ids=lambda f: f.name)
-@pytest.mark.parametrize("scored", [False, True])
-def test_page_round_trip_and_zero_padding(fmt, scored):
-    page = PageLayout(fmt, 64, 4096 + 16, scored)
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_page_round_trip_and_zero_padding(fmt, has_scores):
+    page = PageLayout(fmt, 64, 4096 + 16, has_scores)
     t, lead = page.tokens, (2, 3)
     gen = torch.Generator().manual_seed(0)
 
@@ -44,8 +44,8 @@ def test_page_round_trip_and_zero_padding(fmt, scored):
         codes(fmt.key_bits),
         codes(fmt.value_bits),
         halves(page.value_groups, 2),
-        torch.randn(*lead, t, generator=gen) if scored else None,
-        torch.randint(0, 999, (*lead, t), generator=gen).to(torch.int16) if scored else None,
+        torch.randn(*lead, t, generator=gen) if has_scores else None,
+        torch.randint(0, 999, (*lead, t), generator=gen).to(torch.int16) if has_scores else None,
     )
     back = read_page(page, write_page(page, rows))
     for a, b in zip(rows, back):
@@ -69,11 +69,11 @@ def test_bf16_page_round_trip():
 
 
 @pytest.mark.parametrize("spec", [f.name for f in PACKED])
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("has_scores", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64])
-def test_bytes_equal_reference(spec, scored, head_dim):
+def test_bytes_equal_reference(spec, has_scores, head_dim):
     """Quantise and pack from bf16, bit for bit against the token-by-token reference."""
-    store = make_store(block_formats_of(spec), scored=scored, head_dim=head_dim, dtype=torch.float16)
+    store = make_store(block_formats_of(spec), has_scores=has_scores, head_dim=head_dim, dtype=torch.float16)
     blocks = torch.tensor([4, 2])
     k, v = random_kv(store, 64)
     k[0, :, 0, 3] = 2.5  # a channel without range
@@ -94,7 +94,7 @@ def test_bytes_equal_reference(spec, scored, head_dim):
         for h in range(2):
             head = model.rows[b][0, h]
             for t in head.tiers[2]:
-                at = t.position if scored else head.tiers[2].index(t)
+                at = t.position if has_scores else head.tiers[2].index(t)
                 assert np.array_equal(dense_k[i, h, at].numpy(), head.key_of(t, 2))
                 assert tier[i, h, at] == 2
 

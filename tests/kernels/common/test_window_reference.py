@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.extend.fake_quant import as_stored
+from kvc_kernels.extend.fake_quant import fake_quantize
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, HEADS, DIM = 32, 2, 64
@@ -43,19 +43,19 @@ def queries(group, dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
-def reference(store, layer, q, rows, prefix, new, *, window, scale, cap=0.0, stored_as=None):
-    """float64 `[N, Hq, D]`, block by block of queries; `stored_as[B]` as in `ops.extend_attention`."""
+def reference(store, layer, q, rows, prefix, new, *, window, scale, cap=0.0, fake_quant_format=None):
+    """float64 `[N, Hq, D]`, block by block of queries; `fake_quant_format[B]` as in `ops.extend_attention`."""
     g, out, at = store.layout, [], 0
     p, group = g.block_tokens, q.shape[1] // g.heads
     for r, n in enumerate(new):
         blocks = rows[r, : -(-(prefix[r] + n) // p)].long()
         k, v, tier = ops.load_dense(store, layer, blocks)
         assert not n or bool((tier == 2).all())
-        fmt = stored_as[r] if stored_as else None
+        fmt = fake_quant_format[r] if fake_quant_format else None
         later = k, v
         if fmt is not None:
             plain = (store.format_id[blocks] == 0).view(-1, 1, 1, 1)
-            again = as_stored(g, fmt, k.to(store.dtype), v.to(store.dtype))
+            again = fake_quantize(g, fmt, k.to(store.dtype), v.to(store.dtype))
             later = [torch.where(plain, x.float(), y) for x, y in zip(again, (k, v))]
         for own in range(prefix[r] // p, len(blocks) if n else 0):
             position = torch.arange(max(prefix[r], own * p), min(prefix[r] + n, own * p + p))
@@ -88,9 +88,9 @@ def test_extend(window, stored, cap):
     fmt = store.block_formats[1].high
     seen = [fmt, fmt, None, fmt, fmt] if stored else None
     got = ops.extend_attention(
-        store, 1, q, ROWS, PREFIX, NEW, scale=0.125, logit_cap=cap, window=window, stored_as=seen
+        store, 1, q, ROWS, PREFIX, NEW, scale=0.125, logit_cap=cap, window=window, fake_quant_format=seen
     )
-    want = reference(store, 1, q, ROWS, PREFIX, NEW, window=window, scale=0.125, cap=cap, stored_as=seen)
+    want = reference(store, 1, q, ROWS, PREFIX, NEW, window=window, scale=0.125, cap=cap, fake_quant_format=seen)
     assert error(got, want) < 0.02
 
 
@@ -112,9 +112,9 @@ def test_decode(spec, window):
 def test_a_window_of_all_tokens_is_no_window():
     store, q = request_case(), queries(2)
     args, seen = (store, 0, q, ROWS, PREFIX, NEW), [store.block_formats[1].high] * len(NEW)
-    for stored_as in (None, seen):
-        want = ops.extend_attention(*args, scale=0.125, stored_as=stored_as)
-        got = ops.extend_attention(*args, scale=0.125, stored_as=stored_as, window=500)
+    for fake_quant_format in (None, seen):
+        want = ops.extend_attention(*args, scale=0.125, fake_quant_format=fake_quant_format)
+        got = ops.extend_attention(*args, scale=0.125, fake_quant_format=fake_quant_format, window=500)
         assert error(got, want.double()) < 0.01
 
 

@@ -21,15 +21,15 @@ def block_format_of(names):
     return BlockFormat(high, low[0] if low else None)
 
 
-def make(device, specs, head_dim, heads, scored, dtype, blocks=5, tokens=TOKENS, page_tokens=None):
+def make(device, specs, head_dim, heads, has_scores, dtype, blocks=5, tokens=TOKENS, page_tokens=None):
     formats = [FORMATS[x] for spec in specs for x in spec.split("+")]
-    sizes = dict(head_dim=head_dim, scored=scored)
+    sizes = dict(head_dim=head_dim, has_scores=has_scores)
     page = (
         page_bytes_for(formats[0], page_tokens, **sizes)
         if page_tokens
         else choose_page_bytes(formats, block_tokens=tokens, **sizes)
     )
-    layout = PoolLayout(LAYERS, heads, head_dim, tokens, page, scored)
+    layout = PoolLayout(LAYERS, heads, head_dim, tokens, page, has_scores)
     block_formats = (BlockFormat(BF16), *(block_format_of(x) for x in specs))
     store = PageStore.create(
         layout, block_formats, num_pages=1 + 2 * blocks * layout.block_pages_bf16, num_blocks=blocks + 3, dtype=dtype,
@@ -40,7 +40,7 @@ def make(device, specs, head_dim, heads, scored, dtype, blocks=5, tokens=TOKENS,
 
 
 @pytest.mark.parametrize(
-    "specs, head_dim, heads, scored, dtype",
+    "specs, head_dim, heads, has_scores, dtype",
     [
         (["k4v4"], 128, 8, False, torch.bfloat16),
         (["k4v4"], 64, 3, True, torch.float16),
@@ -52,7 +52,7 @@ def make(device, specs, head_dim, heads, scored, dtype, blocks=5, tokens=TOKENS,
         (["k4v2"], 256, 2, False, torch.bfloat16),
     ],
 )
-def test_same_bytes(specs, head_dim, heads, scored, dtype):
+def test_same_bytes(specs, head_dim, heads, has_scores, dtype):
     """From uncompressed down every block format of the list, with random tiers at each step."""
     from kvc_kernels.compact.launch import compact_triton
 
@@ -71,14 +71,14 @@ def test_same_bytes(specs, head_dim, heads, scored, dtype):
         plans.append(torch.minimum(tiers, plans[-1]) if plans and "+" in spec else tiers)
     stores = []
     for device, move in (("cpu", reference), ("cuda", reference), ("cuda", compact_triton)):
-        store = make(device, specs, head_dim, heads, scored, dtype)
+        store = make(device, specs, head_dim, heads, has_scores, dtype)
         ids = blocks.to(device)
         ops.take_bf16(store, ids)
         at = torch.arange(4 * TOKENS, device=device)
         for layer in range(LAYERS):
             rows = (x[layer].to(device, dtype) for x in (k, v))
             ops.append(store, layer, ids[at // TOKENS], at % TOKENS, *rows)
-        if scored:
+        if has_scores:
             scores = bits.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
         seen = []
@@ -95,7 +95,7 @@ def test_same_bytes(specs, head_dim, heads, scored, dtype):
 
 
 @pytest.mark.parametrize(
-    "spec, head_dim, tokens, page_tokens, scored, dtype",
+    "spec, head_dim, tokens, page_tokens, has_scores, dtype",
     [
         ("k4v4", 128, 128, 64, False, torch.bfloat16),
         ("k8v4", 128, 128, 64, False, torch.bfloat16),
@@ -108,7 +108,7 @@ def test_same_bytes(specs, head_dim, heads, scored, dtype):
         ("k8v4+k4v2", 128, 192, 64, True, torch.bfloat16),
     ],
 )
-def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype):
+def test_all_kept(spec, head_dim, tokens, page_tokens, has_scores, dtype):
     """With tiers that keep everything and without tiers, on ties between codes and beyond fp16 too."""
     from kvc_kernels.compact.launch import compact_triton
 
@@ -133,13 +133,13 @@ def test_all_kept(spec, head_dim, tokens, page_tokens, scored, dtype):
         ("cpu", reference, True), ("cuda", reference, False), ("cuda", compact_triton, True),
         ("cuda", compact_triton, False),
     ):  # fmt: skip
-        store = make(device, [spec], head_dim, heads, scored, dtype, 3, tokens, page_tokens)
+        store = make(device, [spec], head_dim, heads, has_scores, dtype, 3, tokens, page_tokens)
         ids = blocks.to(device)
         ops.take_bf16(store, ids)
         at = torch.arange(3 * tokens, device=device)
         for layer in range(LAYERS):
             ops.append(store, layer, ids[at // tokens], at % tokens, *(x[layer].to(device, dtype) for x in (k, v)))
-        if scored:
+        if has_scores:
             scores = bits.segment(store.layout.page(BF16), store.pages, "scores", torch.float32)
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
         tiers = ops.keep_all(3, store.layout, device) if given else None

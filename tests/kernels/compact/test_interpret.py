@@ -19,7 +19,7 @@ def pair(**options):
     stores = [make_store(**options) for _ in range(2)]
     for store in stores:
         fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
-        if store.layout.scored:
+        if store.layout.has_scores:
             page = store.layout.page(store.block_formats[0].high)
             scores = bits.segment(page, store.pages, "scores", torch.float32)
             scores.uniform_(generator=torch.Generator().manual_seed(7))
@@ -36,7 +36,7 @@ def same(a, b, blocks=BLOCKS):
 
 @pytest.mark.parametrize("spec", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
 def test_same_bytes(spec):
-    a, b = pair(block_formats=block_formats_of(spec), head_dim=64, scored="4" in spec, layers=2)
+    a, b = pair(block_formats=block_formats_of(spec), head_dim=64, has_scores="4" in spec, layers=2)
     tiers = random_tiers(a, 3, a.block_formats[1], np.random.default_rng(2))
     expected = ops.compact(a, BLOCKS, 1, tiers, from_format=0)
     assert torch.equal(compact_triton(b, BLOCKS, 1, tiers, from_format=0), expected)
@@ -62,10 +62,10 @@ def test_all_kept(spec, block_tokens, page_tokens, keys, monkeypatch):
     """Without tiers; some blocks do not fill their pages."""
     if keys == "read twice":
         monkeypatch.setattr(launch, "HELD", 1)
-    block_formats, scored = block_formats_of(spec), block_tokens == 64
-    page = page_bytes_for(block_formats[1].high, page_tokens, head_dim=64, scored=scored)
+    block_formats, has_scores = block_formats_of(spec), block_tokens == 64
+    page = page_bytes_for(block_formats[1].high, page_tokens, head_dim=64, has_scores=has_scores)
     a, b = pair(
-        block_formats=block_formats, head_dim=64, scored=scored, heads=1, block_tokens=block_tokens,
+        block_formats=block_formats, head_dim=64, has_scores=has_scores, heads=1, block_tokens=block_tokens,
         page_bytes=page + 16 * (page_tokens == 80), dtype=torch.float16 if page_tokens == 32 else torch.bfloat16,
     )  # fmt: skip
     assert a.layout.page(block_formats[1].high).tokens == page_tokens
@@ -111,7 +111,7 @@ def test_hard_values_all_kept(spec):
 
 def test_fp16_pages_of_48_tokens_and_hard_values():
     a, b = pair(
-        block_formats=block_formats_of("k8v4+k4v2"), head_dim=128, block_tokens=64, scored=True, heads=1,
+        block_formats=block_formats_of("k8v4+k4v2"), head_dim=128, block_tokens=64, has_scores=True, heads=1,
         dtype=torch.bfloat16
     )
     assert a.layout.page(a.block_formats[1].low).tokens == 48
@@ -131,10 +131,10 @@ def test_fp16_pages_of_48_tokens_and_hard_values():
 MOVES = [("k8v8", "k4v4"), ("k8v8", "k2v2"), ("k4v4", "k4v2"), ("k8v4+k4v2", "k8v4+k4v2"), ("k8v4+k4v2", "k4v2")]
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("has_scores", [False, True])
 @pytest.mark.parametrize("source, target", MOVES)
-def test_packed_blocks(source, target, scored):
-    a, b = pair(block_formats=block_formats_of(source, target), head_dim=64, scored=scored, heads=1, layers=2)
+def test_packed_blocks(source, target, has_scores):
+    a, b = pair(block_formats=block_formats_of(source, target), head_dim=64, has_scores=has_scores, heads=1, layers=2)
     gen = np.random.default_rng(9)
     tiers = random_tiers(a, 3, a.block_formats[1], gen)
     for store in (a, b):

@@ -27,8 +27,8 @@ def packed_store(block_formats, tiers_of_format, order, *, churn=0, **kw):
     return store
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_digest_ignores_page_ids_neighbours_and_order(scored):
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_digest_ignores_page_ids_neighbours_and_order(has_scores):
     shape = (1, 2, 2, 32)
     gen = np.random.default_rng(5)
     tiers = {b: torch.from_numpy(gen.integers(0, 3, shape)).to(torch.int8) for b in (1, 2, 3)}
@@ -38,7 +38,7 @@ def test_digest_ignores_page_ids_neighbours_and_order(scored):
     seen = []
     for churn, batches in ((0, [[1, 2, 3]]), (1, [[3, 1], [2]]), (5, [[2], [3], [1]]), (2, [[3, 2, 1]])):
         order = [b for batch in batches for b in batch]
-        store = packed_store(MIXED, tiers, order, churn=churn, scored=scored)
+        store = packed_store(MIXED, tiers, order, churn=churn, has_scores=has_scores)
         digests = []
         for plan, source, to in ((tiers, 0, 1), (then, 1, 2)):
             for batch in batches:
@@ -54,7 +54,7 @@ def test_digest_ignores_page_ids_neighbours_and_order(scored):
 
 
 def test_digest_sees_every_part():
-    store = packed_store(MIXED, None, [1], scored=True)
+    store = packed_store(MIXED, None, [1], has_scores=True)
     block = torch.tensor([1])
     open_digest = ops.block_digest(store, 1)
     ops.compact(store, block, 1, ops.keep_all(1, store.layout), from_format=0)
@@ -76,17 +76,17 @@ def test_chunks_do_not_matter(monkeypatch):
     digests = []
     for limit in (1, 1 << 30):
         monkeypatch.setitem(sys.modules[ops.compact.__module__].TEMP_BYTES, "cpu", limit)
-        store = packed_store(MIXED, None, [1, 2, 3], scored=True)
+        store = packed_store(MIXED, None, [1, 2, 3], has_scores=True)
         tiers = random_tiers(store, 3, MIXED[1], np.random.default_rng(1))
         ops.compact(store, torch.tensor([1, 2, 3]), 1, tiers, from_format=0)
         digests.append([ops.block_digest(store, b) for b in (1, 2, 3)])
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_list_of_formats_down_by_values_only_keeps_keys(scored):
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_list_of_formats_down_by_values_only_keeps_keys(has_scores):
     """k8v4 -> k4v4: values verbatim, keys mapped code to code; k4v4 with fewer tokens: both verbatim."""
-    store = packed_store(block_formats_of("k8v4", "k4v4", "k4v4"), None, [1], scored=scored)
+    store = packed_store(block_formats_of("k8v4", "k4v4", "k4v4"), None, [1], has_scores=has_scores)
     block = torch.tensor([1])
     keep = ops.keep_all(1, store.layout)
     ops.compact(store, block, 1, keep, from_format=0)
@@ -102,7 +102,7 @@ def test_list_of_formats_down_by_values_only_keeps_keys(scored):
     pages = ops.compact(store, block, 3, fewer, from_format=2)
     k, v, tier = ops.load_dense(store, 0, block)
     kept = fewer[0, 0] == 2
-    if scored:
+    if has_scores:
         assert torch.equal(tier[0], fewer[0, 0])
         assert torch.equal(k[0][kept], k4[0][kept]) and torch.equal(v[0][kept], v4[0][kept])
         assert torch.equal(ops.block_tiers(store, block), fewer)
@@ -113,7 +113,7 @@ def test_list_of_formats_down_by_values_only_keeps_keys(scored):
 
 
 def test_pruned_tokens_do_not_come_back():
-    store = packed_store(MIXED, None, [1], scored=True)
+    store = packed_store(MIXED, None, [1], has_scores=True)
     block = torch.tensor([1])
     first = ops.keep_all(1, store.layout)
     first[..., 5:20] = 0
@@ -123,7 +123,7 @@ def test_pruned_tokens_do_not_come_back():
 
 
 def test_scores_travel_with_their_tokens():
-    store = packed_store(MIXED, None, [1, 2], scored=True)
+    store = packed_store(MIXED, None, [1, 2], has_scores=True)
     blocks = torch.tensor([2, 1])
     store.pages.view(torch.float32)[1:, -1] = 0
     page = store.layout.page(store.block_formats[0].high)
@@ -142,7 +142,7 @@ def test_scores_travel_with_their_tokens():
 
 
 def test_low_tier_without_a_low_format_is_dropped():
-    store = packed_store(block_formats_of("k4v4"), None, [1], scored=True)
+    store = packed_store(block_formats_of("k4v4"), None, [1], has_scores=True)
     tiers = torch.randint(0, 3, (1, 2, 2, 32)).to(torch.int8)
     ops.compact(store, torch.tensor([1]), 1, tiers, from_format=0)
     assert torch.equal(ops.block_tiers(store, torch.tensor([1])), torch.where(tiers == 2, 2, 0).to(torch.int8))
@@ -180,27 +180,27 @@ class NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_step_operations_never_read_device_data(scored):
-    store = make_store(MIXED, layers=2, scored=scored)
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_step_operations_never_read_device_data(has_scores):
+    store = make_store(MIXED, layers=2, has_scores=has_scores)
     blocks, at = torch.tensor([1, 3]), torch.arange(32)
     k, v = random_kv(store, 32)
     with NoSync():
         ops.take_bf16(store, blocks)
         for b in (0, 1):
             ops.append(store, 0, blocks[b].expand(32), at, k[0], v[0])
-        significance = torch.rand(2, 2, 2, 32)
+        mean_attention_scores = torch.rand(2, 2, 2, 32)
         divisor = torch.ones(2, 32)
         tokens = (store.layout.page(FORMATS["k8v4"]).tokens, store.layout.page(FORMATS["k4v2"]).tokens)
-        if scored:
-            ops.note_observers(store, blocks.view(1, 2), torch.tensor([64]), torch.tensor([64]), ops.Observe())
-            ops.significance(store, blocks, None, format_id=0)
+        if has_scores:
+            ops.count_queries(store, blocks.view(1, 2), torch.tensor([64]), torch.tensor([64]), ops.ScoreSampling())
+            ops.mean_attention_scores(store, blocks, None, format_id=0)
         pages = ops.block_head_pages(store, blocks)
         tiers = ops.threshold(
-            significance, divisor, 0.7, 0.3, ops.block_tiers(store, blocks, format_id=0), *tokens, pages
+            mean_attention_scores, divisor, 0.7, 0.3, ops.block_tiers(store, blocks, format_id=0), *tokens, pages
         )
         ops.compact(store, blocks, 1, tiers, from_format=0)
-        lower = ops.quota(significance, 4, 32)
+        lower = ops.quota(mean_attention_scores, 4, 32)
         ops.compact(store, blocks, 2, torch.minimum(lower, ops.block_tiers(store, blocks, format_id=1)), from_format=1)
         ops.release(store, blocks)
     ops.check_invariants(store)

@@ -36,7 +36,7 @@ TYPES = {
 def test_twelve_programs_fit_a_multiprocessor(spec, heads, group, head_dim, dtype, tmp_path):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     formats = [FORMATS[n] for n in spec.split("+")]
-    size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, scored=True)
+    size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, has_scores=True)
     layout = PoolLayout(2, heads, head_dim, 128, size, True)
     store = PageStore.create(
         layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=4, num_blocks=2, device="cpu",

@@ -46,7 +46,7 @@ def test_formats(engine, spec, head_dim):
 @pytest.mark.parametrize("spec", ["k8v8", "k4v4", "k2v2", "k8v4+k4v2"])
 def test_keys_per_token(engine, spec):
     case = make_case(
-        spec, head_dim=128, block_tokens=128, lens=(300, 128), scored=True, device="cuda"
+        spec, head_dim=128, block_tokens=128, lens=(300, 128), has_scores=True, device="cuda"
     )
     assert run(case, engine) < BAR
 

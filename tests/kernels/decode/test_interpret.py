@@ -43,7 +43,7 @@ def test_blocks_of_tiles_that_are_no_power_of_two(tokens):
 
 
 def test_several_formats_and_scored_pages():
-    assert run(make_case("k4v4", "k4v2", "k2v2", scored=True)) < BAR
+    assert run(make_case("k4v4", "k4v2", "k2v2", has_scores=True)) < BAR
 
 
 @pytest.mark.parametrize("tile, page", [(16, 2880), (32, 2880), (64, 2880), (64, 5760), (64, 1440)])

@@ -34,11 +34,13 @@ def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -
 
     monkeypatch.setattr(JITFunction, "run", run)
     size = choose_page_bytes(
-        [block_formats[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
+        [block_formats[1].high], head_dim=head_dim, block_tokens=128, has_scores=False, whole=True
     )
     layout = PoolLayout(2, 8, head_dim, 128, size, False)
     store = PageStore.create(layout, block_formats, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")
-    op = extend.ExtendAttention(store, query_heads=32, dense="none", stored_as=block_formats[1].high, tuning=tuning)
+    op = extend.ExtendAttention(
+        store, query_heads=32, dense="none", fake_quant_format=block_formats[1].high, tuning=tuning
+    )
     op.plan(torch.zeros((1, 4), dtype=torch.int32), [128], [168])
     q, k = (torch.zeros((168, n, head_dim), dtype=torch.bfloat16) for n in (32, 8))
     op.run(0, q, k, k, scale=1.0)

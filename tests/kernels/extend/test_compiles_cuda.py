@@ -22,7 +22,7 @@ def kernel_constants(spec: str, *, rows=256, dtype=torch.bfloat16, capped=False,
     formats = [FORMATS[n] for n in spec.split("+") if n]
     whole = len(formats) == 1
     size = page or choose_page_bytes(
-        formats, head_dim=128, block_tokens=128, scored=not whole, whole=whole
+        formats, head_dim=128, block_tokens=128, has_scores=not whole, whole=whole
     )
     layout = PoolLayout(2, 8, 128, 128, size, not whole)
     block_formats = (BlockFormat(BF16), BlockFormat(*formats)) if formats else (BlockFormat(BF16),)
@@ -70,7 +70,9 @@ def test_extend(spec, options, tmp_path):
     assert called and all(n <= unpack for n in called.values()), called
 
 
-@pytest.mark.parametrize("struct, source", [(extend.Arguments, "extend.cu"), (extend.JoinArguments, "extend_join.cuh")])
+@pytest.mark.parametrize(
+    "struct, source", [(extend.Arguments, "extend.cu"), (extend.MergeArguments, "extend_merge.cuh")]
+)
 def test_arguments_are_those_of_the_kernel(struct, source):
     text = (nvrtc.SOURCES / source).read_text()
     body = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.S)[1]

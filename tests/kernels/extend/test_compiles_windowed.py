@@ -41,7 +41,7 @@ def compiled(monkeypatch):
 def store_of(fmt, head_dim):
     block_formats = block_formats_of(fmt)
     size = choose_page_bytes(
-        [block_formats[1].high], head_dim=head_dim, block_tokens=128, scored=False, whole=True
+        [block_formats[1].high], head_dim=head_dim, block_tokens=128, has_scores=False, whole=True
     )
     layout = PoolLayout(2, 4, head_dim, 128, size, False)
     return PageStore.create(layout, block_formats, num_pages=4, num_blocks=3, dtype=torch.bfloat16, device="cpu")

@@ -32,7 +32,7 @@ def build(store: extend.PageStore, rows: int, path: Path) -> ctypes.CDLL:
         shutil.copy(SOURCES / name, path)
     for source in HERE.iterdir():
         shutil.copy(source, path)
-    (path / "extend_join.cuh").write_text("")
+    (path / "extend_merge.cuh").write_text("")
     out = path / "host.so"
     command = [COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", path / "driver.cpp", "-o", out]
     done = subprocess.run([*command, "-fsigned-char"], capture_output=True, text=True)
@@ -68,7 +68,7 @@ def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
 def test_tiles(spec, size, block_tokens, rows, dtype, tmp_path):
     block_formats = [BlockFormat(*(FORMATS[n] for n in ([r] if isinstance(r, str) else r))) for r in FORMAT_LISTS[spec]]
     heads, p, block_formats = 2, block_tokens, (BlockFormat(BF16), *block_formats)
-    page = page_bytes_for(FORMATS[size[0]], size[1], head_dim=128, scored=False)
+    page = page_bytes_for(FORMATS[size[0]], size[1], head_dim=128, has_scores=False)
     layout = PoolLayout(2, heads, 128, p, page)
     assert size[0] not in FORMAT_LISTS[spec] or layout.page(FORMATS[size[0]]).tokens == size[1]
     gen = torch.Generator().manual_seed(5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.extend.fake_quant import as_stored
+from kvc_kernels.extend.fake_quant import fake_quantize
 from kvc_kernels.layout import FORMATS
 from tests.kernels.common.test_attention_reference import error
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
@@ -34,7 +34,7 @@ def pack(store, row):
 
 def extend(store, row, q, prefix, end, cap=0.0):
     fmt = store.block_formats[1].high
-    args = dict(scale=SCALE, logit_cap=cap, stored_as=[fmt])
+    args = dict(scale=SCALE, logit_cap=cap, fake_quant_format=[fmt])
     return ops.extend_attention(store, 0, q[prefix:end], row[None], [prefix], [end - prefix], **args)
 
 
@@ -42,7 +42,7 @@ def extend(store, row, q, prefix, end, cap=0.0):
 def test_rows_are_what_packing_gives_back(spec):
     store, row = filled(spec)
     k, v, _ = ops.load_dense(store, 0, row[:3])
-    want = as_stored(store.layout, store.block_formats[1].high, k.bfloat16(), v.bfloat16())
+    want = fake_quantize(store.layout, store.block_formats[1].high, k.bfloat16(), v.bfloat16())
     pack(store, row[:3])
     got = ops.load_dense(store, 0, row[:3])
     for a, b in zip(want, got):
@@ -108,6 +108,6 @@ def test_batch_does_not_matter():
     alone = [extend(store, row, q, a, b) for a, b in ((0, 100), (128, LENGTH))]
     both = ops.extend_attention(
         store, 0, torch.cat((q[:100], q[128:])), row.expand(2, -1), [0, 128], [100, LENGTH - 128],
-        scale=SCALE, stored_as=[FORMATS["k4v4"]] * 2,
+        scale=SCALE, fake_quant_format=[FORMATS["k4v4"]] * 2,
     )  # fmt: skip
     assert torch.equal(both, torch.cat(alone))

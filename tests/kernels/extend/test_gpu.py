@@ -46,15 +46,15 @@ def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **option
     return error(out, reference(store, layer, q, k, v, rows, prefix, new, scale=scale, logit_cap=cap)), out
 
 
-def case(form, group, head_dim=128, heads=2, dtype=torch.bfloat16, scored=False):
+def case(form, group, head_dim=128, heads=2, dtype=torch.bfloat16, has_scores=False):
     return make_case(
         FORMS[form], group=group, head_dim=head_dim, heads=heads, block_tokens=128, dtype=dtype,
-        scored=scored, format_ids=FORMAT_IDS, device="cuda", seed=torch.initial_seed(),
+        has_scores=has_scores, format_ids=FORMAT_IDS, device="cuda", seed=torch.initial_seed(),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "form, group, head_dim, scored",
+    "form, group, head_dim, has_scores",
     [
         ("k4v4", 4, 128, False),
         ("k4v4", 7, 64, True),
@@ -66,8 +66,8 @@ def case(form, group, head_dim=128, heads=2, dtype=torch.bfloat16, scored=False)
         ("plain", 4, 128, False),
     ],
 )
-def test_triton(form, group, head_dim, scored):
-    store = case(form, group, head_dim, scored=scored)
+def test_triton(form, group, head_dim, has_scores):
+    store = case(form, group, head_dim, has_scores=has_scores)
     worst, _ = run(store, group, [70, 33, 1, 20])
     assert worst < TOLERANCE
 
@@ -91,7 +91,7 @@ def test_triton(form, group, head_dim, scored):
     ],
 )
 def test_hopper(form, group, new):
-    store = case(form, group, scored=form == "tiers")
+    store = case(form, group, has_scores=form == "tiers")
     worst, _ = run(store, group, new, hopper=True)
     # Random 8-bit codes spell keys so large that logits of 50 come up, and in fp16 those are off by 0.02.
     assert worst < (1.5 if form == "k8v8" else 1) * TOLERANCE

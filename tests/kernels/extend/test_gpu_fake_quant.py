@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.extend.fake_quant import as_stored
+from kvc_kernels.extend.fake_quant import fake_quantize
 from kvc_kernels.layout import FORMATS
 from kvc_kernels.store import PageStore
 from tests.support.libraries import skip_without
@@ -44,7 +44,7 @@ def make(store, query_heads, **options):
     from kvc_kernels.extend.attention import ExtendAttention
 
     op = ExtendAttention(
-        store, query_heads=query_heads, max_blocks=16, stored_as=store.block_formats[1].high, **options
+        store, query_heads=query_heads, max_blocks=16, fake_quant_format=store.block_formats[1].high, **options
     )
     op.plan(ROWS.cuda(), PREFIX, NEW, WAITING)
     return op
@@ -52,14 +52,14 @@ def make(store, query_heads, **options):
 
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
 def test_rows_are_those_of_the_reference_bit_for_bit(spec):
-    from kvc_kernels.extend.fake_quant_kernel import StoredRows
+    from kvc_kernels.extend.fake_quant_kernel import FakeQuantRows
 
     store, _, _ = case(spec)
     fmt = store.block_formats[1].high
     # Row, place; slot as stored, slot as it is, tokens.
     items = [[0, 1, 2, 4, 128], [0, 2, 0, 5, 128], [1, 0, 1, -1, 128], [2, 0, 3, 6, 20]]
     slots, items = [2, 0, 1, 3], torch.tensor([[*x, 0, 0, 0] for x in items], dtype=torch.int32, device="cuda")
-    rows = StoredRows(store, fmt)
+    rows = FakeQuantRows(store, fmt)
     rows.plan(ROWS.cuda(), items, 7)
     blocks = ROWS.cuda()[items[:, 0].long(), items[:, 1].long()].long()
     for layer in (0, 1):
@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec):
         rows.k.fill_(torch.nan)
         rows.v.fill_(torch.nan)
         rows.fill(layer)
-        want = as_stored(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
+        want = fake_quantize(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
         for got, x, plain in zip((rows.k, rows.v), want, (k, v)):
             assert torch.equal(got[slots].transpose(1, 2), x)
             assert torch.equal(got[4:6].transpose(1, 2), plain[:2].to(store.dtype))
@@ -95,7 +95,7 @@ def test_against_the_reference(spec, group, cap, dtype, dense):
         out, lse = op.run(layer, q, k[layer], v[layer], scale=SCALE, logit_cap=cap, return_lse=True)
         want, exact = (
             ops.extend_attention(
-                store, layer, q, ROWS.cuda(), PREFIX, NEW, scale=SCALE, logit_cap=cap, stored_as=[x] * len(NEW)
+                store, layer, q, ROWS.cuda(), PREFIX, NEW, scale=SCALE, logit_cap=cap, fake_quant_format=[x] * len(NEW)
             )
             for x in (store.block_formats[1].high, None)
         )
@@ -121,7 +121,7 @@ def test_nothing_before_the_chunk(dense):
     assert (op.steps.prefix is None) == (dense != "none")
     out = op.run(0, q, k, v, scale=SCALE)
     seen = [store.block_formats[1].high] * len(new)
-    want = ops.extend_attention(store, 0, q, rows, [0, 0], new, scale=SCALE, stored_as=seen)
+    want = ops.extend_attention(store, 0, q, rows, [0, 0], new, scale=SCALE, fake_quant_format=seen)
     assert error(out, want) < TOLERANCE
 
 
@@ -134,7 +134,7 @@ def test_exact_requests_beside_others(dense):
     op.plan(ROWS.cuda(), PREFIX, NEW, WAITING, [None if x else fmt for x in exact])
     out = op.run(0, q, k[0], v[0], scale=SCALE)
     seen = [None if x else fmt for x in exact]
-    want = ops.extend_attention(store, 0, q, ROWS.cuda(), PREFIX, NEW, scale=SCALE, stored_as=seen)
+    want = ops.extend_attention(store, 0, q, ROWS.cuda(), PREFIX, NEW, scale=SCALE, fake_quant_format=seen)
     assert error(out, want) < TOLERANCE
 
 

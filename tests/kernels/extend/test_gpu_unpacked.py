@@ -25,7 +25,7 @@ def case(spec, page_tokens=32):
     need = [-(-(a + b) // P) for a, b in zip(PREFIX, NEW)]
     store = make_store(
         block_formats_of(spec), layers=2, heads=HEADS, head_dim=DIM, block_tokens=P, blocks=2 * sum(need),
-        page_bytes=page_bytes_for(FORMATS[spec], page_tokens, head_dim=DIM, scored=False),
+        page_bytes=page_bytes_for(FORMATS[spec], page_tokens, head_dim=DIM, has_scores=False),
     )  # packing takes pages before it gives back
     ids = (1 + torch.randperm(sum(need))).split(need)
     rows, new = torch.zeros((len(need), max(need)), dtype=torch.int32), []
@@ -68,14 +68,16 @@ def test_against_the_reference(spec, group, cap, staged):
     qkv = torch.randn((sum(NEW), HEADS * (group + 2), DIM), generator=gen, device="cuda").bfloat16()
     q = qkv[:, : HEADS * group]  # a view, as a model hands it over
     fmt = store.block_formats[1].high if staged else None
-    op = ExtendAttention(store, query_heads=HEADS * group, max_blocks=64, stored_as=fmt, whole=True, hopper=False)
+    op = ExtendAttention(
+        store, query_heads=HEADS * group, max_blocks=64, fake_quant_format=fmt, whole=True, hopper=False
+    )
     op._unpacked.slots = 16  # several passes
     op.plan(rows, PREFIX, NEW, [[16], [], []] if staged else None)
     assert op.steps.prefix == "unpacked"
     for layer in (0, 1):
         out, lse = op.run(layer, q, k[layer], v[layer], scale=SCALE, logit_cap=cap, return_lse=True)
         want = ops.extend_attention(
-            store, layer, q, rows, PREFIX, NEW, scale=SCALE, logit_cap=cap, stored_as=[fmt] * len(NEW)
+            store, layer, q, rows, PREFIX, NEW, scale=SCALE, logit_cap=cap, fake_quant_format=[fmt] * len(NEW)
         )
         assert error(out, want) < 0.03
         assert lse.isfinite().all()
@@ -87,7 +89,7 @@ def test_no_sync():
     store, rows, k, v = case("k4v4")
     q = torch.randn((sum(NEW), HEADS * 4, DIM), device="cuda").bfloat16()
     op = ExtendAttention(
-        store, query_heads=HEADS * 4, max_blocks=64, stored_as=store.block_formats[1].high, hopper=False
+        store, query_heads=HEADS * 4, max_blocks=64, fake_quant_format=store.block_formats[1].high, hopper=False
     )
     for _ in range(2):
         op.plan(rows, PREFIX, NEW, [[16], [], []])

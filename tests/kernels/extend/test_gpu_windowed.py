@@ -94,7 +94,7 @@ def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, 
     mine, rows = moved(store, "cuda"), ROWS.cuda()
     skip_without(dense)
     options["ragged"] = ragged(store, q.shape[1], dense)
-    op = WindowedExtend(mine, query_heads=q.shape[1], window=window, stored_as=fmt, **options)
+    op = WindowedExtend(mine, query_heads=q.shape[1], window=window, fake_quant_format=fmt, **options)
     assert bool(op.prefills) == (dense != "none")
     scale = q.shape[-1] ** -0.5
     op.plan(rows, prefix, new, WAITING if stored else None, exact and [None if x else fmt for x in exact])
@@ -102,7 +102,7 @@ def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, 
     op.staged.v.fill_(torch.nan)
     out = op.run(1, *3 * [q.cuda()], scale=scale, logit_cap=cap)
     seen = [None if exact and exact[r] else fmt for r in range(len(new))]
-    want = reference(store, 1, q, ROWS, prefix, new, window=window, scale=scale, cap=cap, stored_as=seen)
+    want = reference(store, 1, q, ROWS, prefix, new, window=window, scale=scale, cap=cap, fake_quant_format=seen)
     return error(out, want), out
 
 
@@ -152,7 +152,7 @@ def test_no_sync():
 
     store, q = moved(request_case(dim=128, times=TIMES), "cuda"), queries(2, dim=128, times=TIMES).cuda()
     library = ragged(store, 4, "auto")
-    op = WindowedExtend(store, query_heads=4, window=200, stored_as=store.block_formats[1].high, ragged=library)
+    op = WindowedExtend(store, query_heads=4, window=200, fake_quant_format=store.block_formats[1].high, ragged=library)
     rows, lens = ROWS.cuda(), ([TIMES * n for n in x] for x in (PREFIX, NEW))
     lens = tuple(lens)
     try:

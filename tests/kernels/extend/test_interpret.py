@@ -16,12 +16,12 @@ SMALL = Tuning(rows=16, tile=32, programs_per_sm=12)
 
 
 def make_case(block_formats, *, group, head_dim=64, heads=2, block_tokens=32, dtype=torch.bfloat16,
-              scored=False, format_ids=(1, 2, 0, 1, 0, 2), device="cpu", seed=0, layers=2, full=False):
+              has_scores=False, format_ids=(1, 2, 0, 1, 0, 2), device="cpu", seed=0, layers=2, full=False):
     """A store of `len(format_ids)` blocks with ragged heads (whole ones with `full`)."""
     format_ids = torch.tensor(format_ids) % len(block_formats)
     formats = [f for r in block_formats for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
-    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, scored=scored)
-    layout = PoolLayout(layers, heads, head_dim, block_tokens, page, scored)
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=block_tokens, has_scores=has_scores)
+    layout = PoolLayout(layers, heads, head_dim, block_tokens, page, has_scores)
     gen = torch.Generator().manual_seed(seed)
     shape = (len(format_ids), layers, heads)
     high = torch.randint(0, block_tokens + 1, shape, generator=gen)
@@ -87,7 +87,7 @@ ROWS = torch.tensor([[3, 1, 2, 4, 5], [6, 0, 0, 0, 0], [2, 4, 1, 0, 0]], dtype=t
 
 @pytest.mark.parametrize("spec, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7)])
 def test_formats_and_groups(spec, group):
-    store = make_case(FORMAT_LISTS[spec], group=group, scored=group == 2)
+    store = make_case(FORMAT_LISTS[spec], group=group, has_scores=group == 2)
     prefix, new = [4 * 32 - 11, 0, 64], [4, 2, 1]
     q, k, v = inputs(store, group, sum(new), torch.bfloat16)
     op = ExtendAttention(store, query_heads=2 * group, tuning=SMALL)
@@ -104,7 +104,7 @@ def test_one_part_and_many_give_the_same():
     for programs in (1, 100):
         op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs))
         op.plan(ROWS[::2], prefix, new)
-        assert (op._plan.n_joins > 0) == (programs > 1)
+        assert (op._plan.n_merges > 0) == (programs > 1)
         outs.append(op.run(0, q, k, v, scale=0.1, return_lse=True))
     assert error(outs[0][0], outs[1][0].double()) < 0.01
     _, lse = reference(store, 0, q, k, v, ROWS[::2], prefix, new, scale=0.1, lse=True)
@@ -130,12 +130,12 @@ def test_what_another_kernel_found_for_the_new_tokens_is_joined():
     prefix, new = [96, 40], [7, 9]
     q, k, v = inputs(store, 2, 16, torch.bfloat16)
     expected = reference(store, 1, q, k, v, ROWS[::2], prefix, new, scale=0.2)
-    own, lse = reference(store, 1, q, k, v, ROWS[::2], [0, 0], new, scale=0.2, lse=True)
+    new_o, lse = reference(store, 1, q, k, v, ROWS[::2], [0, 0], new, scale=0.2, lse=True)
     for programs in (1, 100):
         op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs))
         op.plan(ROWS[::2], prefix, new)
         out = torch.full((16, 4, 64), torch.nan, dtype=torch.bfloat16)
-        op._attend(1, q, k, v, out, None, (own.bfloat16(), lse.float()), 0.2, 0.0)
+        op._attend(1, q, k, v, out, None, (new_o.bfloat16(), lse.float()), 0.2, 0.0)
         assert error(out, expected) < 0.02
 
 
@@ -185,21 +185,21 @@ def test_cuts_end_early(works, programs, start):
     assert now <= -(-sum((b + start * n) * t for (b, t), n in zip(works, parts)) // programs) + most + start
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_items_show_everything_once(own):
+@pytest.mark.parametrize("new_tokens", [True, False])
+def test_items_show_everything_once(new_tokens):
     store = make_case(FORMAT_LISTS["k4v4"], group=2)
     plan = ExtendPlan(store, 2, max_blocks=8)
     prefix, new = [160, 0, 32], [70, 9, 0]
-    plan.update(ROWS, prefix, new, rows=32, programs=40, own=own)
+    plan.update(ROWS, prefix, new, rows=32, programs=40, new_tokens=new_tokens)
     items = plan.items.view(-1, 8).tolist()
     assert len(items) == plan.n_items and items == sorted(items, key=lambda x: x[4] - x[5])
     for r, n in enumerate(new):
         for first in range(0, 2 * n, 32):
             parts = sorted(x for x in items if x[0] == r and x[2] == first)
-            of = -(-prefix[r] // 32) + own * -(-min(first + 32, 2 * n) // 64)
+            of = -(-prefix[r] // 32) + new_tokens * -(-min(first + 32, 2 * n) // 64)
             assert [x[4] for x in parts] == [0, *(x[5] for x in parts[:-1])] and parts[-1][5] == of
             assert {x[6] for x in parts} == {max(of, 1)} and {(x[1], x[3]) for x in parts} == {(sum(new[:r]), 2 * n)}
-            joined = [j for j in plan.joins.view(-1, 5).tolist() if j[:2] == [sum(new[:r]), first]]
+            joined = [j for j in plan.merges.view(-1, 5).tolist() if j[:2] == [sum(new[:r]), first]]
             slots = [x[7] for x in parts]
             assert joined == ([[sum(new[:r]), first, 2 * n, slots[0], len(parts)]] if len(parts) > 1 else [])
             assert slots == (list(range(slots[0], slots[0] + len(parts))) if joined else [-1])

@@ -5,8 +5,8 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.extend.attention import ExtendAttention, Tuning
-from kvc_kernels.extend.fake_quant import as_stored
-from kvc_kernels.extend.fake_quant_kernel import StoredRows
+from kvc_kernels.extend.fake_quant import fake_quantize
+from kvc_kernels.extend.fake_quant_kernel import FakeQuantRows
 from kvc_kernels.extend.staged import Groups
 from kvc_kernels.layout import FORMATS
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
@@ -53,7 +53,7 @@ def error(out, ref):
 
 
 def items_of(places):
-    """Items of `StoredRows`, of four blocks: all as stored, out of order; two, and 20 tokens of one, as they are."""
+    """Items of `FakeQuantRows`, of four blocks: all as stored, out of order; two, and 20 tokens of one, as they are."""
     slots = [[2, 4, P], [0, 5, P], [1, -1, P], [3, 6, 20]]
     return torch.tensor([[*a, *b, 0, 0, 0] for a, b in zip(places, slots)], dtype=torch.int32)
 
@@ -63,14 +63,14 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec):
     store, _, _ = request_case(spec)
     fmt = store.block_formats[1].high
     items, slots = items_of([[0, 1], [0, 2], [1, 0], [2, 0]]), [2, 0, 1, 3]
-    rows = StoredRows(store, fmt)
+    rows = FakeQuantRows(store, fmt)
     rows.plan(ROWS, items, 7)
     rows.k.fill_(torch.nan)
     rows.v.fill_(torch.nan)
     blocks = ROWS[items[:, 0].long(), items[:, 1].long()].long()
     for layer in (0, 1):
         k, v, _ = ops.load_dense(store, layer, blocks)
-        want = as_stored(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
+        want = fake_quantize(store.layout, fmt, k.to(store.dtype), v.to(store.dtype))
         rows.fill(layer)
         for got, x, plain in zip((rows.k, rows.v), want, (k, v)):
             assert torch.equal(got[slots].transpose(1, 2), x)
@@ -109,7 +109,7 @@ class Dense:
 def make(store, group, *, programs=12, fake=False):
     op = ExtendAttention(
         store, query_heads=HEADS * group, tuning=Tuning(rows=16, tile=32, programs_per_sm=programs),
-        stored_as=store.block_formats[1].high,
+        fake_quant_format=store.block_formats[1].high,
     )  # fmt: skip
     if fake:
         op._staged.prefill = Dense()
@@ -132,8 +132,9 @@ def test_against_the_reference(spec, group, cap, dtype, fake):
     op = make(store, group, fake=fake)
     op.plan(ROWS, PREFIX, NEW, WAITING)
     out, lse = op.run(1, q, k[1], v[1], scale=SCALE, logit_cap=cap, return_lse=True)
+    kw = {"scale": SCALE, "logit_cap": cap}
     want, exact = (
-        ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, stored_as=[x] * len(NEW))
+        ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, fake_quant_format=[x] * len(NEW), **kw)
         for x in (fmt, None)
     )
     assert error(out, want) < TOLERANCE
@@ -149,7 +150,7 @@ def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
         op = make(store, 2, programs=programs, fake=fake)
         op.plan(ROWS, PREFIX, NEW, WAITING)
         out = op.run(0, q, k[0], v[0], scale=SCALE)
-        want = ops.extend_attention(store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, stored_as=[fmt] * len(NEW))
+        want = ops.extend_attention(store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, fake_quant_format=[fmt] * len(NEW))
         assert error(out, want) < TOLERANCE
     # Requests 2 and 3 alone, from their first token on: all their blocks are uncompressed.
     lens = [33, 15]
@@ -158,7 +159,7 @@ def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
     op.plan(ROWS[2:4], [0, 0], lens)
     assert op.steps.staged and op.steps.prefix == (None if fake else "triton")
     out, lse = op.run(0, q[:48], k, v, scale=SCALE, return_lse=True)
-    want = ops.extend_attention(store, 0, q[:48], ROWS[2:4], [0, 0], lens, scale=SCALE, stored_as=[fmt] * 2)
+    want = ops.extend_attention(store, 0, q[:48], ROWS[2:4], [0, 0], lens, scale=SCALE, fake_quant_format=[fmt] * 2)
     assert error(out, want) < TOLERANCE
     assert lse.isfinite().all()
 
@@ -172,7 +173,7 @@ def test_exact_requests_beside_others(fake):
     op.plan(ROWS, PREFIX, NEW, WAITING, [None if x else fmt for x in exact])
     out = op.run(0, q, k[0], v[0], scale=SCALE)
     want = ops.extend_attention(
-        store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, stored_as=[None if x else fmt for x in exact]
+        store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, fake_quant_format=[None if x else fmt for x in exact]
     )
     assert error(out, want) < TOLERANCE
 
@@ -183,7 +184,7 @@ def test_a_forward_within_one_block_is_the_usual_one():
     rows, prefix, new = ROWS[[0, 3]], [96, 10], [9, 5]
     outs = []
     for fmt in (store.block_formats[1].high, None):
-        op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32), stored_as=fmt)
+        op = ExtendAttention(store, query_heads=4, tuning=Tuning(rows=16, tile=32), fake_quant_format=fmt)
         op.plan(rows, prefix, new)
         assert not op.steps.staged
         outs.append(op.run(0, q[:14], k[0, :14], v[0, :14], scale=SCALE))

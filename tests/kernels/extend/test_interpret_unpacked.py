@@ -109,13 +109,13 @@ def test_in_a_forward_whose_queries_see_blocks_as_stored(exact, monkeypatch):
         sum(NEW), HEADS * 2, DIM, generator=torch.Generator().manual_seed(5)
     )
     q = q.bfloat16()
-    op = ExtendAttention(store, query_heads=HEADS * 2, stored_as=fmt)
+    op = ExtendAttention(store, query_heads=HEADS * 2, fake_quant_format=fmt)
     op._staged.prefill = Dense()
     op._unpacked = unpacked(store, HEADS * 2, 1)
     op.plan(ROWS, PREFIX, NEW, WAITING, exact and [None if x else fmt for x in exact])
     assert (op.steps.prefix, op.steps.new, op.steps.merge) == ("unpacked", "paged", "passes")
     out, lse = op.run(0, q, k[0], v[0], scale=SCALE, return_lse=True)
     seen = [None if exact and exact[r] else fmt for r in range(len(NEW))]
-    want = ops.extend_attention(store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, stored_as=seen)
+    want = ops.extend_attention(store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, fake_quant_format=seen)
     assert error(out, want) < 0.04
     assert lse.isfinite().all()

@@ -93,7 +93,7 @@ class WindowedDense(Dense):
 def extend(store, q, window, *, exact=None, stored=True, fake=False, cap=0.0, layer=1, **kw):
     """(worst row's error against the torch reference, output) of one forward on poisoned slots."""
     fmt = store.block_formats[1].high if stored else None
-    op = WindowedExtend(store, query_heads=q.shape[1], window=window, stored_as=fmt, **kw)
+    op = WindowedExtend(store, query_heads=q.shape[1], window=window, fake_quant_format=fmt, **kw)
     if fake:
         op.prefills = [WindowedDense(window) for _ in range(8)]
     op.plan(ROWS, PREFIX, NEW, WAITING if stored else None, exact and [None if x else fmt for x in exact])
@@ -102,7 +102,7 @@ def extend(store, q, window, *, exact=None, stored=True, fake=False, cap=0.0, la
     out = op.run(layer, q, q, q, scale=0.125, logit_cap=cap)
     seen = [None if exact and exact[r] else fmt for r in range(len(NEW))]
     want = ops.extend_attention(
-        store, layer, q, ROWS, PREFIX, NEW, scale=0.125, logit_cap=cap, stored_as=seen, window=window
+        store, layer, q, ROWS, PREFIX, NEW, scale=0.125, logit_cap=cap, fake_quant_format=seen, window=window
     )
     return error(out, want.double()), out
 
@@ -149,8 +149,8 @@ def test_a_head_dim_of_256():
 
 def test_passes_take_every_run_once_and_stage_no_more_than_they_may():
     for window in (0, 40, 300):
-        for as_stored in (False, True):
-            args = PREFIX, NEW, WAITING, [as_stored] * len(NEW)
+        for fake_quantized in (False, True):
+            args = PREFIX, NEW, WAITING, [fake_quantized] * len(NEW)
             for most in (1, 6, 12, 100):
                 passes = cut(*args, p=P, window=window, most=most)
                 assert sum(sum(x.tokens) for x in passes) == sum(NEW)

@@ -13,7 +13,7 @@ FORMAT_LISTS = [("k4v4",), ("k8v4+k4v2", "k4v2")]
 
 
 def same_state(a, b):
-    for name in ("table", "counts", "format_id", "observed", "cursor"):
+    for name in ("table", "counts", "format_id", "query_counts", "cursor"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert torch.equal(free_pages(a), free_pages(b))
     ops.check_invariants(b)
@@ -25,7 +25,7 @@ def test_any_order(specs, seed):
     """Blocks go up and down until the ring has wrapped around several times."""
     gen = np.random.default_rng(seed)
     block_formats = block_formats_of(*specs)
-    a, b = (make_store(block_formats, head_dim=64, layers=2, blocks=5, scored=True) for _ in range(2))
+    a, b = (make_store(block_formats, head_dim=64, layers=2, blocks=5, has_scores=True) for _ in range(2))
     for _ in range(25):
         state = a.format_id.numpy()
         free, live = np.flatnonzero(state < 0), np.flatnonzero(state[1:] >= 0) + 1

@@ -15,8 +15,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.scores import decode_kernel as step
-from kvc_kernels.scores.prefill_kernel import ReceivedAttention
-from kvc_kernels.scores.reference import Observe
+from kvc_kernels.scores.prefill_kernel import AttentionScores
+from kvc_kernels.scores.reference import ScoreSampling
 from kvc_kernels.store import PageStore
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -28,15 +28,15 @@ def launch(spec, group, head_dim, tuning, monkeypatch):
     formats = [FORMATS[n] for n in spec.split("+")]
     whole = len(formats) == 1
     size = choose_page_bytes(
-        formats, head_dim=head_dim, block_tokens=128, scored=True, whole=whole
+        formats, head_dim=head_dim, block_tokens=128, has_scores=True, whole=whole
     )
     layout = PoolLayout(2, 8, head_dim, 128, size, True)
     store = PageStore.create(
         layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=4, num_blocks=2, device="cpu",
         dtype=torch.bfloat16
     )
-    op = ReceivedAttention(
-        store, query_heads=8 * group, observe=Observe(), max_batch=4, max_blocks=8, step=tuning
+    op = AttentionScores(
+        store, query_heads=8 * group, sampling=ScoreSampling(), max_batch=4, max_blocks=8, step=tuning
     )
     out = []
 

@@ -31,21 +31,26 @@ def captured(step):
 
 
 @pytest.mark.parametrize(
-    "observe",
-    [ops.Observe(), ops.Observe(64), ops.Observe(8, "sum", power=2), ops.Observe(None, "sum", 2, skip=10, stride=16)],
+    "sampling",
+    [
+        ops.ScoreSampling(),
+        ops.ScoreSampling(64),
+        ops.ScoreSampling(8, "sum", power=2),
+        ops.ScoreSampling(None, "sum", 2, skip=10, stride=16),
+    ],
 )
 @pytest.mark.parametrize(
     "high, low, group, head_dim",
     [("k4v4", None, 4, 128), ("k8v4", "k4v2", 7, 64), ("k8v4", "k4v2", 1, 128)],
 )
-def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, observe):
+def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, sampling):
     from kvc_kernels.compact.launch import compact_triton
     from kvc_kernels.extend.attention import ExtendAttention
-    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+    from kvc_kernels.scores.prefill_kernel import AttentionScores
 
     heads, p = 2, 128
     formats = [FORMATS[x] for x in (high, low) if x]
-    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=p, scored=True)
+    page = choose_page_bytes(formats, head_dim=head_dim, block_tokens=p, has_scores=True)
     layout = PoolLayout(2, heads, head_dim, p, page, True)
     block_formats = (BlockFormat(BF16), BlockFormat(formats[0], formats[1] if low else None))
     store = PageStore.create(
@@ -74,12 +79,12 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, observe):
     scale = head_dim**-0.5
     mine = copy.copy(store)
     mine.pages = store.pages.clone()
-    expected = ops.extend_attention(store, 1, q, rows, PREFIX, NEW, scale=scale, observe=observe)
+    expected = ops.extend_attention(store, 1, q, rows, PREFIX, NEW, scale=scale, sampling=sampling)
     attend = ExtendAttention(mine, query_heads=heads * group)
     attend.plan(rows, PREFIX, NEW)
     out, lse = attend.run(1, q, torch.cat(new_k), torch.cat(new_v), scale=scale, return_lse=True)
     assert (out - expected).float().norm() < 0.02 * expected.float().norm()
-    op = ReceivedAttention(mine, query_heads=heads * group, observe=observe)
+    op = AttentionScores(mine, query_heads=heads * group, sampling=sampling)
     op.plan(rows, PREFIX, NEW)
     op.add(1, q, lse, scale=scale)
     blocks = ROWS.flatten().unique()[1:].cuda()
@@ -93,21 +98,21 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, observe):
 def test_scores_of_a_captured_decode_step(spec, group, reduce):
     """Two replays of one CUDA graph collect twice what the reference finds in one step; blocks are shared."""
     from kvc_kernels.decode.attention import DecodeAttention
-    from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+    from kvc_kernels.scores.prefill_kernel import AttentionScores
 
     from .test_interpret import ROWS as SHARED
-    from .test_interpret import SCALE, TOTAL, queries, stored_case
+    from .test_interpret import SCALE, TOTAL, packed_case, queries
 
     store, mine = (
         PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(s).items()})
-        for s in stored_case(spec)
+        for s in packed_case(spec)
     )
-    q, observe = queries(3, 2 * group).cuda(), ops.Observe(reduce=reduce, decode_stride=1)
+    q, sampling = queries(3, 2 * group).cuda(), ops.ScoreSampling(reduce=reduce, decode_stride=1)
     rows, lens = SHARED.cuda(), torch.tensor(TOTAL, dtype=torch.int32, device="cuda")
     for _ in range(2):
-        ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, observe=observe)
+        ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, sampling=sampling)
     attend = DecodeAttention(mine, max_batch=3, max_blocks=4, query_heads=2 * group)
-    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=3, max_blocks=4)
+    op = AttentionScores(mine, query_heads=2 * group, sampling=sampling, max_batch=3, max_blocks=4)
     lse = torch.empty((3, 2 * group), device="cuda")
     pages = mine.pages.clone()
 
@@ -134,24 +139,24 @@ def test_a_captured_step_serves_later_ones(reduce):
     from tests.engine.test_interpret import replays
 
 
-    replays(captured, ops.Observe(reduce=reduce, decode_stride=1 if reduce == "max" else 2), "cuda")
+    replays(captured, ops.ScoreSampling(reduce=reduce, decode_stride=1 if reduce == "max" else 2), "cuda")
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-def test_observers_are_counted_without_waiting(kernel):
+def test_queries_are_counted_without_waiting(kernel):
     """From lengths on the device, as the backend gives them."""
-    from kvc_kernels.scores.count_kernel import note_observers_triton
+    from kvc_kernels.scores.count_kernel import count_queries_triton
 
     from .test_interpret import ROWS as SHARED
-    from .test_interpret import TOTAL, stored_case
+    from .test_interpret import TOTAL, packed_case
 
-    store, _ = stored_case("k4v4")
-    lens, seen = torch.tensor(TOTAL, dtype=torch.int32), ops.Observe(decode_stride=1)
-    ops.note_observers(store, SHARED, lens, None, seen)
-    mine = torch.zeros_like(store.observed).cuda()
-    want, store.observed, rows, lens = store.observed, mine, SHARED.cuda(), lens.cuda()
+    store, _ = packed_case("k4v4")
+    lens, seen = torch.tensor(TOTAL, dtype=torch.int32), ops.ScoreSampling(decode_stride=1)
+    ops.count_queries(store, SHARED, lens, None, seen)
+    mine = torch.zeros_like(store.query_counts).cuda()
+    want, store.query_counts, rows, lens = store.query_counts, mine, SHARED.cuda(), lens.cuda()
     store.pages = store.pages.cuda()
-    note = note_observers_triton if kernel else ops.note_observers.reference
+    note = count_queries_triton if kernel else ops.count_queries.reference
     if kernel:  # compiled beforehand, which may wait
         note(store, rows, lens, None, seen)
         mine.zero_()

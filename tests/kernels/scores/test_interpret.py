@@ -9,10 +9,10 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.decode.attention import DecodeAttention
 from kvc_kernels.layout import FORMATS, page_bytes_for
-from kvc_kernels.scores.count_kernel import note_observers_triton
+from kvc_kernels.scores.count_kernel import count_queries_triton
 from kvc_kernels.scores.decode_kernel import StepTuning
-from kvc_kernels.scores.planner import ObservedBlocks
-from kvc_kernels.scores.prefill_kernel import ReceivedAttention
+from kvc_kernels.scores.planner import BlockPlaces
+from kvc_kernels.scores.prefill_kernel import AttentionScores
 from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 
 P = 32
@@ -23,11 +23,11 @@ TOTAL = [p + n for p, n in zip(PREFIX, NEW)]
 SCALE = 0.05
 
 
-def stored_case(spec, times=1, page_bytes=None):
+def packed_case(spec, times=1, page_bytes=None):
     """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed. With `times`,
     blocks and requests are so much longer."""
     store = make_store(
-        block_formats=block_formats_of(spec), head_dim=64, block_tokens=P * times, scored=True, layers=2, blocks=10,
+        block_formats=block_formats_of(spec), head_dim=64, block_tokens=P * times, has_scores=True, layers=2, blocks=10,
         page_bytes=page_bytes,
     )  # fmt: skip
     store.pages.zero_()  # the reference reads beyond what was written, where bytes may spell NaN
@@ -75,49 +75,49 @@ def compare(store, mine):
 
 
 @pytest.mark.parametrize(
-    "spec, group, cap, observe",
+    "spec, group, cap, sampling",
     [
-        ("k4v4", 2, 0.0, ops.Observe()),
-        ("k8v4+k4v2", 3, 0.0, ops.Observe(8, "sum", power=2)),
-        ("k8v4+k4v2", 1, 3.0, ops.Observe(8, skip=4)),
-        ("k2v2", 2, 0.0, ops.Observe(reduce="squares")),
-        ("k4v4", 2, 0.0, ops.Observe(None, "sum", power=2, skip=10, stride=4)),
-        ("k4v4", 1, 0.0, ops.Observe(16, stride=8)),
+        ("k4v4", 2, 0.0, ops.ScoreSampling()),
+        ("k8v4+k4v2", 3, 0.0, ops.ScoreSampling(8, "sum", power=2)),
+        ("k8v4+k4v2", 1, 3.0, ops.ScoreSampling(8, skip=4)),
+        ("k2v2", 2, 0.0, ops.ScoreSampling(reduce="squares")),
+        ("k4v4", 2, 0.0, ops.ScoreSampling(None, "sum", power=2, skip=10, stride=4)),
+        ("k4v4", 1, 0.0, ops.ScoreSampling(16, stride=8)),
     ],
 )
-def test_scores(spec, group, cap, observe):
-    store, mine = stored_case(spec)
+def test_scores(spec, group, cap, sampling):
+    store, mine = packed_case(spec)
     q = queries(sum(NEW), 2 * group)
     lse = lse_of(store, 1, q, TOTAL, PREFIX, cap)
-    ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, observe=observe)
-    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, tile=32, queries=16)
+    ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, sampling=sampling)
+    op = AttentionScores(mine, query_heads=2 * group, sampling=sampling, tile=32, queries=16)
     op.plan(ROWS, PREFIX, NEW)
     op.add(1, q, lse, scale=SCALE, logit_cap=cap)
     compare(store, mine)
 
 
 @pytest.mark.parametrize(
-    "spec, group, cap, observe",
+    "spec, group, cap, sampling",
     [
-        ("k4v4", 4, 0.0, ops.Observe(decode_stride=1)),
-        ("k8v4+k4v2", 3, 0.0, ops.Observe(reduce="squares", decode_stride=1)),
-        ("k2v2", 1, 3.0, ops.Observe(reduce="sum", power=2, skip=10, decode_stride=1)),
-        ("k4v4", 4, 0.0, ops.Observe(decode_stride=8)),  # of 117, 40 and 73 tokens one
+        ("k4v4", 4, 0.0, ops.ScoreSampling(decode_stride=1)),
+        ("k8v4+k4v2", 3, 0.0, ops.ScoreSampling(reduce="squares", decode_stride=1)),
+        ("k2v2", 1, 3.0, ops.ScoreSampling(reduce="sum", power=2, skip=10, decode_stride=1)),
+        ("k4v4", 4, 0.0, ops.ScoreSampling(decode_stride=8)),  # of 117, 40 and 73 tokens one
     ],
 )
-def test_scores_of_a_decode_step(spec, group, cap, observe):
+def test_scores_of_a_decode_step(spec, group, cap, sampling):
     """With the log-sum-exp of the decode kernel, and a row of padding."""
-    store, mine = stored_case(spec)
+    store, mine = packed_case(spec)
     q = queries(4, 2 * group)
     rows = torch.cat((ROWS, torch.zeros_like(ROWS[:1])))
     lens = torch.tensor([*TOTAL, 1], dtype=torch.int32)
-    ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, logit_cap=cap, observe=observe)
+    ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, logit_cap=cap, sampling=sampling)
     attend = DecodeAttention(mine, max_batch=4, max_blocks=4, query_heads=2 * group)
     attend.plan(rows, lens)
     lse = torch.full((4, 2 * group), torch.nan)
     attend.run(1, q, scale=SCALE, logit_cap=cap, lse=lse)
     assert torch.allclose(lse[:3], lse_of(store, 1, q[:3], TOTAL, [n - 1 for n in TOTAL], cap), atol=5e-3)
-    op = ReceivedAttention(mine, query_heads=2 * group, observe=observe, max_batch=4, max_blocks=4, tile=32)
+    op = AttentionScores(mine, query_heads=2 * group, sampling=sampling, max_batch=4, max_blocks=4, tile=32)
     op.plan_decode(rows, lens)
     op.add(1, q, lse, scale=SCALE, logit_cap=cap)
     compare(store, mine)
@@ -129,27 +129,27 @@ def test_scores_of_a_decode_step(spec, group, cap, observe):
 def test_launches_of_a_decode_step_agree(page_tokens, times):
     """Products of one page, of two, and of parts of them, one or more a program, on blocks of 128 and 96 tokens of
     which some heads keep half."""
-    size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, scored=True)
-    store, mine = stored_case("k4v4", times, size)
+    size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, has_scores=True)
+    store, mine = packed_case("k4v4", times, size)
     lens, q = torch.tensor(TOTAL, dtype=torch.int32) * times, queries(3, 8)
-    observe = ops.Observe(reduce="sum", power=2, decode_stride=1)
-    ops.decode_attention(store, 1, q, ROWS, lens, scale=SCALE, observe=observe)
+    sampling = ops.ScoreSampling(reduce="sum", power=2, decode_stride=1)
+    ops.decode_attention(store, 1, q, ROWS, lens, scale=SCALE, sampling=sampling)
     prefixes = [int(n) - 1 for n in lens]
     lse = lse_of(store, 1, q, [int(n) for n in lens], prefixes, 0.0)
     pages = mine.pages.clone()
     for tile, tiles in ((128, 1), (64, 2), (64, 1), (32, 3), (32, 1)):
         mine.pages.copy_(pages)
-        op = ReceivedAttention(
-            mine, query_heads=8, observe=observe, max_batch=3, max_blocks=4, step=StepTuning(tile, tiles)
+        op = AttentionScores(
+            mine, query_heads=8, sampling=sampling, max_batch=3, max_blocks=4, step=StepTuning(tile, tiles)
         )
         op.plan_decode(ROWS, lens)
         op.add(1, q, lse, scale=SCALE)
         compare(store, mine)
 
 
-def test_observed_blocks_are_listed_once():
-    store, _ = stored_case("k8v4+k4v2")
-    blocks = ObservedBlocks(store)
+def test_blocks_are_listed_once():
+    store, _ = packed_case("k8v4+k4v2")
+    blocks = BlockPlaces(store)
     listed = blocks.room(12)
     # The first two requests share blocks; the second one, the first to observe, lists them, too.
     rows = torch.tensor([[3, 1, 4, 6], [3, 1, 7, 8], [3, 2, 9, 9], [5, 0, 0, 0]], dtype=torch.int32)
@@ -165,23 +165,29 @@ def test_observed_blocks_are_listed_once():
 
 
 @pytest.mark.parametrize(
-    "observe", [ops.Observe(), ops.Observe(8), ops.Observe(stride=16), ops.Observe(32, stride=8, decode_stride=1)]
+    "sampling",
+    [
+        ops.ScoreSampling(),
+        ops.ScoreSampling(8),
+        ops.ScoreSampling(stride=16),
+        ops.ScoreSampling(32, stride=8, decode_stride=1),
+    ],
 )
 @pytest.mark.parametrize("decoding", [False, True])
-def test_observers_are_counted_alike(observe, decoding):
+def test_queries_are_counted_alike(sampling, decoding):
     """Of blocks of one request or several; places behind a request's end name any block, here a block in use."""
-    store, mine = stored_case("k4v4")
-    mine.observed = store.observed.clone()
+    store, mine = packed_case("k4v4")
+    mine.query_counts = store.query_counts.clone()
     lens = torch.tensor([160, 64, 73])  # two end on a border
     rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)
     rows[0, 4] = 8
     new = None if decoding else torch.tensor([130, 64, 9])
-    ops.note_observers(store, rows, lens, new, observe)
-    note_observers_triton(mine, rows, lens, new, observe)
-    assert store.observed.any()
-    assert torch.equal(store.observed, mine.observed)
+    ops.count_queries(store, rows, lens, new, sampling)
+    count_queries_triton(mine, rows, lens, new, sampling)
+    assert store.query_counts.any()
+    assert torch.equal(store.query_counts, mine.query_counts)
 
 
 def test_reductions_have_names():
     with pytest.raises(ValueError, match="max, sum, squares"):
-        ops.Observe(reduce="mean")
+        ops.ScoreSampling(reduce="mean")

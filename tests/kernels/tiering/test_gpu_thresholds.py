@@ -17,12 +17,14 @@ BLOCKS = torch.tensor([4, 1, 2])
 
 @pytest.mark.parametrize("tokens", [64, 128, 256])
 @pytest.mark.parametrize("alpha", [ops.Thresholds(1.0, 0.02), ops.Thresholds(3.0, 0.9)])
-@pytest.mark.parametrize("observe", [ops.Observe(), ops.Observe(stride=16), ops.Observe(window=32)], ids=str)
-def test_same_tiers_first_and_again(observe, alpha, tokens):
+@pytest.mark.parametrize(
+    "sampling", [ops.ScoreSampling(), ops.ScoreSampling(stride=16), ops.ScoreSampling(window=32)], ids=str
+)
+def test_same_tiers_first_and_again(sampling, alpha, tokens):
     from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
 
     formats = [FORMATS["k8v4"], FORMATS["k4v2"]]
-    size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, scored=True)
+    size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, has_scores=True)
     layout = PoolLayout(3, 8, 128, tokens, size, True)
     here = PageStore.create(
         layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=1 + 6 * layout.block_pages_bf16, num_blocks=6,
@@ -34,16 +36,16 @@ def test_same_tiers_first_and_again(observe, alpha, tokens):
     scores = bits.segment(page, here.pages, "scores", torch.float32)
     scores.exponential_(generator=gen).mul_(2)
     scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
-    here.observed[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
+    here.query_counts[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
     for from_format, lengths in ((0, [0, 0, 3000]), (1, [9000, 7000, 0])):
         there = PageStore(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(here).items()})
         expected, got = (
             plan(
-                store, *(x.to(store.device) for x in (BLOCKS, BLOCKS * tokens, torch.tensor(lengths))), alpha, observe,
+                store, *(x.to(store.device) for x in (BLOCKS, BLOCKS * tokens, torch.tensor(lengths))), alpha, sampling,
                 from_format=from_format, to=store.block_formats[1],
             )
             for plan, store in ((ops.plan_thresholds, here), (plan_thresholds_triton, there))
         )  # fmt: skip
         assert torch.equal(got.cpu(), expected)
         ops.compact(here, BLOCKS, 1, expected, from_format=from_format)
-        here.observed[BLOCKS] += 400
+        here.query_counts[BLOCKS] += 400

@@ -12,8 +12,8 @@ from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 
 def scored_store(spec, **options):
-    """Three full blocks; scores with ties and zeros, as few or many queries as tokens would have observed."""
-    store = make_store(block_formats_of(spec), head_dim=64, scored=True, layers=2, **options)
+    """Three full blocks; scores with ties and zeros, as few or many queries as tokens have."""
+    store = make_store(block_formats_of(spec), head_dim=64, has_scores=True, layers=2, **options)
     fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
     gen = torch.Generator().manual_seed(6)
     page = store.layout.page(store.block_formats[0].high)
@@ -21,13 +21,13 @@ def scored_store(spec, **options):
     scores.exponential_(generator=gen).mul_(2)
     scores.masked_fill_(torch.rand(scores.shape, generator=gen) < 0.2, 0.0)
     scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
-    store.observed[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
+    store.query_counts[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
     return store
 
 
-def both(store, lengths, alpha, observe, from_format):
+def both(store, lengths, alpha, sampling, from_format):
     starts = BLOCKS * store.layout.block_tokens
-    args = (store, BLOCKS, starts, torch.tensor(lengths), alpha, observe)
+    args = (store, BLOCKS, starts, torch.tensor(lengths), alpha, sampling)
     plans = [
         f(*args, from_format=from_format, to=store.block_formats[-1]) for f in (plan_thresholds, plan_thresholds_triton)
     ]
@@ -37,21 +37,21 @@ def both(store, lengths, alpha, observe, from_format):
 
 
 CASES = [
-    # thresholds, who observes, tokens a block
-    (Thresholds(1.0, 0.02), ops.Observe(), 32),
-    (Thresholds(3.0, 0.9), ops.Observe(stride=16), 48),
-    (Thresholds(3.0, 0.9), ops.Observe(window=32), 64),
-    (Thresholds(0.0, 0.0), ops.Observe(), 32),
+    # thresholds, sampling, tokens a block
+    (Thresholds(1.0, 0.02), ops.ScoreSampling(), 32),
+    (Thresholds(3.0, 0.9), ops.ScoreSampling(stride=16), 48),
+    (Thresholds(3.0, 0.9), ops.ScoreSampling(window=32), 64),
+    (Thresholds(0.0, 0.0), ops.ScoreSampling(), 32),
 ]
 
 
-@pytest.mark.parametrize("alpha, observe, block_tokens", CASES)
-def test_same_tiers_first_and_again(alpha, observe, block_tokens):
+@pytest.mark.parametrize("alpha, sampling, block_tokens", CASES)
+def test_same_tiers_first_and_again(alpha, sampling, block_tokens):
     store = scored_store("k8v4+k4v2", block_tokens=block_tokens)
-    first = both(store, [0, 0, 300], alpha, observe, 0)
+    first = both(store, [0, 0, 300], alpha, sampling, 0)
     ops.compact(store, BLOCKS, 1, first, from_format=0)
-    store.observed[BLOCKS] += 400
-    again = both(store, [900, 700, 0], alpha, observe, 1)
+    store.query_counts[BLOCKS] += 400
+    again = both(store, [900, 700, 0], alpha, sampling, 1)
     assert (again <= first).all()
     if 0 < alpha.low:
         assert (again < first).any()
@@ -66,15 +66,15 @@ def test_a_head_never_gets_more_pages_than_it_has():
     before[1, :, :, 1::2] = 0
     before[2, :, :, 5:] = 1
     ops.compact(store, BLOCKS, 1, before, from_format=0)
-    store.observed[BLOCKS] += 100
+    store.query_counts[BLOCKS] += 100
     for low in (0.01, 0.3, 1.0):
-        both(store, [400, 400, 400], Thresholds(2.0, low), ops.Observe(), 1)
+        both(store, [400, 400, 400], Thresholds(2.0, low), ops.ScoreSampling(), 1)
 
 
 def test_no_blocks():
     store = scored_store("k8v4+k4v2")
     none = BLOCKS[:0]
     plan = plan_thresholds_triton(
-        store, none, none, none, Thresholds(1.0, 0.1), ops.Observe(), from_format=0, to=store.block_formats[1]
+        store, none, none, none, Thresholds(1.0, 0.1), ops.ScoreSampling(), from_format=0, to=store.block_formats[1]
     )
     assert plan.shape == (0, 2, 2, 32)

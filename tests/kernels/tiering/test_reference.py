@@ -83,8 +83,8 @@ def test_quota_takes_lost_tokens_last(pages):
     assert pages > 6 or kept.sum(-1).max() <= 48
 
 
-def plan(significance, ceiling=None, ah=0.5, al=0.2, high=4, low=8, divisor=1.0, limit=None):
-    s = torch.tensor(significance, dtype=torch.float32).view(1, 1, 1, -1)
+def plan(mean_attention_scores, ceiling=None, ah=0.5, al=0.2, high=4, low=8, divisor=1.0, limit=None):
+    s = torch.tensor(mean_attention_scores, dtype=torch.float32).view(1, 1, 1, -1)
     c = torch.full(s.shape, 2, dtype=torch.int8) if ceiling is None else torch.tensor(ceiling).view(s.shape)
     d = torch.full((1, s.shape[-1]), divisor) if isinstance(divisor, float) else torch.tensor([divisor])
     m = None if limit is None else torch.tensor([[[limit]]])

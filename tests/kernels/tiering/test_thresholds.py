@@ -33,7 +33,7 @@ def deserved(mean_attention: float, position: int, length: int) -> int:
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [400, 400, 400], [0, 90, 1000]])
 def test_plans_follow_the_papers_rule(lengths):
     store = make_store(
-        (BlockFormat(BF16), BlockFormat(HIGH, LOW, exact=False)), layers=2, scored=True, block_tokens=64, blocks=4
+        (BlockFormat(BF16), BlockFormat(HIGH, LOW, exact=False)), layers=2, has_scores=True, block_tokens=64, blocks=4
     )
     p = store.layout.block_tokens
     fill(store, torch.tensor(BLOCKS), *random_kv(store, len(BLOCKS) * p))
@@ -43,13 +43,16 @@ def test_plans_follow_the_papers_rule(lengths):
         mean[i] /= n or start + p / 2
     # A token is looked at by the queries behind its block and by the later ones of the block.
     queries = np.array(BEHIND)[:, None] + np.arange(p)[::-1]
-    received = (mean * queries[:, None, None, :]).astype(np.float32)
+    attention_scores = (mean * queries[:, None, None, :]).astype(np.float32)
     scores, at = segment(page, store.pages, "scores", torch.float32), torch.arange(p)
     for i, block in enumerate(BLOCKS):
-        scores[store.table[block, :, :, at // page.tokens].long(), at % page.tokens] = torch.from_numpy(received[i])
-        store.observed[block] = BEHIND[i]
+        scores[
+            store.table[block, :, :, at // page.tokens].long(), at % page.tokens
+        ] = torch.from_numpy(attention_scores[i])
+        store.query_counts[block] = BEHIND[i]
     got = ops.plan_thresholds(
-        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), ALPHA, ops.Observe(), from_format=0,
+        store, torch.tensor(BLOCKS), torch.tensor(STARTS), torch.tensor(lengths), ALPHA, ops.ScoreSampling(),
+        from_format=0,
         to=store.block_formats[1],
     ).numpy()  # fmt: skip
     high, low = (store.layout.page(f).tokens for f in (HIGH, LOW))

@@ -13,14 +13,14 @@ struct Class {  // `FormatClass` of `common/format_class.py`, field by field
 constexpr Class CLASSES[] = {KVC_CLASSES};
 constexpr int NC = sizeof(CLASSES) / sizeof(Class);
 // Marks in place of a class: the new tokens themselves, no further tile, nothing listed as yet.
-constexpr int OWN = 15, END = 14, BEGIN = 13;
+constexpr int NEW_TOKENS = 15, END = 14, BEGIN = 13;
 constexpr int EVERYONE = -1;       // in place of the first new token of a tile: every row sees all of it
 
 struct Arguments {
   const u8 *q, *k, *v;
   u8* out;
-  const u8* own_o;       // null: the new tokens among themselves are done here
-  const float* own_lse;
+  const u8* new_o;       // null: the new tokens among themselves are done here
+  const float* new_lse;
   u8* part_o;  // fp16
   float *part_lse, *out_lse;
   const int* items;
@@ -51,7 +51,7 @@ __host__ __device__ constexpr int most_raw_bytes() {
   return most;
 }
 
-constexpr int ROWS = 2 * GROUPS * 64;  // query rows of a program
+constexpr int ROWS = 2 * GROUPS * 64;  // query rows of a CTA
 constexpr int TILE_BYTES = 2 * HALF_TILE, QUERY_BYTES = 64 * 2 * DIM;
 constexpr int LISTED = 32;  // tiles listed at a time
 constexpr int Q_AT = 0, K_AT = Q_AT + 2 * GROUPS * QUERY_BYTES, V_AT = K_AT + STAGES * TILE_BYTES;
@@ -87,7 +87,7 @@ struct Shared {
   __device__ u32 values_empty(int stage) const { return at + BARRIERS_AT + (3 * STAGES + stage) * 8; }
 };
 
-// What one program does; see ExtendPlan. It is read again wherever it is needed: in the loops over tiles registers are
+// What one CTA does; see ExtendPlan. It is read again wherever it is needed: in the loops over tiles registers are
 // worth more than these loads.
 struct Item {
   int request, start, first, rows, from, to, of, slot;
@@ -99,15 +99,15 @@ struct Item {
   }
 };
 
-__device__ __forceinline__ int own_head() { return blockIdx.x % H; }
+__device__ __forceinline__ int cta_head() { return blockIdx.x % H; }
 
 __device__ __forceinline__ i64 block_head(const Arguments& a, int block) {
-  return static_cast<i64>(block) * LH + a.layer * H + own_head();
+  return static_cast<i64>(block) * LH + a.layer * H + cta_head();
 }
 
 #include "extend_tiles.cuh"
 #include "extend_attend.cuh"
-#include "extend_join.cuh"
+#include "extend_merge.cuh"
 
 extern "C" __global__ void __launch_bounds__(4 * 128, 1) extend(const __grid_constant__ Arguments a) {
   extern __shared__ u8 memory[];

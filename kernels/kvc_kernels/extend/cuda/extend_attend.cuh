@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Item& ite
   for (int i = 0; i < GROUPS; i++) {
     const int row = min(first + i * 64 + thread / 2, item.rows - 1);
     const i64 token = item.start + row / G;
-    const u8* from = a.q + token * a.q_stride_n + (own_head() * G + row % G) * a.q_stride_h + half * 128;
+    const u8* from = a.q + token * a.q_stride_n + (cta_head() * G + row % G) * a.q_stride_h + half * 128;
 #pragma unroll
     for (int j = 0; j < 8; j++) x[i][j] = __ldg(reinterpret_cast<const uint4*>(from) + j);
   }
@@ -61,8 +61,8 @@ __device__ __forceinline__ void mask(float (&s)[32], const Arguments& a, int2 se
   const int row = first + (thread / 128 - 2) * (64 * GROUPS) + group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    const int own = (row + 8 * j) / G - seen.y + 1;
-    const int limit = (seen.y >= 0 ? min(own, seen.x) : seen.x) - thread % 4 * 2;
+    const int upto = (row + 8 * j) / G - seen.y + 1;
+    const int limit = (seen.y >= 0 ? min(upto, seen.x) : seen.x) - thread % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       float& y = s[i / 2 * 4 + j * 2 + i % 2];
@@ -121,31 +121,31 @@ __device__ __forceinline__ void softmax(
 
 // Place of a query row of the request in the output: the number of its head's vector.
 __device__ __forceinline__ i64 output_row(const Item& item, int row) {
-  return static_cast<i64>(item.start + row / G) * (H * G) + own_head() * G + row % G;
+  return static_cast<i64>(item.start + row / G) * (H * G) + cta_head() * G + row % G;
 }
 
 // What the new tokens gave elsewhere is added to the sums.
-__device__ __forceinline__ void add_own(const Arguments& a, const Item& item, int row, Rows& x) {
+__device__ __forceinline__ void add_new(const Arguments& a, const Item& item, int row, Rows& x) {
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (row + 8 * j >= item.rows) continue;
     const i64 place = output_row(item, row + 8 * j);
-    const float lse = a.own_lse[place], top = fmaxf(x.m[j], lse);
-    const float keep = exp2_fast(x.m[j] - top), own = lse > NOTHING ? exp2_fast(lse - top) : 0.0f;
+    const float lse = a.new_lse[place], top = fmaxf(x.m[j], lse);
+    const float keep = exp2_fast(x.m[j] - top), weight = lse > NOTHING ? exp2_fast(lse - top) : 0.0f;
     x.m[j] = top;
-    x.l[j] = x.l[j] * keep + own;
+    x.l[j] = x.l[j] * keep + weight;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      const u32 y = __ldg(reinterpret_cast<const u32*>(a.own_o + (place * DIM + i * 8 + threadIdx.x % 4 * 2) * 2));
+      const u32 y = __ldg(reinterpret_cast<const u32*>(a.new_o + (place * DIM + i * 8 + threadIdx.x % 4 * 2) * 2));
       float &low = x.o[i * 4 + j * 2], &high = x.o[i * 4 + j * 2 + 1];
-      low = low * keep + own * model_float<MODEL_BF16>(y);
-      high = high * keep + own * model_float<MODEL_BF16>(y >> 16);
+      low = low * keep + weight * model_float<MODEL_BF16>(y);
+      high = high * keep + weight * model_float<MODEL_BF16>(y >> 16);
     }
   }
 }
 
-// What the sums come to, to the output or, where other parts join, to `part_o`, which has 64 rows in the order in which
-// threads hold them (`join` knows it): whole sectors are written, and few instructions do it. That counts: they run once,
+// What the sums come to, to the output or, with other parts to merge, to `part_o`, which has 64 rows in the order in which
+// threads hold them (`merge` knows it): whole sectors are written, and few instructions do it. That counts: they run once,
 // so each has to be fetched first.
 __device__ __forceinline__ void store_rows(const Arguments& a, const Item& item, int row, Rows& x) {
 #pragma unroll
@@ -153,8 +153,8 @@ __device__ __forceinline__ void store_rows(const Arguments& a, const Item& item,
     x.l[j] += __shfl_xor_sync(~0u, x.l[j], 1);
     x.l[j] += __shfl_xor_sync(~0u, x.l[j], 2);
   }
-  if (a.own_o && item.from == 0) add_own(a, item, row, x);
-  const int part = item.slot < 0 ? 0 : (item.slot * H + own_head()) * ROWS + row - item.first;  // its place in part_lse
+  if (a.new_o && item.from == 0) add_new(a, item, row, x);
+  const int part = item.slot < 0 ? 0 : (item.slot * H + cta_head()) * ROWS + row - item.first;  // its place in part_lse
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const bool some = x.l[j] > 0.0f;

@@ -1,4 +1,4 @@
-// The unpacking warpgroups, one for keys and one for values: list the program's tiles, copy their codes ahead, unpack
+// The unpacking warpgroups, one for keys and one for values: list the CTA's tiles, copy their codes ahead, unpack
 // them one after the other.
 //
 // Their warps never wait for each other: each lists all tiles, and copies just the bytes that it unpacks itself, with
@@ -19,7 +19,7 @@ __device__ __forceinline__ void for_class(int c, F f) {
   }
 }
 
-// The program's tiles in order: the new tokens themselves, which need no lists, so that copies of the others are under way
+// The CTA's tiles in order: the new tokens themselves, which need no lists, so that copies of the others are under way
 // meanwhile; then by class and block. Each unpacking warp lists them for itself, some at a time. Where it is lies in
 // shared memory, because this is rarely needed.
 struct TileList {
@@ -31,10 +31,10 @@ struct TileList {
       : words(s.words(unpacker)), pages(s.list(unpacker)), state(s.state(unpacker)) {}
 };
 
-// The next tokens of the program that are new, as tiles.
-__device__ __forceinline__ int list_own(const TileList& to, int& at, int end, int lane) {
+// The next tokens of the CTA that are new, as tiles.
+__device__ __forceinline__ int list_new(const TileList& to, int& at, int end, int lane) {
   const int n = min((end - at + TILE - 1) / TILE, 32), first = at + lane * TILE;
-  if (lane < n) to.words[lane] = make_int2(first, OWN << 24 | min(end - first, TILE));
+  if (lane < n) to.words[lane] = make_int2(first, NEW_TOKENS << 24 | min(end - first, TILE));
   at += n * TILE;
   return n;
 }
@@ -94,20 +94,21 @@ __device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacke
   __syncwarp();  // every lane is done with the old list, and has read where it ended
   while (n == 0 && (at < end || mark != NC)) {
     if (at < end) {
-      n = mark == OWN ? list_own(to, at, end, lane) : list_blocks(a, to, mark, at, end, lane);
+      n = mark == NEW_TOKENS ? list_new(to, at, end, lane) : list_blocks(a, to, mark, at, end, lane);
       continue;
     }
     const Item item(a);
-    const int own = a.own_o ? 0 : (min(item.first + ROWS, item.rows) + G - 1) / G;  // tokens that the first part begins with
+    // Tokens that the first part begins with.
+    const int new_tokens = a.new_o ? 0 : (min(item.first + ROWS, item.rows) + G - 1) / G;
     at = end = 0;
-    mark = mark == BEGIN ? OWN : mark == OWN ? 0 : mark + 1;
+    mark = mark == BEGIN ? NEW_TOKENS : mark == NEW_TOKENS ? 0 : mark + 1;
     if (mark < NC) {
       // The new tokens count as blocks at the front of the last class.
-      const u32 blocks = a.sizes[item.request * NC + mark], ahead = mark == NC - 1 ? (own + P - 1) / P : 0;
+      const u32 blocks = a.sizes[item.request * NC + mark], ahead = mark == NC - 1 ? (new_tokens + P - 1) / P : 0;
       at = max((blocks + ahead) * item.from / item.of, ahead) - ahead;
       end = max((blocks + ahead) * item.to / item.of, ahead) - ahead;
-    } else if (mark == OWN && item.from == 0) {
-      end = own;
+    } else if (mark == NEW_TOKENS && item.from == 0) {
+      end = new_tokens;
     }
   }
   if (lane == 0) to.state[0] = mark, to.state[1] = at, to.state[2] = end;
@@ -193,10 +194,10 @@ __device__ __forceinline__ void copy_rows(const Rows& rows, u32 to, int live) {
 template <bool KEYS>
 __device__ __noinline__ void copy_dense(const Arguments& a, int2 word, u32 to, int live) {
   const int mark = word.y >> 24;
-  if (mark == OWN) {
+  if (mark == NEW_TOKENS) {
     const i64 stride = KEYS ? a.k_stride_n : a.v_stride_n, head = KEYS ? a.k_stride_h : a.v_stride_h;
     const i64 row = Item(a).start + word.x;
-    copy_rows<KEYS>(NewRows{(KEYS ? a.k : a.v) + row * stride + own_head() * head, stride}, to, live);
+    copy_rows<KEYS>(NewRows{(KEYS ? a.k : a.v) + row * stride + cta_head() * head, stride}, to, live);
   }
   for_class(mark, [&]<int C>() {
     constexpr Class c = CLASSES[C];
@@ -242,13 +243,13 @@ __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s
     if (i < 0) continue;
     const int slot = i % RING, stage = i % STAGES, parity = i / STAGES & 1 ^ 1;
     const int2 word = words[slot];
-    const int mark = word.y >> 24, live = min((word.y & 0xFFF) - (mark == OWN ? 0 : word.y >> 12 & 0xFFF), TILE);
+    const int mark = word.y >> 24, live = min((word.y & 0xFFF) - (mark == NEW_TOKENS ? 0 : word.y >> 12 & 0xFFF), TILE);
     const u32 raw = s.raw(slot, unpacker), to = KEYS ? s.keys(stage) : s.values(stage);
     if (!KEYS && mark == END) return;
     barrier_wait(empty(stage), parity);
     if (KEYS && thread == 0) {
       // Tokens of the tile, -1 behind the last; and which new token is its first.
-      s.seen()[stage] = make_int2(mark == END ? -1 : live, mark == OWN ? word.x : EVERYONE);
+      s.seen()[stage] = make_int2(mark == END ? -1 : live, mark == NEW_TOKENS ? word.x : EVERYONE);
     }
     bool dense = mark != END;
     for_class(mark, [&]<int C>() {

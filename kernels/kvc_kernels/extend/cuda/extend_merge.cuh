@@ -2,10 +2,10 @@
 // run, and wait for them.
 #pragma once
 
-struct JoinArguments {
+struct MergeArguments {
   const u8* part_o;  // fp16 [slots, H, ROWS, DIM], each 64 rows in the order of `store_rows`
   const float* part_lse;
-  const int* joins;  // int [n, 5]: query start, first row, end row, first slot, slots
+  const int* merges;  // int [n, 5]: query start, first row, end row, first slot, slots
   u8* out;
   float* out_lse;
 };
@@ -19,10 +19,10 @@ __device__ __forceinline__ float of_all_lanes(float x, bool largest) {
   return x;
 }
 
-extern "C" __global__ void __launch_bounds__(128) join(const __grid_constant__ JoinArguments a) {
+extern "C" __global__ void __launch_bounds__(128) merge(const __grid_constant__ MergeArguments a) {
   const int lane = threadIdx.x % 32, at = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  const int within = at % ROWS, h = at / ROWS % H, *join = a.joins + at / (ROWS * H) * 5;
-  const int start = join[0], row = join[1] + within, end = join[2], slot = join[3], slots = join[4];
+  const int within = at % ROWS, h = at / ROWS % H, *merge = a.merges + at / (ROWS * H) * 5;
+  const int start = merge[0], row = merge[1] + within, end = merge[2], slot = merge[3], slots = merge[4];
   // A thread of `extend` has 16 bytes of every 512: features 2 t, 2 t + 1 of four groups of eight. Two lanes share them here.
   const int thread = within % 64 / 16 * 32 + within % 8 * 4 + lane / 2 % 4, first = lane / 8 * 4 + lane % 2 * 2;
   const int at_lane = ((lane / 8 * 2 + within % 16 / 8) * 128 + thread) * 16 + lane % 2 * 8;
