@@ -1,4 +1,5 @@
-"""Extend attention over a long cached prefix in packed pages, beside stock kernels over bf16 pages of the same lengths.
+"""Prefill attention over a long cached prefix in packed pages, beside stock kernels over bf16 pages of the same
+lengths.
 
     python -m bench.kernels.extend [--prefix 102400] [--new 1,4,8,16,64,1024] [--format k4v4] [--block 128]
         [--seconds 220] [--stock "fa3 page 128,.."]

@@ -56,13 +56,13 @@ class PageLayout:
 
     With T tokens per page and D = head_dim (K and V alike):
 
-    | segment        | shape and dtype           | present when                       |
-    |----------------|---------------------------|------------------------------------|
-    | `key_codes`    | uint8 `[T, D*kb/8]`       | always (bf16: model dtype `[T, D]`)|
-    | `value_codes`  | uint8 `[D*vb/8, T]`       | always (bf16: model dtype `[T, D]`)|
-    | `value_meta`   | fp16 `[G, 2, T]`          | packed; G = D/32 at 2 bits, else 1 |
-    | `scores`       | fp32 `[T]`                | `has_scores`                           |
-    | `positions`    | int16 `[T]`               | `has_scores` and packed                |
+    | segment       | shape and dtype     | present when                        |
+    |---------------|---------------------|-------------------------------------|
+    | `key_codes`   | uint8 `[T, D*kb/8]` | always (bf16: model dtype `[T, D]`) |
+    | `value_codes` | uint8 `[D*vb/8, T]` | always (bf16: model dtype `[T, D]`) |
+    | `value_meta`  | fp16 `[G, 2, T]`    | packed; G = D/32 at 2 bits, else 1  |
+    | `scores`      | fp32 `[T]`          | `has_scores`                        |
+    | `positions`   | int16 `[T]`         | `has_scores` and packed             |
 
     Sub-byte codes are packed along features in equal parts: field j (from the low bits) of byte c holds feature
     `j * D*bits/8 + c`, so that unpacked parts concatenate to natural order. Values are stored transposed (tokens

@@ -21,16 +21,16 @@ SCRATCH_PAGE = 0
 class PageStore:
     """Tensors of one pool. L layers, H local KV heads, D head_dim, P block tokens, E table entries a head.
 
-    | tensor      | shape, dtype                    | meaning                                          |
-    |-------------|---------------------------------|--------------------------------------------------|
-    | `pages`     | uint8 `[num_pages, page_bytes]` | all layers, heads and formats                    |
-    | `table`     | int32 `[num_blocks, L, H, E]`   | page ids: high from the left, low from the right |
-    | `counts`    | int16 `[num_blocks, L, H, 2]`   | tokens stored high, low (unused in bf16 blocks)  |
-    | `format_id` | int8 `[num_blocks]`             | index into `block_formats`; 0: bf16; -1: free    |
-    | `headers`   | fp16 `[num_blocks, L, H, 2, D]` | key channels: scale on the 8-bit grid, zero      |
-    | `query_counts`  | int32 `[num_blocks]`            | queries behind the block that its scores cover   |
-    | `ring`      | int32 `[num_pages]`             | ring buffer of free pages                        |
-    | `cursor`    | int64 `[2]`                     | pages ever taken (head), ever returned (tail)    |
+    | tensor         | shape, dtype                    | meaning                                          |
+    |----------------|---------------------------------|--------------------------------------------------|
+    | `pages`        | uint8 `[num_pages, page_bytes]` | all layers, heads and formats                    |
+    | `table`        | int32 `[num_blocks, L, H, E]`   | page ids: high from the left, low from the right |
+    | `counts`       | int16 `[num_blocks, L, H, 2]`   | tokens stored high, low (unused in bf16 blocks)  |
+    | `format_id`    | int8 `[num_blocks]`             | index into `block_formats`; 0: bf16; -1: free    |
+    | `headers`      | fp16 `[num_blocks, L, H, 2, D]` | key channels: scale on the 8-bit grid, zero      |
+    | `query_counts` | int32 `[num_blocks]`            | queries behind the block that its scores cover   |
+    | `ring`         | int32 `[num_pages]`             | ring buffer of free pages                        |
+    | `cursor`       | int64 `[2]`                     | pages ever taken (head), ever returned (tail)    |
 
     The free pages are `ring[head % n] .. ring[(tail - 1) % n]`. The scale of b-bit keys is the 8-bit scale times
     255 / (2^b - 1): 1, 17, 85 are whole numbers, so going from 8 to 4 to 2 bits maps codes to codes and the header

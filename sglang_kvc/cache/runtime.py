@@ -175,8 +175,8 @@ class Runtime:
             self.replan(seq.blocks_to_replan(length), length)
 
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
-        """The sequence of each request of an extend forward; None for those of the engine's own warm-up, which no
-        scheduler allocated. RuntimeError if some of them, but not these in this order, were allocated last."""
+        """The sequence of each request of a prefill; None for those of the engine's own warm-up, which no scheduler
+        allocated. RuntimeError if some of them, but not these in this order, were allocated last."""
         known = [rid for rid, _ in self.extending]
         if rids == known:
             return [seq for _, seq in self.extending]

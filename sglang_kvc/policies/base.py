@@ -40,7 +40,7 @@ class Evidence:
         return self.store.layout
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (with their rotary embedding) and values of one layer as stored, fp32 `[n, H, P, D]` each."""
+        """Keys (with their rotary embedding) and values of one layer, dequantized, fp32 `[n, H, P, D]` each."""
         return ops.load_dense(self.store, layer, self.blocks, self.from_format)[:2]
 
     def tiers(self) -> torch.Tensor:

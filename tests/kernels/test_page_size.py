@@ -24,7 +24,7 @@ SIZES = (1616, 2176, 3264, 4544, 5440)
 
 def outputs(size: int, format_id: int, packed: int, cuts: tuple[int, ...]):
     """A prompt in `cuts`, its first `packed` blocks packed behind the first cut, the others behind the last; then a
-    decode step in fp32. Returns the extends' rows, the decoded row, and what the packed blocks give back."""
+    decode step in fp32. Returns the prefills' rows, the decoded row, and what the packed blocks give back."""
     store = make_store(block_formats_of(*NAMES), block_tokens=P, head_dim=64, blocks=9, page_bytes=size)
     row, fmt = torch.tensor([4, 2, 7, 1]), store.block_formats[format_id].high
     fill(store, row, *random_kv(store, LENGTH))

@@ -85,7 +85,7 @@ def test_policies_that_do_not_replan_pack_once():
     assert all(op.from_format == 0 for _ in range(6 * P) for op in batch.step())
 
 
-class Observed(ToyServer):
+class WithScores(ToyServer):
     """Attention stands still: a token's scores are a function of its history, and each step behind it dilutes them."""
 
     def _forward(self, req: Request, done: int, slots: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class Observed(ToyServer):
 
 def answers(lengths: list[int], new: int) -> tuple[list[list[str]], ToyServer]:
     """Digests of all blocks of requests with these prompts that decode `new` tokens side by side."""
-    server = Observed(blocks=80, **LEANKV)
+    server = WithScores(blocks=80, **LEANKV)
     reqs = [server.admit([100 * n + j for j in range(n)]) for n in lengths]
     for step in range(new):
         for req in reqs:
@@ -118,7 +118,7 @@ def test_what_runs_beside_a_sequence_does_not_reach_its_bytes():
     alone, _ = answers([2 * P + 3], 5 * P)
     assert together[0] == alone[0]
     # The case is one: plans made again have thrown tokens away that the first ones kept.
-    once = Observed(blocks=80, **LEANKV)
+    once = WithScores(blocks=80, **LEANKV)
     once.runtime.replan = lambda ids, length: 0
     req = once.admit([100 * (2 * P + 3) + j for j in range(2 * P + 3)])
     for step in range(5 * P):
@@ -130,7 +130,7 @@ def test_what_runs_beside_a_sequence_does_not_reach_its_bytes():
 
 def test_shared_blocks_are_left_alone():
     """A block in two running sequences is planned for neither's length."""
-    server = Observed(blocks=80, **LEANKV)
+    server = WithScores(blocks=80, **LEANKV)
     prompt = list(range(2 * P))
     one, two = server.admit([*prompt, 1]), server.admit([*prompt, 2])
     shared = one.kvc.blocks[:1]

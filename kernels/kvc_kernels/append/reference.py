@@ -19,8 +19,8 @@ def append(
 ) -> None:
     """Store `k[N, H, D]`, `v[N, H, D]` at token `offsets[N]` (0..P-1) of bf16 `blocks[N]` of `layer`.
 
-    Page = table[block, layer, head, offset // T0], slot = offset % T0. In scored layouts the slot's score is set to 0,
-    because a reused page still holds the scores of its previous owner. Rows of padded requests have block 0.
+    Page = table[block, layer, head, offset // T0], slot = offset % T0. In layouts with scores the slot's score is set
+    to 0, because a reused page still holds the scores of its previous owner. Rows of padded requests have block 0.
     """
     page = store.layout.page(BF16)
     entry = torch.div(offsets, page.tokens, rounding_mode="floor")

@@ -240,7 +240,7 @@ def test_scores_are_column_sums(spec, window, cap):
         )
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     assert torch.allclose(got.double(), scores, rtol=1e-4, atol=1e-5)
-    # Observers: queries behind each block's last token, counted by hand.
+    # Queries behind each block's last token, counted by hand.
     queries = [range(max(a, b - (window or 999)), b) for a, b in ((0, 100), (100, 168), (168, 169), (169, 170))]
     counts = [sum(x >= 64 * (i + 1) for r in queries for x in r) for i in range(3)]
     assert store.query_counts[row].tolist() == counts

@@ -1,4 +1,4 @@
-"""Extends that see fake-quantized blocks: equal bits however much of a prompt was cached or cut."""
+"""Prefills that see fake-quantized blocks: equal bits however much of a prompt was cached or cut."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Extend attention on the GPU against float64, for every kernel that may run it."""
+"""Prefill attention on the GPU against float64, for every kernel that may run it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Extends that see fake-quantized blocks, on the GPU: FlashAttention 3, FlashInfer, and our own kernels."""
+"""Prefills that see fake-quantized blocks, on the GPU: FlashAttention 3, FlashInfer, and our own kernels."""
 
 import os
 
@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec):
 
     store, _, _ = case(spec)
     fmt = store.block_formats[1].high
-    # Row, place; slot as stored, slot as it is, tokens.
+    # Row, place; slot fake-quantized, slot exact, tokens.
     items = [[0, 1, 2, 4, 128], [0, 2, 0, 5, 128], [1, 0, 1, -1, 128], [2, 0, 3, 6, 20]]
     slots, items = [2, 0, 1, 3], torch.tensor([[*x, 0, 0, 0] for x in items], dtype=torch.int32, device="cuda")
     rows = FakeQuantRows(store, fmt)

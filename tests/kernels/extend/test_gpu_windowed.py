@@ -1,4 +1,4 @@
-"""Layers with a sliding window on the GPU: decode against float64, extends against float64 over the stored rows."""
+"""Layers with a sliding window on the GPU: decode against float64, prefills against float64 over the stored rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Extend attention under the interpreter against a float64 reading of the same pages."""
+"""Prefill attention under the interpreter against a float64 reading of the same pages."""
 
 import math
 

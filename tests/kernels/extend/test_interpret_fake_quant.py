@@ -1,4 +1,4 @@
-"""Extends that see fake-quantized blocks, under the interpreter, against the plain-torch reference."""
+"""Prefills that see fake-quantized blocks, under the interpreter, against the plain-torch reference."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def error(out, ref):
 
 
 def items_of(places):
-    """Items of `FakeQuantRows`, of four blocks: all as stored, out of order; two, and 20 tokens of one, as they are."""
+    """Items of `FakeQuantRows`, of four blocks: all fake-quantized, out of order; two, and 20 tokens of one, exact."""
     slots = [[2, 4, P], [0, 5, P], [1, -1, P], [3, 6, 20]]
     return torch.tensor([[*a, *b, 0, 0, 0] for a, b in zip(places, slots)], dtype=torch.int32)
 
@@ -203,7 +203,7 @@ def test_groups():
     slots, last, items = groups.lists()
     assert [x.tolist() for x in slots] == [[5], [0, 6], [0, 1, 7], [2, 3, 8], [2, 3, 4, 9], [10]]
     assert last == [32, 32, 9, 32, 8, 15]
-    # (request, place, slot as stored, slot as it is, tokens)
+    # (request, place, slot fake-quantized, slot exact, tokens)
     assert items[:3] == [(0, 1, 0, 5, 32), (0, 2, 1, 6, 32), (1, 0, 2, -1, 32)]
     assert items[3:] == [(1, 1, 3, -1, 32), (1, 2, 4, 8, 32), (0, 3, -1, 7, 9), (1, 3, -1, 9, 8), (2, 0, -1, 10, 15)]
 

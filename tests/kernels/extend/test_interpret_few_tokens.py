@@ -1,4 +1,5 @@
-"""Extends of few new tokens by the decode kernel, under the interpreter, against float64 readings of the same pages."""
+"""Prefills of few new tokens by the decode kernel, under the interpreter, against float64 readings of the same pages.
+"""
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def new_rows(store, layer, rows, prefix, new):
 
 
 def run(form, group, prefix, new, *, layer=1, cap=0.0, scale=0.2, **options):
-    """(worst row's error, worst log-sum-exp's error) of an extend that the decode kernel takes."""
+    """(worst row's error, worst log-sum-exp's error) of a prefill that the decode kernel takes."""
     store = make_case(FORMAT_LISTS[form], group=group, format_ids=(1, 2, 0, 1, 2, 0), **options)
     q, *_ = inputs(store, group, sum(new), store.dtype)
     op = ExtendAttention(store, query_heads=2 * group, max_blocks=4, appended=True)

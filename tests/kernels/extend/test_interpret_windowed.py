@@ -1,4 +1,4 @@
-"""Layers with a sliding window under the interpreter: decode against float64, extends against the torch reference."""
+"""Layers with a sliding window under the interpreter: decode against float64, prefills against the torch reference."""
 
 import pytest
 import torch

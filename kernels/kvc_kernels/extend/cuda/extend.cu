@@ -1,4 +1,4 @@
-// Extend attention on Hopper: new tokens over their cached prefix, read from pages; head_dim 128.
+// Prefill attention on Hopper: new tokens over their cached prefix, read from pages; head_dim 128.
 //
 // Two warpgroups turn pages into fp16 tiles of 64 keys and values in shared memory, whatever their format. Two others,
 // with GROUPS times 64 query rows each, multiply them (wgmma) and do the softmax. All constants in capitals that are not
