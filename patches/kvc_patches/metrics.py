@@ -32,7 +32,7 @@ GAUGES = {
 }
 # name -> (description, extra label, values of KvcStats by label)
 LABELLED_GAUGES = {
-    "blocks": ("Blocks in use, by block format.", "rung", lambda s: s.blocks_by_rung),
+    "blocks": ("Blocks in use, by block format.", "format", lambda s: s.blocks_by_format),
     "tier_share": ("Share of (layer, head, token) triples in each tier.", "tier", lambda s: s.tier_shares),
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvc_kernels.layout import (
     BF16,
     FORMATS,
+    RING_ENTRY_BYTES,
     TOKEN_MULTIPLE,
     BlockFormat,
     Format,
@@ -16,8 +17,6 @@ from kvc_kernels.layout import (
     choose_page_bytes,
     page_bytes_for,
 )
-
-from ..policies.budget import RING_ENTRY_BYTES
 
 if TYPE_CHECKING:
     from ..options.config import KvcConfig
@@ -90,7 +89,14 @@ def size_server(
     staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
     if config.window and policy.fake_quant_format(policy.format_id_of(None)) is not None:
         staged = min(max(config.window, STAGED_TOKENS), num_bytes // (layout.layers * row_bytes))
-    return replace(size_pool(num_bytes - staged * row_bytes, layout, block_formats), staged_tokens=staged)
+    try:
+        sizing = size_pool(num_bytes - staged * row_bytes, layout, block_formats)
+    except ValueError as e:
+        if not staged:
+            raise
+        rows = f"{staged * row_bytes / 2**20:.1f} MiB for the rows that a prefill with --kvc-window stages"
+        raise ValueError(f"{e}; this is on top of {rows}") from None
+    return replace(sizing, staged_tokens=staged)
 
 
 def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...]) -> Sizing:

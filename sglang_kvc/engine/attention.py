@@ -137,7 +137,7 @@ class Attention:
         """
         snap = self.snap
         self.append(self.store, layer, snap.write_blocks, snap.write_offsets, k, v)
-        if self.scores is None:
+        if self.scores is None or window >= 0:
             return self.decoders[window].run(layer, q, scale=scale, logit_cap=logit_cap)
         lse = self.lse[: len(q)]
         out = self.decoders[window].run(layer, q, scale=scale, logit_cap=logit_cap, lse=lse)

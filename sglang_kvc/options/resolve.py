@@ -9,14 +9,17 @@ from dataclasses import fields
 from typing import Any
 
 from kvc_kernels.layout import BF16
+from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import defaults_of
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.validate import check_settings
 from sglang_kvc.policies import POLICIES
+from sglang_kvc.policies.allocation import Share
 from sglang_kvc.policies.budget import Budget
 from sglang_kvc.policies.parse import parse_observe
 from sglang_kvc.policies.prune import parse_scorer, parse_share
+from sglang_kvc.policies.scorers import Scorer
 
 
 def resolve_config(args: Any) -> KvcConfig:
@@ -105,13 +108,23 @@ def _truth(name: str, value: Any) -> bool:
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
     """Names separated by commas, or a tuple of them."""
+    if not isinstance(value, (str, tuple)):
+        raise ConfigError(f"{flag(name)} {value!r} is not text; write names separated by commas.")
     names = value.split(",") if isinstance(value, str) else value
     return tuple(n.strip().lower() for n in names if n.strip())
 
 
-def _text(parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
-    """A parser of text and numbers that leaves a value alone which is parsed already."""
-    return lambda name, value: parse(str(value).lower()) if isinstance(value, (str, int, float)) else value
+def _text(parse: Callable[[str], Any], kind: type) -> Callable[[str, Any], Any]:
+    """A parser of text and numbers; a value of `kind` is parsed already."""
+
+    def parsed(name: str, value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, (str, int, float)):
+            raise ConfigError(f"{flag(name)} {value!r} is not text; write it as on the command line.")
+        return parse(str(value).lower())
+
+    return parsed
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -132,9 +145,9 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "allow_lossless": _truth,
     "levels": _names,
     "memory": lambda name, value: parse_bytes(value),
-    "observe": _text(parse_observe),
-    "budget": _text(Budget.parse),
-    "scorer": _text(parse_scorer),
-    "share": _text(parse_share),
+    "observe": _text(parse_observe, ScoreSampling),
+    "budget": _text(Budget.parse, Budget),
+    "scorer": _text(parse_scorer, Scorer),
+    "share": _text(parse_share, Share),
     "calibration": lambda name, value: str(value),  # a path: upper and lower case differ
 }

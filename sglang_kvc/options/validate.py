@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvc_kernels.layout import BF16, FORMATS, PageLayout
-from sglang_kvc.cache.sizing import make_layout, size_pool
+from sglang_kvc.cache.sizing import make_layout, size_server
 from sglang_kvc.calibration.tensors import tensor_names
 from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import check_verdicts
@@ -183,7 +183,7 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
     try:
         policy.check(layout)
         if config.memory is not None:
-            size_pool(config.memory, layout, policy.block_formats(layout))
+            size_server(config.memory, config, policy, layout, policy.block_formats(layout), itemsize=2)
     except ValueError as e:
         raise ConfigError(f"{str(e)[0].upper()}{str(e)[1:].rstrip('.')}.") from None
 

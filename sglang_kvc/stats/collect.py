@@ -97,7 +97,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         bytes=bytes_of(used),
         packed_tokens=len(packed) * layout.block_tokens,
         packed_bytes=bytes_of(packed),
-        blocks_by_rung=by_format,
+        blocks_by_format=by_format,
         tokens_by_tier=tiers,
         occupancy=occupancy,
         compactions=runtime.counters.compactions,

@@ -116,7 +116,7 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
         ("tokens resident", f"{s.tokens} ({s.packed_tokens} packed)"),
         ("memory", f"{_size(s.bytes)} in use, all metadata counted"),
         ("pages", f"{s.pages_free} of {s.pages_total} free, {s.page_bytes} bytes each"),
-        ("blocks", _counts(s.blocks_by_rung)),
+        ("blocks", _counts(s.blocks_by_format)),
     ]
     shares = s.tier_shares
     if shares:

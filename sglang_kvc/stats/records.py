@@ -28,7 +28,7 @@ class KvcStats:
     bytes: int  # of their blocks: pages, scales and table rows
     packed_tokens: int
     packed_bytes: int
-    blocks_by_rung: dict[str, int] = field(default_factory=dict)  # "bf16", "k4v4", "k8v4+k4v2" -> blocks
+    blocks_by_format: dict[str, int] = field(default_factory=dict)  # "bf16", "k4v4", "k8v4+k4v2" -> blocks
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "bf16", "high", "low", "pruned"
     occupancy: float | None = None  # share of the packed pages' token slots that hold a token
     compactions: int = 0  # blocks compacted since start

@@ -99,7 +99,7 @@ def test_join_of_exact_and_staged(launched):
     for n in range(1, 9):
         (a, b), (x, y) = torch.zeros((2, n, 9, 64)), torch.zeros((2, n, 9))
         merge_states(a, x, b, y, a, x)
-    once(launched, "_join_kernel")
+    once(launched, "_merge_states_kernel")
 
 
 def test_decode_and_extend_share_kernels(launched):

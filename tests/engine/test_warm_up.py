@@ -215,7 +215,7 @@ def compare(options, cap, launched, *expected, window=-1):
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
 def test_nothing_is_left_to_compile(options, cap, launched):
-    compare(options, cap, launched, "_extend_kernel", "_decode_kernel", "join_parts_kernel")
+    compare(options, cap, launched, "_extend_kernel", "_decode_kernel", "merge_splits_kernel")
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))

@@ -122,6 +122,13 @@ def test_what_a_whole_model_shows():
         assert named in one_sentence(str(e.value))
 
 
+def test_memory_counts_the_rows_that_a_prefill_stages():
+    model = dict(layers=4, heads=8, head_dim=128)
+    check_pool(resolve(memory="10MiB"), **model)
+    with pytest.raises(ConfigError, match=r"on top of 2\.5 MiB"):
+        check_pool(resolve(memory="10MiB", window=64), **model)
+
+
 def test_levels_that_cost_quality_and_save_nothing():
     found = wasted_levels(resolve(levels="k8v4,k4v2,k2v2"), head_dim=128)
     assert [one_sentence(x).split()[-2:] for x in found] == [["k8v8", "instead."], ["drop", "it."]]
@@ -222,6 +229,10 @@ WRONG = [
     ({"memory": "-4GB"}, "--kvc-memory"),
     ({"memory": "0"}, "--kvc-memory"),
     ({"memory": "4"}, "--kvc-memory"),
+    ({"levels": ["k8v4"]}, "--kvc-levels"),
+    ({"levels": 5}, "--kvc-levels"),
+    ({"policy": "prune", "budget": [4]}, "--kvc-budget"),
+    ({"policy": "prune", "scorer": ["h2o"]}, "--kvc-scorer"),
 ]
 
 

@@ -44,7 +44,7 @@ def test_a_format_of_ones_own(levels, rng):
     client = levels.client
     prompt = tokens(rng, 4 * BLOCK + 7)
     cold = client.generate(prompt, 12, top=3, sampling=MINE)
-    assert client.when_idle()["blocks_by_rung"] == {"bf16": 0, "k4v4": 0, LEVEL: 4}
+    assert client.when_idle()["blocks_by_format"] == {"bf16": 0, "k4v4": 0, LEVEL: 4}
     warm = client.generate(prompt, 12, top=3, sampling=MINE)
     assert warm.cached_tokens == 4 * BLOCK
     found = match(cold, warm)
@@ -52,7 +52,7 @@ def test_a_format_of_ones_own(levels, rng):
     # The name of the server's own format is what every request gets.
     client.generate(prompt, 4, sampling={"custom_params": {"kvc": "k4v4"}})
     assert client.generate(prompt, 4).cached_tokens == 4 * BLOCK
-    assert client.when_idle()["blocks_by_rung"] == {"bf16": 0, "k4v4": 4, LEVEL: 4}
+    assert client.when_idle()["blocks_by_format"] == {"bf16": 0, "k4v4": 4, LEVEL: 4}
 
 
 def test_what_is_on_offer_is_named(levels, rng):

@@ -125,7 +125,7 @@ HOSTILE = "\x1b]0;owned\x07<script>\u202e\x9b2J"
         {"head_map": {**MAP.to_dict(), "high": [[0.5]]}},
         {"head_map": [1]},
         {"stats": {**STATS.to_dict(), "tokens": "many"}},
-        {"stats": {**STATS.to_dict(), "blocks_by_rung": {"bf16": "<script>"}}},
+        {"stats": {**STATS.to_dict(), "blocks_by_format": {"bf16": "<script>"}}},
         {"stats": "none"},
     ],
     ids=["blocks", "kept", "ragged", "shapes", "no map", "count", "counts", "no figures"],
@@ -140,7 +140,7 @@ def test_figures_that_are_no_numbers_are_refused(serve, tmp_path, capsys, change
 
 
 def test_text_of_the_server_reaches_neither_terminal_nor_page_as_it_is(serve, tmp_path, capsys):
-    names = {"config": HOSTILE, "scope": HOSTILE, "blocks_by_rung": {HOSTILE: 4}, "tokens_by_tier": {HOSTILE: 1}}
+    names = {"config": HOSTILE, "scope": HOSTILE, "blocks_by_format": {HOSTILE: 4}, "tokens_by_tier": {HOSTILE: 1}}
     file = tmp_path / "map.html"
     url = serve(info({**STATE, "stats": {**STATS.to_dict(), **names}}))
     assert cli.main(["inspect", "--url", url, "--map", str(file)]) == 0

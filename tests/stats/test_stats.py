@@ -26,7 +26,7 @@ STATS = KvcStats(
     bytes=30_000_000,
     packed_tokens=4096,
     packed_bytes=20_000_000,
-    blocks_by_rung={"bf16": 4, "k8v4+k4v2": 16},
+    blocks_by_format={"bf16": 4, "k8v4+k4v2": 16},
     tokens_by_tier={"bf16": 1000, "high": 3000, "low": 500, "pruned": 500},
     occupancy=0.93,
     compactions=16,
@@ -144,7 +144,7 @@ def test_prometheus_gauges(fake_runtime):
     assert plain["sglang_kvc:compression_ratio_body"] == STATS.ratio_body
     assert plain["sglang_kvc:pages_free"] == 31000
     assert plain["sglang_kvc:compaction_seconds"] == pytest.approx(0.1205)
-    assert FakeGauge.values["sglang_kvc:blocks", ("model_name", "m"), ("rung", "bf16")] == 4
+    assert FakeGauge.values["sglang_kvc:blocks", ("format", "bf16"), ("model_name", "m")] == 4
     assert FakeGauge.values["sglang_kvc:tier_share", ("model_name", "m"), ("tier", "high")] == 0.6
     fake_runtime.stats = lambda detail=False: EMPTY
     metrics.after_log_stats(None, collector, None)

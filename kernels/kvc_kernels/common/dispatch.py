@@ -29,4 +29,5 @@ def dispatch(reference: Operation, kernel: str) -> Operation:
         return on(store)(store, *args, **options)
 
     operation.on, operation.reference = on, reference
+    operation.__name__ = operation.__qualname__ = name
     return operation

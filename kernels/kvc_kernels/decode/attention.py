@@ -227,19 +227,3 @@ class DecodeAttention:
             self.query_rows > 0, num_warps=1, **launch_options(store.device),
         )  # fmt: skip
         return out
-
-
-def decode_attention_triton(
-    store: PageStore,
-    layer: int,
-    q: torch.Tensor,
-    row_blocks: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    logit_cap: float = 0.0,
-) -> torch.Tensor:
-    """`decode_attention` with one query per request: plan and run in one call. A server keeps a `DecodeAttention`."""
-    op = DecodeAttention(store, max_batch=q.shape[0], max_blocks=row_blocks.shape[1], query_heads=q.shape[1])
-    op.plan(row_blocks.int(), seq_lens.int())
-    return op.run(layer, q, scale=scale, logit_cap=logit_cap)

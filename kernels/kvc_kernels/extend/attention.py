@@ -23,7 +23,7 @@ from ..store import PageStore
 from .body_kernel import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
 from .dense_prefill import ragged_prefill
 from .few_tokens import FewTokenExtend
-from .merge_kernel import join_parts_kernel
+from .merge_kernel import merge_splits_kernel
 from .planner import ExtendPlan
 from .staged import StagedExtend
 from .steps import ExtendSteps
@@ -376,7 +376,7 @@ class ExtendAttention:
         )  # fmt: skip
         if plan.n_merges:
             rows = min(16, steps.rows)
-            join_parts_kernel[(plan.n_merges, steps.rows // rows, layout.heads)](
+            merge_splits_kernel[(plan.n_merges, steps.rows // rows, layout.heads)](
                 self._part_o, self._part_lse, plan.merges, out, out_lse, layout.heads, self.group, layout.head_dim,
                 steps.rows, rows, lse is not None, num_warps=4,
             )  # fmt: skip

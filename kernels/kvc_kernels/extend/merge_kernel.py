@@ -10,7 +10,7 @@ from ..common.unpack_kernel import NEG
 
 
 @triton.jit
-def join_parts_kernel(
+def merge_splits_kernel(
     part_o, part_lse, merges, out, out_lse,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, LSE: tl.constexpr,
 ):
@@ -50,7 +50,7 @@ def join_parts_kernel(
 
 # Slices of requests begin at any address; specializing on alignment would compile one kernel for each.
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["a_lse", "b_lse", "out_lse"])
-def _join_kernel(a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: tl.constexpr):
+def _merge_states_kernel(a, a_lse, b, b_lse, out, out_lse, rows, D: tl.constexpr, ROWS: tl.constexpr):
     """Merge two states of the same rows. grid (rows / ROWS,). All `[rows, D]`, LSE (base 2) fp32 `[rows]`."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
@@ -77,4 +77,4 @@ def merge_states(a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: t
     `out`, `out_lse` may be the tensors of `a` or of `b`.
     """
     rows, dim = a_lse.numel(), a.shape[-1]
-    _join_kernel[(triton.cdiv(rows, 16),)](a, a_lse, b, b_lse, out, out_lse, rows, dim, 16, num_warps=4)
+    _merge_states_kernel[(triton.cdiv(rows, 16),)](a, a_lse, b, b_lse, out, out_lse, rows, dim, 16, num_warps=4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvc_kernels.decode.attention import DecodeAttention, Tuning, decode_attention_triton
+from kvc_kernels.decode.attention import DecodeAttention, Tuning
 from kvc_kernels.decode.planner import DecodePlan
 from tests.support.decode import make_case, relative_error
 
@@ -63,17 +63,13 @@ def test_float16_and_more_blocks_than_a_chunk():
     assert run(make_case("k4v4", lens=(40 * 16 + 3,), block_tokens=16, dtype=torch.float16), columns=1) < BAR
 
 
-def test_all_in_one_call():
-    store, q, rows, lens = make_case("k4v4", lens=(65,))
-    out = decode_attention_triton(store, 0, q, rows, lens, scale=0.1)
-    assert relative_error(out, store, 0, q, rows, lens, scale=0.1) < BAR
-
-
 def test_a_head_that_stores_nothing_gives_zero():
     store, q, rows, lens = make_case("k4v4", lens=(128,), group=2)
     store.format_id[rows[0].long()] = 1
     store.counts[rows[0].long(), :, 1] = 0
-    out = decode_attention_triton(store, 0, q, rows, lens, scale=0.1)
+    op = DecodeAttention(store, max_batch=len(lens), max_blocks=rows.shape[1], query_heads=q.shape[1])
+    op.plan(rows.int(), lens.int())
+    out = op.run(0, q, scale=0.1)
     assert torch.equal(out[0, 2:], torch.zeros_like(out[0, 2:]))
     assert out.isfinite().all()
 
