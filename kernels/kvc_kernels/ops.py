@@ -2,7 +2,8 @@
 
 Those made by `dispatch` run as kernels on a GPU and as plain torch elsewhere. Their plain-torch form, and the other
 operations, come from the folder of the operation. Classes are planned operations: `plan` once a forward, then `run`
-(or `add`) for each layer. Importing this module does not import triton.
+(or `add`) for each layer. `decode_attention` and `extend_attention` are always the plain-torch references, also on a
+GPU. Importing this module does not import triton.
 """
 
 from .append import reference as append_reference

@@ -1,7 +1,7 @@
 """`mem_cache.allocation`: bind requests to the allocation that SGLang makes for a batch.
 
 SGLang's allocator sees lengths only. Ours needs the requests, whose CPU block lists decide everything, and must not be
-asked for a spare block per request: at 256 tokens a block that slack would evict the cache on every decode step.
+asked for a spare block per request: at 128 tokens per block that slack would evict the cache on every decode step.
 """
 
 from __future__ import annotations

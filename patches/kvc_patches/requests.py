@@ -86,7 +86,7 @@ def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
 
 @functools.lru_cache(maxsize=4)
 def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...], str | None]:
-    """By the values of the options: to resolve them may read a calibration file, which no request should wait for."""
+    """Cached by the options' values: resolving them may read a calibration file, and requests must not wait for it."""
     from sglang_kvc.options.request_quality import offered
     from sglang_kvc.options.resolve import resolve_config
     from sglang_kvc.policies import make_policy

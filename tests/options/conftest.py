@@ -1,4 +1,4 @@
-"""Fixtures of the shell tests: a model folder that is just a config file, and SGLang with our options in force."""
+"""Fixtures of the option tests: a model folder that is just a config file, and SGLang with our options in force."""
 
 from __future__ import annotations
 

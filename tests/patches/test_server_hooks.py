@@ -1,4 +1,4 @@
-"""Contract with SGLang 0.5.17: what the shell hooks into exists, with the signatures that it relies on."""
+"""Contract with SGLang 0.5.17: attributes and signatures that the hooks and the server options rely on."""
 
 from __future__ import annotations
 
