@@ -85,7 +85,7 @@ def test_random_lives(options):
     run_state_machine_as_test(
         machine(**options),
         settings=settings(
-            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
