@@ -31,7 +31,7 @@ def decode_attention(
     `seq_lens[B]` counts the new token, whose K/V were appended before. `seq_lens_cpu` is the same as a list and saves
     a read back. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With `sampling`
     the probabilities of the steps that it samples are added to the tokens' scores. `window` >= 0: a query sees its own
-    token and so many before it; for blocks that keep every token, and without `sampling`.
+    token and `window` tokens before it; for blocks that keep every token, and without `sampling`.
     """
     lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
     p = store.layout.block_tokens
@@ -80,7 +80,7 @@ class ReferenceDecode:
     def run(
         self, layer: int, q: torch.Tensor, *, scale: float, logit_cap: float = 0.0, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`q[B, Hq, D]` -> `[B, Hq, D]`. `lse` is left as it is: `ReferenceScores` needs none."""
+        """`q[B, Hq, D]` -> `[B, Hq, D]`. `lse` stays unwritten: `ReferenceScores` needs none."""
         return decode_attention(
             self.store,
             layer,

@@ -105,7 +105,7 @@ class StagedPrefill:
         workspace=None,
     ):
         """`workspace` of another one, for runs that follow each other on one stream. `window` >= 0: a query sees its
-        own token and so many before it."""
+        own token and `window` tokens before it."""
         self.heads, self.dtype, self.page, self.device, self.causal = like.heads, like.dtype, page, device, causal
         self.window = window
         if workspace is None:
