@@ -7,8 +7,8 @@ lengths.
 One layer of 8 KV heads, GQA 4, head_dim 128. Stock is FlashAttention 3, SGLang's default on Hopper, and FlashInfer, in
 the forms of `STOCK`; the fastest counts, and the score names it. Every variant is checked against float64 on a short
 prefix first, with fresh random inputs. Then few new tokens, as a hit leaves them, where the host's time to launch a
-layer counts, too; several requests at once (`BATCHES`), a prompt without a prefix, seen exactly and fake-quantized, and
-what collecting attention adds to a prefill of `--score` tokens.
+layer counts, too; several requests at once (`BATCHES`), a prompt without a prefix, seen exactly and fake-quantized,
+heads of other dimensions (`HEAD_DIMS`), and what collecting attention adds to a prefill of `--score` tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ BATCHES = {  # name -> cached tokens of each request
     "16 of 2K to 26K": [2560 * (1 + i * 7 % 10) for i in range(16)],
     "64K among 15 x 1K": [65536] + [1024] * 15,
 }
+HEAD_DIMS = (64, 256)  # the CUDA kernel takes heads of 128 alone
+HEAD_DIM_CASES = ((102400, 1024), (16384, 2048))  # (cached, new) tokens
 FEW, HIT = (1, 5, 32), 4352  # new tokens behind a hit, and tokens of the hit
 # queries of a prompt
 SAMPLINGS = {"window 64": ScoreSampling(64), "all": ScoreSampling(), "one in 16": ScoreSampling(stride=16)}
@@ -78,8 +80,8 @@ def host_us(fn, calls: int = 100) -> float:
     return sorted(times)[3]
 
 
-def new_rows(n: int):
-    qkv = torch.randn((n, (GROUP + 2) * HEADS, DIM), device="cuda", dtype=torch.bfloat16)
+def new_rows(n: int, dim: int = DIM):
+    qkv = torch.randn((n, (GROUP + 2) * HEADS, dim), device="cuda", dtype=torch.bfloat16)
     return qkv.split((GROUP * HEADS, HEADS, HEADS), 1)
 
 
@@ -108,23 +110,21 @@ def flashinfer_paged(backend: str, page: int, prefixes: list[int], new: list[int
     return lambda: wrapper.run(q, cache)
 
 
-def fa3_paged(page: int, prefixes: list[int], new: list[int]):
+def fa3_paged(page: int, prefixes: list[int], new: list[int], dim: int = DIM):
     """The same by the FlashAttention 3 that SGLang's `fa3` backend calls."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     totals = [p + n for p, n in zip(prefixes, new)]
     pages = [-(-n // page) for n in totals]
-    k, v = torch.randn((2, sum(pages), page, HEADS, DIM), device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn((2, sum(pages), page, HEADS, dim), device="cuda", dtype=torch.bfloat16)
     table = torch.zeros((len(new), max(pages)), dtype=torch.int32, device="cuda")
     for row, some in zip(table, torch.randperm(sum(pages), device="cuda").int().split(pages)):
         row[: len(some)] = some
-    q = new_rows(sum(new))[0].contiguous()
+    q = new_rows(sum(new), dim)[0].contiguous()
     starts = torch.tensor([0, *new], device="cuda").cumsum(0).int()
     lens = torch.tensor(totals, dtype=torch.int32, device="cuda")
-    return lambda: flash_attn_with_kvcache(
-        q, k, v, page_table=table, cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=max(new), softmax_scale=SCALE,
-        causal=True,
-    )
+    lengths = dict(cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=max(new))
+    return lambda: flash_attn_with_kvcache(q, k, v, page_table=table, **lengths, softmax_scale=dim**-0.5, causal=True)
 
 
 def stock(name: str, prefixes: list[int], new: list[int]):
@@ -159,15 +159,16 @@ def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: boo
 
     p = work.block_tokens
     store, rows, _, size = work.build(batch=1, tokens=prefix + (new if new % p else new + 1))
-    q, k, v = new_rows(new)
+    q, k, v = new_rows(new, work.head_dim)
+    scale = work.head_dim**-0.5
     op = ExtendAttention(store, query_heads=HEADS * GROUP, max_blocks=rows.shape[1], **options)
     if options.get("appended"):
         at = torch.arange(prefix, prefix + new, device="cuda")
         append_triton(store, 0, rows[0, at // p].long(), at % p, k, v)
     op.plan(rows, [prefix], [new])
     if not check:
-        return (lambda: op.run(0, q, k, v, scale=SCALE)), size, store
-    out = op.run(0, q, k, v, scale=SCALE).double()
+        return (lambda: op.run(0, q, k, v, scale=scale)), size, store
+    out = op.run(0, q, k, v, scale=scale).double()
     ref = reference(store, q, k, v, rows[:, : prefix // p], prefix)
     return float((out - ref).norm(dim=-1).max() / ref.norm(dim=-1).mean())
 
@@ -180,7 +181,7 @@ def reference(store, q, k, v, rows, prefix: int) -> torch.Tensor:
     for h in range(HEADS):
         parts = [dense_head(store, int(b), 0, h, min(p, prefix - j * p)) for j, b in enumerate(rows[0].tolist())]
         kc, vc = (torch.cat([x[i].cuda() for x in parts] + [y[:, h].double()]) for i, y in ((0, k), (1, v)))
-        logits = torch.einsum("ngd,sd->gns", q[:, h * GROUP : (h + 1) * GROUP].double(), kc) * SCALE
+        logits = torch.einsum("ngd,sd->gns", q[:, h * GROUP : (h + 1) * GROUP].double(), kc) * q.shape[-1] ** -0.5
         later = torch.arange(len(kc), device="cuda") - (len(kc) - new) > torch.arange(new, device="cuda").unsqueeze(1)
         w = torch.softmax(logits.masked_fill(later, -torch.inf), -1)
         out.append(torch.einsum("gns,sd->ngd", w, vc))
@@ -336,6 +337,26 @@ def over_prefix(
     ]
 
 
+def head_dims(fmt: str) -> list[dict]:
+    """Heads that the CUDA kernel does not take: the Triton kernel, blocks unpacked for FlashInfer, and stock."""
+    out = []
+    for dim in HEAD_DIMS:
+        work = Workload(fmt, block_tokens=128, head_dim=dim)
+        for prefix, new in HEAD_DIM_CASES:
+            times = {"fa3 page 128": timed(fa3_paged(128, [prefix], [new], dim))}
+            best = times["fa3 page 128"]
+            for name in ("triton 64x4", "unpacked"):
+                fn, _, store = run_ours(work, prefix, new, variants()[name], check=False)
+                times[name] = timed(fn)
+                del fn, store
+            out += [
+                dict(case=f"heads of {dim}", prefix=prefix, new=new, name=name, ms=ms, vs_stock=ms / best)
+                for name, ms in times.items()
+            ]
+            torch.cuda.empty_cache()
+    return out
+
+
 def few_new(work: Workload, good: set[str], names: Sequence[str]) -> list[dict]:
     """What a hit leaves to compute: each of our kernels that takes so few, and stock over bf16 pages."""
     out = []
@@ -415,9 +436,7 @@ def main() -> None:
     args = arguments()
     work, budget = Workload(args.format, args.kept, block_tokens=args.block), Budget(args.seconds)
     bandwidth, rate = copy_bandwidth(), matmul_rate()
-    results = Results(
-        args.out, format=args.format, kept=args.kept, copy_bytes_per_s=bandwidth, matmul_ops_per_s=rate
-    )
+    results = Results(args.out, format=args.format, kept=args.kept, copy_bytes_per_s=bandwidth, matmul_ops_per_s=rate)
     for name, options in variants().items():
         try:
             size = {"unpacked": (4096, 600), "few": (1536, 4)}.get(name, (1536, 100))
@@ -431,6 +450,7 @@ def main() -> None:
             for n in map(int, filter(None, args.new.split(",")))}  # fmt: skip
     jobs["few new"] = lambda: few_new(work, good, args.stock)
     jobs["batches"] = lambda: batches(work, good, 64, args.stock)
+    jobs["head dims"] = lambda: head_dims(args.format)
     if args.score:
         jobs["scores"] = lambda: collecting(args.score)
         jobs["scores of steps"] = lambda: collecting_steps(64, args.score // 2)
