@@ -97,13 +97,14 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "enable_deterministic_inference",
         _on,
         "--enable-deterministic-inference",
-        "the moment at which a block is packed changes the last bits of an answer",
+        "decode attention splits the KV of a batch by its total length, so requests that run beside one change the last "
+        "bits of its answer",
     ),
     Refusal(
         "rl_on_policy_target",
         _on,
         "--rl-on-policy-target {}",
-        "it needs bitwise equal answers, and packing a block changes the last bits",
+        "it needs the log-probabilities of the trainer bit for bit, and packed blocks change them",
     ),
     Refusal("enable_streaming_session", _on, "--enable-streaming-session", "it frees the cache in parts of a block"),
     Refusal("enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs its own radix tree"),
