@@ -3,6 +3,9 @@
 SGLang continues a half-prefilled prompt whatever is free, and a failed allocation ends the scheduler. While others
 decode, returning the request unchanged parks it for a step (a path SGLang has for hybrid models), and with it all
 prompts behind it. Finished or retracted requests then make room.
+
+With `--enable-mixed-chunk` the decode step of the running requests joins each prefill, and SGLang does not check its
+memory. A pass therefore leaves the blocks of that step free.
 """
 
 from __future__ import annotations
@@ -13,6 +16,11 @@ from .lookup import format_id_of, runtime_of
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+INIT = (
+    "self page_size tree_cache token_to_kv_pool_allocator running_batch new_token_ratio rem_input_tokens "
+    "rem_chunk_tokens num_mixed_decode_tokens priority_scheduling_preemption_threshold max_prefill_bs "
+    "max_running_requests prefill_max_requests prefill_delayer_single_pass dllm_config waiting_queue_len"
+)
 
 
 @contextmanager
@@ -32,6 +40,26 @@ def _staged(adder, runtime, req) -> int:
         prefix = adder.tree_cache.path_blocks(req.last_node) if runtime.capacity.sizing.staged_tokens else ()
         known[id(req)] = runtime.capacity.staged_tokens(prefix, format_id_of(runtime, req))
     return known[id(req)]
+
+
+def around_init(
+    orig, self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, new_token_ratio, rem_input_tokens,
+    rem_chunk_tokens, num_mixed_decode_tokens=0, *args, **kwargs
+):  # fmt: skip
+    """Leave blocks, not single tokens, for a mixed decode step. Its tokens do not shorten a chunk, which would then end
+    inside a block, and would hold no token where as many requests run as a chunk has tokens."""
+    runtime = runtime_of(token_to_kv_pool_allocator)
+    mixed = num_mixed_decode_tokens if runtime is None else 0
+    orig(
+        self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, new_token_ratio, rem_input_tokens,
+        rem_chunk_tokens, mixed, *args, **kwargs
+    )  # fmt: skip
+    self.kvc_decode_tokens = 0
+    if runtime is not None and num_mixed_decode_tokens:
+        seqs = [req.kvc for req in running_batch.reqs if req.kvc is not None]  # None: the request just ended
+        self.kvc_decode_tokens = runtime.capacity.new_block_tokens(seqs, [seq.length + 1 for seq in seqs])
+        self.rem_total_token_offset += self.kvc_decode_tokens
+        self.cur_rem_token_offset += self.kvc_decode_tokens
 
 
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
@@ -59,7 +87,7 @@ def around_add_chunked_req(orig, self, req):
     if runtime is None or self.running_batch is None or self.running_batch.is_empty():
         return orig(self, req)
     end = min(len(req.full_untruncated_fill_ids), len(req.prefix_indices) + self.rem_chunk_tokens)
-    need = runtime.capacity.new_block_tokens([req.kvc], [end])
+    need = runtime.capacity.new_block_tokens([req.kvc], [end]) + self.kvc_decode_tokens
     shortage = self.rem_chunk_tokens - int(self.rem_total_tokens)
     credit = runtime.capacity.chunk_credit(need, shortage, running=len(self.running_batch.reqs))
     if credit is None:
@@ -79,6 +107,7 @@ def around_running_offset(orig, self, req):
 
 
 def register() -> None:
+    hook(f"{ADDER}.__init__", "around", INIT, around_init)
     hook(f"{ADDER}.add_one_req", "around", "self req has_chunked_req truncation_align_size", around_add_one_req)
     hook(f"{ADDER}.add_chunked_req", "around", "self req", around_add_chunked_req)
     hook(f"{ADDER}._get_running_request_total_token_offset", "around", "self req", around_running_offset)

@@ -1,4 +1,5 @@
-"""`mem_cache.allocation`: bind requests to the allocation that SGLang makes for a batch.
+"""`mem_cache.allocation` and `ScheduleBatch.mix_with_running`: bind requests to the allocation that SGLang makes for a
+batch.
 
 SGLang's allocator sees lengths only. Ours needs the requests, whose CPU block lists decide everything, and must not be
 asked for a spare block per request: at 128 tokens per block that slack would evict the cache on every decode step.
@@ -41,6 +42,18 @@ def around_alloc_for_decode(orig, batch, token_per_req):
         return orig(batch, token_per_req)
 
 
+def before_mix_with_running(self, running_batch):
+    """The decode step of `running_batch` joins the extend batch that was allocated just before."""
+    if (runtime := runtime_of(self.token_to_kv_pool_allocator)) is not None:
+        runtime.extending += [(req.rid, req.kvc) for req in running_batch.reqs]
+
+
 def register() -> None:
     hook(f"{ALLOCATION}.alloc_for_extend", "around", "batch", around_alloc_for_extend)
     hook(f"{ALLOCATION}.alloc_for_decode", "around", "batch token_per_req", around_alloc_for_decode)
+    hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
+        "before",
+        "self running_batch",
+        before_mix_with_running,
+    )

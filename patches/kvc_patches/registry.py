@@ -37,6 +37,7 @@ _POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.Pool
 # that was never registered.
 TARGETS = frozenset(
     (
+        f"{_ADDER}.__init__",
         f"{_ADDER}._get_running_request_total_token_offset",
         f"{_ADDER}.add_chunked_req",
         f"{_ADDER}.add_one_req",
@@ -55,6 +56,7 @@ TARGETS = frozenset(
         f"{_SRT}.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         f"{_SRT}.constrained.xgrammar_backend._allocate_token_bitmask",
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.mix_with_running",
         f"{_SRT}.managers.schedule_batch.release_req",
         f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
         f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",

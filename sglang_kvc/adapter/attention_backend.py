@@ -74,7 +74,9 @@ class KvcAttnBackend(AttentionBackend):
         fake_quant_format = self.runtime.fake_quant_format(seqs)
         waiting = []
         if any(fake_quant_format):
-            waiting = [[] if seq is None else seq.open_blocks(length) for seq, length in zip(seqs, prefix)]
+            waiting = [
+                [] if seq is None or seq.decoding else seq.open_blocks(length) for seq, length in zip(seqs, prefix)
+            ]
         return Snapshot(
             row_blocks, fb.seq_lens, *write, lens, prefix, extend,
             fake_quant_format or None, waiting if any(waiting) else None,

@@ -73,7 +73,7 @@ class Runtime:
     step: forwards launched; stamps page counts that are on their way.
     processed: forwards whose results the CPU has processed.
     extending: id and sequence of every request in the extend batch allocated last, in order. The next extend forward
-        is that batch's. It names requests by id, which several may share.
+        is that batch's. It names requests by id, which several may share. In a mixed batch those that decode follow.
     reduce_max: reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     """
 
@@ -188,9 +188,14 @@ class Runtime:
         return [None] * len(rids)
 
     def fake_quant_format(self, seqs: list[Sequence | None]) -> list[Format | None]:
-        """For each request the format in which its queries see full blocks fake-quantized; None: unchanged."""
+        """For each request the format in which its queries see full blocks fake-quantized; None: unchanged, as in a
+        decode step."""
         default = self.policy.format_id_of(None)  # a warm-up asks for no level
-        return [self.policy.fake_quant_format(default if seq is None else seq.format_id) for seq in seqs]
+        return [
+            None if seq is not None and seq.decoding
+            else self.policy.fake_quant_format(default if seq is None else seq.format_id)
+            for seq in seqs
+        ]  # fmt: skip
 
     @property
     def salt_only(self) -> bool:

@@ -72,6 +72,11 @@ class Sequence:
             num_tokens[self.blocks[i]] = min(p, length - i * p)
         self.length = length
 
+    @property
+    def decoding(self) -> bool:
+        """Whether the forward that was allocated last decodes a token; else it prefills."""
+        return self.length > self.prompt
+
     def open_tokens(self) -> int:
         """Tokens of its uncompressed blocks. Packed blocks of a cached prefix stay packed, in the window too."""
         return (len(self.blocks) - self.window_start - self.packed) * self.block_tokens

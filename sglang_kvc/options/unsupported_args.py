@@ -97,8 +97,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "enable_deterministic_inference",
         _on,
         "--enable-deterministic-inference",
-        "decode attention splits the KV of a batch by its total length, so requests that run beside one change the last "
-        "bits of its answer",
+        "decode attention splits the KV of a batch by its total length, so the batch changes an answer's last bits",
     ),
     Refusal(
         "rl_on_policy_target",
@@ -121,13 +120,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "--quantization-param-path",
         "scales are computed from the data of each block",
         "drop it",
-    ),
-    Refusal(
-        "enable_mixed_chunk",
-        _on,
-        "--enable-mixed-chunk",
-        "prefill and decode read the cache with different kernels",
-        "drop the option",
     ),
     Refusal("attention_backend", _other_than("kvc", None), "--attention-backend {}", _ATTENTION, "drop the option"),
     Refusal(

@@ -45,7 +45,6 @@ REFUSED = {
     "enable_session_radix_cache": True,
     "kv_cache_dtype": "fp8_e4m3",
     "quantization_param_path": "scales.json",
-    "enable_mixed_chunk": True,
     "attention_backend": "flashinfer",
     "prefill_attention_backend": "fa3",
     "decode_attention_backend": "triton",
@@ -123,6 +122,7 @@ def test_contradictions(stock, changes):
         {"dp_size": 2},
         {"disable_radix_cache": True},
         {"enable_lora": True},
+        {"enable_mixed_chunk": True},
     ],
     ids=str,
 )

@@ -42,6 +42,7 @@ from .audit import check_device, check_reads, check_records
 from .model import CONTEXT, ROWS, P
 
 ADDER_HOOKS = {
+    "__init__": admission.around_init,
     "add_one_req": admission.around_add_one_req,
     "add_chunked_req": admission.around_add_chunked_req,
     "_get_running_request_total_token_offset": admission.around_running_offset,
@@ -58,14 +59,20 @@ def _around(owner, name: str, hook):
     return patch.object(owner, name, lambda *args, **kwargs: hook(orig, *args, **kwargs))
 
 
+def _mix(orig, batch, running_batch):
+    allocation.before_mix_with_running(batch, running_batch)
+    orig(batch, running_batch)
+
+
 @contextlib.contextmanager
-def configured(runtime, chunk: int | None, retract_every: int):
+def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = False):
     """Within: SGLang has the options of such a server, and our hooks stand around what is not the scheduler's own.
 
     A running request is retracted every `retract_every` forwards, whatever is free.
     """
     args = ServerArgs(model_path="dummy", device="cpu", attention_backend="torch_native", disable_radix_cache=False)
     args.chunked_prefill_size, args.pp_max_micro_batch_size = chunk or -1, ROWS
+    args.enable_mixed_chunk = mixed
     context = runtime_context._CONTEXT
     with contextlib.ExitStack() as stack:
         for owner, name in ((context, "_server_args"), (context, "_config_bags"), (context.parallel, "_config")):
@@ -76,6 +83,7 @@ def configured(runtime, chunk: int | None, retract_every: int):
         for name, hook in ALLOCATION_HOOKS.items():
             stack.enter_context(_around(schedule_batch, name, hook))
         stack.enter_context(_around(ScheduleBatch, "check_decode_mem", hooks.around_check_decode_mem))
+        stack.enter_context(_around(ScheduleBatch, "mix_with_running", _mix))
         stack.enter_context(patch("sglang_kvc.cache.runtime._current", runtime))
         for name in ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled"):
             stack.enter_context(patch.object(schedule_policy, name, lambda: False))
@@ -124,10 +132,11 @@ class Overlap(Scheduler):
         self.is_generation = self.enable_overlap = True
         for name in (
             "enable_fpm", "enable_hisparse", "require_mlp_sync", "enable_priority_preemption", "is_hybrid_swa",
-            "enable_hierarchical_cache", "enable_hicache_storage", "enable_lora", "is_mixed_chunk",
-            "enable_dynamic_chunking", "enable_priority_scheduling", "abort_on_priority_when_disabled",
+            "enable_hierarchical_cache", "enable_hicache_storage", "enable_lora", "enable_dynamic_chunking",
+            "enable_priority_scheduling", "abort_on_priority_when_disabled",
         ):  # fmt: skip
             setattr(self, name, False)
+        self.is_mixed_chunk = chunk is not None and self.server_args.enable_mixed_chunk
         for name in (
             "dllm_config", "prefill_delayer", "min_free_slots_delayer", "truncation_align_size",
             "hisparse_coordinator", "priority_scheduling_preemption_threshold", "max_queued_requests",
@@ -228,8 +237,14 @@ class Overlap(Scheduler):
     def _note(self, batch) -> None:
         extends = batch.forward_mode.is_extend()
         self.seen["chunks"] += extends and batch.chunked_req is not None
+        if extends:
+            mixed = batch.decoding_reqs or []
+            self.seen["mixed"] += bool(mixed)
+            seqs = self.runtime.sequences_of([req.rid for req in batch.reqs])
+            assert all(seq is req.kvc for seq, req in zip(seqs, batch.reqs))
+            assert [seq.decoding for seq in seqs] == [req in mixed for req in batch.reqs]
         for req in batch.reqs if extends else ():
-            begins = req.extend_batch_idx == 1 and len(req.prefix_indices) > 0
+            begins = req not in mixed and req.extend_batch_idx == 1 and len(req.prefix_indices) > 0
             self.seen["hits"] += begins
             self.seen["hits after a retraction"] += begins and req.retraction_count > 0
 
@@ -241,7 +256,9 @@ class Overlap(Scheduler):
     def _span(batch, i: int) -> tuple[int, int]:
         """First and last position that this forward writes."""
         end = int(batch.seq_lens_cpu[i])
-        return (batch.prefix_lens[i] if batch.forward_mode.is_extend() else end - 1), end
+        first = batch.prefix_lens[i] if batch.forward_mode.is_extend() else end - 1
+        assert first + (batch.extend_lens[i] if batch.forward_mode.is_extend() else 1) == end
+        return first, end
 
     def process_batch_result(self, batch, result):
         if batch.forward_mode.is_decode():

@@ -12,7 +12,7 @@ from sglang.srt import runtime_context
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_running_offset
+from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
@@ -46,8 +46,13 @@ def prompt(server: ToyServer, new: int, answer: int, level: str | None = None) -
     return req
 
 
-def adder(server: ToyServer, chunk: int | None = CHUNK, running=None, ratio: float = 1.0) -> PrefillAdder:
-    return PrefillAdder(P, server.tree, server.allocator, running, ratio, 1 << 20, chunk)
+def adder(
+    server: ToyServer, chunk: int | None = CHUNK, running=None, ratio: float = 1.0, mixed: int = 0
+) -> PrefillAdder:
+    chosen = PrefillAdder.__new__(PrefillAdder)
+    init = PrefillAdder.__init__
+    around_init(init, chosen, P, server.tree, server.allocator, running, ratio, 1 << 20, chunk, mixed)
+    return chosen
 
 
 def comes_in(server: ToyServer, req: MagicMock, **options) -> bool:
@@ -97,6 +102,25 @@ def test_what_the_window_keeps_open_is_waited_for():
     running.kvc = runtime.new_sequence(np.array(prefix), 2 * P)
     running.kvc.extend(runtime.take([2 * P]))
     assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (6 + 4 * ratio) * P
+
+
+@pytest.mark.parametrize("at_border", [False, True])
+def test_a_pass_leaves_the_blocks_of_a_mixed_decode_step_free(at_border):
+    """Three blocks are free. A prompt of one block and a chunk of two leave one: enough for one of two requests that
+    decode at the end of a block."""
+    server = ToyServer(high="k4v4", window=0)
+    runtime = server.runtime
+    decoding = [prompt(server, 0, 1) for _ in range(2)]
+    for req in decoding:
+        assert runtime.grow([req.kvc], [P if at_border else P - 1])
+    runtime.take([0] * (runtime.capacity.available_tokens() // P - 3))
+    running = SimpleNamespace(reqs=decoding, is_empty=lambda: False)
+    options = {"running": running, "ratio": 0.0, "mixed": len(decoding)}
+    assert adder(server, **options).rem_chunk_tokens == CHUNK
+    assert comes_in(server, prompt(server, P, 1), **options) is not at_border
+    chosen, req = adder(server, **options), prompt(server, CHUNK, 1)
+    around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
+    assert bool(chosen.can_run_list) is not at_border
 
 
 @pytest.mark.parametrize(("free", "taken"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])

@@ -60,7 +60,7 @@ class Client:
 def life(seed: int, kind: Kind) -> Counter:
     """One server from its start until all requests are answered. Returns how often each thing happened."""
     runtime = make_runtime(**kind.options)
-    with configured(runtime, kind.chunk, retract_every=20):
+    with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed):
         server = Overlap(runtime, kind.chunk, kind.disable)
         client = Client(server, seed, kind.asked)
         for turn in range(TURNS):
@@ -92,6 +92,7 @@ class Kind:
     chunk: int | None = 2 * P
     asked: tuple[str | None, ...] = (None,)
     disable: bool = False  # the radix cache
+    mixed: bool = False  # decode steps join prefills
 
 
 TIGHT = {"blocks": 7}  # uncompressed
@@ -109,6 +110,10 @@ KINDS = {
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
     "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
+    "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
+    "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
+    "mixed-leankv": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS), mixed=True),
+    "mixed-no-radix": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, disable=True, mixed=True),
 }
 
 
@@ -130,6 +135,7 @@ def test_lives(name):
     expected = {"retracted", "paused"}
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
     expected |= {"chunks"} if kind.chunk else set()
+    expected |= {"mixed"} if kind.mixed else set()
     expected |= {"private"} if kind.options.get("trust") == "salt" else set()
     expected |= set() if kind.disable else {"hits", "hits after a retraction", "evicted"}
     assert not expected - seen.keys(), "these lives hold too little"

@@ -19,6 +19,7 @@ from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
+from .test_admission import adder
 
 LAYERS, HEADS, DIM, MIB = 16, 8, 128, 1 << 20
 
@@ -57,10 +58,10 @@ def turn(server: ToyServer, level: str | None = None) -> MagicMock:
 
 def come_in(server: ToyServer, reqs: list, chunked: MagicMock | None = None) -> list[AddReqResult]:
     running = SimpleNamespace(reqs=[turn(server)], is_empty=lambda: False)
-    adder = PrefillAdder(P, server.tree, server.allocator, running, 1.0, 1 << 20, 4 * P)
+    chosen = adder(server, chunk=4 * P, running=running)
     if chunked is not None:
-        around_add_chunked_req(PrefillAdder.add_chunked_req, adder, chunked)
-    return [around_add_one_req(PrefillAdder.add_one_req, adder, r, chunked is not None, None) for r in reqs]
+        around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, chunked)
+    return [around_add_one_req(PrefillAdder.add_one_req, chosen, r, chunked is not None, None) for r in reqs]
 
 
 def test_prompts_wait_whose_prefixes_would_stage_more_than_the_limit(server):

@@ -22,7 +22,7 @@ SMALL = "48MiB"
 ROWS = 8  # requests that run at a time
 LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
-SERVERS = {"packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed"}
+SERVERS = {"packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed"}
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
 # log-probabilities of one token. With bf16 blocks they drift by up to 0.09 and never part on a CPU with AVX-512; on one
@@ -38,11 +38,13 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     """Options and environment of each server that a test may ask for."""
     chunk = ["--chunked-prefill-size", "128", FP32_HEAD]
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
+    window = [] if STOCK else ["--kvc-window", str(BLOCK)]
     two = ["--tp-size", "2", "--max-running-requests", str(ROWS)]
     table = {
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
         "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
         "exact": ("bf16", chunk, SMALL, retract),
+        "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _graphs()),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
@@ -144,6 +146,11 @@ def levels(servers):
 @pytest.fixture
 def exact(servers):
     yield from _healthy(servers, "exact")
+
+
+@pytest.fixture
+def mixed(servers):
+    yield from _healthy(servers, "mixed")
 
 
 @pytest.fixture
