@@ -49,7 +49,7 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
 _BY_SLOT = "it keeps a row for each slot of the stock cache, and the compressed cache has more slots"
-_APART = "ranks that serve different requests would allocate their pages differently"
+_PADDED = "it pads the batch of a rank with requests that have no blocks, and runs decode steps as prefills"
 _WHOLE = "each rank must hold whole sequences of its own layers' pages"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
@@ -84,7 +84,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "enable_dp_attention",
         _on,
         "--enable-dp-attention",
-        _APART,
+        _PADDED,
         "use --tp-size or --dp-size without it",
     ),
     Refusal("enable_two_batch_overlap", _on, "--enable-two-batch-overlap", "a step's pages are written as one batch"),
@@ -151,7 +151,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         _BETWEEN,
         "drop the option, which gives breakable graphs",
     ),
-    Refusal("dwdp_size", _above_one, "--dwdp-size {}", _APART, "use --tp-size or --dp-size"),
+    Refusal("dwdp_size", _above_one, "--dwdp-size {}", "it turns DP attention on", "use --tp-size or --dp-size"),
     Refusal(
         "strip_thinking_cache",
         _on,
