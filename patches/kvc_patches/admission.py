@@ -46,20 +46,20 @@ def around_init(
     orig, self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, new_token_ratio, rem_input_tokens,
     rem_chunk_tokens, num_mixed_decode_tokens=0, *args, **kwargs
 ):  # fmt: skip
-    """Leave blocks, not single tokens, for a mixed decode step. Its tokens do not shorten a chunk, which would then end
-    inside a block, and would hold no token where as many requests run as a chunk has tokens."""
-    runtime = runtime_of(token_to_kv_pool_allocator)
-    mixed = num_mixed_decode_tokens if runtime is None else 0
+    """Leave blocks, not single tokens, for a mixed decode step. It shortens a chunk by whole blocks, so that the chunk
+    ends at the end of one, and leaves it a block at least, so that prompts come in however many requests run."""
+    mixed = num_mixed_decode_tokens
     orig(
         self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, new_token_ratio, rem_input_tokens,
         rem_chunk_tokens, mixed, *args, **kwargs
     )  # fmt: skip
     self.kvc_decode_tokens = 0
-    if runtime is not None and num_mixed_decode_tokens:
+    if mixed and (runtime := runtime_of(token_to_kv_pool_allocator)) is not None:
+        self.rem_chunk_tokens = max(self.rem_chunk_tokens // page_size, 1) * page_size
         seqs = [req.kvc for req in running_batch.reqs if req.kvc is not None]  # None: the request just ended
         self.kvc_decode_tokens = runtime.capacity.new_block_tokens(seqs, [seq.length + 1 for seq in seqs])
-        self.rem_total_token_offset += self.kvc_decode_tokens
-        self.cur_rem_token_offset += self.kvc_decode_tokens
+        self.rem_total_token_offset += self.kvc_decode_tokens - mixed
+        self.cur_rem_token_offset += self.kvc_decode_tokens - mixed
 
 
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):

@@ -106,17 +106,17 @@ def test_what_the_window_keeps_open_is_waited_for():
 
 @pytest.mark.parametrize("at_border", [False, True])
 def test_a_pass_leaves_the_blocks_of_a_mixed_decode_step_free(at_border):
-    """Three blocks are free. A prompt of one block and a chunk of two leave one: enough for one of two requests that
-    decode at the end of a block."""
+    """Three blocks are free. A prompt or a chunk of one block leaves two: not enough for three requests that decode at
+    the end of a block."""
     server = ToyServer(high="k4v4", window=0)
     runtime = server.runtime
-    decoding = [prompt(server, 0, 1) for _ in range(2)]
+    decoding = [prompt(server, 0, 1) for _ in range(3)]
     for req in decoding:
         assert runtime.grow([req.kvc], [P if at_border else P - 1])
     runtime.take([0] * (runtime.capacity.available_tokens() // P - 3))
     running = SimpleNamespace(reqs=decoding, is_empty=lambda: False)
     options = {"running": running, "ratio": 0.0, "mixed": len(decoding)}
-    assert adder(server, **options).rem_chunk_tokens == CHUNK
+    assert adder(server, **options).rem_chunk_tokens == CHUNK - P
     assert comes_in(server, prompt(server, P, 1), **options) is not at_border
     chosen, req = adder(server, **options), prompt(server, CHUNK, 1)
     around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
