@@ -179,6 +179,17 @@ def test_a_forward_finds_its_own_sequences_where_requests_share_an_id():
     assert server.runtime.sequences_of(["of a warm-up"]) == [None] and server.runtime.sequences_of([]) == []
 
 
+def test_queries_of_a_mixed_decode_step_see_blocks_unchanged():
+    runtime = make_runtime(high="k4v4", window=0)
+    prefills, decodes = runtime.new_sequence(), runtime.new_sequence()
+    for seq in (prefills, decodes):
+        seq.prompt = 200
+        runtime.grow([seq], [200])
+    runtime.grow([decodes], [201])
+    default = runtime.policy.fake_quant_format(runtime.policy.format_id_of(None))
+    assert runtime.fake_quant_format([prefills, decodes, None]) == [default, None, default]
+
+
 def test_a_count_that_comes_late_is_not_its_successors():
     """A block that is packed, freed and taken anew in one queue: its count comes back when it is another's."""
     from .model import make_runtime
