@@ -22,7 +22,10 @@ SMALL = "48MiB"
 ROWS = 8  # requests that run at a time
 LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
-SERVERS = {"packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed"}
+SERVERS = {
+    "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
+    "replicated",
+}  # fmt: skip
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
 # log-probabilities of one token. With bf16 blocks they drift by up to 0.09 and never part on a CPU with AVX-512; on one
@@ -32,7 +35,6 @@ TIE, DRIFT = (0.2, 0.4) if common.has_gpu() else (0.1, 0.15)
 # compressed, 0.10 with k4v4.
 EXACT = 0.06
 FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
-
 
 def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     """Options and environment of each server that a test may ask for."""
@@ -45,10 +47,11 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
         "exact": ("bf16", chunk, SMALL, retract),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
-        "graphs": ("k4v4", chunk, "256MiB", _graphs()),
+        "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
+        "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_two_ranks(), **_plugin("replicas_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
-        "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _graphs()),
+        "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
         "unshared": ("k4v4", ["--chunked-prefill-size", "1024", FP32_HEAD, "--disable-radix-cache"], SMALL, {}),
     }
@@ -65,11 +68,11 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     return common.kvc(fmt, *extra, block=BLOCK, memory=memory), {**common.STRICT, **env}
 
 
-def _graphs() -> dict[str, str]:
-    """The plug-in in `graphs_on_cpu/`, with the metadata by which SGLang finds it; a GPU has graphs."""
+def _plugin(name: str) -> dict[str, str]:
+    """The plug-in in the folder `name`, with the metadata by which SGLang finds it; a GPU has what it stands for."""
     if common.has_gpu():
         return {}
-    folders = str(Path(__file__).parent / "graphs_on_cpu"), os.environ.get("PYTHONPATH")
+    folders = str(Path(__file__).parent / name), os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
@@ -100,6 +103,9 @@ class Servers:
         if name in ("ranks", "salted"):
             folder = self.models / "tiny"
             return folder if folder.exists() else tiny_model(folder)
+        if name == "replicated":
+            folder = self.models / "one_kv_head"
+            return folder if folder.exists() else tiny_model(folder, kv_heads=1)
         return self.windowed_model() if name.startswith("windowed") else None
 
     def windowed_model(self) -> Path:
@@ -178,14 +184,24 @@ def ranks(servers):
     yield from _healthy(servers, "ranks")
 
 
+@pytest.fixture
+def replicated(servers):
+    yield from _healthy(servers, "replicated")
+
+
 @pytest.fixture(scope="session")
 def off_by():
+    """`deviation` from the demo model."""
+    return deviation(common.demo_model())
+
+
+def deviation(folder: Path | str):
     """`off_by(answer, prompt)`: how far a server's log-probabilities of the prompt's tokens, from the second block on,
     are from those of transformers: nats, on average. Chunks behind the first one read stored blocks."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(common.demo_model(), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.set_attn_implementation("eager")
 
     def compare(answer, prompt: list[int]) -> float:
