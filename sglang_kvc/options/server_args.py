@@ -24,6 +24,7 @@ from sglang_kvc.options.unsupported_args import (
     check_chunk,
     check_memory,
     environment_warnings,
+    ignored_warnings,
     trust_warning,
 )
 from sglang_kvc.options.unsupported_models import check_facts
@@ -277,7 +278,7 @@ def _prepare(args: KvcServerArgs) -> None:
     config = resolve_config(args)
     check_args(args, config)
     trust = None if args.disable_radix_cache else trust_warning(config)
-    for warning in [*environment_warnings(), *([trust] if trust else [])]:
+    for warning in [*environment_warnings(), *ignored_warnings(args), *([trust] if trust else [])]:
         logger.warning(warning)
     if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")

@@ -48,7 +48,6 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 
 
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
-_BY_SLOT = "it keeps a row for each slot of the stock cache, and the compressed cache has more slots"
 _PADDED = "it pads the batch of a rank with requests that have no blocks, and runs decode steps as prefills"
 _WHOLE = "each rank must hold whole sequences of its own layers' pages"
 _ATTENTION = "only its own attention backend can read packed pages"
@@ -87,9 +86,11 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         _PADDED,
         "use --tp-size or --dp-size without it",
     ),
-    Refusal("enable_two_batch_overlap", _on, "--enable-two-batch-overlap", "a step's pages are written as one batch"),
     Refusal(
-        "enable_single_batch_overlap", _on, "--enable-single-batch-overlap", "a step's pages are written as one batch"
+        "enable_two_batch_overlap",
+        _on,
+        "--enable-two-batch-overlap",
+        "each half of a batch would attend with a backend of its own, and a forward has one snapshot of its blocks",
     ),
     Refusal("enable_pdmux", _on, "--enable-pdmux", "pages may be written by one stream only"),
     Refusal("dllm_algorithm", _on, "--dllm-algorithm {}", "a diffusion model rewrites tokens that are already packed"),
@@ -114,13 +115,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "precision is set per token by the cache's own formats",
         "drop it and choose --kvc-high, like k8v8",
     ),
-    Refusal(
-        "quantization_param_path",
-        _on,
-        "--quantization-param-path",
-        "scales are computed from the data of each block",
-        "drop it",
-    ),
     Refusal("attention_backend", _other_than("kvc", None), "--attention-backend {}", _ATTENTION, "drop the option"),
     Refusal(
         "prefill_attention_backend",
@@ -143,7 +137,13 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "blocks are owned by its own radix tree",
         "drop the option",
     ),
-    Refusal("enable_torch_compile", _on, "--enable-torch-compile", "the cache's kernels are compiled on their own"),
+    Refusal(
+        "enable_torch_compile",
+        _on,
+        "--enable-torch-compile",
+        "it traces attention, and the launches of the cache's kernels have never been traced",
+        "drop the option",
+    ),
     Refusal(
         "cuda_graph_backend_prefill",
         _other_than(*PREFILL_GRAPHS, None),
@@ -159,11 +159,20 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "it frees the cache in parts of a block",
         "drop the option: packed answers take a fraction of the memory",
     ),
-    Refusal("enable_return_routed_experts", _on, "--enable-return-routed-experts", _BY_SLOT),
-    Refusal("enable_return_indexer_topk", _on, "--enable-return-indexer-topk", _BY_SLOT),
+    Refusal(
+        "enable_return_routed_experts",
+        _on,
+        "--enable-return-routed-experts",
+        "it keeps a row for each slot of the stock cache, and the compressed cache has more slots",
+    ),
     Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the radix tree"),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
-    Refusal("prefill_only_disable_kv_cache", _on, "--prefill-only-disable-kv-cache", "there would be nothing to keep"),
+    Refusal(
+        "prefill_only_disable_kv_cache",
+        _on,
+        "--prefill-only-disable-kv-cache",
+        "it serves embeddings without a cache, which leaves nothing to compress",
+    ),
     Refusal("enable_mis", _on, "--enable-mis", "its attention mask is not causal"),
     Refusal(
         "dtype",
@@ -256,6 +265,16 @@ def trust_warning(config: KvcConfig) -> str | None:
         f"how precisely all other requests read it; if tenants do not trust each other, set --kvc-trust {SALT} and "
         f"give the requests of each tenant a cache_salt."
     )
+
+
+def ignored_warnings(args: Any) -> list[str]:
+    """A sentence for each argument that has no effect."""
+    warnings = []
+    if args.quantization_param_path is not None:
+        warnings.append("--quantization-param-path is ignored: scales are computed from the data of each block.")
+    if args.enable_return_indexer_topk:
+        warnings.append("--enable-return-indexer-topk is ignored: models with an indexer are not served.")
+    return warnings
 
 
 def environment_warnings() -> list[str]:

@@ -15,6 +15,7 @@ from sglang_kvc.options.unsupported_args import (
     check_capability,
     check_memory,
     environment_warnings,
+    ignored_warnings,
 )
 from sglang_kvc.options.unsupported_models import MODEL_REFUSALS, ModelFacts, check_facts, check_model
 
@@ -36,7 +37,6 @@ REFUSED = {
     "enable_prefill_cp": True,
     "enable_dp_attention": True,
     "enable_two_batch_overlap": True,
-    "enable_single_batch_overlap": True,
     "enable_pdmux": True,
     "dllm_algorithm": "LowConfidence",
     "enable_deterministic_inference": True,
@@ -44,7 +44,6 @@ REFUSED = {
     "enable_streaming_session": True,
     "enable_session_radix_cache": True,
     "kv_cache_dtype": "fp8_e4m3",
-    "quantization_param_path": "scales.json",
     "attention_backend": "flashinfer",
     "prefill_attention_backend": "fa3",
     "decode_attention_backend": "triton",
@@ -54,9 +53,8 @@ REFUSED = {
     "dwdp_size": 2,
     "strip_thinking_cache": True,
     "enable_return_routed_experts": True,
-    "enable_return_indexer_topk": True,
     "enable_memory_saver": True,
-    "kv_canary": "sweep",
+    "kv_canary": "raise",
     "prefill_only_disable_kv_cache": True,
     "enable_mis": True,
     "dtype": "float32",
@@ -123,6 +121,9 @@ def test_contradictions(stock, changes):
         {"disable_radix_cache": True},
         {"enable_lora": True},
         {"enable_mixed_chunk": True},
+        {"enable_single_batch_overlap": True},
+        {"quantization_param_path": "scales.json"},
+        {"enable_return_indexer_topk": True},
     ],
     ids=str,
 )
@@ -145,6 +146,13 @@ def test_memory_beyond_the_device():
     with pytest.raises(ConfigError) as e:
         check_memory(config, 8e10)
     assert "--kvc-memory" in one_sentence(str(e.value))
+
+
+def test_arguments_that_are_ignored(stock):
+    assert ignored_warnings(SimpleNamespace(**stock)) == []
+    for name, value in (("quantization_param_path", "scales.json"), ("enable_return_indexer_topk", True)):
+        (warning,) = ignored_warnings(SimpleNamespace(**{**stock, name: value}))
+        assert "--" + name.replace("_", "-") in one_sentence(warning)
 
 
 def test_environment_variables_that_lose_their_effect(monkeypatch):
