@@ -37,9 +37,19 @@ def pytest_configure(config):
             raise pytest.UsageError("a plugin imported triton too early; set TRITON_INTERPRET=1")
         os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS
+    if expression == "gpu":
+        config.pluginmanager.register(FailuresAtOnce(), "failures-at-once")
     if not torch.cuda.is_available():
         # pytest's command line has no --kv-backend, by which the platform for CPUs would know that it is wanted.
         os.environ.setdefault("SGLANG_PLATFORM", "kvc_cpu")
+
+
+class FailuresAtOnce:
+    """Prints the end of a failure when it happens. A GPU run that is cut off by time has no summary."""
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            print(f"\n{report.nodeid}\n{report.longreprtext[-1500:]}", flush=True)
 
 
 def interpreter() -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from .conftest import pytest_configure, seed_generators
+from .conftest import FailuresAtOnce, pytest_configure, seed_generators
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +38,9 @@ def test_a_run_that_needs_both_kinds_of_process_is_refused(switch, args, monkeyp
     monkeypatch.setenv("TRITON_INTERPRET", switch)
     with pytest.raises(pytest.UsageError, match="Triton's interpreter"):
         pytest_configure(SimpleNamespace(args=args, option=SimpleNamespace(markexpr="")))
+
+
+def test_a_failure_is_printed_when_it_happens(capsys):
+    report = SimpleNamespace(failed=True, nodeid="tests/x.py::test_a", longreprtext="E  assert 1 == 2")
+    FailuresAtOnce().pytest_runtest_logreport(report)
+    assert capsys.readouterr().out == "\ntests/x.py::test_a\nE  assert 1 == 2\n"

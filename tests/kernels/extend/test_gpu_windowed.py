@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvc_kernels.store import PageStore
 from tests.kernels.common.test_window_reference import (
     NEW,
     PREFIX,
@@ -55,9 +56,7 @@ def test_decode_windows(window):
 @pytest.mark.parametrize("names", [("k8v8",), ("k2v2",), ("k4v4", "k8v4"), ()])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_decode_formats(names, head_dim):
-    case = make_case(
-        *names, head_dim=head_dim, block_tokens=128, lens=LENS, whole=True, device="cuda"
-    )
+    case = make_case(*names, head_dim=head_dim, block_tokens=128, lens=LENS, whole=True, device="cuda")
     assert decode(case, 190, logit_cap=2.0 if head_dim == 256 else 0.0) < BAR
 
 
@@ -70,9 +69,7 @@ def test_decode_of_more_blocks_than_a_chunk(group, columns):
 
 
 def test_decode_graph_replays_with_other_lengths_and_blocks():
-    case = make_case(
-        "k4v4", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), whole=True, device="cuda"
-    )
+    case = make_case("k4v4", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), whole=True, device="cuda")
     replays(case, build(case, 300, columns=40), window=300)
 
 
@@ -91,7 +88,7 @@ def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, 
 
     prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
     fmt = store.block_formats[1].high if stored else None
-    mine, rows = moved(store, "cuda"), ROWS.cuda()
+    mine, rows = moved(store, "cuda", PageStore), ROWS.cuda()
     skip_without(dense)
     options["ragged"] = ragged(store, q.shape[1], dense)
     op = WindowedExtend(mine, query_heads=q.shape[1], window=window, fake_quant_format=fmt, **options)
@@ -150,7 +147,8 @@ def test_no_sync():
     """Planning and running never wait for the device."""
     from kvc_kernels.extend.windowed import WindowedExtend
 
-    store, q = moved(request_case(dim=128, times=TIMES), "cuda"), queries(2, dim=128, times=TIMES).cuda()
+    store = moved(request_case(dim=128, times=TIMES), "cuda", PageStore)
+    q = queries(2, dim=128, times=TIMES).cuda()
     library = ragged(store, 4, "auto")
     op = WindowedExtend(store, query_heads=4, window=200, fake_quant_format=store.block_formats[1].high, ragged=library)
     rows, lens = ROWS.cuda(), ([TIMES * n for n in x] for x in (PREFIX, NEW))
