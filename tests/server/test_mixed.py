@@ -1,7 +1,7 @@
 """Decode steps that join the chunks of prompts (`--enable-mixed-chunk`).
 
-SGLang mixes only where no request wants log-probabilities, so answers are compared with those of the same prompts
-alone, which have them.
+SGLang mixes only where no request wants log-probabilities, so an answer is compared with that of the same prompt alone,
+which has them.
 """
 
 from __future__ import annotations
@@ -14,35 +14,26 @@ from bench.common import demo_model
 from .conftest import BLOCK, STOCK, tokens
 from .test_packed_lifecycle import Stream
 
-CHUNK = 2 * BLOCK
+CHUNK, CHUNKS = 2 * BLOCK, 4
 TIE = 0.2  # nats between candidates where two runs in batches of other shapes part
-ANSWER = BLOCK + 8  # tokens: a block of the answer is packed while prompts come in
+ANSWER = BLOCK + 8  # tokens: a block of the answer is packed while the prompt comes in
 
 
-def test_a_running_answer_goes_on_while_a_prompt_is_prefilled(mixed, rng):
-    """Without mixing, SGLang prefills all chunks first."""
-    chunks, length = 4, 80
-    stream = Stream(mixed, tokens(rng, 30), length).wait()
-    before = len(stream.events)
-    answer = mixed.client.generate(tokens(rng, chunks * CHUNK), 1)
-    assert len(answer.ids) == 1
-    assert len(stream.events) - before >= chunks - 2
-    stream.join(120)
-    assert stream.finish == "length" and stream.events[-1]["meta_info"]["completion_tokens"] == length
-
-
-def test_answers_are_those_of_the_prompts_alone(mixed):
-    tok = prompts.tokenizer(demo_model())
-    asked = [prompts.cut(tok, prompts.prose(), 70 + 80 * i, start=1500 * i) for i in range(2)]
-    alone = [mixed.client.generate(p, ANSWER, top=5) for p in asked]
+def test_an_answer_goes_on_while_a_prompt_is_prefilled(mixed, rng):
+    """It is the answer that the prompt gets alone. Without mixing, SGLang prefills all chunks first."""
+    prompt = prompts.cut(prompts.tokenizer(demo_model()), prompts.prose(), 70)
+    alone = mixed.client.generate(prompt, ANSWER, top=5)
     mixed.client.flush()
-    together = mixed.client.generate_many(asked, ANSWER, parallel=2)
-    for one, other in zip(alone, together):
-        assert len(other.ids) == ANSWER
-        parted = next((i for i, (x, y) in enumerate(zip(one.ids, other.ids)) if x != y), None)
-        if parted is not None:
-            best = one.top[parted]
-            assert best[one.ids[parted]] - best.get(other.ids[parted], -math.inf) <= TIE, parted
+    stream = Stream(mixed, prompt, ANSWER).wait()
+    before = len(stream.events)
+    assert len(mixed.client.generate(tokens(rng, CHUNKS * CHUNK), 1).ids) == 1
+    assert len(stream.events) - before >= CHUNKS - 2
+    stream.join(120)
+    ids = stream.events[-1]["output_ids"]
+    assert stream.finish == "length" and len(ids) == ANSWER
+    parted = next((i for i, (x, y) in enumerate(zip(alone.ids, ids)) if x != y), None)
+    if parted is not None:
+        best = alone.top[parted]
+        assert best[alone.ids[parted]] - best.get(ids[parted], -math.inf) <= TIE, parted
     if not STOCK:
-        stats = mixed.client.when_idle()
-        assert stats["packed_tokens"] > 0
+        assert mixed.client.when_idle()["packed_tokens"] > 0
