@@ -338,7 +338,7 @@ def over_prefix(
 
 
 def head_dims(fmt: str) -> list[dict]:
-    """Heads that the CUDA kernel does not take: the Triton kernel, blocks unpacked for FlashInfer, and stock."""
+    """Heads that the CUDA kernel does not take: the Triton kernel, blocks unpacked for a library, and stock."""
     out = []
     for dim in HEAD_DIMS:
         work = Workload(fmt, block_tokens=128, head_dim=dim)
