@@ -20,7 +20,6 @@ MODULES = (
     "requests",
     "retraction",
     "scheduler",
-    "triton_support",
 )
 
 

@@ -19,18 +19,19 @@ ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 INIT = (
     "self page_size tree_cache token_to_kv_pool_allocator running_batch new_token_ratio rem_input_tokens "
     "rem_chunk_tokens num_mixed_decode_tokens priority_scheduling_preemption_threshold max_prefill_bs "
-    "max_running_requests prefill_max_requests prefill_delayer_single_pass dllm_config waiting_queue_len"
+    "max_running_requests prefill_max_requests prefill_delayer_single_pass dllm_config waiting_queue_len "
+    "prefill_tile_block_m"
 )
 
 
 @contextmanager
 def _credit(adder, tokens: float):
     """Within: the adder counts `tokens` more as free."""
-    adder.rem_total_token_offset -= tokens
+    adder.memory_budget.total_offset -= tokens
     try:
         yield
     finally:
-        adder.rem_total_token_offset += tokens
+        adder.memory_budget.total_offset += tokens
 
 
 def _staged(adder, runtime, req) -> int:
@@ -58,8 +59,8 @@ def around_init(
         self.rem_chunk_tokens = max(self.rem_chunk_tokens // page_size, 1) * page_size
         seqs = [req.kvc for req in running_batch.reqs if req.kvc is not None]  # None: the request just ended
         self.kvc_decode_tokens = runtime.capacity.new_block_tokens(seqs, [seq.length + 1 for seq in seqs])
-        self.rem_total_token_offset += self.kvc_decode_tokens - mixed
-        self.cur_rem_token_offset += self.kvc_decode_tokens - mixed
+        self.memory_budget.total_offset += self.kvc_decode_tokens - mixed
+        self.memory_budget.current_offset += self.kvc_decode_tokens - mixed
 
 
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
@@ -70,7 +71,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, req, has_chunked_req, truncation_align_size)
-    new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    new = len(req.full_untruncated_fill_ids) - req.prefix_len
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
     chunk = None if self.rem_chunk_tokens is None else get_schedule().chunked_prefill_size
     need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk)
@@ -86,7 +87,7 @@ def around_add_chunked_req(orig, self, req):
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None or self.running_batch is None or self.running_batch.is_empty():
         return orig(self, req)
-    end = min(len(req.full_untruncated_fill_ids), len(req.prefix_indices) + self.rem_chunk_tokens)
+    end = min(len(req.full_untruncated_fill_ids), req.prefix_len + self.rem_chunk_tokens)
     need = runtime.capacity.new_block_tokens([req.kvc], [end]) + self.kvc_decode_tokens
     shortage = self.rem_chunk_tokens - int(self.rem_total_tokens)
     credit = runtime.capacity.chunk_credit(need, shortage, running=len(self.running_batch.reqs))

@@ -20,7 +20,7 @@ def around_alloc_for_extend(orig, batch):
     lengths = batch.seq_lens_cpu.tolist()
     for req, length in zip(batch.reqs, lengths):
         if getattr(req, "kvc", None) is None:
-            cached = req.cache_protected_len
+            cached = req.kv.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: cached // allocator.page_size]
             req.kvc = runtime.new_sequence(blocks, cached, format_id_of(runtime, req))
         req.kvc.prompt = length

@@ -33,11 +33,13 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     config = orig(self, pre_model_load_memory)
     if not _active(self):
         return config
+    from sglang.srt.runtime_context import get_parallel
+
     from sglang_kvc.cache.runtime import Runtime, install
     from sglang_kvc.options.resolve import resolve_config
 
     kvc, model = resolve_config(self.server_args), self.model_config
-    heads = model.get_num_kv_heads(self.ps.attn_tp_size)
+    heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
     layers = self.layer_info.num_effective_layers
     stock_bytes = config.max_total_num_tokens * 2 * heads * model.head_dim * layers * self.model_dtype.itemsize
     if kvc.memory is not None:
@@ -51,7 +53,7 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
         dtype=self.model_dtype,
         device=self.device,
     )
-    if self.ps.attn_tp_size > 1:
+    if get_parallel().attn_tp_size > 1:
         runtime.reduce_max = _tensor_parallel_max()
     install(runtime)
     sizing = runtime.sizing

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SGLANG_VERSION = "0.5.17"
+SGLANG_VERSION = "0.5.23"
 SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 
 
@@ -66,7 +66,6 @@ TARGETS = frozenset(
         f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
         f"{_SRT}.sampling.sampling_params.SamplingParams.verify",
         SERVER_ARGS,
-        f"{_SRT}.utils.common.support_triton",
     )
 )
 

@@ -13,7 +13,7 @@ from .registry import hook
 
 RELEASE = "sglang.srt.managers.schedule_batch.release_req"
 PARAMETERS = (
-    "req remaing_req_count server_args req_to_token_pool token_to_kv_pool_allocator tree_cache hisparse_coordinator "
+    "req remaing_req_count req_to_token_pool token_to_kv_pool_allocator tree_cache hisparse_coordinator "
     "offload_kv"
 )
 

@@ -1,8 +1,8 @@
 """`server_args` and `entrypoints.engine`: the options of the plug-in, and the check of SGLang's version.
 
 `ServerArgs` is replaced past `registry.hook`, since a class has no parameters to record; `registry.verify` checks that
-the replacement is in force. Relies on SGLang 0.5.17:
-- `class ServerArgs` (a dataclass; `prepare_server_args(argv)` reads the module global of that name);
+the replacement is in force. Relies on SGLang 0.5.23:
+- `class ServerArgs` (a struct; `prepare_server_args(argv)` reads the module global of that name);
 - `add_attention_backend_choices(choices)` appends to the list that argparse holds by reference;
 - `Engine.server_args_class`, a class attribute that the replacement of the module global does not reach.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.runtime_context import get_parallel
 
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
@@ -30,7 +31,7 @@ class KvcAttnBackend(AttentionBackend):
         policy = self.runtime.policy
         layers = attention_layers(runner.model)
         sizes = {
-            "query_heads": runner.model_config.num_attention_heads // runner.ps.attn_tp_size,
+            "query_heads": runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
             "max_batch": rows,
             "max_blocks": -(-columns // self.block_tokens),
             "windows": sorted({m.sliding_window_size for m in layers} - {-1}),

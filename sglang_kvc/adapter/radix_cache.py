@@ -26,12 +26,17 @@ class BlockKey(RadixKey):
 
     __slots__ = ()
 
-    def __getitem__(self, idx) -> BlockKey:
-        part = super().__getitem__(idx)
-        return BlockKey(part.token_ids, part.extra_key)
+    @classmethod
+    def of(cls, key: RadixKey) -> BlockKey:
+        return cls(key.token_ids, key.extra_key, limit=key.limit, cache_salt=key.cache_salt)
 
-    def child_key(self, page_size: int = 1):
-        plain = self.token_ids[:page_size].tobytes()
+    def __getitem__(self, idx) -> BlockKey:
+        return BlockKey.of(super().__getitem__(idx))
+
+    def child_key_at(self, offset: int, page_size: int = 1):
+        plain = self.token_ids[offset : offset + page_size].tobytes()
+        if self.cache_salt is not None:
+            return (self.extra_key, self.cache_salt), plain
         return plain if self.extra_key is None else (self.extra_key, plain)
 
 
@@ -52,9 +57,6 @@ class KvcRadixCache(RadixCache):
     def evictable_size(self) -> int:
         return self.runtime.capacity.evictable_tokens()
 
-    def is_chunk_cache(self) -> bool:
-        return False
-
     def reset(self) -> None:
         super().reset()
         self.root_node.blocks = NO_BLOCKS
@@ -74,7 +76,7 @@ class KvcRadixCache(RadixCache):
             pages += int(runtime.ledger.charge[leaf.blocks].sum())
             evicted += len(leaf.key)
             self._delete_leaf(leaf)  # may make its parent a leaf
-            self._record_remove_event(leaf)
+            self.kv_events.record_remove(leaf)
         if gone:
             runtime.free(np.concatenate(gone))
             runtime.counters.evicted_blocks += blocks
@@ -82,8 +84,7 @@ class KvcRadixCache(RadixCache):
         return EvictResult(num_tokens_evicted=evicted)
 
     def match_prefix(self, params: MatchPrefixParams):
-        key = params.key
-        return super().match_prefix(replace(params, key=BlockKey(key.token_ids, key.extra_key, limit=key.limit)))
+        return super().match_prefix(replace(params, key=BlockKey.of(params.key)))
 
     # ---- locks decide what is evictable
 
@@ -123,10 +124,11 @@ class KvcRadixCache(RadixCache):
         upper.blocks, child.blocks = child.blocks[:at], child.blocks[at:]
         return upper
 
-    def _insert_blocks(self, req, key: RadixKey, slots: torch.Tensor, blocks: list[int], chunked: bool) -> int:
+    def _insert_blocks(self, req, key: RadixKey, slots: torch.Tensor, blocks: list[int]) -> int:
         """Insert `key`; its new part takes over `blocks`. Returns the length that the tree had already, in tokens."""
-        params = InsertParams(key=key, value=slots, chunked=chunked, priority=getattr(req, "priority", 0) or 0)
-        result = self.insert(params)
+        inserted = req.kv.cache_inserted_len
+        result = self.insert(InsertParams(key=key, value=slots, inserted_len=inserted, priority=req.priority or 0))
+        req.kv.cache_inserted_len = max(inserted, len(key))
         if result.prefix_len < len(key):
             leaf = result.last_device_node
             leaf.blocks = np.asarray(blocks[result.prefix_len // self.page_size :], dtype=np.int64)
@@ -135,69 +137,64 @@ class KvcRadixCache(RadixCache):
 
     # ---- requests
 
-    def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """End a request (finished, retracted or aborted): the tree keeps its full blocks, the rest is freed.
+    def checkpoint(self, req, *, up_to: int) -> None:
+        """Insert the full blocks of the first `up_to` tokens. The request then goes on in the tree's blocks.
+
+        SGLang checkpoints a request after each chunk, after its prefill, and when it finishes.
+        """
+        seq: Sequence = req.kvc
+        tokens, done = req.full_untruncated_fill_ids[:up_to], req.finished()
+        if not self.disable and not (done and req.kvc_private):
+            self._follow_tree(req, BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt))
+        if not done:
+            chunk = up_to < len(req.full_untruncated_fill_ids)
+            self.runtime.tokens_written(seq, up_to, Phase.CHUNK if chunk else Phase.PREFILL)
+
+    def _follow_tree(self, req, key: RadixKey) -> None:
+        """Insert the full blocks of `key`, and read those from the tree that it had already."""
+        seq: Sequence = req.kvc
+        key = key.page_aligned(self.page_size)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(key)].to(torch.int64, copy=True)
+        self._insert_blocks(req, key, row, seq.blocks[: len(key) // self.page_size])
+        node = self.match_prefix(MatchPrefixParams(key=key)).last_device_node
+        path = self.path_blocks(node)
+        assert len(path) * self.page_size == len(key), f"{len(path)=}, {len(key)=}"
+        duplicates = seq.replace_with_shared(path)
+        if duplicates:
+            known = req.kv.cache_protected_len
+            slots = self.path_device_indices(node)[known:]
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(known, len(key))), slots)
+            self.runtime.free(duplicates)
+        req.kv.cache_protected_len = len(key)
+        self.unlock(req.lock)
+        req.lock = self.lock(node)
+        req.last_node = node
+
+    def free_kv_row(self, kv, ranges) -> None:
+        """Do nothing: a request's blocks are freed by id when it is released."""
+
+    def on_release(self, req, *, checkpointed: bool) -> None:
+        """End a request (finished, retracted or aborted): the tree keeps what it took over, the rest is freed.
 
         All blocks of a private request (`--kvc-trust salt`) are freed when it finishes, since no other request finds
         them. A retracted request has not finished and finds its blocks again."""
         seq: Sequence = req.kvc
+        shared = seq.shared
         seq.release()
-        private = getattr(req, "kvc_private", False) and (is_insert or req.finished())
-        kept, due = seq.shared, [] if private else seq.blocks[: seq.shared]
-        if is_insert and not private and not self.disable and not self.disable_finished_insert:
-            key = self._key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
-            n = len(key) // self.page_size
-            row = self._row(req, len(key))
-            matched = self._insert_blocks(req, key, row, seq.blocks[:n], chunked=False) // self.page_size
-            self.runtime.free(seq.blocks[seq.shared : matched])
-            kept, due = n, due + seq.blocks[max(matched, seq.shared) : n]
-        self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=due)
-        self.runtime.free(seq.blocks[kept:])
+        private = req.kvc_private and (checkpointed or req.finished())
+        self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
+        self.runtime.free(seq.blocks[shared:])
         req.kvc = None
-        if not self.disable and req.last_node is not None:
-            self.dec_lock_ref(req.last_node)
-            if private:
-                self._drop_path(req.last_node)
+        if private and not self.disable:
+            self._drop_path(req.last_node)
 
     def _drop_path(self, node: TreeNode) -> None:
         """Free the blocks from `node` up to the first node that another request uses."""
         while node is not self.root_node and node.lock_ref == 0 and not node.children:
             self.runtime.free(node.blocks)
             self._delete_leaf(node)
-            self._record_remove_event(node)
+            self.kv_events.record_remove(node)
             node = node.parent
-
-    def cache_unfinished_req(self, req, chunked: bool = False) -> None:
-        """End a prefill or a chunk: the tree takes the full blocks, and the request's row follows the tree."""
-        seq: Sequence = req.kvc
-        tokens = req.get_fill_ids()
-        row = self._row(req, len(tokens))
-        if self.disable:
-            req.prefix_indices = row
-        else:
-            key = self._key(req, tokens)
-            n = len(key) // self.page_size
-            self._insert_blocks(req, key, row[: len(key)], seq.blocks[:n], chunked)
-            match = self.match_prefix(MatchPrefixParams(key=key))
-            slots, node = match.device_indices, match.last_device_node
-            assert len(slots) == len(key), f"{len(slots)=}, {len(key)=}"
-            duplicates = seq.replace_with_shared(self.path_blocks(node))
-            if duplicates:
-                done = req.cache_protected_len
-                self.req_to_token_pool.write((req.req_pool_idx, slice(done, len(slots))), slots[done:])
-                self.runtime.free(duplicates)
-            req.cache_protected_len = len(slots)
-            self.dec_lock_ref(req.last_node)
-            self.inc_lock_ref(node)
-            req.last_node = node
-            req.prefix_indices = torch.cat([slots, row[len(slots) :]]) if len(slots) < len(row) else slots
-        self.runtime.tokens_written(seq, len(tokens), Phase.CHUNK if chunked else Phase.PREFILL)
-
-    def _key(self, req, tokens) -> RadixKey:
-        return BlockKey(tokens, req.extra_key).page_aligned(self.page_size)
-
-    def _row(self, req, n: int) -> torch.Tensor:
-        return self.req_to_token_pool.req_to_token[req.req_pool_idx, :n].to(torch.int64, copy=True)
 
     @staticmethod
     def _decoded(req) -> int:

@@ -1,11 +1,6 @@
-"""The platform class. `platform.activate` is another module, so that asking imports nothing of SGLang.
-
-Imports inside methods: SGLang loads the class before the modules that they name.
-"""
+"""The platform class. `platform.activate` is another module, so that asking imports nothing of SGLang."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -34,22 +29,3 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
-
-    def get_mha_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-        return MHATokenToKVPool
-
-    def get_paged_allocator_cls(self) -> Callable:
-        return _allocator
-
-
-def _allocator(size: int, page_size: int, **kwargs):
-    """SGLang asks the platform at every page size, though its allocator for pages of one token needs no Triton."""
-    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-
-    from sglang_kvc.cpu.stock_allocator import TorchPagedAllocator
-
-    if page_size == 1:
-        return TokenToKVPoolAllocator(size, **kwargs)
-    return TorchPagedAllocator(size, page_size=page_size, **kwargs)

@@ -1,16 +1,19 @@
 """`KvcServerArgs`: SGLang's server arguments plus `--kv-backend` and the `--kvc-*` options.
 
 Server arguments are pickled into child processes, which unpickle them before any plugin is loaded. So importing this
-module suffices for that, and changes nothing else. Written against SGLang 0.5.17: `ServerArgs.__post_init__(self)`,
-`ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`.
+module suffices for that, and changes nothing else. Written against SGLang 0.5.23: `ServerArgs.resolve_once(self)`,
+`ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`. The record holds what the user said;
+`resolving_view` reads what SGLang made of it.
 """
 
-import dataclasses
 import logging
 import sys
+from typing import Any
 
 import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
@@ -68,8 +71,7 @@ def _option(help: str, *, number: bool = False) -> Arg:
     return Arg(help=help, type_parser=_number if number else str)
 
 
-@dataclasses.dataclass
-class KvcServerArgs(ServerArgs):
+class KvcServerArgs(ServerArgs, dict=True, kw_only=True):
     """None means "not given": the defaults are in `KvcConfig` and the policies, because some depend on the policy."""
 
     kv_backend: A[
@@ -241,26 +243,32 @@ class KvcServerArgs(ServerArgs):
         NS("memory"),
     ] = None
 
-    def __post_init__(self) -> None:
-        # Before SGLang's own resolution, so that it sees our values. It may run again on resolved values.
-        if self.kv_backend == "kvc":
-            _prepare(self)
-        else:
-            _refuse_strays(self)
-        super().__post_init__()
-        if self.kv_backend == "kvc":
-            _verify(self)
+    def resolve_once(self) -> None:
+        """Check before SGLang's resolution, so that it sees our values, and after it, when the model is known."""
+        if getattr(self, "_resolution_finished", False):
+            return
+        try:
+            if self.kv_backend == "kvc":
+                _prepare(self)
+            else:
+                _refuse_strays(self)
+            super().resolve_once()
+            if self.kv_backend == "kvc":
+                _verify(self)
+        except ConfigError as e:
+            if getattr(self, "_from_command_line", False):
+                _exit(str(e))
+            raise
 
     @classmethod
     def from_cli_args(cls, args):
-        """End the process with one sentence, not a traceback, when the command line cannot be served."""
-        try:
-            return super().from_cli_args(args)
-        except ConfigError as e:
-            _exit(str(e))
+        """A record whose resolution ends the process with one sentence, not a traceback, when it cannot be served."""
+        made = super().from_cli_args(args)
+        made._from_command_line = True
+        return made
 
 
-KVC_OPTIONS = tuple(f.name for f in dataclasses.fields(KvcServerArgs) if f.name.startswith("kvc_"))
+KVC_OPTIONS = tuple(name for name in KvcServerArgs.__struct_fields__ if name.startswith("kvc_"))
 
 
 def _refuse_strays(args: KvcServerArgs) -> None:
@@ -309,13 +317,14 @@ def _prepare(args: KvcServerArgs) -> None:
 
 def _verify(args: KvcServerArgs) -> None:
     """Checks after SGLang's resolution: the model's config is known, and SGLang may have changed our fields for it."""
-    if not getattr(args, "_declarations_materialized", False):
-        return  # model "dummy" or "none": SGLang resolves nothing
+    resolved: Any = resolving_view(args)
+    if resolved.model_path.lower() in ("none", "dummy"):
+        return  # SGLang resolves nothing
     config = resolve_config(args)
-    model = args.get_model_config()
+    model = model_config_of(args)
     facts = from_model_config(model)
     check_facts(facts, config)
-    heads = model.get_num_kv_heads(args.tp_size)
+    heads = model.get_num_kv_heads(resolved.tp_size)
     for sentence in wasted_levels(config, head_dim=facts.head_dim):
         logger.warning(sentence)
     check_pool(config, layers=model.num_hidden_layers, heads=heads, head_dim=facts.head_dim)
@@ -324,14 +333,14 @@ def _verify(args: KvcServerArgs) -> None:
         ("radix_cache_backend", "kvc"),
         ("page_size", config.block_size),
     ):
-        got = getattr(args, name)
+        got = getattr(resolved, name)
         if got != wanted:
             raise ConfigError(
                 f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
                 f"{name}={got} for it; serve it with --kv-backend default."
             )
-    check_chunk(args.chunked_prefill_size, config)
-    graph = args.cuda_graph_config.prefill
+    check_chunk(resolved.chunked_prefill_size, config)
+    graph = resolved.cuda_graph_config.prefill
     if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's
         graph.backend = "disabled"
 
