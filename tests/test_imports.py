@@ -33,7 +33,6 @@ ORDER = (
 SGLANG = {
     "sglang_kvc.adapter": "subclasses the pool, allocator, radix cache and attention backend that SGLang calls",
     "sglang_kvc.cpu.platform_class": "subclasses SGLang's platform",
-    "sglang_kvc.cpu.stock_allocator": "subclasses SGLang's paged allocator",
     "sglang_kvc.options.server_args": "subclasses SGLang's ServerArgs",
     "sglang_kvc.options.model_facts": "reads SGLang's ModelConfig, in the function that is given one",
 }

@@ -46,17 +46,18 @@ def check_version() -> None:
 
 
 def _refuse_keyword(sentence: str) -> None:
-    try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError:  # the caller raises the sentence anyway
+    """Let `Engine(kv_backend=...)`, which loads plug-ins before it makes its arguments, raise `sentence`."""
+    engine = getattr(sys.modules.get(ENGINE_MODULE), "Engine", None)
+    stock = getattr(engine, "server_args_class", None)
+    if stock is None:  # the caller raises the sentence anyway
         return
 
-    def around_init(orig, self, *args, **kwargs):
+    def server_args(*args, **kwargs):
         if "kv_backend" in kwargs:
             raise UnsupportedSGLang(sentence)
-        return orig(self, *args, **kwargs)
+        return stock(*args, **kwargs)
 
-    HookRegistry.register(f"{SERVER_ARGS}.__init__", around_init, HookType.AROUND)
+    engine.server_args_class = staticmethod(server_args)
 
 
 def register() -> None:

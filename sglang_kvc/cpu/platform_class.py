@@ -17,9 +17,6 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # SGLang's default for --device.
         return "cpu"
 
-    def is_pin_memory_available(self, device=None) -> bool:
-        return False
-
     def get_torch_profiler_activity_str(self) -> str:
         # /start_profile calls this. The base class raises, which would end the server.
         return "CPU"

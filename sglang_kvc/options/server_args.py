@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
@@ -254,7 +255,9 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):
                 _refuse_strays(self)
             super().resolve_once()
             if self.kv_backend == "kvc":
+                self._resolution_finished, self._resolution_failed = False, True  # until it is checked
                 _verify(self)
+                self._resolution_finished, self._resolution_failed = True, False
         except ConfigError as e:
             if getattr(self, "_from_command_line", False):
                 _exit(str(e))
@@ -340,9 +343,10 @@ def _verify(args: KvcServerArgs) -> None:
                 f"{name}={got} for it; serve it with --kv-backend default."
             )
     check_chunk(resolved.chunked_prefill_size, config)
-    graph = resolved.cuda_graph_config.prefill
-    if graph.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's
-        graph.backend = "disabled"
+    graphs = resolved.cuda_graph_config
+    if graphs.prefill.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's
+        graphs = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
+        declare_resolution(args, __name__, cuda_graph_config=graphs)
 
 
 def _on_cpu(args: KvcServerArgs) -> bool:

@@ -67,7 +67,18 @@ def server_args():
 
 @pytest.fixture
 def parse(server_args, model):
-    """Parse a command line as `launch_server` does."""
-    return lambda *argv, model_path=model: server_args.prepare_server_args(
-        ["--model-path", model_path, "--device", "cpu", *argv]
-    )
+    """Parse a command line and resolve the record, as `launch_server` does."""
+
+    def parse(*argv, model_path=model):
+        args = server_args.prepare_server_args(["--model-path", model_path, "--device", "cpu", *argv])
+        args.resolve_once()
+        return args
+
+    return parse
+
+
+def resolved(args):
+    """SGLang's view of a record: what the user gave, replaced by what the resolution decided."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(args)

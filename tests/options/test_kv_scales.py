@@ -63,16 +63,17 @@ def test_the_pool_takes_what_is_free(parse, monkeypatch, declared):
     """Sized by SGLang's own configurator, from the dtype that it chose for its own cache."""
     import inspect
 
+    from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.mem_cache import kv_cache_configurator as module
-    from sglang.srt.model_executor import pool_configurator
+    from sglang.srt.runtime_context import create_context, use_context
 
     from sglang_kvc.cache import runtime
 
     args = parse("--kv-backend", "kvc", "--max-total-tokens", str(1 << 30))  # no --kvc-memory: from what is free
     sgl = object.__new__(module.KVCacheConfigurator)
     fields = dict(
-        server_args=args, model_config=args.get_model_config(), device="cpu", gpu_id=0, is_hybrid_swa=False,
-        ps=SimpleNamespace(attn_tp_size=1, pp_size=1), layer_info=SimpleNamespace(num_effective_layers=2),
+        server_args=args, model_config=model_config_of(args), device="cpu", gpu_id=0, is_hybrid_swa=False,
+        layer_info=SimpleNamespace(num_effective_layers=2),
         use_mla_backend=False, mambaish_config=None, is_draft_worker=False, model_dtype=torch.bfloat16,
         kv_cache_dtype=declared, kv_cache_dtype_str="fp8_e4m3" if declared.itemsize == 1 else "auto",
         spec_algorithm=SimpleNamespace(
@@ -87,12 +88,11 @@ def test_the_pool_takes_what_is_free(parse, monkeypatch, declared):
         "resolve_max_num_reqs": lambda self, tokens: 8,
     }.items():
         monkeypatch.setattr(module.KVCacheConfigurator, name, value)
-    monkeypatch.setattr(module, "get_schedule", lambda: SimpleNamespace(page_size=128, mem_fraction_static=0.5))
-    monkeypatch.setattr(pool_configurator, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     monkeypatch.setattr(memory_pool, "verify", lambda: None)
     monkeypatch.setattr("sglang_kvc.options.unsupported_models.check_model", lambda configurator: None)
     monkeypatch.setattr(runtime, "_current", None)
-    memory_pool.before_configure(sgl, pre_model_load_memory=0)
     orig = inspect.unwrap(module.KVCacheConfigurator._resolve_memory_pool_config)
-    memory_pool.around_resolve_memory_pool_config(orig, sgl, 0)
+    with use_context(create_context(args, role="scheduler")):
+        memory_pool.before_configure(sgl, pre_model_load_memory=0)
+        memory_pool.around_resolve_memory_pool_config(orig, sgl, 0)
     assert 0.9 * BUDGET < runtime.current().store.nbytes <= 1.01 * BUDGET

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvc_kernels.ops import ScoreSampling
@@ -15,25 +16,26 @@ from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.resolve import resolve_config
 
-from .conftest import one_sentence
+from .conftest import one_sentence, resolved
 
 pytestmark = pytest.mark.usefixtures("server_args")
 
 
 def test_kvc_selects_our_parts(parse):
     args = parse("--kv-backend", "kvc")
-    assert (args.attention_backend, args.radix_cache_backend, args.page_size) == ("kvc", "kvc", 128)
-    assert args.prefill_attention_backend is None and args.decode_attention_backend is None
-    assert args.cuda_graph_config.prefill.backend == "disabled"
-    assert resolve_config(args) == KvcConfig(memory=10**9)
+    view = resolved(args)
+    assert (view.attention_backend, view.radix_cache_backend, view.page_size) == ("kvc", "kvc", 128)
+    assert view.prefill_attention_backend is None and view.decode_attention_backend is None
+    assert view.cuda_graph_config.prefill.backend == "disabled"
+    assert resolve_config(args) == resolve_config(view) == KvcConfig(memory=10**9)
 
 
 def test_cpu_is_served_without_more_options(parse):
-    args = parse("--kv-backend", "kvc")
+    args = resolved(parse("--kv-backend", "kvc"))
     assert args.device == "cpu" and args.disable_overlap_schedule
     assert args.cuda_graph_config.decode.backend == "disabled"
     assert args.max_running_requests == 32 and args.kvc_memory == "1GB"
-    chosen = parse("--kv-backend", "kvc", "--max-running-requests", "7", "--max-total-tokens", "9000")
+    chosen = resolved(parse("--kv-backend", "kvc", "--max-running-requests", "7", "--max-total-tokens", "9000"))
     assert chosen.max_running_requests == 7 and chosen.kvc_memory is None
 
 
@@ -43,12 +45,7 @@ def on_a_gpu():
     from sglang_kvc.options.server_args import KvcServerArgs, _prepare
 
     def prepare(**options):
-        args = object.__new__(KvcServerArgs)
-        for f in dataclasses.fields(KvcServerArgs):
-            has_default = f.default is not dataclasses.MISSING
-            object.__setattr__(args, f.name, f.default if has_default else None)
-        for name, value in {"device": "cuda", **options}.items():
-            object.__setattr__(args, name, value)
+        args = KvcServerArgs(model_path="m", device="cuda", kv_backend="kvc", **options)
         _prepare(args)
         return args
 
@@ -70,19 +67,23 @@ def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
     ("device", "chosen", "served"),
     [
         ("cuda", "breakable", "breakable"),
-        ("cuda", "tc_piecewise", "disabled"),  # SGLang's choice for some models with images
+        ("cuda", "full", "disabled"),
         ("cuda", "disabled", "disabled"),
         ("cpu", "breakable", "disabled"),
     ],
 )
 def test_prefill_graphs_are_broken_at_attention_or_none(parse, device, chosen, served):
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.model_executor.cuda_graph_config import with_phase
+
     from sglang_kvc.options.server_args import _verify
 
     args = parse("--kv-backend", "kvc")
-    object.__setattr__(args, "device", device)  # SGLang's own setter refuses once arguments are resolved
-    args.cuda_graph_config.prefill.backend = chosen
+    msgspec.Struct.__setattr__(args, "device", device)  # SGLang's own setter refuses once arguments are resolved
+    graphs = with_phase(resolved(args).cuda_graph_config, "prefill", backend=chosen)
+    declare_resolution(args, "SGLang", cuda_graph_config=graphs)
     _verify(args)
-    assert args.cuda_graph_config.prefill.backend == served
+    assert resolved(args).cuda_graph_config.prefill.backend == served
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,10 @@ def test_command_line_yaml_and_keywords_agree(parse, model, tmp_path):
     file.write_text(yaml.safe_dump({"kv-backend": "kvc", **{k.replace("_", "-"): v for k, v in ALL.items()}}))
     by_file = parse("--config", str(file))
     by_keywords = KvcServerArgs(model_path=model, device="cpu", kv_backend="kvc", **ALL)
+    by_keywords.resolve_once()
     for args in (by_flags, by_file, by_keywords):
         assert resolve_config(args) == RESOLVED
-        assert args.page_size == 128
+        assert resolved(args).page_size == 128
         assert {k: getattr(args, k) for k in ALL} == ALL
 
 
@@ -150,29 +152,91 @@ def test_a_composed_policy_by_flags(parse):
     assert {f"kvc_{k}": told[k] for k in ("policy", "scorer", "share", "budget", "sinks")} == given
 
 
-def test_pickle_asdict_and_a_second_resolution(parse):
+@pytest.fixture
+def checks(monkeypatch):
+    """Names of the checks that run, in order."""
+    from sglang_kvc.options import server_args as module
+
+    names = []
+    for name in ("_prepare", "_verify", "_refuse_strays"):
+        check = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda args, name=name, check=check: (names.append(name), check(args))[1])
+    return names
+
+
+def test_pickling_keeps_what_was_given_and_what_was_resolved(parse, checks):
     args = parse("--kv-backend", "kvc", *flags(ALL))
-    as_dict = dataclasses.asdict(args)
-    assert dataclasses.asdict(pickle.loads(pickle.dumps(args))) == as_dict
-    # SGLang's offline benchmark builds an engine from the resolved values.
-    assert dataclasses.asdict(type(args)(**as_dict)) == as_dict
+    child = pickle.loads(pickle.dumps(args))
+    assert type(child) is type(args)
+    assert msgspec.structs.asdict(child) == msgspec.structs.asdict(args)
+    assert child.resolved_dict() == args.resolved_dict()
+    assert {k: getattr(child, k) for k in ALL} == ALL and resolve_config(child) == RESOLVED
+    child.resolve_once()
+    args.resolve_once()
+    assert checks == ["_prepare", "_verify"]
+
+
+def test_an_unresolved_record_is_pickled_too(server_args, model, checks):
+    args = server_args.ServerArgs(model_path=model, device="cpu", kv_backend="kvc", **ALL)
+    child = pickle.loads(pickle.dumps(args))
+    assert checks == [] and child.attention_backend is None
+    child.resolve_once()
+    assert checks == ["_prepare", "_verify"] and resolved(child).attention_backend == "kvc"
+
+
+def test_resolved_values_make_a_record_again(parse, model):
+    """As keywords, like those of an engine that is built from the values in /server_info."""
+
+    def changes(args) -> dict:
+        args.resolve_once()
+        before = args.resolved_dict()
+        again = type(args)(**{**before, "cuda_graph_config": resolved(args).cuda_graph_config})
+        again.resolve_once()
+        after = again.resolved_dict()
+        return {name: (value, after[name]) for name, value in before.items() if after[name] != value}
+
+    args = parse("--kv-backend", "kvc", "--random-seed", "1", *flags(ALL))
+    stock = type(args).__mro__[1](model_path=model, device="cpu", random_seed=1)
+    assert changes(args).keys() <= changes(stock).keys()
+
+
+def test_a_record_that_failed_stays_refused(make_model):
+    """Also where the model's config shows it, which is known after SGLang's own resolution."""
+    from sglang_kvc.options.server_args import KvcServerArgs
+
+    args = KvcServerArgs(model_path=make_model(head_dim=80), device="cpu", kv_backend="kvc")
+    with pytest.raises(ConfigError, match="head size"):
+        args.resolve_once()
+    for record in (args, pickle.loads(pickle.dumps(args))):
+        with pytest.raises(RuntimeError, match="already failed"):
+            record.resolve_once()
+    args = KvcServerArgs(model_path="m", device="cpu", kv_backend="kvc", page_size=64)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="--page-size"):
+            args.resolve_once()
 
 
 def test_values_reach_the_runtime_context(parse):
     from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.runtime_context import create_context
 
     from sglang_kvc.options.server_args import KVC_OPTIONS, KvcServerArgs
 
     spaces = namespace_of(KvcServerArgs)
     assert all(spaces[name] == "memory" for name in ("kv_backend", *KVC_OPTIONS))
+    memory = create_context(parse("--kv-backend", "kvc", *flags(ALL)), role="scheduler").config_bag("memory")
+    assert {name: getattr(memory, name) for name in ALL} == ALL and memory.kv_backend == "kvc"
 
 
 def test_default_is_stock_field_by_field(parse, model):
     from sglang_kvc.options.server_args import KvcServerArgs
 
-    stock_class = KvcServerArgs.__mro__[1]
-    ours = dataclasses.asdict(parse("--random-seed", "1"))
-    stock = dataclasses.asdict(stock_class(model_path=model, device="cpu", random_seed=1))
+    args = parse("--random-seed", "1")
+    stock_args = KvcServerArgs.__mro__[1](model_path=model, device="cpu", random_seed=1)
+    stock_args.resolve_once()
+    given, stock_given = msgspec.structs.asdict(args), msgspec.structs.asdict(stock_args)
+    assert {k: given[k] for k in stock_given} == stock_given
+    ours, stock = args.resolved_dict(), stock_args.resolved_dict()
     extra = {k: ours.pop(k) for k in set(ours) - set(stock)}
     assert ours == stock
     assert extra.pop("kv_backend") == "default"
@@ -182,9 +246,14 @@ def test_default_is_stock_field_by_field(parse, model):
 def test_stock_defaults_are_inherited():
     from sglang_kvc.options.server_args import KvcServerArgs
 
-    stock = {f.name: f for f in dataclasses.fields(KvcServerArgs.__mro__[1])}
-    ours = {f.name: f for f in dataclasses.fields(KvcServerArgs)}
-    assert all(ours[name] is field for name, field in stock.items())
+    def shown(field):
+        return field.encode_name, field.type, field.default, field.default_factory
+
+    stock, ours = (
+        {f.name: shown(f) for f in msgspec.structs.fields(c)} for c in (KvcServerArgs.__mro__[1], KvcServerArgs)
+    )
+    assert {name: ours[name] for name in stock} == stock
+    assert KvcServerArgs("m", "t").tokenizer_path == "t"  # positional, as in SGLang
 
 
 @pytest.mark.parametrize("option", sorted(ALL))
@@ -218,10 +287,11 @@ def test_command_line_errors_are_one_sentence(parse, capsys, argv, word):
 def test_keywords_raise_value_errors(model):
     from sglang_kvc.options.server_args import KvcServerArgs
 
+    assert issubclass(ConfigError, ValueError)
     with pytest.raises(ConfigError, match="turbo"):
-        KvcServerArgs(model_path=model, device="cpu", kv_backend="turbo")
+        KvcServerArgs(model_path=model, device="cpu", kv_backend="turbo").resolve_once()
     with pytest.raises(ConfigError, match="kvc-keep"):
-        KvcServerArgs(model_path=model, device="cpu", kv_backend="kvc", kvc_keep=0.5)
+        KvcServerArgs(model_path=model, device="cpu", kv_backend="kvc", kvc_keep=0.5).resolve_once()
 
 
 def test_engine_takes_our_options(server_args, model):
@@ -236,18 +306,43 @@ def test_engine_takes_our_options(server_args, model):
         patch.register()
         HookRegistry.apply_hooks()
     args = Engine.server_args_class(model_path=model, device="cpu", kv_backend="kvc", kvc_policy="leankv")
-    assert args.attention_backend == "kvc" and resolve_config(args).low == "k4v2"
+    args.resolve_once()
+    assert resolved(args).attention_backend == "kvc" and resolve_config(args).low == "k4v2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ["launch_server", "serve"])
-def test_a_real_start_with_a_wrong_value(entry, model):
+@pytest.mark.parametrize(
+    ("entry", "option", "value"),
+    [
+        ("launch_server", "--kvc-block-size", "7"),
+        ("serve", "--kvc-block-size", "7"),
+        ("serve", "--kvc-budget", "100x"),  # the model's config file shows it
+    ],
+)
+def test_a_real_start_with_a_wrong_value(entry, option, value, model):
     """Exit code and stderr as a user sees them; nothing is started."""
     python = Path(sys.executable)
     command = {"launch_server": [python, "-m", "sglang.launch_server"], "serve": [python.with_name("sglang"), "serve"]}
-    argv = ["--model-path", model, "--device", "cpu", "--kv-backend", "kvc", "--kvc-block-size", "7"]
+    argv = ["--model-path", model, "--device", "cpu", "--kv-backend", "kvc", "--kvc-policy", "prune", option, value]
     done = subprocess.run([*command[entry], *argv], capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0, done.stderr[-2000:]
+    assert done.returncode == 2, done.stderr[-2000:]
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "--kvc-block-size 7" in one_sentence(errors[0])
+    assert len(errors) == 1 and f"{option} {value}" in one_sentence(errors[0])
     assert "Traceback" not in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_an_engine_raises(model):
+    """Before a process is started: no scheduler's traceback."""
+    code = (
+        "import sys; from sglang.srt.entrypoints.engine import Engine;"
+        "Engine(model_path=sys.argv[1], device='cpu', kv_backend='kvc', kvc_block_size=7)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, model], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "SGLANG_PLATFORM": "kvc_cpu"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert done.stderr.count("Traceback") == 1, done.stderr[-2000:]
+    last = [line for line in done.stderr.splitlines() if "ConfigError" in line][-1]
+    assert last.startswith("sglang_kvc.errors.ConfigError: --kvc-block-size 7")

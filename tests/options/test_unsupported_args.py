@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from sglang_kvc.errors import ConfigError
@@ -67,8 +67,7 @@ def stock():
     """A ServerArgs with stock defaults, as far as the refusals look."""
     from sglang_kvc.options.server_args import KvcServerArgs
 
-    fields = dataclasses.fields(KvcServerArgs)
-    return {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
+    return {f.name: None if f.default is msgspec.NODEFAULT else f.default for f in msgspec.structs.fields(KvcServerArgs)}
 
 
 def test_the_list_is_complete():
@@ -241,6 +240,8 @@ def test_old_gpus_are_refused():
 
 def configurator(parse, *options, **changes):
     """What SGLang's KVCacheConfigurator shows, for a model whose second layer is as given."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
     args = parse("--kv-backend", "kvc", *options)
     layer = dict(
         attn_type="decoder", is_cross_attention=False, sliding_window_size=-1, xai_temperature_len=-1,
@@ -250,7 +251,7 @@ def configurator(parse, *options, **changes):
     facts = dict(
         server_args=args,
         device="cpu",
-        model_config=args.get_model_config(),
+        model_config=model_config_of(args),
         model=SimpleNamespace(modules=lambda: layers, quant_config=changes.pop("quant_config", None)),
         model_dtype="torch.bfloat16",
         use_mla_backend=False,

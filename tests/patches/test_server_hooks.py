@@ -1,4 +1,4 @@
-"""Contract with SGLang 0.5.17: attributes and signatures that the hooks and the server options rely on."""
+"""Contract with SGLang: attributes and signatures that the hooks and the server options rely on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_server_args_are_as_the_subclass_expects():
 
     stock = KvcServerArgs.__mro__[1]
     assert stock.__name__ == "ServerArgs" and stock.__module__ == "sglang.srt.server_args"
-    assert tuple(inspect.signature(stock.__post_init__).parameters) == ("self",)
+    assert tuple(inspect.signature(stock.resolve_once).parameters) == ("self",)
+    assert {"_resolution_finished", "_resolution_failed"} <= set(stock.resolve_once.__code__.co_names)
     assert tuple(inspect.signature(stock.from_cli_args).parameters) == ("args",)
     assert "server_args_class" in vars(Engine) and isinstance(ATTENTION_BACKEND_CHOICES, list)
     assert {"help", "choices", "type_parser"} <= set(inspect.signature(Arg).parameters)
@@ -61,13 +62,13 @@ def test_another_sglang_is_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["launch_server", "--kv-backend", "kvc"])
     with pytest.raises(SystemExit) as e:
         patch.check_version()
-    assert e.value.code == 2 and "sglang==0.5.17" in one_sentence(capsys.readouterr().err.strip() + ".")
+    assert e.value.code == 2 and f"sglang=={registry.SGLANG_VERSION}" in one_sentence(capsys.readouterr().err.strip() + ".")
     file = tmp_path / "server.yaml"
     file.write_text("kv-backend: kvc\n")
     monkeypatch.setattr("sys.argv", ["launch_server", "--config", str(file)])
     with pytest.raises(SystemExit) as e:
         patch.check_version()
-    assert e.value.code == 2 and "sglang==0.5.17" in one_sentence(capsys.readouterr().err.strip() + ".")
+    assert e.value.code == 2 and f"sglang=={registry.SGLANG_VERSION}" in one_sentence(capsys.readouterr().err.strip() + ".")
 
 
 @pytest.mark.slow
@@ -85,7 +86,7 @@ def test_an_engine_with_another_sglang_is_told_so():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stdout.split()[-2:] == ["stock", "dummy"], done.stderr[-2000:]
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvc_patches.server_args.UnsupportedSGLang: ") and "sglang==0.5.17" in last
+    assert last.startswith("kvc_patches.server_args.UnsupportedSGLang: ") and f"sglang=={registry.SGLANG_VERSION}" in last
 
 
 def test_entry_points():
@@ -177,21 +178,17 @@ class TestCpuPlatform:
 
         monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
         with pytest.raises(ConfigError, match="SGLANG_PLATFORM=kvc_cpu") as e:
-            server_args.ServerArgs(model_path=model, device="cpu", kv_backend="kvc")
+            server_args.ServerArgs(model_path=model, device="cpu", kv_backend="kvc").resolve_once()
         one_sentence(str(e.value))
 
     def test_gives_sglang_what_it_asks_for(self):
-        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.platforms.interface import SRTPlatform
 
         from sglang_kvc.cpu.platform_class import TorchCpuPlatform
-        from sglang_kvc.cpu.stock_allocator import TorchPagedAllocator
 
         platform = TorchCpuPlatform()
         assert isinstance(platform, SRTPlatform) and platform.is_out_of_tree()
         assert platform.get_device(0) == "cpu" and platform.get_dispatch_key_name() == "native"
         assert platform.get_default_attention_backend() == "torch_native"
-        assert platform.get_mha_kv_pool_cls().__name__ == "MHATokenToKVPool"
-        rest = dict(dtype=None, device="cpu", kvcache=None, need_sort=False)
-        assert type(platform.get_paged_allocator_cls()(64, page_size=1, **rest)) is TokenToKVPoolAllocator
-        assert type(platform.get_paged_allocator_cls()(64, page_size=16, **rest)) is TorchPagedAllocator
+        assert platform.get_paged_allocator_cls() is None  # SGLang's own
+        assert not platform.capabilities.supports_triton  # SGLang takes its torch paths for rows and pages
