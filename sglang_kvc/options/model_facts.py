@@ -1,6 +1,6 @@
 """`ModelFacts` from SGLang's objects: from the model's config first, from the built model later.
 
-Written against SGLang 0.5.17: `ModelConfig` (configs/model_config.py) and `KVCacheConfigurator`
+Written against SGLang 0.5.23: `ModelConfig` (configs/model_config.py) and `KVCacheConfigurator`
 (mem_cache/kv_cache_configurator.py).
 """
 

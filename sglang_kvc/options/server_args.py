@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, post_capture_kv_sizing_planned, resolving_view
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 from sglang.srt.server_args import ServerArgs
 
@@ -27,6 +27,7 @@ from sglang_kvc.options.unsupported_args import (
     check_args,
     check_chunk,
     check_memory,
+    check_pool_sizing,
     environment_warnings,
     ignored_warnings,
     trust_warning,
@@ -330,7 +331,7 @@ def _verify(args: KvcServerArgs) -> None:
     heads = model.get_num_kv_heads(resolved.tp_size)
     for sentence in wasted_levels(config, head_dim=facts.head_dim):
         logger.warning(sentence)
-    check_pool(config, layers=model.num_hidden_layers, heads=heads, head_dim=facts.head_dim)
+    check_pool(config, layers=model.num_attention_layers, heads=heads, head_dim=facts.head_dim)
     for name, wanted in (
         ("attention_backend", "kvc"),
         ("radix_cache_backend", "kvc"),
@@ -343,6 +344,7 @@ def _verify(args: KvcServerArgs) -> None:
                 f"{name}={got} for it; serve it with --kv-backend default."
             )
     check_chunk(resolved.chunked_prefill_size, config)
+    check_pool_sizing(post_capture_kv_sizing_planned(args))
     graphs = resolved.cuda_graph_config
     if graphs.prefill.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's
         graphs = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)

@@ -16,6 +16,8 @@ from sglang_kvc.options.config import ALL, SALT, KvcConfig
 from sglang_kvc.policies import SEQUENCE, make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
+AFTER_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 MIN_CAPABILITY = (8, 0)  # packing takes min and max of pairs of fp16 values
 
 
@@ -66,9 +68,11 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),
     Refusal("enable_flexkv", _on, "--enable-flexkv", _BUFFERS),
     Refusal("enable_hisparse", _on, "--enable-hisparse", _BUFFERS),
+    Refusal("enable_unified_cache_external_linker", _on, "--enable-unified-cache-external-linker", _BUFFERS),
     Refusal("enable_unified_memory", _on, "--enable-unified-memory", "it replaces the memory pool that holds pages"),
     Refusal("enable_page_major_kv_layout", _on, "--enable-page-major-kv-layout", "pages have a layout of their own"),
     Refusal("disaggregation_mode", _other_than("null", None), "--disaggregation-mode {}", _BUFFERS),
+    Refusal("enable_pd_role_switch", _on, "--enable-pd-role-switch", _BUFFERS),
     Refusal(
         "disaggregation_decode_enable_offload_kvcache",
         _on,
@@ -79,6 +83,16 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("dcp_size", _above_one, "--dcp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
     Refusal("attn_cp_size", _above_one, "--attn-cp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
     Refusal("enable_prefill_cp", _on, "--enable-prefill-cp", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal(
+        "enable_kv_cache_sharding", _on, "--enable-kv-cache-sharding", _WHOLE, "use --tp-size or --dp-size instead"
+    ),
+    Refusal(
+        "attn_dp_size",
+        _above_one,
+        "--attn-dp-size {}",
+        _APART,
+        "use --tp-size or --dp-size without it",
+    ),
     Refusal(
         "enable_dp_attention",
         _on,
@@ -137,6 +151,15 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "blocks are owned by its own radix tree",
         "drop the option",
     ),
+    Refusal(
+        "radix_eviction_policy",
+        lambda policy: policy == "tlru",
+        "--radix-eviction-policy {}",
+        "its order needs lengths that only the stock radix tree records",
+        "use another policy, like lru",
+    ),
+    Refusal("enable_nvidia_megakernel", _on, "--enable-nvidia-megakernel", _BUFFERS),
+    Refusal("enable_amd_monokernel", _on, "--enable-amd-monokernel", _BUFFERS),
     Refusal(
         "enable_torch_compile",
         _on,
@@ -277,11 +300,17 @@ def ignored_warnings(args: Any) -> list[str]:
     return warnings
 
 
+def check_pool_sizing(after_capture: bool) -> None:
+    """Refuse SGLang's plan to size the pool after it has captured CUDA graphs. It may be the default of a model."""
+    if after_capture:
+        raise ConfigError(
+            f"{AFTER_CAPTURE}=1 cannot be served with --kv-backend kvc, because the page pool is sized before CUDA "
+            f"graphs are captured; set {AFTER_CAPTURE}=0."
+        )
+
+
 def environment_warnings() -> list[str]:
     """A sentence for each environment variable that has no effect."""
-    ignored = ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
-    return [
-        f"{name} is ignored: --kv-backend kvc brings its own radix tree."
-        for name in ignored
-        if os.environ.get(name, "0").lower() not in ("", "0", "false")
-    ]
+    if TREE_CORE not in os.environ:
+        return []
+    return [f"{TREE_CORE} is ignored: --kv-backend kvc brings its own radix tree."]

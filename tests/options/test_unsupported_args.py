@@ -10,7 +10,9 @@ import pytest
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.unsupported_args import (
+    AFTER_CAPTURE,
     ARG_REFUSALS,
+    TREE_CORE,
     check_args,
     check_capability,
     check_memory,
@@ -27,6 +29,7 @@ REFUSED = {
     "enable_lmcache": True,
     "enable_flexkv": True,
     "enable_hisparse": True,
+    "enable_unified_cache_external_linker": True,
     "enable_unified_memory": True,
     "enable_page_major_kv_layout": True,
     "disaggregation_mode": "prefill",
@@ -35,7 +38,13 @@ REFUSED = {
     "dcp_size": 2,
     "attn_cp_size": 2,
     "enable_prefill_cp": True,
+    "enable_kv_cache_sharding": True,
+    "attn_dp_size": 2,
     "enable_dp_attention": True,
+    "enable_pd_role_switch": True,
+    "enable_nvidia_megakernel": True,
+    "enable_amd_monokernel": True,
+    "radix_eviction_policy": "tlru",
     "enable_two_batch_overlap": True,
     "enable_pdmux": True,
     "dllm_algorithm": "LowConfidence",
@@ -49,7 +58,7 @@ REFUSED = {
     "decode_attention_backend": "triton",
     "radix_cache_backend": "other",
     "enable_torch_compile": True,
-    "cuda_graph_backend_prefill": "tc_piecewise",
+    "cuda_graph_backend_prefill": "full",
     "dwdp_size": 2,
     "strip_thinking_cache": True,
     "enable_return_routed_experts": True,
@@ -67,7 +76,8 @@ def stock():
     """A ServerArgs with stock defaults, as far as the refusals look."""
     from sglang_kvc.options.server_args import KvcServerArgs
 
-    return {f.name: None if f.default is msgspec.NODEFAULT else f.default for f in msgspec.structs.fields(KvcServerArgs)}
+    fields = msgspec.structs.fields(KvcServerArgs)
+    return {f.name: None if f.default is msgspec.NODEFAULT else f.default for f in fields}
 
 
 def test_the_list_is_complete():
@@ -93,7 +103,7 @@ def test_argument_refusals(stock, name):
         {"page_size": 64},
         {"chunked_prefill_size": 100},
         {"max_total_tokens": 4096},
-        {"cuda_graph_config": {"prefill": {"backend": "tc_piecewise"}}},
+        {"cuda_graph_config": {"prefill": {"backend": "full"}}},
     ],
     ids=lambda c: next(iter(c)),
 )
@@ -123,6 +133,13 @@ def test_contradictions(stock, changes):
         {"enable_single_batch_overlap": True},
         {"quantization_param_path": "scales.json"},
         {"enable_return_indexer_topk": True},
+        {"radix_eviction_policy": "slru"},
+        {"prefill_decode_interval": 4},
+        {"cuda_graph_max_seq_len_prefill": 4096},
+        {"enable_paged_experts": True},
+        {"enable_layernorm_sp": True},
+        {"enable_watermark": True},
+        {"startup_weight_load_mode": "overlap"},
     ],
     ids=str,
 )
@@ -155,9 +172,24 @@ def test_arguments_that_are_ignored(stock):
 
 
 def test_environment_variables_that_lose_their_effect(monkeypatch):
-    assert environment_warnings() == []
-    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
-    assert "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE" in one_sentence(environment_warnings()[0])
+    from sglang.srt.environ import envs
+
+    monkeypatch.delenv(TREE_CORE, raising=False)
+    assert environment_warnings() == [] and hasattr(envs, TREE_CORE)
+    monkeypatch.setenv(TREE_CORE, "rust")
+    assert TREE_CORE in one_sentence(environment_warnings()[0])
+
+
+def test_a_pool_that_sglang_sizes_after_capture(parse, monkeypatch, capsys):
+    from sglang.srt.environ import envs
+
+    from sglang_kvc.options import server_args
+
+    assert hasattr(envs, AFTER_CAPTURE)
+    monkeypatch.setattr(server_args, "post_capture_kv_sizing_planned", lambda args: True)
+    with pytest.raises(SystemExit):
+        parse("--kv-backend", "kvc")
+    assert f"{AFTER_CAPTURE}=1" in one_sentence(capsys.readouterr().err.strip().splitlines()[-1])
 
 
 TRAITS = {
