@@ -3,7 +3,7 @@
 # make test-fast  the tests that are not slow: no servers, no Triton interpreter
 # make lint       ruff and mypy
 #
-# PYTHON=python3.12  the interpreter to start from (3.10 or newer)
+# PYTHON=python3.12  the interpreter to start from (3.11 or newer)
 # VENV=.venv         where the environment goes
 # PORT=30000         serve: the port
 # ARGS="..."         serve: more options of sglang.launch_server, like --kvc-policy leankv
@@ -50,8 +50,8 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "error: $(PYTHON) is older than 3.10 or missing; choose another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11 or missing; choose another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "error: $(PYTHON) cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 

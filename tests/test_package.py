@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import bench.scoreboard
@@ -15,9 +16,8 @@ HOMES = {"sglang_kvc": ROOT, "kvc_kernels": ROOT / "kernels", "kvc_patches": ROO
 
 
 def test_every_package_is_installed():
-    """The list in pyproject.toml is written by hand (Python 3.10 has no reader for it in its library)."""
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = re.findall(r'"([\w.]+)"', re.search(r"^packages = \[(.*?)\]", text, re.S | re.M)[1])
+    """The list in pyproject.toml is written by hand."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = [
         ".".join(path.parent.relative_to(home).parts)
         for name, home in HOMES.items()

@@ -1,7 +1,7 @@
 """Serving without a GPU: an SGLang platform on which every operation falls back to native torch.
 
 SGLang's CPU engine needs a build of its kernels that no package registry ships. An out-of-tree platform does not.
-Entry point of group `sglang.srt.platforms`; written against SGLang 0.5.17: `CpuDeviceMixin`, `SRTPlatform`.
+Entry point of group `sglang.srt.platforms`; written against SGLang 0.5.23: `CpuDeviceMixin`, `SRTPlatform`.
 
 SGLang asks every installed platform, so this one takes over only if both hold:
 

@@ -90,7 +90,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "attn_dp_size",
         _above_one,
         "--attn-dp-size {}",
-        _APART,
+        _PADDED,
         "use --tp-size or --dp-size without it",
     ),
     Refusal(

@@ -18,6 +18,7 @@ from sglang_kvc.cpu.platform import activate
 from sglang_kvc.errors import ConfigError
 from tests.options.conftest import one_sentence
 
+INSTALL = f"pip install sglang=={registry.SGLANG_VERSION}"
 PLATFORM_CLASS = "sglang_kvc.cpu.platform_class:TorchCpuPlatform"
 
 
@@ -62,13 +63,13 @@ def test_another_sglang_is_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["launch_server", "--kv-backend", "kvc"])
     with pytest.raises(SystemExit) as e:
         patch.check_version()
-    assert e.value.code == 2 and f"sglang=={registry.SGLANG_VERSION}" in one_sentence(capsys.readouterr().err.strip() + ".")
+    assert e.value.code == 2 and INSTALL in one_sentence(capsys.readouterr().err.strip() + ".")
     file = tmp_path / "server.yaml"
     file.write_text("kv-backend: kvc\n")
     monkeypatch.setattr("sys.argv", ["launch_server", "--config", str(file)])
     with pytest.raises(SystemExit) as e:
         patch.check_version()
-    assert e.value.code == 2 and f"sglang=={registry.SGLANG_VERSION}" in one_sentence(capsys.readouterr().err.strip() + ".")
+    assert e.value.code == 2 and INSTALL in one_sentence(capsys.readouterr().err.strip() + ".")
 
 
 @pytest.mark.slow
@@ -86,7 +87,7 @@ def test_an_engine_with_another_sglang_is_told_so():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stdout.split()[-2:] == ["stock", "dummy"], done.stderr[-2000:]
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvc_patches.server_args.UnsupportedSGLang: ") and f"sglang=={registry.SGLANG_VERSION}" in last
+    assert last.startswith("kvc_patches.server_args.UnsupportedSGLang: ") and INSTALL in last
 
 
 def test_entry_points():
