@@ -331,7 +331,7 @@ def write_result(
         "command": command_line(),
         "commit": measured_commit(),
         "device": device_name(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "scores": {name: Score(*score).to_dict() for name, score in (scores or {}).items()},
         "numbers": numbers,
     }

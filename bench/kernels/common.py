@@ -55,7 +55,7 @@ class Results:
         body = {
             "command": command_line(),
             "commit": commit(),
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "device": facts["name"],
             "device_facts": facts,
             "torch": torch.__version__,

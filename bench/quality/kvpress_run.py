@@ -191,7 +191,7 @@ def describe(args, contexts: dict[str, list[Context]]) -> dict:
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "device": device_name(args.device),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions,
         "settings": settings,
     }

@@ -129,7 +129,7 @@ def main() -> int:
     asked = reference["asked"] if args.against else texts(prompts.tokenizer(args.folder), BLOCK, args.prompts)
     asked = asked[: args.prompts]
     told = {"command": common.command_line(), "commit": common.measured_commit(), "device": common.device_name()}
-    told["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    told["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     told |= {"model": args.model, "tokens": args.tokens, "asked": asked, "caches": {}}
     rows, failures = {}, []
     with ThreadPoolExecutor(args.parallel or (len(caches) if common.has_gpu() else 1)) as pool:
