@@ -13,7 +13,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # OOT, not CPU: the in-tree CPU platform dispatches to kernels of a build that is not installed.
     _enum = PlatformEnum.OOT
 
-    def get_device(self, local_rank: int) -> str:
+    def get_device(self, device_id: int = 0) -> str:
         # SGLang's default for --device.
         return "cpu"
 
