@@ -52,9 +52,10 @@ class Site:
         for node in _top(tree) if tree else ():
             if isinstance(node, (Function, ast.ClassDef)) and node.name == name:
                 return Found(module, node)
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                if (alias.asname or alias.name) == name:
-                    imported = imported or (self._source(module, node), alias.name)
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        imported = imported or (self._source(module, node), alias.name)
         return self._named(*imported) if imported and imported[0].startswith("sglang") else None
 
     def _source(self, module: str, node: ast.ImportFrom) -> str:
@@ -109,8 +110,8 @@ def subclasses() -> list[Subclass]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
             for alias in node.names
         }
-        for node in tree.body:
-            for base in node.bases if isinstance(node, ast.ClassDef) else ():
+        for node in (n for n in tree.body if isinstance(n, ast.ClassDef)):
+            for base in node.bases:
                 if isinstance(base, ast.Name) and base.id in bases:
                     methods = {n.name for n in node.body if isinstance(n, Function)}
                     reads = {

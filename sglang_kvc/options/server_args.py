@@ -73,7 +73,7 @@ def _option(help: str, *, number: bool = False) -> Arg:
     return Arg(help=help, type_parser=_number if number else str)
 
 
-class KvcServerArgs(ServerArgs, dict=True, kw_only=True):
+class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-arg]  # mypy does not read SGLang
     """None means "not given": the defaults are in `KvcConfig` and the policies, because some depend on the policy."""
 
     kv_backend: A[
