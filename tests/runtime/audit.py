@@ -25,8 +25,8 @@ def check_reads(server, reqs: list) -> None:
     """What the requests read in this forward: their rows name their blocks, which store their tokens."""
     runtime, blocks = server.runtime, {}
     for req in reqs:
-        n = req.kv_committed_len
-        row = server.req_to_token_pool.req_to_token[req.req_pool_idx, :n]
+        n = req.kv.kv_committed_len
+        row = server.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :n]
         mine = req.kvc.blocks
         expected = (np.array(mine).repeat(P) * P)[:n] + np.arange(n) % P
         assert len(mine) == -(-n // P) and (row.numpy() == expected).all(), "a row and its record differ"
@@ -74,7 +74,7 @@ def check_records(server) -> None:
     for r in holding:
         ref_count[r.kvc.blocks] += 1
         windows[r.kvc.blocks[r.kvc.window_start :]] += 1
-        window = max(0, r.kv_committed_len - runtime.config.window) // P
+        window = max(0, r.kv.kv_committed_len - runtime.config.window) // P
         assert r.kvc.window_start <= window, "a window was left too early"
         assert (blocks.state[r.kvc.blocks[max(window, r.kvc.shared) :]] == State.OPEN).all(), "a window is packed"
     assert (ref_count == blocks.ref_count).all(), "ref counts drifted"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -58,13 +59,14 @@ def row(tokens: list[int]) -> np.ndarray:
 class Request(SimpleNamespace):
     """The attributes of SGLang's `Req` that the tree and the allocator use."""
 
-    aborted = False
+    aborted = False  # or finished
 
     def finished(self) -> bool:
         return self.aborted
 
-    def get_fill_ids(self):
-        return (self.origin_input_ids + self.output_ids)[: self.fill]
+    @property
+    def full_untruncated_fill_ids(self):
+        return self.origin_input_ids + self.output_ids
 
 
 class ToyServer:
@@ -91,32 +93,35 @@ class ToyServer:
             return None
         req = Request(
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
-            req_pool_idx=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
+            kv=ReqKvInfo(), lock=None, cache_salt=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
         )
         req.extra_key = namespace(None, level) if queued is None else queued.extra_key
         req.kvc_private = queued is not None and queued.kvc_private
         key = RadixKey(req.origin_input_ids, req.extra_key, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
-        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
-        req.cache_protected_len = len(match.device_indices)
-        self.tree.inc_lock_ref(req.last_node)
+        req.prefix_len, req.last_node = match.device_prefix_len, match.last_device_node
+        req.kv.cache_protected_len = req.prefix_len
+        req.lock = self.tree.lock(req.last_node)
         room = self.allocator.available_size() + self.tree.evictable_size()
-        if len(tokens) - req.cache_protected_len + 2 * P > room:
-            self.tree.dec_lock_ref(req.last_node)
+        if len(tokens) - req.prefix_len + 2 * P > room:
+            self.tree.unlock(req.lock)
             return None
-        req.req_pool_idx = self.rows.free.pop()
+        prefix = self.tree.prefix_device_indices(req)
+        req.kv.req_pool_idx = self.rows.free.pop()
+        self.rows.req_to_token[req.kv.req_pool_idx, : req.prefix_len] = prefix.to(torch.int32)
         self.running.append(req)
-        req.fill = len(req.prefix_indices)
+        req.fill = req.prefix_len
         while req.fill < len(tokens):
             req.fill = min(req.fill + (chunk or len(tokens)), len(tokens))
             self._extend(req)
-            self.tree.cache_unfinished_req(req, chunked=req.fill < len(tokens))
+            self.tree.checkpoint(req, up_to=req.fill)
+            req.prefix_len = req.fill
         return req
 
     def _extend(self, req: Request) -> None:
         from kvc_patches.allocation import around_alloc_for_extend
 
-        done = len(req.prefix_indices)
+        done = req.prefix_len
         batch = SimpleNamespace(
             reqs=[req], tree_cache=self.tree, token_to_kv_pool_allocator=self.allocator,
             seq_lens_cpu=torch.tensor([req.fill]),
@@ -132,9 +137,7 @@ class ToyServer:
 
         slots = around_alloc_for_extend(stock, batch)
         assert slots is not None, "an admitted prompt found no memory"
-        table = self.rows.req_to_token[req.req_pool_idx]
-        table[:done] = req.prefix_indices.to(torch.int32)
-        table[done : req.fill] = slots.to(torch.int32)
+        self.rows.req_to_token[req.kv.req_pool_idx, done : req.fill] = slots.to(torch.int32)
         self._forward(req, done, slots)
 
     def decode(self, req: Request, token: int) -> bool:
@@ -156,14 +159,21 @@ class ToyServer:
             lambda b, k: self.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
         )
         req.output_ids.append(token)
-        self.rows.req_to_token[req.req_pool_idx, n] = int(slots[0])
+        self.rows.req_to_token[req.kv.req_pool_idx, n] = int(slots[0])
         self._forward(req, n, slots)
         return True
 
     def finish(self, req: Request, insert: bool = True) -> None:
+        """What `release_kv_cache` does. Without `insert` the request was aborted or retracted."""
         n = len(req.origin_input_ids) + len(req.output_ids)
-        self.tree.cache_finished_req(req, is_insert=insert, kv_len_to_handle=n)
-        self.rows.free.append(req.req_pool_idx)
+        if insert:
+            req.aborted = True
+            self.tree.checkpoint(req, up_to=n)
+        self.tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, n)])
+        self.tree.unlock(req.lock)
+        req.lock = None
+        self.tree.on_release(req, checkpointed=insert)
+        self.rows.free.append(req.kv.req_pool_idx)
         self.running.remove(req)
 
     def _forward(self, req: Request, done: int, slots: torch.Tensor) -> None:
@@ -183,7 +193,7 @@ class ToyServer:
         """No slot leaks, no page is in two places or nowhere, the ledger is never below the truth, rows are right."""
         self.runtime.flush()
         uncached = sum(
-            -(-(len(r.origin_input_ids) + len(r.output_ids)) // P) * P - r.cache_protected_len for r in self.running
+            -(-(len(r.origin_input_ids) + len(r.output_ids)) // P) * P - r.kv.cache_protected_len for r in self.running
         )
         assert self.allocator.used_slots() == self.tree.evictable_size_ + self.tree.protected_size_ + uncached
         assert self.allocator.available_size() + self.tree.evictable_size() <= self.runtime.sizing.capacity_tokens
@@ -200,7 +210,7 @@ class ToyServer:
         tokens = list(req.origin_input_ids + req.output_ids)
         for i, block in enumerate(req.kvc.blocks):
             mine = tokens[i * P : (i + 1) * P]
-            assert self.rows.req_to_token[req.req_pool_idx, i * P] == block * P
+            assert self.rows.req_to_token[req.kv.req_pool_idx, i * P] == block * P
             if req.kvc_level == LOSSLESS:
                 assert int(self.runtime.store.format_id[block]) == 0
             want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(mine))]))

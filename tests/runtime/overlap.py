@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers import schedule_batch, schedule_policy
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
@@ -24,10 +24,10 @@ from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from kvc_patches import admission, allocation, requests, retraction
@@ -70,14 +70,11 @@ def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = Fal
 
     A running request is retracted every `retract_every` forwards, whatever is free.
     """
-    args = ServerArgs(model_path="dummy", device="cpu", attention_backend="torch_native", disable_radix_cache=False)
-    args.chunked_prefill_size, args.pp_max_micro_batch_size = chunk or -1, ROWS
-    args.enable_mixed_chunk = mixed
-    context = runtime_context._CONTEXT
+    options = dict(device="cpu", attention_backend="torch_native", chunked_prefill_size=chunk or -1)
+    options |= dict(enable_mixed_chunk=mixed, pp_max_micro_batch_size=ROWS)
     with contextlib.ExitStack() as stack:
-        for owner, name in ((context, "_server_args"), (context, "_config_bags"), (context.parallel, "_config")):
-            stack.enter_context(patch.object(owner, name, getattr(owner, name)))  # what `set_server_args` sets
-        context.set_server_args(args)
+        context = runtime_context.get_context()
+        stack.enter_context(context.override_server_args(**options))
         for name, hook in ADDER_HOOKS.items():
             stack.enter_context(_around(PrefillAdder, name, hook))
         for name, hook in ALLOCATION_HOOKS.items():
@@ -85,8 +82,6 @@ def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = Fal
         stack.enter_context(_around(ScheduleBatch, "check_decode_mem", hooks.around_check_decode_mem))
         stack.enter_context(_around(ScheduleBatch, "mix_with_running", _mix))
         stack.enter_context(patch("sglang_kvc.cache.runtime._current", runtime))
-        for name in ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled"):
-            stack.enter_context(patch.object(schedule_policy, name, lambda: False))
         for name, value in {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": retract_every}.items():
             stack.enter_context(patch.object(scheduler_module, name, value))
         stack.enter_context(patch.object(scheduler_module.logger, "warning", lambda *args: None))
@@ -122,40 +117,51 @@ class Overlap(Scheduler):
         self.running_batch, self.last_batch, self.chunked_req = ScheduleBatch(reqs=[]), None, None
         self.waiting_queue, self.result_queue = [], deque()
         self._pending_chunked_abort_req, self._engine_paused = None, False
+        self.prefill_decode_interval = self.prefill_decode_interval_min_bs = self._prefill_decode_interval_remaining = 0
         self.server_args = runtime_context.get_server_args()
         self.page_size, self.chunked_prefill_size, self.max_prefill_tokens = P, chunk, 1 << 20
         self.max_running_requests, self.max_prefill_bs, self.forward_ct = ROWS, ROWS, 0
         self.policy = SchedulePolicy("fcfs", tree, False, False, False)
         self.new_token_ratio_tracker = NewTokenRatioTracker(init=0.1, min=0.02, decay=0.01, current=0.1)
-        self.model_config = SimpleNamespace(vocab_size=1 << 20, is_encoder_decoder=False, think_end_ids=None)
+        self.model_config = SimpleNamespace(
+            vocab_size=1 << 20, is_encoder_decoder=False, think_end_ids=None, self_opened_think_start_ids=None
+        )
         self.spec_algorithm, self.disaggregation_mode = SpeculativeAlgorithm.NONE, DisaggregationMode.NULL
-        self.is_generation = self.enable_overlap = True
+        self.is_generation = self.enable_overlap = self.enable_skip_finishing_decode = True
         for name in (
             "enable_fpm", "enable_hisparse", "require_mlp_sync", "enable_priority_preemption", "is_hybrid_swa",
-            "enable_hierarchical_cache", "enable_hicache_storage", "enable_lora", "enable_dynamic_chunking",
-            "enable_priority_scheduling", "abort_on_priority_when_disabled",
+            "enable_hierarchical_cache", "enable_hicache_storage", "enable_lora", "enable_lmcache",
+            "enable_priority_scheduling", "abort_on_priority_when_disabled", "enable_unified_cache_external_linker",
+            "enable_overlap_mlx",
         ):  # fmt: skip
             setattr(self, name, False)
-        self.is_mixed_chunk = chunk is not None and self.server_args.enable_mixed_chunk
+        self.is_mixed_chunk = chunk is not None and runtime_context.get_schedule().enable_mixed_chunk
         for name in (
             "dllm_config", "prefill_delayer", "min_free_slots_delayer", "truncation_align_size",
             "hisparse_coordinator", "priority_scheduling_preemption_threshold", "max_queued_requests",
+            "scheduler_stage_metrics", "rust_server", "_pause_started_at", "decode_offload_manager",
+            "dynamic_chunk_sizer",
         ):  # fmt: skip
             setattr(self, name, None)
         for name in (
             "grammar_manager", "dllm_manager", "ipc_channels", "kv_events_publisher", "load_inquirer",
-            "metrics_reporter", "tp_worker",
+            "metrics_reporter", "tp_worker", "processed_tokens_counter",
         ):  # fmt: skip
             setattr(self, name, Absent())
-        self.dp_attn_adapter = SimpleNamespace(maybe_prepare_mlp_sync_batch=lambda batch, need_sync=None: batch)
+        self.dp_attn_adapter = SimpleNamespace(
+            maybe_prepare_mlp_sync_batch=lambda batch, need_sync=None: batch,
+            maybe_convert_decode_to_extend=lambda batch: batch,
+        )
+        self.beam_coordinator = SimpleNamespace(pending_member_rows=lambda batch: 0)
         self.ngram_embedding_manager = SimpleNamespace(prepare_for_forward=lambda batch, chunked_req=None: batch)
-        self.forward_stream_ctx, self.ps = contextlib.nullcontext(), SimpleNamespace(pp_size=1)
+        self.forward_stream_ctx = contextlib.nullcontext()
         self.batch_result_processor = SchedulerBatchResultProcessor(
             is_generation=True, disaggregation_mode=self.disaggregation_mode, enable_overlap=True,
-            enable_overlap_mlx=False, server_args=self.server_args, model_config=self.model_config,
+            enable_overlap_mlx=False, model_config=self.model_config,
             token_to_kv_pool_allocator=allocator, tree_cache=tree, hisparse_coordinator=None, req_to_token_pool=pool,
             decode_offload_manager=None, metrics_collector=Absent(), metrics_reporter=Absent(), draft_worker=None,
             model_worker=None, logprob_result_processor=Absent(), output_streamer=Absent(),
+            beam_coordinator=self.beam_coordinator,
             abort_request=self.abort_request,
         )  # fmt: skip
 
@@ -228,11 +234,7 @@ class Overlap(Scheduler):
         check_reads(self, batch.reqs)
         places = [end - len(req.origin_input_ids) for req, (_, end) in zip(batch.reqs, spans)]
         tokens = [req.answer[min(max(at, 0), len(req.answer) - 1)] for req, at in zip(batch.reqs, places)]
-        return SimpleNamespace(
-            copy_done=None, routed_experts_output=None, indexer_topk_output=None, logits_output=None,
-            next_token_ids=torch.tensor(tokens), extend_input_len_per_req=None, extend_logprob_start_len_per_req=None,
-            can_run_cuda_graph=False, num_correct_drafts=0, grammar_advanced=False,
-        )  # fmt: skip
+        return GenerationBatchResult(next_token_ids=torch.tensor(tokens))
 
     def _note(self, batch) -> None:
         extends = batch.forward_mode.is_extend()
@@ -244,7 +246,7 @@ class Overlap(Scheduler):
             assert all(seq is req.kvc for seq, req in zip(seqs, batch.reqs))
             assert [seq.decoding for seq in seqs] == [req in mixed for req in batch.reqs]
         for req in batch.reqs if extends else ():
-            begins = req not in mixed and req.extend_batch_idx == 1 and len(req.prefix_indices) > 0
+            begins = req not in mixed and req.extend_batch_idx == 1 and batch.prefix_lens[batch.reqs.index(req)] > 0
             self.seen["hits"] += begins
             self.seen["hits after a retraction"] += begins and req.retraction_count > 0
 

@@ -46,12 +46,12 @@ def rows(numbers: np.ndarray) -> torch.Tensor:
 
 def write(store: PageStore, req_to_token: torch.Tensor, reqs: list, spans: list[tuple[int, int]]) -> None:
     """What a forward does to the pages: rows of the new tokens in every layer, and what attention adds to scores."""
-    slots = torch.cat([req_to_token[r.req_pool_idx, first:last] for r, (first, last) in zip(reqs, spans)]).long()
+    slots = torch.cat([req_to_token[r.kv.req_pool_idx, first:last] for r, (first, last) in zip(reqs, spans)]).long()
     write_rows(store, slots, np.concatenate([r.history[first:last] for r, (first, last) in zip(reqs, spans)]))
     if store.layout.has_scores:
         table = torch.zeros((len(reqs), max(-(-last // P) for _, last in spans)), dtype=torch.long)
         for i, (r, (_, last)) in enumerate(zip(reqs, spans)):
-            table[i, : -(-last // P)] = req_to_token[r.req_pool_idx, 0:last:P] // P
+            table[i, : -(-last // P)] = req_to_token[r.kv.req_pool_idx, 0:last:P] // P
         lens = torch.tensor([(last, last - first) for first, last in spans])
         ops.count_queries(store, table, *lens.T, ops.ScoreSampling())
 

@@ -9,7 +9,6 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from sglang.srt import runtime_context
-from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
@@ -25,24 +24,21 @@ CHUNK = 2 * P
 
 
 @pytest.fixture(autouse=True)
-def configured(monkeypatch):
-    """What the adder asks of a server's options."""
-    monkeypatch.setattr(schedule_policy, "is_dsa_prefill_cp_in_seq_split", lambda: False)
-    monkeypatch.setattr(schedule_policy, "is_prefill_context_parallel_enabled", lambda: False)
-    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=CHUNK))
+def configured():
+    """The options of a server, which the adder asks for."""
+    with runtime_context.get_context().override_server_args(device="cpu", chunked_prefill_size=CHUNK):
+        yield
 
 
 def prompt(server: ToyServer, new: int, answer: int, level: str | None = None) -> MagicMock:
     """A request of SGLang's that found nothing in the cache."""
     req = MagicMock(
-        full_untruncated_fill_ids=[0] * new, prefix_indices=[], output_ids=[], host_hit_length=0, kvc_level=level,
+        full_untruncated_fill_ids=[0] * new, prefix_len=0, output_ids=[], host_hit_length=0, kvc_level=level,
         last_node=server.tree.root_node, kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = answer, False
     req.needs_host_load_back.return_value = False
-    req.set_extend_range.side_effect = lambda first, last: setattr(
-        req, "extend_range", SimpleNamespace(length=last - first, end=last)
-    )
+    type(req).extend_len = property(lambda self: self.extend_end - self.prefix_len)
     return req
 
 
@@ -57,12 +53,12 @@ def adder(
 
 def comes_in(server: ToyServer, req: MagicMock, **options) -> bool:
     chosen = adder(server, **options)
-    before = chosen.rem_total_token_offset
+    before = chosen.memory_budget.total_offset
     result = around_add_one_req(PrefillAdder.add_one_req, chosen, req, False, None)
     if result == AddReqResult.NO_TOKEN and not chosen.can_run_list:
-        assert chosen.rem_total_token_offset == before
+        assert chosen.memory_budget.total_offset == before
         return False
-    assert chosen.can_run_list == [req] and chosen.rem_total_token_offset > before
+    assert chosen.can_run_list == [req] and chosen.memory_budget.total_offset > before
     return True
 
 
@@ -133,13 +129,13 @@ def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
     running = SimpleNamespace(reqs=[answering], is_empty=lambda: False)
     chosen, req = adder(server, running=running), prompt(server, 6 * P, 10)
     if free == 2:  # the reserve leaves one block
-        chosen.rem_total_token_offset = P
+        chosen.memory_budget.total_offset = P
     again = around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
     assert again is req
-    assert [r.extend_range.length for r in chosen.can_run_list] == ([taken] if taken else [])
+    assert [r.extend_end - r.prefix_len for r in chosen.can_run_list] == ([taken] if taken else [])
     if not taken:  # nor does a prompt come in that would fit, or begin, beside the one that waits
         server.runtime.free(list(range(1, 11)))
-        chosen.rem_total_token_offset = 0
+        chosen.memory_budget.total_offset = 0
         for new in (5, 6 * P):
             around_add_one_req(PrefillAdder.add_one_req, chosen, prompt(server, new, 1), True, None)
         assert not chosen.can_run_list and chosen.new_chunked_req is None
@@ -194,7 +190,6 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
     server = ToyServer(high="k4v4")
     capacity = server.runtime.sizing.capacity_tokens
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
-    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: SimpleNamespace(chunked_prefill_size=CHUNK))
 
     def aborted(tokens, generation=False):
         said = []
@@ -298,8 +293,9 @@ def test_what_the_worker_tells(monkeypatch):
 
     told = (1000, 16384, 8, None, 999, 994, 42)
     monkeypatch.setattr(tp_worker, "get_schedule", MagicMock())
-    worker = MagicMock(**{"model_config.context_len": 1000})
-    worker.model_runner.effective_max_total_num_tokens, worker.model_runner.dcp_size = 2000, 1
+    worker = MagicMock(**{"model_config.context_len": 1000}, dllm_algorithm=None)
+    worker.model_runner.effective_logical_max_total_num_tokens = 2000
+    worker.model_runner.token_to_kv_pool_allocator = None
     real = tp_worker.TpModelWorker.get_worker_info(worker)  # the places are SGLang's
     assert (real[LENGTH], real[INPUT]) == (999, 994) and len([x for x in real if isinstance(x, int)]) == 2
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", None)

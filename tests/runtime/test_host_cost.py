@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
@@ -18,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from bench.kernels import host_time
 from kvc_kernels.layout import FORMATS, PageLayout, PoolLayout
 from kvc_kernels.ops import ScoreSampling
+from sglang_kvc.adapter.radix_cache import BlockKey
 from sglang_kvc.cache import op_queue
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release
@@ -33,7 +35,7 @@ def prompt(i: int) -> list[int]:
 def cached(server: ToyServer, i: int) -> bool:
     """Whether the tree still has the block of `prompt(i)`; counts as a use of it."""
     key = RadixKey(array("q", prompt(i)), None)
-    return len(server.tree.match_prefix(MatchPrefixParams(key=key)).device_indices) == P
+    return server.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len == P
 
 
 def filled(leaves: int, policy: str = "lru", **options) -> ToyServer:
@@ -247,16 +249,15 @@ def test_a_leaf_of_one_block_takes_two_words_a_token():
     """Its tokens, and once more as the key of its parent's table."""
     server = ToyServer(high="bf16", blocks=4)
     keys = [RadixKey(array("q", range(1000 * i, 1000 * i + P)), salt) for salt in (None, "a") for i in range(1, 51)]
-    slots, req = torch.zeros(P, dtype=torch.int64), SimpleNamespace(priority=0)
+    slots, req = torch.zeros(P, dtype=torch.int64), SimpleNamespace(priority=0, kv=ReqKvInfo())
     tracemalloc.start()
     for key in keys:
-        mine = server.tree._key(SimpleNamespace(extra_key=key.extra_key), key.token_ids)
-        assert server.tree._insert_blocks(req, mine, slots, [1], False) == 0
+        assert server.tree._insert_blocks(req, BlockKey.of(key), slots, [1]) == 0
     per_leaf = tracemalloc.get_traced_memory()[0] / len(keys)
     tracemalloc.stop()
     assert per_leaf < 2 * 8 * P + 1000
     for key in keys:
         longer = RadixKey(key.token_ids + array("q", [7]), key.extra_key, limit=P + 1)
-        assert len(server.tree.match_prefix(MatchPrefixParams(key=longer)).device_indices) == P
+        assert server.tree.match_prefix(MatchPrefixParams(key=longer)).device_prefix_len == P
     other = RadixKey(keys[0].token_ids, "b")
-    assert len(server.tree.match_prefix(MatchPrefixParams(key=other)).device_indices) == 0
+    assert server.tree.match_prefix(MatchPrefixParams(key=other)).device_prefix_len == 0

@@ -146,19 +146,22 @@ def test_shared_blocks_are_left_alone():
 def queued_for_a_prompt(tokens: int, overlap: bool) -> list[tuple[list[int], list[int]]]:
     """(starts, lengths) of the compactions when a prompt has been prefilled and its first decode step is prepared."""
     server = ToyServer(**LEANKV, window=P, blocks=20)
-    look, server.tree.cache_unfinished_req = server.tree.cache_unfinished_req, lambda req, chunked: None
+    look, server.tree.checkpoint = server.tree.checkpoint, lambda req, up_to: None
     req = server.admit(list(range(1, tokens + 1)))
     batch = SimpleNamespace(
         reqs=[req], tree_cache=server.tree, token_to_kv_pool_allocator=server.allocator,
         seq_lens_cpu=torch.tensor([tokens]),
     )  # fmt: skip
 
+    def end():
+        look(req, up_to=tokens)
+
     def prepare():
         around_alloc_for_decode(
             lambda b, k: server.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
         )
 
-    for step in (prepare, lambda: look(req)) if overlap else (lambda: look(req), prepare):
+    for step in (prepare, end) if overlap else (end, prepare):
         step()
     ops = [op for op in server.runtime.log.drain() if isinstance(op, Compact)]
     return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers import schedule_batch
+from sglang.srt.runtime_context import get_context
 
 from kvc_patches.retraction import around_release_req
 
@@ -23,11 +24,11 @@ def test_a_retraction_evicts_as_many_cached_tokens_as_the_rest_will_write(option
     held = server.runtime.take([0] * free) if free else []
     cached, stay = server.tree.evictable_size_, 9
     monkeypatch.setattr(schedule_batch, "release_kv_cache", lambda *args, **options: None)
-    around_release_req(
-        schedule_batch.release_req, req=MagicMock(), remaing_req_count=stay, server_args=MagicMock(),
-        req_to_token_pool=None, token_to_kv_pool_allocator=server.allocator, tree_cache=server.tree,
-        hisparse_coordinator=None,
-    )  # fmt: skip
+    with get_context().override_server_args(device="cpu"):
+        around_release_req(
+            schedule_batch.release_req, req=MagicMock(), remaing_req_count=stay, req_to_token_pool=None,
+            token_to_kv_pool_allocator=server.allocator, tree_cache=server.tree, hisparse_coordinator=None,
+        )  # fmt: skip
     taken = cached - server.tree.evictable_size_
     ratio = server.runtime.store.block_formats[-1].pages / server.runtime.layout.block_pages_bf16
     # A whole uncompressed block is the least that there can be room for.

@@ -9,7 +9,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req
@@ -25,11 +24,10 @@ LAYERS, HEADS, DIM, MIB = 16, 8, 128, 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def configured(monkeypatch):
+def configured():
     """What the adder asks of a server's options."""
-    monkeypatch.setattr(schedule_policy, "is_dsa_prefill_cp_in_seq_split", lambda: False)
-    monkeypatch.setattr(schedule_policy, "is_prefill_context_parallel_enabled", lambda: False)
-    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=4 * P))
+    with runtime_context.get_context().override_server_args(device="cpu", chunked_prefill_size=4 * P):
+        yield
 
 
 @pytest.fixture
@@ -45,14 +43,12 @@ def turn(server: ToyServer, level: str | None = None) -> MagicMock:
     """SGLang's request of a few new tokens behind the blocks of the running one."""
     node = server.running[0].last_node
     req = MagicMock(
-        full_untruncated_fill_ids=[0] * (4 * P + 5), prefix_indices=[0] * (4 * P), output_ids=[], host_hit_length=0,
+        full_untruncated_fill_ids=[0] * (4 * P + 5), prefix_len=4 * P, output_ids=[], host_hit_length=0,
         kvc_level=level, last_node=node, kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = 3, False
     req.needs_host_load_back.return_value = False
-    req.set_extend_range.side_effect = lambda first, last: setattr(
-        req, "extend_range", SimpleNamespace(length=last - first, end=last)
-    )
+    type(req).extend_len = property(lambda self: self.extend_end - self.prefix_len)
     return req
 
 

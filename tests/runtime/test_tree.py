@@ -180,7 +180,7 @@ def test_levels_go_to_formats_of_their_own():
     for req in reqs.values():
         server.finish(req)
     again = server.admit([*PIECES[0], *PIECES[1], 2], level="k2v2")
-    assert again.cache_protected_len == 2 * P
+    assert again.kv.cache_protected_len == 2 * P
     assert server.runtime.store.format_id[again.kvc.blocks[:2]].tolist() == [3, 3]
 
 
