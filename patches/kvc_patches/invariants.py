@@ -19,7 +19,7 @@ def around_check_full_pool(orig, self, ps, uncached=0):
     exact = dataclasses.replace(
         ps,
         full_available_size=self.max_total_num_tokens - allocator.used_slots(),
-        full_evictable_size=self.tree_cache.evictable_size_,
+        full_evictable_size=self.tree_cache.evictable_slots(),
     )
     return orig(self, exact, uncached)
 

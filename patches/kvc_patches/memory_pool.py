@@ -144,14 +144,11 @@ def register_backends() -> None:
 
 
 def create_radix_cache(ctx):
-    import dataclasses
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
     from sglang_kvc.adapter.radix_cache import KvcRadixCache
 
-    params = ctx.params
-    if ctx.disable_radix_cache and not params.disable:
-        params = dataclasses.replace(params, disable=True)
-    return KvcRadixCache(params, params.token_to_kv_pool_allocator.runtime)
+    return create_unified_radix_cache(ctx, cache_class=KvcRadixCache)
 
 
 def register() -> None:

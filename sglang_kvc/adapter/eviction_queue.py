@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 
 class EvictionQueue(set):
-    """SGLang's set `evictable_leaves` with a heap over it, which finds the next leaf in logarithmic time.
+    """SGLang's set `evictable_device_leaves` with a heap over it, which finds the next leaf in logarithmic time.
 
     Each entry of the heap is (priority, leaf), the lowest priority first. A leaf that is locked or evicted leaves its
     entry behind, and a leaf that is used again keeps its old priority. With SGLang's policies a use raises the
     priority, so both are noticed when the entry reaches the top.
     """
 
-    def __init__(self, priority: Callable[[TreeNode], Any]):
+    def __init__(self, priority: Callable[[UnifiedTreeNode], Any]):
         super().__init__()
         self.priority = priority
-        self.heap: list[tuple[Any, TreeNode]] = []
+        self.heap: list[tuple[Any, UnifiedTreeNode]] = []
 
-    def add(self, leaf: TreeNode) -> None:
+    def add(self, leaf: UnifiedTreeNode) -> None:
         super().add(leaf)
         if len(self.heap) > 2 * len(self) + 64:
             self.heap = [(self.priority(x), x) for x in self]
@@ -36,7 +36,7 @@ class EvictionQueue(set):
         super().clear()
         self.heap.clear()
 
-    def next(self) -> TreeNode | None:
+    def next(self) -> UnifiedTreeNode | None:
         """Return the leaf to evict first, None if the queue is empty; the caller evicts it."""
         while self.heap:
             priority, leaf = self.heap[0]

@@ -1,23 +1,23 @@
-"""Radix tree over blocks: SGLang's matching and eviction order, with the block ids of every node on the CPU."""
+"""Radix tree over blocks: SGLang's unified tree, with the block ids of every node on the CPU."""
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
-    EvictResult,
-    InsertParams,
-    MatchPrefixParams,
-)
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ..cache.runtime import NO_BLOCKS, Phase, Runtime
 from ..cache.sequence import Sequence
 from .eviction_queue import EvictionQueue
+from .tree_component import BlockComponent
+
+FULL = ComponentType.FULL
 
 
 class BlockKey(RadixKey):
@@ -40,104 +40,80 @@ class BlockKey(RadixKey):
         return plain if self.extra_key is None else (self.extra_key, plain)
 
 
-class KvcRadixCache(RadixCache):
-    """Every node carries `node.blocks`, int64 numpy `[len(key) / P]`; a split slices it and moves no page.
+class KvcRadixCache(UnifiedRadixCache):
+    """Nodes own blocks through `BlockComponent`; requests own theirs through `req.kvc`.
 
-    `evictable_size` is physical: what eviction adds to the allocator's `available_size`. `evictable_size_` stays the
-    exact virtual count that SGLang's leak check compares with the slots in use.
+    `evictable_size` is physical: what eviction adds to the allocator's `available_size`. `evictable_slots` is the exact
+    virtual count that SGLang's leak check compares with the slots in use.
     """
 
-    def __init__(self, params, runtime: Runtime):
-        self.runtime = runtime
-        super().__init__(params)
-        self.evictable_leaves = EvictionQueue(lambda leaf: self.eviction_strategy.get_priority(leaf))
+    def __init__(self, params):
+        self.runtime: Runtime = params.token_to_kv_pool_allocator.runtime
+        super().__init__(
+            replace(params, tree_components=(FULL,), component_registry_override={FULL: BlockComponent})
+        )
 
     # ---- stock interface, physical view
+
+    @property
+    def component(self) -> BlockComponent:
+        return self.components[FULL]
 
     def evictable_size(self) -> int:
         return self.runtime.capacity.evictable_tokens()
 
+    def evictable_slots(self) -> int:
+        return self.tree_core.evictable_size()
+
     def reset(self) -> None:
         super().reset()
-        self.root_node.blocks = NO_BLOCKS
+        self.tree_core.evictable_device_leaves = EvictionQueue(self.component.priority)
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Drop unlocked leaves in the eviction policy's order until the memory is free."""
-        if self.disable:
+        return self.evict_for_alloc(params)
+
+    def evict_for_alloc(self, params: EvictParams, *, allocation_reclaim_satisfied=None) -> EvictResult:
+        capacity = self.runtime.capacity
+        missing = capacity.eviction_goal(params.num_tokens) - capacity.available_tokens()
+        if missing <= 0:
             return EvictResult()
-        began = time.perf_counter()
-        runtime, capacity = self.runtime, self.runtime.capacity
-        evicted, gone, blocks, pages = 0, [], 0, 0
-        goal = capacity.eviction_goal(params.num_tokens)
-        while capacity.available_tokens(pages, blocks) < goal and (leaf := self.evictable_leaves.next()) is not None:
-            gone.append(leaf.blocks)
-            blocks += len(leaf.blocks)
-            pages += int(runtime.ledger.charge[leaf.blocks].sum())
-            evicted += len(leaf.key)
-            self._delete_leaf(leaf)  # may make its parent a leaf
-            self.kv_events.record_remove(leaf)
-        if gone:
-            runtime.free(np.concatenate(gone))
-            runtime.counters.evicted_blocks += blocks
-            self.update_eviction_metrics(evicted, began)
-        return EvictResult(num_tokens_evicted=evicted)
+        result = super().evict_for_alloc(EvictParams(num_tokens=missing))
+        self.runtime.counters.evicted_blocks += result.num_tokens_evicted // self.page_size
+        return result
 
-    def match_prefix(self, params: MatchPrefixParams):
-        return super().match_prefix(replace(params, key=BlockKey.of(params.key)))
+    # ---- keys
 
-    # ---- locks decide what is evictable
+    def insert(self, params: InsertParams):
+        return super().insert(replace(params, key=BlockKey.of(params.key)))
 
-    def inc_lock_ref(self, node: TreeNode):
-        self._mark(node, locked_when=0, idle=False)
-        return super().inc_lock_ref(node)
+    def touch_prefix(self, key: RadixKey) -> None:
+        super().touch_prefix(BlockKey.of(key))
 
-    def dec_lock_ref(self, node: TreeNode, params=None):
-        self._mark(node, locked_when=1, idle=True)
-        return super().dec_lock_ref(node, params)
+    def _match_tree(self, params: MatchPrefixParams):
+        return super()._match_tree(replace(params, key=BlockKey.of(params.key)))
 
-    def _mark(self, node: TreeNode | None, *, locked_when: int, idle: bool) -> None:
-        """Tell the ledger which blocks become evictable or locked when the path to `node` is (un)locked once."""
-        if self.disable:
-            return
-        changed = []
-        while node is not None and node is not self.root_node:
-            if node.lock_ref == locked_when:
-                changed.append(node.blocks)
-            node = node.parent
-        if changed:
-            self.runtime.ledger.set_idle(np.concatenate(changed), idle)
+    # ---- paths
 
-    # ---- node payload
-
-    def path_blocks(self, node: TreeNode | None) -> np.ndarray:
-        """Block ids from the root to `node`."""
-        parts = []
-        while node is not None and node is not self.root_node:
-            parts.append(node.blocks)
+    def path_blocks(self, node_id: int) -> np.ndarray:
+        """Block ids from the root to the node, int64."""
+        parts, node, root = [], self.tree_core.node_by_id(node_id), self.tree_core.root_node
+        while node is not root:
+            parts.append(self.component.blocks_of(node))
             node = node.parent
         return np.concatenate(parts[::-1]) if parts else NO_BLOCKS
 
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        upper = super()._split_node(key, child, split_len)
-        at = split_len // self.page_size
-        upper.blocks, child.blocks = child.blocks[:at], child.blocks[at:]
-        return upper
+    def prefix_device_indices(self, req) -> torch.Tensor:
+        return self.path_device_indices(req.last_node)[: req.prefix_len]
 
-    def _insert_blocks(self, req, key: RadixKey, slots: torch.Tensor, blocks: list[int]) -> int:
-        """Insert `key`; its new part takes over `blocks`. Returns the length that the tree had already, in tokens."""
-        inserted = req.kv.cache_inserted_len
-        result = self.insert(InsertParams(key=key, value=slots, inserted_len=inserted, priority=req.priority or 0))
-        req.kv.cache_inserted_len = max(inserted, len(key))
-        if result.prefix_len < len(key):
-            leaf = result.last_device_node
-            leaf.blocks = np.asarray(blocks[result.prefix_len // self.page_size :], dtype=np.int64)
-            self.runtime.ledger.set_idle(leaf.blocks, True)
-        return result.prefix_len
+    def path_device_indices(self, node: int) -> torch.Tensor:
+        slots = self.component.slots_of(self.path_blocks(node))
+        return slots if self.device == "cpu" else slots.pin_memory().to(self.device, non_blocking=True)
 
     # ---- requests
 
-    def checkpoint(self, req, *, up_to: int) -> None:
+    def checkpoint_into_tree(self, req, *, up_to: int, **kwargs) -> None:
         """Insert the full blocks of the first `up_to` tokens. The request then goes on in the tree's blocks.
 
         SGLang checkpoints a request after each chunk, after its prefill, and when it finishes.
@@ -150,13 +126,22 @@ class KvcRadixCache(RadixCache):
             chunk = up_to < len(req.full_untruncated_fill_ids)
             self.runtime.tokens_written(seq, up_to, Phase.CHUNK if chunk else Phase.PREFILL)
 
-    def _follow_tree(self, req, key: RadixKey) -> None:
+    def _follow_tree(self, req, key: BlockKey) -> None:
         """Insert the full blocks of `key`, and read those from the tree that it had already."""
         seq: Sequence = req.kvc
         key = key.page_aligned(self.page_size)
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(key)].to(torch.int64, copy=True)
-        self._insert_blocks(req, key, row, seq.blocks[: len(key) // self.page_size])
-        node = self.match_prefix(MatchPrefixParams(key=key)).last_device_node
+        inserted = self.insert(
+            InsertParams(
+                key=key,
+                value=self.component.slots_of(seq.blocks[: len(key) // self.page_size]),
+                prev_prefix_len=len(key),  # the tree frees no duplicates: they are freed by id below
+                inserted_len=req.kv.cache_inserted_len,
+                priority=req.priority or 0,
+                session_id=req.session_id,
+            )
+        )
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(key))
+        node = inserted.last_device_node
         path = self.path_blocks(node)
         assert len(path) * self.page_size == len(key), f"{len(path)=}, {len(key)=}"
         duplicates = seq.replace_with_shared(path)
@@ -188,13 +173,13 @@ class KvcRadixCache(RadixCache):
         if private and not self.disable:
             self._drop_path(req.last_node)
 
-    def _drop_path(self, node: TreeNode) -> None:
-        """Free the blocks from `node` up to the first node that another request uses."""
-        while node is not self.root_node and node.lock_ref == 0 and not node.children:
-            self.runtime.free(node.blocks)
-            self._delete_leaf(node)
-            self.kv_events.record_remove(node)
-            node = node.parent
+    def _drop_path(self, node_id: int) -> None:
+        """Free the blocks from the node up to the first one that another request uses."""
+        core = self.tree_core
+        while not core.is_root(node_id) and (node := core.node_by_id(node_id)) in core.evictable_device_leaves:
+            parent = node.parent.id
+            self._evict_device_leaf(node_id, defaultdict(int))
+            node_id = parent
 
     @staticmethod
     def _decoded(req) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvc_kernels import ops
+from sglang_kvc.adapter.radix_cache import FULL
 from sglang_kvc.cache.blocks import State
 
 from . import record
@@ -50,7 +51,7 @@ def check_tree(server) -> None:
         for child in node.children.values():
             path = [*tokens, *child.key.token_ids]
             index = record.history(path, child.key.extra_key)
-            for i, block in enumerate(child.blocks.tolist(), start=len(tokens) // P):
+            for i, block in enumerate(server.tree_cache.component.blocks_of(child).tolist(), start=len(tokens) // P):
                 blocks[block] = index[i * P : (i + 1) * P]
             stack.append((child, path))
     if blocks:
@@ -65,10 +66,11 @@ def check_records(server) -> None:
     own = [b for r in holding for b in r.kvc.blocks[r.kvc.shared :]]
     kept, idle = [], []
     for node in _nodes(tree):
-        kept += node.blocks.tolist()
-        idle += node.blocks.tolist() if node.lock_ref == 0 else []
+        mine = tree.component.blocks_of(node).tolist()
+        kept += mine
+        idle += mine if node.component(FULL).lock_ref == 0 else []
     assert len({*own, *kept}) == len(own) + len(kept) == blocks.used_count, "a block has two owners, or none"
-    assert server.token_to_kv_pool_allocator.used_slots() == tree.evictable_size_ + tree.protected_size_ + len(own) * P
+    assert server.token_to_kv_pool_allocator.used_slots() == tree.evictable_slots() + tree.protected_size() + len(own) * P
 
     ref_count, windows = np.zeros_like(blocks.ref_count), np.zeros_like(blocks.window_count)
     for r in holding:

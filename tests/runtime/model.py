@@ -78,7 +78,7 @@ class ToyServer:
         self.rows.write = lambda at, value: self.rows.req_to_token.__setitem__(at, value.to(torch.int32))
         pool = SimpleNamespace(runtime=self.runtime)
         self.allocator = KvcAllocator(self.runtime, pool, "cpu")
-        self.tree = KvcRadixCache(CacheInitParams(disable, self.rows, self.allocator, P), self.runtime)
+        self.tree = KvcRadixCache(CacheInitParams(disable, self.rows, self.allocator, P))
         self.running: list[Request] = []
         self.ids = itertools.count()
 
@@ -93,7 +93,7 @@ class ToyServer:
             return None
         req = Request(
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
-            kv=ReqKvInfo(), lock=None, cache_salt=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
+            kv=ReqKvInfo(), lock=None, cache_salt=None, session=None, session_id=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
         )
         req.extra_key = namespace(None, level) if queued is None else queued.extra_key
         req.kvc_private = queued is not None and queued.kvc_private
@@ -195,7 +195,7 @@ class ToyServer:
         uncached = sum(
             -(-(len(r.origin_input_ids) + len(r.output_ids)) // P) * P - r.kv.cache_protected_len for r in self.running
         )
-        assert self.allocator.used_slots() == self.tree.evictable_size_ + self.tree.protected_size_ + uncached
+        assert self.allocator.used_slots() == self.tree.evictable_slots() + self.tree.protected_size() + uncached
         assert self.allocator.available_size() + self.tree.evictable_size() <= self.runtime.sizing.capacity_tokens
         ops.check_invariants(self.runtime.store)
         held = pages_held(self.runtime.store)

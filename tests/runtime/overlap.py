@@ -111,7 +111,7 @@ class Overlap(Scheduler):
         runtime.page_ops._compact = self._compact  # counts
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
-        tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P), runtime)
+        tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P))
         self.requests: dict[str, Req] = {}
         self.req_to_token_pool, self.token_to_kv_pool_allocator, self.tree_cache = pool, allocator, tree
         self.running_batch, self.last_batch, self.chunked_req = ScheduleBatch(reqs=[]), None, None

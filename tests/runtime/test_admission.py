@@ -34,7 +34,7 @@ def prompt(server: ToyServer, new: int, answer: int, level: str | None = None) -
     """A request of SGLang's that found nothing in the cache."""
     req = MagicMock(
         full_untruncated_fill_ids=[0] * new, prefix_len=0, output_ids=[], host_hit_length=0, kvc_level=level,
-        last_node=server.tree.root_node, kvc=server.runtime.new_sequence(),
+        last_node=server.tree.root_node.id, kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = answer, False
     req.needs_host_load_back.return_value = False

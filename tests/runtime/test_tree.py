@@ -142,10 +142,10 @@ def test_decode_needs_no_spare_block():
     for i in range(2):
         other = server.admit([*PIECES[2 + i], 5])
         server.finish(other)
-    before = server.tree.evictable_size_
+    before = server.tree.evictable_slots()
     with server.allocator.for_requests([req], [req.kvc.length]):
         server.tree.evict(EvictParams(num_tokens=100 * P))
-    assert server.tree.evictable_size_ == before
+    assert server.tree.evictable_slots() == before
 
 
 def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():

@@ -1,0 +1,105 @@
+"""Component of SGLang's unified tree that holds blocks: it tells the ledger what is evictable, and frees blocks by id."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
+from sglang.srt.mem_cache.unified_cache.components import FullComponent
+
+if TYPE_CHECKING:
+    from ..cache.runtime import Runtime
+
+
+class BlockComponent(FullComponent):
+    """The full-attention component. A node's device value is int64 `[len(key)]` on the CPU: the slots of its blocks.
+
+    The ledger counts a block as idle while its node is unlocked. A split slices the value and moves no page.
+    """
+
+    def __init__(self, cache, params):
+        super().__init__(cache, params)
+        self.runtime: Runtime = cache.runtime
+        self.block_tokens = self.runtime.layout.block_tokens
+
+    # ---- values
+
+    def slots_of(self, blocks: list[int] | np.ndarray) -> torch.Tensor:
+        """Slots of whole blocks, int64 `[len(blocks) * P]` on the CPU."""
+        starts = np.asarray(blocks, dtype=np.int64)[:, None] * self.block_tokens
+        return torch.from_numpy((starts + np.arange(self.block_tokens)).ravel())
+
+    def blocks_of(self, node) -> np.ndarray:
+        """Block ids of a node, int64."""
+        return self._blocks(node.component_data[self.component_type].value)
+
+    def _blocks(self, slots: torch.Tensor) -> np.ndarray:
+        return slots.numpy()[:: self.block_tokens] // self.block_tokens
+
+    # ---- what is evictable
+
+    def commit_insert_component_data(self, node, is_new_leaf, params, result, cache_actions) -> None:
+        if is_new_leaf:
+            self.runtime.ledger.set_idle(self.blocks_of(node), True)
+
+    def acquire_component_lock(self, node, result, lock_host: bool = False):
+        if not lock_host:
+            self._mark(node, locked_when=0, idle=False)
+        return super().acquire_component_lock(node, result, lock_host)
+
+    def release_component_lock(self, node, params, lock_host: bool = False) -> None:
+        if not lock_host:
+            self._mark(node, locked_when=1, idle=True)
+        super().release_component_lock(node, params, lock_host)
+
+    def _mark(self, node, *, locked_when: int, idle: bool) -> None:
+        """Tell the ledger which blocks become evictable or locked when the path to `node` is (un)locked once."""
+        changed, root = [], self.tree_core.root_node
+        while node is not root:
+            if node.component_data[self.component_type].lock_ref == locked_when:
+                changed.append(self.blocks_of(node))
+            node = node.parent
+        if changed:
+            self.runtime.ledger.set_idle(np.concatenate(changed), idle)
+
+    # ---- eviction
+
+    def priority(self, leaf):
+        """Rank of a leaf, the lowest evicted first: leaves of open sessions last, then SGLang's eviction policy."""
+        if self.cache.enable_session_radix_cache:
+            return self._session_ref_eviction_strategy(leaf)
+        return self.tree_core.eviction_strategy.get_priority(leaf)
+
+    def _dec_session_coverage(self, session_id, leaf) -> None:
+        super()._dec_session_coverage(session_id, leaf)
+        self._queue_again(leaf)
+
+    def _recede_session_coverage(self, session_id, leaf, fallback) -> None:
+        super()._recede_session_coverage(session_id, leaf, fallback)
+        self._queue_again(leaf)
+
+    def _queue_again(self, leaf) -> None:
+        """Enter the lower rank of a leaf whose session ended."""
+        queue = self.tree_core.evictable_device_leaves
+        if leaf in queue:
+            queue.add(leaf)
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._evict_device_request_cnt = request_cnt
+
+    def _evict_device_next_node(self, tracker, device_frees, host_frees, cache_actions):
+        if tracker[self.component_type] >= self._evict_device_request_cnt:
+            return None
+        leaf = self.tree_core.evictable_device_leaves.next()
+        return None if leaf is None else leaf.id
+
+    def _evict_device_end(self) -> None:
+        """Do nothing: the queue outlives a walk."""
+
+    def apply_component_action(self, action) -> None:
+        if isinstance(action, FreeComponentDeviceSlot):
+            self.runtime.free(np.concatenate([self._blocks(slots) for slots in action.indices]))
+        else:
+            super().apply_component_action(action)
