@@ -40,27 +40,10 @@ def around_get_new_batch_prefill(orig, self, running_batch):
     if running_batch.batch_is_full and (nothing_runs or runtime.capacity.has_room_again()):
         running_batch.batch_is_full = False
     was_full = running_batch.batch_is_full
-    ran = list(running_batch.reqs) if self.enable_priority_preemption else []
     plan = orig(self, running_batch)
-    _queue_preempted(self, ran, plan)
     if plan.running_batch.batch_is_full and not was_full:
         runtime.capacity.remember_refusal()
     return plan
-
-
-def _queue_preempted(scheduler, ran, plan) -> None:
-    """Queue requests again that were preempted for one that then did not fit.
-
-    SGLang 0.5.17 returns before it queues them where no request could be added, and loses them. With a new batch it has
-    queued them already, or aborted those for which --max-queued-requests left no place.
-    """
-    retracted = [r for r in ran if r.is_retracted and not r.finished()]
-    if not retracted or plan.batch_to_run is not None:
-        return
-    known = {id(r) for reqs in (plan.running_batch.reqs, scheduler.waiting_queue) for r in reqs}
-    for req in retracted:
-        if id(req) not in known:
-            scheduler._add_request_to_queue(req)
 
 
 def before_on_idle(self):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -122,6 +123,8 @@ class KvcRadixCache(UnifiedRadixCache):
         tokens, done = req.full_untruncated_fill_ids[:up_to], req.finished()
         if not self.disable and not (done and req.kvc_private):
             self._follow_tree(req, BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt))
+            if done and not isinstance(req.finished_reason, FINISH_ABORT):
+                self.session_refs.register_session_ref(req, leaf=req.last_node)
         if not done:
             chunk = up_to < len(req.full_untruncated_fill_ids)
             self.runtime.tokens_written(seq, up_to, Phase.CHUNK if chunk else Phase.PREFILL)

@@ -121,7 +121,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "it needs the log-probabilities of the trainer bit for bit, and packed blocks change them",
     ),
     Refusal("enable_streaming_session", _on, "--enable-streaming-session", "it frees the cache in parts of a block"),
-    Refusal("enable_session_radix_cache", _on, "--enable-session-radix-cache", "it needs its own radix tree"),
     Refusal(
         "kv_cache_dtype",
         _other_than("auto", "bf16", "bfloat16", None),
@@ -148,14 +147,14 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "radix_cache_backend",
         _other_than("kvc", None),
         "--radix-cache-backend {}",
-        "blocks are owned by its own radix tree",
+        "blocks are owned by its own nodes of the radix tree",
         "drop the option",
     ),
     Refusal(
         "radix_eviction_policy",
         lambda policy: policy == "tlru",
         "--radix-eviction-policy {}",
-        "its order needs lengths that only the stock radix tree records",
+        "one use changes the rank of other leaves, which the queue of leaves does not follow",
         "use another policy, like lru",
     ),
     Refusal("enable_nvidia_megakernel", _on, "--enable-nvidia-megakernel", _BUFFERS),
@@ -313,4 +312,4 @@ def environment_warnings() -> list[str]:
     """A sentence for each environment variable that has no effect."""
     if TREE_CORE not in os.environ:
         return []
-    return [f"{TREE_CORE} is ignored: --kv-backend kvc brings its own radix tree."]
+    return [f"{TREE_CORE} is ignored: --kv-backend kvc keeps blocks in SGLang's Python tree."]

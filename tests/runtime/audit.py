@@ -70,7 +70,8 @@ def check_records(server) -> None:
         kept += mine
         idle += mine if node.component(FULL).lock_ref == 0 else []
     assert len({*own, *kept}) == len(own) + len(kept) == blocks.used_count, "a block has two owners, or none"
-    assert server.token_to_kv_pool_allocator.used_slots() == tree.evictable_slots() + tree.protected_size() + len(own) * P
+    in_tree = tree.evictable_slots() + tree.protected_size()
+    assert server.token_to_kv_pool_allocator.used_slots() == in_tree + len(own) * P
 
     ref_count, windows = np.zeros_like(blocks.ref_count), np.zeros_like(blocks.window_count)
     for r in holding:

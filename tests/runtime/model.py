@@ -60,6 +60,7 @@ class Request(SimpleNamespace):
     """The attributes of SGLang's `Req` that the tree and the allocator use."""
 
     aborted = False  # or finished
+    finished_reason = None
 
     def finished(self) -> bool:
         return self.aborted
@@ -70,7 +71,7 @@ class Request(SimpleNamespace):
 
 
 class ToyServer:
-    def __init__(self, disable: bool = False, **options):
+    def __init__(self, disable: bool = False, tree: dict | None = None, **options):
         self.runtime = make_runtime(**options)
         self.rows = SimpleNamespace(
             req_to_token=torch.zeros((ROWS + 1, CONTEXT), dtype=torch.int32), free=list(range(1, ROWS + 1))
@@ -78,7 +79,7 @@ class ToyServer:
         self.rows.write = lambda at, value: self.rows.req_to_token.__setitem__(at, value.to(torch.int32))
         pool = SimpleNamespace(runtime=self.runtime)
         self.allocator = KvcAllocator(self.runtime, pool, "cpu")
-        self.tree = KvcRadixCache(CacheInitParams(disable, self.rows, self.allocator, P))
+        self.tree = KvcRadixCache(CacheInitParams(disable, self.rows, self.allocator, P, **(tree or {})))
         self.running: list[Request] = []
         self.ids = itertools.count()
 
@@ -93,7 +94,8 @@ class ToyServer:
             return None
         req = Request(
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
-            kv=ReqKvInfo(), lock=None, cache_salt=None, session=None, session_id=None, fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
+            kv=ReqKvInfo(), lock=None, cache_salt=None, session=None, session_id=None,
+            fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
         )
         req.extra_key = namespace(None, level) if queued is None else queued.extra_key
         req.kvc_private = queued is not None and queued.kvc_private

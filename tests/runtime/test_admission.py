@@ -224,31 +224,6 @@ def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
     assert not req.skip_radix_cache_insert
 
 
-def test_requests_that_were_preempted_in_vain_are_queued_again():
-    """SGLang's own path queues those that it preempted for a request that came in; the rest is left to the hook."""
-    server, queued = ToyServer(high="k4v4"), []
-    chosen = None
-    kept, queued_before, lost, came_in, ended = (
-        SimpleNamespace(is_retracted=i in (1, 2, 4), finished=lambda i=i: i == 4) for i in range(5)
-    )
-    scheduler = SimpleNamespace(
-        token_to_kv_pool_allocator=server.allocator, waiting_queue=[queued_before], _add_request_to_queue=queued.append,
-        enable_priority_preemption=True, chunked_req=None,
-    )  # fmt: skip
-    batch = SimpleNamespace(batch_is_full=False, reqs=[kept, queued_before, lost, ended], is_empty=lambda: False)
-
-    def preempt(self, batch):
-        batch.reqs = [kept]
-        return SimpleNamespace(running_batch=batch, batch_to_run=chosen)
-
-    around_get_new_batch_prefill(preempt, scheduler, batch)
-    assert queued == [lost]
-    # With a new batch SGLang has queued them, or has aborted those for which --max-queued-requests left no place.
-    batch.reqs, chosen = [kept, queued_before, lost, ended], SimpleNamespace(reqs=[came_in])
-    around_get_new_batch_prefill(preempt, scheduler, batch)
-    assert queued == [lost]
-
-
 def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
     """Their outcome depends on the data: until they have run, their blocks are charged the most that they may take."""
     server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)

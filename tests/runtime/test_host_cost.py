@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import tracemalloc
 from array import array
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
