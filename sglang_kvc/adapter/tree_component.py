@@ -1,4 +1,4 @@
-"""Component of SGLang's unified tree that holds blocks. It tells the ledger what is evictable and frees blocks by id."""
+"""Component of SGLang's unified tree that holds blocks. It tells the ledger what is idle and frees blocks by id."""
 
 from __future__ import annotations
 
