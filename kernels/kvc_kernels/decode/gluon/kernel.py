@@ -45,12 +45,12 @@ def _plain_program(
         tiles = list_tiles(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE, TILE, T, 1, True, 4
         )
-        gl.thread_barrier()
+        gl.barrier()
         acc, lacc, m = plain_part(
             acc, lacc, m, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
             D, NQ, T, VOFF, CAPPED, TILE, dtype,
         )  # fmt: skip
-        gl.thread_barrier()
+        gl.barrier()
     out = part_o + part * D
     feature = plain_feature_of(gl.arange(0, D, layout=ROW))
     column = gl.arange(0, NQ, layout=COLUMN) + hidden_zero(blocks)
@@ -97,12 +97,12 @@ def _packed_program(
         )  # fmt: skip
         factor = scale if CAPPED else scale * LOG2E
         zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, DK, NQ, KB)
-        gl.thread_barrier()
+        gl.barrier()
         acc, zacc, m = packed_part(
             acc, zacc, m, q, words, tile_pages, qz, queue, tiles, pages, page_bytes, header, LH * 2 * D, scale,
             cap, D, NQ, KB, VB, T, VOFF, VMETA, CAPPED, TILE,
         )  # fmt: skip
-        gl.thread_barrier()
+        gl.barrier()
     column = gl.arange(0, NQ, layout=COLUMN) + hidden_zero(blocks)
     out = part_o + part * D
     rows = gl.arange(0, ROWS, layout=ROW)
