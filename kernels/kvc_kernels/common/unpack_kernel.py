@@ -20,6 +20,27 @@ CODE_UNIT: tl.constexpr = tl.constexpr(16777216.0)
 
 
 @triton.jit
+def _masked_bytes(x, MASK: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr):
+    """uint8 `[M, N]` -> fp16 `[M, N]` whose words are x & MASK. WORD: asm literal of MASK in both halves of a word.
+
+    It returns one tensor. Triton 3.8 moves asm with several results into the layout of the product's operand for the
+    first result only, and takes the others through shared memory. ptxas merges the PRMTs of calls with the same x.
+    """
+    if not ASM:
+        return (x & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+    if MASK == 0xFF:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;",
+            "=&r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 a, b; prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
+        " and.b32 $0, a, " + WORD + "; and.b32 $1, b, " + WORD + ";}",
+        "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def nested(x, BITS: tl.constexpr, ASM: tl.constexpr):
     """uint8 codes [M, N] -> 8/BITS fp16 tensors [M, N] F0, F1, ..: the byte without its 0, 1, .. highest fields.
 
@@ -27,36 +48,13 @@ def nested(x, BITS: tl.constexpr, ASM: tl.constexpr):
     (the query) or at the very end (the output), so F0 is the whole byte: two PRMT spread four bytes over two registers,
     and each further tensor costs one AND per two elements (4 bits: half an instruction per code).
     """
-    if ASM:
-        if BITS == 8:
-            return (
-                tl.inline_asm_elementwise(
-                    "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;",
-                    "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
-                ),
-            )
-        elif BITS == 4:
-            a, b = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $4, 0, 0x4140; prmt.b32 $1, $4, 0, 0x4342;"
-                " and.b32 $2, $0, 0x000f000f; and.b32 $3, $1, 0x000f000f;",
-                "=&r,=&r,=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-            )
-            return (a, b)
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $8, 0, 0x4140; prmt.b32 $1, $8, 0, 0x4342;"
-                " and.b32 $2, $0, 0x003f003f; and.b32 $3, $1, 0x003f003f;"
-                " and.b32 $4, $0, 0x000f000f; and.b32 $5, $1, 0x000f000f;"
-                " and.b32 $6, $0, 0x00030003; and.b32 $7, $1, 0x00030003;",
-                "=&r,=&r,=r,=r,=r,=r,=r,=r,r", [x],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
-            )
-            return (a, b, c, d)
-    else:
-        out = ()
-        for k in tl.static_range(8 // BITS):
-            out = out + ((x & (0xFF >> (BITS * k))).to(tl.int16).to(tl.float16, bitcast=True),)
-        return out
+    out = (_masked_bytes(x, 0xFF, "0x00ff00ff", ASM),)
+    if BITS == 4:
+        out = out + (_masked_bytes(x, 0x0F, "0x000f000f", ASM),)
+    elif BITS == 2:
+        out = out + (_masked_bytes(x, 0x3F, "0x003f003f", ASM), _masked_bytes(x, 0x0F, "0x000f000f", ASM))
+        out = out + (_masked_bytes(x, 0x03, "0x00030003", ASM),)
+    return out
 
 
 @triton.jit
@@ -65,22 +63,8 @@ def crumbs(x, ASM: tl.constexpr):
 
     2-bit values have one scale per group of features, so their fields cannot share a weight as in `nested`.
     """
-    if ASM:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "{.reg .b32 a, b; prmt.b32 a, $8, 0, 0x4140; prmt.b32 b, $8, 0, 0x4342;"
-            " and.b32 $0, a, 0x00030003; and.b32 $1, b, 0x00030003;"
-            " and.b32 $2, a, 0x000c000c; and.b32 $3, b, 0x000c000c;"
-            " and.b32 $4, a, 0x00300030; and.b32 $5, b, 0x00300030;"
-            " and.b32 $6, a, 0x00c000c0; and.b32 $7, b, 0x00c000c0;}",
-            "=r,=r,=r,=r,=r,=r,=r,=r,r", [x],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
-        )
-        return (a, b, c, d)
-    else:
-        out = ()
-        for j in tl.static_range(4):
-            out = out + ((x & (3 << (2 * j))).to(tl.int16).to(tl.float16, bitcast=True),)
-        return out
+    out = (_masked_bytes(x, 0x03, "0x00030003", ASM), _masked_bytes(x, 0x0C, "0x000c000c", ASM))
+    return out + (_masked_bytes(x, 0x30, "0x00300030", ASM), _masked_bytes(x, 0xC0, "0x00c000c0", ASM))
 
 
 @triton.jit
