@@ -101,10 +101,14 @@ def convert(gguf: Path, out: Path) -> None:
         raise DemoError("The demo model needs the package gguf; run: pip install 'sglang-kvc[demo]'") from None
     import torch  # late, like the rest: only a conversion needs them
     from tokenizers.decoders import ByteLevel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     _say("Converting it to bfloat16, once (about a minute) ...")
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    # The weights are plain tensors now; save_pretrained refuses any model that remembers its GGUF file.
+    model.hf_quantizer = None
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The GGUF gives the start token as end token, but the model ends a turn with <|im_end|>.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
