@@ -89,7 +89,7 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, sampling):
     op.add(1, q, lse, scale=scale)
     blocks = ROWS.flatten().unique()[1:].cuda()
     a, b = (ops.block_scores(s, blocks) for s in (store, mine))
-    assert a[:, 1].max() > 4e-3
+    assert a[:, 1].max() > 1e-3
     assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
 
 
