@@ -7,7 +7,6 @@ would without graphs.
 """
 
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -50,21 +49,19 @@ def around_can_run(orig, self, forward_batch):
 
 
 @contextmanager
-def no_stream():
+def no_stream(stream=None):
     yield SimpleNamespace(stream=None)
 
 
 def around_capture(orig, *, model_runner, eager_runner, force_for_draft_worker=False):
-    from sglang.srt.layers import radix_attention
     from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as runner
+    from sglang.srt.runtime_context import get_exec
 
-    # What the custom op calls, which is registered for CUDA alone.
-    attend = partial(radix_attention._unified_attention_with_output_impl, return_lse=False)
-    radix_attention.breakable_unified_attention_with_output = attend
-    prefill = model_runner.server_args.cuda_graph_config.prefill
+    prefill = get_exec().graph.cuda_graph_config.prefill
     prefill.backend, prefill.bs = "breakable", list(SIZES)
     with (
         mock.patch.object(runner, "graph_capture", no_stream),
+        mock.patch.object(runner, "get_or_create_global_graph_capture_stream"),
         mock.patch.object(runner, "resolve_prefill_backend", pieces()),
     ):
         return orig(
