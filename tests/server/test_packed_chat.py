@@ -115,14 +115,18 @@ def test_logprobs_are_probabilities(packed, rng):
 
 def test_logprobs_of_prefill_and_decode_agree(packed, tok):
     """The probabilities of an answer while it is generated, and when it is given as a prompt: decode steps see packed
-    blocks, and a prompt sees its earlier blocks as they will be packed."""
-    prompt = prompts.cut(tok, prompts.chapter("assignment"), 300)
-    answer = packed.client.generate(prompt, 24, logprobs=True)
-    packed.client.flush()
-    again = packed.client.generate(prompt + answer.ids, 1, input_from=len(prompt) - 1)
-    given = again.input_logprobs[-24:]
-    assert max(abs(a - b) for a, b in zip(answer.logprobs, given)) < 0.1
-    assert sum(abs(a - b) for a, b in zip(answer.logprobs, given)) / 24 < 0.02
+    blocks, and a prompt sees its earlier blocks as they will be packed. Three answers, because one is too short for a
+    steady mean: stock SGLang exceeds the bound on one of them and keeps it on average."""
+    off = []
+    for chapter in ("assignment", "types", "execmodel"):
+        prompt = prompts.cut(tok, prompts.chapter(chapter), 300)
+        packed.client.flush()
+        answer = packed.client.generate(prompt, 24, logprobs=True)
+        packed.client.flush()
+        again = packed.client.generate(prompt + answer.ids, 1, input_from=len(prompt) - 1)
+        off += [abs(a - b) for a, b in zip(answer.logprobs, again.input_logprobs[-24:], strict=True)]
+    assert max(off) < 0.15
+    assert sum(off) / len(off) < 0.02
 
 
 @pytest.mark.parametrize("n", [8192, 9000])
