@@ -30,14 +30,11 @@ def around_alloc_for_extend(orig, batch):
 
 
 def around_alloc_for_decode(orig, batch, token_per_req):
-    from sglang_kvc.cache.runtime import Phase
-
     allocator = batch.token_to_kv_pool_allocator
     if (runtime := runtime_of(allocator)) is None:
         return orig(batch, token_per_req)
     lengths = batch.seq_lens_cpu.tolist()
-    for req, length in zip(batch.reqs, lengths):
-        runtime.tokens_written(req.kvc, length, Phase.DECODE)
+    runtime.tokens_decoded([req.kvc for req in batch.reqs], lengths)
     with allocator.for_requests(batch.reqs, [n + token_per_req for n in lengths]):
         return orig(batch, token_per_req)
 

@@ -64,12 +64,9 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
 
     def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc) -> torch.Tensor | None:
         """Slots int64 `[bs]` of one new token per request, None if they do not fit."""
-        lengths = seq_lens_cpu.tolist()
-        if not self.runtime.grow(self._seqs, lengths):
-            return None
-        p = self.page_size
-        slots = [seq.blocks[(n - 1) // p] * p + (n - 1) % p for seq, n in zip(self._seqs, lengths)]
-        return self._to_device(np.asarray(slots, dtype=np.int64))
+        lengths = seq_lens_cpu.numpy()
+        blocks = self.runtime.grow_by_one(self._seqs, lengths)
+        return None if blocks is None else self._to_device(blocks * self.page_size + (lengths - 1) % self.page_size)
 
     def _slots(self, seq: Sequence, first: int, last: int) -> np.ndarray:
         pos = np.arange(first, last, dtype=np.int64)

@@ -88,7 +88,9 @@ class Capacity:
 
     def new_block_tokens(self, seqs: Iterable[Sequence], lengths: Iterable[int]) -> int:
         """Tokens of the blocks to take so that `seqs` hold `lengths` tokens; no spare block per request."""
-        return self.layout.block_tokens * sum(len(s.new_block_starts(n)) for s, n in zip(seqs, lengths))
+        p = self.layout.block_tokens
+        missing = [-(-n // p) - len(s.blocks) for s, n in zip(seqs, lengths)]
+        return p * sum(n for n in missing if n > 0)
 
     # ---- prompts
 

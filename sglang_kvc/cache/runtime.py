@@ -151,6 +151,32 @@ class Runtime:
             seq.fill(n)
         return True
 
+    def grow_by_one(self, seqs: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
+        """Take the blocks that `seqs` need for one token more, all or none. lengths: int64 `[n]`, that token included.
+
+        Returns the block of each new token, int64 `[n]`; None: they do not fit. The work in Python goes with the blocks
+        that begin, not with the sequences.
+        """
+        p, ends = self.layout.block_tokens, lengths.tolist()
+        growing = [seq for seq, n in zip(seqs, ends) if n > len(seq.blocks) * p]
+        ids = self.take([len(seq.blocks) * p for seq in growing])
+        if ids is None:
+            return None
+        for seq, block in zip(growing, ids):
+            seq.extend([block])
+        for seq, n in zip(seqs, ends):
+            seq.length = n
+        last = np.array([seq.blocks[-1] for seq in seqs], dtype=np.int64)
+        self.blocks.num_tokens[last] = (lengths - 1) % p + 1
+        return last
+
+    def tokens_decoded(self, seqs: list[Sequence], lengths: list[int]) -> None:
+        """`tokens_written` of a decode step. It passes over sequences for which nothing can be due."""
+        p, window, replans = self.layout.block_tokens, self.config.window, self.policy.replans
+        for seq, length in zip(seqs, lengths):
+            if replans or length - window >= (seq.window_start + 1) * p:  # the window moves
+                self.tokens_written(seq, length, Phase.DECODE)
+
     def tokens_written(
         self, seq: Sequence, length: int, phase: Phase, kept: list[int] | np.ndarray = NO_BLOCKS
     ) -> None:

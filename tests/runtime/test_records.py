@@ -240,3 +240,34 @@ def test_a_first_decode_step_before_the_result_of_the_prefill_plans_as_the_promp
     runtime.tokens_written(seq, 2 * 64, Phase.PREFILL)
     (op,) = (op for op in runtime.log.drain() if isinstance(op, Compact))
     assert (op.starts.tolist(), op.lengths.tolist()) == ([0], [0])
+
+
+@pytest.mark.parametrize("options", [dict(window=0), dict(window=32), dict(window=64, policy="leankv", low="k4v2")])
+def test_a_decode_step_of_a_batch_does_what_its_sequences_do_one_by_one(options):
+    """Blocks taken, tokens recorded and operations queued over three blocks' time, at every place of a block."""
+
+    def steps(decode):
+        runtime = make_runtime(blocks=40, **{"high": "k8v4", **options})
+        prompts = [64 - 1, 64, 64 + 1, 100]
+        seqs = [runtime.new_sequence() for _ in prompts]
+        runtime.grow(seqs, prompts)
+        for seq, n in zip(seqs, prompts):
+            seq.prompt = n
+        runtime.log.clear()
+        for step in range(3 * 64):
+            decode(runtime, seqs, [n + step for n in prompts])
+        queued = [(type(op).__name__, op.blocks.tolist()) for op in runtime.log.drain()]
+        records = (runtime.blocks.num_tokens, runtime.blocks.state, runtime.blocks.window_count, runtime.ledger.charge)
+        return [seq.blocks for seq in seqs], [seq.length for seq in seqs], queued, [r.tolist() for r in records]
+
+    def one_by_one(runtime, seqs, written):
+        for seq, n in zip(seqs, written):
+            runtime.tokens_written(seq, n, Phase.DECODE)
+        assert runtime.grow(seqs, [n + 1 for n in written])
+
+    def together(runtime, seqs, written):
+        runtime.tokens_decoded(seqs, written)
+        ends = np.array(written) + 1
+        assert runtime.grow_by_one(seqs, ends).tolist() == [s.blocks[(n - 1) // 64] for s, n in zip(seqs, ends)]
+
+    assert steps(together) == steps(one_by_one)
