@@ -15,8 +15,8 @@ class EvictionQueue(set):
     """SGLang's set `evictable_device_leaves` with a heap over it, which finds the next leaf in logarithmic time.
 
     Each entry of the heap is (priority, leaf), the lowest priority first. A leaf that is locked or evicted leaves its
-    entry behind, and a leaf that is used again keeps its old priority. With SGLang's policies a use raises the
-    priority, so both are noticed when the entry reaches the top.
+    entry behind, and a leaf that is used again keeps its old priority. A use may only raise
+    the priority, so both are noticed when the entry reaches the top.
     """
 
     def __init__(self, priority: Callable[[UnifiedTreeNode], Any]):
@@ -47,3 +47,16 @@ class EvictionQueue(set):
             else:
                 return leaf
         return None
+
+
+class ScannedLeaves(set):
+    """The same for policies in which the use of one leaf lowers the rank of others, like `tlru`. Finding the next leaf
+    looks at all of them, as SGLang's own tree does."""
+
+    def __init__(self, priority: Callable[[UnifiedTreeNode], Any]):
+        super().__init__()
+        self.priority = priority
+
+    def next(self) -> UnifiedTreeNode | None:
+        """Return the leaf to evict first, None if there is none; the caller evicts it."""
+        return min(self, key=self.priority, default=None)

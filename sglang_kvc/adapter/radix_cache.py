@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ..cache.runtime import NO_BLOCKS, Phase, Runtime
 from ..cache.sequence import Sequence
-from .eviction_queue import EvictionQueue
+from .eviction_queue import EvictionQueue, ScannedLeaves
 from .tree_component import BlockComponent
 
 FULL = ComponentType.FULL
@@ -68,7 +68,8 @@ class KvcRadixCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         super().reset()
-        self.tree_core.evictable_device_leaves = EvictionQueue(self.component.priority)
+        leaves = ScannedLeaves if self.tree_core.tlru_bookkeeping else EvictionQueue
+        self.tree_core.evictable_device_leaves = leaves(self.component.priority)
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:

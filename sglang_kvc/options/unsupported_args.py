@@ -150,13 +150,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "blocks are owned by its own nodes of the radix tree",
         "drop the option",
     ),
-    Refusal(
-        "radix_eviction_policy",
-        lambda policy: policy == "tlru",
-        "--radix-eviction-policy {}",
-        "one use changes the rank of other leaves, which the queue of leaves does not follow",
-        "use another policy, like lru",
-    ),
     Refusal("enable_nvidia_megakernel", _on, "--enable-nvidia-megakernel", _BUFFERS),
     Refusal("enable_amd_monokernel", _on, "--enable-amd-monokernel", _BUFFERS),
     Refusal(

@@ -44,7 +44,6 @@ REFUSED = {
     "enable_pd_role_switch": True,
     "enable_nvidia_megakernel": True,
     "enable_amd_monokernel": True,
-    "radix_eviction_policy": "tlru",
     "enable_two_batch_overlap": True,
     "enable_pdmux": True,
     "dllm_algorithm": "LowConfidence",

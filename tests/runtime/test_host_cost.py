@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.evict_policy import TLRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 from triton.runtime.jit import JITFunction
@@ -112,6 +113,23 @@ def test_a_parent_goes_when_its_turn_comes_and_never_before_its_children():
     assert [leaf(server, i) is not None for i in range(3)] == [True, False, False]
     assert evict(server, 1) == P and not leaf(server, 0).children
     assert evict(server, 1) == P and leaf(server, 0) is None
+
+
+def test_tail_optimized_lru_trims_a_long_conversation_before_an_older_short_one():
+    """Each conversation may lose its last block: the long one's is a leaf of its own, the short one has one leaf."""
+    server = ToyServer(high="bf16", blocks=8, tree={"eviction_policy": "tlru"})
+    server.tree.tree_core.eviction_strategy = TLRUStrategy(threshold=P)
+    short, long = range(2 * P), range(5000, 5000 + 3 * P)
+    for tokens in (short, long[: 2 * P], long):
+        server.finish(server.admit([*tokens, 1]))
+
+    def cached_blocks(tokens):
+        key = RadixKey(array("q", [*tokens, 1]), None)
+        return server.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len // P
+
+    assert evict(server, 1) == P and (cached_blocks(short), cached_blocks(long)) == (2, 2)
+    assert evict(server, 1) == 2 * P and (cached_blocks(short), cached_blocks(long)) == (0, 2)
+    server.check()
 
 
 def test_what_is_remembered_of_leaves_is_bounded():
