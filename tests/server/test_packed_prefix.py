@@ -42,7 +42,7 @@ def test_answers_are_cached_too(packed, rng, prompt_len, answer_len):
     assert packed.client.generate(follow_up, 2).cached_tokens == border(prompt_len + answer_len - 1)
 
 
-@pytest.mark.parametrize("common", [64, 100, 128, 191, 192, 200])
+@pytest.mark.parametrize("common", [64, 100, 191, 192])
 def test_branches_hit_at_their_fork(packed, rng, common):
     """The very next request that shares a part of a cached one hits it, whatever nodes the tree has."""
     trunk = tokens(rng, common)
@@ -122,7 +122,7 @@ def test_flush_forgets_everything(packed, rng):
 def test_flush_returns_all_memory(packed, rng):
     start = packed.client.when_idle()
     assert start["tokens"] == 0
-    packed.client.generate_many([tokens(rng, 100 + 31 * i) for i in range(8)], 40)
+    packed.client.generate_many([tokens(rng, 100 + 31 * i) for i in range(4)], 20)
     full = packed.client.when_idle()
     assert full["pages_free"] < start["pages_free"]
     assert full["packed_tokens"] > 0 and full["tokens"] >= full["packed_tokens"]
@@ -147,8 +147,8 @@ def test_warm_answers_equal_cold_ones(packed, tok):
     for n in (BLOCK + 5, 4 * BLOCK, 7 * BLOCK + 40, 9 * BLOCK + 1):
         prompt = prompts.cut(tok, prompts.chapter("types"), n)
         packed.client.flush()
-        cold = packed.client.generate(prompt, 24, top=3)
-        warm = packed.client.generate(prompt, 24, top=3)
+        cold = packed.client.generate(prompt, 12, top=3)
+        warm = packed.client.generate(prompt, 12, top=3)
         assert (cold.cached_tokens, warm.cached_tokens) == (0, border(n - 1))
         found = match(cold, warm)
         if n - border(n - 1) > 1:
