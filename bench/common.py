@@ -57,7 +57,7 @@ def has_gpu() -> bool:
 
 
 def default_attention() -> str:
-    """The attention backend that stock SGLang 0.5.17 chooses: FlashAttention 3 on Hopper, else FlashInfer."""
+    """The attention backend that stock SGLang chooses: FlashAttention 3 on Hopper, else FlashInfer."""
     import torch
 
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

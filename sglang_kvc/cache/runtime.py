@@ -154,8 +154,7 @@ class Runtime:
     def grow_by_one(self, seqs: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
         """Take the blocks that `seqs` need for one token more, all or none. lengths: int64 `[n]`, that token included.
 
-        Returns the block of each new token, int64 `[n]`; None: they do not fit. The work in Python goes with the blocks
-        that begin, not with the sequences.
+        Each sequence must hold one token less. Returns the block of each new token, int64 `[n]`; None: they do not fit.
         """
         p, ends = self.layout.block_tokens, lengths.tolist()
         growing = [seq for seq, n in zip(seqs, ends) if n > len(seq.blocks) * p]
