@@ -187,6 +187,34 @@ class PoolLayout:
         return self.layers * self.heads * per_head + 1 + 4
 
 
+@dataclass(frozen=True)
+class RecordLayout:
+    """A block outside the pool, as one run of bytes that names no page. All offsets are from the record's start.
+
+    | segment       | shape and dtype             | content                                           |
+    |---------------|-----------------------------|---------------------------------------------------|
+    | `counts`      | int16 `[L, H, 2]`           | tokens stored high, low                           |
+    | `query_count` | int32 `[1]`                 | queries that the block's attention scores cover   |
+    | `headers`     | fp16 `[L, H, 2, D]`         | scale and zero of the key channels                |
+    | `pages`       | uint8 `[pages, page_bytes]` | by layer and head; high pages, then low ones      |
+    """
+
+    pool: PoolLayout
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        heads, out, at = self.pool.layers * self.pool.heads, {}, 0
+        sizes = {"counts": 4 * heads, "query_count": 4, "headers": heads * self.pool.header_bytes, "pages": 0}
+        for name, size in sizes.items():
+            out[name] = at
+            at = align_up(at + size, SEGMENT_ALIGN)
+        return out
+
+    def num_bytes(self, pages: int) -> int:
+        """Bytes of the record of a block with `pages` pages."""
+        return self.offsets["pages"] + pages * self.pool.page_bytes
+
+
 def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, has_scores: bool) -> int:
     """The page size in bytes that holds exactly `tokens` tokens of `fmt`."""
     page = PageLayout(fmt, head_dim, 1 << 30, has_scores)

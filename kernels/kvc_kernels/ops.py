@@ -15,6 +15,7 @@ from .extend.reference import ReferenceExtend, extend_attention
 from .pages import reference as pages_reference
 from .pages.dense import block_digest, block_scores, block_tiers, load_dense
 from .pages.reference import block_head_pages, check_invariants
+from .records import reference as records_reference
 from .scores import reference as scores_reference
 from .scores.reference import ReferenceScores, ScoreSampling, mean_attention_scores
 from .tiering import importance, thresholds
@@ -28,6 +29,11 @@ append = dispatch(append_reference.append, "append.kernel:append_triton")
 take_bf16 = dispatch(pages_reference.take_bf16, "pages.kernel:take_bf16")
 release = dispatch(pages_reference.release, "pages.kernel:release")
 compact = dispatch(compact_reference.compact, "compact.launch:compact_triton")
+
+# Records: blocks as bytes outside the pool, and back.
+take_stored = dispatch(records_reference.take_stored, "records.kernel:take_stored")
+write_records = dispatch(records_reference.write_records, "records.kernel:write_records")
+read_records = dispatch(records_reference.read_records, "records.kernel:read_records")
 
 # Attention, and the attention scores that some policies collect.
 decode_snapshot = dispatch(snapshot.decode_snapshot, "decode.snapshot_kernel:decode_snapshot_triton")
@@ -73,9 +79,12 @@ __all__ = [
     "pool_scores",
     "pyramid",
     "quota",
+    "read_records",
     "release",
     "retention_curves",
     "spread",
     "take_bf16",
+    "take_stored",
     "threshold",
+    "write_records",
 ]

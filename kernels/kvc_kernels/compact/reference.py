@@ -13,7 +13,7 @@ import torch
 from ..common import quant
 from ..common.bits import PageRows, bf16_rows, read_page, segment, write_page
 from ..layout import BF16, BlockFormat, Format, PageLayout, PoolLayout
-from ..pages.reference import block_tier_pages, return_pages, table_order, take_pages, tier_pages
+from ..pages.reference import block_tier_pages, return_pages, table_order, table_rows, take_pages, tier_pages
 from ..pages.tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 from ..store import SCRATCH_PAGE, PageStore
 from ..tiering.quota import keep_all
@@ -263,18 +263,9 @@ def compact(
     if headers[0] is not None:
         store.headers[blocks] = torch.cat(headers).view(n, *store.headers.shape[1:])
 
-    store.table[blocks] = _table_rows(ids, high, low).view(n, *store.table.shape[1:])
+    store.table[blocks] = table_rows(ids, high, low).view(n, *store.table.shape[1:])
     store.counts[blocks] = counts.to(torch.int16).view(n, *store.counts.shape[1:])
     store.format_id.index_fill_(0, blocks, to_format)
     return_pages(store, table_order(old_table, old_high, old_low), old_high + old_low)
     return (high + low).view(n, -1).sum(1).to(torch.int32)
 
-
-def _table_rows(ids: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Table rows `[m, E]` of taken ids (high, then low): high from the left, low from the right, 0 between."""
-    entries = ids.shape[1]
-    e = torch.arange(entries, device=ids.device).expand(ids.shape)
-    h, back = high.unsqueeze(-1), entries - 1 - e
-    from_low = back < low.unsqueeze(-1)
-    at = torch.where(from_low, h + back, e).clamp(max=entries - 1)
-    return torch.where((e < h) | from_low, ids.gather(1, at), SCRATCH_PAGE)

@@ -85,6 +85,17 @@ def table_order(rows: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> to
     return torch.where(j < h + low.unsqueeze(-1), rows.gather(-1, at), SCRATCH_PAGE)
 
 
+def table_rows(ids: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Inverse of `table_order`: rows `[m, E]` of ids (high, then low), high from the left, low from the right, page 0
+    between."""
+    entries = ids.shape[1]
+    e = torch.arange(entries, device=ids.device).expand(ids.shape)
+    h, back = high.unsqueeze(-1), entries - 1 - e
+    from_low = back < low.unsqueeze(-1)
+    at = torch.where(from_low, h + back, e).clamp(max=entries - 1)
+    return torch.where((e < h) | from_low, ids.gather(1, at), SCRATCH_PAGE)
+
+
 def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:
     """Give `blocks[n]` (distinct, free) their uncompressed pages: format id 0, counts 0, query counts 0.
 
