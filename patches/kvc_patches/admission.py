@@ -63,6 +63,19 @@ def around_init(
         self.memory_budget.current_offset += self.kvc_decode_tokens - mixed
 
 
+def _bring_back(adder, req):
+    """The verdict on a prompt whose cached blocks are in host memory; None: it is computed without them.
+
+    While they are on their way, the prompt is passed over, and the prompts behind it come in."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    from sglang_kvc.adapter.host_cache import Hit
+
+    others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
+    hit = adder.tree_cache.bring_back(req, room=adder.rem_total_tokens, others_run=others_run)
+    return {Hit.LOADING: AddReqResult.CONTINUE, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
+
+
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     """A prompt waits for the memory that it will take, not for what it would take uncompressed."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
@@ -71,6 +84,10 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, req, has_chunked_req, truncation_align_size)
+    if runtime.host_tier is not None and req.host_hit_length:
+        waits = _bring_back(self, req)
+        if waits is not None:
+            return waits
     new = len(req.full_untruncated_fill_ids) - req.prefix_len
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
     chunk = None if self.rem_chunk_tokens is None else get_schedule().chunked_prefill_size

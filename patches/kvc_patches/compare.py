@@ -99,27 +99,36 @@ class Subclass(NamedTuple):
 
 
 def subclasses() -> list[Subclass]:
-    """Every class of `sglang_kvc` with each base class that it has in SGLang."""
+    """Every class of `sglang_kvc` with each base class that it has in SGLang, also through a class of ours."""
     (folder,) = find_spec("sglang_kvc").submodule_search_locations
-    out = []
+    classes: dict[str, tuple[ast.ClassDef, dict[str, str]]] = {}
     for path in sorted(Path(folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        bases = {
+        imported = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
             for node in ast.walk(tree)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
             for alias in node.names
         }
-        for node in (n for n in tree.body if isinstance(n, ast.ClassDef)):
-            for base in node.bases:
-                if isinstance(base, ast.Name) and base.id in bases:
-                    methods = {n.name for n in node.body if isinstance(n, Function)}
-                    reads = {
-                        n.attr
-                        for n in ast.walk(node)
-                        if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "super()")
-                    }
-                    out.append(Subclass(node.name, bases[base.id], methods, reads))
+        classes |= {n.name: (n, imported) for n in tree.body if isinstance(n, ast.ClassDef)}
+
+    def in_sglang(name: str) -> Iterator[str]:
+        node, imported = classes[name]
+        for base in (b.id for b in node.bases if isinstance(b, ast.Name)):
+            if base in imported:
+                yield imported[base]
+            elif base in classes:
+                yield from in_sglang(base)
+
+    out = []
+    for name, (node, _) in classes.items():
+        methods = {n.name for n in node.body if isinstance(n, Function)}
+        reads = {
+            n.attr
+            for n in ast.walk(node)
+            if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "super()")
+        }
+        out += [Subclass(name, base, methods, reads) for base in in_sglang(name)]
     return out
 
 

@@ -1,7 +1,7 @@
 """`SchedulerInvariantChecker`: the leak check compares slots, which add up.
 
 Scheduling reads physical sizes, which shrink as blocks are compressed and do not add up to SGLang's token total. Every
-slot in use belongs to the tree or to a running request.
+slot in use belongs to the tree, to a running request or to a load from the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def around_check_full_pool(orig, self, ps, uncached=0):
         return orig(self, ps, uncached)
     exact = dataclasses.replace(
         ps,
-        full_available_size=self.max_total_num_tokens - allocator.used_slots(),
+        full_available_size=self.max_total_num_tokens - allocator.used_slots() + self.tree_cache.loading_slots,
         full_evictable_size=self.tree_cache.evictable_slots(),
     )
     return orig(self, exact, uncached)

@@ -50,22 +50,31 @@ def before_on_idle(self):
     from sglang_kvc.cache.runtime import current
 
     runtime = current()
-    if runtime is None or not runtime.unsettled or not self.is_fully_idle():
+    if runtime is None or not runtime.unsettled:
         return
     with self.forward_stream_ctx:
-        runtime.settle()
+        if self.is_fully_idle():
+            runtime.settle()
+        elif runtime.host_tier is not None:
+            runtime.flush()  # a prompt waits for a load, and no forward comes that would launch it
 
 
 def around_check_decode_mem(orig, self, selected_indices=None):
-    """Before a retraction: wait for the pages that queued and running compactions free, then check again."""
+    """Before a retraction: wait for the pages that queued and running compactions free, and for the blocks that loads
+    lock, then check again."""
     from sglang_kvc.cache.runtime import current
 
     if orig(self, selected_indices):
         return True
     runtime = current()
-    if runtime is None or not runtime.overcharged:
+    if runtime is None:
+        return False
+    loads = runtime.host_tier is not None and self.tree_cache.loads
+    if not loads and not runtime.overcharged:
         return False
     runtime.settle()
+    if loads:
+        self.tree_cache.check_hicache_events()
     return orig(self, selected_indices)
 
 

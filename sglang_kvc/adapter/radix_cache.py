@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -10,15 +9,12 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ..cache.runtime import NO_BLOCKS, Phase, Runtime
 from ..cache.sequence import Sequence
 from .eviction_queue import EvictionQueue, ScannedLeaves
+from .host_cache import FULL, HostCache
 from .tree_component import BlockComponent
-
-FULL = ComponentType.FULL
 
 
 class BlockKey(RadixKey):
@@ -41,7 +37,7 @@ class BlockKey(RadixKey):
         return plain if self.extra_key is None else (self.extra_key, plain)
 
 
-class KvcRadixCache(UnifiedRadixCache):
+class KvcRadixCache(HostCache):
     """Nodes own blocks through `BlockComponent`; requests own theirs through `req.kvc`.
 
     `evictable_size` is physical: what eviction adds to the allocator's `available_size`. `evictable_slots` is the exact
@@ -56,10 +52,6 @@ class KvcRadixCache(UnifiedRadixCache):
 
     # ---- stock interface, physical view
 
-    @property
-    def component(self) -> BlockComponent:
-        return self.components[FULL]
-
     def evictable_size(self) -> int:
         return self.runtime.capacity.evictable_tokens()
 
@@ -70,6 +62,7 @@ class KvcRadixCache(UnifiedRadixCache):
         super().reset()
         leaves = ScannedLeaves if self.tree_core.tlru_bookkeeping else EvictionQueue
         self.tree_core.evictable_device_leaves = leaves(self.component.priority)
+        self.tree_core.evictable_host_leaves = leaves(self.component.priority)
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -182,7 +175,9 @@ class KvcRadixCache(UnifiedRadixCache):
         core = self.tree_core
         while not core.is_root(node_id) and (node := core.node_by_id(node_id)) in core.evictable_device_leaves:
             parent = node.parent.id
-            self._evict_device_leaf(node_id, defaultdict(int))
+            self._apply_eviction_result(core.evict_device_leaf(node_id, is_write_back=False))
+            if node.backuped:
+                self._drop_stored_leaf(node)
             node_id = parent
 
     @staticmethod

@@ -33,9 +33,10 @@ class BlockComponent(FullComponent):
 
     def blocks_of(self, node) -> np.ndarray:
         """Block ids of a node, int64."""
-        return self._blocks(node.component_data[self.component_type].value)
+        return self.blocks_at(node.component_data[self.component_type].value)
 
-    def _blocks(self, slots: torch.Tensor) -> np.ndarray:
+    def blocks_at(self, slots: torch.Tensor) -> np.ndarray:
+        """Block ids, int64, of the slots of whole blocks."""
         return slots.numpy()[:: self.block_tokens] // self.block_tokens
 
     # ---- what is evictable
@@ -58,7 +59,8 @@ class BlockComponent(FullComponent):
         """Tell the ledger which blocks become evictable or locked when the path to `node` is (un)locked once."""
         changed, root = [], self.tree_core.root_node
         while node is not root:
-            if node.component_data[self.component_type].lock_ref == locked_when:
+            data = node.component_data[self.component_type]
+            if data.lock_ref == locked_when and data.value is not None:
                 changed.append(self.blocks_of(node))
             node = node.parent
         if changed:
@@ -98,8 +100,19 @@ class BlockComponent(FullComponent):
     def _evict_device_end(self) -> None:
         """Do nothing: the queue outlives a walk."""
 
+    # ---- host memory
+
+    def drive_host_eviction(self, num_tokens: int, tracker, device_frees, host_frees, cache_actions) -> None:
+        """Drop stored leaves, the first of the queue first."""
+        core = self.tree_core
+        while tracker[self.component_type] < num_tokens and (leaf := core.evictable_host_leaves.next()) is not None:
+            core._evict_host_leaf(leaf, tracker, device_frees, host_frees, cache_actions=cache_actions)
+
+    def free_host_values(self, host_values: list[torch.Tensor]) -> None:
+        self.runtime.host_tier.free(np.concatenate([self.blocks_at(slots) for slots in host_values]))
+
     def apply_component_action(self, action) -> None:
         if isinstance(action, FreeComponentDeviceSlot):
-            self.runtime.free(np.concatenate([self._blocks(slots) for slots in action.indices]))
+            self.runtime.free(np.concatenate([self.blocks_at(slots) for slots in action.indices]))
         else:
             super().apply_component_action(action)

@@ -64,6 +64,21 @@ class Capacity:
         whole = min(pages // self.layout.block_pages_bf16, block_ids)
         return max(0, min(whole * self.layout.block_tokens, self.sizing.capacity_tokens))
 
+    def tokens_of_pages(self, pages: int) -> float:
+        """Memory of `pages` pages."""
+        return pages * self.layout.block_tokens / self.layout.block_pages_bf16
+
+    def reaches(self, pages: int, block_ids: int) -> bool:
+        """Whether evicting all unlocked blocks makes room for blocks with `pages` pages in total."""
+        free, idle = self.blocks.free_count, self.ledger.idle_blocks
+        return pages <= self.ledger.reachable and block_ids <= free + idle
+
+    def missing_tokens(self, pages: int, block_ids: int) -> int:
+        """Tokens to evict so that `block_ids` blocks with `pages` pages in total can be taken; 0: they can be now."""
+        short = max(0, pages - self.ledger.free)
+        blocks = max(-(-short // self.layout.block_pages_bf16), block_ids - self.blocks.free_count, 0)
+        return blocks * self.layout.block_tokens
+
     # ---- growth
 
     def packed_tokens(self, tokens: float, format_id: int) -> float:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .transfers import Loading
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,26 @@ class Compact:
     generations: np.ndarray
 
 
-Op = Take | Release | Compact
+@dataclass(frozen=True)
+class Save:
+    """Copy `blocks[n]` to `units[n, k]` of the host memory."""
+
+    blocks: np.ndarray
+    units: np.ndarray
+
+
+@dataclass(frozen=True)
+class Load:
+    """Give `blocks[n]` pages at `format_id`, and fill them from `units[n, k]` of the host memory. `loading` tells when
+    they are there."""
+
+    blocks: np.ndarray
+    format_id: int
+    units: np.ndarray
+    loading: Loading
+
+
+Op = Take | Release | Compact | Save | Load
 
 
 @dataclass
@@ -65,9 +88,8 @@ class OpLog:
     each kind once for all requests.
 
     The order is the contract: the ledger charges every operation under the assumption that all earlier ones have run.
-    Merging neighbors keeps the order. A compaction may also run before earlier releases and compactions of other
-    blocks, because it draws on the reserve only and leaves no fewer pages free. It stays behind every `Take`, which may
-    take its blocks.
+    Merging neighbors keeps the order. A compaction may also run before earlier operations on other blocks, because it
+    draws on the reserve only and leaves no fewer pages free. It stays behind every `Take`, which may take its blocks.
     """
 
     _merges: list[_Merge] = field(default_factory=list)
@@ -78,8 +100,10 @@ class OpLog:
     def push(self, op: Op) -> None:
         if isinstance(op, Compact):
             merge = self._merge_of(op)
-        else:
+        elif isinstance(op, (Take, Release)):
             merge = self._merges[-1] if self._merges and type(op) is type(self._merges[-1].ops[0]) else None
+        else:
+            merge = None
         if merge is None:
             merge = _Merge([], set())
             self._merges.append(merge)

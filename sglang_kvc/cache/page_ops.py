@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,7 +12,10 @@ from kvc_kernels import ops
 from kvc_kernels.store import PageStore
 
 from ..policies import Evidence, Policy
-from .op_queue import Compact, Op, Release, Take
+from .op_queue import Compact, Load, Op, Release, Save, Take
+
+if TYPE_CHECKING:
+    from .transfers import Transfers
 
 
 @dataclass
@@ -35,6 +39,7 @@ class PageOps:
     def __init__(self, store: PageStore, policy: Policy, reserve_pages: int):
         self.store, self.policy, self.reserve_pages = store, policy, reserve_pages
         self._sampling = policy.score_sampling
+        self.transfers: Transfers | None = None  # of the host tier, if there is one
 
     def run(self, op: Op, step: int) -> list[PendingCounts]:
         """Launch `op` at the start of forward `step`."""
@@ -42,6 +47,10 @@ class PageOps:
             ops.take_bf16(self.store, self._to_device(op.blocks))
         elif isinstance(op, Release):
             ops.release(self.store, self._to_device(op.blocks))
+        elif isinstance(op, Save):
+            self.transfers.save(op.blocks, op.units)
+        elif isinstance(op, Load):
+            self.transfers.load(op.blocks, op.format_id, op.units, op.loading)
         else:
             return self._compact(op, step)
         return []

@@ -22,6 +22,7 @@ from kvc_kernels.store import PageStore
 from ..policies import SEQUENCE, Policy, make_policy
 from .blocks import Blocks, State
 from .capacity import Capacity
+from .host_tier import HostTier
 from .ledger import Ledger
 from .op_queue import Compact, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
@@ -91,6 +92,7 @@ class Runtime:
     pending: deque[PendingCounts] = field(default_factory=deque)
     extending: list[tuple[str, Sequence]] = field(default_factory=list)
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
+    host_tier: HostTier | None = None
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
     def __post_init__(self) -> None:
@@ -99,6 +101,11 @@ class Runtime:
             self.config.window
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
+
+    def attach_host_tier(self) -> None:
+        """Allocate the host memory of `config.host_memory` bytes."""
+        self.host_tier = HostTier(self, self.config.host_memory)
+        self.page_ops.transfers = self.host_tier.transfers
 
     @classmethod
     def build(
@@ -297,6 +304,8 @@ class Runtime:
         self.pending.clear()
         self.extending.clear()
         self._open_queued = False
+        if self.host_tier is not None:
+            self.host_tier.reset()
         self.blocks.reset()
         self.ledger.reset()
         self.store.reset()

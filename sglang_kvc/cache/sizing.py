@@ -14,6 +14,8 @@ from kvc_kernels.layout import (
     Format,
     PageLayout,
     PoolLayout,
+    RecordLayout,
+    align_up,
     choose_page_bytes,
     page_bytes_for,
 )
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
 MAX_BLOCK_RATIO = 8.0
 # Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
 RESERVE_PART = 1 / 32
+# Host memory is handed out in multiples of this many bytes.
+UNIT_ALIGN = 4096
+# Buffers of blocks on their way to the host; one more is for blocks on their way back.
+SAVE_BUFFERS = 4
+# Most bytes of a buffer, and its most part of the pool: a copy of 16 MiB reaches the rate of the bus.
+BUFFER_BYTES, BUFFER_PART = 32 << 20, 1 / 128
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
 
@@ -82,21 +90,59 @@ def size_server(
     num_bytes: int, config: KvcConfig, policy: Policy, layout: PoolLayout, block_formats: tuple[BlockFormat, ...],
     itemsize: int
 ) -> Sizing:
-    """Size the pool in the memory beside the staged rows of one layer. `itemsize`: bytes of an uncompressed number.
+    """Size the pool in the memory beside the staged rows of one layer and the buffers of the host tier. `itemsize`:
+    bytes of an uncompressed number.
 
     Staged tokens never exceed those that fill all memory uncompressed, so staging takes at most 1 / L of it.
     """
     staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
     if config.window and policy.fake_quant_format(policy.format_id_of(None)) is not None:
         staged = min(max(config.window, STAGED_TOKENS), num_bytes // (layout.layers * row_bytes))
+    extra = {"the rows that a prefill with --kvc-window stages": staged * row_bytes}
+    if config.host_memory:
+        extra["the buffers of --kvc-host-memory"] = HostLayout.of(layout, block_formats, num_bytes).device_bytes
     try:
-        sizing = size_pool(num_bytes - staged * row_bytes, layout, block_formats)
+        sizing = size_pool(num_bytes - sum(extra.values()), layout, block_formats)
     except ValueError as e:
-        if not staged:
+        parts = [f"{size / 2**20:.1f} MiB for {what}" for what, size in extra.items() if size]
+        if not parts:
             raise
-        rows = f"{staged * row_bytes / 2**20:.1f} MiB for the rows that a prefill with --kvc-window stages"
-        raise ValueError(f"{e}; this is on top of {rows}") from None
+        raise ValueError(f"{e}; this is on top of {' and '.join(parts)}") from None
     return replace(sizing, staged_tokens=staged)
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """Geometry of the host tier.
+
+    record: bytes of a block in host memory.
+    unit_bytes: host memory is handed out in units of this size. It is a record in the smallest storage format, or a
+        quarter of its largest record where the number of pages depends on the data.
+    buffer_bytes: size of one buffer between pages and host memory, at least one uncompressed block.
+    """
+
+    record: RecordLayout
+    unit_bytes: int
+    buffer_bytes: int
+
+    @classmethod
+    def of(cls, layout: PoolLayout, block_formats: tuple[BlockFormat, ...], pool_bytes: int) -> HostLayout:
+        record, sizes = RecordLayout(layout), []
+        for block_format in block_formats[1:] or block_formats[:1]:
+            pages = block_format.pages or layout.block_pages_bf16
+            sizes.append(record.num_bytes(pages) if block_format.exact else -(-record.num_bytes(pages) // 4))
+        unit = align_up(min(sizes), UNIT_ALIGN)
+        largest = align_up(record.num_bytes(layout.block_pages_bf16), unit)
+        return cls(record, unit, max(largest, min(BUFFER_BYTES, int(pool_bytes * BUFFER_PART))))
+
+    def units_for(self, pages: int) -> int:
+        """Units of the record of a block with `pages` pages."""
+        return -(-self.record.num_bytes(pages) // self.unit_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of all buffers."""
+        return (SAVE_BUFFERS + 1) * self.buffer_bytes
 
 
 def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...]) -> Sizing:

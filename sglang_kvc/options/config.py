@@ -31,6 +31,7 @@ class KvcConfig:
     observe: ScoreSampling = field(default=ScoreSampling())  # queries whose attention scores are collected
     page_bytes: int | None = None  # None: chosen for the formats
     memory: int | None = None  # bytes of the page pool; None: sized by SGLang
+    host_memory: int = 0  # bytes of host memory, on each rank, for blocks that leave the pool
     budget: Budget | None = None
     scorer: Scorer = field(default=KeyDiff())
     share: Share = field(default=Global())

@@ -131,11 +131,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {unit + "I": 1 << (10 * i) for i, unit in enumerate("KMGT", start=1)}
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(name: str, text: str | int) -> int:
     """'4GB' -> 4_000_000_000, '512MiB' -> 536_870_912; '1e9' and plain numbers are bytes."""
     m = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)\s*([KMGT]?I?)B?", str(text).strip().upper())
     if not m or m[2] not in _UNITS or not math.isfinite(float(m[1])):
-        raise ConfigError(f"{flag('memory')} {text!r} is not a size; write it like 4GB, 512MiB or 4000000000.")
+        raise ConfigError(f"{flag(name)} {text!r} is not a size; write it like 4GB, 512MiB or 4000000000.")
     return int(float(m[1]) * _UNITS[m[2]])
 
 
@@ -144,7 +144,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("keep", "alpha_high", "alpha_low"), _number),
     "allow_lossless": _truth,
     "levels": _names,
-    "memory": lambda name, value: parse_bytes(value),
+    **dict.fromkeys(("memory", "host_memory"), parse_bytes),
     "observe": _text(parse_observe, ScoreSampling),
     "budget": _text(Budget.parse, Budget),
     "scorer": _text(parse_scorer, Scorer),

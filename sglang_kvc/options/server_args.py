@@ -29,6 +29,7 @@ from sglang_kvc.options.unsupported_args import (
     check_memory,
     check_pool_sizing,
     environment_warnings,
+    host_memory_of,
     ignored_warnings,
     trust_warning,
 )
@@ -245,6 +246,16 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         NS("memory"),
     ] = None
 
+    kvc_host_memory: A[
+        str | None,
+        _option(
+            "Host memory on each rank, like 64GB, for blocks that are evicted from the GPU: they keep their compressed "
+            "bytes, and come back when a prompt has their prefix. Turns on --enable-hierarchical-cache, whose "
+            "--hicache-size gives the same size in gigabytes. Default: 0, none."
+        ),
+        NS("memory"),
+    ] = None
+
     def resolve_once(self) -> None:
         """Check before SGLang's resolution, so that it sees our values, and after it, when the model is known."""
         if getattr(self, "_resolution_finished", False):
@@ -287,6 +298,8 @@ def _refuse_strays(args: KvcServerArgs) -> None:
 
 def _prepare(args: KvcServerArgs) -> None:
     """Refuse arguments that cannot be served, then set the fields of SGLang that select our classes."""
+    if args.enable_hierarchical_cache and args.kvc_host_memory is None:
+        args.kvc_host_memory = host_memory_of(args)
     config = resolve_config(args)
     check_args(args, config)
     trust = None if args.disable_radix_cache else trust_warning(config)
@@ -305,6 +318,10 @@ def _prepare(args: KvcServerArgs) -> None:
     args.decode_attention_backend = None
     args.radix_cache_backend = "kvc"
     args.page_size = config.block_size
+    args.enable_hierarchical_cache = config.host_memory > 0
+    if config.host_memory:
+        # A size of SGLang's own pool, which is never built, keeps it from sizing one by what is free.
+        args.hicache_size = max(1, round(config.host_memory / 1e9))
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
     if args.cuda_graph_max_bs_prefill is None and args.cuda_graph_bs_prefill is None:

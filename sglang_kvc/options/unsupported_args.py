@@ -21,6 +21,14 @@ TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 MIN_CAPABILITY = (8, 0)  # packing takes min and max of pairs of fp16 values
 
 
+# Options of SGLang's hierarchical cache that are ignored, with its defaults.
+HICACHE_IGNORED = {
+    "hicache_write_policy": "write_through",
+    "hicache_io_backend": "kernel",
+    "hicache_mem_layout": "page_first",
+}
+
+
 @dataclass(frozen=True)
 class Refusal:
     """`when` tests one value: a ServerArgs field or, in the model table, all `ModelFacts`."""
@@ -64,7 +72,13 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "--speculative-algorithm {}",
         "drafts are written and rolled back token by token, which packed pages do not allow",
     ),
-    Refusal("enable_hierarchical_cache", _on, "--enable-hierarchical-cache", _BUFFERS),
+    Refusal(
+        "hicache_storage_backend",
+        _other_than(None),
+        "--hicache-storage-backend {}",
+        "blocks are kept in host memory as records of their own",
+        "drop the option",
+    ),
     Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),
     Refusal("enable_flexkv", _on, "--enable-flexkv", _BUFFERS),
     Refusal("enable_hisparse", _on, "--enable-hisparse", _BUFFERS),
@@ -222,6 +236,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
             f"--max-total-tokens {args.max_total_tokens} contradicts --kvc-memory, because both say how large the "
             f"cache is; drop one of them."
         )
+    check_host_memory(config, args.disable_radix_cache)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and "query_mean" in make_policy(config).needs and _above_one(args.tp_size):
         raise ConfigError(
@@ -233,6 +248,25 @@ def check_args(args: Any, config: KvcConfig) -> None:
         raise ConfigError(
             f"--cuda-graph-config with prefill backend {graph!r} cannot be served with --kv-backend kvc, because "
             f"{_BETWEEN}; use {listed(PREFILL_GRAPHS)} there, or leave it out."
+        )
+
+
+def host_memory_of(args: Any) -> str:
+    """`--kvc-host-memory` as `--enable-hierarchical-cache` gives it."""
+    if args.hicache_size > 0 and args.hicache_host_memory_mode == "cache":
+        return f"{args.hicache_size}GB"
+    raise ConfigError(
+        "--enable-hierarchical-cache needs a size with --kv-backend kvc, because SGLang's --hicache-ratio counts "
+        "uncompressed tokens; give --kvc-host-memory, like 64GB, or --hicache-size."
+    )
+
+
+def check_host_memory(config: KvcConfig, disable_radix_cache: bool) -> None:
+    """Refuse host memory where no block would ever go there."""
+    if config.host_memory and disable_radix_cache:
+        raise ConfigError(
+            "--kvc-host-memory has no effect with --disable-radix-cache, because it keeps blocks of the prefix cache; "
+            "drop one of them."
         )
 
 
@@ -287,6 +321,10 @@ def ignored_warnings(args: Any) -> list[str]:
     warnings = []
     if args.quantization_param_path is not None:
         warnings.append("--quantization-param-path is ignored: scales are computed from the data of each block.")
+    for name, default in HICACHE_IGNORED.items():
+        if getattr(args, name) != default:
+            option = name.replace("_", "-")
+            warnings.append(f"--{option} is ignored: blocks go to the host when they are evicted, in their own bytes.")
     if args.enable_return_indexer_topk:
         warnings.append("--enable-return-indexer-topk is ignored: models with an indexer are not served.")
     return warnings

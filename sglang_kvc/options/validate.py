@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvc_kernels.layout import BF16, FORMATS, PageLayout
+from kvc_kernels.layout import BF16, FORMATS, PageLayout, RecordLayout
 from sglang_kvc.cache.sizing import make_layout, size_server
 from sglang_kvc.calibration.tensors import tensor_names
 from sglang_kvc.errors import ConfigError, flag, listed
@@ -180,6 +180,12 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
     """Checks that need the whole model, with `heads` KV heads per rank: a budget in bytes, and the least memory."""
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
+    least = RecordLayout(layout).num_bytes(layout.block_pages_bf16)
+    if 0 < config.host_memory < least:
+        raise ConfigError(
+            f"{flag('host_memory')} of {config.host_memory / 2**20:.1f} MiB does not hold a block of this model; give "
+            f"at least {least / 2**20:.1f} MiB, like 64GB, or drop the option."
+        )
     try:
         policy.check(layout)
         if config.memory is not None:

@@ -16,6 +16,7 @@ from .records import HeadMap, KvcStats
 if TYPE_CHECKING:
     from kvc_kernels.layout import BlockFormat
 
+    from ..cache.host_tier import HostTier
     from ..cache.runtime import Runtime
 
 CHUNK = 4096  # blocks whose counts are read at a time
@@ -103,7 +104,19 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         compactions=runtime.counters.compactions,
         compaction_ms=runtime.counters.compaction_ms,
         evicted_blocks=runtime.counters.evicted_blocks,
+        **({} if runtime.host_tier is None else _host(runtime.host_tier)),
     )
+
+
+def _host(tier: HostTier) -> dict[str, int]:
+    memory = tier.memory
+    return {
+        "host_bytes": (memory.num_units - memory.free_units) * memory.unit_bytes,
+        "host_bytes_total": memory.num_units * memory.unit_bytes,
+        "host_blocks": tier.stored,
+        "host_saved_bytes": tier.transfers.bytes_saved,
+        "host_loaded_bytes": tier.transfers.bytes_loaded,
+    }
 
 
 def _tiers(runtime: Runtime, packed: PackedTokens, tokens: int) -> tuple[dict[str, int], float | None]:

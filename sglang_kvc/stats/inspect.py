@@ -126,6 +126,10 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
     mean = f", {s.compaction_ms / s.compactions:.2f} ms each" if s.compactions else ""
     out.append(("compactions", f"{s.compactions} blocks in {s.compaction_ms:.0f} ms{mean}"))
     out.append(("evicted", f"{s.evicted_blocks} blocks"))
+    if s.host_bytes_total:
+        used = f"{_size(s.host_bytes)} of {_size(s.host_bytes_total)} in use by {s.host_blocks} blocks"
+        out.append(("host memory", used))
+        out.append(("host traffic", f"{_size(s.host_saved_bytes)} out, {_size(s.host_loaded_bytes)} back"))
     return out
 
 

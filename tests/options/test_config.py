@@ -163,7 +163,7 @@ def test_text_numbers_become_numbers():
     ],
 )
 def test_sizes(text, size):
-    assert parse_bytes(text) == size
+    assert parse_bytes("memory", text) == size
 
 
 WRONG = [

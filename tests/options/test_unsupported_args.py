@@ -15,8 +15,10 @@ from sglang_kvc.options.unsupported_args import (
     TREE_CORE,
     check_args,
     check_capability,
+    check_host_memory,
     check_memory,
     environment_warnings,
+    host_memory_of,
     ignored_warnings,
 )
 from sglang_kvc.options.unsupported_models import MODEL_REFUSALS, ModelFacts, check_facts, check_model
@@ -25,7 +27,7 @@ from .conftest import one_sentence
 
 REFUSED = {
     "speculative_algorithm": "EAGLE",
-    "enable_hierarchical_cache": True,
+    "hicache_storage_backend": "file",
     "enable_lmcache": True,
     "enable_flexkv": True,
     "enable_hisparse": True,
@@ -168,6 +170,25 @@ def test_arguments_that_are_ignored(stock):
     for name, value in (("quantization_param_path", "scales.json"), ("enable_return_indexer_topk", True)):
         (warning,) = ignored_warnings(SimpleNamespace(**{**stock, name: value}))
         assert "--" + name.replace("_", "-") in one_sentence(warning)
+
+
+def test_host_memory_of_the_hierarchical_cache(stock):
+    args = {**stock, "enable_hierarchical_cache": True}
+    assert host_memory_of(SimpleNamespace(**{**args, "hicache_size": 64})) == "64GB"
+    for changes in ({}, {"hicache_ratio": 2.0}, {"hicache_size": 64, "hicache_host_memory_mode": "buffer_only"}):
+        with pytest.raises(ConfigError) as e:
+            host_memory_of(SimpleNamespace(**{**args, **changes}))
+        assert "--kvc-host-memory" in one_sentence(str(e.value))
+    (warning,) = ignored_warnings(SimpleNamespace(**{**args, "hicache_write_policy": "write_back"}))
+    assert "--hicache-write-policy" in one_sentence(warning)
+
+
+def test_host_memory_without_a_prefix_cache():
+    check_host_memory(KvcConfig(), True)
+    check_host_memory(KvcConfig(host_memory=10**9), False)
+    with pytest.raises(ConfigError) as e:
+        check_host_memory(KvcConfig(host_memory=10**9), True)
+    assert "--disable-radix-cache" in one_sentence(str(e.value))
 
 
 def test_environment_variables_that_lose_their_effect(monkeypatch):

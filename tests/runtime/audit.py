@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from kvc_kernels import ops
+from kvc_kernels.store import PageStore
 from sglang_kvc.adapter.radix_cache import FULL
 from sglang_kvc.cache.blocks import State
 
@@ -44,18 +46,46 @@ def check_reads(server, reqs: list) -> None:
 
 
 def check_tree(server) -> None:
-    """All that the tree keeps, with nothing queued: each node stores the tokens of the path to it."""
-    blocks, stack = {}, [(server.tree_cache.root_node, [])]
+    """All that the tree keeps, with nothing queued: each node stores the tokens of the path to it, on the device and in
+    host memory."""
+    runtime, component = server.runtime, server.tree_cache.component
+    blocks, stored, stack = {}, {}, [(server.tree_cache.root_node, [])]
     while stack:
         node, tokens = stack.pop()
         for child in node.children.values():
             path = [*tokens, *child.key.token_ids]
             index = record.history(path, child.key.extra_key)
-            for i, block in enumerate(server.tree_cache.component.blocks_of(child).tolist(), start=len(tokens) // P):
-                blocks[block] = index[i * P : (i + 1) * P]
+            data = child.component(FULL)
+            for value, found in ((data.value, blocks), (data.host_value, stored)):
+                for i, block in enumerate(_ids(component, value), start=len(tokens) // P):
+                    found[block] = index[i * P : (i + 1) * P]
             stack.append((child, path))
     if blocks:
-        record.check(server.runtime.store, blocks, server.runtime.policy.keeps_all)
+        record.check(runtime.store, blocks, runtime.policy.keeps_all)
+    if stored:
+        store, ids = unpacked_records(runtime.host_tier, list(stored))
+        record.check(store, dict(zip(ids, stored.values())), runtime.policy.keeps_all)
+
+
+def _ids(component, value) -> list[int]:
+    return [] if value is None else component.blocks_at(value).tolist()
+
+
+def unpacked_records(tier, stored: list[int]) -> tuple[PageStore, list[int]]:
+    """A store of its own that holds the stored blocks, and their block ids there."""
+    source = tier.runtime.store
+    layout, n = source.layout, len(stored)
+    store = PageStore.create(
+        layout, source.block_formats, num_pages=1 + n * layout.block_pages_bf16, num_blocks=1 + n, dtype=source.dtype,
+        device="cpu",
+    )  # fmt: skip
+    for block, unit in enumerate(stored, start=1):
+        units = tier.units[unit][tier.units[unit] >= 0]
+        data, at = tier.memory.data[units].reshape(1, -1), torch.tensor([block])
+        counts = torch.from_numpy(tier.transfers.counts(np.array([unit])))
+        ops.take_stored(store, at, int(tier.format_id[unit]), counts)
+        ops.read_records(store, at, data)
+    return store, list(range(1, n + 1))
 
 
 def check_records(server) -> None:
@@ -64,11 +94,16 @@ def check_records(server) -> None:
     blocks, ledger = runtime.blocks, runtime.ledger
     holding = [r for r in server.requests.values() if getattr(r, "kvc", None) is not None]
     own = [b for r in holding for b in r.kvc.blocks[r.kvc.shared :]]
-    kept, idle = [], []
+    kept, idle, stored = [], [], []
     for node in _nodes(tree):
-        mine = tree.component.blocks_of(node).tolist()
+        mine = _ids(tree.component, node.component(FULL).value)
         kept += mine
         idle += mine if node.component(FULL).lock_ref == 0 else []
+        stored += _ids(tree.component, node.component(FULL).host_value)
+    on_their_way = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]
+    own += on_their_way
+    if runtime.host_tier is not None:
+        _check_stored(runtime.host_tier, stored)
     assert len({*own, *kept}) == len(own) + len(kept) == blocks.used_count, "a block has two owners, or none"
     in_tree = tree.evictable_slots() + tree.protected_size()
     assert server.token_to_kv_pool_allocator.used_slots() == in_tree + len(own) * P
@@ -87,6 +122,15 @@ def check_records(server) -> None:
     assert ledger.total == ledger.charge.sum() <= ledger.limit and ledger.idle_blocks == len(idle)
     assert ledger.idle_total == ledger.charge[idle].sum()
     assert runtime.capacity.reachable_tokens() <= runtime.sizing.capacity_tokens
+
+
+def _check_stored(tier, stored: list[int]) -> None:
+    """Each unit of the host memory is free or belongs to one stored block of the tree."""
+    assert len(set(stored)) == len(stored) == tier.stored, "a stored block has two owners, or none"
+    units = tier.units[stored]
+    used = units[units >= 0].tolist()
+    free = list(tier.memory._free)
+    assert sorted([*used, *free]) == list(range(tier.memory.num_units)), "host memory is lost, or used twice"
 
 
 def _nodes(tree):

@@ -29,6 +29,7 @@ from kvc_patches import requests
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
+from sglang_kvc.cache.host_tier import HostTier
 from sglang_kvc.cache.page_ops import PageOps
 from sglang_kvc.options.request_quality import PARAMETER
 
@@ -53,13 +54,17 @@ class Overlap(ModelFreeScheduler):
     """A server of `ROWS` requests at a time; to be used within `configured`. `seen` counts what happened."""
 
     def __init__(self, runtime, chunk: int | None, disable: bool):
-        self.runtime, self.seen = runtime, Counter()
+        self.runtime, self.seen, self.late = runtime, Counter(), 0
         runtime.page_ops._compact = self._compact  # counts
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P))
         self.requests: dict[str, Req] = {}
         super().__init__(pool, allocator, tree, rows=ROWS, page_size=P, chunk=chunk)
+        if runtime.config.host_memory:
+            tree.init_hicache(None, None)
+            self.enable_hierarchical_cache = True
+            runtime.host_tier.arrived = self._arrived
 
     # ---- clients
 
@@ -114,6 +119,15 @@ class Overlap(ModelFreeScheduler):
             hooks.before_on_idle(self)
         self.last_batch = batch
         check_records(self)
+
+    def _arrived(self) -> int:
+        """Loads are seen to end in order, up to three turns late."""
+        n = HostTier.arrived(self.runtime.host_tier)
+        self.late = min(self.late + 1, 3) if n else 0
+        ended = n if self.late >= self.forward_ct % 4 else 0
+        self.seen["loaded"] += ended
+        self.late = 0 if ended else self.late
+        return ended
 
     def get_new_batch_prefill(self, running_batch):
         return hooks.around_get_new_batch_prefill(Scheduler.get_new_batch_prefill, self, running_batch)

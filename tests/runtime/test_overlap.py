@@ -41,7 +41,7 @@ class Client:
             server.abort(server.chunked_req.rid)
         if draw.random() < 0.01:
             server.pause()
-        if draw.random() < 0.02:
+        if draw.random() < (0.02 if server.runtime.host_tier is None else 0.2):
             server.tree_cache.evict(EvictParams(num_tokens=draw.randint(1, 3) * P))
 
     def submit(self) -> None:
@@ -77,6 +77,7 @@ def life(seed: int, kind: Kind) -> Counter:
         assert not runtime.unsettled
         check_tree(server)
         server.seen["evicted"] = runtime.counters.evicted_blocks
+        server.seen["saved"] = runtime.host_tier.saved_blocks if runtime.host_tier else 0
         server.tree_cache.evict(EvictParams(num_tokens=10**9))
         assert server.token_to_kv_pool_allocator.used_slots() == 0
         assert runtime.capacity.available_tokens() == runtime.sizing.capacity_tokens
@@ -97,7 +98,15 @@ class Kind:
 
 TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
+HOST = {"host_memory": 200_000}  # a dozen packed blocks
 KINDS = {
+    "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, LOSSLESS)),
+    "host-window": Kind({"high": "k8v4", "window": P, **TIGHT, "host_memory": 60_000}, P),
+    "host-levels": Kind({"high": "k4v4", "levels": ("k8v8",), "window": 0, **TIGHT, **HOST}, P, (None, "k8v8")),
+    "host-leankv": Kind({**LEANKV, "window": 0, **TIGHT, **HOST}, P, (None, LOSSLESS)),
+    "host-private": Kind({**LEANKV, "window": 0, "trust": "salt", **TIGHT, **HOST}, P),
+    "host-quota": Kind({"policy": "quota", "keep": 0.5, **TIGHT, **HOST}, P),
+    "host-mixed": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, mixed=True),
     "k4v4": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS)),
     "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k2v2",), **TIGHT}, P, (None, LOSSLESS, "k2v2")),
     "window": Kind({"high": "k4v4", "window": 32}, P),
@@ -136,6 +145,8 @@ def test_lives(name):
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
     expected |= {"chunks"} if kind.chunk else set()
     expected |= {"mixed"} if kind.mixed else set()
-    expected |= {"private"} if kind.options.get("trust") == "salt" else set()
+    trust = kind.options.get("trust") == "salt"
+    expected |= {"private"} if trust else set()
+    expected |= {"saved", "loaded"} if kind.options.get("host_memory") and not trust else set()
     expected |= set() if kind.disable else {"hits", "hits after a retraction", "evicted"}
     assert not expected - seen.keys(), "these lives hold too little"

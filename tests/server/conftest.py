@@ -24,7 +24,7 @@ LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
-    "replicated",
+    "replicated", "hosted",
 }  # fmt: skip
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
@@ -47,7 +47,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
     chunk = ["--chunked-prefill-size", "128", FP32_HEAD]
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
     window = [] if STOCK else ["--kvc-window", str(BLOCK)]
-    two = ["--tp-size", "2", "--max-running-requests", str(ROWS)]
+    two = ["--tp-size", "2", "--max-running-requests", str(ROWS), *([] if STOCK else ["--kvc-host-memory", "8MiB"])]
     table = {
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
         "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
@@ -57,6 +57,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
         "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_two_ranks(), **_plugin("replicas_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
+        "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB"], "2MiB", {}),
         "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
         "unshared": (
@@ -108,7 +109,7 @@ class Servers:
         return self.server
 
     def _model(self, name: str) -> Path | None:
-        if name in ("ranks", "salted"):
+        if name in ("ranks", "salted", "hosted"):
             folder = self.models / "tiny"
             return folder if folder.exists() else tiny_model(folder)
         if name == "replicated":
@@ -190,6 +191,11 @@ def unshared(servers):
 @pytest.fixture
 def ranks(servers):
     yield from _healthy(servers, "ranks")
+
+
+@pytest.fixture
+def hosted(servers):
+    yield from _healthy(servers, "hosted")
 
 
 @pytest.fixture

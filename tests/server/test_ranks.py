@@ -28,6 +28,7 @@ def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
     assert any(a.cached_tokens > len(trunk) for a in answers[len(prompts) :])
     stats = ranks.client.when_idle()
     assert stats["evicted_blocks"] > 0 and stats["compactions"] > stats["evicted_blocks"]
+    assert stats["host_loaded_bytes"] > 0, "no prompt came back from host memory"
 
 
 def test_a_prompt_is_answered_from_the_cache_as_it_was_before(ranks, rng):

@@ -1,0 +1,249 @@
+"""The host tier in SGLang's radix tree: evicted nodes keep their blocks in host memory, and hits bring them back.
+
+SGLang's tree knows nodes with a host value (its hierarchical cache). A host value here is int64 `[len(key)]`: the slots
+of the node's stored blocks, as a device value names its blocks. SGLang's own controller, which copies K/V buffers, is
+never built.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+if TYPE_CHECKING:
+    from ..cache.host_tier import HostTier
+    from ..cache.runtime import Runtime
+    from ..cache.transfers import Loading
+    from .tree_component import BlockComponent
+
+logger = logging.getLogger("sglang_kvc")
+FULL = ComponentType.FULL
+
+
+class Hit(Enum):
+    """Progress of the stored blocks that a waiting prompt hits."""
+
+    LOADING = "loading"  # on their way; the prompt waits, others do not
+    NO_ROOM = "no room"  # they do not fit yet
+    NEVER = "never"  # they will not fit; the prompt is computed
+
+
+@dataclass
+class _Load:
+    """Blocks of the path to the node `anchor`, from the token `start` on, on their way to the device."""
+
+    anchor: int
+    start: int
+    loading: Loading
+    lock: Any
+    host_lock: Any
+
+
+class HostPool:
+    """What SGLang's metrics ask a host pool for, in tokens of the smallest storage format."""
+
+    def __init__(self, tier: HostTier, block_tokens: int):
+        self.tier, self.block_tokens = tier, block_tokens
+
+    @property
+    def logical_size(self) -> int:
+        return self.tier.memory.num_units * self.block_tokens
+
+    def available_size(self) -> int:
+        return self.tier.memory.free_units * self.block_tokens
+
+
+class Controller(SimpleNamespace):
+    """What SGLang reads of its cache controller. Blocks move through the operation queue instead."""
+
+    write_policy = "write_back"
+    enable_storage = False
+    storage_backend = storage_backend_type = None
+    layer_done_counter = None
+    pp_prefetch_command_group = None
+
+    def reset(self) -> None:
+        """Do nothing: the runtime forgets its stored blocks."""
+
+    def start_writing(self) -> None:
+        """Do nothing: a save is launched by the next flush."""
+
+
+class HostCache(UnifiedRadixCache):
+    """The part of `KvcRadixCache` that serves `--kvc-host-memory`."""
+
+    runtime: Runtime
+    host_tier: HostTier | None = None
+
+    @property
+    def component(self) -> BlockComponent:
+        return self.components[FULL]
+
+    def init_hicache(self, server_args, params) -> None:
+        """Called by SGLang, in place of its own host pools, where the hierarchical cache is on."""
+        self.runtime.attach_host_tier()
+        tier = self.host_tier = self.runtime.host_tier
+        self.cache_controller = Controller(mem_pool_host=SimpleNamespace(clear=lambda: None))
+        self.full_kv_pool_host = HostPool(tier, self.page_size)
+        self.host_memory_mode = "cache"
+        self.loads: list[_Load] = []
+        self.tree_core.set_hicache_enabled()
+        self.is_write_back = True
+        logger.info(
+            "kvc: host memory of %.2f GiB holds %d blocks of the smallest storage format",
+            tier.memory.data.nbytes / 2**30,
+            tier.memory.num_units,
+        )
+
+    def _reset_full(self) -> None:
+        super()._reset_full()
+        self.loads = []
+
+    # ---- to the host: SGLang's eviction of a leaf without a host value asks for a backup first
+
+    def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):
+        """Slots of the stored blocks; None if the host memory has no room for them, and the leaf is dropped."""
+        blocks = self.component.blocks_at(device_value)
+        need, memory = int(self.host_tier.units_of(blocks).sum()), self.host_tier.memory
+        while memory.free_units < need:
+            if not self.evict_host((need - memory.free_units) * self.page_size):
+                return None
+        return self.component.slots_of(self.host_tier.save(blocks))
+
+    def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
+        """Acknowledge backups at once: the queue runs a save ahead of the release of its blocks."""
+        for node_id in list(self.ongoing_write_through):
+            self._finish_write_through_ack(node_id)
+
+    def _drop_stored_leaf(self, node) -> None:
+        """Free the stored blocks of a leaf that is on the host alone, and the leaf."""
+        device_frees: dict = {}
+        host_frees: dict = defaultdict(list)
+        actions: list = []
+        self.tree_core._evict_host_leaf(node, defaultdict(int), device_frees, host_frees, cache_actions=actions)
+        self._free_values(device_frees, host_frees)
+
+    # ---- to the device
+
+    def bring_back(self, req, *, room: float, others_run: bool) -> Hit:
+        """Begin or watch the load of the stored blocks that `req` hits (`req.best_match_node`).
+
+        room: tokens of memory that no running or admitted request may need. others_run: requests run whose end will
+        free memory.
+        """
+        node_id, core = req.best_match_node, self.tree_core
+        spec, _ = core.build_load_back_spec(node_id)
+        ids = self.component.blocks_at(spec.host_indices)
+        if not len(ids):  # a part of the path is on its way for another prompt
+            return Hit.LOADING
+        receipts = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
+        if self.runtime.capacity.tokens_of_pages(self.host_tier.pages_of(ids)) > room or not self._make_room(ids):
+            self.dec_lock_ref(node_id, receipts[1])
+            self.dec_host_lock_ref(node_id, receipts[0])
+            return Hit.NO_ROOM if others_run or self.loads else Hit.NEVER
+        nodes = [core.node_by_id(n) for n in spec.nodes_to_load]
+        for node in nodes:
+            node.load_back_pending_id = node_id
+        start = sum(len(n.key) for n in self._path(nodes[0].parent))
+        self.loads.append(_Load(node_id, start, self.host_tier.load(ids), receipts[1], receipts[0]))
+        return Hit.LOADING
+
+    def _make_room(self, ids: np.ndarray) -> bool:
+        """Evict until the stored blocks `ids` fit the device; whether they do. What is locked stays."""
+        capacity, pages = self.runtime.capacity, self.host_tier.pages_of(ids)
+        if not capacity.reaches(pages, len(ids)):
+            return False
+        while missing := capacity.missing_tokens(pages, len(ids)):
+            if not self.evict_for_alloc(EvictParams(num_tokens=missing)).num_tokens_evicted:
+                return False
+        return True
+
+    def _path(self, node) -> list:
+        """Nodes from the root's child down to `node`."""
+        out = []
+        while node is not self.tree_core.root_node:
+            out.append(node)
+            node = node.parent
+        return out[::-1]
+
+    def check_hicache_events(self) -> None:
+        """Called by the scheduler in every turn: enter the loads that have ended into the tree."""
+        arrived = self._agreed(self.host_tier.arrived()) if self.loads else 0
+        for _ in range(arrived):
+            self.host_tier.loading.popleft()
+            self._enter(self.loads.pop(0))
+
+    def _agreed(self, arrived: int) -> int:
+        """The least number over the tensor-parallel ranks, so that all trees change in the same turn."""
+        if self.tp_world_size == 1:
+            return arrived
+        count = torch.tensor(arrived)
+        self._all_reduce(count, torch.distributed.ReduceOp.MIN)
+        return int(count)
+
+    def _enter(self, load: _Load) -> None:
+        """Give the loaded blocks to the nodes of the path. Meanwhile a node may have been split, or computed again by
+        another prompt; the loaded copies of its blocks are then freed."""
+        core, blocks = self.tree_core, load.loading.blocks
+        at, evicted, kept, spare = 0, [], [], []
+        for node in self._path(core.node_by_id(load.anchor)):
+            end = at + len(node.key)
+            if at >= load.start:
+                part = blocks[(at - load.start) // self.page_size : (end - load.start) // self.page_size]
+                if node.evicted:
+                    evicted.append(node.id)
+                    kept.append(part)
+                else:
+                    spare.append(part)
+            at = end
+        if spare:
+            self.runtime.free(np.concatenate(spare))
+        if kept:
+            transfer = PoolTransfer(name=PoolName.KV, nodes_to_load=evicted)
+            slots = self.component.slots_of(np.concatenate(kept))
+            self._apply_cache_actions(core.commit_load_back(load.anchor, slots, transfer, {}))
+        core.finish_load_back(load.anchor)
+        self.dec_lock_ref(load.anchor, load.lock)
+        self.dec_host_lock_ref(load.anchor, load.host_lock)
+
+    @property
+    def loading_slots(self) -> int:
+        """Slots of the blocks on their way, which no node and no request owns."""
+        return sum(len(load.loading.blocks) for load in getattr(self, "loads", ())) * self.page_size
+
+    # ---- what SGLang asks for in the course of its own loads
+
+    @property
+    def ongoing_load_back(self) -> dict:
+        return {load.anchor: load for load in getattr(self, "loads", ())}
+
+    @ongoing_load_back.setter
+    def ongoing_load_back(self, value) -> None:
+        """SGLang's reset makes it empty, and so does ours."""
+
+    def init_load_back(self, params):
+        """Load nothing: `bring_back` did before the prompt was admitted, or it is computed."""
+        return 0, params.req.last_node
+
+    def ready_to_load_host_cache(self) -> int:
+        return -1
+
+    def is_load_back_event_done(self, consumer_index: int) -> bool:
+        return True
+
+    def has_free_load_back_slot(self) -> bool:
+        return True
+
+    def flush_pending_backups(self) -> None:
+        """Do nothing: a save is launched by the next flush."""

@@ -1,0 +1,121 @@
+"""Host tier: CPU records of the blocks that are kept in host memory, and of those that are on their way."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .blocks import State
+from .host_memory import HostMemory
+from .op_queue import Load, Save
+from .sizing import HostLayout
+from .transfers import Loading, Transfers
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+class HostTier:
+    """Blocks in host memory, as records in the bytes that they have on the device.
+
+    A stored block has an id, the number of its first unit. Page state changes in the operation queue alone: a save is
+    queued ahead of the release of its block, and a load takes pages like any other operation.
+    """
+
+    def __init__(self, runtime: Runtime, num_bytes: int):
+        store = runtime.store
+        self.runtime = runtime
+        self.layout = HostLayout.of(store.layout, store.block_formats, runtime.sizing.num_bytes)
+        self.memory = HostMemory(num_bytes, self.layout.unit_bytes, page_locked=store.on_gpu)
+        self.transfers = Transfers(store, self.layout, self.memory)
+        most = self.layout.units_for(store.layout.block_pages_bf16)
+        n = self.memory.num_units
+        self.units = np.full((n, most), -1, dtype=np.int64)
+        self.format_id = np.zeros(n, dtype=np.int8)
+        self.pages = np.zeros(n, dtype=np.int64)
+        self.start = np.zeros(n, dtype=np.int64)
+        self.stored = 0  # blocks
+        self.saved_blocks = self.loaded_blocks = 0  # totals since start
+        self.loading: deque[Loading] = deque()
+
+    def units_of(self, blocks: np.ndarray) -> np.ndarray:
+        """Units that the records of `blocks` take, by the pages that the ledger charges for them."""
+        record, charge = self.layout.record, self.runtime.ledger.charge[blocks]
+        return -(-(record.num_bytes(0) + charge * record.pool.page_bytes) // self.layout.unit_bytes)
+
+    # ---- from the device
+
+    def save(self, blocks: np.ndarray) -> np.ndarray:
+        """Queue copies of `blocks` (packed or full, in no window); returns the ids of the stored blocks, int64 `[n]`.
+
+        The caller has seen that `units_of(blocks)` are free.
+        """
+        records, needed = self.runtime.blocks, self.units_of(blocks)
+        ids = np.empty(len(blocks), dtype=np.int64)
+        taken = self.memory.take(int(needed.sum()))
+        ends = needed.cumsum()
+        ids[:] = taken[ends - needed]
+        self.units[ids] = -1
+        for k in range(int(needed.max(initial=0))):
+            has = needed > k
+            self.units[ids[has], k] = taken[(ends - needed)[has] + k]
+        self.format_id[ids] = records.format_id[blocks]
+        self.pages[ids] = self.runtime.ledger.charge[blocks]
+        self.start[ids] = records.start[blocks]
+        self.stored += len(ids)
+        self.saved_blocks += len(ids)
+        for k in np.unique(needed).tolist():
+            same = needed == k
+            self.runtime.log.push(Save(blocks[same], self.units[ids[same], :k]))
+        return ids
+
+    # ---- to the device
+
+    def pages_of(self, ids: np.ndarray) -> int:
+        """Pages that the stored blocks `ids` take on the device."""
+        return int(self.pages[ids].sum())
+
+    def load(self, ids: np.ndarray) -> Loading:
+        """Queue the way back of the stored blocks `ids`, which keep their records. The caller has seen that
+        `pages_of(ids)` pages and as many block ids are free. The new blocks belong to the caller from here on."""
+        runtime = self.runtime
+        blocks = np.array(runtime.blocks.take(len(ids), self.start[ids].tolist()), dtype=np.int64)
+        runtime.blocks.format_id[blocks] = self.format_id[ids]
+        runtime.blocks.state[blocks] = np.where(self.format_id[ids] > 0, State.PACKED, State.OPEN)
+        runtime.blocks.num_tokens[blocks] = runtime.layout.block_tokens
+        runtime.ledger.set(blocks, self.pages[ids])
+        loading = Loading(blocks)
+        self.loaded_blocks += len(ids)
+        widths = (self.units[ids] >= 0).sum(1)
+        for format_id, width in sorted({*zip(self.format_id[ids].tolist(), widths.tolist())}):
+            same = (self.format_id[ids] == format_id) & (widths == width)
+            loading.queued += 1
+            runtime.log.push(Load(blocks[same], format_id, self.units[ids[same], :width], loading))
+        self.loading.append(loading)
+        return loading
+
+    def arrived(self) -> int:
+        """Loads at the head of the line that have ended."""
+        n = 0
+        for loading in self.loading:
+            if not loading.finished:
+                break
+            n += 1
+        return n
+
+    # ---- records
+
+    def free(self, ids: np.ndarray) -> None:
+        units = self.units[ids]
+        self.memory.give_back(units[units >= 0])
+        self.units[ids] = -1
+        self.stored -= len(ids)
+
+    def reset(self) -> None:
+        """Forget everything; nothing is running."""
+        self.transfers.synchronize()
+        self.memory.reset()
+        self.loading.clear()
+        self.units[:] = -1
+        self.stored = 0

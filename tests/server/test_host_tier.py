@@ -1,0 +1,41 @@
+"""Blocks that leave the pool go to host memory in their own bytes, and a prompt that hits them gets them back."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, border, tokens
+
+pytestmark = pytest.mark.skipif(STOCK, reason="about the host tier of the compressed cache")
+
+
+@pytest.mark.parametrize("sampling", [{}, LOSSLESS], ids=["packed", "lossless"])
+def test_an_evicted_prompt_is_answered_as_before(hosted, rng, sampling):
+    """Many prompts push the first one out of a pool that holds a few. It hits as many tokens as before, reads the same
+    bytes, and so gives the same log-probabilities."""
+    client, prompt = hosted.client, tokens(rng, 6 * BLOCK + 9)
+    client.generate(prompt, 2, sampling=sampling)
+    before = client.generate(prompt, 8, sampling=sampling, logprobs=True)
+    assert before.cached_tokens == border(len(prompt))
+    client.generate_many([tokens(rng, 5 * BLOCK) for _ in range(30)], 2, parallel=2)
+    stats = client.when_idle()
+    assert stats["host_blocks"] > 30 and stats["host_saved_bytes"] > 0
+    after = client.generate(prompt, 8, sampling=sampling, logprobs=True)
+    assert (after.ids, after.logprobs, after.cached_tokens) == (before.ids, before.logprobs, before.cached_tokens)
+    assert client.when_idle()["host_loaded_bytes"] > stats["host_loaded_bytes"]
+
+
+def test_many_prompts_come_back_at_once(hosted, rng):
+    """More than the pool holds, with shared prefixes, asked three times in another order each, ends without a leak."""
+    trunks = [tokens(rng, 3 * BLOCK) for _ in range(4)]
+    prompts = [rng.choice(trunks) + tokens(rng, rng.randint(1, 4 * BLOCK)) for _ in range(24)]
+    answers = {}
+    for turn in range(3):
+        order = rng.sample(range(len(prompts)), len(prompts))
+        got = hosted.client.generate_many([prompts[i] for i in order], 2, parallel=ROWS)
+        for i, answer in zip(order, got):
+            assert len(answer.ids) == 2
+            if turn:
+                assert answer.cached_tokens == border(len(prompts[i]) - 1)
+            answers.setdefault(i, answer.ids)
+    assert hosted.client.when_idle()["host_loaded_bytes"] > 0
