@@ -1,4 +1,6 @@
-"""`schedule_batch.release_req`: how much is evicted when a running request is retracted.
+"""`schedule_batch.release_req`: what stays of a running request that is retracted, and how much is evicted for it.
+
+SGLang frees all that the request wrote. Here its full blocks go to the tree first, which evicts what it must.
 
 SGLang makes room for 20 more tokens of each request that stays. Most of these tokens end in packed blocks; counted as
 uncompressed they would evict several times more cached tokens than needed.
@@ -24,6 +26,7 @@ def around_release_req(orig, **arguments):
     runtime = runtime_of(arguments["token_to_kv_pool_allocator"])
     if runtime is None:
         return orig(**arguments)
+    arguments["tree_cache"].keep_retracted(arguments["req"])
     tokens = arguments["remaing_req_count"] * envs.SGLANG_RETRACT_DECODE_STEPS.get()
     need = runtime.capacity.packed_tokens(tokens, runtime.policy.format_id_of(None))
     with runtime.capacity.exact_need(math.ceil(need)):

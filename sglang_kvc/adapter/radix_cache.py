@@ -123,6 +123,17 @@ class KvcRadixCache(HostCache):
             chunk = up_to < len(req.full_untruncated_fill_ids)
             self.runtime.tokens_written(seq, up_to, Phase.CHUNK if chunk else Phase.PREFILL)
 
+    def keep_retracted(self, req) -> None:
+        """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
+        any others; what is left of them when the request resumes is a hit.
+
+        A streaming session keeps its row, and what a request wrote under its own name is found by it alone."""
+        if self.disable or req.kvc is None or (req.session is not None and req.session.streaming):
+            return
+        req.refresh_fill_ids()
+        written = req.full_untruncated_fill_ids[: req.kv.kv_committed_len]
+        self._follow_tree(req, BlockKey(written, req.extra_key, cache_salt=req.cache_salt))
+
     def _follow_tree(self, req, key: BlockKey) -> None:
         """Insert the full blocks of `key`, and read those from the tree that it had already."""
         seq: Sequence = req.kvc

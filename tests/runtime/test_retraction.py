@@ -6,9 +6,11 @@ from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_context
 
 from kvc_patches.retraction import around_release_req
+from sglang_kvc.cache.blocks import State
 
 from .model import P, ToyServer
 
@@ -26,7 +28,7 @@ def test_a_retraction_evicts_as_many_cached_tokens_as_the_rest_will_write(option
     monkeypatch.setattr(schedule_batch, "release_kv_cache", lambda *args, **options: None)
     with get_context().override_server_args(device="cpu"):
         around_release_req(
-            schedule_batch.release_req, req=MagicMock(), remaing_req_count=stay, req_to_token_pool=None,
+            schedule_batch.release_req, req=MagicMock(kvc=None), remaing_req_count=stay, req_to_token_pool=None,
             token_to_kv_pool_allocator=server.allocator, tree_cache=server.tree, hisparse_coordinator=None,
         )  # fmt: skip
     taken = cached - server.tree.evictable_slots()
@@ -35,4 +37,55 @@ def test_a_retraction_evicts_as_many_cached_tokens_as_the_rest_will_write(option
     assert cached > 3 * STEPS * stay and taken <= STEPS * stay + P / ratio
     assert server.allocator.available_size() >= STEPS * stay * ratio
     server.runtime.free(held)
+    server.check()
+
+
+def retracted(server: ToyServer, req) -> None:
+    """What SGLang does with a request that it retracts."""
+    req.kv.kv_committed_len = len(req.full_untruncated_fill_ids)
+    req.refresh_fill_ids = lambda: None
+
+    def release(req, tree_cache, checkpoint):
+        server.finish(req, insert=checkpoint)
+
+    with pytest.MonkeyPatch.context() as patch, get_context().override_server_args(device="cpu"):
+        patch.setattr(schedule_batch, "release_kv_cache", release)
+        req.reset_for_retract = lambda: None
+        around_release_req(
+            schedule_batch.release_req, req=req, remaing_req_count=0, req_to_token_pool=None,
+            token_to_kv_pool_allocator=server.allocator, tree_cache=server.tree, hisparse_coordinator=None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 2 * P])
+@pytest.mark.parametrize("options", [dict(high="bf16"), dict(high="k4v4")])
+def test_a_retracted_request_finds_its_blocks_again(options, window):
+    """Its prompt and its answer, up to the last full block; all of them packed."""
+    server = ToyServer(window=window, blocks=12, **options)
+    req = server.admit([*range(P), 1, 2, 3])
+    for token in range(5 * P):
+        assert server.decode(req, 1000 + token)
+    history = list(req.full_untruncated_fill_ids)
+    retracted(server, req)
+    server.check()
+    again = server.admit(history)
+    assert again.kv.cache_protected_len == 6 * P
+    packed = server.runtime.blocks.state[again.kvc.blocks[:6]] == State.PACKED
+    assert packed.all() == (options["high"] != "bf16")
+    server.check()
+
+
+def test_what_a_retraction_keeps_can_be_evicted():
+    server = ToyServer(window=0, blocks=12, high="k4v4")
+    req = server.admit([*range(3 * P), 1])
+    retracted(server, req)
+    server.tree.evict(EvictParams(num_tokens=10**9))
+    assert server.allocator.used_slots() == 0
+    server.check()
+
+
+def test_without_a_prefix_cache_nothing_is_kept():
+    server = ToyServer(window=0, blocks=12, high="k4v4", disable=True)
+    retracted(server, server.admit([*range(3 * P), 1]))
+    assert server.allocator.used_slots() == 0
     server.check()
