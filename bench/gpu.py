@@ -60,6 +60,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("uneven", "bench.kernels.decode uneven", 300, TIMED),
         ("extend", "bench.kernels.extend", 300, TIMED),
         ("compaction", "bench.kernels.compaction", 300, TIMED),
+        ("swap", "bench.kernels.swap", 120, TIMED),
         ("tests", f"pytest -q -p no:cacheprovider -n {min(16, os.cpu_count() or 1)} -m gpu tests", 900, RIGHT),
         ("served", ["pytest", "-q", "-p", "no:cacheprovider", "tests/server", "-m", "not cpu_only"], 580, RIGHT),
         ("kits", "bench.serve.kits --format k4v4,leankv,quota", 580, RIGHT),

@@ -1,0 +1,107 @@
+"""The host tier on the GPU: blocks leave and come back in their own bytes while other blocks are written and packed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.options.config import KvcConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+P, LAYERS, HEADS, DIM = 128, 2, 2, 64
+POLICIES = [
+    dict(policy="quantise", high="k4v4"),
+    dict(policy="quota", keep=0.5),
+    dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
+]
+
+
+def write_rows(runtime: Runtime, blocks: list[int], seed: int) -> None:
+    """Random K and V in all tokens of `blocks`."""
+    gen = torch.Generator("cuda").manual_seed(seed)
+    at = torch.arange(len(blocks) * P, device="cuda")
+    ids = torch.tensor(blocks, device="cuda")[at // P]
+    for layer in range(LAYERS):
+        k, v = torch.randn((2, len(at), HEADS, DIM), generator=gen, device="cuda").bfloat16()
+        ops.append(runtime.store, layer, ids, at % P, k, v)
+
+
+def digests(runtime: Runtime, blocks: np.ndarray) -> list[str]:
+    return [ops.block_digest(runtime.store, int(b), scores=False) for b in blocks]
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=lambda x: x["policy"])
+def test_blocks_come_back_while_others_are_written(options):
+    config = KvcConfig(block_size=P, window=0, host_memory=64 << 20, **options)
+    runtime = Runtime.build(
+        config, num_bytes=64 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="cuda"
+    )
+    runtime.attach_host_tier()
+    draw, tier = random.Random(0), runtime.host_tier
+    resident: list[tuple[int, str]] = []  # packed blocks and their digests
+    stored: list[tuple[int, str]] = []  # stored blocks and theirs
+    for turn in range(40):
+        fresh = runtime.take([0] * draw.randint(1, 6))
+        runtime.flush()
+        write_rows(runtime, fresh, turn)
+        runtime.queue_due(np.asarray(fresh))
+        runtime.settle()
+        resident += zip(fresh, digests(runtime, fresh))
+
+        leaving = [resident.pop(draw.randrange(len(resident))) for _ in range(draw.randint(0, len(resident)))]
+        if leaving:
+            blocks = np.array([b for b, _ in leaving])
+            stored += zip(tier.save(blocks).tolist(), [d for _, d in leaving])
+            runtime.free(blocks)
+        back = [stored.pop(draw.randrange(len(stored))) for _ in range(draw.randint(0, min(6, len(stored))))]
+        loading = tier.load(np.array([i for i, _ in back])) if back else None
+        others = runtime.take([0] * 2)  # the next forward: launches saves and loads, then writes and packs
+        runtime.flush()
+        write_rows(runtime, others, 1000 + turn)
+        runtime.queue_due(np.asarray(others))
+        runtime.flush()
+        if loading is not None:
+            torch.cuda.synchronize()
+            assert tier.arrived() == 1 and loading.finished
+            tier.loading.popleft()
+            assert digests(runtime, loading.blocks) == [d for _, d in back]
+            tier.free(np.array([i for i, _ in back]))
+            resident += zip(loading.blocks.tolist(), [d for _, d in back])
+        runtime.free(others)
+        runtime.settle()
+        ops.check_invariants(runtime.store)
+        assert digests(runtime, [b for b, _ in resident]) == [d for _, d in resident]
+    assert tier.saved_blocks > 30 and tier.loaded_blocks > 10
+
+
+def test_more_blocks_than_the_buffers_hold():
+    """Saves and loads of many buffers in one flush; the host never waits for them."""
+    config = KvcConfig(block_size=P, window=0, host_memory=256 << 20)
+    runtime = Runtime.build(
+        config, num_bytes=512 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="cuda"
+    )
+    runtime.attach_host_tier()
+    tier, layout = runtime.host_tier, runtime.host_tier.layout
+    n = 6 * layout.buffer_bytes // layout.unit_bytes
+    blocks = []
+    for turn in range(-(-n // 64)):
+        some = runtime.take([0] * 64)
+        runtime.flush()
+        write_rows(runtime, some, turn)
+        runtime.queue_due(np.asarray(some))
+        blocks += some
+    runtime.settle()
+    before = digests(runtime, blocks)
+    ids = tier.save(np.array(blocks))
+    runtime.free(blocks)
+    runtime.flush()
+    loading = tier.load(ids)
+    runtime.flush()
+    torch.cuda.synchronize()
+    assert loading.finished and digests(runtime, loading.blocks) == before
