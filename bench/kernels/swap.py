@@ -79,7 +79,7 @@ def attention():
 
 
 def per_run(run, until, least: int = 20) -> float:
-    """Milliseconds of one `run`: the median over groups of ten that begin before `until()` is true, at least `least`."""
+    """Milliseconds of one `run`: the median of groups of ten, which begin until `until()` is true; at least `least`."""
     times = []
     while len(times) < least or not until():
         a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -119,14 +119,9 @@ def main(argv: list[str] | None = None) -> None:
     for turn in range(args.times + 1):  # the first one compiles kernels
         before = transfers.bytes_saved, transfers.bytes_loaded
 
-        def out():
-            nonlocal ids
-            ids = tier.save(blocks)
-            runtime.free(blocks)
-            runtime.flush()
-
-        ids = None
-        saved, save_host = timed(out, transfers.save_stream)
+        ids = tier.save(blocks)
+        runtime.free(blocks)
+        saved, save_host = timed(runtime.flush, transfers.save_stream)
         loading = tier.load(ids)
         back, load_host = timed(runtime.flush, transfers.load_stream)
         tier.loading.clear()
