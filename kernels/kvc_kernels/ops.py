@@ -16,6 +16,7 @@ from .pages import reference as pages_reference
 from .pages.dense import block_digest, block_scores, block_tiers, load_dense
 from .pages.reference import block_head_pages, check_invariants
 from .records import reference as records_reference
+from .records.reference import record_places
 from .scores import reference as scores_reference
 from .scores.reference import ReferenceScores, ScoreSampling, mean_attention_scores
 from .tiering import importance, thresholds
@@ -80,6 +81,7 @@ __all__ = [
     "pyramid",
     "quota",
     "read_records",
+    "record_places",
     "release",
     "retention_curves",
     "spread",

@@ -32,9 +32,10 @@ RESERVE_PART = 1 / 32
 # Host memory is handed out in multiples of this many bytes.
 UNIT_ALIGN = 4096
 # Buffers of blocks on their way to the host; one more is for blocks on their way back.
-SAVE_BUFFERS = 4
-# Most bytes of a buffer, and its most part of the pool: a copy of 16 MiB reaches the rate of the bus.
-BUFFER_BYTES, BUFFER_PART = 32 << 20, 1 / 128
+SAVE_BUFFERS = 3
+# Most bytes of a buffer, and its most part of the pool. A copy of 16 MiB reaches the rate of the bus; larger ones are
+# fewer, and each costs the scheduler's thread some 0.1 ms.
+BUFFER_BYTES, BUFFER_PART = 64 << 20, 1 / 128
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
 

@@ -70,7 +70,8 @@ class Transfers:
         """Copy `blocks[n]` to `units[n, k]` of the host memory."""
         units_each = units.shape[1]
         self.bytes_saved += units.size * self.memory.unit_bytes
-        at = 0
+        ids, at = self._to_device(blocks), 0
+        places = ops.record_places(self.store, ids)
         while at < len(blocks):
             buffer, sent = self.buffers[0]
             self.buffers.rotate(-1)
@@ -80,7 +81,7 @@ class Transfers:
             at += len(rows)
             if self.on_gpu:
                 torch.cuda.current_stream().wait_event(sent)
-            ops.write_records(self.store, self._to_device(blocks[part]), rows)
+            ops.write_records(self.store, ids[part], rows, places.part(part))
             if not self.on_gpu:
                 self._copy(units[part], rows, to_host=True)
                 continue
@@ -119,11 +120,12 @@ class Transfers:
         loading.kept.append(ids)
 
     def _fill(self, ids: torch.Tensor, units: np.ndarray) -> None:
-        rows = self._rows(self.load_buffer, units.shape[1])
+        rows, places = self._rows(self.load_buffer, units.shape[1]), ops.record_places(self.store, ids)
         for at in range(0, len(units), len(rows)):
-            part = units[at : at + len(rows)]
-            self._copy(part, rows[: len(part)], to_host=False)
-            ops.read_records(self.store, ids[at : at + len(rows)], rows[: len(part)])
+            part = slice(at, at + len(rows))
+            some = rows[: len(units[part])]
+            self._copy(units[part], some, to_host=False)
+            ops.read_records(self.store, ids[part], some, places.part(part))
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:
         """Copy records between `rows[n, bytes]` on the device and `units[n, k]` of the host memory."""

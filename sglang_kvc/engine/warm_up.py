@@ -17,13 +17,14 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
+from kvc_kernels import ops
 from kvc_kernels.store import PageStore
 
 from ..cache.blocks import Blocks
 from ..cache.ledger import Ledger
 from ..cache.op_queue import Compact
 from ..cache.runtime import Runtime
-from ..cache.sizing import Sizing
+from ..cache.sizing import HostLayout, Sizing
 from .attention import Attention, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ def warm_up(
                 layer = {"scale": 1.0, "logit_cap": cap, "window": window}
                 decode(attention, packed, open_blocks, query_heads, layer)
                 prompts(attention, packed, open_blocks, query_heads, max_blocks, layer)
+        if runtime.config.host_memory:
+            records(small.store, packed if format_id else open_blocks, format_id)
         small.free(ids)
         small.flush()
     if small.store.on_gpu:
@@ -131,6 +134,19 @@ def small_runtime(runtime: Runtime) -> Runtime:
         runtime.config, runtime.policy, layout, sizing, small, Ledger(sizing.num_blocks, sizing.chargeable_pages),
         Blocks(sizing.num_blocks),
     )  # fmt: skip
+
+
+def records(store: PageStore, ids: list[int], format_id: int) -> None:
+    """Move the blocks `ids`, which are at `format_id`, out of the pool and back."""
+    blocks = torch.tensor(ids, device=store.device)
+    out = HostLayout.of(store.layout, store.block_formats, 0)
+    stride = out.units_for(store.layout.block_pages_bf16) * out.unit_bytes
+    kept = torch.zeros((len(blocks), stride), dtype=torch.uint8, device=store.device)
+    counts = store.counts[blocks].clone()
+    ops.write_records(store, blocks, kept, ops.record_places(store, blocks))
+    ops.release(store, blocks)
+    ops.take_stored(store, blocks, format_id, counts)
+    ops.read_records(store, blocks, kept, ops.record_places(store, blocks))
 
 
 def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ import random
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import sglang.srt.utils.common  # noqa: F401  changes triton, as in every server
 import torch
@@ -36,6 +37,7 @@ CONFIGURATIONS = [
     dict(policy="quantise", high="bf16"),
     dict(policy="quantise", high="k4v4"),
     dict(policy="quantise", high="k4v4", levels=("k8v4",)),
+    dict(policy="quantise", high="k4v4", host_memory=1 << 24),
     dict(policy="quota", keep=0.5),
     dict(policy="kv-compress", keep=0.5),
     dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
@@ -166,6 +168,8 @@ def serve(runtime, cap, window=-1):
             runtime.blocks.ref_count[ids] = 1
             runtime.replan(ids, 900)
             runtime.flush()
+        if runtime.config.host_memory:
+            ids = through_host_memory(runtime, ids)
         lens = [a + b for a, b in zip(prefixes, new)]
         places = torch.zeros(sum(new), dtype=torch.int64, device=device)
         levels = [gen.choice((default, None)) for _ in range(n)] if turn % 2 else None
@@ -191,6 +195,20 @@ def serve(runtime, cap, window=-1):
         runtime.flush()
     runtime.free(shown)
     runtime.flush()
+
+
+def through_host_memory(runtime, ids):
+    """The ids of `ids` when they came back."""
+    if runtime.host_tier is None:
+        runtime.attach_host_tier()
+    stored = runtime.host_tier.save(np.array(ids))
+    runtime.free(ids)
+    runtime.flush()
+    back = runtime.host_tier.load(stored)
+    runtime.flush()
+    runtime.host_tier.loading.clear()
+    runtime.host_tier.free(stored)
+    return back.blocks.tolist()
 
 
 def tensors(n, device):

@@ -5,6 +5,8 @@ A record holds exactly what the pages hold, so a block that comes back has the b
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..layout import RecordLayout
@@ -38,16 +40,27 @@ def read_meta(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> 
     store.headers.index_copy_(0, blocks, headers)
 
 
-def page_places(store: PageStore, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of `blocks[n]` and their places in the records: ids int64 and places int64 `[n, L * H * E]`, -1 behind a
-    head's last page."""
+class Places(NamedTuple):
+    """Pages of n blocks, `ids`, and their places in the blocks' records, both int64 `[n, L * H * E]`. A place of -1
+    means no page."""
+
+    ids: torch.Tensor
+    places: torch.Tensor
+
+    def part(self, rows: slice) -> Places:
+        return Places(self.ids[rows], self.places[rows])
+
+
+def record_places(store: PageStore, blocks: torch.Tensor) -> Places:
+    """The places of `blocks[n]` (taken), for one or several calls of `write_records` or `read_records`."""
+    blocks = blocks.long()
     high, low = block_tier_pages(store, blocks)
     ids = table_order(store.table[blocks], high, low).long()
     count = (high + low).flatten(1)
     first = count.cumsum(1) - count
     entry = torch.arange(ids.shape[-1], device=ids.device)
     places = torch.where(entry < count.unsqueeze(-1), first.unsqueeze(-1) + entry, -1)
-    return ids.flatten(1), places.flatten(1)
+    return Places(ids.flatten(1), places.flatten(1))
 
 
 def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: torch.Tensor) -> None:
@@ -70,25 +83,25 @@ def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: 
     store.query_counts.index_fill_(0, blocks, 0)
 
 
-def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
-    """Write `blocks[n]` (taken, full) to uint8 `records` `[n, bytes]`. Bytes behind a record's pages stay unchanged."""
+def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
+    """Write `blocks[n]` (taken, full), with their `places`, to uint8 `records` `[n, bytes]`. What lies behind the pages
+    stays unchanged."""
     blocks = blocks.long()
     write_meta(store, blocks, records)
-    ids, places = page_places(store, blocks)
-    at = RecordLayout(store.layout).offsets["pages"]
-    room = (records.shape[1] - at) // store.layout.page_bytes
-    pages = records[:, at : at + room * store.layout.page_bytes].unflatten(1, (room, -1))
-    row, entry = (places >= 0).nonzero(as_tuple=True)
-    pages[row, places[row, entry]] = store.pages[ids[row, entry]]
+    row, entry = (places.places >= 0).nonzero(as_tuple=True)
+    _pages(store, records)[row, places.places[row, entry]] = store.pages[places.ids[row, entry]]
 
 
-def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
-    """Fill `blocks[n]`, which `take_stored` gave pages, from their records, uint8 `[n, bytes]`."""
+def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
+    """Fill `blocks[n]`, which `take_stored` gave pages, with their `places` from their records, uint8 `[n, bytes]`."""
     blocks = blocks.long()
     read_meta(store, blocks, records)
-    ids, places = page_places(store, blocks)
-    at = RecordLayout(store.layout).offsets["pages"]
-    room = (records.shape[1] - at) // store.layout.page_bytes
-    pages = records[:, at : at + room * store.layout.page_bytes].unflatten(1, (room, -1))
-    row, entry = (places >= 0).nonzero(as_tuple=True)
-    store.pages[ids[row, entry]] = pages[row, places[row, entry]]
+    row, entry = (places.places >= 0).nonzero(as_tuple=True)
+    store.pages[places.ids[row, entry]] = _pages(store, records)[row, places.places[row, entry]]
+
+
+def _pages(store: PageStore, records: torch.Tensor) -> torch.Tensor:
+    """View of as many pages as fit behind the other segments of `records`, uint8 `[n, pages, page_bytes]`."""
+    at, size = RecordLayout(store.layout).offsets["pages"], store.layout.page_bytes
+    room = (records.shape[1] - at) // size
+    return records[:, at : at + room * size].unflatten(1, (room, -1))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..common.upload import upload
 from ..layout import PoolLayout
 from ..pages.tiers import HIGH, LOW, PRUNED
 
@@ -75,7 +76,7 @@ def quota(
 @functools.lru_cache(maxsize=64)
 def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Cached int64 `[1, groups, 1]`: no plan copies these numbers to the device again."""
-    return torch.tensor(numbers, device=device).view(1, -1, 1)
+    return upload(numbers, device, torch.int64).view(1, -1, 1)
 
 
 def _ranks_behind(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
