@@ -63,5 +63,5 @@ def test_blocks_and_cold_and_warm_answers_have_the_same_bits(size, format_id):
         assert torch.equal(rows, want)
         assert all(torch.equal(a, b) for a, b in zip(blocks, stored))
         assert torch.equal(step, cold(size, format_id)[1])
-        # Not between sizes: a decode step adds up page by page.
-        assert error(step, decoded) < 1e-6
+        # Not between sizes: a decode step adds up 230 fp32 terms page by page.
+        assert error(step, decoded) < 1e-5

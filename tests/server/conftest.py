@@ -11,6 +11,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import common
 from bench.tiny import tiny_model, tiny_windowed
@@ -31,6 +32,21 @@ PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS
 # log-probabilities of one token. With bf16 blocks they drift by up to 0.09 and never part on a CPU with AVX-512; on one
 # without they drift by 0.12 and part at a gap of 0.09, as stock does.
 TIE, DRIFT = (0.2, 0.4) if common.has_gpu() else (0.1, 0.15)
+
+
+def rows_alike() -> bool:
+    """Whether a row of the demo model's bf16 products has the same bits beside few rows as beside many."""
+    if torch.cpu.get_capabilities().get("amx_bf16"):
+        return False  # tiles of several rows
+    draw, shapes = torch.Generator().manual_seed(0), ((576, 960), (576, 576), (576, 3072), (1536, 576))
+    for size, out in shapes:
+        x, w = (torch.randn(n, size, generator=draw).bfloat16() for n in (200, out))
+        many = torch.nn.functional.linear(x, w)
+        if not all(torch.equal(torch.nn.functional.linear(x[:n], w), many[:n]) for n in (5, 20, 64)):
+            return False
+    return True
+
+
 # Nats by which the log-probabilities of a prompt are off those of transformers, on average: 0.04 where nothing is
 # compressed, 0.10 with k4v4.
 EXACT = 0.06
