@@ -64,13 +64,17 @@ def around_init(
 
 
 def _bring_back(adder, req):
-    """The verdict on a prompt whose cached blocks are in host memory; None: it is computed without them.
+    """The verdict on a prompt whose cached blocks are in files or in host memory; None: it is admitted without them.
 
     While they are on their way, the prompt is passed over, and the prompts behind it come in."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     from sglang_kvc.adapter.host_cache import Hit
 
+    if adder.tree_cache.fetch(req):
+        return AddReqResult.CONTINUE
+    if not req.host_hit_length:
+        return None
     others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
     hit = adder.tree_cache.bring_back(req, room=adder.rem_total_tokens, others_run=others_run)
     return {Hit.LOADING: AddReqResult.CONTINUE, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
@@ -84,7 +88,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, req, has_chunked_req, truncation_align_size)
-    if runtime.host_tier is not None and req.host_hit_length:
+    if runtime.host_tier is not None:
         waits = _bring_back(self, req)
         if waits is not None:
             return waits

@@ -32,6 +32,10 @@ GAUGES = {
     "host_bytes": ("Bytes of host memory in use.", lambda s: s.host_bytes),
     "host_saved_bytes": ("Bytes copied to the host since start.", lambda s: s.host_saved_bytes),
     "host_loaded_bytes": ("Bytes copied back from the host since start.", lambda s: s.host_loaded_bytes),
+    "disk_bytes": ("Bytes of files of the disk tier.", lambda s: s.disk_bytes),
+    "disk_written_bytes": ("Bytes written to files since start.", lambda s: s.disk_written_bytes),
+    "disk_read_bytes": ("Bytes read from files since start.", lambda s: s.disk_read_bytes),
+    "disk_damaged": ("Files that were not as written, since start.", lambda s: s.disk_damaged),
 }
 # name -> (description, extra label, values of KvcStats by label)
 LABELLED_GAUGES = {

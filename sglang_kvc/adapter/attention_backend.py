@@ -9,6 +9,7 @@ from sglang.srt.runtime_context import get_parallel
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
+from .disk_cache import weights_digest
 from .pool import KvcPool
 
 
@@ -30,6 +31,8 @@ class KvcAttnBackend(AttentionBackend):
         rows, columns = runner.req_to_token_pool.req_to_token.shape
         policy = self.runtime.policy
         layers = attention_layers(runner.model)
+        place = get_parallel().attn_tp_size, get_parallel().attn_tp_rank, pool.start_layer
+        self.runtime.weights = lambda: weights_digest(runner.model) + bytes(place)
         sizes = {
             "query_heads": runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
             "max_batch": rows,

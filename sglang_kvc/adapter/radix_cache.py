@@ -12,32 +12,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from ..cache.runtime import NO_BLOCKS, Phase, Runtime
 from ..cache.sequence import Sequence
+from .block_key import BlockKey
+from .disk_cache import DiskCache
 from .eviction_queue import EvictionQueue, ScannedLeaves
-from .host_cache import FULL, HostCache
+from .host_cache import FULL
 from .tree_component import BlockComponent
 
 
-class BlockKey(RadixKey):
-    """SGLang's key, whose child key is bytes instead of a tuple of Python ints: a fifth of the memory at 128 tokens per
-    block."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, key: RadixKey) -> BlockKey:
-        return cls(key.token_ids, key.extra_key, limit=key.limit, cache_salt=key.cache_salt)
-
-    def __getitem__(self, idx) -> BlockKey:
-        return BlockKey.of(super().__getitem__(idx))
-
-    def child_key_at(self, offset: int, page_size: int = 1):
-        plain = self.token_ids[offset : offset + page_size].tobytes()
-        if self.cache_salt is not None:
-            return (self.extra_key, self.cache_salt), plain
-        return plain if self.extra_key is None else (self.extra_key, plain)
-
-
-class KvcRadixCache(HostCache):
+class KvcRadixCache(DiskCache):
     """Nodes own blocks through `BlockComponent`; requests own theirs through `req.kvc`.
 
     `evictable_size` is physical: what eviction adds to the allocator's `available_size`. `evictable_slots` is the exact
@@ -180,6 +162,8 @@ class KvcRadixCache(HostCache):
         req.kvc = None
         if private and not self.disable:
             self._drop_path(req.last_node)
+        elif checkpointed and not self.disable:
+            self.back_up(req.last_node)
 
     def _drop_path(self, node_id: int) -> None:
         """Free the blocks from the node up to the first one that another request uses."""

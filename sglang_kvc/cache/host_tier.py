@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from .sizing import HostLayout
 from .transfers import Loading, Transfers
 
 if TYPE_CHECKING:
+    from .disk_tier import DiskTier
     from .runtime import Runtime
 
 class HostTier:
@@ -35,6 +37,11 @@ class HostTier:
         self.format_id = np.zeros(n, dtype=np.int8)
         self.pages = np.zeros(n, dtype=np.int64)
         self.start = np.zeros(n, dtype=np.int64)
+        self.generation = np.zeros(n, dtype=np.int64)  # rises when a stored block is freed
+        self.pins = np.zeros(n, dtype=np.int64)  # writes to files that read the record
+        self.dead = np.zeros(n, dtype=bool)  # freed while pinned
+        self.save_number = np.zeros(n, dtype=np.int64)  # of the save that writes the record
+        self.disk: DiskTier | None = None
         self.stored = 0  # blocks
         self.saved_blocks = self.loaded_blocks = 0  # totals since start
         self.loading: deque[Loading] = deque()
@@ -52,23 +59,54 @@ class HostTier:
         The caller has seen that `units_of(blocks)` are free.
         """
         records, needed = self.runtime.blocks, self.units_of(blocks)
-        ids = np.empty(len(blocks), dtype=np.int64)
-        taken = self.memory.take(int(needed.sum()))
-        ends = needed.cumsum()
-        ids[:] = taken[ends - needed]
-        self.units[ids] = -1
-        for k in range(int(needed.max(initial=0))):
-            has = needed > k
-            self.units[ids[has], k] = taken[(ends - needed)[has] + k]
+        ids = self._take(needed)
         self.format_id[ids] = records.format_id[blocks]
         self.pages[ids] = self.runtime.ledger.charge[blocks]
         self.start[ids] = records.start[blocks]
-        self.stored += len(ids)
         self.saved_blocks += len(ids)
         for k in np.unique(needed).tolist():
             same = needed == k
+            self.save_number[ids[same]] = self.transfers.queued()
             self.runtime.log.push(Save(blocks[same], self.units[ids[same], :k]))
         return ids
+
+    def _take(self, needed: np.ndarray) -> np.ndarray:
+        """Ids, int64 `[n]`, of stored blocks with `needed[n]` units each."""
+        taken = self.memory.take(int(needed.sum()))
+        first = needed.cumsum() - needed
+        ids = taken[first]
+        self.units[ids] = -1
+        for k in range(int(needed.max(initial=0))):
+            has = needed > k
+            self.units[ids[has], k] = taken[first[has] + k]
+        self.stored += len(ids)
+        return ids
+
+    def is_saved(self, i: int) -> bool:
+        """Whether the record of stored block `i` is in host memory. Its save may still be queued."""
+        return int(self.save_number[i]) < self.transfers.num_saved()
+
+    # ---- from files
+
+    def units_of_bytes(self, sizes: Sequence[int]) -> np.ndarray:
+        """Units of records of these sizes, int64 `[n]`."""
+        return -(-np.asarray(sizes, dtype=np.int64) // self.layout.unit_bytes)
+
+    def reserve(self, sizes: Sequence[int]) -> np.ndarray:
+        """Ids of stored blocks for records of these sizes, which the caller fills. It has seen that they fit.
+
+        Saves that are queued or under way may still write these units; the caller waits for them."""
+        return self._take(self.units_of_bytes(sizes))
+
+    def pin(self, i: int) -> None:
+        """Keep the record of stored block `i`, even if it is freed."""
+        self.pins[i] += 1
+
+    def unpin(self, i: int) -> None:
+        self.pins[i] -= 1
+        if self.dead[i] and not self.pins[i]:
+            self.dead[i] = False
+            self._give_back(np.array([i]))
 
     # ---- to the device
 
@@ -107,15 +145,26 @@ class HostTier:
     # ---- records
 
     def free(self, ids: np.ndarray) -> None:
+        self.generation[ids] += 1
+        self.stored -= len(ids)
+        pinned = self.pins[ids] > 0
+        self.dead[ids[pinned]] = True
+        self._give_back(ids[~pinned])
+
+    def _give_back(self, ids: np.ndarray) -> None:
         units = self.units[ids]
         self.memory.give_back(units[units >= 0])
         self.units[ids] = -1
-        self.stored -= len(ids)
 
     def reset(self) -> None:
-        """Forget everything; nothing is running."""
+        """Forget everything; nothing is running. Files stay."""
         self.transfers.synchronize()
+        if self.disk is not None:
+            self.disk.synchronize()
+        self.generation += 1
         self.memory.reset()
         self.loading.clear()
         self.units[:] = -1
+        self.pins[:] = 0
+        self.dead[:] = False
         self.stored = 0

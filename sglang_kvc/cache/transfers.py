@@ -53,7 +53,9 @@ class Transfers:
             self.buffers = deque((buffer, torch.cuda.Event()) for buffer in buffers)
         else:
             self.buffers = deque((buffer, None) for buffer in buffers[:1])
-        self.saving: deque[tuple[Any, np.ndarray]] = deque()  # events and first units of saves that may not have ended
+        # Event, first units and number of each save that may not have ended.
+        self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
+        self.num_queued = self.num_launched = 0  # save operations since start
         self.bytes_saved = self.bytes_loaded = 0
 
     def _rows(self, buffer: torch.Tensor, units_each: int) -> torch.Tensor:
@@ -91,13 +93,24 @@ class Transfers:
                 sent.record()
                 ended = torch.cuda.Event()
                 ended.record()
-            self.saving.append((ended, units[part, 0]))
+            self.saving.append((ended, units[part, 0], self.num_launched))
+        self.num_launched += 1
+
+    def queued(self) -> int:
+        """Number of a save that is queued now."""
+        self.num_queued += 1
+        return self.num_queued - 1
+
+    def num_saved(self) -> int:
+        """All saves below this number have ended."""
+        while self.saving and self.saving[0][0].query():
+            self.saving.popleft()
+        return self.saving[0][2] if self.saving else self.num_launched
 
     def _wait_saved(self, first_units: np.ndarray) -> None:
         """Wait on the host until the records at `first_units` are there."""
-        while self.saving and self.saving[0][0].query():
-            self.saving.popleft()
-        for ended, units in self.saving:
+        self.num_saved()
+        for ended, units, _ in self.saving:
             if np.isin(first_units, units).any():
                 ended.synchronize()
 
@@ -145,6 +158,8 @@ class Transfers:
         return found.view(np.int16).reshape(len(first_units), pool.layers, pool.heads, 2)
 
     def synchronize(self) -> None:
+        """Wait for all copies; what is queued is forgotten."""
+        self.num_launched = self.num_queued
         if self.on_gpu:
             self.save_stream.synchronize()
             self.load_stream.synchronize()

@@ -32,6 +32,8 @@ class KvcConfig:
     page_bytes: int | None = None  # None: chosen for the formats
     memory: int | None = None  # bytes of the page pool; None: sized by SGLang
     host_memory: int = 0  # bytes of host memory, on each rank, for blocks that leave the pool
+    disk: str | None = None  # folder for blocks behind host memory
+    disk_size: int | None = None  # bytes of its files; None: most of what is free
     budget: Budget | None = None
     scorer: Scorer = field(default=KeyDiff())
     share: Share = field(default=Global())

@@ -144,10 +144,11 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("keep", "alpha_high", "alpha_low"), _number),
     "allow_lossless": _truth,
     "levels": _names,
-    **dict.fromkeys(("memory", "host_memory"), parse_bytes),
+    **dict.fromkeys(("memory", "host_memory", "disk_size"), parse_bytes),
     "observe": _text(parse_observe, ScoreSampling),
     "budget": _text(Budget.parse, Budget),
     "scorer": _text(parse_scorer, Scorer),
     "share": _text(parse_share, Share),
-    "calibration": lambda name, value: str(value),  # a path: upper and lower case differ
+    # Paths: upper and lower case differ.
+    **dict.fromkeys(("calibration", "disk"), lambda name, value: str(value)),
 }

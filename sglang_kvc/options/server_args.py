@@ -256,6 +256,21 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         NS("memory"),
     ] = None
 
+    kvc_disk: A[
+        str | None,
+        _option(
+            "Folder on a local disk for blocks behind host memory. Finished prefixes are written there and found "
+            "again, also by the next server with the same model and settings. Needs --kvc-host-memory. Default: none."
+        ),
+        NS("memory"),
+    ] = None
+
+    kvc_disk_size: A[
+        str | None,
+        _option("Most bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of what is free at start."),
+        NS("memory"),
+    ] = None
+
     def resolve_once(self) -> None:
         """Check before SGLang's resolution, so that it sees our values, and after it, when the model is known."""
         if getattr(self, "_resolution_finished", False):

@@ -7,8 +7,10 @@ the model's config file show it.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_kvc.errors import ConfigError, listed
@@ -76,8 +78,8 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "hicache_storage_backend",
         _other_than(None),
         "--hicache-storage-backend {}",
-        "blocks are kept in host memory as records of their own",
-        "drop the option",
+        "blocks go to files as records of their own",
+        "give --kvc-disk with a folder",
     ),
     Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),
     Refusal("enable_flexkv", _on, "--enable-flexkv", _BUFFERS),
@@ -237,6 +239,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
             f"cache is; drop one of them."
         )
     check_host_memory(config, args.disable_radix_cache)
+    check_disk(config)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and "query_mean" in make_policy(config).needs and _above_one(args.tp_size):
         raise ConfigError(
@@ -268,6 +271,28 @@ def check_host_memory(config: KvcConfig, disable_radix_cache: bool) -> None:
             "--kvc-host-memory has no effect with --disable-radix-cache, because it keeps blocks of the prefix cache; "
             "drop one of them."
         )
+
+
+def check_disk(config: KvcConfig) -> None:
+    """Refuse a disk tier that would write or read nothing."""
+    if config.disk is None:
+        if config.disk_size is not None:
+            raise ConfigError("--kvc-disk-size has no effect without --kvc-disk; add --kvc-disk FOLDER, or drop it.")
+        return
+    if not config.host_memory:
+        raise ConfigError(
+            "--kvc-disk needs --kvc-host-memory, because blocks go to files and come back through host memory; give "
+            "--kvc-host-memory, like 64GB."
+        )
+    try:
+        Path(config.disk).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.disk):
+            pass
+    except OSError as e:
+        raise ConfigError(
+            f"--kvc-disk {config.disk} cannot be written ({e.strerror}); give a folder on a local disk that the server "
+            "may write to."
+        ) from None
 
 
 def check_chunk(chunk: int | None, config: KvcConfig) -> None:

@@ -181,11 +181,13 @@ def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> 
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
     least = RecordLayout(layout).num_bytes(layout.block_pages_bf16)
-    if 0 < config.host_memory < least:
-        raise ConfigError(
-            f"{flag('host_memory')} of {config.host_memory / 2**20:.1f} MiB does not hold a block of this model; give "
-            f"at least {least / 2**20:.1f} MiB, like 64GB, or drop the option."
-        )
+    for name in ("host_memory", "disk_size"):
+        given = getattr(config, name)
+        if given and given < least:
+            raise ConfigError(
+                f"{flag(name)} of {given / 2**20:.1f} MiB does not hold a block of this model; give at least "
+                f"{least / 2**20:.1f} MiB, like 64GB, or drop the option."
+            )
     try:
         policy.check(layout)
         if config.memory is not None:

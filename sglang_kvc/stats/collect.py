@@ -16,6 +16,7 @@ from .records import HeadMap, KvcStats
 if TYPE_CHECKING:
     from kvc_kernels.layout import BlockFormat
 
+    from ..cache.disk_store import DiskStore
     from ..cache.host_tier import HostTier
     from ..cache.runtime import Runtime
 
@@ -111,11 +112,23 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
 def _host(tier: HostTier) -> dict[str, int]:
     memory = tier.memory
     return {
+        **({} if tier.disk is None else _disk(tier.disk.store)),
         "host_bytes": (memory.num_units - memory.free_units) * memory.unit_bytes,
         "host_bytes_total": memory.num_units * memory.unit_bytes,
         "host_blocks": tier.stored,
         "host_saved_bytes": tier.transfers.bytes_saved,
         "host_loaded_bytes": tier.transfers.bytes_loaded,
+    }
+
+
+def _disk(store: DiskStore) -> dict[str, int]:
+    return {
+        "disk_bytes": store.num_bytes,
+        "disk_bytes_total": store.limit,
+        "disk_blocks": len(store),
+        "disk_written_bytes": store.bytes_written,
+        "disk_read_bytes": store.bytes_read,
+        "disk_damaged": store.damaged,
     }
 
 

@@ -130,6 +130,11 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
         used = f"{_size(s.host_bytes)} of {_size(s.host_bytes_total)} in use by {s.host_blocks} blocks"
         out.append(("host memory", used))
         out.append(("host traffic", f"{_size(s.host_saved_bytes)} out, {_size(s.host_loaded_bytes)} back"))
+    if s.disk_bytes_total:
+        out.append(("disk", f"{_size(s.disk_bytes)} of {_size(s.disk_bytes_total)} in {s.disk_blocks} files"))
+        out.append(("disk traffic", f"{_size(s.disk_written_bytes)} written, {_size(s.disk_read_bytes)} read"))
+        if s.disk_damaged:
+            out.append(("damaged files", str(s.disk_damaged)))
     return out
 
 

@@ -39,6 +39,12 @@ class KvcStats:
     host_blocks: int = 0  # blocks in host memory
     host_saved_bytes: int = 0  # copied to the host since start
     host_loaded_bytes: int = 0  # copied back since start
+    disk_bytes: int = 0  # of files
+    disk_bytes_total: int = 0  # 0: there is no disk tier
+    disk_blocks: int = 0  # blocks in files
+    disk_written_bytes: int = 0  # since start
+    disk_read_bytes: int = 0  # since start
+    disk_damaged: int = 0  # files that were not as written, since start
 
     @property
     def ratio_body(self) -> float | None:
@@ -91,6 +97,10 @@ class KvcStats:
             used, total = self.host_bytes / 1e9, self.host_bytes_total / 1e9
             moved = f"{self.host_saved_bytes / 1e9:.1f} GB out, {self.host_loaded_bytes / 1e9:.1f} GB back"
             parts.append(f"host {used:.1f} of {total:.1f} GB, {moved}")
+        if self.disk_bytes_total:
+            used, total = self.disk_bytes / 1e9, self.disk_bytes_total / 1e9
+            moved = f"{self.disk_written_bytes / 1e9:.1f} GB written, {self.disk_read_bytes / 1e9:.1f} GB read"
+            parts.append(f"disk {used:.1f} of {total:.1f} GB, {moved}")
         return ", ".join(parts)
 
 

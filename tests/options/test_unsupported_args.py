@@ -15,6 +15,7 @@ from sglang_kvc.options.unsupported_args import (
     TREE_CORE,
     check_args,
     check_capability,
+    check_disk,
     check_host_memory,
     check_memory,
     environment_warnings,
@@ -189,6 +190,20 @@ def test_host_memory_without_a_prefix_cache():
     with pytest.raises(ConfigError) as e:
         check_host_memory(KvcConfig(host_memory=10**9), True)
     assert "--disable-radix-cache" in one_sentence(str(e.value))
+
+
+def test_files_without_what_they_need(tmp_path):
+    check_disk(KvcConfig())
+    check_disk(KvcConfig(host_memory=10**9, disk=str(tmp_path / "new" / "folder"), disk_size=10**9))
+    (tmp_path / "file").touch()
+    for config, named in (
+        (KvcConfig(disk=str(tmp_path)), "--kvc-host-memory"),
+        (KvcConfig(disk_size=10**9), "--kvc-disk"),
+        (KvcConfig(host_memory=10**9, disk=str(tmp_path / "file")), "--kvc-disk"),
+    ):
+        with pytest.raises(ConfigError) as e:
+            check_disk(config)
+        assert named in one_sentence(str(e.value))
 
 
 def test_environment_variables_that_lose_their_effect(monkeypatch):

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_kvc.cache.capacity import longest_request
 from sglang_kvc.options.request_quality import LOSSLESS
 
-from .audit import check_tree
+from .audit import check_files, check_tree
 from .model import P, make_runtime
 from .overlap import Overlap, configured
 
@@ -57,9 +57,9 @@ class Client:
         self.server.submit(prompt, answer, draw.choice(self.levels), draw.choice([None, None, None, "tenant"]))
 
 
-def life(seed: int, kind: Kind) -> Counter:
+def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     """One server from its start until all requests are answered. Returns how often each thing happened."""
-    runtime = make_runtime(**kind.options)
+    runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed):
         server = Overlap(runtime, kind.chunk, kind.disable)
         client = Client(server, seed, kind.asked)
@@ -78,6 +78,8 @@ def life(seed: int, kind: Kind) -> Counter:
         check_tree(server)
         server.seen["evicted"] = runtime.counters.evicted_blocks
         server.seen["saved"] = runtime.host_tier.saved_blocks if runtime.host_tier else 0
+        if disk:
+            server.seen["written"], server.seen["read"] = check_files(server)
         server.tree_cache.evict(EvictParams(num_tokens=10**9))
         assert server.token_to_kv_pool_allocator.used_slots() == 0
         assert runtime.capacity.available_tokens() == runtime.sizing.capacity_tokens
@@ -94,6 +96,7 @@ class Kind:
     asked: tuple[str | None, ...] = (None,)
     disable: bool = False  # the radix cache
     mixed: bool = False  # decode steps join prefills
+    servers: int = 0  # one after the other, which share a folder of files
 
 
 TIGHT = {"blocks": 7}  # uncompressed
@@ -106,6 +109,8 @@ KINDS = {
     "host-leankv": Kind({**LEANKV, "window": 0, **TIGHT, **HOST}, P, (None, LOSSLESS)),
     "host-private": Kind({**LEANKV, "window": 0, "trust": "salt", **TIGHT, **HOST}, P),
     "host-quota": Kind({"policy": "quota", "keep": 0.5, **TIGHT, **HOST}, P),
+    "disk": Kind({"high": "k4v4", "window": 0, **TIGHT, "host_memory": 60_000}, asked=(None, LOSSLESS), servers=2),
+    "disk-leankv": Kind({**LEANKV, "window": P, **TIGHT, "host_memory": 80_000}, P, servers=2),
     "host-mixed": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, mixed=True),
     "k4v4": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS)),
     "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k2v2",), **TIGHT}, P, (None, LOSSLESS, "k2v2")),
@@ -136,10 +141,12 @@ def one_thread():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_lives(name):
+def test_lives(name, tmp_path):
     kind, seen = KINDS[name], Counter()
     for seed in range(LIVES):
-        seen += life(seed, kind)
+        folders = [str(tmp_path)] * kind.servers or [None]
+        for start, folder in enumerate(folders):
+            seen += life(seed + start, kind, folder)
     print(name, dict(seen))
     expected = {"retracted", "paused"}
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
@@ -148,5 +155,6 @@ def test_lives(name):
     trust = kind.options.get("trust") == "salt"
     expected |= {"private"} if trust else set()
     expected |= {"saved", "loaded"} if kind.options.get("host_memory") and not trust else set()
+    expected |= {"written", "read"} if kind.servers else set()
     expected |= set() if kind.disable else {"hits", "hits after a retraction", "evicted"}
     assert not expected - seen.keys(), "these lives hold too little"

@@ -58,8 +58,8 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
-    """Options and environment of each server that a test may ask for."""
+def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Options and environment of each server that a test may ask for. `folder` is for files of the server."""
     chunk = ["--chunked-prefill-size", "128", FP32_HEAD]
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
     window = [] if STOCK else ["--kvc-window", str(BLOCK)]
@@ -73,7 +73,7 @@ def _arguments(name: str) -> tuple[list[str], dict[str, str]]:
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
         "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_two_ranks(), **_plugin("replicas_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
-        "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB"], "2MiB", {}),
+        "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
         "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
         "unshared": (
@@ -118,7 +118,7 @@ class Servers:
     def get(self, name: str) -> common.Server:
         if name != self.name or not self.server.alive:  # a death is reported once, by the test that saw it
             self.stop()
-            args, env = _arguments(name)
+            args, env = _arguments(name, self.models)
             server = common.Server(args, env=env, model=self._model(name))
             server.start()
             self.name, self.server = name, server

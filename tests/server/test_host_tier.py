@@ -1,6 +1,10 @@
-"""Blocks that leave the pool go to host memory in their own bytes, and a prompt that hits them gets them back."""
+"""Blocks that leave the pool go to host memory and to files in their own bytes, and a prompt that hits them gets them
+back."""
 
 from __future__ import annotations
+
+import os
+import signal
 
 import pytest
 
@@ -39,3 +43,24 @@ def test_many_prompts_come_back_at_once(hosted, rng):
                 assert answer.cached_tokens == border(len(prompts[i]) - 1)
             answers.setdefault(i, answer.ids)
     assert hosted.client.when_idle()["host_loaded_bytes"] > 0
+
+
+def test_a_killed_server_answers_from_its_files(hosted, rng):
+    """The next server on the same folder hits as many tokens and gives the same log-probabilities."""
+    prompts = [tokens(rng, n * BLOCK + 9) for n in (6, 4)]
+    before = []
+    for prompt, sampling in zip(prompts, ({}, LOSSLESS)):
+        hosted.client.generate(prompt, 2, sampling=sampling)
+        before.append(hosted.client.generate(prompt, 8, sampling=sampling, logprobs=True))
+    stats = hosted.client.when_idle()
+    assert stats["disk_written_bytes"] > 0 and stats["disk_blocks"] >= 10
+    os.killpg(hosted.process.pid, signal.SIGKILL)
+    hosted.stop()
+    hosted.start()
+    again = hosted.client
+    assert again.stats()["disk_blocks"] == stats["disk_blocks"]
+    for prompt, sampling, old in zip(prompts, ({}, LOSSLESS), before):
+        new = again.generate(prompt, 8, sampling=sampling, logprobs=True)
+        assert (new.ids, new.logprobs, new.cached_tokens) == (old.ids, old.logprobs, old.cached_tokens)
+    stats = again.when_idle()
+    assert stats["disk_read_bytes"] > 0 and not stats["disk_damaged"]

@@ -1,0 +1,25 @@
+"""Keys of the radix tree."""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+
+class BlockKey(RadixKey):
+    """SGLang's key, whose child key is bytes instead of a tuple of Python ints: a fifth of the memory at 128 tokens per
+    block."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, key: RadixKey) -> BlockKey:
+        return cls(key.token_ids, key.extra_key, limit=key.limit, cache_salt=key.cache_salt)
+
+    def __getitem__(self, idx) -> BlockKey:
+        return BlockKey.of(super().__getitem__(idx))
+
+    def child_key_at(self, offset: int, page_size: int = 1):
+        plain = self.token_ids[offset : offset + page_size].tobytes()
+        if self.cache_salt is not None:
+            return (self.extra_key, self.cache_salt), plain
+        return plain if self.extra_key is None else (self.extra_key, plain)

@@ -1,0 +1,188 @@
+"""The disk tier in SGLang's radix tree: finished prefixes are written to files, and found again by their hashes.
+
+The key of a block is SGLang's chained hash of its tokens, of all tokens before them and of the request's namespace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from ..cache.blocks import State
+from ..cache.disk_store import DiskStore
+from ..cache.disk_tier import DiskTier, Fetch
+from .block_key import BlockKey
+from .host_cache import HostCache
+
+logger = logging.getLogger("sglang_kvc")
+
+
+@dataclass
+class _Fetched:
+    """Blocks of a prompt on their way from files, behind the node `anchor`. `key` holds their tokens."""
+
+    req: Any
+    anchor: int
+    key: BlockKey
+    hashes: list[str]
+    fetch: Fetch
+    host_lock: Any
+
+
+class DiskCache(HostCache):
+    """The part of `KvcRadixCache` that serves `--kvc-disk`."""
+
+    disk: DiskTier | None = None
+
+    def init_hicache(self, server_args, params) -> None:
+        super().init_hicache(server_args, params)
+        config = self.runtime.config
+        if config.disk is None:
+            return
+        store = DiskStore(config.disk, self.runtime.identity(), config.disk_size)
+        self.disk = self.host_tier.disk = DiskTier(self.host_tier, store)
+        logger.info(
+            "kvc: %s holds %d blocks in %.2f GiB and may hold %.2f GiB",
+            store.folder, len(store), store.num_bytes / 2**30, store.limit / 2**30,
+        )  # fmt: skip
+
+    def _reset_full(self) -> None:
+        wait([read for f in getattr(self, "fetched", ()) for read in f.fetch.reads])
+        super()._reset_full()
+        self.fetched: list[_Fetched] = []
+        if self.disk is not None:
+            self.disk.store = self.disk.store.of(self.runtime.identity())  # the weights may have changed
+
+    def clear_storage_backend(self) -> bool:
+        """Called for `/clear_hicache_storage_backend`: remove the files."""
+        if self.disk is None:
+            return False
+        self.disk.store.clear()
+        return True
+
+    # ---- to the disk
+
+    def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):
+        slots = super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+        if self.disk is not None and slots is not None:
+            node = self.tree_core.node_by_id(node_id)
+            self.disk.write_behind(self.component.blocks_at(slots), _keys(self._hashes(node)))
+        return slots
+
+    def _hashes(self, node) -> list[str]:
+        """One hash per block of `node`. A split of the node splits them."""
+        missing = []
+        while node.hash_value is None and node is not self.tree_core.root_node:
+            missing.append(node)
+            node = node.parent
+        for below in reversed(missing):
+            before = below.parent.hash_value[-1] if below.parent.hash_value else None
+            below.hash_value = get_storage_hash_str(below.key, before, page_size=self.page_size)
+        return missing[0].hash_value if missing else node.hash_value or []
+
+    def back_up(self, node_id: int) -> None:
+        """Store the nodes on the path to `node_id` whose blocks are packed for good, so that they reach the disk."""
+        if self.disk is None:
+            return
+        blocks = self.runtime.blocks
+        for node in self._path(self.tree_core.node_by_id(node_id)):
+            if node.backuped or node.evicted or node.write_through_pending_id is not None:
+                continue
+            mine = self.component.blocks_of(node)
+            waiting = (blocks.state[mine] == State.OPEN) & (blocks.window_count[mine] > 0)
+            if not waiting.any():
+                self._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=True)
+                self.writing_check(write_back=True)
+
+    # ---- from the disk
+
+    def fetch(self, req) -> bool:
+        """Begin or watch the fetch of files that continue what `req` hits; whether it waits for them.
+
+        Each prompt looks once. Ranks look at files of their own and agree on how many all have.
+        """
+        if self.disk is None or req.kvc_private:
+            return False
+        if hasattr(req, "kvc_fetched"):
+            return any(f.req is req for f in self.fetched)
+        req.kvc_fetched = True
+        node = self.tree_core.node_by_id(req.best_match_node)
+        begin = sum(len(n.key) for n in self._path(node))
+        end = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)) // self.page_size * self.page_size
+        if end <= begin:
+            return False
+        tokens = req.full_untruncated_fill_ids[begin:end]
+        key = BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        hashes = self._hashes(node)
+        hashes = get_storage_hash_str(key, hashes[-1] if hashes else None, page_size=self.page_size)
+        sizes = self.disk.known(_keys(hashes))
+        lock = self.inc_host_lock_ref(node.id).to_dec_params()
+        n = self._fitting(sizes[: self._agreed(len(sizes))])
+        if not n:
+            self.dec_host_lock_ref(node.id, lock)
+            return False
+        fetch = self.disk.fetch(_keys(hashes[:n]), sizes[:n])
+        self.fetched.append(_Fetched(req, node.id, key[: n * self.page_size], hashes[:n], fetch, lock))
+        return True
+
+    def _fitting(self, sizes: list[int]) -> int:
+        """Records of these sizes, from the first on, that host memory has room for, after dropping others."""
+        tier, memory = self.host_tier, self.host_tier.memory
+        ends = tier.units_of_bytes(sizes).cumsum()
+        while len(ends) and memory.free_units < ends[-1]:
+            if not self.evict_host(int(ends[-1] - memory.free_units) * self.page_size):
+                break
+        return int(np.count_nonzero(ends <= memory.free_units))
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if self.disk is None:
+            return
+        self.disk.poll()
+        while self.fetched and self._agreed(int(self.fetched[0].fetch.finished)):
+            self._enter_fetched(self.fetched.pop(0))
+
+    def _enter_fetched(self, fetched: _Fetched) -> None:
+        """Give the blocks that were read to the tree. The prompt then hits them in host memory."""
+        ids, found = fetched.fetch.ids, self._agreed(fetched.fetch.found)
+        kept, p = ids[:found], self.page_size
+        spare = ids[found:]
+        if found:
+            key = fetched.key[: found * p]
+            result = self.tree_core.insert_host(
+                fetched.anchor, key, self.component.slots_of(kept), fetched.hashes[:found]
+            )
+            self._apply_cache_actions(result.cache_actions)
+            spare = np.concatenate((kept[: result.prefix_len // p], spare))  # known by now
+        if len(spare):
+            self.host_tier.free(spare)
+        self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
+
+    @property
+    def ongoing_prefetch(self) -> dict:
+        return {f.req.rid: f for f in getattr(self, "fetched", ())}
+
+    @ongoing_prefetch.setter
+    def ongoing_prefetch(self, value) -> None:
+        """SGLang's reset makes it empty, and so does ours."""
+
+
+def _keys(hashes: list[str]) -> list[bytes]:
+    return [bytes.fromhex(h) for h in hashes]
+
+
+def weights_digest(model: torch.nn.Module) -> bytes:
+    """A digest of a sample of every parameter. Models of one architecture with other weights differ in it."""
+    samples = [p.detach().flatten()[:: max(1, p.numel() // 64)][:64] for p in model.parameters()]
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,200 @@
+"""Files of the disk tier: one record each, behind a header that says what it is, with a checksum over all of it.
+
+A file is read only if it was written for the same model, settings and key, and if every byte is as it was written. Any
+other file is removed and logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+logger = logging.getLogger("sglang_kvc")
+
+MAGIC = b"kvcblock"
+VERSION = 1
+SUFFIX = ".kvc"
+# magic, version, identity, key, format id, pages, start, bytes of the record; the checksum of both follows.
+_FIELDS = struct.Struct("<8sI32s32sBxxxqqq")
+CHECKSUM_BYTES = 16
+HEADER_BYTES = _FIELDS.size + CHECKSUM_BYTES
+FREE_PART = 0.8  # of the free space, where no size is given
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a header says of the block: its storage format, its pages, and the position of its first token."""
+
+    format_id: int
+    pages: int
+    start: int
+
+
+class DiskStore:
+    """Records in `folder`, at most `limit` bytes of files; the least recently used ones go first.
+
+    `identity` (32 bytes) names model, weights, layout and settings: files of another identity are never read, and stay
+    for the server that wrote them. A key (32 bytes) names a block by the tokens up to its end. The methods may be
+    called by several threads.
+    """
+
+    def __init__(self, folder: str | Path, identity: bytes, limit: int | None = None):
+        self.folder = Path(folder) / identity.hex()[:16]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.identity = identity
+        self.limit = limit if limit is not None else int(shutil.disk_usage(self.folder).free * FREE_PART)
+        self.bytes_written = self.bytes_read = self.damaged = 0
+        self._lock = threading.Lock()
+        self._failed = False  # the last write failed: one line is logged until one succeeds
+        self._sizes: OrderedDict[bytes, int] = OrderedDict(sorted_files(self.folder))
+        self.num_bytes = sum(self._sizes.values())
+
+    def of(self, identity: bytes) -> DiskStore:
+        """The store of another identity in the same folder; this one if it is the same."""
+        return self if identity == self.identity else DiskStore(self.folder.parent, identity, self.limit)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def record_bytes(self, key: bytes) -> int | None:
+        """Bytes of the record of `key`; None if there is no file."""
+        with self._lock:
+            size = self._sizes.get(key)
+        return None if size is None else size - HEADER_BYTES
+
+    def path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self.folder / name[:2] / (name + SUFFIX)
+
+    def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
+        """Write `record`, uint8; returns whether it is there. A full or broken disk costs the file alone."""
+        with self._lock:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+                return True
+        size = HEADER_BYTES + record.nbytes
+        if size > self.limit:
+            return False
+        self._make_room(size)
+        path = self.path(key)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            fields = _FIELDS.pack(
+                MAGIC, VERSION, self.identity, key, stored.format_id, stored.pages, stored.start, record.nbytes
+            )
+            with open(temporary, "wb", buffering=0) as file:
+                file.write(fields + checksum(fields, record))
+                file.write(record.data)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if not self._failed:
+                logger.warning("kvc: a block cannot be written to %s and is left out: %s", path.parent, error)
+            self._failed = True
+            return False
+        with self._lock:
+            self._failed = False
+            self._sizes[key] = size
+            self.num_bytes += size
+            self.bytes_written += size
+        return True
+
+    def _make_room(self, size: int) -> None:
+        while True:
+            with self._lock:
+                if self.num_bytes + size <= self.limit or not self._sizes:
+                    return
+                key, old = self._sizes.popitem(last=False)
+                self.num_bytes -= old
+            self.path(key).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove all files of this identity."""
+        for key in list(self._sizes):
+            with self._lock:
+                self.num_bytes -= self._sizes.pop(key, 0)
+            self.path(key).unlink(missing_ok=True)
+
+    def read(self, key: bytes, record: np.ndarray) -> Stored | None:
+        """Read a record of `record.nbytes` bytes into `record`, uint8. None if it is not there, or not as written; then
+        the file is gone."""
+        path = self.path(key)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                header = file.read(HEADER_BYTES)
+                got = file.readinto(record.data)
+                longer = file.read(1)
+        except FileNotFoundError:  # another server of this folder removed it
+            with self._lock:
+                self.num_bytes -= self._sizes.pop(key, 0)
+            return None
+        except OSError as error:
+            self._forget(key, error.strerror or type(error).__name__)
+            return None
+        wrong = self._wrong(key, header, record, got, longer)
+        if wrong:
+            self._forget(key, wrong)
+            return None
+        with self._lock:
+            self.bytes_read += HEADER_BYTES + got
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+        *_, format_id, pages, start, _ = _FIELDS.unpack(header[: _FIELDS.size])
+        return Stored(format_id, pages, start)
+
+    def _wrong(self, key: bytes, header: bytes, record: np.ndarray, got: int, longer: bytes) -> str | None:
+        """Why a file is not the one that was written; None if it is."""
+        if len(header) < HEADER_BYTES or got < record.nbytes or longer:
+            return "its size is wrong"
+        fields = header[: _FIELDS.size]
+        magic, version, identity, name, _, _, _, size = _FIELDS.unpack(fields)
+        if (magic, version, identity, name, size) != (MAGIC, VERSION, self.identity, key, record.nbytes):
+            return "it belongs to something else"
+        return None if checksum(fields, record) == header[_FIELDS.size :] else "its checksum is wrong"
+
+    def _forget(self, key: bytes, why: str) -> None:
+        path = self.path(key)
+        logger.warning("kvc: %s is not used (%s) and removed", path, why)
+        with self._lock:
+            self.damaged += 1
+            self.num_bytes -= self._sizes.pop(key, 0)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass
+
+
+def checksum(fields: bytes, record: np.ndarray) -> bytes:
+    digest = hashlib.blake2b(fields, digest_size=CHECKSUM_BYTES)
+    digest.update(record.data)
+    return digest.digest()
+
+
+def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:
+    """Key and size of every file in `folder`, least recently changed first. Unfinished files are removed."""
+    found = []
+    for part in folder.iterdir():
+        for entry in os.scandir(part) if part.is_dir() else ():
+            name, dot, suffix = entry.name.partition(".")
+            try:
+                key = bytes.fromhex(name)
+            except ValueError:
+                key = b""
+            if dot + suffix == SUFFIX and len(key) == 32:
+                status = entry.stat()
+                found.append((status.st_mtime, key, status.st_size))
+            elif entry.name.startswith("."):
+                os.unlink(entry.path)
+    for _, key, size in sorted(found):
+        yield key, size

@@ -1,0 +1,117 @@
+"""Files of the disk tier: what was written comes back, and nothing else ever does."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+from sglang_kvc.cache.disk_store import HEADER_BYTES, DiskStore, Stored
+
+MODEL, OTHER = bytes(32), b"\1" * 32
+STORED = Stored(format_id=2, pages=5, start=256)
+
+
+def key_of(i: int) -> bytes:
+    return i.to_bytes(32, "big")
+
+
+def record_of(seed: int, size: int = 300) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def read(store: DiskStore, key: bytes, size: int = 300):
+    into = np.empty(size, dtype=np.uint8)
+    return store.read(key, into), into
+
+
+def test_a_record_comes_back_also_to_the_next_server(tmp_path):
+    store = DiskStore(tmp_path, MODEL)
+    assert store.write(key_of(1), STORED, record_of(1))
+    assert store.record_bytes(key_of(1)) == 300 and store.record_bytes(key_of(2)) is None
+    for reader in (store, DiskStore(tmp_path, MODEL)):
+        found, record = read(reader, key_of(1))
+        assert found == STORED and (record == record_of(1)).all()
+        assert len(reader) == 1 and reader.num_bytes == 300 + HEADER_BYTES and not reader.damaged
+    assert read(store, key_of(2))[0] is None
+    store.write(key_of(2), STORED, record_of(2))
+    other = DiskStore(tmp_path, MODEL)
+    other.clear()
+    assert not len(other) and not len(DiskStore(tmp_path, MODEL)) and read(store, key_of(2))[0] is None
+    assert read(store, key_of(1))[0] is None and not len(store) and not store.num_bytes and not store.damaged
+
+
+def test_files_of_another_model_are_not_seen_and_stay(tmp_path):
+    mine, theirs = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER)
+    mine.write(key_of(1), STORED, record_of(1))
+    assert not len(DiskStore(tmp_path, OTHER)) and read(theirs, key_of(1))[0] is None
+    # A file that was put there under the right name.
+    theirs.path(key_of(1)).parent.mkdir(exist_ok=True)
+    os.link(mine.path(key_of(1)), theirs.path(key_of(1)))
+    assert read(DiskStore(tmp_path, OTHER), key_of(1))[0] is None
+    assert read(mine, key_of(1))[0] == STORED
+    assert mine.of(MODEL) is mine and mine.of(OTHER).folder == theirs.folder
+
+
+def test_a_thousand_damaged_files(tmp_path):
+    """Cut, grown, with a flipped bit, or under another block's name: each is left out, counted and removed."""
+    store, draw = DiskStore(tmp_path, MODEL), random.Random(0)
+    for i in range(1000):
+        key = key_of(i)
+        store.write(key, STORED, record_of(i))
+        path = store.path(key)
+        content = bytearray(path.read_bytes())
+        match i % 4:
+            case 0:
+                content = content[: draw.randrange(len(content))]
+            case 1:
+                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            case 2:
+                content += bytes(draw.randint(1, 9))
+            case 3:
+                store.write(key_of(10**6 + i), STORED, record_of(i))
+                content = store.path(key_of(10**6 + i)).read_bytes()
+        path.write_bytes(content)
+        assert read(store, key)[0] is None
+        assert not path.exists() and store.record_bytes(key) is None and store.damaged == i + 1
+
+
+def test_the_least_recently_used_file_goes_first(tmp_path):
+    size = 300 + HEADER_BYTES
+    store = DiskStore(tmp_path, MODEL, limit=3 * size)
+    for i in range(3):
+        store.write(key_of(i), STORED, record_of(i))
+    assert read(store, key_of(0))[0] == STORED
+    store.write(key_of(3), STORED, record_of(3))
+    assert [store.record_bytes(key_of(i)) is not None for i in range(4)] == [True, False, True, True]
+    assert len(list(store.folder.rglob("*.kvc"))) == 3 and store.num_bytes == 3 * size
+    assert not store.write(key_of(4), STORED, record_of(4, 4 * size)) and len(store) == 3
+
+
+def test_a_broken_disk_loses_the_file_alone(tmp_path, monkeypatch, caplog):
+    """Writes that fail leave nothing behind and are logged once; the next one that works is seen."""
+    store = DiskStore(tmp_path, MODEL)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", full)
+        assert not store.write(key_of(1), STORED, record_of(1))
+        assert not store.write(key_of(2), STORED, record_of(2))
+    assert "No space left" in caplog.text and caplog.text.count("cannot be written") == 1
+    assert not [p for p in store.folder.rglob("*") if p.is_file()] and not len(store) and not store.num_bytes
+    assert store.write(key_of(1), STORED, record_of(1)) and read(store, key_of(1))[0] == STORED
+
+
+@pytest.mark.parametrize("name", [".x.kvc.123.456", "notes.txt"])
+def test_what_a_killed_server_left(tmp_path, name):
+    """Unfinished files are removed at the start; files that are not ours stay."""
+    store = DiskStore(tmp_path, MODEL)
+    store.write(key_of(1), STORED, record_of(1))
+    odd = store.path(key_of(1)).with_name(name)
+    odd.write_bytes(b"half")
+    assert len(DiskStore(tmp_path, MODEL)) == 1
+    assert odd.exists() == (name == "notes.txt")
