@@ -1,18 +1,26 @@
-"""What is asked of one cell's server: contexts first, and questions once their blocks are packed."""
+"""What is asked of one cell's server.
+
+Protocol `unseen`: contexts come first, and questions once their blocks are packed, so that nothing is known of a
+question when its context is compressed. Protocol `seen`: each question is one prompt with its context, as in the papers
+on pruning.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from bench import common
 from bench.client import Answer
+from bench.quality.cells import keeps_questions_apart, served
 from bench.quality.run import SCORED
 from bench.quality.suite import ASKED, NLL, Work, resident
 from bench.quality.tasks import Context
 from bench.serve.ratio import in_flight
 
+SEEN, UNSEEN = PROTOCOLS = ("seen", "unseen")
 TOP = 20  # candidates of each scored token that are compared
 SCORERS = 4  # answers that are scored at a time: programs of HumanEval take a while each
 STATS = ("ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens_by_tier")
@@ -43,20 +51,26 @@ def load(server: common.Server, prefixes: list, block: int) -> dict:
     return settle(server, resident(prefixes, block))
 
 
-def ask(server: common.Server, name: str, contexts: list[Context], args) -> tuple[list[list[bool]], list, dict]:
+def ask(
+    server: common.Server, cell: str, name: str, contexts: list[Context], args
+) -> tuple[list[list[bool]], list, dict]:
     """All questions about all contexts: whether each answer is right and how many tokens it has, by context; and the
-    account before them."""
-    task = ASKED[name]
-    account = load(server, [c.ids for c in contexts], args.block)
+    account before them (protocol `seen`: none)."""
+    task, (_, level), seen = ASKED[name], served(cell), args.protocol == SEEN
+    account = {} if seen else load(server, [c.ids for c in contexts], args.block)
     asked = [(c, q) for c in contexts for q in c.questions]
-    options = {"ignore_eos": False, "sampling": {"stop": list(task.stop)}} if task.free else {}
+    sampling: dict = {"stop": list(task.stop)} if task.free else {}
+    sampling |= {"custom_params": {"kvc": level}} if level else {}
+    options = {"ignore_eos": not task.free, "sampling": sampling}
+    apart, numbers = seen and keeps_questions_apart(cell), itertools.count()
 
     def one(pair) -> Answer:
         context, question = pair
         tokens = task.tokens or args.answer_tokens
-        answer = server.client.generate([*context.ids, *question.ask], tokens, **options)
+        alone = {"extra_key": f"{cell}-{name}-{next(numbers)}"} if apart else {}
+        answer = server.client.generate([*context.ids, *question.ask], tokens, **options, **alone)
         hit = len(context.ids) // args.block * args.block
-        if answer.cached_tokens < hit:
+        if answer.cached_tokens < hit and not seen:
             raise CellError(f"{context.name}: {answer.cached_tokens} tokens cached, not {hit}")
         return answer
 
@@ -89,18 +103,18 @@ def likelihood(server: common.Server, passages: list[list[int]], block: int) -> 
     return nats, tops, account
 
 
-def measure(server: common.Server, work: Work, args, out: dict) -> Tops:
+def measure(server: common.Server, cell: str, work: Work, args, out: dict) -> Tops:
     """Fill `out` as results come, so that a cell that is cut off leaves what it has; returns the best candidates."""
     out["accounts"], tops = {}, []
     for name in args.tasks:
         if name == NLL:
             out[NLL], tops, out["accounts"][NLL] = likelihood(server, work.passages, args.block)
             continue
-        out[name], lengths, out["accounts"][name] = ask(server, name, work.contexts[name], args)
+        out[name], lengths, out["accounts"][name] = ask(server, cell, name, work.contexts[name], args)
         if ASKED[name].free:
             out.setdefault("lengths", {})[name] = lengths
     if server.client.stats():
         server.client.flush()
-        running = in_flight(server, work.sample())
+        running = in_flight(server, work.sample(), served(cell)[1])
         out["accounts"]["running"] = {k: running[k] for k in STATS}
     return tops

@@ -1,7 +1,8 @@
 """What is measured: every policy at every size, the most telling first, and what the configuration refuses of it.
 
 A *cell* is one server configuration. Its name is that of `common.kvc`: a format (`k4v4`), or a policy and its
-settings (`snapkv+budget=4x+high=k4v4`); `stock` and `stock-fp8` are SGLang's own cache.
+settings (`snapkv+budget=4x+high=k4v4`); `stock` and `stock-fp8` are SGLang's own cache. Behind an @ stands the level
+that each request asks for (`k4v4@one-shot:8x`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.model_fingerprint import Identity
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.resolve import resolve_config
-from sglang_kvc.policies import make_policy
+from sglang_kvc.policies import SEQUENCE, make_policy
 from sglang_kvc.policies.registry import POLICIES, PRESETS
 
 STOCK, FP8 = "stock", "stock-fp8"
@@ -73,6 +74,17 @@ def scores(rows: dict[str, dict], model: str, first: int = 0) -> dict[str, Score
     return out
 
 
+def one_shot_scores(rows: dict[str, dict], model: str) -> dict[str, Score]:
+    """Points that requests at `one-shot` levels lose against stock in the same run."""
+    out: dict[str, Score] = {}
+    for cell, row in rows.items():
+        kind, _, rate = (served(cell)[1] or "").partition(":")
+        for task in TITLES:
+            if kind == "one-shot" and "right_to_wrong" in row.get(task, {}):
+                out[f"papers.oneshot.{rate}.{model}.{task}.delta"] = lost(row[task])
+    return out
+
+
 PLAIN = "bf16 keys and values alone"
 REFERENCE = "stock bf16 of the same run"
 FLOOR = 0.05  # share of right answers of stock below which a task has nothing to lose
@@ -112,7 +124,25 @@ def chosen(wanted: str) -> list[str]:
     return list(dict.fromkeys(out))
 
 
+def served(name: str) -> tuple[str, str | None]:
+    """The server of a cell, and the level that its requests ask for, if any."""
+    server, _, level = name.partition("@")
+    return server, level or None
+
+
+def keeps_questions_apart(name: str) -> bool:
+    """Whether the attention of one prompt's question decides what is kept of its context, so that prompts must not
+    share it."""
+    server, level = served(name)
+    if server in (STOCK, FP8) or level:
+        return False  # a level that looks at the question has blocks of its own for each request
+    settings = common.kvc_settings(server)
+    policy = POLICIES[settings["policy"]]
+    return policy(**{k: v for k, v in settings.items() if k in ("scorer", "share")}).scope == SEQUENCE
+
+
 def needs_calibration(name: str) -> bool:
+    name, _ = served(name)
     if name in (STOCK, FP8):
         return False
     settings = common.kvc_settings(name)
@@ -123,6 +153,7 @@ def needs_calibration(name: str) -> bool:
 
 def refusal(name: str, identity: Identity, block: int, calibration: Path | None) -> str | None:
     """Why this cell is not measured, in a sentence; None for one that is. Asks the server's own configuration."""
+    name, _ = served(name)
     if name in (STOCK, FP8):
         return None
     settings = common.kvc_settings(name)
@@ -144,6 +175,7 @@ def refusal(name: str, identity: Identity, block: int, calibration: Path | None)
 
 def attempts(name: str, args, port: int) -> Iterator[list[str]]:
     """Options of the server, and then of others that would do where it does not start: the reference must exist."""
+    name, _ = served(name)
     # Cells share the device: all have the same bytes, and no CUDA graphs, whose capture takes longer than the tasks.
     common_options = ["--enable-fp32-lm-head", "--max-total-tokens", str(args.tokens), "--nccl-port", str(port + 1)]
     common_options += ["--skip-server-warmup"]

@@ -4,11 +4,12 @@
     python -m bench.quality.policies --model qwen-0.5b --tasks niah,kv,nll,fewshot,extract,code,calls --data FILE
     python -m bench.quality.policies --model qwen-0.5b --first 1000 --cells stock,max    # on other questions
     python -m bench.quality.policies --model smollm2 --device cpu --length 600 --contexts 1 --cells snapkv --parallel 1
+    python -m bench.quality.policies --model qwen-0.5b --protocol seen --tasks niah,kv --cells stock,k4v4@one-shot:8x
 
 Each cell (`bench.quality.cells`) is a server of its own; several share the device. The tasks are those of
-`bench.quality.suite`: contexts are sent first, and questions only when their blocks are packed, so that nothing is
-known of a question when its context is compressed. All contexts of a task are resident at once, and questions are
-asked concurrently. Flips and KL are against stock SGLang in bf16, KL from the best candidates of the scored tokens.
+`bench.quality.suite`, in one of the two protocols of `bench.quality.asking`. All contexts of a task are resident at
+once, and questions are asked concurrently. Flips and KL are against stock SGLang in bf16, KL from the best candidates
+of the scored tokens.
 
 A cell that fails is recorded with the end of its log; the result file is written after each cell. `--resume` takes
 finished cells from it. Behind `--seconds` no cell begins, and `--grace` later the last ones are ended.
@@ -33,14 +34,15 @@ from bench import common, prompts
 from bench.compare import kl_top, percentile
 from bench.ports import are_free
 from bench.quality import cells, fetch, pareto, suite, taskdata
-from bench.quality.asking import CellError, Tops, measure
+from bench.quality.asking import PROTOCOLS, SEEN, UNSEEN, CellError, Tops, measure
 from bench.quality.run import SCORED, summary
-from bench.quality.suite import Work
+from bench.quality.suite import NLL, Work
 from bench.quality.tasks import Maker
 from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 
 REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
-SETTINGS = ("model", "length", "contexts", "first", "block", "answer_tokens")  # cells of others are not the same
+# Cells of other settings are not the same.
+SETTINGS = ("model", "length", "contexts", "first", "block", "answer_tokens", "protocol")
 LIMITS = {"code": "problems", "calls": "calls"}  # likewise, where the task is wanted
 PORTS = 21000, 32000, 16  # behind bench.ports.RANGE, and below what the system gives to outgoing connections
 
@@ -126,7 +128,7 @@ class Harness:
             server.start()
             up = time.monotonic()
             out["seconds"]["start"] = up - began
-            tops = measure(server, self.work, self.args, out)
+            tops = measure(server, name, self.work, self.args, out)
             out["seconds"]["tasks"] = time.monotonic() - up
             out |= {"log_errors": server.errors()[:10], "commit": common.commit()}
             with self.lock:
@@ -156,7 +158,10 @@ class Harness:
             keys = (*SETTINGS, *LIMITS.values(), "data_sha256", "tasks", "parallel", "concurrency", "tokens")
             numbers = {k: getattr(self.args, k) for k in keys} | {"wall_seconds": self.seconds, "reference": reference}
             numbers |= {"cells": rows, "refused": self.refused, "failed": self.failed, "not_begun": self.left}
-            scores = cells.scores(rows, self.args.model, self.args.first)
+            if self.args.protocol == SEEN:
+                scores = cells.one_shot_scores(rows, self.args.model)
+            else:
+                scores = cells.scores(rows, self.args.model, self.args.first)
             numbers["raw"] = self.raw
             return common.write_result(self.args.name, numbers, scores=scores, quiet=True, path=self.args.out)
 
@@ -181,7 +186,7 @@ class Harness:
             tiers = first["tokens_by_tier"]
             packed = tiers["high"] + tiers["low"] + tiers["pruned"]
             out |= {"kept": (tiers["high"] + tiers["low"]) / packed if packed else 1.0}
-            out |= {"packed": min(a["packed"] for a in accounts if "packed" in a)}
+            out |= {"packed": min((a["packed"] for a in accounts if "packed" in a), default=None)}
             body = first["bytes_per_token_body"] or running["bytes_per_token"]
             out |= {"bytes_body": body, "bytes": running["bytes_per_token"]}
         else:
@@ -220,6 +225,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--cell-seconds", type=float, help="a cell that takes longer is ended (GPU: 240, CPU: 7200)")
     p.add_argument("--block", type=int, default=128)
     p.add_argument("--answer-tokens", type=int, default=7)
+    p.add_argument("--protocol", choices=PROTOCOLS, default=UNSEEN, help="whether a question is a part of the prompt")
     p.add_argument("--resume", action="store_true", help="take cells from the result file if they are in it")
     p.add_argument("--list", action="store_true", help="only say what would be measured")
     p.add_argument("--out", type=Path, help="result file (default: bench/results/quality/policies_MODEL_LENGTH.json)")
@@ -230,11 +236,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         p.error(str(e))
     if a.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if a.protocol == SEEN and NLL in a.tasks:
+        p.error("in the protocol seen nothing is scored but answers; give --tasks without nll, like niah,kv")
     a.device = "cuda" if common.has_gpu() else "cpu"
     a.cell_seconds = a.cell_seconds or (240 if a.device == "cuda" else 7200)
     a.model_path = (a.model_path or fetch.MODELS[a.model]()).resolve()  # servers run in a folder of their own
     a.data_sha256 = None  # until it is read
     a.name = f"quality/policies_{a.model}_{a.length}" + (f"_from_{a.first}" if a.first else "")
+    a.name += "_seen" if a.protocol == SEEN else ""
     a.out = a.out or common.RESULTS / f"{a.name}.json"
     a.reference = a.out.with_suffix(".reference.json.gz")
     # All contexts of a task, uncompressed, with room for scores and tables, and what is asked at a time.
@@ -248,7 +257,7 @@ def earlier(a: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
         return {}, {}
     numbers = json.loads(a.out.read_text())["numbers"]
     wanted = [*SETTINGS, *(k for task, k in LIMITS.items() if task in a.tasks)]
-    if any(({"first": 0} | numbers).get(k) != getattr(a, k) for k in wanted):
+    if any(({"first": 0, "protocol": UNSEEN} | numbers).get(k) != getattr(a, k) for k in wanted):
         return {}, {}
     raw = {n: got for n, got in numbers["raw"].items() if all(task in got for task in a.tasks)}
     reference = numbers["reference"] if numbers["reference"] in raw else None

@@ -25,10 +25,11 @@ LENGTHS = (1024, 4096, 7936)  # the last leaves room for an answer within the mo
 DECODED = 6  # tokens generated before looking: the prompt's blocks are packed in the first of them
 
 
-def in_flight(server: common.Server, prompt: list[int]) -> dict:
-    """The server's account while this prompt's request is generating."""
+def in_flight(server: common.Server, prompt: list[int], level: str | None = None) -> dict:
+    """The server's account while this prompt's request is generating. `level`: the quality that it asks for."""
     rid = f"looked-at-{len(prompt)}"  # of its own, so that no abort of an earlier request can meet it
-    payload = server.client.payload(prompt, 200, stream=True, rid=rid)
+    sampling = {"custom_params": {"kvc": level}} if level else {}
+    payload = server.client.payload(prompt, 200, stream=True, rid=rid, sampling=sampling)
     looked: list[dict] = []
     with requests.post(server.url + "/generate", json=payload, stream=True, timeout=3600) as response:
         for line in response.iter_lines(decode_unicode=True):

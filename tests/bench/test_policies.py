@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import common
-from bench.quality import cells, generation, pareto, policies
+from bench.quality import asking, cells, generation, pareto, policies
 from sglang_kvc.calibration.model_fingerprint import Identity
 from sglang_kvc.policies.registry import PRESETS
 
@@ -75,7 +75,7 @@ class FakeServer(common.Server):
         return []
 
 
-def fake_measure(server, work, args, out):
+def fake_measure(server, cell, work, args, out):
     if "random" in server.args:
         raise policies.CellError("too few tokens cached")
     shift = 0.0 if "default" in server.args else 0.1
@@ -116,6 +116,52 @@ def test_a_run_goes_on_where_it_ended(harness):
     assert set(again.raw) == {"stock", "k4v4"} and set(again.tops) == {"stock"}
     again.run(["stock", "k4v4", "k8v8"])
     assert again.raw["k8v8"]["kl"]["reference"] == "stock"
+
+
+class Recorder:
+    """A server that notes what it is sent."""
+
+    def __init__(self):
+        self.client, self.sent = self, []
+
+    def generate(self, prompt, tokens, **options):
+        self.sent.append((tuple(prompt), options))
+        return SimpleNamespace(ids=[1], text="right", cached_tokens=0)
+
+    def flush(self):
+        raise AssertionError("no context comes first")
+
+
+@pytest.mark.parametrize(
+    ("cell", "level", "apart"),
+    [
+        ("stock", None, False),
+        ("k4v4", None, False),
+        ("kv-compress", None, True),
+        ("k4v4@one-shot:8x", "one-shot:8x", False),
+    ],
+)
+def test_questions_that_are_a_part_of_the_prompt(harness, monkeypatch, cell, level, apart):
+    harness.args.protocol, server = "seen", Recorder()
+    task = SimpleNamespace(tokens=None, free=False, right=lambda answer, text: answer == text)
+    monkeypatch.setitem(asking.ASKED, "niah", task)
+    questions = [SimpleNamespace(ask=[i], answer=a) for i, a in enumerate(("right", "wrong"))]
+    contexts = [SimpleNamespace(name="one", ids=[7, 8], questions=questions)]
+    right, lengths, account = asking.ask(server, cell, "niah", contexts, harness.args)
+    assert (right, lengths, account) == ([[True, False]], [[1, 1]], {})
+    assert sorted(prompt for prompt, _ in server.sent) == [(7, 8, 0), (7, 8, 1)]
+    for _, options in server.sent:
+        assert options["sampling"].get("custom_params") == (level and {"kvc": level})
+    keys = {options.get("extra_key") for _, options in server.sent}
+    assert (len(keys) == 2 and None not in keys) if apart else keys == {None}
+    assert cells.refusal(cell, MODEL, 128, None) is None
+
+
+def test_what_one_shot_levels_lose():
+    marks = {"right_to_wrong": 3, "wrong_to_right": 1, "of": 100, "em": 0.9}
+    found = cells.one_shot_scores({"stock": {}, "k4v4": {"kv": marks}, "k4v4@one-shot:16x": {"kv": marks}}, "m")
+    assert list(found) == ["papers.oneshot.16x.m.kv.delta"]
+    assert found["papers.oneshot.16x.m.kv.delta"].value == pytest.approx(-2)
 
 
 def test_nothing_begins_behind_the_deadline(harness):
