@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from .lookup import format_id_of, runtime_of
+from .lookup import chunk_tokens, format_id_of, runtime_of
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
@@ -83,7 +83,6 @@ def _bring_back(adder, req):
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     """A prompt waits for the memory that it will take, not for what it would take uncompressed."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
-    from sglang.srt.runtime_context import get_schedule
 
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
@@ -94,7 +93,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
             return waits
     new = len(req.full_untruncated_fill_ids) - req.prefix_len
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    chunk = None if self.rem_chunk_tokens is None else get_schedule().chunked_prefill_size
+    chunk = None if self.rem_chunk_tokens is None else chunk_tokens()
     need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk)
     chosen = (_staged(self, runtime, r) for r in self.can_run_list)
     if not runtime.capacity.may_stage(_staged(self, runtime, req), chosen):

@@ -1,25 +1,29 @@
 """`TpModelWorker.get_worker_info`: the longest request that SGLang accepts.
 
-SGLang accepts what fits into the pool but admits it only with a page beside it. A request that fits without the page
-would wait forever, and all others behind it. With pages of one token that is a length or two; here a page is a block.
+SGLang accepts what fits into the pool uncompressed. Packed chunk by chunk, a longer request fits, and the limit here is
+that of the format that takes the least memory. `requests` applies the limit of each request's own format.
+
+SGLang admits a request only with a page beside it. One that fits without the page would wait forever, and all others
+behind it. With pages of one token that is a length or two; here a page is a block.
 """
 
 from __future__ import annotations
 
+from .lookup import longest_request
 from .registry import hook
 
 LENGTH, INPUT = 4, 5  # indices of `max_req_len` and `max_req_input_len` in the worker's tuple
 
 
 def around_get_worker_info(orig, self):
-    from sglang_kvc.cache.capacity import longest_request
     from sglang_kvc.cache.runtime import current
 
     info = orig(self)
     if (runtime := current()) is None:
         return info
     out, margin = list(info), info[LENGTH] - info[INPUT]
-    out[LENGTH] = min(info[LENGTH], longest_request(runtime.sizing.capacity_tokens, runtime.layout.block_tokens))
+    longest = max(longest_request(runtime, format_id) for format_id in range(len(runtime.store.block_formats)))
+    out[LENGTH] = min(self.model_config.context_len - 1, longest)
     out[INPUT] = max(1, out[LENGTH] - margin)
     return tuple(out)
 

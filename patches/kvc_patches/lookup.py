@@ -24,3 +24,16 @@ def format_id_of(runtime: Runtime, req: Any) -> int:
     from sglang_kvc.options.request_quality import level
 
     return runtime.policy.format_id_of(level(req))
+
+
+def longest_request(runtime: Runtime, format_id: int) -> int:
+    """Tokens of the longest request, with its answer, whose blocks go to `format_id`."""
+    return runtime.capacity.longest_request(format_id, chunk_tokens())
+
+
+def chunk_tokens() -> int | None:
+    """Tokens of a chunk of a prompt; None where prompts are prefilled whole."""
+    from sglang.srt.runtime_context import get_schedule
+
+    chunk = get_schedule().chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else None

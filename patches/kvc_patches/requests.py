@@ -5,8 +5,9 @@ client gets a 400. Front ends that load no plug-ins (the workers of `--tokenizer
 scheduler aborts such a request with the same sentence. The namespace is set before the request is first matched with
 the tree.
 
-A prompt of an embedding model that can never be admitted is aborted: SGLang queues it whatever its length, and it would
-wait forever with all requests behind it.
+A request that can never be admitted is aborted, since it would wait forever with all requests behind it: SGLang queues
+prompts of embedding models whatever their length, and knows one limit for all levels. An answer is cut to what its
+level has room for, as SGLang cuts it to what its pool holds.
 
 A client can have its request kept out of the tree: SGLang does so where `bootstrap_host` is that of its own warm-up for
 disaggregated servers. Chunks advance by what the tree holds, so a prompt of two chunks would compute its first one
@@ -19,7 +20,7 @@ import functools
 import itertools
 from types import SimpleNamespace
 
-from .lookup import format_id_of
+from .lookup import chunk_tokens, format_id_of, longest_request
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -50,19 +51,26 @@ def before_add_request_to_queue(self, req, is_retracted=False):
         req.set_finish_with_abort(str(e))
     req.kvc_private = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
-    if not self.is_generation and req.to_finish is None:
-        _abort_if_too_long(req, runtime)
+    if req.to_finish is None:
+        _bound(req, runtime, answers=self.is_generation)
 
 
-def _abort_if_too_long(req, runtime) -> None:
-    from sglang.srt.runtime_context import get_schedule
-
-    chunk = get_schedule().chunked_prefill_size
-    new, format_id = len(req.origin_input_ids), format_id_of(runtime, req)
-    if not runtime.capacity.prompt_ever_fits(new, format_id, chunk if (chunk or 0) > 0 else None):
+def _bound(req, runtime, *, answers: bool) -> None:
+    """Abort a request that is too long for its level, or cut its answer."""
+    params, prompt, format_id = req.sampling_params, len(req.origin_input_ids), format_id_of(runtime, req)
+    if answers:
+        longest = longest_request(runtime, format_id)
+        fits = prompt < longest - 1
+        params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+    else:
+        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens())
+    if not fits:
+        level = f" at {req.kvc_level}" if req.kvc_level else ""
         req.set_finish_with_abort(
-            f"The prompt of {new} tokens does not fit into the KV cache, which holds {runtime.sizing.capacity_tokens} "
-            f"tokens uncompressed; use a shorter one, or start the server with more --kvc-memory."
+            f"The prompt of {prompt} tokens does not fit into the KV cache{level}, which holds "
+            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a shorter one, or start the server with more "
+            "--kvc-memory."
         )
 
 

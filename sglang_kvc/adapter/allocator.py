@@ -35,6 +35,10 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
     def available_size(self) -> int:
         return self.capacity.available_tokens()
 
+    def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int, **kwargs) -> int:
+        """`max_new_tokens`: a request's level decides what fits, and SGLang does not pass it here."""
+        return max_new_tokens
+
     def used_slots(self) -> int:
         """Slots of all blocks that have an owner. Only the leak check reads this exact, virtual count."""
         return self.runtime.blocks.used_count * self.page_size

@@ -20,14 +20,6 @@ from .sequence import Sequence
 from .sizing import Sizing
 
 
-def longest_request(capacity_tokens: int, block_tokens: int) -> int:
-    """Tokens of a request, with its answer, that an empty pool of `capacity_tokens` uncompressed tokens admits.
-
-    SGLang admits a request with one page beside it, and a page here is a block.
-    """
-    return max(1, capacity_tokens - block_tokens - 2)
-
-
 @dataclass
 class Capacity:
     """Answers from the ledger, the block records and fixed facts. Nothing here changes a block or asks the device.
@@ -122,6 +114,20 @@ class Capacity:
         """
         whole = new if chunk is None or self.packs_whole_prompts else min(new, 2 * chunk + self.window)
         return whole + self.growth_tokens(new - whole + answer, format_id, whole)
+
+    def longest_request(self, format_id: int, chunk: int | None) -> int:
+        """Tokens of the longest request, with its answer, that an empty server admits, however they are divided.
+
+        SGLang admits a request with one page beside it, and a page here is a block. Where chunks are packed one by one,
+        the request may be longer than all memory is uncompressed. A cached prefix of it then makes the free memory a
+        broken number of blocks, which is rounded down.
+        """
+        p = self.layout.block_tokens
+        room = self.sizing.capacity_tokens - p - 2
+        if chunk is not None and not self.packs_whole_prompts:
+            most_open = 2 * chunk + self.window + p
+            room = max(room, most_open + int((room - p - most_open) / self.packed_tokens(1, format_id)))
+        return max(1, min(room, (self.blocks.num_blocks - 3) * p))
 
     def prompt_ever_fits(self, new: int, format_id: int, chunk: int | None) -> bool:
         """Whether an empty server admits a prompt of `new` tokens. SGLang asks for one block more and for less than

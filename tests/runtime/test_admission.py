@@ -13,9 +13,9 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info
+from kvc_patches.lookup import longest_request
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
-from sglang_kvc.cache.capacity import longest_request
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
@@ -191,16 +191,16 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
     capacity = server.runtime.sizing.capacity_tokens
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
 
-    def aborted(tokens, generation=False):
+    def aborted(tokens):
         said = []
         req = SimpleNamespace(
             origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=None), extra_key=None,
             to_finish=None, set_finish_with_abort=said.append,
         )  # fmt: skip
-        before_add_request_to_queue(SimpleNamespace(is_generation=generation), req)
+        before_add_request_to_queue(SimpleNamespace(is_generation=False), req)
         return said
 
-    assert not aborted(capacity + 2 * P) and not aborted(10 * capacity, generation=True)
+    assert not aborted(capacity + 2 * P)
     assert f"{10 * capacity} tokens does not fit" in aborted(10 * capacity)[0]
     # An empty server takes or aborts every length: one that does neither waits forever, and all requests behind it.
     longest = next(n for n in range(capacity, 10 * capacity) if aborted(n))
@@ -252,33 +252,67 @@ def test_a_retraction_waits_for_nothing_where_nothing_can_come(monkeypatch):
     assert runtime.unsettled
 
 
-@pytest.mark.parametrize("policy", [{"high": "bf16"}, {"policy": "leankv", "high": "k8v4", "low": "k4v2"}])
-def test_the_longest_request_comes_into_an_empty_server(policy):
+LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
+
+
+@pytest.mark.parametrize(("policy", "format_id"), [({"high": "bf16"}, 0), (LEANKV, 1), ({"high": "k4v4"}, 1)])
+def test_the_longest_request_comes_into_an_empty_server(policy, format_id):
+    """The limit lies a few blocks below what is not admitted."""
     server = ToyServer(window=0, **policy)
     capacity = server.runtime.sizing.capacity_tokens
-    longest = longest_request(capacity, P)
-    assert longest > capacity - 2 * P
+    longest = longest_request(server.runtime, format_id)
+    assert longest > 2 * capacity if policy["high"] == "k4v4" else capacity - 2 * P < longest < capacity
     for answer in (1, P):
         assert comes_in(server, prompt(server, longest - answer, answer))
-        assert not comes_in(server, prompt(server, longest - answer + 2, answer))
+        assert not comes_in(server, prompt(server, longest - answer + 5 * P, answer))
 
 
 def test_what_the_worker_tells(monkeypatch):
+    """The limit of the format that takes the least memory, or the model's own."""
     from sglang.srt.managers import tp_worker
 
     told = (1000, 16384, 8, None, 999, 994, 42)
-    monkeypatch.setattr(tp_worker, "get_schedule", MagicMock())
     worker = MagicMock(**{"model_config.context_len": 1000}, dllm_algorithm=None)
     worker.model_runner.effective_logical_max_total_num_tokens = 2000
     worker.model_runner.token_to_kv_pool_allocator = None
-    real = tp_worker.TpModelWorker.get_worker_info(worker)  # the places are SGLang's
+    with monkeypatch.context() as patched:
+        patched.setattr(tp_worker, "get_schedule", MagicMock())
+        real = tp_worker.TpModelWorker.get_worker_info(worker)  # the places are SGLang's
     assert (real[LENGTH], real[INPUT]) == (999, 994) and len([x for x in real if isinstance(x, int)]) == 2
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", None)
-    assert around_get_worker_info(lambda self: told, None) == told
-    runtime = ToyServer(high="k4v4").runtime
+    assert around_get_worker_info(lambda self: told, worker) == told
+    runtime = ToyServer(high="k4v4", levels=("k8v8",)).runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
-    found = around_get_worker_info(lambda self: told, None)
-    longest = longest_request(runtime.sizing.capacity_tokens, P)
-    assert found == (*told[:4], longest, longest - 5, 42)
-    short = (1000, 16384, 8, None, 99, 94, 42)  # the model's own limit
-    assert around_get_worker_info(lambda self: short, None) == short
+    longest = longest_request(runtime, 1)
+    assert longest > max(longest_request(runtime, 2), runtime.sizing.capacity_tokens)
+    for context, limit in ((100_000, longest), (100, 99)):
+        worker.model_config.context_len = context
+        found = around_get_worker_info(lambda self: told, worker)
+        assert found == (*told[:4], limit, limit - 5, 42)
+
+
+def test_a_request_is_bounded_by_its_own_level(monkeypatch):
+    """An uncompressed request that would not fit is refused where a packed one is served, and answers are cut."""
+    server = ToyServer(high="k4v4")
+    runtime = server.runtime
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
+
+    def queued(prompt: int, answer: int, level=None):
+        said, params = [], SimpleNamespace(
+            custom_params=level and {"kvc": level}, max_new_tokens=answer, min_new_tokens=answer
+        )  # fmt: skip
+        req = SimpleNamespace(
+            origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
+            set_finish_with_abort=said.append,
+        )  # fmt: skip
+        before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
+        return said, params.max_new_tokens, params.min_new_tokens
+
+    packed, plain = longest_request(runtime, 1), longest_request(runtime, 0)
+    assert plain < runtime.sizing.capacity_tokens < packed
+    assert queued(plain, 100) == ([], 100, 100)
+    said, *_ = queued(plain, 100, LOSSLESS)
+    assert f"prompt of {plain} tokens does not fit into the KV cache at lossless" in said[0]
+    assert queued(plain - 50, 100, LOSSLESS) == ([], 49, 49)
+    assert queued(packed - 50, 100) == ([], 49, 49)
+    assert queued(packed, 1)[0]

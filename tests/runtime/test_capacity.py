@@ -10,7 +10,7 @@ import pytest
 
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
 from sglang_kvc.cache.blocks import Blocks
-from sglang_kvc.cache.capacity import Capacity, longest_request
+from sglang_kvc.cache.capacity import Capacity
 from sglang_kvc.cache.ledger import Ledger
 from sglang_kvc.cache.sequence import Sequence
 from sglang_kvc.cache.sizing import Sizing
@@ -102,8 +102,21 @@ def test_there_is_room_again_when_a_block_came_free(capacity):
     assert capacity.has_room_again()
 
 
-def test_the_longest_request_leaves_a_block():
-    assert longest_request(BLOCKS * P, P) == 11 * P - 2 and longest_request(P, P) == 1
+def test_the_longest_request_is_the_last_that_an_empty_server_admits(capacity):
+    """However its tokens are divided between prompt and answer."""
+
+    def admits(tokens: int, format_id: int, chunk: int | None) -> bool:
+        needs = (capacity.prompt_tokens(new, tokens - new, format_id, chunk) for new in range(1, tokens + 1))
+        return max(needs) + P < capacity.sizing.capacity_tokens
+
+    assert capacity.longest_request(0, CHUNK) == capacity.longest_request(1, None) == 11 * P - 2
+    assert capacity.longest_request(1, CHUNK) > BLOCKS * P
+    assert capacity.longest_request(1, P) == (2 * BLOCKS - 3) * P  # no more blocks than there are
+    for format_id, chunk in ((0, CHUNK), (1, CHUNK)):
+        longest = capacity.longest_request(format_id, chunk)
+        assert admits(longest, format_id, chunk) and not admits(longest + int(P / PACKED) + P, format_id, chunk)
+    # Chunks as large as all memory leave the limit of an uncompressed request.
+    assert capacity.longest_request(1, 6 * P) == 11 * P - 2
 
 
 def test_the_cache_imports_neither_sglang_nor_triton():

@@ -11,11 +11,11 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_kvc.cache.capacity import longest_request
+from kvc_patches.lookup import longest_request
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .audit import check_files, check_tree
-from .model import P, make_runtime
+from .model import CONTEXT, P, make_runtime
 from .overlap import Overlap, configured
 
 LIVES = int(os.environ.get("KVC_LIVES", "1"))  # lives of each kind, each with a seed of its own
@@ -27,7 +27,6 @@ class Client:
 
     def __init__(self, server: Overlap, seed: int, levels: tuple[str | None, ...]):
         self.server, self.draw, self.levels = server, random.Random(seed), levels
-        self.longest = longest_request(server.runtime.sizing.capacity_tokens, P)
         self.pieces: list[int] = []
 
     def act(self) -> None:
@@ -45,16 +44,19 @@ class Client:
             server.tree_cache.evict(EvictParams(num_tokens=draw.randint(1, 3) * P))
 
     def submit(self) -> None:
-        draw = self.draw
+        draw, runtime, level = self.draw, self.server.runtime, self.draw.choice(self.levels)
+        longest = min(longest_request(runtime, runtime.policy.format_id_of(level)), CONTEXT - 1)
         if draw.random() < 0.6:  # else as before: neighbors compute the same blocks, and one copy goes
-            self.pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, 3))]
+            # Some are longer than all memory is uncompressed.
+            self.pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, draw.choice([3, 3, 3, longest // P])))]
         prompt = [100 * piece + j for piece in self.pieces for j in range(P)]
         prompt += [7] * draw.choice([0, 1, 5, 20, P - 1])
-        prompt = (prompt or [3])[: self.longest - 2]
+        prompt = (prompt or [3])[: longest - 2]
         kind = draw.choice([0, 0, len(self.server.requests)])  # answers that others have given, too, or one's own
-        most = min(draw.choice([1, P - 1, P, P + 1, 2 * P, 3 * P]), self.longest - len(prompt))
+        most = min(draw.choice([1, P - 1, P, P + 1, 2 * P, 3 * P]), longest - len(prompt) - 1)
         answer = [5000 + 200 * kind + i for i in range(most)]
-        self.server.submit(prompt, answer, draw.choice(self.levels), draw.choice([None, None, None, "tenant"]))
+        self.server.seen["longer than the pool"] += len(prompt) + most > runtime.sizing.capacity_tokens
+        self.server.submit(prompt, answer, level, draw.choice([None, None, None, "tenant"]))
 
 
 def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:

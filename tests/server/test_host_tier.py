@@ -8,6 +8,8 @@ import signal
 
 import pytest
 
+from bench.client import RequestRefused
+
 from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, border, tokens
 
 pytestmark = pytest.mark.skipif(STOCK, reason="about the host tier of the compressed cache")
@@ -64,3 +66,18 @@ def test_a_killed_server_answers_from_its_files(hosted, rng):
         assert (new.ids, new.logprobs, new.cached_tokens) == (old.ids, old.logprobs, old.cached_tokens)
     stats = again.when_idle()
     assert stats["disk_read_bytes"] > 0 and not stats["disk_damaged"]
+
+
+def test_a_prompt_that_fits_only_compressed(hosted, rng):
+    """It is served up to the limit that the server states, and answers alike from the cache. One token more is refused,
+    and so is an uncompressed request of that length."""
+    client, info = hosted.client, hosted.client.server_info()
+    limit = info["max_req_input_len"]
+    assert limit > 2 * info["max_total_num_tokens"]
+    prompt = tokens(rng, limit - 1)
+    cold = client.generate(prompt, 2, logprobs=True)
+    warm = client.generate(prompt, 2, logprobs=True)
+    assert warm.cached_tokens == border(limit - 2) and warm.ids == cold.ids
+    for longer, sampling, why in ((tokens(rng, limit), {}, "exceeds"), (prompt, LOSSLESS, "at lossless")):
+        with pytest.raises(RequestRefused, match=why):
+            client.generate(longer, 2, sampling=sampling)
