@@ -58,6 +58,8 @@ SINGLES = {
     "agents.swap_in_of_pcie": "a prefix of 100K tokens from host memory, time",
     "agents.swap_out_of_pcie": "the same to host memory, time",
     "agents.attention_beside_swap": "decode attention while it comes back, time",
+    "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",
+    "papers.retraction_recompute_pool": "the same without host memory",
     "decode.bandwidth.k8v4": "memory bandwidth of k8v4 decode attention, share of a device copy's",
     "decode.worst_vs_bf16": "k4v4 decode attention time, worst of batch sizes and lengths",
     "decode.worst_uneven": "decode attention time per byte, uneven lengths or heads, worst",
