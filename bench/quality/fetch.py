@@ -145,9 +145,13 @@ def qwen(model: Quantised) -> Path:
 def convert(gguf: Path, out: Path) -> None:
     """Dequantise to bf16. The output matrix, quantised more finely than the tied embedding, is both."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    # The weights are plain tensors now; save_pretrained refuses any model that remembers its GGUF file.
+    model.hf_quantizer = None
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embedding.data_ptr() != output.data_ptr():
