@@ -131,7 +131,7 @@ def calibration(folder):
     tensors = {
         "query_mean": torch.zeros(MODEL.layers, MODEL.heads, MODEL.head_dim),
         "query_covariance": torch.zeros(MODEL.layers, MODEL.heads, MODEL.head_dim, MODEL.head_dim),
-        "layer_shares": torch.ones(MODEL.layers),
+        "importance_retention": torch.arange(1, 5).expand(MODEL.layers, 4) / 4,
     }
     save_file(tensors, folder / "calibration.safetensors")
     return folder / "calibration.safetensors"

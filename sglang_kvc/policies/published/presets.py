@@ -39,11 +39,13 @@ PUBLISHED: tuple[type[Policy], ...] = (
     ),
     preset(
         "minikv",
-        "MiniKV (arXiv 2411.18077): heavy hitters and 128 recent tokens, a pyramid of depth 7, all at 2 bits.",
+        "MiniKV (arXiv 2411.18077): a quarter of heavy hitters in a pyramid of depth 7, a quarter of recent tokens, "
+        "all at 2 bits. k2v2 quantizes a channel of keys over a whole block, not in MiniKV's groups of 16 tokens, and "
+        "the recent tokens are those of every block.",
         window=128,
         high="k2v2",
-        scorer=H2O(),
-        share=Pyramid(beta=7.0),
+        scorer=H2O(recent=0.25),
+        share=Pyramid(beta=7.0, even=0.5),
     ),
     preset(
         "mikv",
