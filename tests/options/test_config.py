@@ -20,6 +20,11 @@ from .conftest import one_sentence
 CALIBRATED = {
     "xkv": ("importance_retention",),
     "ada-expected": ("query_mean", "query_covariance"),
+    "arkv": ("attention_entropy", "attention_shift"),
+    "cake": ("query_samples", "rotary_frequencies", "attention_entropy", "attention_shift"),
+    "compresskv": ("head_retrieval",),
+    "dapq": ("query_samples", "rotary_frequencies"),
+    "gate": ("gate_in", "gate_in_bias", "gate_out", "gate_out_bias", "rotary_frequencies"),
 }
 
 

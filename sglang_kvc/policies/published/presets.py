@@ -6,10 +6,16 @@ The recent tokens that its paper keeps are the window, which stays uncompressed.
 
 from __future__ import annotations
 
+from ..allocation import Cake as CakeShare
 from ..allocation import Pyramid, Uniform, Xkv
 from ..base import Policy
 from ..presets import preset
+from ..scorers.cake import Cake
+from ..scorers.dapq import DapQ
+from ..scorers.gate import Gate
 from ..scorers.streaming_llm import StreamingLLM
+from .compresskv import CompressKV
+from .defensivekv import DefensiveKV
 from .h2o import H2O
 from .kv_compress import KvCompress
 from .snapkv import SnapKV
@@ -63,4 +69,32 @@ PUBLISHED: tuple[type[Policy], ...] = (
         scorer=SnapKV(),
         share=Xkv(),
     ),
+    preset(
+        "cake",
+        "CAKE (arXiv 2503.12491): mean and variance of the attention of pseudo queries, layers by preference.",
+        high="k8v8",
+        scorer=Cake(),
+        share=CakeShare(),
+    ),
+    preset(
+        "defensivekv",
+        "Layer-DefensiveKV (arXiv 2510.13334): the worst case over queries, ranked over all layers and heads.",
+        high="k8v8",
+        scorer=DefensiveKV(),
+    ),
+    preset(
+        "compresskv",
+        "CompressKV (arXiv 2508.02401): the retrieval heads of a layer choose for all of its heads.",
+        high="k8v8",
+        scorer=CompressKV(),
+        share=Uniform(),
+    ),
+    preset(
+        "dapq",
+        "DapQ: attention of pseudo queries at the positions behind a block.",
+        high="k8v8",
+        scorer=DapQ(),
+        share=Uniform(),
+    ),
+    preset("gate", "A trained gate of each head (Locret, arXiv 2410.01805).", high="k8v8", scorer=Gate()),
 )
