@@ -35,14 +35,21 @@ def main() -> None:
     common.write_result(f"calibrate/{args.model}", numbers)
 
 
-def shares(path: str) -> dict[str, list[float]]:
-    """Each layer's share of the kept tokens, and the attention that a quarter of a block's tokens retains."""
+def shares(path: str) -> dict[str, list]:
+    """XKV's share of each layer at some shares of kept tokens, and the attention that a quarter of a prompt's tokens
+    retains."""
     from safetensors import safe_open
 
+    from kvc_kernels import ops
+
     with safe_open(path, framework="pt") as file:
-        curves = file.get_tensor("retention_curves")
-        quarter = curves[:, curves.shape[1] // 4 - 1]
-        return {"layer_shares": file.get_tensor("layer_shares").tolist(), "retained_by_a_quarter": quarter.tolist()}
+        curves = file.get_tensor("importance_retention")
+    layers, units = curves.shape
+    of = {kept: max(layers, round(kept * layers * units)) for kept in (0.05, 0.25, 0.5)}
+    return {
+        "layer_shares": [[kept, [x / n for x in ops.greedy_allocation(curves, n, 1)]] for kept, n in of.items()],
+        "retained_by_a_quarter": curves[:, units // 4 - 1].tolist(),
+    }
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def names() -> list[str]:
     """All cells, by importance. Many are refused: see `refusal`."""
     presets = [p.name for p in PRESETS if p.name not in RECOMMENDED]
     presets = [n for n in FIRST if n in presets] + [n for n in presets if n not in FIRST]
-    out = [*dict.fromkeys([STOCK, *RECOMMENDED.values()]), "bf16", *QUANTISED, "leankv"]
+    out = [*dict.fromkeys([STOCK, *RECOMMENDED.values()]), "bf16", *QUANTISED, "leankv", "arkv"]
     out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # which drops nothing, and so meets few budgets
     out += [_named(p, b, "k4v4") for b in ("4x", "8x") for p in presets]
     out += [_named(p, b, None) for b in ("8x", "2x") for p in presets]

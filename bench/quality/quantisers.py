@@ -1,11 +1,12 @@
 """Which ways to quantise keys and values earn their place? Predictions beside those of the exact cache, by KL.
 
-    python -m bench.quality.quantisers [--model smollm2|qwen-0.5b|qwen-1.5b] [--tokens 1024] [--block 128]
+    python -m bench.quality.quantisers [--model smollm2|qwen-0.5b|qwen-1.5b] [--tokens 1024] [--block 128] [--groups]
 
 Simulated in a Hugging Face model, so that ways can be compared that no page stores: every query sees the blocks before
 its own quantised and its own as it is. One side is quantised at a time, the other stays exact. Scales and zeros are
 fp16, as in a page; `offset` subtracts each channel's mean over another text, computed once; `H` rotates by a Hadamard
-matrix along head_dim first. `bits` counts scales and zeros; static offsets cost nothing.
+matrix along head_dim first. `bits` counts scales and zeros; static offsets cost nothing. `--groups` measures only keys
+per channel, in groups of tokens from 16 (MiniKV's sub-channel keys) to a whole block.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def affine(x: Rows, bits: int, dim: int) -> Rows:
 
 def per_channel(x: Rows, offset: torch.Tensor, *, bits: int) -> Rows:
     return affine(x, bits, -2)
+
+
+def sub_channel(x: Rows, offset: torch.Tensor, *, bits: int, group: int) -> Rows:
+    """Scales per channel and `group` consecutive tokens (MiniKV, arXiv 2411.18077, section 4.1)."""
+    return affine(x.unflatten(-2, (-1, group)), bits, -2).flatten(-3, -2)
 
 
 def per_token(x: Rows, offset: torch.Tensor, *, bits: int, group: int = 0) -> Rows:
@@ -94,11 +100,21 @@ def ways(side: str, head_dim: int, block: int) -> Iterator[tuple[str, float, Qua
     yield "fp8 e4m3, offset", 8, part(minus_offset, inner=e4m3)
 
 
+def groups(block: int) -> Iterator[tuple[str, float, Quantiser]]:
+    """(name, bits an element, quantiser) of keys per channel, in groups of tokens."""
+    part = functools.partial
+    for bits, group in ((2, 16), (2, 32), (2, 64), (3, 32)):
+        yield f"int{bits} in groups of {group} tokens", bits + 32 / group, part(sub_channel, bits=bits, group=group)
+    for bits in (2, 3, 4):
+        yield f"int{bits} per block", bits + 32 / block, part(per_channel, bits=bits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", choices=list(fetch.MODELS))
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--groups", action="store_true")
     args = parser.parse_args()
     n, block = args.tokens, args.block
     model, both = command.load(str(fetch.MODELS[args.model]()), fetch.essays().read_text(), 3 * n)
@@ -117,8 +133,8 @@ def main() -> None:
     run(model, other, watch, scored[:1])
     exact = run(model, ids, plain, scored)
     head_dim, rows = next(iter(offsets.values())).shape[-1], []
-    for side in ("keys", "values"):
-        for name, bits, quantise in ways(side, head_dim, block):
+    for side in ("keys",) if args.groups else ("keys", "values"):
+        for name, bits, quantise in groups(block) if args.groups else ways(side, head_dim, block):
 
             def attend(layer, q, k, v, scale, side=side, quantise=quantise):
                 def stored(keys, values):
@@ -133,7 +149,8 @@ def main() -> None:
             kl = f"KL mean {found.kl_mean:.4f}  p99 {found.kl_p99:.3f}"
             print(f"{side:7} {name:32} {bits:6.2f} bits  {kl}", flush=True)
             numbers = {"model": args.model, "tokens": n, "block": block, "rows": rows}
-            common.write_result(f"quality/quantisers_{args.model}", numbers, quiet=True)
+            stem = "key_groups" if args.groups else "quantisers"
+            common.write_result(f"quality/{stem}_{args.model}", numbers, quiet=True)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,14 @@ def by_model(pattern: str) -> dict[str, dict]:
     return {m: found for m in MODELS if (found := numbers(pattern.format(m)))}
 
 
-def quantisers() -> str:
+def key_groups() -> str:
+    """Keys per channel in groups of tokens."""
+    return quantisers("quality/key_groups_{}.json")
+
+
+def quantisers(pattern: str = "quality/quantisers_{}.json") -> str:
     """Ways to quantise, line by line, and the KL of each model (mean, p99)."""
-    found = by_model("quality/quantisers_{}.json")
+    found = by_model(pattern)
     kl = {m: {(r["side"], r["name"]): r for r in n["rows"]} for m, n in found.items()}
     ways = dict.fromkeys(way for rows in kl.values() for way in rows)
     rows = []
@@ -275,6 +280,7 @@ def _beside(group: Merged, cell: str, press: dict) -> list[str]:
 
 SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
 SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything, "generation": generation}
+SECTIONS |= {"key-groups": key_groups}
 
 
 def render(text: str) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 SEGMENT_ALIGN = 16  # bytes, the widest vector load of a GPU thread
 TOKEN_MULTIPLE = 16  # a packed page holds whole MMA rows of tokens, so that no vector load crosses a tile
 WHOLE_PAGE_TOKENS = 64  # the decode kernel's tile; docs/kernels/decode.md
-VALUE_GROUP_2BIT = 32  # features per scale at 2 bits (MiniKV section 4.1); 4 and 8 bits use one group
+VALUE_GROUP_2BIT = 32  # features per scale at 2 bits (MiniKV takes 16); 4 and 8 bits use one group
 RING_ENTRY_BYTES = 4  # int32: a page's entry in the ring of free pages
 
 

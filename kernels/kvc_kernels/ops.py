@@ -20,8 +20,17 @@ from .records.reference import record_places
 from .scores import reference as scores_reference
 from .scores.reference import ReferenceScores, ScoreSampling, mean_attention_scores
 from .tiering import importance, thresholds
-from .tiering.apportion import apportion, greedy_allocation, pyramid, retention_curves, spread
+from .tiering.apportion import (
+    apportion,
+    greedy_allocation,
+    least_allocation,
+    pyramid,
+    retention_curves,
+    spread,
+)
+from .tiering.gates import gate_scores
 from .tiering.importance import expected_attention, future_keys, hashed_scores, keydiff, pool_scores
+from .tiering.pseudo_queries import pseudo_attention, rotated
 from .tiering.quota import keep_all, quota, threshold
 from .tiering.thresholds import Thresholds
 
@@ -69,21 +78,25 @@ __all__ = [
     "expected_attention",
     "extend_attention",
     "future_keys",
+    "gate_scores",
     "greedy_allocation",
     "hashed_scores",
     "keep_all",
     "keydiff",
     "keydiff_blocks",
+    "least_allocation",
     "load_dense",
     "mean_attention_scores",
     "plan_thresholds",
     "pool_scores",
+    "pseudo_attention",
     "pyramid",
     "quota",
     "read_records",
     "record_places",
     "release",
     "retention_curves",
+    "rotated",
     "spread",
     "take_bf16",
     "take_stored",

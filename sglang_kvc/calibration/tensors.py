@@ -1,14 +1,20 @@
 """Tensors of a calibration file: statistics of one model, measured on text, for scorers and shares.
 
-| tensor               | shape            | meaning                                                             |
-|----------------------|------------------|---------------------------------------------------------------------|
-| `query_mean`         | `[L, Hq, D]`     | mean of a head's queries                                            |
-| `query_covariance`   | `[L, Hq, D, D]`  | their covariance                                                    |
-| `rotary_frequencies` | `[R/2]`          | radians per position; if present, queries are those before rotation |
-| `layer_shares`       | `[L]`            | share of the kept pages that each layer gets, in any unit           |
+| tensor                 | shape            | meaning                                                             |
+|------------------------|------------------|---------------------------------------------------------------------|
+| `query_mean`           | `[L, Hq, D]`     | mean of a head's queries                                            |
+| `query_covariance`     | `[L, Hq, D, D]`  | their covariance                                                    |
+| `query_samples`        | `[L, Hq, M, D]`  | M of them, before rotation                                          |
+| `rotary_frequencies`   | `[R/2]`          | radians per position; if present, queries are those before rotation |
+| `importance_retention` | `[L, U]`         | attention that the best (u + 1) / U of a prompt's tokens get        |
+| `attention_entropy`    | `[L]`            | mean entropy of a query's attention, nats                           |
+| `attention_shift`      | `[L]`            | variance of a token's attention over queries, summed over tokens    |
+| `attention_variance`   | `[L]`            | variance over tokens of the attention summed over queries           |
+| `head_retrieval`       | `[L, H]`         | attention of a KV head to what it has read before                   |
+| `gate_*`               |                  | trained gates, see `policies/scorers/gate.py`                       |
 
-Read as fp32. A file may lack tensors that nothing asks for. `sglang-kvc calibrate` writes all of them,
-`retention_curves` `[L, P]` (from which it computes the shares), and its findings in the metadata (`verdicts.py`).
+Read as fp32. A file may lack tensors that nothing asks for. `sglang-kvc calibrate` writes all of them except gates, and
+its findings in the metadata (`verdicts.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +28,12 @@ from safetensors import SafetensorError, safe_open
 from kvc_kernels.layout import PoolLayout
 
 Calibration = Mapping[str, torch.Tensor]
+# Read by the CPU, which counts pages before any score is known.
+BY_LAYER = ("importance_retention", "attention_entropy", "attention_shift", "attention_variance")
+_QUERIES = {"query_mean": 3, "query_covariance": 4, "query_samples": 4}  # their dimensions
+_GATES = ("gate_in", "gate_in_bias", "gate_out", "gate_out_bias")
+# Hold all heads of the model, of which a tensor-parallel rank does not know its own.
+BY_HEAD = (*_QUERIES, "head_retrieval", *_GATES)
 
 
 def tensor_names(path: str) -> set[str]:
@@ -35,11 +47,11 @@ def tensor_names(path: str) -> set[str]:
 
 @functools.lru_cache(maxsize=4)
 def load(path: str, device: torch.device) -> Calibration:
-    """All tensors of the file, fp32, on `device`; `layer_shares` stays on the CPU, which counts pages."""
+    """All tensors of the file, fp32, on `device`; those of `BY_LAYER` on the CPU."""
     names = tensor_names(path)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name).float() for name in sorted(names)}
-    return {name: x if name == "layer_shares" else x.to(device) for name, x in tensors.items()}
+    return {name: x if name in BY_LAYER else x.to(device) for name, x in tensors.items()}
 
 
 def check_shapes(path: str, names: Iterable[str], layout: PoolLayout) -> None:
@@ -55,14 +67,23 @@ def check_shapes(path: str, names: Iterable[str], layout: PoolLayout) -> None:
 
 
 def _fits(name: str, x: torch.Tensor, layout: PoolLayout) -> bool:
+    layers, heads, d = layout.layers, layout.heads, layout.head_dim
     if name == "rotary_frequencies":
-        return x.dim() == 1 and x.numel() <= layout.head_dim // 2
-    if name == "layer_shares":
-        return x.shape == (layout.layers,) and bool((x >= 0).all()) and float(x.sum()) > 0
-    dims = 3 if name == "query_mean" else 4
+        return x.dim() == 1 and x.numel() <= d // 2
+    if name == "importance_retention":
+        return x.dim() == 2 and x.shape[0] == layers and bool((x >= 0).all())
+    if name in BY_LAYER:
+        return x.shape == (layers,) and bool((x >= 0).all()) and float(x.sum()) > 0
+    if name == "head_retrieval":
+        return x.shape == (layers, heads)
+    if name in _GATES:
+        hidden = x.shape[2] if x.dim() > 2 else 0
+        shapes = ((layers, heads, hidden, 2 * d), (layers, heads, hidden), (layers, heads, hidden), (layers, heads))
+        return x.shape == shapes[_GATES.index(name)]
+    sizes = x.shape[3:] if name == "query_samples" else x.shape[2:]
     return (
-        x.dim() == dims
-        and x.shape[0] == layout.layers
-        and x.shape[1] % layout.heads == 0
-        and all(n == layout.head_dim for n in x.shape[2:])
+        x.dim() == _QUERIES[name]
+        and x.shape[0] == layers
+        and x.shape[1] % heads == 0
+        and all(n == d for n in sizes)
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_kvc.calibration.tensors import BY_HEAD
 from sglang_kvc.errors import ConfigError, listed
 from sglang_kvc.options.config import ALL, SALT, KvcConfig
 from sglang_kvc.policies import SEQUENCE, make_policy
@@ -241,9 +242,9 @@ def check_args(args: Any, config: KvcConfig) -> None:
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
     check_chunk(args.chunked_prefill_size, config)
-    if config.calibration is not None and "query_mean" in make_policy(config).needs and _above_one(args.tp_size):
+    if config.calibration is not None and _above_one(args.tp_size) and set(BY_HEAD) & set(make_policy(config).needs):
         raise ConfigError(
-            f"--tp-size {args.tp_size} cannot be served with the query statistics of --kvc-calibration, because the "
+            f"--tp-size {args.tp_size} cannot be served with the head statistics of --kvc-calibration, because the "
             f"file holds all heads and a rank does not know which are its own; use --tp-size 1 or another --kvc-scorer."
         )
     graph = _prefill_graph(args.cuda_graph_config)

@@ -109,7 +109,20 @@ class Ada(ByLayer):
 
 
 @dataclass(frozen=True)
-class Pyramid(ByLayer):
+class Tilted(ByLayer):
+    """Base of shares that divide a part of the pages unevenly. All layers get the share `even` of the pages alike: the
+    recent tokens of MiniKV, for which every layer has the same budget."""
+
+    even: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.even < 1:
+            raise ValueError("even is a share from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class Pyramid(Tilted):
     """PyramidKV (arXiv 2406.02069, section 4.2): pages fall linearly from the first layer to the last.
 
     The last layer gets 1 / beta of the average, and the first exceeds the average by what the last lacks. `beta` 20 is
@@ -126,24 +139,89 @@ class Pyramid(ByLayer):
             raise ValueError("beta is 1 or more")
 
     def weights(self, layers, average, most, calibration) -> Sequence[float]:
-        return ops.pyramid(layers, average, most, self.beta)
+        even = self.even * average
+        return [even + x for x in ops.pyramid(layers, average - even, most - even, self.beta)]
+
+
+@dataclass(frozen=True)
+class Variance(Tilted):
+    """MiniKV's Var-prop (arXiv 2411.18077, section 3.1.3): a layer's pages are proportional to the variance of its
+    cumulative attention over tokens (`attention_variance`). `inverse` is Var-inv.
+
+    Assumed: the variance is that of the calibration text, which the CPU knows before it plans, where the paper takes
+    the prompt's.
+    """
+
+    name: ClassVar[str] = "variance"
+    inverse: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("attention_variance",)
+
+    def weights(self, layers, average, most, calibration) -> Sequence[float]:
+        # A layer without variance weighs little, or much, but something finite.
+        found = [max(x, 1e-12) for x in calibration["attention_variance"].tolist()]
+        found = [1 / x for x in found] if self.inverse else found
+        unit = (1 - self.even) * average * layers / sum(found)
+        return [self.even * average + unit * x for x in found]
+
+
+@dataclass(frozen=True)
+class Cake(ByLayer):
+    """CAKE (arXiv 2503.12491): a layer's pages are proportional to its preference `H^(1/tau1) V^(1/tau2)`.
+
+    H is the entropy of its attention (`attention_entropy`), V the variance of a token's attention over queries, summed
+    over tokens (`attention_shift`).
+
+    Assumed: both are those of the calibration text, which the CPU knows before it plans. The paper measures every
+    prompt and shrinks the layers before while later ones are computed (its cascade). tau1 = tau2 = 1, which the paper
+    tunes for each model.
+    """
+
+    name: ClassVar[str] = "cake"
+    tau1: float = 1.0
+    tau2: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.tau1 > 0 and self.tau2 > 0):
+            raise ValueError("tau1 and tau2 are above 0")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("attention_entropy", "attention_shift")
+
+    def weights(self, layers, average, most, calibration) -> Sequence[float]:
+        entropy, shift = (calibration[name].double() for name in self.needs)
+        return (entropy ** (1 / self.tau1) * shift ** (1 / self.tau2)).tolist()
 
 
 @dataclass(frozen=True)
 class Xkv(ByLayer):
-    """XKV (section IV): each layer's share as measured on samples of a workload (`layer_shares`).
+    """XKV (section IV): the allocation that retains most attention, by the curves of a workload's prompts
+    (`importance_retention`), at the share of the tokens that is kept.
 
-    Assumed: the heads of a layer split its pages evenly, because the paper keeps the same tokens for all of them.
+    Assumed: the heads of a layer split its pages evenly, because the paper keeps the same tokens for all of them. The
+    prompts are the calibration text up to four ends, where the paper samples the tasks of a workload and averages their
+    allocations instead of their curves.
     """
 
     name: ClassVar[str] = "xkv"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("layer_shares",)
+        return ("importance_retention",)
 
     def weights(self, layers, average, most, calibration) -> Sequence[float]:
-        return calibration["layer_shares"].tolist()
+        return _best_allocation(calibration["importance_retention"], average / most)
 
 
-SHARES: dict[str, type[Share]] = {s.name: s for s in (Global, Uniform, Ada, Pyramid, Xkv)}
+# A tensor is equal to itself alone here, and `calibration.tensors.load` returns the same one for the same file.
+@functools.lru_cache(maxsize=16)
+def _best_allocation(curves: torch.Tensor, kept: float) -> list[int]:
+    layers, units = curves.shape
+    return ops.greedy_allocation(curves, min(layers * units, max(layers, round(kept * layers * units))), least=1)
+
+
+SHARES: dict[str, type[Share]] = {s.name: s for s in (Global, Uniform, Ada, Pyramid, Variance, Cake, Xkv)}

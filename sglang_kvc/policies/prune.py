@@ -13,7 +13,7 @@ from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
 from kvc_kernels.pages.tiers import LOW
 from sglang_kvc.errors import flag
 
-from ..calibration.tensors import check_shapes, load
+from ..calibration.tensors import Calibration, check_shapes, load
 from .allocation import SHARES, Global, Share
 from .base import BLOCK, SEQUENCE, Evidence, Policy
 from .budget import Budget, compression, token_bytes
@@ -126,9 +126,13 @@ class Prune(Policy):
 
     # ---- which tokens
 
+    def statistics(self, evidence: Evidence) -> Calibration | None:
+        """Tensors of the calibration file on the evidence's device; None if none are needed."""
+        return load(self.calibration, evidence.blocks.device) if self.needs else None
+
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
         layout = evidence.layout
-        stats = load(self.calibration, evidence.blocks.device) if self.needs else None
+        stats = self.statistics(evidence)
         scores = self.scorer.score(replace(evidence, calibration=stats))
         protected = (evidence.positions() < self.sinks)[:, None, None, :]
         scores = scores.masked_fill(protected, torch.inf)

@@ -8,12 +8,13 @@ from typing import Any
 from .base import Policy
 from .presets import RECOMMENDED
 from .prune import Prune
+from .published.arkv import Arkv
 from .published.leankv import LeanKV
 from .published.presets import PUBLISHED
 from .quantise import Quantise
 
 PRESETS: tuple[type[Policy], ...] = (*RECOMMENDED, *PUBLISHED)
-_ALL: tuple[type[Policy], ...] = (Quantise, Prune, *RECOMMENDED, LeanKV, *PUBLISHED)
+_ALL: tuple[type[Policy], ...] = (Quantise, Prune, *RECOMMENDED, LeanKV, Arkv, *PUBLISHED)
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
 
 

@@ -177,7 +177,16 @@ def calibration(folder):
     tensors = {
         "query_mean": torch.zeros(MODEL.layers, MODEL.heads, MODEL.head_dim),
         "query_covariance": torch.zeros(MODEL.layers, MODEL.heads, MODEL.head_dim, MODEL.head_dim),
-        "layer_shares": torch.ones(MODEL.layers),
+        "query_samples": torch.zeros(MODEL.layers, MODEL.heads, 2, MODEL.head_dim),
+        "rotary_frequencies": torch.ones(MODEL.head_dim // 2),
+        "importance_retention": (torch.arange(1, 5) / 4).repeat(MODEL.layers, 1),
+        "attention_entropy": torch.ones(MODEL.layers),
+        "attention_shift": torch.ones(MODEL.layers),
+        "head_retrieval": torch.ones(MODEL.layers, MODEL.kv_heads),
+        "gate_in": torch.zeros(MODEL.layers, MODEL.kv_heads, 2, 2 * MODEL.head_dim),
+        "gate_in_bias": torch.zeros(MODEL.layers, MODEL.kv_heads, 2),
+        "gate_out": torch.zeros(MODEL.layers, MODEL.kv_heads, 2),
+        "gate_out_bias": torch.zeros(MODEL.layers, MODEL.kv_heads),
     }
     save_file(tensors, folder / "calibration.safetensors")
     return folder / "calibration.safetensors"

@@ -8,8 +8,9 @@ import torch
 
 from kvc_kernels import ops
 from sglang_kvc.calibration.measure import formats
+from sglang_kvc.calibration.measure import layer_statistics as layers
 from sglang_kvc.calibration.measure.attention import by_block
-from sglang_kvc.calibration.measure.attention_scores import attention_scores, layer_shares, retention
+from sglang_kvc.calibration.measure.attention_scores import attention_scores
 from sglang_kvc.calibration.measure.capture import CalibrateError, run
 from sglang_kvc.calibration.measure.passes import calibrate
 from sglang_kvc.calibration.measure.queries import rotary_frequencies, same_before_rotation, unrotate
@@ -99,36 +100,73 @@ def test_rotation_is_undone_or_left_alone(model, ids):
     torch.testing.assert_close(unrotate(x, torch.zeros(DIM // 4)), x)
 
 
-def test_attention_scores_and_retention(model, ids):
-    q, k, _ = captured(model, ids)[0][1]
-    scale, early = DIM**-0.5, 192
-    got = attention_scores(q, k, scale, (early, TOKENS))
-    logits = np.einsum("hgnd,hmd->hgnm", q.double().unflatten(0, (KV_HEADS, -1)).numpy(), k.double().numpy()) * scale
-    logits = np.where(np.tril(np.ones((TOKENS, TOKENS), dtype=bool)), logits, -np.inf)
+def probabilities(q, k) -> np.ndarray:
+    """A[h, i, j] fp64: what query i of query head h pays token j."""
+    logits = np.einsum("hgnd,hmd->hgnm", q.double().unflatten(0, (KV_HEADS, -1)).numpy(), k.double().numpy())
+    n = k.shape[1]
+    logits = np.where(np.tril(np.ones((n, n), dtype=bool)), logits.reshape(HEADS, n, n) * DIM**-0.5, -np.inf)
     w = np.exp(logits - logits.max(-1, keepdims=True))
-    w /= w.sum(-1, keepdims=True)
+    return w / w.sum(-1, keepdims=True)
+
+
+def test_attention_scores(model, ids):
+    q, k, _ = captured(model, ids)[0][1]
+    early = 192
+    got = attention_scores(q, k, DIM**-0.5, (early, TOKENS))
+    w = probabilities(q, k)
     w[..., np.arange(TOKENS), np.arange(TOKENS)] = 0
-    np.testing.assert_allclose(got[0], w[:, :, :early].sum(2), atol=1e-4)
+    w = w.reshape(KV_HEADS, -1, TOKENS, TOKENS)
+    np.testing.assert_allclose(got[0], w[:, :, :early].sum(2)[..., :TOKENS], atol=1e-4)
     np.testing.assert_allclose(got[1], w.sum(2), atol=1e-4)
 
-    importance = got[1].sum(1)
-    blocks = importance[:, : TOKENS // BLOCK * BLOCK - BLOCK].double().numpy().reshape(-1, BLOCK)
-    best = -np.sort(-blocks, axis=-1)
-    expected = (best.cumsum(-1) / best.sum(-1, keepdims=True)).mean(0)
-    np.testing.assert_allclose(retention(importance, BLOCK), expected, atol=1e-9)
+
+def test_layer_statistics(model, ids, found):
+    """XKV's curves, CAKE's entropy and shift, and MiniKV's variance, token by token in numpy."""
+    rows, _ = captured(model, ids)
+    for layer in range(LAYERS):
+        w = probabilities(*rows[layer][:2])
+        curves, entropy, shift = [], [], []
+        for end in (TOKENS // 4, TOKENS // 2, 3 * TOKENS // 4, TOKENS):
+            seen = w[:, end - 8 : end, :end].mean((0, 1))
+            pooled = [seen[max(0, j - 3) : j + 4].mean() for j in range(end)]
+            best = np.concatenate(([0], np.cumsum(sorted(pooled, reverse=True)) / sum(pooled)))
+            curves.append(np.interp(np.arange(1, 257) * end / 256, np.arange(end + 1), best))
+            a = w[:, end - 32 : end, : end - 32]
+            entropy.append(np.mean(-np.sum(a * np.log(a), -1)))
+            shift.append(np.mean(np.sum(np.var(a, 1, ddof=1), -1)))
+        np.testing.assert_allclose(found.tensors["importance_retention"][layer], np.mean(curves, 0), atol=2e-5)
+        np.testing.assert_allclose(found.tensors["attention_entropy"][layer], np.mean(entropy), rtol=1e-3)
+        np.testing.assert_allclose(found.tensors["attention_shift"][layer], np.mean(shift), rtol=1e-3)
+        w[:, np.arange(TOKENS), np.arange(TOKENS)] = 0
+        cumulative = w.sum(1).reshape(KV_HEADS, -1, TOKENS).sum(1)
+        variance = np.var(cumulative, -1, ddof=1).mean()
+        np.testing.assert_allclose(found.tensors["attention_variance"][layer], variance, rtol=1e-3)
+    # What a share takes: every file gives an allocation for every share of the tokens that is kept.
+    for kept in (1, LAYERS * 10, LAYERS * 256):
+        assert sum(ops.greedy_allocation(found.tensors["importance_retention"], kept)) == kept
 
 
-def test_layer_shares(found):
-    shares, curves = found.tensors["layer_shares"], found.tensors["retention_curves"]
-    assert shares.shape == (LAYERS,) and float(shares.sum()) == pytest.approx(1)
-    assert curves.shape == (LAYERS, BLOCK)
-    torch.testing.assert_close(curves[:, -1], torch.ones(LAYERS))
-    total = round(0.25 * LAYERS * BLOCK)
-    assert ops.greedy_allocation(curves.double(), total, 1) == [round(float(x) * total) for x in shares]
-    # A layer whose attention is spread out needs more tokens than one that looks at a few.
-    steep = torch.ones(BLOCK, dtype=torch.float64)
-    even = torch.arange(1, BLOCK + 1, dtype=torch.float64) / BLOCK
-    assert layer_shares(torch.stack((steep, even))).tolist() == [1 / 32, 31 / 32]
+def test_heads_that_find_what_they_have_read(model, ids, found):
+    m = TOKENS // 2
+    rows, _ = captured(model, torch.cat((ids[:m], ids[:m])))
+    for layer in range(LAYERS):
+        w = probabilities(*rows[layer][:2]).reshape(KV_HEADS, -1, 2 * m, 2 * m).mean(1)
+        for head in range(KV_HEADS):
+            paid = [w[head, m + i, max(0, i - 3) : min(m, i + 6)].sum() for i in range(m - 1)]
+            assert float(found.tensors["head_retrieval"][layer, head]) == pytest.approx(np.mean(paid), rel=1e-3)
+    # A head whose queries look for the key behind their own token in the first copy.
+    keys = torch.nn.functional.one_hot(torch.arange(2 * m) % m, m).float()
+    queries = 50 * torch.nn.functional.one_hot((torch.arange(2 * m) + 1) % m, m).float()
+    assert float(layers.head_retrieval(queries[None], keys[None], 1.0)) > 0.4
+
+
+def test_query_samples_are_queries(model, ids, found):
+    rows, _ = captured(model, ids)
+    samples, frequencies = found.tensors["query_samples"], found.tensors["rotary_frequencies"]
+    for i in range(samples.shape[2]):
+        at = (2 * i + 1) * TOKENS // (2 * samples.shape[2])
+        want = unrotate(rows[1][0][:, at : at + 1], frequencies, first=at)[:, 0]
+        torch.testing.assert_close(samples[1, :, i], want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_text_that_is_too_short(model):

@@ -41,7 +41,7 @@ def write(tmp_path):
         tensors = {
             "query_mean": torch.zeros(2, 4, 64),
             "query_covariance": torch.zeros(2, 4, 64, 64),
-            "layer_shares": torch.tensor([0.75, 0.25]),
+            "importance_retention": torch.tensor([[0.5, 0.75, 1.0], [0.9, 0.95, 1.0]]),
         }
         save_file(tensors, path, metadata=metadata or replace(FINDINGS, **changes).metadata())
         return path

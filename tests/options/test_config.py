@@ -17,7 +17,15 @@ from sglang_kvc.policies import POLICIES
 from .conftest import one_sentence
 
 # Policies that read statistics of the model.
-CALIBRATED = {"xkv": ("layer_shares",), "ada-expected": ("query_mean", "query_covariance")}
+CALIBRATED = {
+    "xkv": ("importance_retention",),
+    "ada-expected": ("query_mean", "query_covariance"),
+    "arkv": ("attention_entropy", "attention_shift"),
+    "cake": ("query_samples", "rotary_frequencies", "attention_entropy", "attention_shift"),
+    "compresskv": ("head_retrieval",),
+    "dapq": ("query_samples", "rotary_frequencies"),
+    "gate": ("gate_in", "gate_in_bias", "gate_out", "gate_out_bias", "rotary_frequencies"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +39,16 @@ def statistics(tmp_path_factory) -> str:
         {
             "query_mean": torch.zeros(2, 4, 64),
             "query_covariance": torch.zeros(2, 4, 64, 64),
-            "layer_shares": torch.tensor([0.75, 0.25]),
+            "importance_retention": torch.tensor([[0.5, 0.75, 1.0], [0.9, 0.95, 1.0]]),
+            "query_samples": torch.zeros(2, 4, 3, 64),
+            "rotary_frequencies": torch.ones(32),
+            "attention_entropy": torch.ones(2),
+            "attention_shift": torch.ones(2),
+            "head_retrieval": torch.zeros(2, 2),
+            "gate_in": torch.zeros(2, 2, 5, 128),
+            "gate_in_bias": torch.zeros(2, 2, 5),
+            "gate_out": torch.zeros(2, 2, 5),
+            "gate_out_bias": torch.zeros(2, 2),
         },
         path,
     )

@@ -149,12 +149,15 @@ def test_what_is_served(stock, changes):
     check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig())
 
 
-def test_query_statistics_are_those_of_one_rank(stock):
-    config = KvcConfig(policy="prune", scorer="expected-attention", calibration="statistics.safetensors")
+@pytest.mark.parametrize("scorer", ["expected-attention", "dapq", "cake", "gate", "compresskv"])
+def test_statistics_of_heads_are_those_of_one_rank(stock, scorer):
+    config = KvcConfig(policy="prune", scorer=scorer, calibration="statistics.safetensors")
     check_args(SimpleNamespace(**stock), config)
     with pytest.raises(ConfigError) as e:
         check_args(SimpleNamespace(**{**stock, "tp_size": 2}), config)
     assert "--tp-size 2" in one_sentence(str(e.value))
+    by_layer = KvcConfig(policy="prune", share="xkv", calibration="statistics.safetensors")
+    check_args(SimpleNamespace(**{**stock, "tp_size": 2}), by_layer)
 
 
 def test_memory_beyond_the_device():

@@ -37,7 +37,16 @@ def statistics(folder) -> str:
         "query_mean": torch.randn(L, H * G, D, generator=gen),
         "query_covariance": half @ half.transpose(-1, -2),
         "rotary_frequencies": 100.0 ** -(torch.arange(D // 2) / (D // 2)),
-        "layer_shares": torch.tensor([0.7, 0.3]),
+        "query_samples": torch.randn(L, H * G, 4, D, generator=gen),
+        "importance_retention": torch.stack((torch.arange(1, 17) / 16, 1 - 0.5 ** torch.arange(1, 17))),
+        "attention_entropy": torch.tensor([2.0, 3.0]),
+        "attention_shift": torch.tensor([0.4, 0.1]),
+        "attention_variance": torch.tensor([5.0, 2.0]),
+        "head_retrieval": torch.tensor([[0.1, 0.3], [0.4, 0.2]]),
+        "gate_in": torch.randn(L, H, 6, 2 * D, generator=gen),
+        "gate_in_bias": torch.randn(L, H, 6, generator=gen),
+        "gate_out": torch.randn(L, H, 6, generator=gen),
+        "gate_out_bias": torch.randn(L, H, generator=gen),
     }
     path = str(folder / "statistics.safetensors")
     save_file(tensors, path)

@@ -87,7 +87,7 @@ def test_the_runtime_refuses_what_cannot_be(tmp_path):
 def test_shapes_of_statistics(tmp_path):
     path = statistics(tmp_path)
     layout = PoolLayout(L, H, D, P, 1152)
-    names = ("query_mean", "query_covariance", "layer_shares")
+    names = ("query_mean", "query_covariance", "importance_retention", "attention_variance", "head_retrieval")
     check_shapes(path, names, layout)
     for other in (PoolLayout(L + 1, H, D, P, 1152), PoolLayout(L, 3, D, P, 1152), PoolLayout(L, H, 2 * D, P, 1152)):
         with pytest.raises(ValueError, match="does not fit"):

@@ -70,7 +70,7 @@ def test_contract(policy):
         assert (planned >= 1).all()
         assert (tiers[0, :, :, : policy.sinks] == 2).all()
         if policy.low is not None:
-            assert (tiers > 0).all()
+            assert (tiers > 0).all() != (policy.name == "arkv")
     moved = ops.compact(world.store, world.row[:3], 1, tiers, from_format=0)
     assert moved.tolist() == by_block.tolist()
     ops.check_invariants(world.store)

@@ -16,7 +16,7 @@ from tests.kernels.common.test_attention_reference import dense, reference, requ
 
 @pytest.mark.parametrize("skip", [0, 1, 10])
 @pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("reduce", ["max", "sum", "squares"])
+@pytest.mark.parametrize("reduce", ["max", "sum", "squares", "worst"])
 @pytest.mark.parametrize("window", [None, 7])
 def test_scores_against_the_attention_matrix(window, reduce, power, skip):
     """A prefill in two chunks and two decode steps; between them the first block is packed."""
@@ -24,8 +24,9 @@ def test_scores_against_the_attention_matrix(window, reduce, power, skip):
 
 
 @pytest.mark.parametrize("window, stride, decode_stride", [(None, 4, 2), (8, 2, 1), (None, 1, 2), (None, 64, 16)])
-def test_one_query_in_a_few(window, stride, decode_stride):
-    check(ops.ScoreSampling(window, "sum", 2, 3, stride, decode_stride))
+@pytest.mark.parametrize("reduce", ["sum", "worst"])
+def test_one_query_in_a_few(window, stride, decode_stride, reduce):
+    check(ops.ScoreSampling(window, reduce, 2, 3, stride, decode_stride))
 
 
 def check(sampling):
@@ -45,22 +46,26 @@ def check(sampling):
             ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)
         else:
             ops.extend_attention(store, 0, q, row[None], [prefix], [new], **kw)
+        worst = sampling.reduce == "worst"
         scores = np.zeros((6, 170))
         step = sampling.decode_stride if new == 1 else sampling.stride
         for i in range(prefix if window is None else max(prefix, end - window), end):
             if (i + 1) % step:
                 continue
             for j in range(i - max(1, sampling.skip) + 1):
-                scores[:, j] += p[:, i - prefix, j].double().numpy() ** sampling.power
+                paid = p[:, i - prefix, j].double().numpy() ** sampling.power
+                scores[:, j] = np.maximum(scores[:, j], paid) if worst else scores[:, j] + paid
             for j in range(i):
                 num_queries.flat[j] += step if window is None or i // 64 > j // 64 else 0
         for h in range(2):
             group = scores[3 * h : 3 * h + 3]
-            rule = {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0)}
-            want[h] += step * rule[sampling.reduce]
+            rule = {"max": group.max(0), "sum": group.sum(0), "squares": (group**2).sum(0), "worst": group.max(0)}
+            want[h] = np.maximum(want[h], group.max(0)) if worst else want[h] + step * rule[sampling.reduce]
         ops.count_queries(store, row[None], torch.tensor([end]), torch.tensor([new]) if new > 1 else None, sampling)
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-6)
+    if worst:
+        return  # a largest value has no mean
     mean = ops.mean_attention_scores(
         store, row[:2], window, stride=sampling.stride
     ).transpose(0, 2)[:, 0].reshape(2, -1)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from kvc_kernels.layout import FORMATS
 from sglang_kvc.policies import Prune
+from sglang_kvc.policies.published.arkv import Arkv
 
 from .support import DECODED, PROMPT, SCALE, D, G, H, L, P, World, by_block, score, statistics
 
@@ -173,3 +175,109 @@ def test_expected_attention_is_an_expectation():
     want = torch.exp(q @ keys[0, 0].T).mean(0)
     got = ops.expected_attention(keys, torch.ones(1, 1, 8, 1), mu, (half @ half.T)[None], 0.0, 1.0)
     assert torch.allclose(got[0, 0], want / want.sum(), rtol=0.05)
+
+
+def pseudo_attention(world: World, stats: dict, horizon: int) -> np.ndarray:
+    """A[b, l, h, m, i]: what pseudo query m, at a position behind block b, pays that block's token i."""
+    samples, f = (stats[name].double().numpy() for name in ("query_samples", "rotary_frequencies"))
+    k, count = world.k.double().numpy(), samples.shape[2]
+    out = np.zeros((3, L, H * G, count, P))
+    for b, l, h, m in np.ndindex(3, L, H * G, count):
+        q = rotation((b + 1) * P + m * horizon // count, f) @ samples[l, h, m]
+        e = np.exp(SCALE * (k[l, b * P : (b + 1) * P, h // G] @ q))
+        out[b, l, h, m] = e / e.sum()
+    return out
+
+
+@pytest.fixture(scope="module")
+def pseudo(tmp_path_factory):
+    from safetensors.torch import load_file
+
+    path = statistics(tmp_path_factory.mktemp("pseudo"))
+    return path, load_file(path)
+
+
+@pytest.mark.parametrize("horizon", [1, 50])
+def test_dapq(pseudo, horizon):
+    path, stats = pseudo
+    world = World.make(Prune(scorer=f"dapq:horizon={horizon}", calibration=path))
+    want = pseudo_attention(world, stats, horizon).sum(3)
+    np.testing.assert_allclose(score(world), want.reshape(3, L, H, G, P).sum(3), rtol=1e-3)
+
+
+@pytest.mark.parametrize("settings, gamma, pool", [("", 200, 5), (":gamma=0,pool=1", 0, 1)])
+def test_cake(pseudo, settings, gamma, pool):
+    path, stats = pseudo
+    world = World.make(Prune(scorer=f"cake{settings}", calibration=path))
+    paid = pseudo_attention(world, stats, 128)
+    means = paid.mean(3)
+    changing = ((paid - means[:, :, :, None]) ** 2).mean(3)
+    scores = (means + gamma * changing).reshape(3, L, H, G, P).mean(3)
+    near = [range(max(0, i - pool // 2), min(P, i + pool // 2 + 1)) for i in range(P)]
+    want = np.stack([scores[..., list(j)].mean(-1) for j in near], -1)
+    np.testing.assert_allclose(score(world), want, rtol=1e-3)
+
+
+def test_gate(pseudo):
+    path, stats = pseudo
+    world = World.make(Prune(scorer="gate", calibration=path))
+    k, v = world.k.double().numpy(), world.v.double().numpy()
+    w1, b1, w2, b2 = (stats[f"gate_{name}"].double().numpy() for name in ("in", "in_bias", "out", "out_bias"))
+    want = np.zeros((3, L, H, P))
+    for b, l, h, i in np.ndindex(3, L, H, P):
+        t = b * P + i
+        key = rotation(t, stats["rotary_frequencies"].double().numpy()).T @ k[l, t, h]
+        hidden = w1[l, h] @ np.concatenate((key, v[l, t, h])) + b1[l, h]
+        want[b, l, h, i] = w2[l, h] @ hidden.clip(0) + b2[l, h]
+    np.testing.assert_allclose(score(world), want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_compresskv(attention, pseudo, count):
+    path, stats = pseudo
+    sums = by_block(pooled(summed(attention, 8, 1, 0), 5, np.mean))
+    want = np.zeros_like(sums)
+    for l in range(L):
+        best = sorted(range(H), key=lambda h: -float(stats["head_retrieval"][l, h]))[:count]
+        want[:, l] = sum(sums[:, l, h] for h in best)[:, None]
+    got = score(World.make(Prune(scorer=f"compresskv:heads={count}", calibration=path)))
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+
+
+def test_arkv(attention, pseudo):
+    """Three states, in the order of the heavy hitters: high pages by layer, then low pages by worth, then nothing."""
+    policy = Arkv(calibration=pseudo[0], sinks=0)
+    world = World.make(policy)
+    sums, tiers = by_block(summed(attention, None, 1, 0)), world.tiers().numpy()
+    high, low = (world.store.layout.page(f).tokens for f in (FORMATS["k8v8"], FORMATS["k4v2"]))
+    pages = round(0.25 * L * H * P / high)
+    preference = [2.0 * 0.4, 3.0 * 0.1]
+    by_layer = ops.apportion(preference, pages, H, H * P // high)
+    for b in range(3):
+        rest = {}
+        for l, h in np.ndindex(L, H):
+            own = high * ops.spread(by_layer[l], H)[h]
+            order = np.argsort(-sums[b, l, h], kind="stable")
+            assert sorted(order[:own]) == sorted(np.flatnonzero(tiers[b, l, h] == 2))
+            rest[l, h] = [order[i : i + low] for i in range(own, P, low)]
+        worth = sorted(((-sums[b, l, h, page[0]], l, h, i) for (l, h), x in rest.items() for i, page in enumerate(x)))
+        won = worth[: round(0.25 * L * H * P / low)]
+        stored = {(l, h, int(t)) for _, l, h, i in won for t in rest[l, h][i]}
+        assert stored == {tuple(map(int, x)) for x in np.argwhere(tiers[b] == 1)}
+        assert (tiers[b] == 0).any()
+
+
+@pytest.mark.parametrize("settings, window, values", [("", 32, True), (":window=0,values=false", None, False)])
+def test_defensivekv(attention, settings, window, values):
+    worst = np.zeros((L, H, N))
+    for first, last in FORWARDS:
+        for i in chosen(first, last, window)[0]:
+            for kv in range(H):
+                paid = attention[:, heads(kv), i, :i].max(1)
+                worst[:, kv, :i] = np.maximum(worst[:, kv, :i], paid)
+    want = by_block(pooled(worst, 5, np.mean))
+    want = np.maximum(want, want.mean(-1, keepdims=True))
+    world = World.make(Prune(scorer=f"defensivekv{settings}"))
+    if values:
+        want = want * by_block(np.linalg.norm(world.v.double().numpy(), axis=-1).transpose(0, 2, 1))
+    np.testing.assert_allclose(score(world), want, rtol=2e-4, atol=1e-6)

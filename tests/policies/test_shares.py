@@ -72,6 +72,47 @@ def test_greedy_is_the_best_of_all_allocations(seed, least):
         assert sum(held[l, n] for l, n in enumerate(got)) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("least", [0, 1])
+def test_the_least_memory_for_a_retention(seed, least):
+    """XKV's other constraint (equation 18): no allocation of fewer units retains as much."""
+    curves = ops.retention_curves(torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) ** 3)
+    held = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
+    every = list(itertools.product(range(least, 5), repeat=3))
+    for wanted in (0.1, 0.5, 0.9, 0.99, 1.0):
+        got = ops.least_allocation(curves, wanted, least)
+        assert np.mean([held[l, n] for l, n in enumerate(got)]) >= wanted - 1e-8 and min(got) >= least
+        enough = [x for x in every if np.mean([held[l, n] for l, n in enumerate(x)]) >= wanted + 1e-8]
+        assert sum(got) <= min((sum(x) for x in enough), default=12)
+    with pytest.raises(ValueError, match="retain less"):
+        ops.least_allocation(curves / 2, 0.9)
+
+
+def test_layers_by_what_is_measured():
+    """CAKE's and MiniKV's weights, by hand; XKV's follow the share that is kept."""
+    found = {
+        "attention_entropy": torch.tensor([4.0, 1.0]),
+        "attention_shift": torch.tensor([8.0, 1.0]),
+        "attention_variance": torch.tensor([3.0, 1.0]),
+        # The first layer's attention is in few tokens, so it wins a small budget and loses a large one.
+        "importance_retention": torch.tensor([[0.8, 0.9, 0.95, 1.0], [0.4, 0.7, 0.9, 1.0]]),
+    }
+
+    def share(name, average=3.0, **settings):
+        got = np.array(SHARES[name](**settings).weights(2, average, 6, found))
+        return (got / got.sum()).tolist()
+
+    assert share("cake") == pytest.approx([32 / 33, 1 / 33])
+    assert share("cake", tau1=2, tau2=3) == pytest.approx([4 / 5, 1 / 5])
+    assert share("variance") == pytest.approx([3 / 4, 1 / 4])
+    assert share("variance", inverse=True) == pytest.approx([1 / 4, 3 / 4])
+    assert share("variance", even=0.5) == pytest.approx([5 / 8, 3 / 8])
+    assert share("xkv", average=1.5) == pytest.approx([1 / 2, 1 / 2])
+    assert share("xkv", average=3.0) == pytest.approx([1 / 4, 3 / 4])
+    # MiniKV: half of the pages for recent tokens of every layer, the others in a pyramid.
+    assert SHARES["pyramid"](beta=7, even=0.5).weights(3, 14, 28, None) == pytest.approx([20, 14, 8])
+
+
 def test_greedy_refuses_what_it_cannot_do_best():
     with pytest.raises(ValueError, match="concave"):
         ops.greedy_allocation(torch.tensor([[0.1, 0.9]]), 1)
@@ -117,7 +158,12 @@ def test_groups_are_checked():
 @pytest.mark.parametrize("pages", [6, 11, 17, 24])
 def test_ways(pages):
     scores, plans = draw(7), {}
-    statistics = {"layer_shares": torch.tensor([1.0, 1.0, 6.0])}
+    statistics = {
+        "importance_retention": torch.stack((*[1 - 0.1 ** torch.arange(1.0, 9)] * 2, torch.arange(1.0, 9) / 8)),
+        "attention_variance": torch.tensor([1.0, 1.0, 6.0]),
+        "attention_entropy": torch.tensor([1.0, 1.0, 2.0]),
+        "attention_shift": torch.tensor([1.0, 1.0, 3.0]),
+    }
     for name, cls in SHARES.items():
         plans[name] = pages_of(cls().plan(scores, pages, T, 1, statistics))
         assert (plans[name].sum((1, 2)) == pages).all() and (plans[name] >= 1).all(), name
@@ -126,8 +172,9 @@ def test_ways(pages):
     assert (np.diff(layers) <= 0).all() and (pages in (6, 24) or layers[0] > layers[2])
     layers = plans["ada"].sum(-1)
     assert layers.max() - layers.min() <= 1
-    layers = plans["xkv"][0].sum(-1)
-    assert layers[2] == layers.max() and (pages in (6, 24) or layers[2] > layers[0])
+    for name in ("xkv", "cake", "variance"):
+        layers = plans[name][0].sum(-1)
+        assert layers[2] == layers.max() and (pages in (6, 24) or layers[2] > layers[0]), name
 
 
 def test_ada_gives_a_head_that_matters_more_but_leaves_the_other_its_floor():

@@ -44,14 +44,14 @@ class PlainPart:
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k.to(dtype), self.v.to(dtype)
 
-    def add_scores(self, store: PageStore, scores: torch.Tensor) -> None:
-        """Add fp32 `[H, S]` to the scores of the slots."""
+    def add_scores(self, store: PageStore, scores: torch.Tensor, worst: bool = False) -> None:
+        """Add fp32 `[H, S]` to the scores of the slots; `worst`: keep the larger of both."""
         heads, blocks, entries = self.ids.shape
         full = scores.new_zeros((heads, blocks * self.block_tokens))
         full[:, : self.slots] = scores
         padded = scores.new_zeros((heads, blocks, entries * self.page.tokens))
         padded[..., : self.block_tokens] = full.view(heads, blocks, -1)
-        _add_scores(store, self.page, self.ids, padded)
+        _add_scores(store, self.page, self.ids, padded, worst)
 
 
 @dataclass
@@ -132,14 +132,14 @@ class PackedPart:
         empty = ~self.valid.unsqueeze(-1)
         return k.masked_fill_(empty, 0), v.masked_fill_(empty, 0)
 
-    def add_scores(self, store: PageStore, scores: torch.Tensor) -> None:
-        """Add fp32 `[H, S]` to the scores of the slots; S as in `logits` or as in `dense`."""
+    def add_scores(self, store: PageStore, scores: torch.Tensor, worst: bool = False) -> None:
+        """As in `PlainPart`; S as in `logits` or as in `dense`."""
         heads, blocks, pages = self.ids.shape
         if scores.shape[1] != self.slots:
             padded = scores.new_zeros((heads, blocks, pages * self.page.tokens))
             padded[..., : self.count] = scores.view(heads, blocks, -1)
             scores = padded
-        _add_scores(store, self.page, self.ids, scores)
+        _add_scores(store, self.page, self.ids, scores, worst)
 
 
 Part = PlainPart | PackedPart
@@ -155,9 +155,13 @@ def _field(packed: torch.Tensor, bits: int, j: int) -> torch.Tensor:
     return field.float(memory_format=torch.contiguous_format)
 
 
-def _add_scores(store: PageStore, page: PageLayout, ids: torch.Tensor, scores: torch.Tensor) -> None:
+def _add_scores(store: PageStore, page: PageLayout, ids: torch.Tensor, scores: torch.Tensor, worst: bool) -> None:
     words = segment(page, store.pages, "scores", torch.float32)
-    words.index_add_(0, ids.flatten(), scores.reshape(-1, page.tokens))
+    ids, scores = ids.flatten(), scores.reshape(-1, page.tokens)
+    if worst:  # the scratch page may come more than once, and nobody reads it
+        words[ids] = torch.maximum(words[ids], scores)
+    else:
+        words.index_add_(0, ids, scores)
 
 
 def _pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:

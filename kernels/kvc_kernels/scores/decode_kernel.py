@@ -47,7 +47,13 @@ def _paid(x, b, c, lse, cap, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUC
     else:
         s = x * (c * (LOG2E * EXPONENT)) + (b * (LOG2E * EXPONENT) - (lse * EXPONENT)[None, :])
     p = tl.exp2(s)
-    return tl.max(p, 1) if REDUCE == "max" else tl.sum(p, 1)
+    return tl.max(p, 1) if REDUCE == "max" or REDUCE == "worst" else tl.sum(p, 1)
+
+
+@triton.jit
+def _collected(before, paid, REDUCE: tl.constexpr, COUNTS: tl.constexpr):
+    """Scores after a query that counts COUNTS times, or once where the largest counts."""
+    return tl.maximum(before, paid) if REDUCE == "worst" else before + paid * COUNTS
 
 
 @triton.jit
@@ -139,7 +145,8 @@ def _packed_tiles(
             s = tl.dot(kf[k], q[k], s)
         grid = c * (255 // ((1 << KB) - 1))
         paid = _paid(s, (b * scale)[None, :], grid, lse, cap, CAPPED, EXPONENT, REDUCE)
-        tl.store(score[i], _materialized(before[i], ASM) + paid * COUNTS, mask=t < count - first - i * TILE)
+        after = _collected(_materialized(before[i], ASM), paid, REDUCE, COUNTS)
+        tl.store(score[i], after, mask=t < count - first - i * TILE)
 
 
 @triton.jit
@@ -165,7 +172,7 @@ def _plain_block(
         before = tl.load(score, mask=live, other=0.0)
         s = tl.dot(k.to(q.dtype), q)
         paid = _paid(s, tl.zeros([1, NQ], tl.float32), scale, lse, cap, CAPPED, EXPONENT, REDUCE)
-        tl.store(score, before + paid * COUNTS, mask=live)
+        tl.store(score, _collected(before, paid, REDUCE, COUNTS), mask=live)
 
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])

@@ -45,7 +45,7 @@ def _logits(k, q, scale, cap, FIELDS: tl.constexpr, TILE: tl.constexpr, N: tl.co
 @triton.jit
 def _reduced(total, head, REDUCE: tl.constexpr):
     """Add one head's sums to the reduction over heads."""
-    if REDUCE == "max":
+    if REDUCE == "max" or REDUCE == "worst":
         return tl.maximum(total, head)
     elif REDUCE == "sum":
         return total + head
@@ -84,7 +84,11 @@ def _column_sums(
             if NEAREST:
                 seen = seen & (position[:, None] <= (first_position + (at + n) * STRIDE - NEAREST)[None, :])
             p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
-            total += tl.sum(p * p if POWER == 2 else p, 1)
+            p = p * p if POWER == 2 else p
+            if REDUCE == "worst":
+                total = tl.maximum(total, tl.max(p, 1))
+            else:
+                total += tl.sum(p, 1)
         result = _reduced(result, total, REDUCE)
     return result
 
@@ -97,7 +101,7 @@ def _attention_scores(
     REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
     """fp32 `[TILE]`: scores from all of the requests first .. last whose block in place j is `block`. A query counts
-    STRIDE times.
+    STRIDE times, or once where the largest counts.
     """
     total = tl.zeros([TILE], tl.float32)
     for r in range(first, last + 1):
@@ -108,18 +112,20 @@ def _attention_scores(
             start = tl.load(requests + r * 4 + 1).to(tl.int64)
             n_queries = tl.load(requests + r * 4 + 2)
             first_position = tl.load(requests + r * 4 + 3)
-            total += _column_sums(
+            paid = _column_sums(
                 k, q + start * q_stride_n + h * (G * D), lse + start * lse_stride + h * G, q_stride_n, lse_stride,
                 n_queries, position, first_position, scale, cap, dtype, FIELDS, D, G, TILE, QB, CAPPED, NEAREST,
                 REDUCE, POWER, STRIDE, ASM,
             )
-    return total * STRIDE
+            total = tl.maximum(total, paid) if REDUCE == "worst" else total + paid
+    return total if REDUCE == "worst" else total * STRIDE
 
 
 @triton.jit
-def _add(base, slot, scores, live, SOFF: tl.constexpr):
+def _add(base, slot, scores, live, SOFF: tl.constexpr, REDUCE: tl.constexpr):
     at = (base + SOFF).to(tl.pointer_type(tl.float32)) + slot
-    tl.store(at, tl.load(at, mask=live, other=0.0) + scores, mask=live)
+    before = tl.load(at, mask=live, other=0.0)
+    tl.store(at, tl.maximum(before, scores) if REDUCE == "worst" else before + scores, mask=live)
 
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
@@ -184,7 +190,7 @@ def _columns_kernel(
                                 8 // CLASSES[c][KEY_BITS], H, D, G, P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE,
                                 ASM,
                             )
-                        _add(base, slot, scores, live, CLASSES[c][SCORES])
+                        _add(base, slot, scores, live, CLASSES[c][SCORES], REDUCE)
 
 
 @triton.jit

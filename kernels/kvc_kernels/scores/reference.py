@@ -12,7 +12,7 @@ from ..pages.dense import block_scores
 from ..pages.gather import Part, part_weights, request_parts, valid_mask
 from ..store import PageStore
 
-REDUCE = ("max", "sum", "squares")
+REDUCE = ("max", "sum", "squares", "worst")
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
 DECODE_STRIDE = 32  # one decode step in 32 costs under 3 % of decode time (docs/kernels/compaction.md)
 
@@ -27,7 +27,8 @@ class ScoreSampling:
     equation 19: queries i >= j + v), as far as those are still uncompressed, which a recent window of v tokens ensures.
 
     Each probability is raised to `power` (1 or 2) and summed over queries. The G query heads of a KV head are then
-    reduced by `max`, `sum`, or `squares` (the sum of squares). Forwards add up.
+    reduced by `max`, `sum`, or `squares` (the sum of squares). Forwards add up. With `worst` the largest probability of
+    all queries, query heads and forwards counts instead (DefensiveKV), and once, whatever the stride.
 
     Sampling: only queries whose position i has (i + 1) % s == 0 are used, and each counts s times. s is `stride` in a
     prompt and `decode_stride` during decode. The sequence alone decides which queries count, sums keep their
@@ -60,9 +61,14 @@ class ScoreSampling:
 
     def reduced(self, scores: torch.Tensor) -> torch.Tensor:
         """Reduction over the query heads of a KV head: `[H, G, S]` -> `[H, S]`."""
-        if self.reduce == "max":
+        if self.reduce in ("max", "worst"):
             return scores.amax(1)
         return (scores if self.reduce == "sum" else scores.square()).sum(1)
+
+    @property
+    def worst(self) -> bool:
+        """Whether the largest probability counts, and not a sum."""
+        return self.reduce == "worst"
 
     @property
     def nearest(self) -> int:
@@ -82,10 +88,12 @@ def add_decode_scores(
     The query's attention to its own token, the last one, is left out.
     """
     for i, (part, w) in enumerate(zip(parts, weights)):
-        scores = sampling.reduced(w if sampling.power == 1 else w.square()) * sampling.decode_stride
+        scores = sampling.reduced(w if sampling.power == 1 else w.square())
+        if not sampling.worst:
+            scores = scores * sampling.decode_stride
         if i == len(parts) - 1:
             scores[:, -sampling.nearest :] = 0
-        part.add_scores(store, scores)
+        part.add_scores(store, scores, sampling.worst)
 
 
 def add_prefill_scores(
@@ -99,7 +107,8 @@ def add_prefill_scores(
     logit_cap: float,
     sampling: ScoreSampling,
 ) -> None:
-    """Add the column sums of the chosen queries' probabilities, reduced over the query heads of a KV head.
+    """Add the column sums of the chosen queries' probabilities (`worst`: keep their maxima), reduced over the query
+    heads of a KV head.
 
     `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes`: dense tokens of each part. The diagonal (a
     token's attention to itself) and the diagonals below it that `sampling.skip` names are left out.
@@ -116,9 +125,14 @@ def add_prefill_scores(
         for back in range(sampling.nearest):
             w[..., plain:].diagonal(sizes[-1] - new + at - back, dim1=-2, dim2=-1).zero_()
         sampled = (torch.arange(at, at + rows, device=w.device) + offset) % sampling.stride == 0
-        total += sampling.raised(w[:, :, sampled]).sum(-2)
-    for part, scores in zip(parts, (sampling.reduced(total) * sampling.stride).split(sizes, -1)):
-        part.add_scores(store, scores)
+        paid = sampling.raised(w[:, :, sampled])
+        if not sampling.worst:
+            total += paid.sum(-2)
+        elif paid.shape[-2]:
+            total = torch.maximum(total, paid.amax(-2))
+    reduced = sampling.reduced(total) * (1 if sampling.worst else sampling.stride)
+    for part, scores in zip(parts, reduced.split(sizes, -1)):
+        part.add_scores(store, scores, sampling.worst)
 
 
 def collect_decode(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -57,7 +58,8 @@ def retention_curves(importance: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_allocation(curves: torch.Tensor, total: int, least: int = 0) -> list[int]:
-    """XKV's Algorithm 1: units of each layer, `total` together, that maximize the sum of retained importance.
+    """XKV's Algorithm 1: units of each layer, `total` together, that maximize the sum of retained importance (equation
+    17).
 
     `curves` `[L, S]`: importance that layer l retains with s + 1 units. The next unit goes to the layer with the
     largest gain, ties to the first. This is optimal because gains never grow: curves are concave, since the best units
@@ -65,18 +67,43 @@ def greedy_allocation(curves: torch.Tensor, total: int, least: int = 0) -> list[
     `total` is not within L * least .. L * S.
     """
     layers, units = curves.shape
-    gains = torch.diff(curves.double(), dim=-1, prepend=curves.new_zeros((layers, 1), dtype=torch.float64))
-    if (torch.diff(gains, dim=-1) > 1e-6).any():
-        raise ValueError("a retention curve must be concave: each further unit retains no more than the one before")
     if not layers * least <= total <= layers * units:
         raise ValueError(f"{total} units are not within {layers * least}..{layers * units} for these curves")
-    rows = gains.tolist()
     have = [least] * layers
-    queue = [(-rows[i][least], i) for i in range(layers) if least < units]
+    for i, _ in itertools.islice(_next_units(curves, least), total - layers * least):
+        have[i] += 1
+    return have
+
+
+def least_allocation(curves: torch.Tensor, retention: float, least: int = 0) -> list[int]:
+    """Units of each layer, as few together as possible, whose mean retained importance is `retention` or more (XKV,
+    equation 18); arguments as in `greedy_allocation`. ValueError if all units retain less."""
+    layers = len(curves)
+    have, held = [least] * layers, float(curves[:, least - 1].double().sum()) if least else 0.0
+    wanted = (retention - 1e-9) * layers
+    for i, gain in _next_units(curves, least):
+        if held >= wanted:
+            break
+        have[i] += 1
+        held += gain
+    if held < wanted:
+        raise ValueError(f"all units together retain less than {retention:g} of the importance")
+    return have
+
+
+def _next_units(curves: torch.Tensor, least: int) -> Iterator[tuple[int, float]]:
+    """(layer, gain) of every unit behind the first `least` of each layer, largest gain first, ties to the first layer.
+    """
+    units = curves.shape[1]
+    gains = torch.diff(curves.double(), dim=-1, prepend=curves.new_zeros((len(curves), 1), dtype=torch.float64))
+    if (torch.diff(gains, dim=-1) > 1e-6).any():
+        raise ValueError("a retention curve must be concave: each further unit retains no more than the one before")
+    rows, have = gains.tolist(), [least] * len(curves)
+    queue = [(-row[least], i) for i, row in enumerate(rows) if least < units]
     heapq.heapify(queue)
-    for _ in range(total - layers * least):
-        _, i = heapq.heappop(queue)
+    while queue:
+        gain, i = heapq.heappop(queue)
         have[i] += 1
         if have[i] < units:
             heapq.heappush(queue, (-rows[i][have[i]], i))
-    return have
+        yield i, -gain

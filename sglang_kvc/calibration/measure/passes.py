@@ -13,10 +13,11 @@ from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 from sglang_kvc.calibration.verdicts import Chosen, Findings
 
 from . import formats, thresholds
-from .attention import by_block
-from .attention_scores import attention_scores, layer_shares, retention
+from .attention import by_block, causal
+from .attention_scores import attention_scores
 from .capture import CalibrateError, run
 from .formats import FormatResult
+from .layer_statistics import LayerStatistics, head_retrieval
 from .progress import Progress
 from .queries import QueryStatistics, rotary_frequencies, same_before_rotation, unrotate
 from .thresholds import Prompt, ThresholdResult
@@ -24,6 +25,7 @@ from .thresholds import Prompt, ThresholdResult
 BLOCK = 128
 MAX_SCORED = 1024  # predictions that are compared; their logits are in memory twice
 MIN_BLOCKS = 4
+REPEATED = 512  # tokens of the text that are read twice, to see which heads find what they have read
 
 
 @dataclass
@@ -68,7 +70,7 @@ def calibrate(
             f"the text has {n} tokens, and the effect of earlier blocks on later ones needs {MIN_BLOCKS} blocks of "
             f"{block}; give a longer text, or a higher --tokens"
         )
-    passes = 2 + len(formats.PACKED) + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
+    passes = 3 + len(formats.PACKED) + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
     progress = progress or Progress()
     progress.begin(passes * layers)
     # Evenly spaced predictions from the second block on, whose queries attend to a packed block.
@@ -78,7 +80,7 @@ def calibrate(
     prompt = Prompt.of(layers)
     prompt_tokens = 3 * n // 4 // block * block
     queries = QueryStatistics(layers)
-    curves: list[torch.Tensor] = [torch.empty(0)] * layers
+    statistics = LayerStatistics(layers, n)
     frequencies = rotary_frequencies(model)
 
     def attend(layer, q, k, v, scale):
@@ -88,7 +90,7 @@ def calibrate(
         queries.add(layer, q if frequencies is None else unrotate(q, frequencies))
         early, late = attention_scores(q, k, scale, (prompt_tokens, n))
         prompt.add(layer, k, v, early[..., :prompt_tokens])
-        curves[layer] = retention(late.sum(1), block)
+        statistics.add(layer, q, k, late.sum(1), scale)
         out = by_block(q, k, v, scale, block, None)
         progress.step("capture", layer, layers)
         return out
@@ -97,12 +99,12 @@ def calibrate(
     results = formats.measure(model, ids, scored, exact, shape, block, progress)
     del exact
     chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
+    found = retrieval(model, ids[: min(REPEATED, n // 2)], shape, progress)
 
     progress.end()
-    stacked = torch.stack(curves)
-    tensors = {**queries.tensors(), "layer_shares": layer_shares(stacked), "retention_curves": stacked.float()}
+    tensors = {**queries.tensors(), **statistics.tensors(), "head_retrieval": found}
     if frequencies is not None:
-        tensors["rotary_frequencies"] = frequencies
+        tensors |= {"rotary_frequencies": frequencies, "query_samples": queries.samples()}
     settings = {
         "tokens": n,
         "block_size": block,
@@ -112,3 +114,18 @@ def calibrate(
         "device": ids.device.type,
     }
     return Calibration(identity, settings, results, tensors, chosen, tried)
+
+
+def retrieval(
+    model: torch.nn.Module, ids: torch.Tensor, shape: tuple[int, int, int], progress: Progress
+) -> torch.Tensor:
+    """`head_retrieval` of every layer on `ids` `[m]` and their repetition, fp32 `[L, H]`."""
+    found = torch.empty(shape[:2])
+
+    def attend(layer, q, k, v, scale):
+        found[layer] = head_retrieval(q, k, scale).cpu()
+        progress.step("retrieval", layer, shape[0])
+        return causal(q, k, v, scale)
+
+    run(model, torch.cat((ids, ids)), attend, torch.zeros(1, dtype=torch.int64, device=ids.device))
+    return found

@@ -1,9 +1,11 @@
-"""Plots of a calibration: size and KL of each format, retention curves, layer shares."""
+"""Plots of a calibration: size and KL of each format, retention curves, XKV's layer shares."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvc_kernels import ops
 
 from .capture import CalibrateError
 from .formats import BREAKS_MEAN, OK_MEAN
@@ -11,6 +13,7 @@ from .formats import BREAKS_MEAN, OK_MEAN
 if TYPE_CHECKING:
     from .passes import Calibration
 
+SHOWN = (0.05, 0.25, 0.5)  # shares of the tokens kept, for which layer shares are drawn
 MIN_KL = 1e-5  # nats; smaller values are drawn here, on a logarithmic axis
 
 
@@ -43,18 +46,23 @@ def draw(result: Calibration, path: Path) -> None:
         left.annotate(words, (0.99, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     left.set(yscale="log", xlabel="bytes per token", ylabel="KL to bf16, nats per token", title="Formats")
 
-    curves = result.tensors["retention_curves"]
+    curves = result.tensors["importance_retention"]
     ramp = pyplot.get_cmap("viridis")
     for i, curve in enumerate(curves.tolist()):
-        middle.plot(range(1, len(curve) + 1), curve, color=ramp(i / max(1, len(curves) - 1)), linewidth=0.9)
+        percent = [100 * (u + 1) / len(curve) for u in range(len(curve))]
+        middle.plot(percent, curve, color=ramp(i / max(1, len(curves) - 1)), linewidth=0.9)
     shades = pyplot.cm.ScalarMappable(cmap=ramp, norm=pyplot.Normalize(0, max(1, len(curves) - 1)))
     figure.colorbar(shades, ax=middle, label="layer")
-    middle.set(xlabel="tokens kept of a block", ylabel="attention retained", title="Importance retention")
+    middle.set(xlabel="% of a prompt's tokens kept", ylabel="attention retained", title="Importance retention")
 
-    shares = result.tensors["layer_shares"].tolist()
-    right.bar(range(len(shares)), shares)
-    right.axhline(1 / len(shares), color="grey", linewidth=0.8, linestyle="--")
-    right.set(xlabel="layer", ylabel="share of the kept tokens", title="Layer shares (dashed: uniform)")
+    layers, units = curves.shape
+    for kept in SHOWN:
+        total = max(layers, round(kept * layers * units))
+        shares = [layers * x / total for x in ops.greedy_allocation(curves, total, 1)]
+        right.plot(range(layers), shares, marker=".", label=f"{100 * kept:g} % kept")
+    right.axhline(1, color="grey", linewidth=0.8, linestyle="--")
+    right.legend()
+    right.set(xlabel="layer", ylabel="share of the kept tokens, times layers", title="XKV's shares (dashed: uniform)")
     figure.suptitle(f"{result.identity}; {result.settings['tokens']} tokens", fontsize=9)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -1,4 +1,5 @@
-"""Mean and covariance of each head's queries, for the scorer `expected-attention`.
+"""Mean and covariance of each head's queries, for the scorer `expected-attention`, and a sample of them, for `dapq` and
+`cake`.
 
 Queries are taken before the rotary embedding if it can be undone (arXiv 2510.00636 rotates them to future positions),
 else after it. Sums are fp64, layer by layer.
@@ -46,15 +47,22 @@ def same_before_rotation(
     return bool((a - b).norm() <= tolerance * a.norm())
 
 
+SAMPLES = 16  # queries of a head
+
+
 class QueryStatistics:
-    """Collects means `[L, Hq, D]` and covariances `[L, Hq, D, D]` in fp32."""
+    """Collects means `[L, Hq, D]`, covariances `[L, Hq, D, D]` and samples `[L, Hq, SAMPLES, D]` in fp32."""
 
     def __init__(self, layers: int):
         self.mean: list[torch.Tensor] = [torch.empty(0)] * layers
         self.covariance: list[torch.Tensor] = [torch.empty(0)] * layers
+        self._samples: list[torch.Tensor] = [torch.empty(0)] * layers
 
     def add(self, layer: int, q: torch.Tensor) -> None:
-        """Add all queries of a layer, `[Hq, n, D]`. The covariance is divided by n."""
+        """Add all queries of a layer, `[Hq, n, D]`. The covariance is divided by n, and the samples are evenly spaced.
+        """
+        n = q.shape[1]
+        self._samples[layer] = q[:, [(2 * i + 1) * n // (2 * SAMPLES) for i in range(SAMPLES)]].float().cpu()
         x = q.double()
         mean = x.mean(1)
         x = x - mean.unsqueeze(1)
@@ -63,3 +71,6 @@ class QueryStatistics:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"query_mean": torch.stack(self.mean), "query_covariance": torch.stack(self.covariance)}
+
+    def samples(self) -> torch.Tensor:
+        return torch.stack(self._samples)

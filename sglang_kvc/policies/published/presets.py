@@ -6,10 +6,16 @@ The recent tokens that its paper keeps are the window, which stays uncompressed.
 
 from __future__ import annotations
 
+from ..allocation import Cake as CakeShare
 from ..allocation import Pyramid, Uniform, Xkv
 from ..base import Policy
 from ..presets import preset
+from ..scorers.cake import Cake
+from ..scorers.dapq import DapQ
+from ..scorers.gate import Gate
 from ..scorers.streaming_llm import StreamingLLM
+from .compresskv import CompressKV
+from .defensivekv import DefensiveKV
 from .h2o import H2O
 from .kv_compress import KvCompress
 from .snapkv import SnapKV
@@ -39,11 +45,13 @@ PUBLISHED: tuple[type[Policy], ...] = (
     ),
     preset(
         "minikv",
-        "MiniKV (arXiv 2411.18077): heavy hitters and 128 recent tokens, a pyramid of depth 7, all at 2 bits.",
+        "MiniKV (arXiv 2411.18077): a quarter of heavy hitters in a pyramid of depth 7, a quarter of recent tokens, "
+        "all at 2 bits. k2v2 quantizes a channel of keys over a whole block, not in MiniKV's groups of 16 tokens, and "
+        "the recent tokens are those of every block.",
         window=128,
         high="k2v2",
-        scorer=H2O(),
-        share=Pyramid(beta=7.0),
+        scorer=H2O(recent=0.25),
+        share=Pyramid(beta=7.0, even=0.5),
     ),
     preset(
         "mikv",
@@ -61,4 +69,32 @@ PUBLISHED: tuple[type[Policy], ...] = (
         scorer=SnapKV(),
         share=Xkv(),
     ),
+    preset(
+        "cake",
+        "CAKE (arXiv 2503.12491): mean and variance of the attention of pseudo queries, layers by preference.",
+        high="k8v8",
+        scorer=Cake(),
+        share=CakeShare(),
+    ),
+    preset(
+        "defensivekv",
+        "Layer-DefensiveKV (arXiv 2510.13334): the worst case over queries, ranked over all layers and heads.",
+        high="k8v8",
+        scorer=DefensiveKV(),
+    ),
+    preset(
+        "compresskv",
+        "CompressKV (arXiv 2508.02401): the retrieval heads of a layer choose for all of its heads.",
+        high="k8v8",
+        scorer=CompressKV(),
+        share=Uniform(),
+    ),
+    preset(
+        "dapq",
+        "DapQ: attention of pseudo queries at the positions behind a block.",
+        high="k8v8",
+        scorer=DapQ(),
+        share=Uniform(),
+    ),
+    preset("gate", "A trained gate of each head (Locret, arXiv 2410.01805).", high="k8v8", scorer=Gate()),
 )

@@ -3,12 +3,17 @@
 Those of `published/` collect attention scores, and are not recommended; see there.
 """
 
+from ..published.compresskv import CompressKV
+from ..published.defensivekv import DefensiveKV
 from ..published.h2o import H2O
 from ..published.kv_compress import KvCompress, KvCompressFull
 from ..published.mean_attention import MeanAttention
 from ..published.snapkv import SnapKV
 from .base import RowScorer, Scorer
+from .cake import Cake
+from .dapq import DapQ
 from .expected_attention import ExpectedAttention
+from .gate import Gate
 from .keydiff import KeyDiff
 from .random import Random
 from .streaming_llm import StreamingLLM
@@ -18,6 +23,9 @@ SCORERS: dict[str, type[Scorer]] = {
     for s in (
         KeyDiff,
         ExpectedAttention,
+        DapQ,
+        Cake,
+        Gate,
         StreamingLLM,
         Random,
         # published/
@@ -26,6 +34,8 @@ SCORERS: dict[str, type[Scorer]] = {
         KvCompressFull,
         H2O,
         SnapKV,
+        DefensiveKV,
+        CompressKV,
     )
 }
 

@@ -1,4 +1,4 @@
-"""The kernel of a decode step's scores compiles for Hopper, without a GPU, and keeps what it needs in registers."""
+"""The score kernels compile for Hopper, without a GPU, and that of a decode step keeps what it needs in registers."""
 
 import re
 import subprocess
@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.scores import decode_kernel as step
+from kvc_kernels.scores import prefill_kernel as prefill
 from kvc_kernels.scores.prefill_kernel import AttentionScores
 from kvc_kernels.scores.reference import ScoreSampling
 from kvc_kernels.store import PageStore
@@ -23,8 +24,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = CUDABackend(TARGET)
 
 
-def launch(spec, group, head_dim, tuning, monkeypatch):
-    """What `_step_kernel` is compiled from and with, by its launch."""
+def launch(spec, group, head_dim, tuning, monkeypatch, reduce="max", kernel=step._step_kernel):
+    """What `kernel` is compiled from and with, by its launch."""
     formats = [FORMATS[n] for n in spec.split("+")]
     whole = len(formats) == 1
     size = choose_page_bytes(
@@ -36,36 +37,41 @@ def launch(spec, group, head_dim, tuning, monkeypatch):
         dtype=torch.bfloat16
     )
     op = AttentionScores(
-        store, query_heads=8 * group, sampling=ScoreSampling(), max_batch=4, max_blocks=8, step=tuning
+        store, query_heads=8 * group, sampling=ScoreSampling(reduce=reduce), max_batch=4, max_blocks=8, step=tuning
     )
     out = []
 
     def run(self, *args, grid, warmup, **options):
         bound, special, rest = create_function_from_signature(self.signature, self.params, BACKEND)(*args, **options)
-        if self is step._step_kernel:
+        if self is kernel:
             options, signature, constants, attrs = self._pack_args(BACKEND, rest, bound, special, None)
             out.append((ASTSource(self, signature, constants, attrs), options.__dict__))
 
     monkeypatch.setattr(JITFunction, "run", run)
-    op.plan_decode(torch.zeros((4, 8), dtype=torch.int32), torch.ones(4, dtype=torch.int32))
+    rows = torch.zeros((4, 8), dtype=torch.int32)
+    if kernel is step._step_kernel:
+        op.plan_decode(rows, torch.ones(4, dtype=torch.int32))
+    else:
+        op.plan(rows, [0] * 4, [1] * 4)
     op.add(0, torch.zeros((4, 8 * group, head_dim), dtype=torch.bfloat16), torch.zeros((4, 8 * group)), scale=1.0)
     return out[0]
 
 
 @pytest.mark.parametrize(
-    "spec, group, head_dim, tuning, spilled",
+    "spec, group, head_dim, tuning, spilled, reduce",
     [
-        ("k4v4", 4, 128, step.StepTuning(), 0),
-        ("k4v2", 8, 128, step.StepTuning(), 0),
-        ("k8v4+k4v2", 7, 64, step.StepTuning(), 0),
-        ("k8v4+k4v2", 4, 128, step.StepTuning(), 32),
-        ("k4v4", 4, 128, step.StepTuning(64, 2, 1, 12, 168), 0),
+        ("k4v4", 4, 128, step.StepTuning(), 0, "max"),
+        ("k4v4", 4, 128, step.StepTuning(), 0, "worst"),
+        ("k4v2", 8, 128, step.StepTuning(), 0, "max"),
+        ("k8v4+k4v2", 7, 64, step.StepTuning(), 0, "max"),
+        ("k8v4+k4v2", 4, 128, step.StepTuning(), 32, "max"),
+        ("k4v4", 4, 128, step.StepTuning(64, 2, 1, 12, 168), 0, "max"),
     ],
 )
 def test_as_many_programs_fit_as_are_launched(
-    spec, group, head_dim, tuning, spilled, monkeypatch, tmp_path
+    spec, group, head_dim, tuning, spilled, reduce, monkeypatch, tmp_path
 ):
-    source, options = launch(spec, group, head_dim, tuning, monkeypatch)
+    source, options = launch(spec, group, head_dim, tuning, monkeypatch, reduce)
     kernel = triton.compile(source, target=TARGET, options=options)
     assert tuning.programs * (kernel.metadata.shared + 1024) <= 227 * 1024
     ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -77,3 +83,9 @@ def test_as_many_programs_fit_as_are_launched(
     # Each of a multiprocessor's four partitions has 16,384 registers, for whole warps.
     registers = -(-int(re.search(r"Used (\d+) registers", said)[1]) // 8) * 8 * 32
     assert 4 * (16384 // registers) >= tuning.programs * tuning.warps
+
+
+@pytest.mark.parametrize("reduce", ["max", "worst"])
+def test_a_prefill_compiles(reduce, monkeypatch):
+    source, options = launch("k8v4+k4v2", 4, 128, None, monkeypatch, reduce, prefill._columns_kernel)
+    assert "wgmma" in triton.compile(source, target=TARGET, options=options).asm["ptx"]

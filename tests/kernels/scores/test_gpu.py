@@ -93,7 +93,7 @@ def test_scores_with_the_kernels_own_lse(high, low, group, head_dim, sampling):
     assert torch.allclose(a, b, atol=5e-3 * float(a.max()), rtol=0.03)
 
 
-@pytest.mark.parametrize("reduce", ["max", "squares"])
+@pytest.mark.parametrize("reduce", ["max", "squares", "worst"])
 @pytest.mark.parametrize("spec, group", [("k4v4", 4), ("k8v4+k4v2", 7)])
 def test_scores_of_a_captured_decode_step(spec, group, reduce):
     """Two replays of one CUDA graph collect twice what the reference finds in one step; blocks are shared."""

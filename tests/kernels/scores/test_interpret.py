@@ -83,6 +83,8 @@ def compare(store, mine):
         ("k2v2", 2, 0.0, ops.ScoreSampling(reduce="squares")),
         ("k4v4", 2, 0.0, ops.ScoreSampling(None, "sum", power=2, skip=10, stride=4)),
         ("k4v4", 1, 0.0, ops.ScoreSampling(16, stride=8)),
+        ("k8v4+k4v2", 2, 0.0, ops.ScoreSampling(16, "worst", stride=2)),
+        ("k4v4", 2, 3.0, ops.ScoreSampling(None, "worst", power=2, skip=4)),
     ],
 )
 def test_scores(spec, group, cap, sampling):
@@ -102,6 +104,7 @@ def test_scores(spec, group, cap, sampling):
         ("k4v4", 4, 0.0, ops.ScoreSampling(decode_stride=1)),
         ("k8v4+k4v2", 3, 0.0, ops.ScoreSampling(reduce="squares", decode_stride=1)),
         ("k2v2", 1, 3.0, ops.ScoreSampling(reduce="sum", power=2, skip=10, decode_stride=1)),
+        ("k8v4+k4v2", 2, 0.0, ops.ScoreSampling(reduce="worst", decode_stride=1)),
         ("k4v4", 4, 0.0, ops.ScoreSampling(decode_stride=8)),  # of 117, 40 and 73 tokens one
     ],
 )
@@ -189,5 +192,5 @@ def test_queries_are_counted_alike(sampling, decoding):
 
 
 def test_reductions_have_names():
-    with pytest.raises(ValueError, match="max, sum, squares"):
+    with pytest.raises(ValueError, match="max, sum, squares, worst"):
         ops.ScoreSampling(reduce="mean")

@@ -1,0 +1,62 @@
+"""Gates learn what a token's key and value say of its importance, and land in a file that a server reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvc_kernels import ops
+from kvc_kernels.layout import PoolLayout
+from sglang_kvc.calibration import tensors as calibration
+from sglang_kvc.calibration import verdicts
+from sglang_kvc.calibration.measure import gates
+from sglang_kvc.calibration.measure.capture import CalibrateError
+from sglang_kvc.policies.scorers.gate import Gate
+
+from .conftest import DIM, HEADS, KV_HEADS, LAYERS, make_ids, make_model
+
+
+def test_the_largest_attention_of_later_queries():
+    gen = torch.Generator().manual_seed(0)
+    q, k = torch.randn(HEADS, 20, DIM, generator=gen), torch.randn(KV_HEADS, 20, DIM, generator=gen)
+    got = gates.largest_attention(q, k, 0.3)
+    for h in range(KV_HEADS):
+        for i in range(20):
+            paid = [0.0]
+            for g in (2 * h, 2 * h + 1):
+                for j in range(i + 1, 20):
+                    e = np.exp(0.3 * (k[h, : j + 1] @ q[g, j]).double().numpy())
+                    paid.append(e[i] / e.sum())
+            assert float(got[h, i]) == pytest.approx(max(paid), rel=1e-4)
+
+
+def test_training_recovers_a_rule():
+    """Two heads whose targets are functions of their rows, which have offsets and scales of their own."""
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3000, 8, generator=gen)
+    targets = torch.stack((x[0, :, 0].relu() - x[0, :, 1], 2 * x[1, :, 2].abs() - 5))
+    rows = (x * torch.tensor([0.1, 1, 10, 1, 1, 1, 1, 1]) + torch.arange(8)).half()
+    trained = gates.train(gates.Examples(rows[:, :2500], targets[:, :2500]), hidden=8, steps=400)
+    assert gates.correlation(trained, gates.Examples(rows[:, 2500:], targets[:, 2500:])) > 0.95
+    # The level counts as well, because heads compete.
+    assert abs(float(ops.gate_scores(rows[1:, 2500:].float()[None, 0], *(g[1:] for g in trained)).mean()) + 3.4) < 0.3
+
+
+@pytest.mark.slow
+def test_from_a_model_to_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(gates, "PIECE", 192)
+    monkeypatch.setattr(gates, "END", 32)
+    found, seen = gates.gates(make_model(), make_ids(768), hidden=8, steps=150)
+    assert seen > 0.3
+    path = str(tmp_path / "calibration.safetensors")
+    save_file({"query_mean": torch.ones(LAYERS, HEADS, DIM)}, path, metadata={"other": "stays"})
+    gates.add_tensors(path, found)
+    assert calibration.tensor_names(path) == {"query_mean", *Gate().needs}
+    assert verdicts.read(path) is None
+    calibration.check_shapes(path, Gate().needs, PoolLayout(LAYERS, KV_HEADS, DIM, 64, 1152))
+    with pytest.raises(ValueError, match="does not fit"):
+        calibration.check_shapes(path, Gate().needs, PoolLayout(LAYERS, KV_HEADS, 2 * DIM, 64, 1152))
+    with pytest.raises(CalibrateError, match="longer"):
+        gates.gates(make_model(), make_ids(300))
