@@ -19,7 +19,7 @@ import functools
 import itertools
 from types import SimpleNamespace
 
-from .lookup import format_id_of
+from .lookup import budget_of, format_id_of
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -35,8 +35,9 @@ def before_verify(self, vocab_size):
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
+    from sglang_kvc.cache.one_shot import Budget, refusal
     from sglang_kvc.cache.runtime import current
-    from sglang_kvc.options.request_quality import level_of, namespace, offered, salted
+    from sglang_kvc.options.request_quality import is_one_shot, level_of, namespace, offered, salted
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
@@ -48,7 +49,11 @@ def before_add_request_to_queue(self, req, is_retracted=False):
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
-    req.kvc_private = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
+    req.kvc_budget = Budget.parse(req.kvc_level) if is_one_shot(req.kvc_level) else None
+    if req.kvc_budget is not None and (why := refusal(runtime, in_session=req.session is not None)):
+        req.set_finish_with_abort(why)
+    confined = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
+    req.kvc_private = confined or req.kvc_budget is not None
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if not self.is_generation and req.to_finish is None:
         _abort_if_too_long(req, runtime)
@@ -59,7 +64,8 @@ def _abort_if_too_long(req, runtime) -> None:
 
     chunk = get_schedule().chunked_prefill_size
     new, format_id = len(req.origin_input_ids), format_id_of(runtime, req)
-    if not runtime.capacity.prompt_ever_fits(new, format_id, chunk if (chunk or 0) > 0 else None):
+    chunk = chunk if (chunk or 0) > 0 else None
+    if not runtime.capacity.prompt_ever_fits(new, format_id, chunk, budget_of(req) is not None):
         req.set_finish_with_abort(
             f"The prompt of {new} tokens does not fit into the KV cache, which holds {runtime.sizing.capacity_tokens} "
             f"tokens uncompressed; use a shorter one, or start the server with more --kvc-memory."
