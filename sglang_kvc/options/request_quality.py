@@ -15,14 +15,14 @@ from typing import Any
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.cache import one_shot
 from sglang_kvc.options.config import KvcConfig
-from sglang_kvc.policies.base import LOSSLESS
+from sglang_kvc.policies import LOSSLESS, POLICIES
 
 PARAMETER = "kvc"
 
 
 def offered(config: KvcConfig) -> tuple[str, ...]:
     """Levels that requests to this server may ask for. `one_shot.PREFIX` stands for all budgets."""
-    packs = config.policy == "quantise" and FORMATS[config.high].packed and not config.window
+    packs = POLICIES[config.policy].keeps_all and FORMATS[config.high].packed and not config.window
     whole = [one_shot.PREFIX] if config.allow_one_shot and packs else []
     return (*([LOSSLESS] if config.allow_lossless else []), *whole, *config.levels)
 
@@ -51,8 +51,8 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
         if one_shot.PREFIX not in offered:
             raise ValueError(
                 f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which this server does not offer, because it '
-                f"needs a server of policy quantise in a packed format, with --kvc-window 0, that does not forbid it "
-                f"(--kvc-allow-one-shot); leave it out for what the server was started with."
+                f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and no "
+                f"--kvc-allow-one-shot false; leave it out for what the server was started with."
             )
         return str(one_shot.Budget.parse(level))
     if isinstance(level, str) and level in offered:
