@@ -35,23 +35,24 @@ def before_verify(self, vocab_size):
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
-    from sglang_kvc.cache.one_shot import Budget, refusal
+    from sglang_kvc.cache.one_shot import Budget, check_served
     from sglang_kvc.cache.runtime import current
     from sglang_kvc.options.request_quality import is_one_shot, level_of, namespace, offered, salted
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
     req.skip_radix_cache_insert = False
+    req.kvc_level = req.kvc_budget = None
     try:
         req.kvc_level = level_of(
             req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
         )
+        if is_one_shot(req.kvc_level):
+            check_served(runtime, in_session=req.session is not None)
+            req.kvc_budget = Budget.parse(req.kvc_level)
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
-    req.kvc_budget = Budget.parse(req.kvc_level) if is_one_shot(req.kvc_level) else None
-    if req.kvc_budget is not None and (why := refusal(runtime, in_session=req.session is not None)):
-        req.set_finish_with_abort(why)
     confined = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
     req.kvc_private = confined or req.kvc_budget is not None
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)

@@ -121,8 +121,8 @@ class OneShotPrompt:
     dropped: int = 0
 
 
-def refusal(runtime: Runtime, in_session: bool) -> str | None:
-    """Why this server or session cannot serve a one-shot prompt, in one sentence; None: it can."""
+def check_served(runtime: Runtime, in_session: bool) -> None:
+    """ValueError, in one sentence, where this server or a session cannot serve a one-shot prompt."""
     layout, fmt = runtime.layout, runtime.store.block_formats[1].high
     if runtime.windowed:
         why = "this model has sliding windows, which need every token at its place"
@@ -131,5 +131,7 @@ def refusal(runtime: Runtime, in_session: bool) -> str | None:
     elif in_session:
         why = "the next turn of a session reads the prompt, too"
     else:
-        return None
-    return f"A {PREFIX} prompt cannot be served, because {why}; leave it out for what the server was started with."
+        return
+    raise ValueError(
+        f"A {PREFIX} prompt cannot be served, because {why}; leave it out for what the server was started with."
+    )

@@ -38,7 +38,7 @@ def queue_prompt(runtime: Runtime, seq: Sequence, prompt: OneShotPrompt, length:
     runtime.blocks.state[kept] = State.PACKED
     runtime.blocks.format_id[kept] = seq.format_id
     runtime.counters.compactions += full
-    seq.drop(plan.kept_blocks, full)
+    seq.open_gap(plan.kept_blocks, full)
     runtime.gap_blocks += seq.gap
     runtime.blocks.give_back(dropped)
     runtime.ledger.drop(dropped)

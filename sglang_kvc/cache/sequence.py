@@ -95,11 +95,10 @@ class Sequence:
         first = self.one_shot.first  # type: ignore[union-attr]  # only these have a gap
         return self.blocks[:first] + self.blocks[first + self.gap :]
 
-    def drop(self, first: int, end: int) -> list[int]:
-        """Open the gap at places `first` .. `end` - 1, before the window; returns the blocks that lay there."""
-        dropped, self.blocks[first:end] = self.blocks[first:end], [SCRATCH_BLOCK] * (end - first)
+    def open_gap(self, first: int, end: int) -> None:
+        """Forget the blocks at places `first` .. `end` - 1, which lie before the window."""
+        self.blocks[first:end] = [SCRATCH_BLOCK] * (end - first)
         self.one_shot.first, self.one_shot.dropped = first, end - first  # type: ignore[union-attr]
-        return dropped
 
     def open_tokens(self) -> int:
         """Tokens of its uncompressed blocks. Packed blocks of a cached prefix stay packed, in the window too."""

@@ -163,6 +163,18 @@ def test_servers_without_budgets(serve, options):
     assert ask(None) is None
 
 
+def test_a_session_cannot_have_a_budget(serve):
+    ask = serve()
+    assert ask("one-shot:8x") == "one-shot:8x"
+    aborts, req = [], ask.req
+    again = SimpleNamespace(
+        sampling_params=req.sampling_params, extra_key=None, set_finish_with_abort=aborts.append, session=object()
+    )
+    requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), again)
+    assert len(aborts) == 1 and "session" in one_sentence(aborts[0])
+    assert again.kvc_level is None and again.kvc_budget is None and not again.kvc_private
+
+
 def test_settings_are_resolved_once(serve, monkeypatch):
     requests._resolved.cache_clear()
     ask, seen = serve("--kvc-levels", "k8v4"), []

@@ -14,7 +14,6 @@ from kvc_kernels.store import SCRATCH_BLOCK
 from sglang_kvc.cache import one_shot
 from sglang_kvc.cache.one_shot import POOL, SINKS, WINDOW, Budget
 from sglang_kvc.cache.runtime import Phase
-from sglang_kvc.options.request_quality import LOSSLESS
 from sglang_kvc.stats.collect import measure
 from tests.support.no_sync import NoSync
 
@@ -255,6 +254,9 @@ def test_who_cannot_be_served(runtime, windowed, page, session, why):
     if page:
         runtime.layout = PoolLayout(L, H, D, P, page)
         assert P % runtime.layout.page(FORMATS["k4v4"]).tokens
-    found = one_shot.refusal(runtime, in_session=session)
-    assert found is None if why is None else why in found and found.endswith(".")
-    assert LOSSLESS not in (found or "")
+    if why is None:
+        one_shot.check_served(runtime, in_session=session)
+        return
+    with pytest.raises(ValueError, match=why) as e:
+        one_shot.check_served(runtime, in_session=session)
+    assert str(e.value).startswith("A one-shot prompt cannot") and str(e.value).count(". ") == 0
