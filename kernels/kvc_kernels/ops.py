@@ -9,8 +9,10 @@ GPU. Importing this module does not import triton.
 from .append import reference as append_reference
 from .common.dispatch import dispatch
 from .compact import reference as compact_reference
+from .compact.pack_kept import pack_kept
 from .decode import snapshot
 from .decode.reference import ReferenceDecode, decode_attention
+from .decode.row_gaps import RowGaps
 from .extend.reference import ReferenceExtend, extend_attention
 from .pages import reference as pages_reference
 from .pages.dense import block_digest, block_scores, block_tiers, load_dense
@@ -18,6 +20,7 @@ from .pages.reference import block_head_pages, check_invariants
 from .records import reference as records_reference
 from .records.reference import record_places
 from .scores import reference as scores_reference
+from .scores.prompt_end import LastQueries, prompt_scores
 from .scores.reference import ReferenceScores, ScoreSampling, mean_attention_scores
 from .tiering import importance, thresholds
 from .tiering.apportion import (
@@ -32,6 +35,7 @@ from .tiering.gates import gate_scores
 from .tiering.importance import expected_attention, future_keys, hashed_scores, keydiff, pool_scores
 from .tiering.pseudo_queries import pseudo_attention, rotated
 from .tiering.quota import keep_all, quota, threshold
+from .tiering.sequence_quota import ranked_tokens, sequence_quota
 from .tiering.thresholds import Thresholds
 
 # Pages: rows in, blocks taken, packed to lower formats and released.
@@ -61,6 +65,8 @@ __all__ = [
     "AttentionScores",
     "DecodeAttention",
     "ExtendAttention",
+    "LastQueries",
+    "RowGaps",
     "ScoreSampling",
     "Thresholds",
     "WindowedExtend",
@@ -87,16 +93,20 @@ __all__ = [
     "least_allocation",
     "load_dense",
     "mean_attention_scores",
+    "pack_kept",
     "plan_thresholds",
     "pool_scores",
+    "prompt_scores",
     "pseudo_attention",
     "pyramid",
     "quota",
+    "ranked_tokens",
     "read_records",
     "record_places",
     "release",
     "retention_curves",
     "rotated",
+    "sequence_quota",
     "spread",
     "take_bf16",
     "take_stored",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from .lookup import chunk_tokens, format_id_of, runtime_of
+from .lookup import budget_of, chunk_tokens, format_id_of, runtime_of
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
@@ -94,7 +94,8 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     new = len(req.full_untruncated_fill_ids) - req.prefix_len
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
     chunk = None if self.rem_chunk_tokens is None else chunk_tokens()
-    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk)
+    one_shot = budget_of(req) is not None
+    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk, one_shot)
     chosen = (_staged(self, runtime, r) for r in self.can_run_list)
     if not runtime.capacity.may_stage(_staged(self, runtime, req), chosen):
         return AddReqResult.OTHER
@@ -110,7 +111,8 @@ def around_add_chunked_req(orig, self, req):
     end = min(len(req.full_untruncated_fill_ids), req.prefix_len + self.rem_chunk_tokens)
     need = runtime.capacity.new_block_tokens([req.kvc], [end]) + self.kvc_decode_tokens
     shortage = self.rem_chunk_tokens - int(self.rem_total_tokens)
-    credit = runtime.capacity.chunk_credit(need, shortage, running=len(self.running_batch.reqs))
+    one_shot = budget_of(req) is not None
+    credit = runtime.capacity.chunk_credit(need, shortage, len(self.running_batch.reqs), one_shot)
     if credit is None:
         # No other prompt in this pass: SGLang counts a chunk of this one with every batch, and knows one at a time.
         self.rem_chunk_tokens = 0

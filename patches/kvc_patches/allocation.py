@@ -7,7 +7,7 @@ asked for a spare block per request: at 128 tokens per block that slack would ev
 
 from __future__ import annotations
 
-from .lookup import format_id_of, runtime_of
+from .lookup import budget_of, format_id_of, runtime_of
 from .registry import hook
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
@@ -22,11 +22,15 @@ def around_alloc_for_extend(orig, batch):
         if getattr(req, "kvc", None) is None:
             cached = req.kv.cache_protected_len
             blocks = tree.path_blocks(req.last_node)[: cached // allocator.page_size]
-            req.kvc = runtime.new_sequence(blocks, cached, format_id_of(runtime, req))
+            req.kvc = runtime.new_sequence(blocks, cached, format_id_of(runtime, req), budget_of(req))
         req.kvc.prompt = length
     runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_requests(batch.reqs, lengths):
-        return orig(batch)
+        out = orig(batch)
+    for req in batch.reqs:
+        if req.kvc.one_shot is not None:
+            req.kvc.one_shot.row = req.kv.req_pool_idx
+    return out
 
 
 def around_alloc_for_decode(orig, batch, token_per_req):

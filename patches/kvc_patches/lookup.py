@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sglang_kvc.cache.one_shot import Budget
     from sglang_kvc.cache.runtime import Runtime
 
 
@@ -23,12 +24,12 @@ def format_id_of(runtime: Runtime, req: Any) -> int:
     """The format id that blocks of SGLang's request go to, by its level."""
     from sglang_kvc.options.request_quality import level
 
-    return runtime.policy.format_id_of(level(req))
+    return runtime.policy.format_id_of(None if budget_of(req) else level(req))
 
 
-def longest_request(runtime: Runtime, format_id: int) -> int:
+def longest_request(runtime: Runtime, format_id: int, one_shot: bool = False) -> int:
     """Tokens of the longest request, with its answer, whose blocks go to `format_id`."""
-    return runtime.capacity.longest_request(format_id, chunk_tokens())
+    return runtime.capacity.longest_request(format_id, chunk_tokens(), one_shot)
 
 
 def chunk_tokens() -> int | None:
@@ -37,3 +38,8 @@ def chunk_tokens() -> int | None:
 
     chunk = get_schedule().chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else None
+
+
+def budget_of(req: Any) -> Budget | None:
+    """The budget of SGLang's request for its whole prompt, if it asked for one."""
+    return getattr(req, "kvc_budget", None)

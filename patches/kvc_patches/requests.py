@@ -20,7 +20,7 @@ import functools
 import itertools
 from types import SimpleNamespace
 
-from .lookup import chunk_tokens, format_id_of, longest_request
+from .lookup import budget_of, chunk_tokens, format_id_of, longest_request
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -36,20 +36,26 @@ def before_verify(self, vocab_size):
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
+    from sglang_kvc.cache.one_shot import Budget, check_served
     from sglang_kvc.cache.runtime import current
-    from sglang_kvc.options.request_quality import level_of, namespace, offered, salted
+    from sglang_kvc.options.request_quality import is_one_shot, level_of, namespace, offered, salted
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
     req.skip_radix_cache_insert = False
+    req.kvc_level = req.kvc_budget = None
     try:
         req.kvc_level = level_of(
             req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
         )
+        if is_one_shot(req.kvc_level):
+            check_served(runtime, in_session=req.session is not None)
+            req.kvc_budget = Budget.parse(req.kvc_level)
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
-    req.kvc_private = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
+    confined = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
+    req.kvc_private = confined or req.kvc_budget is not None
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if req.to_finish is None:
         _bound(req, runtime, answers=self.is_generation)
@@ -58,13 +64,14 @@ def before_add_request_to_queue(self, req, is_retracted=False):
 def _bound(req, runtime, *, answers: bool) -> None:
     """Abort a request that is too long for its level, or cut its answer."""
     params, prompt, format_id = req.sampling_params, len(req.origin_input_ids), format_id_of(runtime, req)
+    one_shot = budget_of(req) is not None
     if answers:
-        longest = longest_request(runtime, format_id)
+        longest = longest_request(runtime, format_id, one_shot)
         fits = prompt < longest - 1
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
     else:
-        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens())
+        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), one_shot)
     if not fits:
         level = f" at {req.kvc_level}" if req.kvc_level else ""
         req.set_finish_with_abort(

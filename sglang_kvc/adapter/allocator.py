@@ -40,8 +40,9 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         return max_new_tokens
 
     def used_slots(self) -> int:
-        """Slots of all blocks that have an owner. Only the leak check reads this exact, virtual count."""
-        return self.runtime.blocks.used_count * self.page_size
+        """Slots of all blocks that have an owner, and of the places in the gaps of running sequences. Only the leak
+        check reads this exact, virtual count."""
+        return (self.runtime.blocks.used_count + self.runtime.gap_blocks) * self.page_size
 
     @contextmanager
     def for_requests(self, reqs, lengths: list[int]):

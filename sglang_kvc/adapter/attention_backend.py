@@ -6,6 +6,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
+from kvc_kernels import ops
+
+from ..cache.one_shot import WINDOW
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
@@ -42,6 +45,9 @@ class KvcAttnBackend(AttentionBackend):
         self.attention = Attention(
             self.runtime.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)), **sizes
         )
+        self.query_heads = sizes["query_heads"]
+        self.runtime.windowed = bool(sizes["windows"])
+        self.runtime.page_ops.gaps = ops.RowGaps(rows, self.runtime.store.device)
         if self.runtime.store.on_gpu and not runner.server_args.skip_server_warmup:
             kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}
             compile_ahead(self.runtime, kinds=kinds, **sizes)
@@ -57,8 +63,9 @@ class KvcAttnBackend(AttentionBackend):
             return
         if fb.forward_mode.is_decode():
             snap = self.attention.plan_decode(
-                self.req_to_token_pool.req_to_token, fb.req_pool_indices, fb.seq_lens, fb.seq_lens_cpu.tolist()
-            )
+                self.req_to_token_pool.req_to_token, fb.req_pool_indices, fb.seq_lens, fb.seq_lens_cpu.tolist(),
+                self.runtime.page_ops.gaps,
+            )  # fmt: skip
         else:
             snap = self._extend_snapshot(fb)
             self.attention.plan_extend(snap)
@@ -72,9 +79,13 @@ class KvcAttnBackend(AttentionBackend):
         starts = self.req_to_token_pool.req_to_token[:, ::p]
         row_blocks = starts[fb.req_pool_indices, : -(-max(lens) // p)] // p
         extend = [int(n) for n in fb.extend_seq_lens_cpu]
-        prefix = [n - e for n, e in zip(lens, extend)]
         write = fb.out_cache_loc // p, fb.out_cache_loc % p
         seqs = self.runtime.sequences_of(fb.rids or [])
+        gaps = [seq.gap if seq is not None and seq.decoding else 0 for seq in seqs]
+        if any(gaps):
+            self.runtime.page_ops.gaps.leave_out(row_blocks, fb.req_pool_indices)
+            lens = [n - gap * p for n, gap in zip(lens, gaps)]
+        prefix = [n - e for n, e in zip(lens, extend)]
         fake_quant_format = self.runtime.fake_quant_format(seqs)
         waiting = []
         if any(fake_quant_format):
@@ -83,8 +94,20 @@ class KvcAttnBackend(AttentionBackend):
             ]
         return Snapshot(
             row_blocks, fb.seq_lens, *write, lens, prefix, extend,
-            fake_quant_format or None, waiting if any(waiting) else None,
+            fake_quant_format or None, waiting if any(waiting) else None, not any(gaps), self._observed(seqs, extend),
         )  # fmt: skip
+
+    def _observed(self, seqs, extend: list[int]) -> list[tuple[slice, ops.LastQueries]]:
+        """Rows of this forward's queries that one-shot prompts remember, and where."""
+        out, end = [], 0
+        for seq, new in zip(seqs, extend):
+            end += new
+            if seq is None or (prompt := seq.one_shot) is None or seq.decoding:
+                continue
+            if prompt.queries is None:
+                prompt.queries = ops.LastQueries(self.runtime.store, self.query_heads, WINDOW)
+            out.append((slice(end - min(new, WINDOW), end), prompt.queries))
+        return out
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Do nothing: the attention's buffers are static and sized for every row."""

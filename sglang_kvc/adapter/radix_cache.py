@@ -93,11 +93,12 @@ class KvcRadixCache(DiskCache):
     def checkpoint_into_tree(self, req, *, up_to: int, **kwargs) -> None:
         """Insert the full blocks of the first `up_to` tokens. The request then goes on in the tree's blocks.
 
-        SGLang checkpoints a request after each chunk, after its prefill, and when it finishes.
+        SGLang checkpoints a request after each chunk, after its prefill, and when it finishes. Blocks of a one-shot
+        prompt never enter the tree.
         """
         seq: Sequence = req.kvc
         tokens, done = req.full_untruncated_fill_ids[:up_to], req.finished()
-        if not self.disable and not (done and req.kvc_private):
+        if not self.disable and seq.one_shot is None and not (done and req.kvc_private):
             self._follow_tree(req, BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt))
             if done and not isinstance(req.finished_reason, FINISH_ABORT):
                 self.session_refs.register_session_ref(req, leaf=req.last_node)
@@ -109,8 +110,11 @@ class KvcRadixCache(DiskCache):
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
         any others; what is left of them when the request resumes is a hit.
 
-        A streaming session keeps its row, and what a request wrote under its own name is found by it alone."""
+        A streaming session keeps its row, and what a request wrote under its own name is found by it alone. A one-shot
+        prompt leaves nothing: it is computed again as a whole."""
         if self.disable or req.kvc is None or (req.session is not None and req.session.streaming):
+            return
+        if req.kvc.one_shot is not None:
             return
         req.refresh_fill_ids()
         written = req.full_untruncated_fill_ids[: req.kv.kv_committed_len]
@@ -158,7 +162,7 @@ class KvcRadixCache(DiskCache):
         seq.release()
         private = req.kvc_private and (checkpointed or req.finished())
         self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
-        self.runtime.free(seq.blocks[shared:])
+        self.runtime.free_sequence(seq)
         req.kvc = None
         if private and not self.disable:
             self._drop_path(req.last_node)

@@ -29,7 +29,8 @@ class Blocks:
       compacted only at 0, so of several sharers the one with the latest window decides.
     * `generation[b]`: rises at every free, so that a late page count is told from one of the block's successor.
     * `start[b]`: position in the sequence of the block's first token.
-    * `num_tokens[b]`: tokens written or about to be.
+    * `num_tokens[b]`: tokens written or about to be. Those of a one-shot prompt are divided over the blocks that are
+      left of it.
     """
 
     def __init__(self, num_blocks: int):

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from kvc_kernels.ops import LastQueries
+
+    from .one_shot import Plan
     from .transfers import Loading
 
 
@@ -61,7 +64,34 @@ class Load:
     loading: Loading
 
 
-Op = Take | Release | Compact | Save | Load
+@dataclass(frozen=True)
+class PackPrompt:
+    """Pack the tokens that a one-shot prompt keeps into the first of its full blocks, and free the others.
+
+    blocks: all blocks of the prompt, which stays uncompressed until then; the last one may be part-filled.
+    full: number of full ones.
+    tokens: length of the prompt.
+    row: row of `req_to_token`, which has a gap from then on.
+    """
+
+    blocks: np.ndarray
+    full: int
+    tokens: int
+    to_format: int
+    plan: Plan
+    queries: LastQueries
+    row: int
+
+
+@dataclass(frozen=True)
+class EndGap:
+    """Forget the gap of `row`, whose request ended after all its `blocks` were released."""
+
+    row: int
+    blocks: np.ndarray
+
+
+Op = Take | Release | Compact | Save | Load | PackPrompt | EndGap
 
 
 @dataclass

@@ -12,7 +12,8 @@ from kvc_kernels import ops
 from kvc_kernels.store import PageStore
 
 from ..policies import Evidence, Policy
-from .op_queue import Compact, Load, Op, Release, Save, Take
+from .one_shot import POOL, SINKS
+from .op_queue import Compact, EndGap, Load, Op, PackPrompt, Release, Save, Take
 
 if TYPE_CHECKING:
     from .transfers import Transfers
@@ -40,6 +41,7 @@ class PageOps:
         self.store, self.policy, self.reserve_pages = store, policy, reserve_pages
         self._sampling = policy.score_sampling
         self.transfers: Transfers | None = None  # of the host tier, if there is one
+        self.gaps = ops.RowGaps(0, store.device)  # replaced by one with the rows of `req_to_token`
 
     def run(self, op: Op, step: int) -> list[PendingCounts]:
         """Launch `op` at the start of forward `step`."""
@@ -51,9 +53,28 @@ class PageOps:
             self.transfers.save(op.blocks, op.units)
         elif isinstance(op, Load):
             self.transfers.load(op.blocks, op.format_id, op.units, op.loading)
+        elif isinstance(op, PackPrompt):
+            self._pack_prompt(op)
+        elif isinstance(op, EndGap):
+            self.gaps.close(op.row)
         else:
             return self._compact(op, step)
         return []
+
+    def _pack_prompt(self, op: PackPrompt) -> None:
+        """Rank the tokens of each layer, let the pages of all heads compete, and pack what wins."""
+        store, layout, plan, p = self.store, self.store.layout, op.plan, self.store.layout.block_tokens
+        blocks, page_tokens = self._to_device(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
+        best, worth = [], []
+        for layer in range(layout.layers):
+            scores = ops.prompt_scores(store, layer, blocks, op.tokens, op.queries)
+            pooled = ops.pool_scores(scores, POOL)[:, : op.full * p]
+            ranked = ops.ranked_tokens(pooled, plan.kept_blocks * p, page_tokens, SINKS, plan.last)
+            best.append(ranked[0])
+            worth.append(ranked[1])
+        pages = ops.sequence_quota(torch.cat(worth), plan.pages, plan.floor).view(layout.layers, layout.heads)
+        ops.pack_kept(store, blocks[: op.full], plan.kept_blocks, op.to_format, torch.stack(best), pages)
+        self.gaps.open(op.row, plan.kept_blocks, op.full - plan.kept_blocks)
 
     def _to_device(self, ids: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(ids)

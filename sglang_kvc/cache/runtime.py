@@ -27,8 +27,10 @@ from .blocks import Blocks, State
 from .capacity import Capacity
 from .host_tier import HostTier
 from .ledger import Ledger
-from .op_queue import Compact, OpLog, Release, Take
+from .one_shot import Budget, OneShotPrompt
+from .op_queue import Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
+from .prompt_packing import queue_prompt
 from .sequence import Sequence
 from .sizing import Sizing, make_layout, size_server
 
@@ -101,6 +103,8 @@ class Runtime:
     extending: list[tuple[str, Sequence]] = field(default_factory=list)
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     host_tier: HostTier | None = None
+    gap_blocks: int = 0  # places of all running sequences that have no block
+    windowed: bool = False  # whether the model has layers with sliding windows
     weights: Callable[[], bytes] = lambda: b""  # names the weights, and the rank's heads and layers
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
@@ -160,10 +164,18 @@ class Runtime:
 
     # ---- sequences (scheduler side)
 
-    def new_sequence(self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, format_id: int = 1) -> Sequence:
-        """The record of a request that starts with `length` cached tokens in `prefix_blocks` (int64)."""
+    def new_sequence(
+        self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, format_id: int = 1, budget: Budget | None = None
+    ) -> Sequence:
+        """The record of a request that starts with `length` cached tokens in `prefix_blocks` (int64).
+
+        With a `budget` it starts with none, and is uncompressed until its prompt is complete."""
         p, window = self.layout.block_tokens, self.config.window
-        return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
+        if budget is None:
+            return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
+        seq = Sequence.admit(self.blocks, p, window, NO_BLOCKS, 0, format_id=0)
+        seq.one_shot = OneShotPrompt(budget, format_id)
+        return seq
 
     def grow(self, seqs: list[Sequence], lengths: list[int]) -> bool:
         """Take the blocks that `seqs` need to hold `lengths` tokens, all or none; returns whether they fit."""
@@ -218,9 +230,14 @@ class Runtime:
           Where the policy plans again, also the packed block whose turn it is.
         * END: the full blocks that the tree keeps, `kept`; the window is gone. `length` is 0 where nothing was
           generated.
+
+        A one-shot prompt is packed as a whole, by the first event behind it; its answer goes by these rules.
         """
         if phase is Phase.END:
             self.queue_due(kept, seq.format_id, length)
+        elif seq.one_shot is not None and not seq.one_shot.packed:
+            if phase is not Phase.CHUNK:
+                queue_prompt(self, seq, seq.one_shot, length)
         elif phase is not Phase.CHUNK or not self.capacity.packs_whole_prompts:
             decoded = phase is Phase.DECODE and length > seq.prompt
             self.queue_due(seq.slide(length), seq.format_id, length if decoded else 0)
@@ -291,6 +308,13 @@ class Runtime:
         self._queue(due, from_format=0, to_format=format_id, length=length)
         return len(due)
 
+    def free_sequence(self, seq: Sequence) -> None:
+        """Return the blocks of an ended sequence that the tree did not take over."""
+        self.free(seq.owned()[seq.shared :])
+        if seq.gap:
+            self.gap_blocks -= seq.gap
+            self.log.push(EndGap(seq.one_shot.row, NO_BLOCKS))  # type: ignore[union-attr]  # only these have a gap
+
     def replan(self, ids: list[int] | np.ndarray, length: int) -> int:
         """Queue those of `ids`, blocks of one sequence of `length` tokens, that are packed and in use by it alone to be
         planned again; returns how many."""
@@ -325,6 +349,8 @@ class Runtime:
         self.pending.clear()
         self.extending.clear()
         self._open_queued = False
+        self.gap_blocks = 0
+        self.page_ops.gaps.reset()
         if self.host_tier is not None:
             self.host_tier.reset()
         self.blocks.reset()

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvc_kernels.store import SCRATCH_BLOCK
+
 from .blocks import Blocks
+from .one_shot import OneShotPrompt
 
 TURNS = 16  # parts of a block's time; each has one turn, which is enough for 2^16 blocks behind the window
 
@@ -26,6 +29,8 @@ class Sequence:
     length: tokens written or about to be.
     packed: blocks from `window_start` on that were packed when the request found them in the tree. A block's state
         does not change while it lies in a window.
+    one_shot: the record of a request with a budget for its whole prompt, which shares no block. Places of its gap name
+        the scratch block.
     """
 
     records: Blocks
@@ -38,6 +43,7 @@ class Sequence:
     prompt: int = 0
     length: int = 0
     packed: int = 0
+    one_shot: OneShotPrompt | None = None
 
     @classmethod
     def admit(
@@ -76,6 +82,23 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether the forward that was allocated last decodes a token; else it prefills."""
         return self.length > self.prompt
+
+    @property
+    def gap(self) -> int:
+        """Places without blocks: the request stores more tokens in fewer blocks before them."""
+        return 0 if self.one_shot is None else self.one_shot.dropped
+
+    def owned(self) -> list[int]:
+        """The blocks of all places outside the gap."""
+        if not self.gap:
+            return self.blocks
+        first = self.one_shot.first  # type: ignore[union-attr]  # only these have a gap
+        return self.blocks[:first] + self.blocks[first + self.gap :]
+
+    def open_gap(self, first: int, end: int) -> None:
+        """Forget the blocks at places `first` .. `end` - 1, which lie before the window."""
+        self.blocks[first:end] = [SCRATCH_BLOCK] * (end - first)
+        self.one_shot.first, self.one_shot.dropped = first, end - first  # type: ignore[union-attr]
 
     def open_tokens(self) -> int:
         """Tokens of its uncompressed blocks. Packed blocks of a cached prefix stay packed, in the window too."""
@@ -129,6 +152,5 @@ class Sequence:
 
     def release(self) -> None:
         """End the request. The caller frees its blocks or leaves them to the tree."""
-        ids = np.asarray(self.blocks, dtype=np.int64)
-        self.records.ref_count[ids] -= 1
-        self.records.window_count[ids[self.window_start :]] -= 1
+        self.records.ref_count[self.owned()] -= 1
+        self.records.window_count[self.blocks[self.window_start :]] -= 1

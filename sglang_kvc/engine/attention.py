@@ -6,7 +6,7 @@ plain torch or kernels by the store's device (`kvc_kernels.ops`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,10 @@ class Snapshot:
     `prefix_lens_cpu` and `extend_lens_cpu` are None in a decode step. `fake_quant_format[B]`: format in which queries
     of a request see its full blocks fake-quantized, None for exact; no list: the server's format for all.
     `waiting_cpu[B]`: places of the full blocks of each prefix that are still uncompressed; None where no prefix has
-    any.
+    any. `whole`: packed blocks hold P tokens each, unless the policy drops some. `observed`: rows of the queries that
+    one-shot prompts remember, and where.
+
+    Gaps are closed: `row_blocks` leaves them out, and lengths count what is stored.
     """
 
     row_blocks: torch.Tensor
@@ -40,6 +43,8 @@ class Snapshot:
     extend_lens_cpu: list[int] | None = None
     fake_quant_format: list[Format | None] | None = None
     waiting_cpu: list[list[int]] | None = None
+    whole: bool = True
+    observed: Sequence[tuple[slice, ops.LastQueries]] = ()
 
 
 class Attention:
@@ -95,15 +100,18 @@ class Attention:
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
         seq_lens_cpu: list[int],
+        gaps: ops.RowGaps | None = None,
     ) -> Snapshot:
-        """Copy rows `req_pool_indices[B]` of `req_to_token[R, C]` into the static buffers and cut the step into work
-        items. Does not wait for a GPU."""
+        """Copy rows `req_pool_indices[B]` of `req_to_token[R, C]` into the static buffers, without their gaps, and cut
+        the step into work items. Does not wait for a GPU."""
         n, columns = len(seq_lens), -(-max(seq_lens_cpu) // self.store.layout.block_tokens)
         ops.decode_snapshot(
             self.store, req_to_token, req_pool_indices, seq_lens, self.rows, self.lens, self.write, columns=columns
         )
         # Whole rows: a captured step takes sizes from their shape, which must not depend on the lengths.
         rows, lens = self.rows[:n], self.lens[:n]
+        if gaps is not None and gaps.rows:
+            lens -= gaps.leave_out(rows[:, :columns], req_pool_indices) * self.store.layout.block_tokens
         for decoder in self.decoders.values():
             decoder.plan(rows, lens)
         if self.scores is not None:
@@ -116,7 +124,7 @@ class Attention:
         self.snap, rows = snap, snap.row_blocks.int()
         lens = snap.prefix_lens_cpu, snap.extend_lens_cpu
         for extender in self.extenders.values():
-            extender.plan(rows, *lens, snap.waiting_cpu, snap.fake_quant_format)
+            extender.plan(rows, *lens, snap.waiting_cpu, snap.fake_quant_format, snap.whole)
         if self.scores is not None:
             self.scores.plan(rows, *lens)
 
@@ -158,6 +166,8 @@ class Attention:
         """One layer of the planned prefill: `q[N, Hq, D]`, new `k`, `v` `[N, H, D]` -> `[N, Hq, D]`."""
         snap, extender = self.snap, self.extenders[window]
         self.append(self.store, layer, snap.write_blocks, snap.write_offsets, k, v)
+        for rows, queries in snap.observed:
+            queries.add(layer, q[rows], scale=scale, logit_cap=logit_cap)
         if self.scores is None or window >= 0:
             return extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)
         out, lse = extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap, return_lse=True)

@@ -42,6 +42,7 @@ class KvcConfig:
     levels: tuple[str, ...] = ()  # formats that single requests may ask for
     trust: str = ALL  # which requests share blocks that depend on one request's queries: all, or those of one salt
     allow_lossless: bool = True  # whether single requests may ask for an uncompressed cache
+    allow_one_shot: bool = True  # whether single requests may ask for a budget of their whole prompt
 
     @property
     def isolates_salts(self) -> bool:

@@ -1,9 +1,9 @@
-"""Per-request quality ("level"), in SGLang's `custom_params`: `{"kvc": "lossless"}`, or a format that the server offers
-with `--kvc-levels`: `{"kvc": "k8v4"}`.
+"""Per-request quality ("level"), in SGLang's `custom_params`: `{"kvc": "lossless"}`, a format that the server offers
+with `--kvc-levels`, `{"kvc": "k8v4"}`, or a budget for the whole prompt, `{"kvc": "one-shot:16x"}`.
 
 A level is a namespace of the radix tree: blocks of different levels are never shared. So a lossless request never reads
 a packed block, and no other request keeps an uncompressed block alive. With `--kvc-trust salt`, a request without a
-salt has its own namespace if its attention scores decide what its blocks keep.
+salt has its own namespace if its attention scores decide what its blocks keep. A one-shot request always has its own.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+from kvc_kernels.layout import FORMATS
+from sglang_kvc.cache import one_shot
 from sglang_kvc.options.config import KvcConfig
-from sglang_kvc.policies.base import LOSSLESS
+from sglang_kvc.policies import LOSSLESS, POLICIES
 
 PARAMETER = "kvc"
 
 
 def offered(config: KvcConfig) -> tuple[str, ...]:
-    """Levels that requests to this server may ask for."""
-    return (*([LOSSLESS] if config.allow_lossless else []), *config.levels)
+    """Levels that requests to this server may ask for. `one_shot.PREFIX` stands for all budgets."""
+    packs = POLICIES[config.policy].keeps_all and FORMATS[config.high].packed and not config.window
+    whole = [one_shot.PREFIX] if config.allow_one_shot and packs else []
+    return (*([LOSSLESS] if config.allow_lossless else []), *whole, *config.levels)
 
 
 def asks(custom_params: Any) -> bool:
@@ -43,18 +47,31 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
             f'{{"{PARAMETER}": "{LOSSLESS}"}}.'
         )
     level = custom_params[PARAMETER]
+    if is_one_shot(level):
+        if one_shot.PREFIX not in offered:
+            raise ValueError(
+                f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which this server does not offer, because it '
+                f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and no "
+                f"--kvc-allow-one-shot false; leave it out for what the server was started with."
+            )
+        return str(one_shot.Budget.parse(level))
     if isinstance(level, str) and level in offered:
         return level
     if default is not None and level == default:
         return None
     why = "this server does not allow" if level == LOSSLESS else "is not a level of the compressed cache"
-    notes = {LOSSLESS: " (never compressed)"}
-    choices = [f'"{name}"{notes.get(name, "")}' for name in (*offered, *([default] if default else []))]
+    written = {LOSSLESS: f'"{LOSSLESS}" (never compressed)', one_shot.PREFIX: f'"{one_shot.PREFIX}:16x"'}
+    choices = [written.get(name, f'"{name}"') for name in (*offered, *([default] if default else []))]
     give = f"give {', '.join(choices)}, or " if choices else ""
     raise ValueError(
         f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}leave it out for what the server '
         f"was started with."
     )
+
+
+def is_one_shot(level: Any) -> bool:
+    """Whether a level asks, well or badly, for a budget of the whole prompt."""
+    return isinstance(level, str) and level.strip().lower().startswith(one_shot.PREFIX)
 
 
 def level(req: Any) -> str | None:

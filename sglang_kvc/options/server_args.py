@@ -184,6 +184,15 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         ),
         NS("memory"),
     ] = None
+    kvc_allow_one_shot: A[
+        str | None,
+        _option(
+            "Policy quantise: whether single requests may ask for a budget of their whole prompt, with custom_params "
+            '{"kvc": "one-shot:16x"}. Such a prompt is uncompressed until it is complete, and shares no block. '
+            "'true' (default), or 'false': such a request gets an error."
+        ),
+        NS("memory"),
+    ] = None
     kvc_trust: A[
         str | None,
         _option(

@@ -29,9 +29,11 @@ def format_name(block_format: BlockFormat) -> str:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Tokens in packed blocks, int64 `[L, H, 2]` (high, low), and the token slots of their pages."""
+    """Tokens in packed blocks, int64 `[L, H, 2]` (high, low), and the token slots of their pages. The blocks stand for
+    `whole` tokens of their sequences, dropped ones included."""
 
     blocks: int
+    whole: int
     tokens: torch.Tensor
     slots: int
 
@@ -59,7 +61,7 @@ def packed_tokens(runtime: Runtime) -> PackedTokens:
                 t = layout.page(fmt).tokens
                 pages = torch.div(counts[..., tier] + (t - 1), t, rounding_mode="floor")
                 slots += t * pages.sum(dtype=torch.int64)
-    return PackedTokens(len(packed), tokens.cpu(), int(slots))
+    return PackedTokens(len(packed), int(blocks.num_tokens[packed].sum()), tokens.cpu(), int(slots))
 
 
 def measure(runtime: Runtime, *, detail: bool) -> KvcStats:
@@ -70,7 +72,7 @@ def measure(runtime: Runtime, *, detail: bool) -> KvcStats:
 def figures(runtime: Runtime) -> tuple[KvcStats, HeadMap]:
     """Detailed statistics, and kept and high shares per layer and head over all packed blocks."""
     packed = packed_tokens(runtime)
-    share = packed.tokens.double() / max(1, packed.blocks * runtime.layout.block_tokens)
+    share = packed.tokens.double() / max(1, packed.whole)
     head_map = HeadMap(kept=share.sum(-1).tolist(), high=share[..., 0].tolist(), blocks=packed.blocks)
     return _stats(runtime, packed), head_map
 
@@ -97,7 +99,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         pages_free=ledger.free,
         tokens=tokens,
         bytes=bytes_of(used),
-        packed_tokens=len(packed) * layout.block_tokens,
+        packed_tokens=int(blocks.num_tokens[packed].sum()),
         packed_bytes=bytes_of(packed),
         blocks_by_format=by_format,
         tokens_by_tier=tiers,
@@ -134,7 +136,7 @@ def _disk(store: DiskStore) -> dict[str, int]:
 
 def _tiers(runtime: Runtime, packed: PackedTokens, tokens: int) -> tuple[dict[str, int], float | None]:
     """(layer, head, token) triples in each tier, and the share of token slots of packed pages that hold a token."""
-    heads, whole = runtime.layout.layers * runtime.layout.heads, packed.blocks * runtime.layout.block_tokens
+    heads, whole = runtime.layout.layers * runtime.layout.heads, packed.whole
     high, low = packed.tokens.sum((0, 1)).tolist()
     tiers = {"bf16": (tokens - whole) * heads, "high": high, "low": low, "pruned": whole * heads - high - low}
     return tiers, (high + low) / packed.slots if packed.slots else None

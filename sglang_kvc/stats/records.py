@@ -14,8 +14,9 @@ from typing import Any
 class KvcStats:
     """Counts of one rank. Bytes include all metadata: page slack, scales, tables, scores and positions.
 
-    A packed block stands for `block_size` tokens of the sequence, pruned ones included. `tokens_by_tier` counts (layer,
-    head, token) triples. It is empty, and `occupancy` None, if reading them would wait for the device.
+    A packed block stands for `block_size` tokens of the sequence, pruned ones included; those of a one-shot prompt
+    together stand for all of it. `tokens_by_tier` counts (layer, head, token) triples. It is empty, and `occupancy`
+    None, if reading them would wait for the device.
     """
 
     config: str  # `KvcConfig.summary()`

@@ -185,6 +185,7 @@ def test_sizes(text, size):
 
 WRONG = [
     ({"allow_lossless": "perhaps"}, "--kvc-allow-lossless"),
+    ({"allow_one_shot": "8x"}, "--kvc-allow-one-shot"),
     ({"policy": "leankv", "trust": "none"}, "--kvc-trust"),
     ({"policy": "magic"}, "--kvc-policy"),
     ({"high": "k3v3"}, "--kvc-high"),

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvc_kernels.layout import PoolLayout
 from kvc_patches import requests
+from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options import resolve
 from sglang_kvc.options.request_quality import namespace
 from sglang_kvc.options.resolve import resolve_config
@@ -25,13 +27,19 @@ def serve(parse, monkeypatch):
         args = parse("--kv-backend", "kvc", *options)
         config = resolve.resolve_config(args)
         monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
-        runtime = SimpleNamespace(config=config, policy=make_policy(config), salt_only=False)
+        policy, layout = make_policy(config), PoolLayout(1, 1, 128, 128, 8448)
+        store = SimpleNamespace(block_formats=policy.block_formats(layout))
+        runtime = SimpleNamespace(
+            config=config, policy=policy, salt_only=False, windowed=False, layout=layout, store=store
+        )
         monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
 
         def ask(level):
             sampling = SimpleNamespace(custom_params=params(level))
             aborts = []
-            req = SimpleNamespace(sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append)
+            req = SimpleNamespace(
+                sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None
+            )
             refused = None
             try:
                 requests.before_verify(sampling, 1000)
@@ -42,6 +50,7 @@ def serve(parse, monkeypatch):
             assert aborts == ([str(refused)] if refused else [])
             if refused:
                 raise refused
+            ask.req = req
             return req.kvc_level
 
         return ask
@@ -119,6 +128,51 @@ def test_a_server_may_forbid_uncompressed_requests(serve, options):
     if "k8v4" in options:
         assert ask("k8v4") == "k8v4"
     assert serve("--kvc-allow-lossless", "true", *options.split())("lossless") == "lossless"
+
+
+@pytest.mark.parametrize(
+    "options", ["", "--kvc-high k8v4 --kvc-levels k4v4", "--kvc-policy safe", "--kvc-policy balanced"]
+)
+def test_a_budget_for_the_whole_prompt(serve, options):
+    ask = serve(*options.split())
+    assert ask("One-Shot:16X") == "one-shot:16x" and ask.req.kvc_budget == Budget(ratio=16) and ask.req.kvc_private
+    first = ask.req.extra_key
+    assert ask("one-shot:16x") == "one-shot:16x" and ask.req.extra_key != first  # no other request finds its blocks
+    assert ask("one-shot:512") == "one-shot:512" and ask.req.kvc_budget == Budget(tokens=512)
+    assert ask(None) is None and ask.req.kvc_budget is None and not ask.req.kvc_private
+    assert ask("lossless") == "lossless" and ask.req.kvc_budget is None
+    with pytest.raises(ValueError, match="from 1 to 64") as e:
+        ask("one-shot:100x")
+    one_sentence(str(e.value))
+    with pytest.raises(ValueError, match='"one-shot:16x"'):  # among what to give instead
+        ask("k2v2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--kvc-allow-one-shot false", "--kvc-window 64", "--kvc-high bf16", "--kvc-high bf16 --kvc-levels k4v4",
+        "--kvc-policy leankv", "--kvc-policy quota", "--kvc-policy safe --kvc-allow-one-shot False",
+    ],
+)  # fmt: skip
+def test_servers_without_budgets(serve, options):
+    ask = serve(*options.split())
+    with pytest.raises(ValueError, match=r"does not offer, because .*quantise.*--kvc-window 0.*--kvc-allow") as e:
+        ask("one-shot:8x")
+    one_sentence(str(e.value))
+    assert ask(None) is None
+
+
+def test_a_session_cannot_have_a_budget(serve):
+    ask = serve()
+    assert ask("one-shot:8x") == "one-shot:8x"
+    aborts, req = [], ask.req
+    again = SimpleNamespace(
+        sampling_params=req.sampling_params, extra_key=None, set_finish_with_abort=aborts.append, session=object()
+    )
+    requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), again)
+    assert len(aborts) == 1 and "session" in one_sentence(aborts[0])
+    assert again.kvc_level is None and again.kvc_budget is None and not again.kvc_private
 
 
 def test_settings_are_resolved_once(serve, monkeypatch):

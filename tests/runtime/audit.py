@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
 from kvc_kernels import ops
 from kvc_kernels.store import PageStore
+from kvc_patches.lookup import format_id_of
 from sglang_kvc.adapter.radix_cache import FULL
 from sglang_kvc.cache.blocks import State
 
@@ -14,14 +17,27 @@ from . import record
 from .model import P, pages_held
 
 
-def check_device(runtime) -> None:
-    """Behind a flush: every page is in one place, and the ledger charges no block less than it holds."""
+def check_device(runtime, reqs: Iterable = ()) -> None:
+    """Behind a flush: every page is in one place, and the ledger charges no block less than it holds. Of the one-shot
+    prompts among the running `reqs` it charges exactly what all blocks together hold."""
     ops.check_invariants(runtime.store)
     held, charge = pages_held(runtime.store), runtime.ledger.charge
-    assert (held <= charge).all(), "the ledger is below the device"
+    alone = np.arange(len(held)) > 0
+    for kept in filter(len, map(kept_blocks, reqs)):
+        assert held[kept].sum() == charge[kept].sum(), "a one-shot prompt holds other pages than it is charged"
+        alone[kept] = False
+    assert (held <= charge)[alone].all(), "the ledger is below the device"
     exact = [i for i, block_format in enumerate(runtime.store.block_formats) if block_format.exact]
-    mine = np.isin(runtime.store.format_id.numpy(), exact) & (np.arange(len(held)) > 0)
+    mine = np.isin(runtime.store.format_id.numpy(), exact) & alone
     assert (held[mine] == charge[mine]).all(), "a block format of a known size has another"
+    gaps = {r.kv.req_pool_idx for r in reqs if r.kvc is not None and r.kvc.gap}
+    assert runtime.page_ops.gaps.rows == gaps, "a row has the gap of another request"
+
+
+def kept_blocks(req) -> list[int]:
+    """The blocks that hold what a one-shot prompt keeps, once it is packed and has dropped something."""
+    seq = req.kvc
+    return [] if seq is None or seq.one_shot is None else seq.blocks[: seq.one_shot.first]
 
 
 def check_reads(server, reqs: list) -> None:
@@ -30,14 +46,20 @@ def check_reads(server, reqs: list) -> None:
     for req in reqs:
         n = req.kv.kv_committed_len
         row = server.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :n]
-        mine = req.kvc.blocks
+        mine, kept = req.kvc.blocks, kept_blocks(req)
         expected = (np.array(mine).repeat(P) * P)[:n] + np.arange(n) % P
-        assert len(mine) == -(-n // P) and (row.numpy() == expected).all(), "a row and its record differ"
-        format_ids = set(runtime.store.format_id[mine].tolist())
-        assert format_ids <= {
-            0, runtime.policy.format_id_of(req.kvc_level)
-        }, "a block is at another level than its request"
-        for i, block in enumerate(mine):
+        behind = len(kept) + req.kvc.gap
+        backed = np.arange(n) // P < len(kept)
+        backed |= np.arange(n) // P >= behind
+        assert len(mine) == -(-n // P) and (row.numpy() == expected)[backed].all(), "a row and its record differ"
+        listed = row[None, ::P].clone() // P
+        left_out = runtime.page_ops.gaps.leave_out(listed, torch.tensor([req.kv.req_pool_idx]))
+        assert listed[0, : len(mine) - int(left_out)].tolist() == req.kvc.owned(), "a snapshot reads other blocks"
+        format_ids = set(runtime.store.format_id[req.kvc.owned()].tolist())
+        assert format_ids <= {0, format_id_of(runtime, req)}, "a block is at another level than its request"
+        if kept:
+            record.check_kept(runtime.store, kept, req.history[: behind * P], req.kvc.prompt)
+        for i, block in enumerate(mine[behind:], start=behind):
             tokens = req.history[i * P : min(n, (i + 1) * P)]
             assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()
             if len(tokens) > len(blocks[block]):
@@ -101,7 +123,9 @@ def check_records(server) -> None:
     runtime, tree = server.runtime, server.tree_cache
     blocks, ledger = runtime.blocks, runtime.ledger
     holding = [r for r in server.requests.values() if getattr(r, "kvc", None) is not None]
-    own = [b for r in holding for b in r.kvc.blocks[r.kvc.shared :]]
+    own = [b for r in holding for b in r.kvc.owned()[r.kvc.shared :]]
+    gaps = sum(r.kvc.gap for r in holding)
+    assert gaps == runtime.gap_blocks, "gaps drifted"
     kept, idle, stored = [], [], []
     for node in _nodes(tree):
         mine = _ids(tree.component, node.component(FULL).value)
@@ -115,11 +139,11 @@ def check_records(server) -> None:
         _check_stored(runtime.host_tier, stored)
     assert len({*own, *kept}) == len(own) + len(kept) == blocks.used_count, "a block has two owners, or none"
     in_tree = tree.evictable_slots() + tree.protected_size()
-    assert server.token_to_kv_pool_allocator.used_slots() == in_tree + len(own) * P
+    assert server.token_to_kv_pool_allocator.used_slots() == in_tree + (len(own) + gaps) * P
 
     ref_count, windows = np.zeros_like(blocks.ref_count), np.zeros_like(blocks.window_count)
     for r in holding:
-        ref_count[r.kvc.blocks] += 1
+        ref_count[r.kvc.owned()] += 1
         windows[r.kvc.blocks[r.kvc.window_start :]] += 1
         window = max(0, r.kv.kv_committed_len - runtime.config.window) // P
         assert r.kvc.window_start <= window, "a window was left too early"

@@ -25,17 +25,19 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from bench.scheduler import ModelFreeScheduler
 from bench.scheduler import configured as scheduler_without_model
+from kvc_kernels import ops
 from kvc_patches import requests
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.host_tier import HostTier
+from sglang_kvc.cache.one_shot import WINDOW
 from sglang_kvc.cache.page_ops import PageOps
 from sglang_kvc.options.request_quality import PARAMETER
 
 from . import record
 from .audit import check_device, check_reads, check_records
-from .model import CONTEXT, ROWS, P
+from .model import CONTEXT, ROWS, H, L, P
 
 
 @contextlib.contextmanager
@@ -56,7 +58,9 @@ class Overlap(ModelFreeScheduler):
     def __init__(self, runtime, chunk: int | None, disable: bool):
         self.runtime, self.seen, self.late = runtime, Counter(), 0
         runtime.page_ops._compact = self._compact  # counts
+        runtime.page_ops._pack_prompt = self._pack_prompt
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
+        runtime.page_ops.gaps = ops.RowGaps(len(pool.req_to_token), torch.device("cpu"))
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P))
         self.requests: dict[str, Req] = {}
@@ -138,9 +142,10 @@ class Overlap(ModelFreeScheduler):
         self.forward_ct += 1
         self._note(batch)
         self.runtime.flush()
-        check_device(self.runtime)
+        check_device(self.runtime, [r for r in self.requests.values() if getattr(r, "kvc", None) is not None])
         spans = [self._span(batch, i) for i in range(len(batch.reqs))]
         record.write(self.runtime.store, self.req_to_token_pool.req_to_token, batch.reqs, spans)
+        self._observe(batch.reqs, spans)
         check_reads(self, batch.reqs)
         places = [end - len(req.origin_input_ids) for req, (_, end) in zip(batch.reqs, spans)]
         tokens = [req.answer[min(max(at, 0), len(req.answer) - 1)] for req, at in zip(batch.reqs, places)]
@@ -163,6 +168,22 @@ class Overlap(ModelFreeScheduler):
     def _compact(self, op, step: int) -> list:
         self.seen["planned again" if op.from_format else "packed"] += len(op.blocks)
         return PageOps._compact(self.runtime.page_ops, op, step)
+
+    def _pack_prompt(self, op) -> None:
+        self.seen["one-shot"] += 1
+        self.seen["gaps"] += op.plan.kept_blocks < op.full
+        PageOps._pack_prompt(self.runtime.page_ops, op)
+
+    def _observe(self, reqs: list[Req], spans: list[tuple[int, int]]) -> None:
+        """What the attention backend notes of one-shot prompts."""
+        for req, (first, last) in zip(reqs, spans):
+            prompt = req.kvc.one_shot
+            if prompt is None or req.kvc.decoding:
+                continue
+            prompt.queries = prompt.queries or ops.LastQueries(self.runtime.store, H, WINDOW)
+            for layer in range(L):
+                rows = record.queries(req.history[max(first, last - WINDOW) : last], layer)
+                prompt.queries.add(layer, rows, scale=0.02, logit_cap=0.0)
 
     @staticmethod
     def _span(batch, i: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
 from kvc_kernels.layout import BF16
 from kvc_kernels.store import PageStore
+from sglang_kvc.cache.one_shot import SINKS, WINDOW
 
 from .model import D, H, L, P
 
@@ -90,6 +91,34 @@ def check(store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool) -> N
             k, v, tier = ops.load_dense(store, layer, mine, format_id)
             assert not keeps_all or (tier == 2).all(), "a token is gone"
             _check_rows(store, format_id, (k, v), tier * live[:, None], want[:, layer])
+
+
+def queries(numbers: np.ndarray, layer: int) -> torch.Tensor:
+    """Query rows bf16 `[n, H, D]` of tokens with these histories: those of their keys."""
+    return rows(numbers)[:, 0, layer].bfloat16()
+
+
+def check_kept(store: PageStore, kept: list[int], numbers: np.ndarray, prompt: int) -> None:
+    """Assert that the packed blocks `kept` hold some of the tokens with histories `numbers`, the full blocks of a
+    prompt of `prompt` tokens: each head whole pages, in the order of their positions, none twice, among them the
+    prompt's first and last tokens."""
+    ids = torch.tensor(kept)
+    (format_id,) = set(store.format_id[ids].tolist())
+    always = {*range(SINKS), *range(max(0, prompt - WINDOW), len(numbers))}
+    want = rows(numbers).permute(2, 1, 3, 0, 4)  # [L, K or V, H, S, D]
+    t = store.layout.page(store.block_formats[format_id].high).tokens
+    for layer in range(L):
+        k, v, tier = ops.load_dense(store, layer, ids, format_id)
+        for head in range(H):
+            stored = tier[:, head].flatten() == 2
+            counts = stored.view(len(kept), P).sum(1)
+            assert not (counts[1:] > 0)[counts[:-1] < P].any() and stored.sum() % t == 0, "a block is not dense"
+            keys, values = (x[:, head].flatten(0, 1)[stored] for x in (k, v))
+            place = torch.cdist(keys, want[layer, 0, head]).argmin(-1)
+            assert (place.diff() > 0).all(), "kept tokens are out of order, or doubled"
+            assert always <= set(place.tolist()), "a head lost the prompt's first or last tokens"
+            for got, x in ((keys, want[layer, 0, head]), (values, want[layer, 1, head])):
+                assert (got - x[place]).abs().max() <= 0.6, "a kept token has other rows"
 
 
 def _check_rows(store: PageStore, format_id: int, stored, tier: torch.Tensor, want: torch.Tensor) -> None:

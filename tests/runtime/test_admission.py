@@ -16,6 +16,7 @@ from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info
 from kvc_patches.lookup import longest_request
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
+from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .model import P, ToyServer
@@ -30,11 +31,13 @@ def configured():
         yield
 
 
-def prompt(server: ToyServer, new: int, answer: int, level: str | None = None) -> MagicMock:
+def prompt(
+    server: ToyServer, new: int, answer: int, level: str | None = None, budget: Budget | None = None
+) -> MagicMock:
     """A request of SGLang's that found nothing in the cache."""
     req = MagicMock(
         full_untruncated_fill_ids=[0] * new, prefix_len=0, output_ids=[], host_hit_length=0, kvc_level=level,
-        last_node=server.tree.root_node.id, kvc=server.runtime.new_sequence(),
+        kvc_budget=budget, last_node=server.tree.root_node.id, kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = answer, False
     req.needs_host_load_back.return_value = False
@@ -68,6 +71,9 @@ def test_a_prompt_waits_for_what_it_takes_packed():
     server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - 8))
     assert comes_in(server, prompt(server, 10 * P, 10))
     assert not comes_in(server, prompt(server, 10 * P, 10, level=LOSSLESS))
+    # A one-shot prompt is whole until it is complete, and its answer needs a block.
+    assert not comes_in(server, prompt(server, 8 * P, 10, budget=Budget(ratio=8)))
+    assert comes_in(server, prompt(server, 6 * P, 10, budget=Budget(ratio=8)))
     assert not comes_in(server, prompt(server, 10 * P, 10), chunk=None)
     assert comes_in(server, prompt(server, 2 * P, 10 * P), chunk=None)  # an answer is packed while it grows
     server.runtime.take([0] * 2)
@@ -187,15 +193,15 @@ def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
 
 def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
     """Of embedding models; packing makes room for those that are longer than what fits uncompressed."""
-    server = ToyServer(high="k4v4")
+    server = ToyServer(high="k4v4", window=0)
     capacity = server.runtime.sizing.capacity_tokens
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
 
-    def aborted(tokens):
+    def aborted(tokens, level=None):
         said = []
         req = SimpleNamespace(
-            origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=None), extra_key=None,
-            to_finish=None, set_finish_with_abort=said.append,
+            origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=level and {"kvc": level}),
+            extra_key=None, session=None, to_finish=None, set_finish_with_abort=said.append,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=False), req)
         return said
@@ -207,6 +213,11 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
     lengths = range(capacity - 3 * P, longest + 2 * P)
     assert len(lengths) > 3 * P
     assert [n for n in lengths if bool(aborted(n)) == comes_in(server, prompt(server, n, 0))] == []
+    # A one-shot prompt is uncompressed until it is complete.
+    budget, lengths = Budget(ratio=8), range(capacity - 3 * P, capacity + P)
+    refused = [bool(aborted(n, level=str(budget))) for n in lengths]
+    assert refused == [not comes_in(server, prompt(server, n, 0, budget=budget)) for n in lengths]
+    assert any(refused) and not all(refused)
 
 
 def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
@@ -303,7 +314,7 @@ def test_a_request_is_bounded_by_its_own_level(monkeypatch):
         )  # fmt: skip
         req = SimpleNamespace(
             origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-            set_finish_with_abort=said.append,
+            session=None, set_finish_with_abort=said.append,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
         return said, params.max_new_tokens, params.min_new_tokens

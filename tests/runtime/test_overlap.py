@@ -20,6 +20,7 @@ from .overlap import Overlap, configured
 
 LIVES = int(os.environ.get("KVC_LIVES", "1"))  # lives of each kind, each with a seed of its own
 TURNS = 100
+ONE_SHOT = ("one-shot:3x", "one-shot:24", "one-shot:64x")
 
 
 class Client:
@@ -45,12 +46,16 @@ class Client:
 
     def submit(self) -> None:
         draw, runtime, level = self.draw, self.server.runtime, self.draw.choice(self.levels)
-        longest = min(longest_request(runtime, runtime.policy.format_id_of(level)), CONTEXT - 1)
+        one_shot = level in ONE_SHOT
+        format_id = runtime.policy.format_id_of(None if one_shot else level)
+        longest = min(longest_request(runtime, format_id, one_shot), CONTEXT - 1)
         if draw.random() < 0.6:  # else as before: neighbors compute the same blocks, and one copy goes
             # Some are longer than all memory is uncompressed.
             self.pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, draw.choice([3, 3, 3, longest // P])))]
         prompt = [100 * piece + j for piece in self.pieces for j in range(P)]
         prompt += [7] * draw.choice([0, 1, 5, 20, P - 1])
+        if one_shot:  # long enough to drop whole blocks
+            prompt = [9] * 2 * P + prompt
         prompt = (prompt or [3])[: longest - 2]
         kind = draw.choice([0, 0, len(self.server.requests)])  # answers that others have given, too, or one's own
         most = min(draw.choice([1, P - 1, P, P + 1, 2 * P, 3 * P]), longest - len(prompt) - 1)
@@ -126,6 +131,12 @@ KINDS = {
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
     "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
+    "one-shot": Kind({"high": "k4v4", "window": 0, "blocks": 9}, asked=(None, None, None, *ONE_SHOT)),
+    "one-shot-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k8v8",), **TIGHT}, P, (None, "k8v8", *ONE_SHOT)),
+    "one-shot-whole": Kind({"high": "k8v4", "window": 0, **TIGHT}, None, (None, LOSSLESS, "one-shot:64x")),
+    "one-shot-host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, None, None, *ONE_SHOT)),
+    "one-shot-mixed": Kind({"high": "k4v4", "window": 0}, P, (None, None, None, *ONE_SHOT), mixed=True),
+    "one-shot-no-radix": Kind({"high": "k4v4", "window": 0}, P, ONE_SHOT, disable=True),
     "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
     "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
     "mixed-leankv": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS), mixed=True),
@@ -155,7 +166,9 @@ def test_lives(name, tmp_path):
     expected |= {"chunks"} if kind.chunk else set()
     expected |= {"mixed"} if kind.mixed else set()
     trust = kind.options.get("trust") == "salt"
-    expected |= {"private"} if trust else set()
+    budgets = bool(set(ONE_SHOT) & set(kind.asked))
+    expected |= {"private"} if trust or budgets else set()
+    expected |= {"one-shot", "gaps"} if budgets else set()
     expected |= {"saved", "loaded"} if kind.options.get("host_memory") and not trust else set()
     expected |= {"written", "read"} if kind.servers else set()
     expected |= set() if kind.disable else {"hits", "hits after a retraction", "evicted"}

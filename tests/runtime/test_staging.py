@@ -44,7 +44,7 @@ def turn(server: ToyServer, level: str | None = None) -> MagicMock:
     node = server.running[0].last_node
     req = MagicMock(
         full_untruncated_fill_ids=[0] * (4 * P + 5), prefix_len=4 * P, output_ids=[], host_hit_length=0,
-        kvc_level=level, last_node=node, kvc=server.runtime.new_sequence(),
+        kvc_level=level, kvc_budget=None, last_node=node, kvc=server.runtime.new_sequence(),
     )  # fmt: skip
     req.sampling_params.max_new_tokens, req.sampling_params.ignore_eos = 3, False
     req.needs_host_load_back.return_value = False

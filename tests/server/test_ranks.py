@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, deviation, tokens
@@ -52,3 +54,17 @@ def test_ranks_that_share_a_kv_head_keep_a_copy_each(replicated, rng):
     again = [replicated.client.generate(prompt, BLOCK, sampling=LOSSLESS) for _ in range(2)]
     assert [a.cached_tokens for a in again] == [5 * BLOCK] * 2
     assert again[0].ids == again[1].ids
+
+
+def test_ranks_charge_one_shot_prompts_alike(replicated, rng):
+    """Each rank chooses tokens by its own query heads, but as many pages. More is asked for than fits."""
+    client, trunk = replicated.client, tokens(rng, 2 * BLOCK)
+    client.flush()
+    prompts = [trunk + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(24)]
+    levels = ["one-shot:64x", "one-shot:6x", "one-shot:96", None]
+    options = [{"custom_params": {"kvc": rng.choice(levels)}} for _ in prompts]
+    with ThreadPoolExecutor(ROWS) as pool:
+        answers = list(pool.map(lambda p, o: client.generate(p, BLOCK + 8, sampling=o), prompts, options))
+    for answer, option in zip(answers, options):
+        assert len(answer.ids) == BLOCK + 8
+        assert option["custom_params"]["kvc"] is None or answer.cached_tokens == 0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes, page_bytes_for
 from kvc_kernels.store import PageStore
 
 F = FORMATS
@@ -87,6 +87,25 @@ def fill(store: PageStore, blocks: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     at = torch.arange(k.shape[1])
     for layer in range(store.layout.layers):
         ops.append(store, layer, blocks[at // p], at % p, k[layer], v[layer])
+
+
+def packed_prompt(*, head_dim: int, block_tokens: int) -> tuple[PageStore, torch.Tensor, torch.Tensor]:
+    """A store of two layers and two heads in k4v4, rows int32 `[2, 4]` and lengths int32 `[2]` of two requests.
+
+    The first one's prompt of four blocks and a bit is packed into its first three blocks, of which layer 1 leaves one
+    empty for head 0 and two for head 1. The second one's first block is packed whole.
+    """
+    page_bytes = page_bytes_for(F["k4v4"], block_tokens // 2, head_dim=head_dim, has_scores=False)
+    size = {"head_dim": head_dim, "block_tokens": block_tokens, "page_bytes": page_bytes}
+    store = make_store(layers=2, blocks=8, **size)
+    fill(store, torch.tensor([4, 2, 7, 1, 5]), *random_kv(store, 4 * block_tokens + 3))
+    fill(store, torch.tensor([3, 6]), *random_kv(store, block_tokens + 9, seed=1))
+    ops.compact(store, torch.tensor([3]), 1, None, from_format=0)
+    order = torch.rand(2, 2, 4 * block_tokens, generator=torch.Generator().manual_seed(2)).argsort(-1)
+    pages = torch.tensor([[6, 0], [3, 1]])  # of half a block
+    ops.pack_kept(store, torch.tensor([4, 2, 7, 1]), 3, 1, order[..., : 3 * block_tokens].int(), pages)
+    rows = torch.tensor([[4, 2, 7, 5], [3, 6, 0, 0]], dtype=torch.int32)
+    return store, rows, torch.tensor([3 * block_tokens + 3, block_tokens + 9], dtype=torch.int32)
 
 
 def random_tiers(

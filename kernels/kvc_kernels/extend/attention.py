@@ -248,19 +248,21 @@ class ExtendAttention:
         extend_lens: list[int],
         waiting: list[list[int]] | None = None,
         formats: list[Format | None] | None = None,
+        whole: bool = True,
     ) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Does not sync.
 
         `waiting[B]`, with `fake_quant_format`: places of the full blocks of each prefix that are still uncompressed.
         `formats[B]`: `fake_quant_format` of each request, by default that of the operation. One format is staged: a
-        request with another sees its own new blocks exact.
+        request with another sees its own new blocks exact. `whole`: packed blocks keep all of their tokens, where the
+        operation was told so.
         """
         if self._staged is not None:
             row_blocks, prefix_lens, extend_lens = self._staged.plan(
                 row_blocks, prefix_lens, extend_lens, waiting, formats
             )
         lists = row_blocks, prefix_lens, extend_lens
-        self.steps = steps = self._choose(*lists)
+        self.steps = steps = self._choose(*lists, whole)
         if steps.new == "ragged":
             self.ragged.plan(extend_lens)
         if steps.prefix == "decode":
@@ -273,7 +275,9 @@ class ExtendAttention:
             )
             self._reserve()
 
-    def _choose(self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int]) -> ExtendSteps:
+    def _choose(
+        self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], whole: bool
+    ) -> ExtendSteps:
         """The steps of a forward, behind the plan of its staged blocks. Plans the unpacked prefix if it is chosen."""
         staged = self._staged is not None and self._staged.groups is not None
         if not staged and self._few is not None and self._few.fits(prefix_lens, extend_lens):
@@ -289,7 +293,7 @@ class ExtendAttention:
             return ExtendSteps(None, new, staged)
         # Only the Triton kernel reads staged rows beside pages.
         staged_beside_pages = staged and new == "prefix"
-        if self._unpacked is not None and not staged_beside_pages:
+        if self._unpacked is not None and whole and not staged_beside_pages:
             skip = self._staged.waits if staged else None
             if self._unpacked.plan(row_blocks, prefix_lens, extend_lens, skip):
                 return ExtendSteps("unpacked", "paged" if staged else "ragged", staged)

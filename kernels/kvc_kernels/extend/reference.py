@@ -232,9 +232,10 @@ class ReferenceExtend:
         extend_lens: list[int],
         waiting: list[list[int]] | None = None,
         formats: list[Format | None] | None = None,
+        whole: bool = True,
     ) -> None:
-        """`formats[B]`: `fake_quant_format` of each request, by default that of the operation. `waiting` is read off
-        the format ids here."""
+        """`formats[B]`: `fake_quant_format` of each request, by default that of the operation. `waiting` and `whole`
+        are read off the blocks here."""
         self.lists = (row_blocks, prefix_lens, extend_lens)
         self.formats = formats or [self.fake_quant_format] * len(extend_lens)
 

@@ -141,9 +141,10 @@ class WindowedExtend:
         extend_lens: list[int],
         waiting: list[list[int]] | None = None,
         formats: list[Format | None] | None = None,
+        whole: bool = True,
     ) -> None:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host; other arguments as in `ExtendAttention`.
-        Does not sync."""
+        Blocks that a window sees are always whole. Does not sync."""
         store, p = self.store, self.store.layout.block_tokens
         fmt = self.fake_quant_format
         fake_quantized = [fmt is not None and (not formats or formats[r] is fmt) for r in range(len(extend_lens))]

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, BlockFormat
+from tests.support.no_sync import NoSync
 from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 
 MIXED = block_formats_of("k8v4+k4v2", "k4v4", "k2v2")
@@ -165,19 +165,6 @@ def test_empty_call_and_bad_formats():
     )
     with pytest.raises(ValueError, match="page size"):
         ops.compact(tight, torch.tensor([1]), 1, ops.keep_all(1, tight.layout), from_format=0)
-
-
-class NoSync(TorchDispatchMode):
-    """Fails on whatever would make a CUDA stream wait: reading a value, or a shape that depends on data."""
-
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func)
-        assert not any(x in name for x in self.FORBIDDEN), name
-        if "index" in name and isinstance(args[1] if len(args) > 1 else None, (list, tuple)):
-            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{name} by a mask"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("has_scores", [False, True])

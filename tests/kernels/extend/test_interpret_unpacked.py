@@ -119,3 +119,6 @@ def test_in_a_forward_whose_queries_see_blocks_as_stored(exact, monkeypatch):
     want = ops.extend_attention(store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, fake_quant_format=seen)
     assert error(out, want) < 0.04
     assert lse.isfinite().all()
+    # Blocks of a one-shot prompt do not keep every token.
+    op.plan(ROWS, PREFIX, NEW, WAITING, exact and [None if x else fmt for x in exact], whole=False)
+    assert op.steps.prefix == "triton"

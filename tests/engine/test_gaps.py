@@ -1,0 +1,101 @@
+"""Decode and mixed forwards over rows with a gap, as the backend plans them, against attention over the blocks that are
+left; and the queries that a one-shot prompt remembers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from sglang_kvc.adapter.attention_backend import KvcAttnBackend
+from sglang_kvc.cache.one_shot import WINDOW
+from sglang_kvc.engine.attention import Attention
+from tests.support.pages import packed_prompt
+from tests.support.random_store import reference_decode
+
+P, STALE = 64, 8  # a block id that rows of `req_to_token` still name in their gap
+
+
+@pytest.fixture
+def packed():
+    """The store of `packed_prompt`, and rows 3 and 1 of `req_to_token` for its requests: the first one's fourth place
+    is a gap of two blocks, before its open block."""
+    store, rows, lens = packed_prompt(head_dim=32, block_tokens=P)
+    gaps = ops.RowGaps(5, torch.device("cpu"))
+    gaps.open(3, 3, 2)
+    named = torch.zeros((5, 6), dtype=torch.int64)
+    named[3], named[1, :2] = torch.tensor([4, 2, 7, STALE, STALE, 5]), rows[1, :2]
+    slots = (named[..., None] * P + torch.arange(P)).flatten(1)
+    return store, rows, lens, gaps, slots.int()
+
+
+def attention(store) -> Attention:
+    return Attention(store, None, query_heads=4, max_batch=4, max_blocks=6)
+
+
+def test_decode_leaves_gaps_out(packed):
+    store, rows, lens, gaps, slots = packed
+    true = torch.tensor([int(lens[0]) + 2 * P, int(lens[1])])
+    planned = attention(store)
+    snap = planned.plan_decode(slots, torch.tensor([3, 1]), true, true.tolist(), gaps)
+    assert snap.write_blocks.tolist() == [5, 6] and snap.write_offsets.tolist() == ((true - 1) % P).tolist()
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 32, generator=gen).to(store.dtype) for n in (4, 2, 2))
+    for layer in range(2):
+        out = planned.decode(layer, q, k, v, scale=0.1, logit_cap=0.0)
+        want = reference_decode(store, layer, q, rows, lens, scale=0.1)
+        assert ((out.double() - want).norm() / want.norm()) < 5e-3
+
+
+def backend_of(store, gaps, slots, seqs):
+    runtime = SimpleNamespace(
+        store=store, page_ops=SimpleNamespace(gaps=gaps), sequences_of=lambda rids: seqs,
+        fake_quant_format=lambda seqs: [None] * len(seqs),
+    )  # fmt: skip
+    backend = KvcAttnBackend.__new__(KvcAttnBackend)
+    backend.runtime, backend.block_tokens, backend.query_heads = runtime, P, 4
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
+    return backend
+
+
+def test_a_decode_step_within_a_prefill_leaves_gaps_out(packed):
+    store, rows, lens, gaps, slots = packed
+    true = torch.tensor([int(lens[1]), int(lens[0]) + 2 * P])
+    one_shot = SimpleNamespace(one_shot=SimpleNamespace(queries=None), decoding=True, gap=2)
+    usual = SimpleNamespace(one_shot=None, decoding=False, gap=0, open_blocks=lambda n: [])
+    batch = SimpleNamespace(
+        seq_lens_cpu=true, seq_lens=true, req_pool_indices=torch.tensor([1, 3]), extend_seq_lens_cpu=[4, 1],
+        out_cache_loc=torch.cat((6 * P + torch.arange(int(true[0]) - 4, int(true[0])) % P, 5 * P + true[1:] % P - 1)),
+        rids=["a", "b"],
+    )  # fmt: skip
+    snap = backend_of(store, gaps, slots, [usual, one_shot])._extend_snapshot(batch)
+    assert not snap.whole and snap.observed == []
+    planned = attention(store)
+    planned.plan_extend(snap)
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, n, 32, generator=gen).to(store.dtype) for n in (4, 2, 2))
+    for layer in range(2):
+        out = planned.extend(layer, q, k, v, scale=0.1, logit_cap=0.0)
+        want = reference_decode(store, layer, q[3:], rows.flip(0), lens.flip(0), scale=0.1)  # each one's last token
+        assert ((out[3:].double() - want).norm() / want.norm()) < 1e-2
+
+
+def test_the_queries_of_chunks_are_remembered(packed):
+    """Three requests: one that prefills its prompt in chunks, one of another kind, and one that decodes."""
+    store, _, _, gaps, slots = packed
+    prompt = SimpleNamespace(queries=None)
+    mine = SimpleNamespace(one_shot=prompt, decoding=False)
+    others = [SimpleNamespace(one_shot=None, decoding=False), SimpleNamespace(one_shot=prompt, decoding=True), None]
+    backend = backend_of(store, gaps, slots, None)
+    seen, gen = [], torch.Generator().manual_seed(0)
+    for chunk in (20, 5, 1):
+        q = torch.randn(3 + chunk + 2, 4, 32, generator=gen).to(store.dtype)
+        observed = backend._observed([others[0], mine, others[1], others[2]], [3, chunk, 1, 1])
+        assert len(observed) == 1
+        for rows, queries in observed:
+            queries.add(1, q[rows], scale=0.5, logit_cap=0.0)
+        seen += list(q[3 : 3 + chunk])
+    assert torch.equal(prompt.queries.rows[1], torch.stack(seen[-WINDOW:])) and not prompt.queries.rows[0].any()
+    assert prompt.queries.scaling[1] == (0.5, 0.0)

@@ -1,0 +1,53 @@
+"""The attention of a prompt's last queries against float64, and the rows that are remembered of its chunks."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.scores import prompt_end
+from tests.support.pages import fill, make_store, random_kv
+
+P, WINDOW, GROUP = 32, 8, 3
+
+
+def slow_scores(q, k, scale, cap):
+    """Sums of squared probabilities `[H, S]` for `q[w, Hq, D]`, the last queries of `k[S, H, D]`, token by token."""
+    tokens, heads = k.shape[:2]
+    out = np.zeros((heads, tokens))
+    for i, row in enumerate(q):
+        seen = tokens - len(q) + i + 1
+        for j, query in enumerate(row):
+            logits = k[:seen, j // (len(row) // heads)] @ query * scale
+            logits = cap * np.tanh(logits / cap) if cap else logits
+            e = np.exp(logits - logits.max())
+            out[j // (len(row) // heads), :seen] += (e / e.sum()) ** 2
+    return out
+
+
+@pytest.mark.parametrize("elements", [1 << 23, 1])  # all heads at once, one at a time
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_scores_are_squared_attention(monkeypatch, cap, elements):
+    monkeypatch.setattr(prompt_end, "MAX_ELEMENTS", elements)
+    store, tokens = make_store(block_tokens=P, layers=2, heads=2), 3 * P + 5
+    blocks = torch.tensor([4, 1, 6, 2])
+    k, v = random_kv(store, tokens)
+    fill(store, blocks, k, v)
+    queries = ops.LastQueries(store, 2 * GROUP, WINDOW)
+    q = torch.randn(2, WINDOW, 2 * GROUP, 32, generator=torch.Generator().manual_seed(3)).to(store.dtype)
+    for layer in range(2):
+        queries.add(layer, q[layer], scale=0.1 + layer, logit_cap=cap)
+        found = ops.prompt_scores(store, layer, blocks, tokens, queries)
+        want = slow_scores(q[layer].double().numpy(), k[layer].double().numpy(), 0.1 + layer, cap)
+        assert found.shape == (2, tokens) and torch.isfinite(found).all()
+        np.testing.assert_allclose(found.numpy(), want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [[40], [8], [3, 5], [20, 1], [9, 2, 3, 1], [7, 8, 7]])
+def test_the_last_rows_of_all_chunks_are_remembered(chunks):
+    store = make_store(block_tokens=P)
+    queries = ops.LastQueries(store, 2, WINDOW)
+    rows = torch.arange(sum(chunks)).view(-1, 1, 1).expand(-1, 2, 32).to(store.dtype)
+    for part in rows.split(chunks):
+        queries.add(0, part[-WINDOW:], scale=1.0, logit_cap=0.0)
+    assert torch.equal(queries.rows[0], rows[-WINDOW:])

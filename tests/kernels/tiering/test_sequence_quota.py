@@ -1,0 +1,53 @@
+"""The competition of a sequence's pages against a slow reference, page by page."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvc_kernels import ops
+
+
+def slow_kept(scores: np.ndarray, pages: int, t: int, floor: int, most: int, always: set[int]) -> list[list[int]]:
+    """The tokens that each head of `scores` `[heads, S]` keeps, from an explicit list of all pages."""
+    entries = []
+    for head, row in enumerate(scores):
+        worth = [np.inf if i in always else x for i, x in enumerate(row)]
+        order = sorted(range(len(row)), key=lambda i: (-worth[i], i))
+        for j in range(min(most, len(row) // t)):
+            page = order[j * t : (j + 1) * t]
+            entries.append((j >= floor, -worth[page[0]], head, j, page))
+    kept = [[] for _ in scores]
+    for _, _, head, _, page in sorted(entries)[:pages]:
+        kept[head] += page
+    return [sorted(x) for x in kept]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_sequence_quota_equals_the_slow_reference(data):
+    t, heads = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(1, 5))
+    of_head = data.draw(st.integers(2, 9))
+    most = data.draw(st.integers(1, of_head))
+    first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+    floor = min(most, -(-(first + last) // t))
+    pages = data.draw(st.integers(floor * heads, most * heads))
+    draw = np.random.default_rng(data.draw(st.integers(0, 999)))
+    # Few distinct values, so that ties abound.
+    scores = draw.integers(0, data.draw(st.sampled_from([1, 3, 1000])), (heads, of_head * t)).astype(np.float32)
+    best, worth = ops.ranked_tokens(torch.from_numpy(scores), most * t, t, first, last)
+    kept = ops.sequence_quota(worth, pages, floor)
+    assert kept.sum() == pages and (kept >= floor).all() and (kept <= most).all()
+    always = {*range(first), *range(of_head * t - last, of_head * t)}
+    want = slow_kept(scores, pages, t, floor, most, always)
+    assert [sorted(row[: n * t]) for row, n in zip(best.tolist(), kept.tolist())] == want
+    if pages >= heads * -(-len(always) // t):
+        assert all(always <= set(row) for row in want)
+
+
+def test_bounds():
+    worth = torch.rand(3, 4)
+    for pages in (2, 13):
+        with pytest.raises(ValueError, match=r"3\.\.12"):
+            ops.sequence_quota(worth, pages, 1)

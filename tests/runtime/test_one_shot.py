@@ -1,0 +1,262 @@
+"""One-shot prompts without a model: sizes of a budget, what is kept against a slow reference, records, statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvc_kernels import ops
+from kvc_kernels.layout import FORMATS, RING_ENTRY_BYTES, PoolLayout, page_bytes_for
+from kvc_kernels.store import SCRATCH_BLOCK
+from sglang_kvc.cache import one_shot
+from sglang_kvc.cache.one_shot import POOL, SINKS, WINDOW, Budget
+from sglang_kvc.cache.runtime import Phase
+from sglang_kvc.stats.collect import measure
+from tests.support.no_sync import NoSync
+
+from .model import D, H, L, P, make_runtime
+
+
+@pytest.mark.parametrize("text", ["one-shot:16x", "one-shot:1x", "one-shot:2.5x", "one-shot:64x", "one-shot:1024"])
+def test_budgets_as_text(text):
+    assert str(Budget.parse(text)) == text and Budget.parse(f" {text.upper()} ") == Budget.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("one-shot", "no budget"), ("one-shot:", "no budget"), ("one-shot:x", "no budget"),
+        ("one-shot:-4x", "no budget"),
+        ("one-shot:nanx", "no budget"), ("one-shot:1e3", "no budget"), ("one-shot:16x,", "no budget"),
+        ("one-shot:0.99x", "out of range"), ("one-shot:64.1x", "out of range"), ("one-shot:0", "keeps nothing"),
+        ("one-shot:" + "9" * 10**6, "no budget"),
+    ],
+)  # fmt: skip
+def test_nonsense_gets_a_sentence(text, why):
+    with pytest.raises(ValueError, match=why) as e:
+        Budget.parse(text)
+    assert "one-shot:16x" in str(e.value) and len(str(e.value)) < 300
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_sizes_of_a_budget(data):
+    """Pages and tables of a prompt take no more than its ratio allows, unless every head is at its floor."""
+    fmt = FORMATS[data.draw(st.sampled_from(["k8v8", "k8v4", "k4v4", "k4v2"]))]
+    head_dim, t = data.draw(st.sampled_from([64, 128, 256])), data.draw(st.sampled_from([32, 64]))
+    layers, heads = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 8))
+    p = data.draw(st.sampled_from([64, 128]))
+    page_bytes = page_bytes_for(fmt, t, head_dim=head_dim, has_scores=False)
+    layout = PoolLayout(layers, heads, head_dim, p, page_bytes)
+    full, tail = data.draw(st.integers(1, 900)), data.draw(st.integers(0, p - 1))
+    ratio = data.draw(st.floats(1, 64))
+    plan = Budget(ratio=ratio).plan(layout, fmt, full, full * p + tail)
+    whole, rows = full * layout.block_pages(fmt), layers * heads
+    if plan is None:
+        assert full * p * 4 * rows * head_dim / ratio >= whole * page_bytes or full * p // t == 1
+        return
+    assert 1 <= plan.kept_blocks <= full and plan.last == max(0, WINDOW - tail)
+    assert plan.floor * rows <= plan.pages <= plan.kept_blocks * layout.block_pages(fmt) and plan.pages < whole
+    assert plan.floor * t >= SINKS + plan.last
+    num_bytes = plan.pages * (page_bytes + RING_ENTRY_BYTES) + plan.kept_blocks * layout.block_meta_bytes
+    if plan.pages > plan.floor * rows:
+        allowed = 4 * rows * head_dim * full * p / ratio
+        assert num_bytes <= allowed
+        # Nothing is left over but a page, and no head is held back far below what a fair share would give it.
+        assert plan.pages == whole or num_bytes + page_bytes + RING_ENTRY_BYTES > allowed
+        average = plan.pages / rows
+        assert plan.kept_blocks == full or plan.kept_blocks * (p // t) >= one_shot.MOST * average
+    tokens = data.draw(st.integers(1, 2 * full * p))
+    plan = Budget(tokens=tokens).plan(layout, fmt, full, full * p + tail)
+    if plan is None:
+        assert tokens >= full * p or full * p // t == 1
+    elif plan.pages > plan.floor * rows:
+        assert tokens * rows - t < plan.pages * t <= tokens * rows
+
+
+def prompt(runtime, tokens: int, budget: str, seed: int = 0):
+    """A prefilled one-shot prompt whose packing is queued: its sequence, K, V `[L, tokens, H, D]`, queries
+    `[L, w, Hq, D]`."""
+    gen = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(L, tokens, H, D, generator=gen).bfloat16() for _ in range(2))
+    q = torch.randn(L, WINDOW, 2 * H, D, generator=gen).bfloat16()
+    seq = runtime.new_sequence(format_id=1, budget=Budget.parse(budget))
+    seq.prompt, seq.one_shot.row = tokens, 3
+    assert runtime.grow([seq], [tokens])
+    runtime.flush()
+    at = torch.arange(tokens)
+    blocks = torch.tensor(seq.blocks)
+    seq.one_shot.queries = ops.LastQueries(runtime.store, 2 * H, WINDOW)
+    for layer in range(L):
+        ops.append(runtime.store, layer, blocks[at // P], at % P, k[layer], v[layer])
+        seq.one_shot.queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
+    runtime.tokens_written(seq, tokens // P // 2 * P, Phase.CHUNK)
+    assert len(runtime.log) == 0, "a chunk was packed"
+    runtime.tokens_written(seq, tokens, Phase.PREFILL)
+    return seq, k, v, q
+
+
+@pytest.fixture
+def runtime():
+    runtime = make_runtime(window=0, high="k4v4", blocks=16)
+    runtime.page_ops.gaps = ops.RowGaps(8, torch.device("cpu"))
+    return runtime
+
+
+def slow_kept(k: np.ndarray, q: np.ndarray, pages: int, most: int, t: int) -> dict[tuple[int, int], list[int]]:
+    """Tokens that each head keeps of the full blocks of a prompt with keys `[L, S, H, D]`."""
+    tokens, entries = k.shape[1], []
+    full = tokens // P * P
+    for layer in range(L):
+        for head in range(H):
+            scores = np.zeros(tokens)
+            for i in range(WINDOW):
+                seen = tokens - WINDOW + i + 1
+                for query in q[layer, i, 2 * head : 2 * head + 2]:
+                    e = np.exp(k[layer, :seen, head] @ query * 0.3)
+                    scores[:seen] += (e / e.sum()) ** 2
+            pooled = [scores[max(0, i - POOL // 2) : i + POOL // 2 + 1].max() for i in range(full)]
+            for i in range(full):
+                if i < SINKS or i >= tokens - WINDOW:
+                    pooled[i] = np.inf
+            order = sorted(range(full), key=lambda i: (-pooled[i], i))
+            for j in range(min(most, full // t)):
+                page = order[j * t : (j + 1) * t]
+                entries.append((j > 0, -pooled[page[0]], (layer, head), j, page))
+    kept = {(layer, head): [] for layer in range(L) for head in range(H)}
+    for _, _, head, _, page in sorted(entries)[:pages]:
+        kept[head] += page
+    return kept
+
+
+@pytest.mark.parametrize("tail", [0, 3, 40])
+@pytest.mark.parametrize("budget", ["one-shot:6x", "one-shot:70", "one-shot:20x"])
+def test_what_is_kept(runtime, budget, tail):
+    """Scores, pooling, sinks, competition and packing together. Pooled scores tie, so that pages of equal worth may
+    differ in few tokens by rounding."""
+    full = 10
+    seq, k, v, q = prompt(runtime, full * P + tail, budget)
+    t = runtime.layout.page(FORMATS["k4v4"]).tokens
+    plan = Budget.parse(budget).plan(runtime.layout, FORMATS["k4v4"], full, full * P + tail)
+    runtime.flush()
+    ops.check_invariants(runtime.store)
+    blocks = torch.tensor(seq.blocks[: plan.kept_blocks])
+    want = slow_kept(k.double().numpy(), q.double().numpy(), plan.pages, plan.kept_blocks * P // t, t)
+    assert int(ops.block_head_pages(runtime.store, blocks).sum()) == plan.pages
+    for layer in range(L):
+        keys, values, tier = ops.load_dense(runtime.store, layer, blocks, 1)
+        for head in range(H):
+            stored = tier[:, head].flatten() == 2
+            place = torch.cdist(keys[:, head].flatten(0, 1)[stored], k[layer, :, head].float()).argmin(-1).tolist()
+            assert place == sorted(set(place))
+            mine = want[layer, head]
+            assert len(place) == len(mine)
+            assert len(set(place) ^ set(mine)) <= 2
+            off = (values[:, head].flatten(0, 1)[stored] - v[layer, place, head].float()).abs().max()
+            assert off < 0.5
+
+
+def test_the_host_never_waits(runtime):
+    prompt(runtime, 10 * P + 5, "one-shot:20x")
+    rows, at = torch.arange(24).view(2, 12), torch.tensor([3, 1])
+    with NoSync():
+        runtime.flush()
+        assert runtime.page_ops.gaps.leave_out(rows, at) is not None
+    assert rows[1].tolist() == list(range(12, 24)) != rows[0].tolist()
+
+
+def test_records_of_a_life(runtime):
+    """Charges, free blocks and the gap from the first token to the last."""
+    blocks, ledger, pages = runtime.blocks, runtime.ledger, runtime.ledger.limit
+    at_start = blocks.free_count
+    seq, *_ = prompt(runtime, 10 * P + 5, "one-shot:20x")
+    plan = Budget(ratio=20).plan(runtime.layout, FORMATS["k4v4"], 10, 10 * P + 5)
+    kept = plan.kept_blocks
+    assert 0 < kept < 10 and seq.gap == 10 - kept == runtime.gap_blocks
+    assert seq.blocks[kept:10] == [SCRATCH_BLOCK] * seq.gap and len(seq.blocks) == 11
+    assert at_start - blocks.free_count == kept + 1 == len(seq.owned())
+    assert pages - ledger.free == plan.pages + runtime.layout.block_pages_bf16
+    stats = measure(runtime, detail=False)
+    assert stats.packed_tokens == 10 * P and stats.tokens == 10 * P + 5 and stats.ratio_body >= 20
+    assert not runtime.page_ops.gaps.rows
+    runtime.flush()
+    assert runtime.page_ops.gaps.rows == {3}
+    stats = measure(runtime, detail=True)
+    assert sum(stats.tokens_by_tier.values()) == stats.tokens * L * H and stats.occupancy == 1.0
+    assert stats.tokens_by_tier["high"] == plan.pages * runtime.layout.page(FORMATS["k4v4"]).tokens
+    # The answer: its blocks are packed as any others.
+    for n in range(10 * P + 6, 12 * P + 2):
+        runtime.tokens_decoded([seq], [n - 1])
+        assert runtime.grow_by_one([seq], np.array([n])) is not None
+        runtime.flush()
+    assert blocks.format_id[seq.blocks[10:]].tolist() == [1, 1, 0]
+    seq.release()
+    runtime.free_sequence(seq)
+    runtime.flush()
+    assert blocks.free_count == at_start and ledger.free == pages and not runtime.gap_blocks
+    assert not runtime.page_ops.gaps.rows and not blocks.ref_count.any() and not blocks.window_count.any()
+    ops.check_invariants(runtime.store)
+
+
+@pytest.mark.parametrize("event", [Phase.DECODE, Phase.PREFILL])
+def test_a_budget_that_keeps_all_is_a_usual_packing(runtime, event):
+    seq, *_ = prompt(runtime, 3 * P + 5, "one-shot:3x")
+    runtime.flush()
+    assert seq.gap == 0 and runtime.blocks.format_id[seq.blocks].tolist() == [1, 1, 1, 0]
+    assert runtime.store.counts[seq.blocks[:3], ..., 0].unique().tolist() == [P]
+
+
+def test_a_short_prompt_is_packed_like_an_answer(runtime):
+    seq = runtime.new_sequence(format_id=1, budget=Budget.parse("one-shot:64x"))
+    seq.prompt = 9
+    assert runtime.grow([seq], [9])
+    for n in range(10, P + 3):
+        runtime.tokens_decoded([seq], [n - 1])
+        runtime.grow_by_one([seq], np.array([n]))
+        runtime.flush()
+    assert runtime.blocks.format_id[seq.blocks].tolist() == [1, 0] and seq.gap == 0
+
+
+def test_a_prompt_that_nobody_watched_is_an_error(runtime):
+    seq = runtime.new_sequence(format_id=1, budget=Budget.parse("one-shot:64x"))
+    seq.prompt = 4 * P
+    assert runtime.grow([seq], [4 * P])
+    with pytest.raises(RuntimeError, match="last queries"):
+        runtime.tokens_written(seq, 4 * P, Phase.PREFILL)
+
+
+def test_admission_counts_the_whole_prompt(runtime):
+    """Chunks of other prompts are packed one by one; this one is uncompressed until it is complete."""
+    capacity = runtime.capacity
+    new, answer, chunk = 8 * P, 4 * P, P
+    usual = capacity.prompt_tokens(new, answer, 1, chunk)
+    whole = capacity.prompt_tokens(new, answer, 1, chunk, one_shot=True)
+    assert usual < 6 * P < new + P < whole < new + answer
+    assert whole == capacity.prompt_tokens(new, answer, 1, None)
+    most = runtime.sizing.capacity_tokens
+    assert capacity.prompt_ever_fits(most - 1, 1, chunk) and not capacity.prompt_ever_fits(most - 1, 1, chunk, True)
+    # A chunk may not draw on the reserve for answers: it is not packed soon.
+    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, one_shot=True) == 0
+
+
+@pytest.mark.parametrize(
+    "windowed, page, session, why",
+    [
+        (False, None, False, None), (True, None, False, "sliding windows"), (False, None, True, "session"),
+        (False, 1728, False, "do not divide"),
+    ],
+)  # fmt: skip
+def test_who_cannot_be_served(runtime, windowed, page, session, why):
+    runtime.windowed = windowed
+    if page:
+        runtime.layout = PoolLayout(L, H, D, P, page)
+        assert P % runtime.layout.page(FORMATS["k4v4"]).tokens
+    if why is None:
+        one_shot.check_served(runtime, in_session=session)
+        return
+    with pytest.raises(ValueError, match=why) as e:
+        one_shot.check_served(runtime, in_session=session)
+    assert str(e.value).startswith("A one-shot prompt cannot") and str(e.value).count(". ") == 0

@@ -1,0 +1,96 @@
+"""Requests that keep a budget of their whole prompt, beside others on a server of 4-bit blocks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bench import prompts
+from bench.client import RequestRefused
+from bench.common import demo_model
+from bench.compare import match
+
+from .conftest import BLOCK, DRIFT, STOCK, TIE, tokens
+
+pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
+CODE = "7391"
+
+
+def level(name: str) -> dict:
+    return {"custom_params": {"kvc": name}}
+
+
+@pytest.fixture(scope="module")
+def question():
+    """A long text with a needle, and the question behind it, as one prompt."""
+    tok = prompts.tokenizer(demo_model())
+    filler = tok.decode(prompts.cut(tok, prompts.chapter("execmodel"), 900))
+    text = f"{filler[:1500]}\nThe secret code of the laboratory is {CODE}.\n{filler[1500:]}"
+    ask = "What is the secret code of the laboratory?"
+    return prompts.chat(tok, [{"role": "user", "content": f"{text}\n\n{ask}"}])
+
+
+@pytest.mark.parametrize("ratio", [8, 16])
+def test_a_small_cache_that_knows_the_question_answers_it(packed, question, ratio):
+    client = packed.client
+    answer = client.generate(question, 24, ignore_eos=False, sampling=level(f"one-shot:{ratio}x"))
+    assert CODE in answer.text
+    again = client.generate(question, 24, ignore_eos=False, sampling=level(f"one-shot:{ratio}x"))
+    assert again.cached_tokens == 0 and again.ids == answer.ids
+
+
+def test_memory_is_what_was_asked_for_and_nothing_stays(packed, question):
+    """Of a running one-shot request the prompt has the ratio; when it ends, nothing of it is left."""
+    client = packed.client
+    client.flush()
+    before = client.when_idle()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate, question, 96, sampling=level("one-shot:8x"))
+        seen = []
+        while not running.done():
+            stats = client.stats()
+            if stats["packed_tokens"] == len(question) // BLOCK * BLOCK:
+                seen.append(stats)
+        running.result()
+    assert seen, "the request was over before it was looked at"
+    assert all(8 <= s["ratio_body"] < 10 for s in seen), [s["ratio_body"] for s in seen]
+    assert all(s["tokens"] >= s["packed_tokens"] for s in seen)
+    after = client.when_idle()
+    assert after["pages_free"] == before["pages_free"] and after["tokens"] == 0
+
+
+def test_other_requests_do_not_notice(packed, question, rng):
+    """A default request has the log-probabilities that it has alone, and its cached prefix is its own."""
+    client, plain = packed.client, tokens(rng, 5 * BLOCK + 9)
+    client.flush()
+    alone = client.generate(plain, 16, top=3)
+    client.flush()
+    with ThreadPoolExecutor(3) as pool:
+        budgets = [pool.submit(client.generate, plain, 16, sampling=level(f"one-shot:{x}")) for x in ("64x", "32")]
+        beside = pool.submit(client.generate, plain, 16, top=3).result()
+        assert all(len(b.result().ids) == 16 and b.result().cached_tokens == 0 for b in budgets)
+    found = match(alone, beside)
+    assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
+    warm = client.generate(plain, 16, top=3)
+    assert warm.cached_tokens == 5 * BLOCK
+    found = match(alone, warm)
+    assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
+
+
+def test_keeping_everything_is_the_servers_own_format(packed, question):
+    """A budget that the server's format meets drops nothing; only the prefill differs, which sees exact blocks."""
+    client = packed.client
+    client.flush()
+    whole = client.generate(question, 12, top=3, sampling=level("one-shot:1x"))
+    usual = client.generate(question, 12, top=3)
+    assert usual.cached_tokens == 0
+    found = match(whole, usual)
+    assert found.same or found.gap <= 1.0, found.to_dict()
+
+
+@pytest.mark.parametrize("wrong", ["one-shot", "one-shot:0.5x", "one-shot:65x", "one-shot:0", "one-shot:much"])
+def test_nonsense_is_refused(packed, rng, wrong):
+    with pytest.raises(RequestRefused, match="one-shot") as refused:
+        packed.client.generate(tokens(rng, 20), 4, sampling=level(wrong))
+    assert refused.value.status == 400
