@@ -101,6 +101,7 @@ class Runtime:
     extending: list[tuple[str, Sequence]] = field(default_factory=list)
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     host_tier: HostTier | None = None
+    weights_changed: bool = False  # since the last reset
     weights: Callable[[], bytes] = lambda: b""  # names the weights, and the rank's heads and layers
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
@@ -324,7 +325,7 @@ class Runtime:
         self.log.clear()
         self.pending.clear()
         self.extending.clear()
-        self._open_queued = False
+        self._open_queued = self.weights_changed = False
         if self.host_tier is not None:
             self.host_tier.reset()
         self.blocks.reset()

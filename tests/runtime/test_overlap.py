@@ -25,6 +25,8 @@ TURNS = 100
 class Client:
     """Sends prompts that share prefixes and answers, aborts some, pauses at times; all drawn from one seed."""
 
+    answers: tuple[int, ...] = (1, P - 1, P, P + 1, 2 * P, 3 * P)  # tokens
+
     def __init__(self, server: Overlap, seed: int, levels: tuple[str | None, ...]):
         self.server, self.draw, self.levels = server, random.Random(seed), levels
         self.longest = longest_request(server.runtime.sizing.capacity_tokens, P)
@@ -52,7 +54,7 @@ class Client:
         prompt += [7] * draw.choice([0, 1, 5, 20, P - 1])
         prompt = (prompt or [3])[: self.longest - 2]
         kind = draw.choice([0, 0, len(self.server.requests)])  # answers that others have given, too, or one's own
-        most = min(draw.choice([1, P - 1, P, P + 1, 2 * P, 3 * P]), self.longest - len(prompt))
+        most = min(draw.choice(self.answers), self.longest - len(prompt))
         answer = [5000 + 200 * kind + i for i in range(most)]
         self.server.submit(prompt, answer, draw.choice(self.levels), draw.choice([None, None, None, "tenant"]))
 
