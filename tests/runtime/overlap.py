@@ -21,6 +21,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.runtime_context import get_serving
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from bench.scheduler import ModelFreeScheduler
@@ -39,11 +40,12 @@ from .model import CONTEXT, ROWS, P
 
 
 @contextlib.contextmanager
-def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = False):
+def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = False, strip: bool = False):
     """`bench.scheduler.configured`, and a running request is retracted every `retract_every` forwards, whatever is
-    free."""
+    free. `strip`: with `--strip-thinking-cache`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(scheduler_without_model(runtime, rows=ROWS, chunk=chunk, mixed=mixed))
+        stack.enter_context(get_serving().override(strip_thinking_cache=strip))
         for name, value in {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": retract_every}.items():
             stack.enter_context(patch.object(scheduler_module, name, value))
         stack.enter_context(patch.object(scheduler_module.logger, "warning", lambda *args: None))
@@ -81,6 +83,7 @@ class Overlap(ModelFreeScheduler):
         self.seen["private"] += req.kvc_private
         req.history = record.history([*prompt, *answer], req.extra_key)
         req.answer = answer
+        req.reasoning_tokens = len(self.requests) % 2  # of every other answer
         self.requests[req.rid] = req
         self._add_request_to_queue(req)
 

@@ -62,7 +62,7 @@ class Client:
 def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     """One server from its start until all requests are answered. Returns how often each thing happened."""
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
-    with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed):
+    with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
         server = Overlap(runtime, kind.chunk, kind.disable)
         client = Client(server, seed, kind.asked)
         for turn in range(TURNS):
@@ -98,6 +98,7 @@ class Kind:
     asked: tuple[str | None, ...] = (None,)
     disable: bool = False  # the radix cache
     mixed: bool = False  # decode steps join prefills
+    strip: bool = False  # answers with thoughts leave the cache
     servers: int = 0  # one after the other, which share a folder of files
 
 
@@ -126,6 +127,8 @@ KINDS = {
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
     "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
+    "strip": Kind({"high": "k4v4", "window": 0}, P, strip=True),
+    "strip-leankv": Kind({**LEANKV, **TIGHT, **HOST}, P, strip=True),
     "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
     "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
     "mixed-leankv": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS), mixed=True),
