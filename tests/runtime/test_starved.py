@@ -236,6 +236,7 @@ def _server(
         assert server.req_to_token_pool.available_size() == server.req_to_token_pool.size
         server.tree_cache.evict_host(10**9)
         tier = runtime.host_tier
+        server.seen["saved"] = tier.saved_blocks
         assert not tier.stored and tier.memory.free_units == tier.memory.num_units
         if folder is not None:
             store = server.tree_cache.disk.store
