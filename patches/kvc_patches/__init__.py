@@ -20,6 +20,7 @@ MODULES = (
     "requests",
     "retraction",
     "scheduler",
+    "weights",
 )
 
 

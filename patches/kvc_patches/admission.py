@@ -76,7 +76,7 @@ def _bring_back(adder, req):
     if not req.host_hit_length:
         return None
     others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
-    hit = adder.tree_cache.bring_back(req, room=adder.rem_total_tokens, others_run=others_run)
+    hit = adder.tree_cache.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
     return {Hit.LOADING: AddReqResult.CONTINUE, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
 
 

@@ -59,6 +59,8 @@ TARGETS = frozenset(
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.mix_with_running",
         f"{_SRT}.managers.schedule_batch.release_req",
         f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
+        f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+        "flush_cache_after_weight_update",
         f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
         f"{_SRT}.mem_cache.allocation.alloc_for_decode",
         f"{_SRT}.mem_cache.allocation.alloc_for_extend",

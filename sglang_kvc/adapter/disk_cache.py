@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from ..cache.blocks import State
 from ..cache.disk_store import DiskStore
 from ..cache.disk_tier import DiskTier, Fetch
+from ..options.request_quality import is_private
 from .block_key import BlockKey
 from .host_cache import HostCache
 
@@ -27,7 +28,8 @@ logger = logging.getLogger("sglang_kvc")
 
 @dataclass
 class _Fetched:
-    """Blocks of a prompt on their way from files, behind the node `anchor`. `key` holds their tokens."""
+    """Blocks of a prompt on their way from files, behind the node `anchor`. `key` holds their tokens. `host_lock` keeps
+    the anchor in the tree; None: it was dropped."""
 
     req: Any
     anchor: int
@@ -61,6 +63,11 @@ class DiskCache(HostCache):
         if self.disk is not None:
             self.disk.store = self.disk.store.of(self.runtime.identity())  # the weights may have changed
 
+    @property
+    def _uses_disk(self) -> bool:
+        """False also where the cache has blocks of other weights than the present ones."""
+        return self.disk is not None and not self.runtime.weights_changed
+
     def clear_storage_backend(self) -> bool:
         """Called for `/clear_hicache_storage_backend`: remove the files."""
         if self.disk is None:
@@ -72,8 +79,8 @@ class DiskCache(HostCache):
 
     def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):
         slots = super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
-        if self.disk is not None and slots is not None:
-            node = self.tree_core.node_by_id(node_id)
+        node = self.tree_core.node_by_id(node_id)
+        if self._uses_disk and slots is not None and not is_private(node.key.extra_key):
             self.disk.write_behind(self.component.blocks_at(slots), _keys(self._hashes(node)))
         return slots
 
@@ -90,7 +97,7 @@ class DiskCache(HostCache):
 
     def back_up(self, node_id: int) -> None:
         """Store the nodes on the path to `node_id` whose blocks are packed for good, so that they reach the disk."""
-        if self.disk is None:
+        if not self._uses_disk:
             return
         blocks = self.runtime.blocks
         for node in self._path(self.tree_core.node_by_id(node_id)):
@@ -109,7 +116,7 @@ class DiskCache(HostCache):
 
         Each prompt looks once. Ranks look at files of their own and agree on how many all have.
         """
-        if self.disk is None or req.kvc_private:
+        if not self._uses_disk or req.kvc_private:
             return False
         if hasattr(req, "kvc_fetched"):
             return any(f.req is req for f in self.fetched)
@@ -124,12 +131,16 @@ class DiskCache(HostCache):
         hashes = self._hashes(node)
         hashes = get_storage_hash_str(key, hashes[-1] if hashes else None, page_size=self.page_size)
         sizes = self.disk.known(_keys(hashes))
+        sizes = sizes[: self._agreed(len(sizes))]
+        if not sizes:
+            return False
+        most = self.runtime.reduce_max(torch.tensor(sizes)).tolist()
         lock = self.inc_host_lock_ref(node.id).to_dec_params()
-        n = self._fitting(sizes[: self._agreed(len(sizes))])
+        n = self._fitting(most)
         if not n:
             self.dec_host_lock_ref(node.id, lock)
             return False
-        fetch = self.disk.fetch(_keys(hashes[:n]), sizes[:n])
+        fetch = self.disk.fetch(_keys(hashes[:n]), sizes[:n], most[:n])
         self.fetched.append(_Fetched(req, node.id, key[: n * self.page_size], hashes[:n], fetch, lock))
         return True
 
@@ -152,10 +163,11 @@ class DiskCache(HostCache):
 
     def _enter_fetched(self, fetched: _Fetched) -> None:
         """Give the blocks that were read to the tree. The prompt then hits them in host memory."""
-        ids, found = fetched.fetch.ids, self._agreed(fetched.fetch.found)
-        kept, p = ids[:found], self.page_size
-        spare = ids[found:]
+        ids, p, tier = fetched.fetch.ids, self.page_size, self.host_tier
+        found = self._agreed(fetched.fetch.found) if fetched.host_lock is not None else 0
+        kept, spare = ids[:found], ids[found:]
         if found:
+            tier.pages[kept] = self.runtime.reduce_max(torch.from_numpy(tier.pages[kept])).numpy()
             key = fetched.key[: found * p]
             result = self.tree_core.insert_host(
                 fetched.anchor, key, self.component.slots_of(kept), fetched.hashes[:found]
@@ -163,8 +175,20 @@ class DiskCache(HostCache):
             self._apply_cache_actions(result.cache_actions)
             spare = np.concatenate((kept[: result.prefix_len // p], spare))  # known by now
         if len(spare):
-            self.host_tier.free(spare)
-        self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
+            tier.free(spare)
+        if fetched.host_lock is not None:
+            self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
+
+    def _drop_subtree_no_host(self, node_id: int, tracker) -> bool:
+        """Drop a node that host memory has no room for. What is being read from files behind it is of no use then; its
+        lock would keep the node, and the eviction would never end."""
+        node = self.tree_core.node_by_id(node_id)
+        for fetched in getattr(self, "fetched", ()):
+            lock = fetched.host_lock
+            if lock is not None and node in self._path(self.tree_core.node_by_id(fetched.anchor)):
+                fetched.host_lock = None
+                self.dec_host_lock_ref(fetched.anchor, lock)
+        return super()._drop_subtree_no_host(node_id, tracker)
 
     @property
     def ongoing_prefetch(self) -> dict:

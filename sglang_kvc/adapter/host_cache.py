@@ -22,6 +22,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..cache.host_tier import HostTier
     from ..cache.runtime import Runtime
     from ..cache.transfers import Loading
@@ -116,6 +118,8 @@ class HostCache(UnifiedRadixCache):
         """Slots of the stored blocks; None if the host memory has no room for them, and the leaf is dropped."""
         blocks = self.component.blocks_at(device_value)
         need, memory = int(self.host_tier.units_of(blocks).sum()), self.host_tier.memory
+        if need > memory.num_units:
+            return None
         while memory.free_units < need:
             if not self.evict_host((need - memory.free_units) * self.page_size):
                 return None
@@ -136,23 +140,24 @@ class HostCache(UnifiedRadixCache):
 
     # ---- to the device
 
-    def bring_back(self, req, *, room: float, others_run: bool) -> Hit:
+    def bring_back(self, req, *, room: Callable[[], float], others_run: bool) -> Hit:
         """Begin or watch the load of the stored blocks that `req` hits (`req.best_match_node`).
 
-        room: tokens of memory that no running or admitted request may need. others_run: requests run whose end will
-        free memory.
+        room: tokens of memory that no running or admitted request may need, asked for when the path is locked.
+        others_run: requests run whose end will free memory.
         """
         node_id, core = req.best_match_node, self.tree_core
         spec, _ = core.build_load_back_spec(node_id)
         ids = self.component.blocks_at(spec.host_indices)
-        if not len(ids):  # a part of the path is on its way for another prompt
+        nodes = [core.node_by_id(n) for n in spec.nodes_to_load]
+        # On their way, for this prompt or, where the list is empty, a part of them for another.
+        if any(node.load_back_pending_id is not None for node in nodes) or not nodes:
             return Hit.LOADING
         receipts = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
-        if self.runtime.capacity.tokens_of_pages(self.host_tier.pages_of(ids)) > room or not self._make_room(ids):
+        if self.runtime.capacity.tokens_of_pages(self.host_tier.pages_of(ids)) > room() or not self._make_room(ids):
             self.dec_lock_ref(node_id, receipts[1])
             self.dec_host_lock_ref(node_id, receipts[0])
             return Hit.NO_ROOM if others_run or self.loads else Hit.NEVER
-        nodes = [core.node_by_id(n) for n in spec.nodes_to_load]
         for node in nodes:
             node.load_back_pending_id = node_id
         start = sum(len(n.key) for n in self._path(nodes[0].parent))

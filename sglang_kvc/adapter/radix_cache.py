@@ -93,10 +93,12 @@ class KvcRadixCache(DiskCache):
     def checkpoint_into_tree(self, req, *, up_to: int, **kwargs) -> None:
         """Insert the full blocks of the first `up_to` tokens. The request then goes on in the tree's blocks.
 
-        SGLang checkpoints a request after each chunk, after its prefill, and when it finishes. Blocks of a one-shot
-        prompt never enter the tree.
+        SGLang checkpoints a request after each chunk, after its prefill, and when it finishes. With
+        `--strip-thinking-cache` a finished request keeps its prompt; what it found beyond that in the tree stays there.
+        Blocks of a one-shot prompt never enter the tree.
         """
         seq: Sequence = req.kvc
+        up_to = max(up_to, req.kv.cache_protected_len)
         tokens, done = req.full_untruncated_fill_ids[:up_to], req.finished()
         if not self.disable and seq.one_shot is None and not (done and req.kvc_private):
             self._follow_tree(req, BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt))

@@ -6,6 +6,7 @@ other file is removed and logged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -50,12 +51,14 @@ class DiskStore:
 
     def __init__(self, folder: str | Path, identity: bytes, limit: int | None = None):
         self.folder = Path(folder) / identity.hex()[:16]
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # a write tries again, and says so
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = identity
-        self.limit = limit if limit is not None else int(shutil.disk_usage(self.folder).free * FREE_PART)
+        self.limit = limit if limit is not None else int(shutil.disk_usage(folder).free * FREE_PART)
         self.bytes_written = self.bytes_read = self.damaged = 0
         self._lock = threading.Lock()
         self._failed = False  # the last write failed: one line is logged until one succeeds
+        self._begun: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
         self._sizes: OrderedDict[bytes, int] = OrderedDict(sorted_files(self.folder))
         self.num_bytes = sum(self._sizes.values())
 
@@ -78,53 +81,66 @@ class DiskStore:
 
     def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
         """Write `record`, uint8; returns whether it is there. A full or broken disk costs the file alone."""
+        size, written = HEADER_BYTES + record.nbytes, False
         with self._lock:
             if key in self._sizes:
                 self._sizes.move_to_end(key)
                 return True
-        size = HEADER_BYTES + record.nbytes
-        if size > self.limit:
-            return False
-        self._make_room(size)
-        path = self.path(key)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            fields = _FIELDS.pack(
-                MAGIC, VERSION, self.identity, key, stored.format_id, stored.pages, stored.start, record.nbytes
-            )
-            with open(temporary, "wb", buffering=0) as file:
-                file.write(fields + checksum(fields, record))
-                file.write(record.data)
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            if not self._failed:
-                logger.warning("kvc: a block cannot be written to %s and is left out: %s", path.parent, error)
-            self._failed = True
-            return False
-        with self._lock:
-            self._failed = False
-            self._sizes[key] = size
+            if size > self.limit or key in self._begun:
+                return False
+            self._begun.add(key)
             self.num_bytes += size
-            self.bytes_written += size
-        return True
+        try:
+            written = self._make_room() and self._write_file(key, stored, record)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("kvc: a block cannot be written to %s and is left out: %s", self.folder, error)
+            self._failed = True
+        with self._lock:
+            self._begun.discard(key)
+            if written:
+                self._failed = False
+                self._sizes[key] = size
+                self.bytes_written += size
+            else:
+                self.num_bytes -= size
+        return written
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self) -> bool:
+        """Remove old files until those that are there and those that are being written fit; whether they do."""
         while True:
             with self._lock:
-                if self.num_bytes + size <= self.limit or not self._sizes:
-                    return
+                if self.num_bytes <= self.limit:
+                    return True
+                if not self._sizes:
+                    return False
                 key, old = self._sizes.popitem(last=False)
                 self.num_bytes -= old
             self.path(key).unlink(missing_ok=True)
+
+    def _write_file(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, self.identity, key, stored.format_id, stored.pages, stored.start, record.nbytes
+        )
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            with open(temporary, "wb") as file:  # buffered: a write that a full disk cuts short raises
+                file.write(fields + checksum(fields, record))
+                file.write(record.data)
+            os.replace(temporary, path)
+        except OSError:
+            _remove(temporary)
+            raise
+        return True
 
     def clear(self) -> None:
         """Remove all files of this identity."""
         for key in list(self._sizes):
             with self._lock:
                 self.num_bytes -= self._sizes.pop(key, 0)
-            self.path(key).unlink(missing_ok=True)
+            _remove(self.path(key))
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
         """Read a record of `record.nbytes` bytes into `record`, uint8. None if it is not there, or not as written; then
@@ -140,11 +156,11 @@ class DiskStore:
                 self.num_bytes -= self._sizes.pop(key, 0)
             return None
         except OSError as error:
-            self._forget(key, error.strerror or type(error).__name__)
+            self.forget(key, error.strerror or type(error).__name__)
             return None
         wrong = self._wrong(key, header, record, got, longer)
         if wrong:
-            self._forget(key, wrong)
+            self.forget(key, wrong)
             return None
         with self._lock:
             self.bytes_read += HEADER_BYTES + got
@@ -163,16 +179,19 @@ class DiskStore:
             return "it belongs to something else"
         return None if checksum(fields, record) == header[_FIELDS.size :] else "its checksum is wrong"
 
-    def _forget(self, key: bytes, why: str) -> None:
+    def forget(self, key: bytes, why: str) -> None:
+        """Remove the file of `key`, which is not as it was written."""
         path = self.path(key)
         logger.warning("kvc: %s is not used (%s) and removed", path, why)
         with self._lock:
             self.damaged += 1
             self.num_bytes -= self._sizes.pop(key, 0)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError:
-            pass
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def checksum(fields: bytes, record: np.ndarray) -> bytes:
@@ -184,7 +203,7 @@ def checksum(fields: bytes, record: np.ndarray) -> bytes:
 def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:
     """Key and size of every file in `folder`, least recently changed first. Unfinished files are removed."""
     found = []
-    for part in folder.iterdir():
+    for part in folder.iterdir() if folder.is_dir() else ():
         for entry in os.scandir(part) if part.is_dir() else ():
             name, dot, suffix = entry.name.partition(".")
             try:
@@ -192,9 +211,10 @@ def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:
             except ValueError:
                 key = b""
             if dot + suffix == SUFFIX and len(key) == 32:
-                status = entry.stat()
-                found.append((status.st_mtime, key, status.st_size))
+                with contextlib.suppress(FileNotFoundError):  # another server of this folder removed it
+                    status = entry.stat()
+                    found.append((status.st_mtime, key, status.st_size))
             elif entry.name.startswith("."):
-                os.unlink(entry.path)
+                _remove(Path(entry.path))
     for _, key, size in sorted(found):
         yield key, size

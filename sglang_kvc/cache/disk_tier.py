@@ -5,10 +5,9 @@ Files are written and read by threads of their own. The scheduler's thread only 
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from .host_tier import HostTier
 
 THREADS = 4  # that read; as many write
-MOST_WRITES = 256  # blocks on their way to the disk, which host memory must keep
+MOST_WRITES = 256  # blocks on their way to the disk
 
 
 @dataclass
@@ -54,7 +53,7 @@ class DiskTier:
         self._readers = ThreadPoolExecutor(THREADS, "kvc-disk-read")
         self._writers = ThreadPoolExecutor(THREADS, "kvc-disk-write")
         self._waiting: deque[tuple[int, int, bytes]] = deque()  # stored block, its generation, key
-        self._writing: deque[tuple[int, Future]] = deque()
+        self._writing: deque[Future] = deque()
         self._fetches: deque[Fetch] = deque()  # whose reads have not begun
 
     # ---- to the disk
@@ -75,40 +74,47 @@ class DiskTier:
             fetch = self._fetches.popleft()
             parts = zip(fetch.ids.tolist(), fetch.keys, fetch.sizes)
             fetch.reads = [self._readers.submit(self._read, i, key, size) for i, key, size in parts]
-        while self._writing and self._writing[0][1].done():
-            self.tier.unpin(self._writing.popleft()[0])
+        while self._writing and self._writing[0].done():
+            self._writing.popleft()
         while self._waiting and len(self._writing) < MOST_WRITES:
             i, generation, key = self._waiting[0]
             if self.tier.generation[i] == generation:
                 if not self.tier.is_saved(i):
                     return
-                self.tier.pin(i)
-                self._writing.append((i, self._writers.submit(self._write, i, key)))
+                self._writing.append(self._writers.submit(self._write, self.store, i, generation, key))
             self._waiting.popleft()
 
-    def _write(self, i: int, key: bytes) -> None:
+    def _write(self, store: DiskStore, i: int, generation: int, key: bytes) -> None:
+        """Write a copy of a record, unless its block left host memory while it was copied.
+
+        Host memory thus never waits for a disk, and all ranks have the same room in it whatever their disks do."""
         tier = self.tier
         stored = Stored(int(tier.format_id[i]), int(tier.pages[i]), int(tier.start[i]))
-        units = tier.units[i][tier.units[i] >= 0]
-        data = tier.memory.data.numpy()
-        record = data[units[0]] if len(units) == 1 else data[units].ravel()
-        self.store.write(key, stored, record[: tier.layout.record.num_bytes(stored.pages)])
+        units = tier.units[i]
+        record = tier.memory.data.numpy()[units[units >= 0]].ravel()
+        if tier.generation[i] == generation:
+            store.write(key, stored, record[: tier.layout.record.num_bytes(stored.pages)])
 
     # ---- from the disk
 
     def known(self, keys: Sequence[bytes]) -> list[int]:
         """Bytes of the records of `keys`, up to the first one that has no file."""
-        out = []
+        record, out = self.tier.layout.record, []
+        least, most = record.num_bytes(0), record.num_bytes(record.pool.block_pages_bf16)
         for key in keys:
             size = self.store.record_bytes(key)
-            if size is None or size > self.tier.layout.record.num_bytes(self.tier.layout.record.pool.block_pages_bf16):
+            if size is not None and not least <= size <= most:
+                self.store.forget(key, "its size is wrong")
+                size = None
+            if size is None:
                 break
             out.append(size)
         return out
 
-    def fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Fetch:
-        """Read the files of `keys`. The caller has seen that host memory has room for `sizes`."""
-        fetch = Fetch(self.tier.reserve(sizes), list(keys), list(sizes), self.tier.transfers.num_queued)
+    def fetch(self, keys: Sequence[bytes], sizes: Sequence[int], room: Sequence[int]) -> Fetch:
+        """Read the files of `keys`, whose records have `sizes` bytes, into room for records of `room` bytes. The caller
+        has seen that host memory has it."""
+        fetch = Fetch(self.tier.reserve(room), list(keys), list(sizes), self.tier.transfers.num_queued)
         self._fetches.append(fetch)
         return fetch
 
@@ -132,10 +138,7 @@ class DiskTier:
         """Wait for all files that are under way; what waits is forgotten."""
         self._waiting.clear()
         self._fetches.clear()
-        for i, write in self._writing:
-            with contextlib.suppress(Exception):
-                write.result()
-            self.tier.unpin(i)
+        wait(self._writing)
         self._writing.clear()
 
     def close(self) -> None:

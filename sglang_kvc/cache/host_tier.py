@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .disk_tier import DiskTier
     from .runtime import Runtime
 
+
 class HostTier:
     """Blocks in host memory, as records in the bytes that they have on the device.
 
@@ -38,8 +39,6 @@ class HostTier:
         self.pages = np.zeros(n, dtype=np.int64)
         self.start = np.zeros(n, dtype=np.int64)
         self.generation = np.zeros(n, dtype=np.int64)  # rises when a stored block is freed
-        self.pins = np.zeros(n, dtype=np.int64)  # writes to files that read the record
-        self.dead = np.zeros(n, dtype=bool)  # freed while pinned
         self.save_number = np.zeros(n, dtype=np.int64)  # of the save that writes the record
         self.disk: DiskTier | None = None
         self.stored = 0  # blocks
@@ -98,16 +97,6 @@ class HostTier:
         Saves that are queued or under way may still write these units; the caller waits for them."""
         return self._take(self.units_of_bytes(sizes))
 
-    def pin(self, i: int) -> None:
-        """Keep the record of stored block `i`, even if it is freed."""
-        self.pins[i] += 1
-
-    def unpin(self, i: int) -> None:
-        self.pins[i] -= 1
-        if self.dead[i] and not self.pins[i]:
-            self.dead[i] = False
-            self._give_back(np.array([i]))
-
     # ---- to the device
 
     def pages_of(self, ids: np.ndarray) -> int:
@@ -145,13 +134,8 @@ class HostTier:
     # ---- records
 
     def free(self, ids: np.ndarray) -> None:
-        self.generation[ids] += 1
+        self.generation[ids] += 1  # before anything may write to the units: a thread that copies a record looks at it
         self.stored -= len(ids)
-        pinned = self.pins[ids] > 0
-        self.dead[ids[pinned]] = True
-        self._give_back(ids[~pinned])
-
-    def _give_back(self, ids: np.ndarray) -> None:
         units = self.units[ids]
         self.memory.give_back(units[units >= 0])
         self.units[ids] = -1
@@ -165,6 +149,4 @@ class HostTier:
         self.memory.reset()
         self.loading.clear()
         self.units[:] = -1
-        self.pins[:] = 0
-        self.dead[:] = False
         self.stored = 0

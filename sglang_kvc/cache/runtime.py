@@ -105,6 +105,7 @@ class Runtime:
     host_tier: HostTier | None = None
     gap_blocks: int = 0  # places of all running sequences that have no block
     windowed: bool = False  # whether the model has layers with sliding windows
+    weights_changed: bool = False  # since the last reset
     weights: Callable[[], bytes] = lambda: b""  # names the weights, and the rank's heads and layers
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
@@ -348,7 +349,7 @@ class Runtime:
         self.log.clear()
         self.pending.clear()
         self.extending.clear()
-        self._open_queued = False
+        self._open_queued = self.weights_changed = False
         self.gap_blocks = 0
         self.page_ops.gaps.reset()
         if self.host_tier is not None:

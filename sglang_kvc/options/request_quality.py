@@ -93,3 +93,9 @@ def namespace(extra_key: str | None, level: str | None, private: int | None = No
     if level is None and not (extra_key or "").startswith(f"{PARAMETER}="):
         return extra_key
     return f"{PARAMETER}={level or ''}|{extra_key or ''}"
+
+
+def is_private(namespace: str | None) -> bool:
+    """Whether `namespace` made this key for one request alone."""
+    head = (namespace or "").partition("|")[0]
+    return head.startswith(f"{PARAMETER}=") and "#" in head

@@ -62,7 +62,7 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
 _PADDED = "it pads the batch of a rank with requests that have no blocks, and runs decode steps as prefills"
-_WHOLE = "each rank must hold whole sequences of its own layers' pages"
+_WHOLE = "a rank must hold all blocks of a sequence"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
 PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's prefill CUDA graph backends that can be served
@@ -96,7 +96,13 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "--disaggregation-decode-enable-offload-kvcache",
         _BUFFERS,
     ),
-    Refusal("pp_size", _above_one, "--pp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
+    Refusal(
+        "pp_size",
+        _above_one,
+        "--pp-size {}",
+        "ranks with other layers count other pages, and their schedulers would admit and evict differently",
+        "use --tp-size or --dp-size instead",
+    ),
     Refusal("dcp_size", _above_one, "--dcp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
     Refusal("attn_cp_size", _above_one, "--attn-cp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
     Refusal("enable_prefill_cp", _on, "--enable-prefill-cp", _WHOLE, "use --tp-size or --dp-size instead"),
@@ -137,7 +143,14 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "--rl-on-policy-target {}",
         "it needs the log-probabilities of the trainer bit for bit, and packed blocks change them",
     ),
-    Refusal("enable_streaming_session", _on, "--enable-streaming-session", "it frees the cache in parts of a block"),
+    Refusal(
+        "enable_streaming_session",
+        _on,
+        "--enable-streaming-session",
+        "between turns a session would own blocks, which belong to requests and to the prefix cache, and a turn would "
+        "start inside a block",
+        "drop the option: sessions that do not stream find their history in the prefix cache",
+    ),
     Refusal(
         "kv_cache_dtype",
         _other_than("auto", "bf16", "bfloat16", None),
@@ -185,19 +198,14 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("dwdp_size", _above_one, "--dwdp-size {}", "it turns DP attention on", "use --tp-size or --dp-size"),
     Refusal(
-        "strip_thinking_cache",
-        _on,
-        "--strip-thinking-cache",
-        "it frees the cache in parts of a block",
-        "drop the option: packed answers take a fraction of the memory",
-    ),
-    Refusal(
         "enable_return_routed_experts",
         _on,
         "--enable-return-routed-experts",
         "it keeps a row for each slot of the stock cache, and the compressed cache has more slots",
     ),
-    Refusal("enable_memory_saver", _on, "--enable-memory-saver", "it would release the page pool under the radix tree"),
+    Refusal(
+        "enable_memory_saver", _on, "--enable-memory-saver", "the page pool lies outside of the memory that it releases"
+    ),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
     Refusal(
         "prefill_only_disable_kv_cache",

@@ -61,7 +61,6 @@ REFUSED = {
     "enable_torch_compile": True,
     "cuda_graph_backend_prefill": "full",
     "dwdp_size": 2,
-    "strip_thinking_cache": True,
     "enable_return_routed_experts": True,
     "enable_memory_saver": True,
     "kv_canary": "raise",

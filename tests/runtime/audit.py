@@ -93,7 +93,7 @@ def check_files(server) -> tuple[int, int]:
     """Nothing is under way any more. Returns the numbers of bytes written and read."""
     tree, tier = server.tree_cache, server.runtime.host_tier
     tier.disk.synchronize()
-    assert not tree.fetched and not tier.pins.any() and not tier.dead.any() and not tier.disk.store.damaged
+    assert not tree.fetched and not tier.disk.store.damaged
     return tier.disk.store.bytes_written, tier.disk.store.bytes_read
 
 
@@ -134,6 +134,8 @@ def check_records(server) -> None:
         stored += _ids(tree.component, node.component(FULL).host_value)
     stored += [i for fetched in getattr(tree, "fetched", ()) for i in fetched.fetch.ids.tolist()]
     on_their_way = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]
+    anchors = [load.anchor for load in getattr(tree, "loads", ())]
+    assert len(set(anchors)) == len(anchors), "blocks are loaded twice"
     own += on_their_way
     if runtime.host_tier is not None:
         _check_stored(runtime.host_tier, stored)
@@ -158,10 +160,9 @@ def check_records(server) -> None:
 
 
 def _check_stored(tier, stored: list[int]) -> None:
-    """Each unit of the host memory is free or belongs to one stored block, which is the tree's, or comes from a file,
-    or was dropped while it is written to one."""
+    """Each unit of the host memory is free or belongs to one stored block, which is the tree's or comes from a file."""
     assert len(set(stored)) == len(stored) == tier.stored, "a stored block has two owners, or none"
-    units = tier.units[[*stored, *np.flatnonzero(tier.dead)]]
+    units = tier.units[stored]
     used = units[units >= 0].tolist()
     free = list(tier.memory._free)
     assert sorted([*used, *free]) == list(range(tier.memory.num_units)), "host memory is lost, or used twice"

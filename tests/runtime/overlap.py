@@ -21,6 +21,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.runtime_context import get_serving
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from bench.scheduler import ModelFreeScheduler
@@ -41,11 +42,12 @@ from .model import CONTEXT, ROWS, H, L, P
 
 
 @contextlib.contextmanager
-def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = False):
+def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = False, strip: bool = False):
     """`bench.scheduler.configured`, and a running request is retracted every `retract_every` forwards, whatever is
-    free."""
+    free. `strip`: with `--strip-thinking-cache`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(scheduler_without_model(runtime, rows=ROWS, chunk=chunk, mixed=mixed))
+        stack.enter_context(get_serving().override(strip_thinking_cache=strip))
         for name, value in {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": retract_every}.items():
             stack.enter_context(patch.object(scheduler_module, name, value))
         stack.enter_context(patch.object(scheduler_module.logger, "warning", lambda *args: None))
@@ -53,7 +55,10 @@ def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = Fal
 
 
 class Overlap(ModelFreeScheduler):
-    """A server of `ROWS` requests at a time; to be used within `configured`. `seen` counts what happened."""
+    """A server of `ROWS` requests at a time; to be used within `configured`. `seen` counts what happened, and every
+    `check_every` forwards all that is read is checked."""
+
+    check_every = 1
 
     def __init__(self, runtime, chunk: int | None, disable: bool):
         self.runtime, self.seen, self.late = runtime, Counter(), 0
@@ -82,6 +87,7 @@ class Overlap(ModelFreeScheduler):
         self.seen["private"] += req.kvc_private
         req.history = record.history([*prompt, *answer], req.extra_key)
         req.answer = answer
+        req.reasoning_tokens = len(self.requests) % 2  # of every other answer
         self.requests[req.rid] = req
         self._add_request_to_queue(req)
 
@@ -97,6 +103,15 @@ class Overlap(ModelFreeScheduler):
         else:
             req.to_finish = FINISH_ABORT()
         self.seen["aborted"] += 1
+
+    def flush(self) -> bool:
+        """`flush_cache`; whether the server was idle."""
+        if not self.is_fully_idle():
+            return False
+        self.tree_cache.reset()
+        self.req_to_token_pool.clear()
+        self.token_to_kv_pool_allocator.clear()
+        return True
 
     def pause(self) -> None:
         self.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -142,11 +157,14 @@ class Overlap(ModelFreeScheduler):
         self.forward_ct += 1
         self._note(batch)
         self.runtime.flush()
-        check_device(self.runtime, [r for r in self.requests.values() if getattr(r, "kvc", None) is not None])
+        checks = self.forward_ct % self.check_every == 0
+        if checks:
+            check_device(self.runtime, [r for r in self.requests.values() if getattr(r, "kvc", None) is not None])
         spans = [self._span(batch, i) for i in range(len(batch.reqs))]
         record.write(self.runtime.store, self.req_to_token_pool.req_to_token, batch.reqs, spans)
         self._observe(batch.reqs, spans)
-        check_reads(self, batch.reqs)
+        if checks:
+            check_reads(self, batch.reqs)
         places = [end - len(req.origin_input_ids) for req, (_, end) in zip(batch.reqs, spans)]
         tokens = [req.answer[min(max(at, 0), len(req.answer) - 1)] for req, at in zip(batch.reqs, places)]
         return GenerationBatchResult(next_token_ids=torch.tensor(tokens))

@@ -20,6 +20,7 @@ from sglang_kvc.cache.one_shot import SINKS, WINDOW
 from .model import D, H, L, P
 
 PARTS = (997, 1009, 1013)
+weights = 0  # of the model; a life may change them while nothing is cached
 _gen = torch.Generator().manual_seed(0)
 # A token's rows are the sum of one entry of each table, `[entries, K or V, L, H, D]`: whole numbers from -9 to 6, which
 # bf16 holds exactly. The tables are large enough that no two histories of a life have equal rows.
@@ -29,8 +30,8 @@ _SCORES = torch.empty(PARTS[0], L, H).exponential_(0.4, generator=_gen)
 
 
 def history(tokens: list[int], namespace: str | None) -> np.ndarray:
-    """A number for each token that follows from all up to it and the namespace, int64 `[len(tokens)]`."""
-    out, state = [], zlib.crc32((namespace or "").encode())
+    """A number for each token that follows from all up to it, the namespace and the weights, int64 `[len(tokens)]`."""
+    out, state = [], zlib.crc32((namespace or "").encode(), weights)
     for token in tokens:
         state = (state * 1_000_003 + token + 1) % (2**61 - 1)
         out.append(state)

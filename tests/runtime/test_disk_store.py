@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import resource
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -115,3 +119,39 @@ def test_what_a_killed_server_left(tmp_path, name):
     odd.write_bytes(b"half")
     assert len(DiskStore(tmp_path, MODEL)) == 1
     assert odd.exists() == (name == "notes.txt")
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):
+    """The system writes a part and says how much; nothing of it stays."""
+    store = DiskStore(tmp_path, MODEL)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_BYTES + 100, before[1]))
+    try:
+        assert not store.write(key_of(1), STORED, record_of(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not [p for p in store.folder.rglob("*") if p.is_file()] and not len(store) and not store.num_bytes
+
+
+def test_a_folder_that_vanished(tmp_path):
+    store = DiskStore(tmp_path, MODEL)
+    shutil.rmtree(store.folder)
+    assert store.write(key_of(1), STORED, record_of(1)) and read(store, key_of(1))[0] == STORED
+
+
+def test_threads_that_write_the_same_blocks(tmp_path):
+    """Each file counts once, and the files that are being written count, too."""
+    size = 300 + HEADER_BYTES
+    store, most = DiskStore(tmp_path, MODEL, limit=5 * size), []
+    write_file = store._write_file
+
+    def slow(*args) -> bool:
+        time.sleep(0.001)
+        most.append(sum(p.stat().st_size for p in store.folder.rglob("*.kvc")))
+        return write_file(*args)
+
+    store._write_file = slow  # type: ignore[method-assign]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda i: store.write(key_of(i % 7), STORED, record_of(i % 7)), range(200)))
+    files = [p.stat().st_size for p in store.folder.rglob("*.kvc")]
+    assert store.num_bytes == sum(files) == size * len(store) <= store.limit and max(most) <= store.limit

@@ -26,6 +26,8 @@ ONE_SHOT = ("one-shot:3x", "one-shot:24", "one-shot:64x")
 class Client:
     """Sends prompts that share prefixes and answers, aborts some, pauses at times; all drawn from one seed."""
 
+    answers: tuple[int, ...] = (1, P - 1, P, P + 1, 2 * P, 3 * P)  # tokens
+
     def __init__(self, server: Overlap, seed: int, levels: tuple[str | None, ...]):
         self.server, self.draw, self.levels = server, random.Random(seed), levels
         self.pieces: list[int] = []
@@ -58,7 +60,7 @@ class Client:
             prompt = [9] * 2 * P + prompt
         prompt = (prompt or [3])[: longest - 2]
         kind = draw.choice([0, 0, len(self.server.requests)])  # answers that others have given, too, or one's own
-        most = min(draw.choice([1, P - 1, P, P + 1, 2 * P, 3 * P]), longest - len(prompt) - 1)
+        most = min(draw.choice(self.answers), longest - len(prompt) - 1)
         answer = [5000 + 200 * kind + i for i in range(most)]
         self.server.seen["longer than the pool"] += len(prompt) + most > runtime.sizing.capacity_tokens
         self.server.submit(prompt, answer, level, draw.choice([None, None, None, "tenant"]))
@@ -67,7 +69,7 @@ class Client:
 def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     """One server from its start until all requests are answered. Returns how often each thing happened."""
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
-    with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed):
+    with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
         server = Overlap(runtime, kind.chunk, kind.disable)
         client = Client(server, seed, kind.asked)
         for turn in range(TURNS):
@@ -103,6 +105,7 @@ class Kind:
     asked: tuple[str | None, ...] = (None,)
     disable: bool = False  # the radix cache
     mixed: bool = False  # decode steps join prefills
+    strip: bool = False  # answers with thoughts leave the cache
     servers: int = 0  # one after the other, which share a folder of files
 
 
@@ -137,6 +140,8 @@ KINDS = {
     "one-shot-host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, None, None, *ONE_SHOT)),
     "one-shot-mixed": Kind({"high": "k4v4", "window": 0}, P, (None, None, None, *ONE_SHOT), mixed=True),
     "one-shot-no-radix": Kind({"high": "k4v4", "window": 0}, P, ONE_SHOT, disable=True),
+    "strip": Kind({"high": "k4v4", "window": 0}, P, strip=True),
+    "strip-leankv": Kind({**LEANKV, **TIGHT, **HOST}, P, strip=True),
     "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
     "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
     "mixed-leankv": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS), mixed=True),

@@ -12,7 +12,8 @@ from sglang.srt.runtime_context import get_context
 from kvc_patches.retraction import around_release_req
 from sglang_kvc.cache.blocks import State
 
-from .model import P, ToyServer
+from .model import P, ToyServer, make_runtime
+from .overlap import Overlap, configured
 
 STEPS = 20  # tokens that SGLang makes room for, for each request that stays
 
@@ -89,3 +90,24 @@ def test_without_a_prefix_cache_nothing_is_kept():
     retracted(server, server.admit([*range(3 * P), 1]))
     assert server.allocator.used_slots() == 0
     server.check()
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+def test_thoughts_leave_the_cache(retracted):
+    """With `--strip-thinking-cache` the tree keeps the prompt of an answer with thoughts. What a retraction gave to the
+    tree stays there, and its blocks have one owner."""
+    runtime = make_runtime(high="k4v4", window=0)
+    with configured(runtime, P, retract_every=1000, strip=True):
+        server = Overlap(runtime, P, disable=False)
+        server.submit([*range(P + 5)], [5000 + i for i in range(3 * P)], None, None)
+        (req,) = server.requests.values()
+        req.reasoning_tokens = 1
+        for turn in range(1000):
+            if not server.busy:
+                break
+            if retracted and turn == 3 * P // 2:
+                server.pause()
+            server.turn()
+        assert list(req.output_ids) == req.answer
+        assert server.tree_cache.evictable_slots() == (2 * P if retracted else P)
+        assert server.token_to_kv_pool_allocator.used_slots() == server.tree_cache.evictable_slots()

@@ -1,0 +1,302 @@
+"""Lives of servers that are short of everything: pools of a few blocks, host memory of a few records, a disk that is
+full, slow, broken or damaged, with aborts, retractions, priorities, pauses and flushes.
+
+No request waits for ever, each is answered in full or refused with a reason, and no tier loses or doubles a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+from collections import Counter
+from concurrent.futures import Future, wait
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import SchedulePolicy
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_kvc.cache.disk_store import DiskStore
+from sglang_kvc.options.request_quality import LOSSLESS
+
+from . import record
+from .audit import _nodes, check_tree
+from .model import P, make_runtime
+from .overlap import Overlap, configured
+from .test_overlap import LEANKV, Client
+
+SEEDS = int(os.environ.get("KVC_STARVED", "3"))  # lives of each kind, each with a seed of its own
+TURNS = 80
+# A record of a packed block takes some 5 KiB, and one of an uncompressed block some 20.
+HOST = (8_000, 30_000, 80_000, 200_000)
+DISK = (0, 6_000, 30_000, 1 << 30)
+KINDS = {
+    "k4v4": {"high": "k4v4", "window": 0},
+    "window": {"high": "k8v4", "window": P},
+    "leankv": {**LEANKV, "window": 0},
+    "quota": {"policy": "quota", "keep": 0.5},
+}
+
+
+class Threads:
+    """An executor that runs its tasks when it is told to, late and in any order."""
+
+    def __init__(self, draw: random.Random):
+        self.draw, self.tasks = draw, []
+
+    def submit(self, run, *args) -> Future:
+        future: Future = Future()
+        self.tasks.append((future, run, args))
+        return future
+
+    def shutdown(self, **kwargs) -> None:
+        """Forget the tasks that are left."""
+
+    def turn(self, share: float) -> None:
+        """Run this share of the tasks."""
+        self.draw.shuffle(self.tasks)
+        begun = [task for task in self.tasks if self.draw.random() < share]
+        self.tasks = [task for task in self.tasks if task not in begun]
+        for future, run, args in begun:
+            future.set_result(run(*args))
+
+
+class BadDisk(DiskStore):
+    """Some writes fail, and some files change before they are read."""
+
+    draw: random.Random
+
+    def of(self, identity: bytes) -> DiskStore:
+        other = super().of(identity)
+        other.__class__, other.draw = BadDisk, self.draw
+        return other
+
+    def _write_file(self, *args) -> bool:
+        if self.draw.random() < 0.3:
+            raise OSError(28, "No space left on device")
+        return super()._write_file(*args)
+
+    def read(self, key, record):
+        path = self.path(key)
+        if self.draw.random() < 0.2 and path.exists():
+            content = bytearray(path.read_bytes())
+            content[self.draw.randrange(len(content))] ^= 1 << self.draw.randrange(8)
+            path.write_bytes(content[: self.draw.choice([len(content), len(content) // 2])])
+        return super().read(key, record)
+
+
+class Starved(Client):
+    """A client that asks for more than there is, and an operator who flushes and changes the weights."""
+
+    answers = (1, 1, 4, 4, 16, P + 1)
+
+    def __init__(self, server: Overlap, seed: int, threads: list[Threads]):
+        super().__init__(server, seed, (None, None, None, LOSSLESS, "nonsense"))
+        self.threads, self.aborted = threads, set()
+
+    def act(self) -> None:
+        draw, server = self.draw, self.server
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            if len(server.waiting_queue) < 8:
+                self.submit()
+                req = next(reversed(server.requests.values()))
+                req.priority = draw.randint(0, 2) if server.enable_priority_scheduling else None
+        live = [r for r in server.requests.values() if not r.finished()]
+        if live and draw.random() < 0.05:
+            self.abort(draw.choice(live))
+        if server.chunked_req is not None and draw.random() < 0.05:
+            self.abort(server.chunked_req)
+        if draw.random() < 0.02:
+            server.pause()
+        if draw.random() < 0.3:
+            server.tree_cache.evict(EvictParams(num_tokens=draw.randint(1, 3) * P))
+        if draw.random() < 0.02 and server.tree_cache.disk is not None:
+            server.tree_cache.clear_storage_backend()
+        for threads in self.threads:
+            threads.turn(draw.choice([0, 0.3, 1]))
+
+    def abort(self, req) -> None:
+        self.aborted.add(req.rid)
+        self.server.abort(req.rid)
+
+    def flush(self) -> None:
+        """`/flush_cache`, at times after an update of the weights."""
+        if self.draw.random() < 0.5:
+            record.weights += 1
+        assert self.server.flush(), "an idle server does not flush"
+        self.server.seen["flushed"] += 1
+
+    def check_answers(self) -> None:
+        for req in self.server.requests.values():
+            assert req.finished()
+            if isinstance(req.finished_reason, FINISH_ABORT):
+                assert req.rid in self.aborted or req.finished_reason.message, "refused without a reason"
+                self.server.seen["refused"] += req.rid not in self.aborted
+            else:
+                assert list(req.output_ids) == req.answer
+                self.server.seen["answered"] += 1
+
+
+class Peer:
+    """The other of two tensor-parallel ranks, at the end of a pipe. Both must decide alike, whatever their disks do."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def both(self, what: str, value):
+        """This rank's and the other's value."""
+        self.pipe.send((what, value))
+        assert self.pipe.poll(60), f"the other rank does not come to {what}"
+        other, theirs = self.pipe.recv()
+        assert other == what, f"a rank is at {what}, the other at {other}"
+        return value, theirs
+
+    def join(self, server: Overlap) -> None:
+        tree, runtime, turn = server.tree_cache, server.runtime, server.turn
+
+        def reduce(tensor: torch.Tensor, op) -> None:
+            tensor.copy_(torch.tensor(min(self.both("a minimum", tensor.tolist()))))
+
+        def reduce_max(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.tensor(self.both("a maximum", tensor.tolist())).amax(0)
+
+        def turn_and_compare() -> None:
+            turn()
+            mine, theirs = self.both("the end of a turn", state(server))
+            assert mine == theirs, "the ranks differ"
+
+        tree.tp_world_size, tree._all_reduce, runtime.reduce_max = 2, reduce, reduce_max
+        server.turn = turn_and_compare
+
+
+def state(server: Overlap) -> tuple:
+    """All that decides what the server does next."""
+    tree, tier = server.tree_cache, server.runtime.host_tier
+    nodes = [(n.id, len(n.key), n.evicted, n.backuped) for n in _nodes(tree)]
+    queues = [r.rid for r in server.waiting_queue], [r.rid for r in server.running_batch.reqs]
+    return nodes, queues, len(tree.loads), len(tree.fetched), server.runtime.ledger.total, tier.memory.free_units
+
+
+def life(seed: int, options: dict, folder: Path | None, peer: Peer | None = None) -> Counter:
+    """Servers one after the other on one folder, each from its start until its requests have ended. `peer`: the other
+    rank, whose disk is another one."""
+    draw, seen = random.Random(f"{seed} {options}"), Counter()
+    disk_draw = random.Random(f"{seed} {folder}")
+    record.weights = 0
+    for start in range(1 if folder is None else 2):
+        seen += _server(draw, disk_draw, seed + start, options, folder, peer)
+    return seen
+
+
+def _server(
+    draw, disk_draw: random.Random, seed: int, options: dict, folder: Path | None, peer: Peer | None
+) -> Counter:
+    disk = {"disk": str(folder), "disk_size": draw.choice(DISK)} if folder is not None else {}
+    runtime = make_runtime(blocks=draw.choice([5, 6, 7]), host_memory=draw.choice(HOST), **options, **disk)
+    runtime.weights = lambda: bytes([record.weights])
+    chunk, mixed = draw.choice([P, 2 * P]), draw.random() < 0.3
+    rank = get_parallel().override(tp_rank=0)  # a refusal is logged by the first one
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(rank)
+        stack.enter_context(configured(runtime, chunk, retract_every=draw.choice([10, 25, 1000]), mixed=mixed))
+        server, threads = Overlap(runtime, chunk, disable=False), []
+        server.check_every = 8
+        if draw.random() < 0.5:
+            server.enable_priority_scheduling = server.enable_priority_preemption = True
+            server.priority_scheduling_preemption_threshold, server.schedule_low_priority_values_first = 0, False
+            server.policy = SchedulePolicy("fcfs", server.tree_cache, False, True, False)
+        if folder is not None:
+            tier = server.tree_cache.disk
+            tier.store.__class__, tier.store.draw = draw.choice([DiskStore, BadDisk]), disk_draw
+            if draw.random() < 0.8:  # else real threads
+                tier._readers, tier._writers = threads = [Threads(disk_draw), Threads(disk_draw)]
+        if peer is not None:
+            peer.join(server)
+        for name in ("cache.disk_tier", "adapter.disk_cache"):
+            stack.enter_context(patch(f"sglang_kvc.{name}.wait", lambda tasks: _wait(tasks, threads)))
+        client = Starved(server, seed, threads)
+        for _ in range(2):
+            for _ in range(TURNS // 2):
+                client.act()
+                server.turn()
+            _finish(server, threads)
+            client.check_answers()
+            check_tree(server)
+            if draw.random() < 0.5:
+                client.flush()
+        server.tree_cache.evict(EvictParams(num_tokens=10**9))
+        assert server.token_to_kv_pool_allocator.used_slots() == 0
+        assert runtime.capacity.available_tokens() == runtime.sizing.capacity_tokens
+        assert server.req_to_token_pool.available_size() == server.req_to_token_pool.size
+        server.tree_cache.evict_host(10**9)
+        tier = runtime.host_tier
+        server.seen["saved"] = tier.saved_blocks
+        assert not tier.stored and tier.memory.free_units == tier.memory.num_units
+        if folder is not None:
+            store = server.tree_cache.disk.store
+            server.seen["written"], server.seen["read"] = store.bytes_written, store.bytes_read
+            assert store.num_bytes == sum(store._sizes.values()) <= store.limit
+            server.tree_cache.disk.close()
+    return server.seen
+
+
+def _wait(tasks, threads: list[Threads]) -> None:
+    for executor in threads:
+        executor.turn(1)
+    wait(tasks)
+
+
+def _finish(server: Overlap, threads: list[Threads]) -> None:
+    for _ in range(1000):
+        idle = not server.busy and not server.tree_cache.fetched and not server.tree_cache.loads
+        if idle:
+            break
+        for executor in threads:
+            executor.turn(0.5)
+        server.turn()
+    assert idle, "requests wait for ever"
+    server.turn()  # settles
+    assert not server.runtime.unsettled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["host", "disk"])
+@pytest.mark.parametrize("name", KINDS)
+def test_starved(name, tiers, tmp_path):
+    seen = Counter()
+    for seed in range(SEEDS):
+        seen += life(1000 * seed, KINDS[name], tmp_path / str(seed) if tiers == "disk" else None)
+    print(name, tiers, dict(seen))
+    assert {"answered", "refused", "aborted", "retracted", "paused", "flushed", "chunks", "hits"} <= seen.keys()
+    assert {"saved", "loaded"} <= seen.keys() and (tiers == "host" or {"written", "read"} <= seen.keys())
+
+
+def _rank(rank: int, pipe, seed: int, options: dict, folder: Path) -> None:
+    torch.set_num_threads(1)
+    life(seed, options, folder / str(rank), Peer(pipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["k4v4", "leankv"])
+def test_two_ranks_with_disks_of_their_own(name, tmp_path):
+    """Files of one rank are damaged, late or gone where those of the other are not."""
+    fork = multiprocessing.get_context("fork")
+    for seed in range(-(-SEEDS // 3)):
+        ends = fork.Pipe()
+        ranks = [
+            fork.Process(target=_rank, args=(i, end, 500 + 1000 * seed, KINDS[name], tmp_path / str(seed)))
+            for i, end in enumerate(ends)
+        ]
+        for rank in ranks:
+            rank.start()
+        for end in ends:
+            end.close()
+        for rank in ranks:
+            rank.join()
+        assert [rank.exitcode for rank in ranks] == [0, 0]
