@@ -169,6 +169,7 @@ def test_sizes(text, size):
 WRONG = [
     ({"allow_lossless": "perhaps"}, "--kvc-allow-lossless"),
     ({"policy": "leankv", "trust": "none"}, "--kvc-trust"),
+    ({"eviction": "lru"}, "--kvc-eviction"),
     ({"policy": "magic"}, "--kvc-policy"),
     ({"high": "k3v3"}, "--kvc-high"),
     ({"high": "fp8"}, "--kvc-high"),

@@ -121,6 +121,14 @@ def test_a_server_may_forbid_uncompressed_requests(serve, options):
     assert serve("--kvc-allow-lossless", "true", *options.split())("lossless") == "lossless"
 
 
+def test_a_hint_that_is_no_truth_value_is_refused(serve):
+    """By both processes, like a level."""
+    ask = serve(params=lambda value: {"kvc_done": value})
+    with pytest.raises(ValueError, match=r'"kvc_done"'):
+        ask("yes")
+    assert ask(True) is ask(None) is None
+
+
 def test_settings_are_resolved_once(serve, monkeypatch):
     requests._resolved.cache_clear()
     ask, seen = serve("--kvc-levels", "k8v4"), []
