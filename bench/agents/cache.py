@@ -29,11 +29,11 @@ class Chain:
     hits: int = 0
     dead: bool = False  # the session has ended, or goes on without these blocks
     pause: float = 0.0  # the session's typical pause in forwards, learned from its past
-    children: set[Chain] = field(default_factory=set)
+    children: dict[Chain, None] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.parent is not None:
-            self.parent.children.add(self)
+            self.parent.children[self] = None
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Cache:
     capacity: int
     host_capacity: int
     order: Order
-    chains: set[Chain] = field(default_factory=set)
+    chains: dict[Chain, None] = field(default_factory=dict)  # a set would change the order of equal ranks
     device: int = 0
     host: int = 0
 
@@ -98,7 +98,7 @@ class Cache:
 
     def _forget(self, chain: Chain) -> None:
         if not chain.stored and not chain.locks:
-            self.chains.discard(chain)
+            self.chains.pop(chain, None)
 
     def cut(self, chain: Chain, keep: int) -> None:
         """The session goes on without what lies behind its first `keep` blocks. That stays until it is evicted, but
@@ -111,11 +111,11 @@ class Cache:
             self.host -= on_host
             return
         left = Chain(chain.parent, on_device, on_device + on_host, used=chain.used, ended=chain.ended, dead=True)
-        self.chains.add(left)
+        self.chains[left] = None
 
     def extend(self, chain: Chain, blocks: int) -> None:
         """Bring `chain`, which is locked, to `blocks` blocks on the device, for which there is room."""
         self.device += blocks - chain.device
         self.host -= chain.stored - chain.device
         chain.device = chain.stored = blocks
-        self.chains.add(chain)
+        self.chains[chain] = None

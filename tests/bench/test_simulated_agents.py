@@ -99,7 +99,7 @@ def chains(**fields):
 def test_what_goes_first(order, fields, first):
     cache = Cache(3, 0, ORDERS[order])
     some = chains(**fields)
-    cache.chains, cache.device = set(some), 3
+    cache.chains, cache.device = dict.fromkeys(some), 3
     assert cache.make_room(1, now=100.0)
     assert [c.device for c in some] == [int(i != first) for i in range(3)]
 
@@ -107,7 +107,7 @@ def test_what_goes_first(order, fields, first):
 def test_shared_tools_go_after_what_goes_on_from_them():
     cache, parent = Cache(4, 0, ORDERS["oldest"]), Chain(device=2, stored=2, used=0.0)
     child = Chain(parent, 2, 2, used=5.0)
-    cache.chains, cache.device = {parent, child}, 4
+    cache.chains, cache.device = dict.fromkeys((parent, child)), 4
     assert cache.make_room(3, now=9.0) and (parent.device, child.device) == (1, 0)
     cache.lock(child)
     assert not cache.make_room(4, now=9.0) and parent.device == 1
