@@ -1,9 +1,9 @@
-"""`SamplingParams.verify` and `Scheduler._add_request_to_queue`: the quality that a request asks for.
+"""`SamplingParams.verify` and `Scheduler._add_request_to_queue`: what a request asks for, and whose next prompt it is.
 
-An unknown level is refused where SGLang checks all sampling parameters, before the request reaches the scheduler; its
-client gets a 400. Front ends that load no plug-ins (the workers of `--tokenizer-worker-num`) do not check, so the
-scheduler aborts such a request with the same sentence. The namespace is set before the request is first matched with
-the tree.
+An unknown level or hint is refused where SGLang checks all sampling parameters, before the request reaches the
+scheduler; its client gets a 400. Front ends that load no plug-ins (the workers of `--tokenizer-worker-num`) do not
+check, so the scheduler aborts such a request with the same sentence. The namespace is set before the request is first
+matched with the tree.
 
 A request that can never be admitted is aborted, since it would wait forever with all requests behind it: SGLang queues
 prompts of embedding models whatever their length, and knows one limit for all levels. An answer is cut to what its
@@ -29,22 +29,29 @@ _numbers = itertools.count()
 
 
 def before_verify(self, vocab_size):
+    from sglang_kvc.options.request_hints import is_last
     from sglang_kvc.options.request_quality import asks, level_of
 
-    if asks(self.custom_params) and (args := _served()) is not None:
-        level_of(self.custom_params, *_levels_of_args(args))
+    if self.custom_params is not None and (args := _served()) is not None:
+        is_last(self.custom_params)
+        if asks(self.custom_params):
+            level_of(self.custom_params, *_levels_of_args(args))
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
     from sglang_kvc.cache.one_shot import Budget, check_served
     from sglang_kvc.cache.runtime import current
+    from sglang_kvc.options.config import REUSE
+    from sglang_kvc.options.request_hints import is_last
     from sglang_kvc.options.request_quality import is_one_shot, level_of, namespace, offered, salted
 
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
     req.skip_radix_cache_insert = False
     req.kvc_level = req.kvc_budget = None
+    req.kvc_last = False
     try:
+        req.kvc_last = is_last(req.sampling_params.custom_params)
         req.kvc_level = level_of(
             req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
         )
@@ -57,6 +64,8 @@ def before_add_request_to_queue(self, req, is_retracted=False):
     confined = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
     req.kvc_private = confined or req.kvc_budget is not None
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
+    if runtime.config.eviction == REUSE and (reuse := self.tree_cache.reuse) is not None:
+        reuse.arrive(req)
     if req.to_finish is None:
         _bound(req, runtime, answers=self.is_generation)
 

@@ -32,9 +32,13 @@ def around_get_new_batch_prefill(orig, self, running_batch):
 
     SGLang's free memory only shrinks while requests run, so it leaves a full batch alone until one of them ends.
     """
+    from sglang_kvc.options.config import REUSE
+
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, running_batch)
+    if runtime.config.eviction == REUSE and (reuse := self.tree_cache.reuse) is not None:
+        reuse.wait(self.waiting_queue)
     # SGLang does not look again where nothing runs either: the request that was waited for may have been aborted.
     nothing_runs = running_batch.is_empty() and self.chunked_req is None
     if running_batch.batch_is_full and (nothing_runs or runtime.capacity.has_room_again()):

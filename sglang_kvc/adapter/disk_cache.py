@@ -173,6 +173,8 @@ class DiskCache(HostCache):
                 fetched.anchor, key, self.component.slots_of(kept), fetched.hashes[:found]
             )
             self._apply_cache_actions(result.cache_actions)
+            if self.reuse is not None:
+                self.reuse.find_again(fetched.req)
             spare = np.concatenate((kept[: result.prefix_len // p], spare))  # known by now
         if len(spare):
             tier.free(spare)

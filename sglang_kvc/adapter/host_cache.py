@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..cache.host_tier import HostTier
     from ..cache.runtime import Runtime
     from ..cache.transfers import Loading
+    from .reuse_order import ReuseOrder
     from .tree_component import BlockComponent
 
 logger = logging.getLogger("sglang_kvc")
@@ -87,6 +88,7 @@ class HostCache(UnifiedRadixCache):
 
     runtime: Runtime
     host_tier: HostTier | None = None
+    reuse: ReuseOrder | None = None  # with `--kvc-eviction reuse`
 
     @property
     def component(self) -> BlockComponent:

@@ -12,10 +12,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from ..cache.runtime import NO_BLOCKS, Phase, Runtime
 from ..cache.sequence import Sequence
+from ..options.config import REUSE
 from .block_key import BlockKey
 from .disk_cache import DiskCache
 from .eviction_queue import EvictionQueue, ScannedLeaves
 from .host_cache import FULL
+from .reuse_order import ReuseOrder
 from .tree_component import BlockComponent
 
 
@@ -42,6 +44,8 @@ class KvcRadixCache(DiskCache):
 
     def reset(self) -> None:
         super().reset()
+        if self.runtime.config.eviction == REUSE and not self.disable:
+            self.tree_core.eviction_strategy = self.reuse = ReuseOrder(self)
         leaves = ScannedLeaves if self.tree_core.tlru_bookkeeping else EvictionQueue
         self.tree_core.evictable_device_leaves = leaves(self.component.priority)
         self.tree_core.evictable_host_leaves = leaves(self.component.priority)
@@ -102,6 +106,10 @@ class KvcRadixCache(DiskCache):
         tokens, done = req.full_untruncated_fill_ids[:up_to], req.finished()
         if not self.disable and seq.one_shot is None and not (done and req.kvc_private):
             self._follow_tree(req, BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt))
+            if self.reuse is not None:
+                self.reuse.checkpoint(req)
+                if done:
+                    self.reuse.end(req)
             if done and not isinstance(req.finished_reason, FINISH_ABORT):
                 self.session_refs.register_session_ref(req, leaf=req.last_node)
         if not done:
@@ -121,6 +129,8 @@ class KvcRadixCache(DiskCache):
         req.refresh_fill_ids()
         written = req.full_untruncated_fill_ids[: req.kv.kv_committed_len]
         self._follow_tree(req, BlockKey(written, req.extra_key, cache_salt=req.cache_salt))
+        if self.reuse is not None:
+            self.reuse.interrupt(req)
 
     def _follow_tree(self, req, key: BlockKey) -> None:
         """Insert the full blocks of `key`, and read those from the tree that it had already."""
@@ -166,6 +176,8 @@ class KvcRadixCache(DiskCache):
         self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
         self.runtime.free_sequence(seq)
         req.kvc = None
+        if self.reuse is not None and req.finished():
+            self.reuse.end(req)
         if private and not self.disable:
             self._drop_path(req.last_node)
         elif checkpointed and not self.disable:

@@ -9,6 +9,8 @@ import torch
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
 from sglang.srt.mem_cache.unified_cache.components import FullComponent
 
+from ..cache.reuse import use_of
+
 if TYPE_CHECKING:
     from ..cache.runtime import Runtime
 
@@ -38,6 +40,11 @@ class BlockComponent(FullComponent):
     def blocks_at(self, slots: torch.Tensor) -> np.ndarray:
         """Block ids, int64, of the slots of whole blocks."""
         return slots.numpy()[:: self.block_tokens] // self.block_tokens
+
+    def redistribute_on_node_split(self, new_parent, child) -> None:
+        super().redistribute_on_node_split(new_parent, child)
+        if (use := use_of(child)) is not None:
+            new_parent.kvc_use = use
 
     # ---- what is evictable
 
@@ -69,7 +76,7 @@ class BlockComponent(FullComponent):
     # ---- eviction
 
     def priority(self, leaf):
-        """Rank of a leaf, the lowest evicted first: leaves of open sessions last, then SGLang's eviction policy."""
+        """Rank of a leaf, the lowest evicted first: leaves of open sessions last, then the order of eviction."""
         if self.cache.enable_session_radix_cache:
             return self._session_ref_eviction_strategy(leaf)
         return self.tree_core.eviction_strategy.get_priority(leaf)

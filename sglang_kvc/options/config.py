@@ -14,6 +14,7 @@ from sglang_kvc.policies.parse import observe_text
 from sglang_kvc.policies.scorers import KeyDiff, Scorer
 
 ALL, SALT = TRUST = ("all", "salt")
+RADIX, REUSE = EVICTIONS = ("radix", "reuse")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class KvcConfig:
     host_memory: int = 0  # bytes of host memory, on each rank, for blocks that leave the pool
     disk: str | None = None  # folder for blocks behind host memory
     disk_size: int | None = None  # bytes of its files; None: most of what is free
+    eviction: str = RADIX  # which blocks are evicted first: by SGLang's --radix-eviction-policy, or by expected reuse
     budget: Budget | None = None
     scorer: Scorer = field(default=KeyDiff())
     share: Share = field(default=Global())

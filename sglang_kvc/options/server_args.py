@@ -265,6 +265,16 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         NS("memory"),
     ] = None
 
+    kvc_eviction: A[
+        str | None,
+        _option(
+            "Which unused blocks are evicted first: 'radix' (default), in the order of --radix-eviction-policy; or "
+            "'reuse': those that no prompt is expected to need soon. Each session's pauses are learned from its past, "
+            'and custom_params {"kvc_done": true} says that no prompt continues this one.'
+        ),
+        NS("memory"),
+    ] = None
+
     kvc_disk: A[
         str | None,
         _option(

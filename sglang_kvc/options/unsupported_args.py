@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_kvc.calibration.tensors import BY_HEAD
 from sglang_kvc.errors import ConfigError, listed
-from sglang_kvc.options.config import ALL, SALT, KvcConfig
+from sglang_kvc.options.config import ALL, REUSE, SALT, KvcConfig
 from sglang_kvc.policies import SEQUENCE, make_policy
 
 PLAIN = "drop the option, or use --kv-backend default"
@@ -247,6 +247,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
             f"--max-total-tokens {args.max_total_tokens} contradicts --kvc-memory, because both say how large the "
             f"cache is; drop one of them."
         )
+    check_eviction(config, args)
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
     check_chunk(args.chunked_prefill_size, config)
@@ -260,6 +261,22 @@ def check_args(args: Any, config: KvcConfig) -> None:
         raise ConfigError(
             f"--cuda-graph-config with prefill backend {graph!r} cannot be served with --kv-backend kvc, because "
             f"{_BETWEEN}; use {listed(PREFILL_GRAPHS)} there, or leave it out."
+        )
+
+
+def check_eviction(config: KvcConfig, args: Any) -> None:
+    """Refuse an order of eviction that nothing would follow, or a second one."""
+    if config.eviction != REUSE:
+        return
+    if args.disable_radix_cache:
+        raise ConfigError(
+            "--kvc-eviction reuse has no effect with --disable-radix-cache, because nothing is cached; drop one of "
+            "them."
+        )
+    if args.radix_eviction_policy != "lru":
+        raise ConfigError(
+            f"--radix-eviction-policy {args.radix_eviction_policy} contradicts --kvc-eviction reuse, because both "
+            f"order evictions; drop one of them."
         )
 
 

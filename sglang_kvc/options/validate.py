@@ -12,7 +12,7 @@ from sglang_kvc.cache.sizing import make_layout, size_server
 from sglang_kvc.calibration.tensors import tensor_names
 from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import check_verdicts
-from sglang_kvc.options.config import TRUST, KvcConfig
+from sglang_kvc.options.config import EVICTIONS, TRUST, KvcConfig
 from sglang_kvc.policies import make_policy
 
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
@@ -36,6 +36,8 @@ def _check_choices(c: KvcConfig) -> None:
             raise ConfigError(f"{flag(name)} {value!r} is not a page format; choose {listed(FORMATS)}.")
     if c.trust not in TRUST:
         raise ConfigError(f"{flag('trust')} {c.trust!r} is not a choice; give {listed(TRUST)}.")
+    if c.eviction not in EVICTIONS:
+        raise ConfigError(f"{flag('eviction')} {c.eviction!r} is not a choice; give {listed(EVICTIONS)}.")
 
 
 def _check_levels(c: KvcConfig) -> None:

@@ -187,6 +187,7 @@ WRONG = [
     ({"allow_lossless": "perhaps"}, "--kvc-allow-lossless"),
     ({"allow_one_shot": "8x"}, "--kvc-allow-one-shot"),
     ({"policy": "leankv", "trust": "none"}, "--kvc-trust"),
+    ({"eviction": "lru"}, "--kvc-eviction"),
     ({"policy": "magic"}, "--kvc-policy"),
     ({"high": "k3v3"}, "--kvc-high"),
     ({"high": "fp8"}, "--kvc-high"),

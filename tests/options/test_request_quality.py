@@ -175,6 +175,14 @@ def test_a_session_cannot_have_a_budget(serve):
     assert again.kvc_level is None and again.kvc_budget is None and not again.kvc_private
 
 
+def test_a_hint_that_is_no_truth_value_is_refused(serve):
+    """By both processes, like a level."""
+    ask = serve(params=lambda value: {"kvc_done": value})
+    with pytest.raises(ValueError, match=r'"kvc_done"'):
+        ask("yes")
+    assert ask(True) is ask(None) is None
+
+
 def test_settings_are_resolved_once(serve, monkeypatch):
     requests._resolved.cache_clear()
     ask, seen = serve("--kvc-levels", "k8v4"), []

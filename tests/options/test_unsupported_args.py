@@ -16,6 +16,7 @@ from sglang_kvc.options.unsupported_args import (
     check_args,
     check_capability,
     check_disk,
+    check_eviction,
     check_host_memory,
     check_memory,
     environment_warnings,
@@ -184,6 +185,17 @@ def test_host_memory_of_the_hierarchical_cache(stock):
         assert "--kvc-host-memory" in one_sentence(str(e.value))
     (warning,) = ignored_warnings(SimpleNamespace(**{**args, "hicache_write_policy": "write_back"}))
     assert "--hicache-write-policy" in one_sentence(warning)
+
+
+@pytest.mark.parametrize("changes", [{"disable_radix_cache": True}, {"radix_eviction_policy": "slru"}])
+def test_two_orders_of_eviction_or_none_to_follow(changes):
+    args = {"disable_radix_cache": False, "radix_eviction_policy": "lru"}
+    check_eviction(KvcConfig(eviction="reuse"), SimpleNamespace(**args))
+    check_eviction(KvcConfig(), SimpleNamespace(**{**args, **changes}))
+    with pytest.raises(ConfigError) as e:
+        check_eviction(KvcConfig(eviction="reuse"), SimpleNamespace(**{**args, **changes}))
+    assert "--kvc-eviction reuse" in one_sentence(str(e.value))
+    assert "--" + next(iter(changes)).replace("_", "-") in str(e.value)
 
 
 def test_host_memory_without_a_prefix_cache():

@@ -86,10 +86,10 @@ class ToyServer:
     # ---- what the scheduler does
 
     def admit(
-        self, tokens: list[int], chunk: int | None = None, level: str | None = None, queued=None
+        self, tokens: list[int], chunk: int | None = None, level: str | None = None, queued=None, use=None
     ) -> Request | None:
         """Prefill `tokens` (in chunks of `chunk`) at a level; None when there is no memory or no row. `queued`: a
-        request that passed the hook of the queue, whose namespace this one has."""
+        request that passed the hook of the queue, whose namespace this one has; `use`: one whose session it has."""
         if not self.rows.free:
             return None
         req = Request(
@@ -99,6 +99,8 @@ class ToyServer:
         )
         req.extra_key = namespace(None, level) if queued is None else queued.extra_key
         req.kvc_private = queued is not None and queued.kvc_private
+        if use is not None:
+            req.kvc_use, req.kvc_last = use.kvc_use, use.kvc_last
         key = RadixKey(req.origin_input_ids, req.extra_key, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         req.prefix_len, req.last_node = match.device_prefix_len, match.last_device_node

@@ -17,6 +17,7 @@ import torch
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -34,6 +35,7 @@ from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.host_tier import HostTier
 from sglang_kvc.cache.one_shot import WINDOW
 from sglang_kvc.cache.page_ops import PageOps
+from sglang_kvc.options.request_hints import DONE
 from sglang_kvc.options.request_quality import PARAMETER
 
 from . import record
@@ -60,7 +62,7 @@ class Overlap(ModelFreeScheduler):
 
     check_every = 1
 
-    def __init__(self, runtime, chunk: int | None, disable: bool):
+    def __init__(self, runtime, chunk: int | None, disable: bool, order: str = "fcfs"):
         self.runtime, self.seen, self.late = runtime, Counter(), 0
         runtime.page_ops._compact = self._compact  # counts
         runtime.page_ops._pack_prompt = self._pack_prompt
@@ -70,6 +72,7 @@ class Overlap(ModelFreeScheduler):
         tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P))
         self.requests: dict[str, Req] = {}
         super().__init__(pool, allocator, tree, rows=ROWS, page_size=P, chunk=chunk)
+        self.policy, self.processed_tokens_counter = SchedulePolicy(order, tree, False, False, False), 0
         if runtime.config.host_memory:
             tree.init_hicache(None, None)
             self.enable_hierarchical_cache = True
@@ -77,9 +80,10 @@ class Overlap(ModelFreeScheduler):
 
     # ---- clients
 
-    def submit(self, prompt: list[int], answer: list[int], level: str | None, salt: str | None) -> None:
+    def submit(self, prompt: list[int], answer: list[int], level: str | None, salt: str | None, last: bool) -> None:
         """A request that will be answered with all of `answer`."""
-        params = SamplingParams(max_new_tokens=len(answer), custom_params=level and {PARAMETER: level})
+        custom = {**({PARAMETER: level} if level else {}), **({DONE: True} if last else {})}
+        params = SamplingParams(max_new_tokens=len(answer), custom_params=custom or None)
         params.normalize(None)
         req = Req(str(len(self.requests)), "", array("q", prompt), params, vocab_size=1 << 20)
         req.extra_key = salt
@@ -171,6 +175,7 @@ class Overlap(ModelFreeScheduler):
 
     def _note(self, batch) -> None:
         extends = batch.forward_mode.is_extend()
+        self.processed_tokens_counter += batch.extend_num_tokens if extends else 0
         self.seen["chunks"] += extends and batch.chunked_req is not None
         if extends:
             mixed = batch.decoding_reqs or []

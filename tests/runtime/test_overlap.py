@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches.lookup import longest_request
+from sglang_kvc.options.config import REUSE
 from sglang_kvc.options.request_quality import LOSSLESS
 
 from .audit import check_files, check_tree
@@ -30,6 +31,7 @@ class Client:
 
     def __init__(self, server: Overlap, seed: int, levels: tuple[str | None, ...]):
         self.server, self.draw, self.levels = server, random.Random(seed), levels
+        self.hints = server.runtime.config.eviction == REUSE
         self.pieces: list[int] = []
 
     def act(self) -> None:
@@ -63,14 +65,15 @@ class Client:
         most = min(draw.choice(self.answers), longest - len(prompt) - 1)
         answer = [5000 + 200 * kind + i for i in range(most)]
         self.server.seen["longer than the pool"] += len(prompt) + most > runtime.sizing.capacity_tokens
-        self.server.submit(prompt, answer, level, draw.choice([None, None, None, "tenant"]))
+        salt, last = draw.choice([None, None, None, "tenant"]), self.hints and draw.random() < 0.2
+        self.server.submit(prompt, answer, level, salt, last=last)
 
 
 def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     """One server from its start until all requests are answered. Returns how often each thing happened."""
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
-        server = Overlap(runtime, kind.chunk, kind.disable)
+        server = Overlap(runtime, kind.chunk, kind.disable, kind.order)
         client = Client(server, seed, kind.asked)
         for turn in range(TURNS):
             client.act()
@@ -106,6 +109,7 @@ class Kind:
     disable: bool = False  # the radix cache
     mixed: bool = False  # decode steps join prefills
     strip: bool = False  # answers with thoughts leave the cache
+    order: str = "fcfs"  # of admission
     servers: int = 0  # one after the other, which share a folder of files
 
 
@@ -122,6 +126,11 @@ KINDS = {
     "disk": Kind({"high": "k4v4", "window": 0, **TIGHT, "host_memory": 60_000}, asked=(None, LOSSLESS), servers=2),
     "disk-leankv": Kind({**LEANKV, "window": P, **TIGHT, "host_memory": 80_000}, P, servers=2),
     "host-mixed": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, mixed=True),
+    "reuse": Kind({"high": "k4v4", "window": 0, "eviction": REUSE, **TIGHT}, P, (None, LOSSLESS)),
+    "host-reuse": Kind({"high": "k4v4", "window": 0, "eviction": REUSE, **TIGHT, "host_memory": 60_000}, order="hrrn"),
+    "disk-reuse": Kind(
+        {"high": "k4v4", "window": 0, "eviction": REUSE, **TIGHT, "host_memory": 60_000}, P, servers=2
+    ),
     "k4v4": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS)),
     "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k2v2",), **TIGHT}, P, (None, LOSSLESS, "k2v2")),
     "window": Kind({"high": "k4v4", "window": 32}, P),

@@ -1,0 +1,121 @@
+"""The simulator's cache: chains of blocks in device memory and, behind it, in host memory.
+
+A chain is what a session has cached, or the tools that sessions share. It loses blocks from its end, as the leaves of a
+radix tree do; what leaves the device goes to the host where there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .orders import INFINITE, Order
+
+BLOCK = 128  # tokens
+
+
+@dataclass(eq=False)
+class Chain:
+    """Blocks `[0, device)` are on the device and `[device, stored)` in host memory. A session's chain counts from the
+    end of `parent`, the tools. Times in seconds, where nothing else is said."""
+
+    parent: Chain | None = None
+    device: int = 0
+    stored: int = 0
+    locks: int = 0
+    used: float = 0.0  # last start or end of a request
+    ended: float = 0.0  # end of the last request, in forwards
+    waits_since: float | None = None  # arrival of the request that waits for its turn
+    next_arrival: float = INFINITE
+    hits: int = 0
+    dead: bool = False  # the session has ended, or goes on without these blocks
+    pause: float = 0.0  # the session's typical pause in forwards, learned from its past
+    children: dict[Chain, None] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.parent is not None:
+            self.parent.children[self] = None
+
+
+@dataclass
+class Cache:
+    """`capacity` and `host_capacity` in blocks; `device` and `host` are in use."""
+
+    capacity: int
+    host_capacity: int
+    order: Order
+    chains: dict[Chain, None] = field(default_factory=dict)  # a set would change the order of equal ranks
+    device: int = 0
+    host: int = 0
+
+    def lock(self, chain: Chain) -> None:
+        for c in (chain, chain.parent):
+            if c is not None:
+                c.locks += 1
+
+    def unlock(self, chain: Chain) -> None:
+        for c in (chain, chain.parent):
+            if c is not None:
+                c.locks -= 1
+
+    def make_room(self, blocks: int, now: float) -> bool:
+        """Evict until `blocks` blocks are free; whether they are. Nothing is evicted where that would not do."""
+        missing = self.device + blocks - self.capacity
+        if missing <= 0:
+            return True
+        victims = [c for c in self.chains if c.device and not c.locks]
+        if sum(c.device for c in victims) < missing:
+            return False
+        while missing > 0:
+            # What sessions share becomes a leaf when all that goes on from it has left.
+            leaves = [c for c in victims if c.device and not any(child.device for child in c.children)]
+            for chain in sorted(leaves, key=lambda c: self.order.rank(c, now)):
+                gone = min(missing, chain.device)
+                chain.device -= gone
+                self.device -= gone
+                missing -= gone
+                if self.host_capacity:
+                    self.host += gone
+                else:
+                    chain.stored = chain.device
+                    self._forget(chain)
+                if missing <= 0:
+                    break
+        self._trim_host(now)
+        return True
+
+    def _trim_host(self, now: float) -> None:
+        while self.host > self.host_capacity:
+            leaves = [
+                c for c in self.chains if c.stored > c.device and not any(child.stored for child in c.children)
+            ]
+            for chain in sorted(leaves, key=lambda c: self.order.rank(c, now)):
+                gone = min(self.host - self.host_capacity, chain.stored - chain.device)
+                chain.stored -= gone
+                self.host -= gone
+                self._forget(chain)
+                if self.host <= self.host_capacity:
+                    return
+
+    def _forget(self, chain: Chain) -> None:
+        if not chain.stored and not chain.locks:
+            self.chains.pop(chain, None)
+
+    def cut(self, chain: Chain, keep: int) -> None:
+        """The session goes on without what lies behind its first `keep` blocks. That stays until it is evicted, but
+        for a single block: the ragged end of every prompt."""
+        device, stored = min(chain.device, keep), min(chain.stored, keep)
+        on_device, on_host = chain.device - device, chain.stored - chain.device - (stored - device)
+        chain.device, chain.stored = device, stored
+        if on_device + on_host <= 1:
+            self.device -= on_device
+            self.host -= on_host
+            return
+        left = Chain(chain.parent, on_device, on_device + on_host, used=chain.used, ended=chain.ended, dead=True)
+        self.chains[left] = None
+
+    def extend(self, chain: Chain, blocks: int) -> None:
+        """Bring `chain`, which is locked, to `blocks` blocks on the device, for which there is room."""
+        self.device += blocks - chain.device
+        self.host -= chain.stored - chain.device
+        chain.device = chain.stored = blocks
+        self.chains[chain] = None

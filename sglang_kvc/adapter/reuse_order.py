@@ -1,0 +1,91 @@
+"""`--kvc-eviction reuse`: the order of eviction that expects sessions to come back. Each node of the tree knows the
+session that used it last, in `kvc_use`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy
+
+from ..cache.reuse import Sessions, Use, use_of
+from .block_key import BlockKey
+from .host_cache import FULL
+
+if TYPE_CHECKING:
+    from .radix_cache import KvcRadixCache
+
+UNKNOWN = (0, 0.0)  # rank of blocks that no request has used
+
+
+class ReuseOrder(EvictionStrategy):
+    """SGLang's eviction strategy for `tree`, and the events that it learns from."""
+
+    def __init__(self, tree: KvcRadixCache):
+        self.tree, self.sessions = tree, Sessions(tree.page_size)
+
+    def get_priority(self, node):
+        use = use_of(node)
+        return UNKNOWN if use is None else use.rank()
+
+    @property
+    def now(self) -> int:
+        return self.tree.runtime.step
+
+    def arrive(self, req) -> None:
+        """`req` enters the queue: find its session."""
+        path = self._match(req)
+        cached, before = sum(len(n.key) for n in path), use_of(path[-1]) if path else None
+        req.kvc_use = self.sessions.arrive(before, len(req.origin_input_ids), cached, self.now)
+        self._mark(req.kvc_use, path)
+
+    def find_again(self, req) -> None:
+        """More of the prompt of `req`, which waits, is in the tree."""
+        self._mark(req.kvc_use, self._match(req))
+
+    def checkpoint(self, req) -> None:
+        """What `req` has computed is in the tree, up to `req.last_node`."""
+        self._mark(req.kvc_use, self.tree._path(self.tree.tree_core.node_by_id(req.last_node)))
+
+    def interrupt(self, req) -> None:
+        """`req` is about to be retracted."""
+        self.checkpoint(req)
+        self.sessions.interrupt(req.kvc_use, self.now)
+
+    def end(self, req) -> None:
+        """`req` has finished, or was aborted while it ran."""
+        if req.kvc_use.busy:
+            self.sessions.end(req.kvc_use, self.now, req.kvc_last)
+
+    def wait(self, queue: Iterable) -> None:
+        """Note the prompts that wait, and rank the blocks of those anew that no longer do: the queue of evictable
+        leaves notices higher ranks alone."""
+        for use in self.sessions.wait(req.kvc_use for req in queue if hasattr(req, "kvc_use")):
+            self._rank_again(use)
+
+    def _rank_again(self, use: Use) -> None:
+        core, node = self.tree.tree_core, use.leaf
+        if node is None or node.component_data[FULL].lock_ref:
+            return  # the request runs; the leaf is queued anew when it is unlocked
+        while node is not None and node is not core.root_node:
+            for leaves in (core.evictable_device_leaves, core.evictable_host_leaves):
+                if node in leaves and use_of(node) is use:
+                    leaves.add(node)
+            node = node.parent
+
+    @staticmethod
+    def _mark(use: Use, path: list) -> None:
+        """The session `use` uses the nodes of `path`."""
+        for node in path:
+            node.kvc_use = use
+        if path:
+            use.leaf = path[-1]
+
+    def _match(self, req) -> list:
+        """Nodes of the tree that hold the first tokens of `req`."""
+        tree = self.tree
+        key = BlockKey(req.origin_input_ids + req.output_ids, req.extra_key, cache_salt=req.cache_salt)
+        found = tree.tree_core.match_prefix(MatchPrefixParams(key=key))
+        tree._apply_cache_actions(found.cache_actions)
+        return tree._path(tree.tree_core.node_by_id(found.best_match_node))

@@ -1,0 +1,108 @@
+"""Expected reuse: in which order sessions lose their blocks, by when a prompt is expected to need them.
+
+Time is counted in forwards. All tensor-parallel ranks agree on it, and not on the clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+GAIN = 0.25  # weight of a session's last pause in its typical one
+PRIOR_GAIN = 1 / 512  # and in the typical pause of all sessions
+FIRST_PAUSE = 1000  # forwards; of a server that has seen none
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """What is known of one session.
+
+    log_pause: running mean of the logarithms of its pauses.
+    prompt: tokens of its last prompt.
+    ended: forwards when its last request ended.
+    busy: a request of it waits or runs.
+    place: number of its waiting prompt in the order of arrival; None where none waits.
+    over: its client said that no prompt continues the last one.
+    leaf: last node of the tree that its last prompt found or left.
+    """
+
+    log_pause: float
+    prompt: int = 0
+    ended: int = 0
+    busy: bool = True
+    place: int | None = None
+    over: bool = False
+    leaf: Any = None
+
+    def rank(self) -> tuple[int, float]:
+        """Rank of the session's blocks, the lowest evicted first: what no prompt will need, then the least chance of a
+        next prompt, then what prompts wait for, the last in line first.
+
+        A session's pauses are taken as exponential, with a rate that has a gamma prior. After a silence of s forwards
+        the rate of its return is proportional to 1 / (b + s), for its typical pause b. The order by that rate is the
+        order of `ended - b`, which does not change while sessions are silent.
+        """
+        if self.place is not None:
+            return 1, -self.place
+        if self.over:
+            return -1, self.ended
+        return 0, self.ended - math.exp(self.log_pause)
+
+
+def use_of(node: Any) -> Use | None:
+    """The session that used a node of the tree last, if it is known."""
+    return getattr(node, "kvc_use", None)
+
+
+@dataclass
+class Sessions:
+    """The sessions of one server, recognized by their prompts.
+
+    log_pause: running mean of the logarithms of all pauses.
+    waiting: sessions whose prompts wait.
+    """
+
+    block_tokens: int
+    log_pause: float = math.log(FIRST_PAUSE)
+    waiting: dict[Use, None] = field(default_factory=dict)
+    places: Iterator[int] = field(default_factory=itertools.count)
+
+    def arrive(self, before: Use | None, prompt: int, cached: int, now: int) -> Use:
+        """The session of a prompt of `prompt` tokens, which finds `cached` tokens that `before` used last.
+
+        It is the session `before` if the prompt continues, up to one block, that session's last one, and no request of
+        the session waits or runs.
+        """
+        if before is None or before.busy or cached < before.prompt - self.block_tokens:
+            before = Use(self.log_pause)
+        else:
+            pause = math.log(max(1, now - before.ended))
+            before.log_pause += GAIN * (pause - before.log_pause)
+            self.log_pause += PRIOR_GAIN * (pause - self.log_pause)
+            before.busy, before.over = True, False
+        before.prompt = prompt
+        return before
+
+    def wait(self, uses: Iterable[Use]) -> list[Use]:
+        """Note whose prompts wait; returns the sessions that no longer do."""
+        waiting = dict.fromkeys(uses)
+        gone = [use for use in self.waiting if use not in waiting]
+        for use in gone:
+            use.place = None
+        for use in waiting:
+            if use.place is None:
+                use.place = next(self.places)
+        self.waiting = waiting
+        return gone
+
+    def interrupt(self, use: Use, now: int) -> None:
+        """The running request of `use` goes back to the end of the line."""
+        use.ended, use.place = now, next(self.places)
+
+    @staticmethod
+    def end(use: Use, now: int, over: bool) -> None:
+        """The request of `use` has ended."""
+        use.busy, use.ended, use.over, use.place = False, now, over, None

@@ -1,0 +1,117 @@
+"""The replay of agents: what it sends and what it counts, with a server that only remembers."""
+
+import itertools
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from bench.agents.traces import Session, Step
+from bench.e2e import agent_replay
+from bench.e2e.agent_replay import Answer, Completions, Replay, Seen, most_agents, prompts, scaled, summary
+
+
+def session(name, tools=3):
+    return Session(name, tools, (Step(10, 0, 4, 0.0), Step(14, 9, 2, 0.01), Step(8, 4, 3, 0.0)))
+
+
+class Cache:
+    """Remembers all prompts; an answer takes a millisecond."""
+
+    def __init__(self, fail_after=10**9):
+        self.asked, self.fail_after, self.lock = [], fail_after, threading.Lock()
+
+    def complete(self, prompt, answer):
+        time.sleep(0.001)
+        with self.lock:
+            if len(self.asked) >= self.fail_after:
+                raise ConnectionError("gone")
+            hit = max((common_prefix(prompt, old) for old in self.asked), default=0)
+            self.asked.append(prompt)
+        return Answer(0.5, 0.5 + 0.02 * (answer - 1), answer, len(prompt), min(hit, len(prompt) - 1))
+
+
+def common_prefix(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def test_prompts_share_what_was_recorded():
+    one, again, other = (list(prompts(session(name), "0")) for name in ("a", "a", "b"))
+    assert one == again
+    assert [len(p) for _, p in one] == [10, 14, 8]
+    assert [common_prefix(x[1], y[1]) for x, y in itertools.pairwise(one)] == [9, 4]
+    assert common_prefix(one[0][1], other[0][1]) == 3  # the tools
+    assert common_prefix(one[0][1], next(prompts(session("a", tools=2), "0"))[1]) < 2
+    assert common_prefix(one[0][1], next(prompts(session("a"), "1"))[1]) == 3  # played again, later
+
+
+def test_scaled():
+    half = scaled(session("a"), 0.5, 2.0)
+    assert half.steps[1] == Step(7, 4, 1, 0.02) and half.tools == 2
+
+
+def test_steps_are_counted_behind_the_ramp_up():
+    server = Cache()
+    replay = Replay(server, [session(str(i)) for i in range(6)], 3)
+    row = replay.run(0.5, ramp=5)
+    assert sum(s.first for s in replay.seen) == 3 and 10 < row["answers"] <= len(replay.seen) - 3
+    assert row["computed_again"] == 0 and 0 < row["from_cache"] < 1
+    assert row["first_token_s_p90"] == 0.5 and row["output_token_s_p90"] == pytest.approx(0.02)
+    assert row["sessions_h"] == pytest.approx(row["answers_h"] / 3, rel=0.3)
+    assert 0.4 < row["measured_s"] < 1.5
+
+
+def test_tokens_that_are_computed_again_are_counted():
+    seen = [Seen(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 80)]
+    row = summary(seen, 10.0)
+    assert row["from_cache"] == pytest.approx(160 / 300) and row["computed_again"] == pytest.approx(40 / 300)
+    silent = summary([Seen(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, True)], 10.0)
+    assert silent["from_cache"] is silent["computed_again"] is None and silent["sessions_h"] == 360
+
+
+def test_an_agent_that_fails_ends_the_run():
+    with pytest.raises(ConnectionError, match="gone"):
+        Replay(Cache(fail_after=5), [session("a")], 2).run(30, ramp=30)
+
+
+def test_the_most_agents_at_the_targets():
+    def row(first, rest=0.02):
+        return {"first_token_s_p90": first, "output_token_s_p90": rest}
+
+    numbers = {"a.a8": row(1.0), "a.a16": row(2.5), "a.a32": row(1.0), "b.a8": row(1.0, 0.03), "most_agents": {}}
+    assert most_agents(numbers) == {"a": 8, "b": 0}
+
+
+def test_arms_have_equal_memory():
+    found = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
+    assert {name: options[options.index("--max-total-tokens") + 1] for name, options in found.items()} == {
+        "stock_bf16": "1000", "stock_fp8": "2000", "stock_fp8_hicache": "2000", "kvc": "1000", "kvc_tiers": "1000"
+    }  # fmt: skip
+    assert "5GB" in found["kvc_tiers"] and found["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
+
+
+def test_a_streamed_answer_is_timed():
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            assert body["prompt"] == [5, 6, 7] and body["max_tokens"] == 3 and body["stream"]
+            self.send_response(200)
+            self.end_headers()
+            usage = {"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+            for event in [{"choices": [{"text": "x"}]}] * 3 + [{"choices": [], "usage": usage}]:
+                time.sleep(0.05)
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                self.wfile.flush()
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    answer = Completions(f"http://127.0.0.1:{server.server_port}").complete([5, 6, 7], 3)
+    server.shutdown()
+    assert (answer.tokens, answer.prompt, answer.cached) == (3, 3, 2)
+    assert 0.04 < answer.first_token < answer.seconds - 0.1

@@ -1,0 +1,162 @@
+"""The simulator of agents: its cache keeps its books, and its orders do what their names say."""
+
+import gzip
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from bench.agents import simulate, traces
+from bench.agents.cache import BLOCK, Cache, Chain
+from bench.agents.orders import ORDERS, QUEUES
+from bench.agents.simulate import Machine, Simulation
+from bench.agents.traces import Session, Step
+
+SMALL = Machine(memory=400.0, token_bytes=1 / BLOCK, prefill_rate=1280.0, copy_rate=1e9)  # 400 blocks of a byte
+
+
+def sessions(n=12, seed=0):
+    """Prompts that grow by one to six blocks a step, behind two blocks of tools that half of them share."""
+    draw, out = random.Random(seed), []
+    for i in range(n):
+        steps, length = [], 20 * BLOCK
+        for k in range(draw.randint(3, 9)):
+            shared, length = (length if k else 0), length + draw.randint(1, 6) * BLOCK
+            steps.append(Step(length, shared, draw.randint(1, 300), draw.choice([1.0, 4.0, 40.0])))
+        out.append(Session(str(i), (2 + i % 2) * BLOCK, tuple(steps)))
+    return out
+
+
+@pytest.mark.parametrize("host", [0.0, 150.0])
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_are_counted_once(order, host, monkeypatch):
+    made = Simulation(sessions(), replace(SMALL, host_memory=host), ORDERS[order], QUEUES["fcfs"], agents=10)
+    answers, decode, finish, ends = Counter(), made.decode, made.finish, []
+
+    def decoded(now, turn, answer):
+        answers[turn] = answer
+        decode(now, turn, answer)
+
+    def finished(now, turn, answer):
+        del answers[turn]
+        finish(now, turn, answer)
+        if made.computing:
+            return  # the answer of the prompt that just began is not known here
+        cache = made.cache
+        assert cache.device == sum(c.device for c in cache.chains) + answers.total() <= cache.capacity
+        assert cache.host == sum(c.stored - c.device for c in cache.chains) <= cache.host_capacity
+        ends.append(now)
+
+    monkeypatch.setattr(made, "decode", decoded)
+    monkeypatch.setattr(made, "finish", finished)
+    made.run(0, 2000)
+    assert len(ends) > 50
+
+
+def test_an_endless_cache_finds_all_that_was_sent_before():
+    some = sessions()
+    endless = replace(SMALL, memory=1e6)
+    found = Simulation(some, endless, ORDERS["lru"], QUEUES["fcfs"], agents=4).run(0, 3000)
+    assert found.again == 0 and found.device > 0 and found.host == 0
+    # Whole blocks, and the tools of sessions that others began.
+    assert found.device / found.prompt >= traces.endless_share(some) - 0.02
+    assert max(found.first_token) < 10
+
+
+def test_host_memory_brings_back_what_the_device_lost():
+    some = sessions()
+    plain, hosted = (
+        Simulation(some, replace(SMALL, host_memory=h), ORDERS["lru"], QUEUES["fcfs"], 14).run(0, 3000)
+        for h in (0.0, 1e5)
+    )
+    assert plain.again > 0 and plain.host == 0
+    assert hosted.host > 0 and hosted.again == 0
+
+
+def chains(**fields):
+    n = len(next(iter(fields.values())))
+    return [Chain(device=1, stored=1, **{k: v[i] for k, v in fields.items()}) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("order", "fields", "first"),
+    [
+        ("oldest", {"used": [3.0, 1.0, 2.0]}, 1),
+        ("mru", {"used": [3.0, 1.0, 2.0]}, 0),
+        ("lfu", {"used": [3.0, 1.0, 2.0], "hits": [1, 3, 2]}, 0),
+        ("slru", {"used": [3.0, 1.0, 2.0], "hits": [5, 5, 1]}, 2),
+        ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [None, 9.0, None]}, 2),
+        ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [7.0, 9.0, 8.0]}, 1),
+        ("clairvoyant", {"next_arrival": [5.0, 9.0, 7.0]}, 1),
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [15.0, 1.0, 1.0]}, 0),  # silent for less, but slow
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [1.0, 1.0, 1.0]}, 1),
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # nobody knows
+        ("told", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 0),
+    ],
+)
+def test_what_goes_first(order, fields, first):
+    cache = Cache(3, 0, ORDERS[order])
+    some = chains(**fields)
+    cache.chains, cache.device = dict.fromkeys(some), 3
+    assert cache.make_room(1, now=100.0)
+    assert [c.device for c in some] == [int(i != first) for i in range(3)]
+
+
+def test_shared_tools_go_after_what_goes_on_from_them():
+    cache, parent = Cache(4, 0, ORDERS["oldest"]), Chain(device=2, stored=2, used=0.0)
+    child = Chain(parent, 2, 2, used=5.0)
+    cache.chains, cache.device = dict.fromkeys((parent, child)), 4
+    assert cache.make_room(3, now=9.0) and (parent.device, child.device) == (1, 0)
+    cache.lock(child)
+    assert not cache.make_room(4, now=9.0) and parent.device == 1
+
+
+class Waits:
+    def __init__(self, uncached, before=0, overtaken=0):
+        self.left, self.computed_before, self.overtaken = uncached, before, overtaken
+
+    def uncached(self):
+        return self.left
+
+    def cached(self):
+        return 1000 - self.left
+
+
+@pytest.mark.parametrize(
+    ("queue", "waiting", "first"),
+    [
+        ("fcfs", [Waits(900), Waits(10)], 0),
+        ("lpm", [Waits(900), Waits(10)], 1),
+        ("hrrn", [Waits(900), Waits(10, before=490)], 1),
+        ("hrrn", [Waits(900), Waits(10, before=499)], 0),
+        ("shortest-256", [Waits(900, overtaken=255), Waits(10)], 1),
+        ("shortest-256", [Waits(900, overtaken=256), Waits(10)], 0),
+    ],
+)
+def test_who_is_admitted_first(queue, waiting, first):
+    assert QUEUES[queue](waiting, 500) is waiting[first]
+
+
+def test_same_seed_same_run():
+    runs = [Simulation(sessions(), SMALL, ORDERS["reuse"], QUEUES["hrrn"], 12, seed=4).run(100, 500) for _ in range(2)]
+    assert runs[0] == runs[1] and runs[0].prompt > 0
+
+
+def test_traces_are_split_and_bounded(tmp_path):
+    step = lambda prompt, shared, think: [prompt, shared, 5, think, 1.0]  # noqa: E731
+    recorded = [
+        {"id": f"s{i}", "tools": 300, "system": 9, "steps": [step(500 + i, 0, 7), step(900, 448, 9000)]}
+        for i in range(6)
+    ]
+    recorded.append({"id": "long", "tools": 1, "system": 1, "steps": [step(500, 0, 0), step(10**6, 500, 0)]})
+    file = tmp_path / "traces.json.gz"
+    with gzip.open(file, "wt") as out:
+        json.dump({"meta": {}, "sessions": recorded}, out)
+    halves = [traces.load(file, longest=10_000, pause=60.0, split=split) for split in traces.SPLITS]
+    names = [{s.name for s in half} for half in halves]
+    assert len(names[0]) == len(names[1]) == 3 and not names[0] & names[1] and "long" not in names[0] | names[1]
+    assert all(s.steps[1] == Step(900, 448, 5, 60.0) and s.tools == 300 for half in halves for s in half)
+    argv = [str(file), "--agents", "2", "--orders", "lru", "--seeds", "1", "--hours", "0.1", "--host", "1e6"]
+    assert {h for _, _, _, h in simulate.settings(simulate.arguments(argv))} == {0.0, 1e6}
