@@ -38,8 +38,9 @@ def serve(parse, monkeypatch):
             sampling = SimpleNamespace(custom_params=params(level))
             aborts = []
             req = SimpleNamespace(
-                sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None
-            )
+                sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None,
+                to_finish=True,  # its length is not looked at
+            )  # fmt: skip
             refused = None
             try:
                 requests.before_verify(sampling, 1000)
@@ -168,8 +169,9 @@ def test_a_session_cannot_have_a_budget(serve):
     assert ask("one-shot:8x") == "one-shot:8x"
     aborts, req = [], ask.req
     again = SimpleNamespace(
-        sampling_params=req.sampling_params, extra_key=None, set_finish_with_abort=aborts.append, session=object()
-    )
+        sampling_params=req.sampling_params, extra_key=None, set_finish_with_abort=aborts.append, session=object(),
+        to_finish=True,
+    )  # fmt: skip
     requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), again)
     assert len(aborts) == 1 and "session" in one_sentence(aborts[0])
     assert again.kvc_level is None and again.kvc_budget is None and not again.kvc_private
