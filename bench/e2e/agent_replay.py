@@ -205,9 +205,11 @@ def summary(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
     rest = [(s.answer.seconds - s.answer.first_token) / (s.answer.tokens - 1) for s in seen if s.answer.tokens > 1]
     known = [s for s in seen if s.answer.cached is not None and s.answer.prompt]
     total = sum(s.answer.prompt for s in known)
+    # SGLang adds what a retracted request finds when it resumes, which may be more than its prompt.
+    cached = sum(min(s.answer.cached, s.answer.prompt) for s in known)
     out: dict[str, Any] = {"answers": len(seen), "answers_h": 3600 * len(seen) / seconds}
     out["sessions_h"] = 3600 * sum(s.last for s in seen) / seconds
-    out["from_cache"] = sum(s.answer.cached for s in known) / total if known else None
+    out["from_cache"] = cached / total if known else None
     again = sum(max(0, min(s.shared, s.prompt - 1) - s.answer.cached) for s in known)
     out["computed_again"] = again / total if known else None
     for name, values in (("first_token_s", first), ("output_token_s", rest or [0.0])):

@@ -64,9 +64,9 @@ def test_steps_are_counted_behind_the_ramp_up():
 
 
 def test_tokens_that_are_computed_again_are_counted():
-    seen = [Seen(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 80)]
+    seen = [Seen(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 380)]
     row = summary(seen, 10.0)
-    assert row["from_cache"] == pytest.approx(160 / 300) and row["computed_again"] == pytest.approx(40 / 300)
+    assert row["from_cache"] == pytest.approx(180 / 300) and row["computed_again"] == pytest.approx(40 / 300)
     silent = summary([Seen(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, True)], 10.0)
     assert silent["from_cache"] is silent["computed_again"] is None and silent["sessions_h"] == 360
 

@@ -158,6 +158,8 @@ def test_what_an_aborted_prompt_waited_for_is_evicted_in_its_turn():
     aborted = queue.arrive(prompt(0))
     queue.arrive(prompt(2))
     assert queue.evicted() == 1
+    last_in_line = queue.server.tree.tree_core.evictable_device_leaves.next()
+    assert last_in_line.key.token_ids[0] == 2000
     queue.leave(aborted)
     assert [queue.evicted() for _ in range(2)] == [0, 2]
 
