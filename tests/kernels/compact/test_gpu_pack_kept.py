@@ -1,0 +1,65 @@
+"""A prompt packed on the GPU: the scores and, for one choice of tokens, the bytes of the CPU, without a wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, page_bytes_for
+from kvc_kernels.store import PageStore
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+L, H, D, P, FULL, TAIL, KEPT = 3, 4, 128, 128, 9, 40, 4
+TOKENS = FULL * P + TAIL
+
+
+def packed(device: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Scores of all layers, pages by competition, and digests of the kept blocks for a choice made of the seed."""
+    fmt, gen = FORMATS["k4v4"], torch.Generator().manual_seed(5)
+    layout = PoolLayout(L, H, D, P, page_bytes_for(fmt, 64, head_dim=D, has_scores=False))
+    store = PageStore.create(
+        layout, (BlockFormat(BF16), BlockFormat(fmt)), num_pages=1 + 12 * layout.block_pages_bf16, num_blocks=16,
+        dtype=torch.bfloat16, device=device,
+    )  # fmt: skip
+    k, v = (torch.randn(L, TOKENS, H, D, generator=gen).bfloat16().to(device) for _ in range(2))
+    q = torch.randn(L, 8, 2 * H, D, generator=gen).bfloat16().to(device)
+    best = torch.rand(L, H, FULL * P, generator=gen).argsort(-1)[..., : KEPT * P].int().to(device)
+    pages = torch.randint(0, 2 * KEPT + 1, (L, H), generator=gen).to(device)
+    blocks, at = torch.arange(11, 1, -1, device=device), torch.arange(TOKENS, device=device)
+    ops.take_bf16(store, blocks)
+    queries, gaps = ops.LastQueries(store, 2 * H, 8), ops.RowGaps(4, store.device)
+    for layer in range(L):
+        ops.append(store, layer, blocks[at // P], at % P, k[layer], v[layer])
+    rows, named = torch.tensor([1, 3], device=device), torch.zeros((2, 10), dtype=torch.int32, device=device)
+    mode = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
+    try:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        scores, worth = [], []
+        for layer in range(L):
+            queries.add(layer, q[layer], scale=0.09, logit_cap=0.0)
+            scores.append(ops.prompt_scores(store, layer, blocks, TOKENS, queries))
+            pooled = ops.pool_scores(scores[-1], 7)[:, : FULL * P]
+            worth.append(ops.ranked_tokens(pooled, KEPT * P, 64, 4, 0)[1])
+        won = ops.sequence_quota(torch.cat(worth), 40, 1)
+        ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages)
+        gaps.open(3, KEPT, FULL - KEPT)
+        gaps.leave_out(named, rows)
+        gaps.close(3)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode(mode)
+    ops.check_invariants(store)
+    assert int(won.sum()) == 40
+    return torch.stack(scores).cpu(), won.cpu(), [ops.block_digest(store, int(b)) for b in blocks[:KEPT]]
+
+
+def test_the_gpu_does_what_the_cpu_does():
+    scores, _, digests = packed("cuda")
+    want, _, right = packed("cpu")
+    torch.testing.assert_close(scores, want, rtol=2e-3, atol=1e-6)
+    assert digests == right
