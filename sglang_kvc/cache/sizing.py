@@ -16,6 +16,7 @@ from kvc_kernels.layout import (
     PoolLayout,
     RecordLayout,
     align_up,
+    choose_ladder_page_bytes,
     choose_page_bytes,
     page_bytes_for,
 )
@@ -44,13 +45,16 @@ def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, h
     """The pool's geometry. Page bytes are searched unless the user sets them."""
     formats = [FORMATS[f] for f in policy.formats()]
     options: dict[str, Any] = {"head_dim": head_dim, "has_scores": policy.collects_scores}
+    search = {"block_tokens": config.block_size, **options}
     if config.page_bytes:
         page_bytes = config.page_bytes
     elif policy.page_tokens:
         page_bytes = _page_of(formats, policy.page_tokens, **options)
+    elif policy.rungs and (ladder := choose_ladder_page_bytes(formats[: len(policy.rungs)], **search)):
+        page_bytes = ladder
     else:
         whole = policy.fake_quant_format() is not None
-        page_bytes = choose_page_bytes(formats, block_tokens=config.block_size, whole=whole, **options)
+        page_bytes = choose_page_bytes(formats, whole=whole, **search)
     return PoolLayout(layers, heads, head_dim, config.block_size, page_bytes, has_scores=policy.collects_scores)
 
 

@@ -1,5 +1,6 @@
 """Per-request quality ("level"), in SGLang's `custom_params`: `{"kvc": "lossless"}`, or a format that the server offers
-with `--kvc-levels`: `{"kvc": "k8v4"}`.
+with `--kvc-levels`: `{"kvc": "k8v4"}`. With `--kvc-floor` a request may also name the server's own format, which
+its blocks then keep.
 
 A level is a namespace of the radix tree: blocks of different levels are never shared. So a lossless request never reads
 a packed block, and no other request keeps an uncompressed block alive. With `--kvc-trust salt`, a request without a
@@ -20,7 +21,8 @@ PARAMETER = "kvc"
 
 def offered(config: KvcConfig) -> tuple[str, ...]:
     """Levels that requests to this server may ask for."""
-    return (*([LOSSLESS] if config.allow_lossless else []), *config.levels)
+    named = [*config.levels, *([config.high] if config.floor else [])]  # with a floor, `high` is a promise of its own
+    return (*([LOSSLESS] if config.allow_lossless else []), *named)
 
 
 def asks(custom_params: Any) -> bool:

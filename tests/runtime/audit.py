@@ -34,15 +34,16 @@ def check_reads(server, reqs: list) -> None:
         expected = (np.array(mine).repeat(P) * P)[:n] + np.arange(n) % P
         assert len(mine) == -(-n // P) and (row.numpy() == expected).all(), "a row and its record differ"
         format_ids = set(runtime.store.format_id[mine].tolist())
-        assert format_ids <= {
-            0, runtime.policy.format_id_of(req.kvc_level)
-        }, "a block is at another level than its request"
+        allowed = {0, runtime.policy.format_id_of(req.kvc_level)}
+        if req.kvc_level is None:
+            allowed |= set(runtime.policy.rungs)
+        assert format_ids <= allowed, "a block is at another level than its request"
         for i, block in enumerate(mine):
             tokens = req.history[i * P : min(n, (i + 1) * P)]
             assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()
             if len(tokens) > len(blocks[block]):
                 blocks[block] = tokens
-    record.check(runtime.store, blocks, runtime.policy.keeps_all)
+    record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.rungs)
 
 
 def check_tree(server) -> None:
@@ -61,10 +62,10 @@ def check_tree(server) -> None:
                     found[block] = index[i * P : (i + 1) * P]
             stack.append((child, path))
     if blocks:
-        record.check(runtime.store, blocks, runtime.policy.keeps_all)
+        record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.rungs)
     if stored:
         store, ids = unpacked_records(runtime.host_tier, list(stored))
-        record.check(store, dict(zip(ids, stored.values())), runtime.policy.keeps_all)
+        record.check(store, dict(zip(ids, stored.values())), runtime.policy.keeps_all, runtime.policy.rungs)
 
 
 def check_files(server) -> tuple[int, int]:
@@ -107,6 +108,9 @@ def check_records(server) -> None:
         mine = _ids(tree.component, node.component(FULL).value)
         kept += mine
         idle += mine if node.component(FULL).lock_ref == 0 else []
+        if mine and node.component(FULL).lock_ref == 0 and not node.backuped:
+            cold = runtime.demotion.tier_of(np.array(mine)) > 0
+            assert not cold or node in tree.component.demotions.nodes, "a cold node is never demoted"
         stored += _ids(tree.component, node.component(FULL).host_value)
     stored += [i for fetched in getattr(tree, "fetched", ()) for i in fetched.fetch.ids.tolist()]
     on_their_way = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]

@@ -42,6 +42,8 @@ class Client:
             server.pause()
         if draw.random() < (0.02 if server.runtime.host_tier is None else 0.2):
             server.tree_cache.evict(EvictParams(num_tokens=draw.randint(1, 3) * P))
+        if server.runtime.demotion.enabled and draw.random() < 0.05:
+            server.demote_running(draw.randint(1, 3) * P)
 
     def submit(self) -> None:
         draw, runtime, level = self.draw, self.server.runtime, self.draw.choice(self.levels)
@@ -103,6 +105,7 @@ class Kind:
 
 TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
+LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages a head
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
 KINDS = {
     "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, LOSSLESS)),
@@ -125,6 +128,12 @@ KINDS = {
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
+    "floor": Kind({**LADDER, **TIGHT}, asked=(None, LOSSLESS, "k8v4")),
+    "floor-window": Kind({**LADDER, "window": P, **TIGHT}, P),
+    "floor-levels": Kind({**LADDER, "levels": ("k4v4",), **TIGHT}, P, (None, "k8v4", "k4v4")),
+    "floor-host": Kind({**LADDER, **TIGHT, **HOST}, P, (None, LOSSLESS, "k8v4")),
+    "floor-disk": Kind({**LADDER, **TIGHT, "host_memory": 60_000}, asked=(None, "k8v4"), servers=2),
+    "floor-mixed": Kind({**LADDER, "floor": "k4v4", **TIGHT}, P, mixed=True),
     "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
     "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
     "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
@@ -154,6 +163,7 @@ def test_lives(name, tmp_path):
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
     expected |= {"chunks"} if kind.chunk else set()
     expected |= {"mixed"} if kind.mixed else set()
+    expected |= {"demoted", "demoted while running"} if kind.options.get("floor") else set()
     trust = kind.options.get("trust") == "salt"
     expected |= {"private"} if trust else set()
     expected |= {"saved", "loaded"} if kind.options.get("host_memory") and not trust else set()
