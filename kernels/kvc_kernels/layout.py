@@ -8,6 +8,7 @@ indexes it.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -219,6 +220,28 @@ def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, has_scores: bool)
     """The page size in bytes that holds exactly `tokens` tokens of `fmt`."""
     page = PageLayout(fmt, head_dim, 1 << 30, has_scores)
     return align_up(page._segments(tokens)["end"][0], 16)
+
+
+def choose_ladder_page_bytes(
+    formats: list[Format], *, head_dim: int, block_tokens: int, has_scores: bool
+) -> int | None:
+    """The page size in bytes for blocks that move from the first of `formats` down to the last; None if none serves.
+
+    A block must take fewer pages in the last format than in the first. Among the sizes that hold exactly 64, 48, 32 or
+    16 tokens of one format, it is the one at which blocks take least on average over `formats`, relative to the bytes
+    of their codes and scales; the largest among equals.
+    """
+    best, least = None, float("inf")
+    for tokens, fmt in itertools.product((WHOLE_PAGE_TOKENS, 48, 32, 16), formats):
+        size = page_bytes_for(fmt, tokens, head_dim=head_dim, has_scores=has_scores)
+        plain, *pages = (PageLayout(f, head_dim, size, has_scores) for f in (BF16, *formats))
+        if not plain.tokens or not all(page.tokens for page in pages):
+            continue
+        counts = [-(-block_tokens // page.tokens) for page in pages]
+        cost = sum(n * size * page.tokens / page.used_bytes for n, page in zip(counts, pages))
+        if counts[-1] < counts[0] and cost < least - 1e-9:
+            best, least = size, cost
+    return best
 
 
 def choose_page_bytes(

@@ -22,7 +22,9 @@ def around_get_worker_info(orig, self):
     if (runtime := current()) is None:
         return info
     out, margin = list(info), info[LENGTH] - info[INPUT]
-    longest = max(longest_request(runtime, format_id) for format_id in range(len(runtime.store.block_formats)))
+    # Formats below the server's own are none that a request starts at.
+    formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
+    longest = max(longest_request(runtime, format_id) for format_id in formats)
     out[LENGTH] = min(self.model_config.context_len - 1, longest)
     out[INPUT] = max(1, out[LENGTH] - margin)
     return tuple(out)

@@ -29,6 +29,7 @@ GAUGES = {
     "compacted_blocks": ("Blocks compacted since start.", lambda s: s.compactions),
     "compaction_seconds": ("Time spent compacting since start.", lambda s: s.compaction_ms / 1e3),
     "evicted_blocks": ("Blocks evicted since start.", lambda s: s.evicted_blocks),
+    "demoted_blocks": ("Moves of blocks to a lower format since start.", lambda s: s.demoted_blocks),
     "host_bytes": ("Bytes of host memory in use.", lambda s: s.host_bytes),
     "host_saved_bytes": ("Bytes copied to the host since start.", lambda s: s.host_saved_bytes),
     "host_loaded_bytes": ("Bytes copied back from the host since start.", lambda s: s.host_loaded_bytes),

@@ -65,7 +65,7 @@ def before_on_idle(self):
 
 def around_check_decode_mem(orig, self, selected_indices=None):
     """Before a retraction: wait for the pages that queued and running compactions free, and for the blocks that loads
-    lock, then check again."""
+    lock, then check again; then demote blocks of the running requests."""
     from sglang_kvc.cache.runtime import current
 
     if orig(self, selected_indices):
@@ -74,12 +74,17 @@ def around_check_decode_mem(orig, self, selected_indices=None):
     if runtime is None:
         return False
     loads = runtime.host_tier is not None and self.tree_cache.loads
-    if not loads and not runtime.overcharged:
+    if loads or runtime.overcharged:
+        runtime.settle()
+        if loads:
+            self.tree_cache.check_hicache_events()
+        if orig(self, selected_indices):
+            return True
+    if not runtime.demotion.enabled:
         return False
-    runtime.settle()
-    if loads:
-        self.tree_cache.check_hicache_events()
-    return orig(self, selected_indices)
+    seqs = [req.kvc for req in self.reqs if req.kvc is not None]  # None: the request just ended
+    tokens = self.new_tokens_required_next_decode(selected_indices)
+    return runtime.demotion.demote_running(seqs, tokens) and orig(self, selected_indices)
 
 
 def register() -> None:

@@ -172,7 +172,8 @@ class HostCache(UnifiedRadixCache):
         if not capacity.reaches(pages, len(ids)):
             return False
         while missing := capacity.missing_tokens(pages, len(ids)):
-            if not self.evict_for_alloc(EvictParams(num_tokens=missing)).num_tokens_evicted:
+            self.evict_for_alloc(EvictParams(num_tokens=missing))
+            if capacity.missing_tokens(pages, len(ids)) >= missing:
                 return False
         return True
 

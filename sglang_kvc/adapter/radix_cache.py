@@ -49,15 +49,19 @@ class KvcRadixCache(DiskCache):
         leaves = ScannedLeaves if self.tree_core.tlru_bookkeeping else EvictionQueue
         self.tree_core.evictable_device_leaves = leaves(self.component.priority)
         self.tree_core.evictable_host_leaves = leaves(self.component.priority)
+        self.component.demotions.clear()
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Drop unlocked leaves in the eviction policy's order until the memory is free."""
+        """Demote cold blocks, then drop unlocked leaves in the eviction policy's order, until the memory is free."""
         return self.evict_for_alloc(params)
 
     def evict_for_alloc(self, params: EvictParams, *, allocation_reclaim_satisfied=None) -> EvictResult:
         capacity = self.runtime.capacity
-        missing = capacity.eviction_goal(params.num_tokens) - capacity.available_tokens()
+        goal = capacity.eviction_goal(params.num_tokens)
+        if goal <= capacity.reachable_tokens():  # else every block that could be demoted is dropped
+            self.component.demotions.make_room(goal)
+        missing = goal - capacity.available_tokens()
         if missing <= 0:
             return EvictResult()
         result = super().evict_for_alloc(EvictParams(num_tokens=missing))

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
 from sglang.srt.mem_cache.unified_cache.components import FullComponent
+from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 
 from ..cache.reuse import use_of
+from .demotion_queue import DemotionQueue
 
 if TYPE_CHECKING:
     from ..cache.runtime import Runtime
@@ -25,6 +27,7 @@ class BlockComponent(FullComponent):
         super().__init__(cache, params)
         self.runtime: Runtime = cache.runtime
         self.block_tokens = self.runtime.layout.block_tokens
+        self.demotions = DemotionQueue(self.runtime.demotion, self)
 
     # ---- values
 
@@ -51,6 +54,7 @@ class BlockComponent(FullComponent):
     def commit_insert_component_data(self, node, is_new_leaf, params, result, cache_actions) -> None:
         if is_new_leaf:
             self.runtime.ledger.set_idle(self.blocks_of(node), True)
+            self.demotions.add(node)
 
     def acquire_component_lock(self, node, result, lock_host: bool = False):
         if not lock_host:
@@ -69,11 +73,27 @@ class BlockComponent(FullComponent):
             data = node.component_data[self.component_type]
             if data.lock_ref == locked_when and data.value is not None:
                 changed.append(self.blocks_of(node))
+                (self.demotions.add if idle else self.demotions.discard)(node)
             node = node.parent
         if changed:
             self.runtime.ledger.set_idle(np.concatenate(changed), idle)
 
+    def redistribute_on_node_split(self, new_parent, child):
+        super().redistribute_on_node_split(new_parent, child)
+        data = new_parent.component_data[self.component_type]
+        if data.lock_ref == 0 and data.value is not None:
+            self.demotions.add(new_parent)
+
     # ---- eviction
+
+    def evict_component(self, node, device_frees, host_frees, cache_actions, target=EvictLayer.DEVICE):
+        freed = super().evict_component(node, device_frees, host_frees, cache_actions, target)
+        data = node.component_data[self.component_type]
+        if EvictLayer.DEVICE in target:
+            self.demotions.discard(node)
+        elif data.lock_ref == 0 and data.value is not None:  # the device copy is the only one again
+            self.demotions.add(node)
+        return freed
 
     def priority(self, leaf):
         """Rank of a leaf, the lowest evicted first: leaves of open sessions last, then the order of eviction."""

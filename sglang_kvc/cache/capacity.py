@@ -71,6 +71,10 @@ class Capacity:
         blocks = max(-(-short // self.layout.block_pages_bf16), block_ids - self.blocks.free_count, 0)
         return blocks * self.layout.block_tokens
 
+    def missing_pages(self, tokens: int) -> int:
+        """Pages to free so that blocks of `tokens` tokens can be taken, whatever block ids are free."""
+        return -(-tokens // self.layout.block_tokens) * self.layout.block_pages_bf16 - self.ledger.free
+
     # ---- growth
 
     def packed_tokens(self, tokens: float, format_id: int) -> float:

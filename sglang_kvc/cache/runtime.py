@@ -25,6 +25,7 @@ from kvc_kernels.store import PageStore
 from ..policies import SEQUENCE, Policy, make_policy
 from .blocks import Blocks, State
 from .capacity import Capacity
+from .demotion import Demotion
 from .host_tier import HostTier
 from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
@@ -75,6 +76,7 @@ class Counters:
     compactions: int = 0  # blocks compacted
     compaction_ms: float = 0.0  # host time of the flushes that compacted (CPU: the work itself)
     evicted_blocks: int = 0
+    demoted_blocks: int = 0  # moves to a lower format; also counted as compactions
 
 
 @dataclass
@@ -115,6 +117,7 @@ class Runtime:
             self.config.window
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
+        self.demotion = Demotion(self)
 
     def attach_host_tier(self) -> None:
         """Allocate the host memory of `config.host_memory` bytes."""
@@ -327,6 +330,12 @@ class Runtime:
         due = array[unshared & (self.blocks.format_id[array] == format_id)]
         self._queue(due, from_format=format_id, to_format=format_id, length=length)
         return len(due)
+
+    def demote(self, ids: np.ndarray, to_format: int) -> None:
+        """Queue the packed blocks `ids`, which are at one format, to be moved to a lower one."""
+        from_format = int(self.blocks.format_id[ids[0]])
+        self._queue(ids, from_format=from_format, to_format=to_format, length=0)
+        self.counters.demoted_blocks += len(ids)
 
     def _queue(self, due: np.ndarray, *, from_format: int, to_format: int, length: int) -> None:
         if len(due) == 0:

@@ -16,6 +16,7 @@ from kvc_kernels.layout import (
     PoolLayout,
     RecordLayout,
     align_up,
+    choose_ladder_page_bytes,
     choose_page_bytes,
     page_bytes_for,
 )
@@ -44,13 +45,16 @@ def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, h
     """The pool's geometry. Page bytes are searched unless the user sets them."""
     formats = [FORMATS[f] for f in policy.formats()]
     options: dict[str, Any] = {"head_dim": head_dim, "has_scores": policy.collects_scores}
+    search = {"block_tokens": config.block_size, **options}
     if config.page_bytes:
         page_bytes = config.page_bytes
     elif policy.page_tokens:
         page_bytes = _page_of(formats, policy.page_tokens, **options)
+    elif policy.ladder and (ladder := choose_ladder_page_bytes(formats[: len(policy.ladder)], **search)):
+        page_bytes = ladder
     else:
         whole = policy.fake_quant_format() is not None
-        page_bytes = choose_page_bytes(formats, block_tokens=config.block_size, whole=whole, **options)
+        page_bytes = choose_page_bytes(formats, whole=whole, **search)
     return PoolLayout(layers, heads, head_dim, config.block_size, page_bytes, has_scores=policy.collects_scores)
 
 
@@ -117,8 +121,9 @@ class HostLayout:
     """Geometry of the host tier.
 
     record: bytes of a block in host memory.
-    unit_bytes: host memory is handed out in units of this size. It is a record in the smallest storage format, or a
-        quarter of its largest record where the number of pages depends on the data.
+    unit_bytes: host memory is handed out in units of this size. Where all records have known sizes, it is the smallest
+        one, or the part of it (down to a quarter) of which they fill whole units best. Else it is a quarter of the
+        largest record of the smallest storage format.
     buffer_bytes: size of one buffer between pages and host memory, at least one uncompressed block.
     """
 
@@ -128,11 +133,16 @@ class HostLayout:
 
     @classmethod
     def of(cls, layout: PoolLayout, block_formats: tuple[BlockFormat, ...], pool_bytes: int) -> HostLayout:
-        record, sizes = RecordLayout(layout), []
-        for block_format in block_formats[1:] or block_formats[:1]:
-            pages = block_format.pages or layout.block_pages_bf16
-            sizes.append(record.num_bytes(pages) if block_format.exact else -(-record.num_bytes(pages) // 4))
-        unit = align_up(min(sizes), UNIT_ALIGN)
+        record, formats = RecordLayout(layout), block_formats[1:] or block_formats[:1]
+        sizes = [record.num_bytes(f.pages or layout.block_pages_bf16) for f in formats]
+        exact = all(f.exact for f in formats)
+        units = [align_up(-(-min(sizes) // parts), UNIT_ALIGN) for parts in ((1, 2, 3, 4) if exact else (4,))]
+
+        def cost(unit: int) -> float:
+            """Bytes of all units over those of the records; a smaller unit must save 3 % of a record."""
+            return sum(-(-size // unit) * unit / size for size in sizes) + 0.03 * units.index(unit)
+
+        unit = min(units, key=cost)
         largest = align_up(record.num_bytes(layout.block_pages_bf16), unit)
         return cls(record, unit, max(largest, min(BUFFER_BYTES, int(pool_bytes * BUFFER_PART))))
 

@@ -110,6 +110,8 @@ def warm_up(
                 prompts(attention, packed, open_blocks, query_heads, max_blocks, layer)
         if runtime.config.host_memory:
             records(small.store, packed if format_id else open_blocks, format_id)
+        if small.demotion.demote(np.asarray(packed), small.sizing.num_pages):
+            small.flush()
         small.free(ids)
         small.flush()
     if small.store.on_gpu:

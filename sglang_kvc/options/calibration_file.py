@@ -10,6 +10,7 @@ from sglang_kvc.calibration.verdicts import BREAKS, Findings, read
 from sglang_kvc.errors import ConfigError, flag
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.ladder import steps
 
 CALIBRATE = "make one with sglang-kvc calibrate"
 
@@ -57,7 +58,8 @@ def check_verdicts(config: KvcConfig) -> None:
 
 
 def _check_formats(config: KvcConfig, findings: Findings) -> None:
-    for option, name in (("high", config.high), ("low", config.low), *(("levels", name) for name in config.levels)):
+    named = [("high", config.high), ("low", config.low), *(("levels", name) for name in config.levels)]
+    for option, name in (*named, *(("floor", name) for name in steps(config.high, config.floor))):
         record = findings.of(name) if name else None
         if record and record["verdict"] == BREAKS:
             best = f"choose {flag('high')} {findings.recommended}"

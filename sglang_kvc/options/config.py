@@ -10,6 +10,7 @@ from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.policies import POLICIES
 from sglang_kvc.policies.allocation import Global, Share
 from sglang_kvc.policies.budget import Budget
+from sglang_kvc.policies.ladder import steps
 from sglang_kvc.policies.parse import observe_text
 from sglang_kvc.policies.scorers import KeyDiff, Scorer
 
@@ -42,6 +43,7 @@ class KvcConfig:
     sinks: int = 0  # first tokens of a sequence that are never dropped
     calibration: str | None = None  # path of a file that `sglang-kvc calibrate` wrote
     levels: tuple[str, ...] = ()  # formats that single requests may ask for
+    floor: str | None = None  # lowest format that cold blocks move to; None: packed blocks keep their format
     trust: str = ALL  # which requests share blocks that depend on one request's queries: all, or those of one salt
     allow_lossless: bool = True  # whether single requests may ask for an uncompressed cache
     allow_one_shot: bool = True  # whether single requests may ask for a budget of their whole prompt
@@ -54,7 +56,7 @@ class KvcConfig:
     @property
     def formats(self) -> tuple[Format, ...]:
         """Packed formats that blocks may have, the server's own first; empty if it compresses nothing."""
-        names = [self.high, *([self.low] if self.low else []), *self.levels]
+        names = [self.high, *([self.low] if self.low else []), *steps(self.high, self.floor), *self.levels]
         return tuple(FORMATS[n] for n in names if FORMATS[n].packed)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Per-request quality ("level"), in SGLang's `custom_params`: `{"kvc": "lossless"}`, a format that the server offers
-with `--kvc-levels`, `{"kvc": "k8v4"}`, or a budget for the whole prompt, `{"kvc": "one-shot:16x"}`.
+with `--kvc-levels`, `{"kvc": "k8v4"}`, or a budget for the whole prompt, `{"kvc": "one-shot:16x"}`. With `--kvc-floor`
+a request may also name the server's own format, which its blocks then keep.
 
 A level is a namespace of the radix tree: blocks of different levels are never shared. So a lossless request never reads
 a packed block, and no other request keeps an uncompressed block alive. With `--kvc-trust salt`, a request without a
@@ -24,7 +25,8 @@ def offered(config: KvcConfig) -> tuple[str, ...]:
     """Levels that requests to this server may ask for. `one_shot.PREFIX` stands for all budgets."""
     packs = POLICIES[config.policy].keeps_all and FORMATS[config.high].packed and not config.window
     whole = [one_shot.PREFIX] if config.allow_one_shot and packs else []
-    return (*([LOSSLESS] if config.allow_lossless else []), *whole, *config.levels)
+    named = [*config.levels, *([config.high] if config.floor else [])]  # with a floor, `high` is a promise of its own
+    return (*([LOSSLESS] if config.allow_lossless else []), *whole, *named)
 
 
 def asks(custom_params: Any) -> bool:

@@ -175,6 +175,15 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         ),
         NS("memory"),
     ] = None
+    kvc_floor: A[
+        str | None,
+        _option(
+            "Policy quantise: the lowest format that cold blocks of the prefix cache move to when memory is short, "
+            "before any is dropped, like k4v4 below k8v4. Blocks of requests that name a format keep it. Default: the "
+            "format of --kvc-high, so that no block moves."
+        ),
+        NS("memory"),
+    ] = None
     kvc_allow_lossless: A[
         str | None,
         _option(

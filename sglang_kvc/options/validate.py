@@ -14,6 +14,7 @@ from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import check_verdicts
 from sglang_kvc.options.config import EVICTIONS, TRUST, KvcConfig
 from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.ladder import is_below
 
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
 PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
@@ -48,6 +49,22 @@ def _check_levels(c: KvcConfig) -> None:
                 f"{flag('levels')} {','.join(c.levels)} cannot be offered, because {name!r} is not another packed "
                 f"format; list some of {listed(packed)}, each once (lossless needs no listing)."
             )
+
+
+def _check_floor(c: KvcConfig) -> None:
+    """Cold blocks move from a packed format to one with fewer bits."""
+    if c.floor is None:
+        return
+    below = [name for name in FORMATS if is_below(name, c.high)]
+    if c.floor in below:
+        return
+    if below:
+        why, instead = f"only {listed(below)} have fewer bits", "choose one of these, or drop the option"
+    else:
+        why, instead = f"no format is below {c.high}", f"drop it, or choose {flag('high')} k8v4"
+    raise ConfigError(
+        f"{flag('floor')} {c.floor!r} cannot be the floor under {flag('high')} {c.high}, because {why}; {instead}."
+    )
 
 
 def _check_tiers(c: KvcConfig) -> None:
@@ -141,6 +158,7 @@ def _check_statistics(c: KvcConfig) -> None:
 CHECKS: tuple[Callable[[KvcConfig], None], ...] = (
     _check_choices,
     _check_levels,
+    _check_floor,
     _check_tiers,
     _check_sizes,
     _check_policy_settings,

@@ -132,6 +132,11 @@ class Policy:
         """Format of every token of a block at `format_id`. None if tokens differ in format, and at 0."""
         return None
 
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """Format ids that cold blocks move down, the server's own first; empty: a packed block keeps its format."""
+        return ()
+
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor | None:
         """Tiers int8 `[n, L, H, P]` of the blocks at `block_format`, never above their present tiers. None: every token
         high, which moves faster than a tensor of that value."""

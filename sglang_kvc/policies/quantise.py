@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, Format, PoolLayout
+from sglang_kvc.errors import flag
 
 from .base import Evidence, Policy
+from .ladder import next_lower, steps
 
 
 @dataclass(frozen=True)
@@ -24,25 +26,52 @@ class Quantise(Policy):
     high: str = "k4v4"
     levels: tuple[str, ...] = ()  # formats that single requests may ask for instead
     calibration: str | None = None  # decides formats and defaults at start; no plan reads it
+    floor: str | None = None  # lowest format that cold blocks move to; None: they keep `high`
+
+    @property
+    def _own(self) -> tuple[str, ...]:
+        """`high` and the formats below it, if it packs."""
+        return (self.high, *steps(self.high, self.floor)) if FORMATS[self.high].packed else ()
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        """Formats that a request may name. With a floor a named `high` is another one than the server's own: it never
+        moves down."""
+        return (*self.levels, *([self.high] if self.floor else []))
 
     def formats(self) -> list[str]:
-        return [name for name in (self.high, *self.levels) if FORMATS[name].packed]
+        return [*self._own, *self._named]
 
     def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
-        """Uncompressed, the server's format, and the formats of `levels`. A packed block keeps its format."""
+        """Uncompressed, the server's format and those below it, and the formats that requests name. Equal formats under
+        two ids differ in what becomes of a cold block."""
         packed = (FORMATS[name] for name in self.formats())
         return (
             BlockFormat(BF16, pages=layout.block_pages_bf16),
             *(BlockFormat(f, pages=layout.block_pages(f)) for f in packed)
         )
 
-    def format_id_of(self, level: str | None) -> int:
-        name, formats = level or self.high, self.formats()
-        return 1 + formats.index(name) if name in formats else 0
+    def check(self, layout: PoolLayout) -> None:
+        if self.ladder and not any(next_lower(self.block_formats(layout), self.ladder)):
+            pages = layout.pages_for(FORMATS[self.high], layout.block_tokens)
+            raise ValueError(
+                f"{flag('floor')} {self.floor} saves nothing, because a head of a block takes {pages} pages of "
+                f"{layout.page_bytes} bytes in {self.high} and in {self.floor}; drop {flag('page_bytes')}, or choose a "
+                f"lower floor or a larger {flag('block_size')}"
+            )
 
     @property
-    def default_level(self) -> str:
-        return self.high
+    def ladder(self) -> tuple[int, ...]:
+        return tuple(range(1, 1 + len(self._own))) if self.floor else ()
+
+    def format_id_of(self, level: str | None) -> int:
+        if level is None:
+            return 1 if self._own else 0
+        return 1 + len(self._own) + self._named.index(level) if level in self._named else 0
+
+    @property
+    def default_level(self) -> str | None:
+        return None if self.floor else self.high
 
     def fake_quant_format(self, format_id: int = 1) -> Format | None:
         formats = self.formats()

@@ -87,7 +87,9 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         return int(ledger.charge[ids].sum()) * page_cost + len(ids) * layout.block_meta_bytes
 
     block_formats = runtime.store.block_formats
-    by_format = {format_name(r): int((blocks.format_id[used] == i).sum()) for i, r in enumerate(block_formats)}
+    by_format = dict.fromkeys(map(format_name, block_formats), 0)
+    for i, block_format in enumerate(block_formats):  # formats may share a name
+        by_format[format_name(block_format)] += int((blocks.format_id[used] == i).sum())
     tokens = int(blocks.num_tokens[used].sum())
     tiers, occupancy = ({}, None) if counted is None else _tiers(runtime, counted, tokens)
     return KvcStats(
@@ -107,6 +109,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
         compactions=runtime.counters.compactions,
         compaction_ms=runtime.counters.compaction_ms,
         evicted_blocks=runtime.counters.evicted_blocks,
+        demoted_blocks=runtime.counters.demoted_blocks,
         **({} if runtime.host_tier is None else _host(runtime.host_tier)),
     )
 

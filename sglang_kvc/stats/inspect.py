@@ -126,6 +126,8 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
     mean = f", {s.compaction_ms / s.compactions:.2f} ms each" if s.compactions else ""
     out.append(("compactions", f"{s.compactions} blocks in {s.compaction_ms:.0f} ms{mean}"))
     out.append(("evicted", f"{s.evicted_blocks} blocks"))
+    if s.demoted_blocks:
+        out.append(("demoted", f"{s.demoted_blocks} blocks moved to a lower format"))
     if s.host_bytes_total:
         used = f"{_size(s.host_bytes)} of {_size(s.host_bytes_total)} in use by {s.host_blocks} blocks"
         out.append(("host memory", used))

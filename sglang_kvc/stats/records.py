@@ -35,6 +35,7 @@ class KvcStats:
     compactions: int = 0  # blocks compacted since start
     compaction_ms: float = 0.0
     evicted_blocks: int = 0
+    demoted_blocks: int = 0  # moves to a lower format since start
     host_bytes: int = 0  # of host memory in use
     host_bytes_total: int = 0  # 0: there is no host tier
     host_blocks: int = 0  # blocks in host memory
@@ -94,6 +95,8 @@ class KvcStats:
         if self.occupancy is not None:
             parts.append(f"occupancy {self.occupancy:.2f}")
         parts.append(f"compacted {self.compactions} blocks in {self.compaction_ms:.0f} ms")
+        if self.demoted_blocks:
+            parts.append(f"demoted {self.demoted_blocks} blocks")
         if self.host_bytes_total:
             used, total = self.host_bytes / 1e9, self.host_bytes_total / 1e9
             moved = f"{self.host_saved_bytes / 1e9:.1f} GB out, {self.host_loaded_bytes / 1e9:.1f} GB back"

@@ -38,6 +38,7 @@ CONFIGURATIONS = [
     dict(policy="quantise", high="k4v4"),
     dict(policy="quantise", high="k4v4", levels=("k8v4",)),
     dict(policy="quantise", high="k4v4", host_memory=1 << 24),
+    dict(policy="quantise", high="k8v4", floor="k2v2", host_memory=1 << 24),
     dict(policy="quota", keep=0.5),
     dict(policy="kv-compress", keep=0.5),
     dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
@@ -164,6 +165,8 @@ def serve(runtime, cap, window=-1):
         runtime.flush()
         runtime.queue_due(ids, gen.randrange(len(runtime.store.block_formats)), length=turn * P)
         runtime.flush()
+        while runtime.demotion.demote(np.array(ids), 10**9):
+            runtime.flush()
         if policy.replans:
             runtime.blocks.ref_count[ids] = 1
             runtime.replan(ids, 900)

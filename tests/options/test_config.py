@@ -250,6 +250,14 @@ WRONG = [
     ({"memory": "4"}, "--kvc-memory"),
     ({"levels": ["k8v4"]}, "--kvc-levels"),
     ({"levels": 5}, "--kvc-levels"),
+    ({"floor": "k3v3"}, "--kvc-floor"),
+    ({"floor": "k4v4"}, "--kvc-floor"),  # the server's own
+    ({"high": "k4v8", "floor": "k8v4"}, "--kvc-floor"),
+    ({"high": "k2v2", "floor": "k2v2"}, "--kvc-floor"),
+    ({"high": "bf16", "floor": "k4v4"}, "--kvc-floor"),
+    ({"policy": "leankv", "floor": "k2v2"}, "--kvc-floor"),
+    ({"policy": "quota", "floor": "k2v2"}, "--kvc-floor"),
+    ({"policy": "max", "floor": "k2v2"}, "--kvc-floor"),
     ({"policy": "prune", "budget": [4]}, "--kvc-budget"),
     ({"policy": "prune", "scorer": ["h2o"]}, "--kvc-scorer"),
 ]

@@ -119,6 +119,13 @@ def test_formats_on_offer(serve):
     assert [ask(x) for x in ("k8v4", "k2v2", "k4v4", None)] == ["k8v4", "k2v2", None, None]
 
 
+def test_the_servers_own_format_by_its_name_is_a_promise_where_there_is_a_floor(serve):
+    ask = serve("--kvc-high", "k8v4", "--kvc-floor", "k4v4")
+    assert [ask(x) for x in ("k8v4", "lossless", None)] == ["k8v4", "lossless", None]
+    with pytest.raises(ValueError, match="'k4v4', which is not a level"):
+        ask("k4v4")
+
+
 @pytest.mark.parametrize("options", ["", "--kvc-levels k8v4", "--kvc-policy leankv", "--kvc-high bf16"])
 def test_a_server_may_forbid_uncompressed_requests(serve, options):
     ask = serve("--kvc-allow-lossless", "false", *options.split())

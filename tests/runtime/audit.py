@@ -56,7 +56,10 @@ def check_reads(server, reqs: list) -> None:
         left_out = runtime.page_ops.gaps.leave_out(listed, torch.tensor([req.kv.req_pool_idx]))
         assert listed[0, : len(mine) - int(left_out)].tolist() == req.kvc.owned(), "a snapshot reads other blocks"
         format_ids = set(runtime.store.format_id[req.kvc.owned()].tolist())
-        assert format_ids <= {0, format_id_of(runtime, req)}, "a block is at another level than its request"
+        allowed = {0, format_id_of(runtime, req)}
+        if req.kvc_level is None:
+            allowed |= set(runtime.policy.ladder)
+        assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
             record.check_kept(runtime.store, kept, req.history[: behind * P], req.kvc.prompt)
         for i, block in enumerate(mine[behind:], start=behind):
@@ -64,7 +67,7 @@ def check_reads(server, reqs: list) -> None:
             assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()
             if len(tokens) > len(blocks[block]):
                 blocks[block] = tokens
-    record.check(runtime.store, blocks, runtime.policy.keeps_all)
+    record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.ladder)
 
 
 def check_tree(server) -> None:
@@ -83,10 +86,10 @@ def check_tree(server) -> None:
                     found[block] = index[i * P : (i + 1) * P]
             stack.append((child, path))
     if blocks:
-        record.check(runtime.store, blocks, runtime.policy.keeps_all)
+        record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.ladder)
     if stored:
         store, ids = unpacked_records(runtime.host_tier, list(stored))
-        record.check(store, dict(zip(ids, stored.values())), runtime.policy.keeps_all)
+        record.check(store, dict(zip(ids, stored.values())), runtime.policy.keeps_all, runtime.policy.ladder)
 
 
 def check_files(server) -> tuple[int, int]:
@@ -131,6 +134,9 @@ def check_records(server) -> None:
         mine = _ids(tree.component, node.component(FULL).value)
         kept += mine
         idle += mine if node.component(FULL).lock_ref == 0 else []
+        if mine and node.component(FULL).lock_ref == 0 and not node.backuped:
+            cold = runtime.demotion.tier_of(np.array(mine)) > 0
+            assert not cold or node in tree.component.demotions.nodes, "a cold node is never demoted"
         stored += _ids(tree.component, node.component(FULL).host_value)
     stored += [i for fetched in getattr(tree, "fetched", ()) for i in fetched.fetch.ids.tolist()]
     on_their_way = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]

@@ -123,6 +123,13 @@ class Overlap(ModelFreeScheduler):
         check_records(self)
         self.seen["paused"] += 1
 
+    def demote_running(self, tokens: int) -> None:
+        """As before a retraction, while a forward that reads these blocks is under way."""
+        seqs = [r.kvc for r in self.running_batch.reqs if r.kvc is not None]
+        goal = self.token_to_kv_pool_allocator.available_size() + tokens
+        self.seen["demoted while running"] += self.runtime.demotion.demote_running(seqs, goal)
+        check_records(self)
+
     @property
     def busy(self) -> bool:
         return any(not r.finished() for r in self.requests.values()) or self.last_batch is not None
@@ -189,7 +196,8 @@ class Overlap(ModelFreeScheduler):
             self.seen["hits after a retraction"] += begins and req.retraction_count > 0
 
     def _compact(self, op, step: int) -> list:
-        self.seen["planned again" if op.from_format else "packed"] += len(op.blocks)
+        kind = "packed" if not op.from_format else "planned again" if op.from_format == op.to_format else "demoted"
+        self.seen[kind] += len(op.blocks)
         return PageOps._compact(self.runtime.page_ops, op, step)
 
     def _pack_prompt(self, op) -> None:

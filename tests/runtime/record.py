@@ -73,10 +73,13 @@ def write_rows(store: PageStore, slots: torch.Tensor, numbers: np.ndarray) -> No
         scores[pages, (places % page.tokens)[:, None, None]] = _SCORES[numbers % PARTS[0]]
 
 
-def check(store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool) -> None:
+def check(
+    store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool, ladder: tuple[int, ...] = ()
+) -> None:
     """Assert that each block stores the tokens with these histories (of an open block: the first of them).
 
-    `keeps_all`: the policy drops no token and has one tier.
+    `keeps_all`: the policy drops no token and has one tier. `ladder`: formats that a block may have had one after the
+    other.
     """
     ids = torch.tensor(list(blocks))
     format_ids = store.format_id[ids]
@@ -91,7 +94,7 @@ def check(store: PageStore, blocks: dict[int, np.ndarray], keeps_all: bool) -> N
         for layer in range(L):
             k, v, tier = ops.load_dense(store, layer, mine, format_id)
             assert not keeps_all or (tier == 2).all(), "a token is gone"
-            _check_rows(store, format_id, (k, v), tier * live[:, None], want[:, layer])
+            _check_rows(store, format_id, (k, v), tier * live[:, None], want[:, layer], ladder)
 
 
 def queries(numbers: np.ndarray, layer: int) -> torch.Tensor:
@@ -122,7 +125,9 @@ def check_kept(store: PageStore, kept: list[int], numbers: np.ndarray, prompt: i
                 assert (got - x[place]).abs().max() <= 0.6, "a kept token has other rows"
 
 
-def _check_rows(store: PageStore, format_id: int, stored, tier: torch.Tensor, want: torch.Tensor) -> None:
+def _check_rows(
+    store: PageStore, format_id: int, stored, tier: torch.Tensor, want: torch.Tensor, ladder: tuple[int, ...]
+) -> None:
     """K and V `[n, H, P, D]` stored at `tier` `[n, H, P]` against those that are wanted, `[2, n, H, P, D]`."""
     spec = store.block_formats[format_id]
     if format_id and not store.layout.has_scores and (tier != 2).any():
@@ -135,6 +140,9 @@ def _check_rows(store: PageStore, format_id: int, stored, tier: torch.Tensor, wa
             # Half a step of a range of 15, and the rounding of the scale; a low token may have been a high one before.
             allowed[2] = 0.1 + 7.5 / (2 ** bits[1] - 1)
             allowed[1] = allowed[2] + 0.1 + 7.5 / (2 ** bits[0] - 1)
+            before = ladder[: ladder.index(format_id)] if format_id in ladder else ()
+            widths = {getattr(store.block_formats[i].high, "key_bits" if name == "K" else "value_bits") for i in before}
+            allowed += sum(0.1 + 7.5 / (2**width - 1) for width in widths - {bits[1]})
         error = (got - right).abs().amax(-1)
         wrong = (error > allowed[tier.long()]) & (tier > 0)
         count = int(wrong.sum())

@@ -300,6 +300,12 @@ def test_what_the_worker_tells(monkeypatch):
         worker.model_config.context_len = context
         found = around_get_worker_info(lambda self: told, worker)
         assert found == (*told[:4], limit, limit - 5, 42)
+    # What a cold block may become is nothing that a request counts on.
+    runtime = ToyServer(high="k8v4", floor="k4v4").runtime
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
+    worker.model_config.context_len = 100_000
+    assert longest_request(runtime, 2) > longest_request(runtime, 1)
+    assert around_get_worker_info(lambda self: told, worker)[LENGTH] == longest_request(runtime, 1)
 
 
 def test_a_request_is_bounded_by_its_own_level(monkeypatch):

@@ -47,6 +47,8 @@ class Client:
             server.pause()
         if draw.random() < (0.02 if server.runtime.host_tier is None else 0.2):
             server.tree_cache.evict(EvictParams(num_tokens=draw.randint(1, 3) * P))
+        if server.runtime.demotion.enabled and draw.random() < 0.05:
+            server.demote_running(draw.randint(1, 3) * P)
 
     def submit(self) -> None:
         draw, runtime, level = self.draw, self.server.runtime, self.draw.choice(self.levels)
@@ -115,6 +117,7 @@ class Kind:
 
 TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
+LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages a head
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
 KINDS = {
     "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, LOSSLESS)),
@@ -142,6 +145,12 @@ KINDS = {
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
+    "floor": Kind({**LADDER, **TIGHT}, asked=(None, LOSSLESS, "k8v4")),
+    "floor-window": Kind({**LADDER, "window": P, **TIGHT}, P),
+    "floor-levels": Kind({**LADDER, "levels": ("k4v4",), **TIGHT}, P, (None, "k8v4", "k4v4")),
+    "floor-host": Kind({**LADDER, **TIGHT, **HOST}, P, (None, LOSSLESS, "k8v4")),
+    "floor-disk": Kind({**LADDER, **TIGHT, "host_memory": 60_000}, asked=(None, "k8v4"), servers=2),
+    "floor-mixed": Kind({**LADDER, "floor": "k4v4", **TIGHT}, P, mixed=True),
     "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
     "one-shot": Kind({"high": "k4v4", "window": 0, "blocks": 9}, asked=(None, None, None, *ONE_SHOT)),
     "one-shot-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k8v8",), **TIGHT}, P, (None, "k8v8", *ONE_SHOT)),
@@ -179,6 +188,7 @@ def test_lives(name, tmp_path):
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
     expected |= {"chunks"} if kind.chunk else set()
     expected |= {"mixed"} if kind.mixed else set()
+    expected |= {"demoted", "demoted while running"} if kind.options.get("floor") else set()
     trust = kind.options.get("trust") == "salt"
     budgets = bool(set(ONE_SHOT) & set(kind.asked))
     expected |= {"private"} if trust or budgets else set()

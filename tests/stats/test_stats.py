@@ -7,13 +7,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from kvc_patches import internal_state, metrics
 from sglang_kvc.cache import runtime
 from sglang_kvc.options.config import KvcConfig
-from sglang_kvc.stats import collect
+from sglang_kvc.stats import collect, inspect
 from sglang_kvc.stats.records import HeadMap, KvcStats, times
+from tests.runtime.model import P, ToyServer
 
 STATS = KvcStats(
     config="leankv k8v4+k4v2, block 256",
@@ -42,6 +44,25 @@ def test_ratios_count_what_they_say():
     assert STATS.ratio_body == pytest.approx(23040 * 4096 / 20e6)
     assert STATS.bytes_per_token == 6000
     assert STATS.tier_shares == {"bf16": 0.2, "high": 0.6, "low": 0.1, "pruned": 0.1}
+
+
+def test_demoted_blocks_show_where_there_are_any():
+    demoted = replace(STATS, demoted_blocks=7)
+    assert ", compacted 16 blocks in 120 ms, demoted 7 blocks" in demoted.log_line()
+    assert ("demoted", "7 blocks moved to a lower format") in inspect.rows(demoted)
+    assert "demoted" not in dict(inspect.rows(STATS))
+    assert metrics.GAUGES["demoted_blocks"][1](demoted) == 7 and KvcStats.from_dict(demoted.to_dict()) == demoted
+
+
+def test_formats_that_share_a_name_are_counted_together():
+    server = ToyServer(high="k8v4", floor="k4v4", window=0)
+    for level in (None, "k8v4"):
+        server.finish(server.admit([*range(2 * P), 1], level=level))
+    server.runtime.flush()
+    assert collect.measure(server.runtime, detail=False).blocks_by_format == {"bf16": 0, "k8v4": 4, "k4v4": 0}
+    server.runtime.demotion.demote(np.array([1, 2, 3, 4]), 10**9)
+    stats = collect.measure(server.runtime, detail=True)
+    assert stats.blocks_by_format == {"bf16": 0, "k8v4": 2, "k4v4": 2} and stats.demoted_blocks == 2
 
 
 def test_an_empty_cache_has_no_ratio():

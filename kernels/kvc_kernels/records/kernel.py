@@ -22,7 +22,8 @@ def _copy_words(source, target, WORDS: tl.constexpr, CHUNK: tl.constexpr):
         tl.store(target + word, tl.load(source + word, mask=word < WORDS), mask=word < WORDS)
 
 
-@triton.jit
+# The blocks of one buffer are a slice of those of an operation. Its alignment must not select another compiled kernel.
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
 def _copy_records_kernel(
     pages, headers, counts, query_counts, blocks, records, ids, places, stride,
     PAGE: tl.constexpr, HEADER: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, COUNTS_AT: tl.constexpr,

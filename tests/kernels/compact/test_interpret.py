@@ -147,6 +147,26 @@ def test_packed_blocks(source, target, has_scores):
     ops.check_invariants(b)
 
 
+STEPS = [("k8v8", "k8v4"), ("k8v8", "k4v8"), ("k8v4", "k4v4"), ("k4v8", "k4v4"), ("k4v4", "k4v2"), ("k4v2", "k2v2")]
+
+
+@pytest.mark.parametrize("page_bytes", [3264, 2688])
+@pytest.mark.parametrize("source, target", [*STEPS, ("k8v4", "k2v2")])
+def test_steps_of_the_ladder(source, target, page_bytes):
+    """Whole blocks, with hard values, from pages that both formats fill in part."""
+    a, b = pair(block_formats=block_formats_of(source, target), head_dim=64, block_tokens=64, heads=1,
+                page_bytes=page_bytes)  # fmt: skip
+    k, v = random_kv(a, 64, seed=1)
+    hard_rows(k, v)
+    for store in (a, b):
+        ops.append(store, 0, BLOCKS[:1].expand(64), torch.arange(64), k[0], v[0])
+        ops.compact(store, BLOCKS, 1, None, from_format=0)
+    expected = ops.compact(a, BLOCKS, 2, None, from_format=1)
+    assert torch.equal(compact_triton(b, BLOCKS, 2, None, from_format=1), expected)
+    same(a, b)
+    ops.check_invariants(b)
+
+
 def test_no_blocks_and_no_such_format():
     store, _ = pair(block_formats=block_formats_of("k8v8", "k4v4"), head_dim=64)
     tiers = ops.keep_all(3, store.layout)

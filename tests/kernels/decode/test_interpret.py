@@ -47,6 +47,10 @@ def test_several_formats_and_scored_pages():
     assert run(make_case("k4v4", "k4v2", "k2v2", has_scores=True)) < BAR
 
 
+def test_a_request_whose_blocks_are_at_all_steps_of_the_ladder():
+    assert run(make_case("k8v8", "k8v4", "k4v4", "k4v2", "k2v2", lens=(9 * 64 + 5, 200), page_bytes=3264)) < BAR
+
+
 @pytest.mark.parametrize("tile, page", [(16, 2880), (32, 2880), (64, 2880), (64, 5760), (64, 1440)])
 def test_tiles_and_pages_that_do_not_divide_each_other(tile, page):
     assert run(make_case("k4v4", page_bytes=page), tile=tile) < BAR

@@ -82,13 +82,17 @@ FORMAT_LISTS = {
     "k2v2": (BlockFormat(BF16), BlockFormat(FORMATS["k2v2"])),
     "tiers": (BlockFormat(BF16), BlockFormat(FORMATS["k8v4"], FORMATS["k4v2"]), BlockFormat(FORMATS["k4v8"])),
     "plain": (BlockFormat(BF16),),
+    "ladder": tuple(BlockFormat(FORMATS[name]) for name in ("bf16", "k8v8", "k8v4", "k4v4", "k4v2", "k2v2")),
 }
 ROWS = torch.tensor([[3, 1, 2, 4, 5], [6, 0, 0, 0, 0], [2, 4, 1, 0, 0]], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("spec, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7)])
+@pytest.mark.parametrize(
+    "spec, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7), ("ladder", 4)]
+)
 def test_formats_and_groups(spec, group):
-    store = make_case(FORMAT_LISTS[spec], group=group, has_scores=group == 2)
+    format_ids = (1, 2, 3, 4, 5, 0) if spec == "ladder" else (1, 2, 0, 1, 0, 2)
+    store = make_case(FORMAT_LISTS[spec], group=group, has_scores=group == 2, format_ids=format_ids)
     prefix, new = [4 * 32 - 11, 0, 64], [4, 2, 1]
     q, k, v = inputs(store, group, sum(new), torch.bfloat16)
     op = ExtendAttention(store, query_heads=2 * group, tuning=SMALL)

@@ -1,0 +1,65 @@
+"""Demotion: packed blocks move to a lower format when memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..policies.ladder import next_lower
+from .blocks import State
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class Demotion:
+    """Which blocks may move to a lower format, and the queueing of moves. Nothing here asks the device.
+
+    lower: int64 `[formats]`, the format id that blocks at each format id move to, 0 for none. Formats that requests
+    name have none, so a block's format id says whether it may move.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        formats = runtime.store.block_formats
+        self.lower = np.array(next_lower(formats, runtime.policy.ladder), dtype=np.int64)
+        self.pages = np.array([f.pages for f in formats], dtype=np.int64)
+        self.enabled = bool(self.lower.any())
+
+    def tier_of(self, ids: np.ndarray) -> int:
+        """The highest format id at which some of the blocks `ids` may move; 0: none may."""
+        mine = self._movable(ids)
+        return int(self.runtime.blocks.format_id[mine].min()) if len(mine) else 0
+
+    def _movable(self, ids: np.ndarray) -> np.ndarray:
+        blocks = self.runtime.blocks
+        packed = (blocks.state[ids] == State.PACKED) & (blocks.window_count[ids] == 0)
+        return ids[packed & (self.lower[blocks.format_id[ids]] > 0)]
+
+    def demote(self, ids: np.ndarray, pages: int) -> int:
+        """Move blocks of `ids` (distinct) that are at their highest tier one step down: the last ones, as many as win
+        `pages` pages; returns the pages won."""
+        tier = self.tier_of(ids)
+        if not tier or pages <= 0:
+            return 0
+        to = int(self.lower[tier])
+        mine = self._movable(ids)
+        mine = mine[self.runtime.blocks.format_id[mine] == tier]
+        won = int(self.pages[tier] - self.pages[to])
+        needed = -(-pages // won)
+        due = mine[-needed:]
+        self.runtime.demote(due, to)
+        return won * len(due)
+
+    def demote_running(self, seqs: Iterable[Sequence], tokens: int) -> bool:
+        """Move blocks of running requests until `tokens` more tokens can be taken, highest tier first; whether any
+        moved. A one-shot request chose what it keeps, and keeps it."""
+        seqs = [seq for seq in seqs if seq.one_shot is None]
+        ids = np.unique(np.array([b for seq in seqs for b in seq.blocks[: seq.window_start]], dtype=np.int64))
+        capacity, moved = self.runtime.capacity, False
+        while won := self.demote(ids, capacity.missing_pages(tokens)):
+            moved |= won > 0
+        return moved

@@ -1,0 +1,62 @@
+"""What a demoted block stores, beside a block that was packed at once, computed from the definition of the formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvc_kernels import ops
+from kvc_kernels.common import quant
+from kvc_kernels.layout import FORMATS
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
+
+BLOCKS = torch.tensor([5, 2, 3])
+STEPS = [("k8v8", "k8v4"), ("k8v4", "k4v4"), ("k4v8", "k4v4"), ("k4v4", "k4v2"), ("k4v2", "k2v2"), ("k8v4", "k2v2")]
+
+
+def packed(names: tuple[str, ...]):
+    """Rows before (`[n, H, P, D]`, fp32) and rows stored behind the last of `names`, through each of them."""
+    store = make_store(block_formats_of(*names), head_dim=64, block_tokens=64, page_bytes=3264)
+    fill(store, BLOCKS, *random_kv(store, 3 * 64, seed=4))
+    before = [x.float() for x in ops.load_dense(store, 0, BLOCKS, 0)[:2]]
+    for to in range(1, len(names) + 1):
+        ops.compact(store, BLOCKS, to, None, from_format=to - 1)
+    return before, ops.load_dense(store, 0, BLOCKS, len(names))[:2]
+
+
+def off(got, want) -> float:
+    """Root of the mean squared error over that of the rows."""
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("source, target", STEPS)
+def test_a_demoted_block_holds_the_source_requantized(source, target):
+    """Values are those of packing what the source gives back; keys those of mapping the source's codes."""
+    _, (k, v) = packed((source,))
+    (k0, _), (k2, v2) = packed((source, target))
+    to, src = FORMATS[target], FORMATS[source]
+    groups = 2 if to.value_bits == 2 else 1
+    want = quant.dequantise_tokens(*quant.quantise_tokens(v, to.value_bits, groups)) if to != src else v
+    if to.value_bits == src.value_bits:
+        want = v
+    assert torch.equal(v2, want)
+    header = quant.key_header(k0, torch.ones(k0.shape[:-1], dtype=torch.bool))
+    scale, zero = quant.channel_scale_zero(header, src.key_bits)
+    codes = ((k - zero) / torch.where(scale > 0, scale, 1)).round().to(torch.uint8)
+    steps = (2**src.key_bits - 1) // (2**to.key_bits - 1)
+    assert torch.equal(k2, quant.dequantise_keys((codes.float() / steps).round(), header, to.key_bits)) or (
+        source == "k8v4" and target == "k2v2"  # through 4 bits: rounded twice
+    )
+
+
+@pytest.mark.parametrize("source, target", STEPS)
+def test_the_error_of_a_demoted_block_is_that_of_its_format(source, target):
+    """Beside the error of packing at once: keys as precise, values within what the source had lost."""
+    (k0, v0), demoted = packed((source, target))
+    _, at_once = packed((target,))
+    _, first = packed((source,))
+    for name, plain, got, direct, lost in zip("KV", (k0, v0), demoted, at_once, first):
+        mine, best = off(got, plain), off(direct, plain)
+        print(f"{source} -> {target}: {name} {mine:.4f}, at once {best:.4f}")
+        assert mine**2 <= 1.02 * (best**2 + off(lost, plain) ** 2)
+        assert mine <= 1.06 * best

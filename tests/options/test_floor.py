@@ -1,0 +1,98 @@
+"""`--kvc-floor`: which formats lie between, the size of a page for them, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvc_kernels.layout import BF16, FORMATS
+from sglang_kvc.cache.sizing import make_layout
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.request_quality import offered
+from sglang_kvc.options.validate import check_geometry, check_pool
+from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.ladder import is_below, next_lower, steps
+
+from .conftest import one_sentence
+from .test_config import resolve
+
+LADDERS = {
+    ("k8v8", "k2v2"): ("k8v4", "k4v4", "k4v2", "k2v2"),
+    ("k8v4", "k4v4"): ("k4v4",),
+    ("k8v4", "k2v2"): ("k4v4", "k4v2", "k2v2"),
+    ("k8v8", "k4v8"): ("k4v8",),
+    ("k4v8", "k4v2"): ("k4v4", "k4v2"),
+    ("k4v4", "k8v4"): (),
+    ("k4v4", None): (),
+    ("bf16", "k4v4"): (),
+}
+
+
+@pytest.mark.parametrize("ends, between", LADDERS.items(), ids=str)
+def test_each_step_is_below_the_one_before(ends, between):
+    assert steps(*ends) == between
+    assert all(is_below(low, high) for high, low in zip((ends[0], *between), between))
+
+
+def test_a_format_is_below_another_with_no_more_bits_of_either_kind():
+    below = {(a, b) for a in FORMATS for b in FORMATS if is_below(a, b)}
+    assert ("k4v8", "k8v4") not in below and ("k8v4", "k4v8") not in below
+    assert not any("bf16" in pair or pair[0] == pair[1] for pair in below)
+    assert {a for a, b in below if b == "k8v4"} == {"k4v4", "k4v2", "k2v2"}
+
+
+def formats_of(config, **sizes):
+    policy = make_policy(config)
+    layout = make_layout(config, policy, layers=2, heads=2, **sizes)
+    return layout, policy, policy.block_formats(layout)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+@pytest.mark.parametrize("ends", [x for x in LADDERS if LADDERS[x]], ids=str)
+def test_a_page_is_sized_so_that_the_floor_saves_some(ends, block_size, head_dim):
+    high, floor = ends
+    config = resolve(high=high, floor=floor, block_size=block_size)
+    layout, policy, block_formats = formats_of(config, head_dim=head_dim)
+    policy.check(layout)
+    check_geometry(config, head_dim=head_dim)
+    lower = next_lower(block_formats, policy.ladder)
+    path = [1]
+    while lower[path[-1]]:
+        path.append(lower[path[-1]])
+    assert len(path) > 1 and block_formats[path[-1]].pages == block_formats[1 + len(LADDERS[ends])].pages
+    pages = [block_formats[i].pages for i in path]
+    assert all(a > b for a, b in itertools.pairwise(pages))
+    assert all(block_format.exact for block_format in block_formats)
+    assert all(f.pages <= layout.block_pages(BF16) for f in block_formats[1:])
+
+
+def test_formats_that_requests_name_have_ids_of_their_own():
+    config = resolve(high="k8v4", floor="k4v4", levels="k4v4,k2v2")
+    _, policy, block_formats = formats_of(config, head_dim=128)
+    assert [f.high.name for f in block_formats] == ["bf16", "k8v4", "k4v4", "k4v4", "k2v2", "k8v4"]
+    assert [policy.format_id_of(x) for x in (None, "k4v4", "k2v2", "k8v4", "lossless")] == [1, 3, 4, 5, 0]
+    assert policy.ladder == (1, 2) and next_lower(block_formats, policy.ladder) == (0, 2, 0, 0, 0, 0)
+    assert offered(config) == ("lossless", "k4v4", "k2v2", "k8v4") and policy.default_level is None
+    assert [policy.fake_quant_format(i) for i in range(6)] == [None, *(f.high for f in block_formats[1:])]
+
+
+def test_without_a_floor_nothing_changes():
+    config = resolve(high="k8v4", levels="k2v2")
+    _, policy, block_formats = formats_of(config, head_dim=128)
+    assert policy.ladder == () and not any(next_lower(block_formats, policy.ladder))
+    assert len(block_formats) == 3 and offered(config) == ("lossless", "k2v2") and policy.default_level == "k8v4"
+
+
+def test_a_page_at_which_the_floor_saves_nothing_is_refused():
+    model = dict(layers=4, heads=2, head_dim=128)
+    check_pool(resolve(high="k8v4", floor="k4v4", page_bytes="6336"), **model)
+    with pytest.raises(ConfigError) as e:
+        check_pool(resolve(high="k8v4", floor="k4v4", page_bytes="12544"), **model)
+    assert "--kvc-page-bytes" in one_sentence(str(e.value)) and "2 pages" in str(e.value)
+
+
+@pytest.mark.parametrize("policy", ["quantise", "safe", "balanced"])
+def test_presets_of_quantise_have_a_floor(policy):
+    assert resolve(policy=policy, floor="k4v2").floor == "k4v2"

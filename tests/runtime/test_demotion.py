@@ -1,0 +1,257 @@
+"""Cold blocks move to lower formats before any is dropped: order, floor, named formats, accounts, rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from kvc_patches.scheduler import around_check_decode_mem
+from sglang_kvc.cache.runtime import install
+from sglang_kvc.cache.sizing import HostLayout, make_layout
+from sglang_kvc.options.config import KvcConfig
+from sglang_kvc.options.request_quality import LOSSLESS
+from sglang_kvc.policies import make_policy
+
+from .model import P, ToyServer, make_runtime
+
+# A head of a block takes 8 pages of 1280 bytes uncompressed, 4 in k8v4, 2 in k4v4 and k4v2, and 1 in k2v2.
+LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0, "blocks": 7}
+K8V4, K4V4, K4V2, K2V2, NAMED = range(1, 6)
+
+
+def prompt(i: int, blocks: int) -> list[int]:
+    return [*range(1000 * i, 1000 * i + blocks * P)]
+
+
+def answered(server: ToyServer, i: int, blocks: int = 2, level: str | None = None) -> list[int]:
+    """The blocks that the tree keeps of a prompt, in order."""
+    req = server.admit([*prompt(i, blocks), 1], level=level)
+    kept = req.kvc.blocks[:blocks]
+    server.finish(req)
+    return kept
+
+
+def formats(server: ToyServer, ids: list[int]) -> list[int]:
+    """Format ids by the device, which are those of the CPU's records behind a flush."""
+    server.runtime.flush()
+    found = server.runtime.store.format_id[ids].tolist()
+    assert found == server.runtime.blocks.format_id[ids].tolist()
+    return found
+
+
+def take_all(server: ToyServer) -> None:
+    """Take whole uncompressed blocks, which nobody frees, until none is left."""
+    held = server.runtime.take([0] * (server.allocator.available_size() // P))
+    server.held = getattr(server, "held", []) + held
+
+
+def press(server: ToyServer) -> None:
+    """Make room for one block, and take it."""
+    server.tree.evict(EvictParams(num_tokens=P))
+    assert server.allocator.available_size() >= P
+    take_all(server)
+
+
+def audit(server: ToyServer) -> None:
+    """`ToyServer.check` while nobody owns the blocks of `take_all`."""
+    held = server.held
+    server.runtime.free(held)
+    server.check()
+    server.held = server.runtime.take([0] * len(held))
+
+
+def test_all_move_one_step_coldest_first_before_any_moves_two_or_is_dropped():
+    server = ToyServer(**{**LADDER, "blocks": 12})
+    kept = [answered(server, i) for i in range(8)]
+    server.finish(server.admit([*prompt(0, 2), 5]))  # the first prompt is the warmest now
+    order = [block for ids in [*kept[1:], kept[0]] for block in ids[::-1]]  # of a node the last block first
+    take_all(server)
+    assert formats(server, order) == [K8V4] * 16
+    seen, slots = [], server.tree.evictable_slots()
+    while True:
+        press(server)
+        audit(server)
+        if server.tree.evictable_slots() < slots:
+            break
+        seen.append(formats(server, order))
+    for row in seen:
+        steps = [{K8V4: 0, K4V4: 1, K2V2: 2}[f] for f in row]  # k4v2 saves no page over k4v4
+        assert steps == sorted(steps, reverse=True) and steps[0] - steps[-1] <= 1
+    assert len({tuple(row) for row in seen}) == len(seen) > 4
+    assert server.runtime.counters.demoted_blocks == 32 and server.runtime.counters.evicted_blocks
+    # The leaves that went are the coldest, and what is left is at the floor.
+    left = [bool(server.runtime.ledger.idle[ids].all()) for ids in [*kept[1:], kept[0]]]
+    assert left == sorted(left) and left[-1] and formats(server, kept[0]) == [K2V2] * 2
+
+
+def test_no_more_moves_than_needed():
+    server = ToyServer(**LADDER)
+    kept = answered(server, 0, blocks=6)
+    take_all(server)
+    short = server.runtime.capacity.missing_pages(P)
+    press(server)
+    moved = -(-short // (2 * 2 * 2))  # two pages a head, two layers, two heads
+    assert formats(server, kept) == [K8V4] * (6 - moved) + [K4V4] * moved
+
+
+@pytest.mark.parametrize("floor, least", [("k4v4", K4V4), (None, K8V4)])
+def test_the_floor_is_never_crossed(floor, least):
+    server = ToyServer(**{**LADDER, "floor": floor})
+    kept = answered(server, 0), answered(server, 1)
+    take_all(server)
+    while server.tree.evictable_slots():
+        left = [ids for ids in kept if server.runtime.ledger.idle[ids].all()]
+        assert all(f <= least for ids in left for f in formats(server, ids))
+        press(server)
+        audit(server)
+    assert bool(server.runtime.counters.demoted_blocks) == (floor is not None)
+
+
+def test_blocks_of_a_named_format_keep_it():
+    server = ToyServer(**LADDER)
+    plain, named, exact = (answered(server, 0, level=level) for level in (None, "k8v4", LOSSLESS))
+    assert not set(named) & set(plain)
+    take_all(server)
+    press(server)
+    assert formats(server, plain) == [K4V4] * 2
+    assert formats(server, named) == [NAMED] * 2 and formats(server, exact) == [0] * 2
+    while server.runtime.ledger.idle[named].all():
+        assert formats(server, named) == [NAMED] * 2
+        press(server)
+        audit(server)
+
+
+def test_a_prompt_hits_a_demoted_prefix_and_goes_on_in_its_own_format():
+    server = ToyServer(**LADDER)
+    kept = answered(server, 0)
+    take_all(server)
+    press(server)
+    before = formats(server, kept)
+    assert K4V4 in before
+    server.runtime.free(server.held)
+    req = server.admit([*prompt(0, 3), 1, 2])
+    assert req.kv.cache_protected_len == 3 * P and req.kvc.blocks[:2] == kept
+    server.check()
+    assert formats(server, req.kvc.blocks[:3]) == [*before, K8V4]
+    server.finish(req)
+    assert formats(server, kept) == before
+    server.check()
+
+
+def test_a_node_in_host_memory_keeps_its_format():
+    server = ToyServer(**LADDER)
+    stored, other = answered(server, 0), answered(server, 1)
+    component = server.tree.component
+    nodes = server.tree.tree_core.root_node.children.values()
+    node = next(n for n in nodes if component.blocks_of(n).tolist() == stored)
+    data = node.component_data[component.component_type]
+    data.host_value = data.value
+    take_all(server)
+    for _ in range(2):
+        component.demotions.make_room(4 * P)
+    assert formats(server, stored) == [K8V4] * 2 and formats(server, other) == [K2V2] * 2
+
+
+def test_a_demoted_copy_wins_over_one_computed_anew():
+    """Two requests compute one prefix; the tree's copy stays, whatever its format is."""
+    server = ToyServer(**LADDER)
+    kept = answered(server, 0)
+    server.runtime.demotion.demote(np.array(kept), 10**6)
+    req = server.admit([*prompt(0, 2), 1])
+    assert req.kvc.blocks[:2] == kept and formats(server, kept) == [K4V4] * 2
+    server.check()
+
+
+def test_running_requests_give_pages_before_any_is_retracted():
+    server = ToyServer(**{**LADDER, "blocks": 9})
+    plain, named = server.admit([*prompt(0, 2), 1]), server.admit([*prompt(1, 2), 1], level="k8v4")
+    sharing = server.admit([*prompt(0, 2), 2])
+    take_all(server)
+    server.tree.component.demotions.make_room(P)  # what runs is locked
+    assert formats(server, plain.kvc.blocks[:2]) == [K8V4] * 2
+    seqs = [req.kvc for req in (plain, named, sharing)]
+    won = 0
+    while server.runtime.demotion.demote_running(seqs, P):
+        take_all(server)
+        won += 1
+        audit(server)
+    assert won and formats(server, plain.kvc.blocks) == [K2V2, K2V2, 0]
+    assert formats(server, named.kvc.blocks) == [NAMED, NAMED, 0]
+    assert sharing.kvc.blocks[:2] == plain.kvc.blocks[:2]
+    server.runtime.free(server.held)
+    for req in (plain, named, sharing):
+        assert server.decode(req, 7)
+    server.check()
+
+
+@pytest.mark.parametrize("floor", ["k2v2", None])
+def test_a_decode_step_that_finds_no_memory_demotes_before_it_retracts(floor):
+    server = ToyServer(**{**LADDER, "floor": floor, "blocks": 9})
+    reqs = [server.admit([*prompt(i, 3), 1]) for i in range(2)]
+    take_all(server)
+    asked = []
+
+    def stock(batch, selected):
+        server.tree.evict(EvictParams(num_tokens=P))
+        asked.append(server.allocator.available_size() >= P)
+        return asked[-1]
+
+    # A request that just ended has no blocks any more.
+    batch = SimpleNamespace(
+        reqs=[*reqs, SimpleNamespace(kvc=None)], tree_cache=server.tree,
+        new_tokens_required_next_decode=lambda selected: P,
+    )  # fmt: skip
+    install(server.runtime)
+    try:
+        assert around_check_decode_mem(stock, batch) == bool(floor)
+    finally:
+        install(None)
+    assert asked == ([False, True] if floor else [False])
+    audit(server)
+
+
+def test_blocks_in_a_window_keep_their_format():
+    server = ToyServer(**{**LADDER, "window": 2 * P, "blocks": 9})
+    kept = answered(server, 0, blocks=3)
+    req = server.admit([*prompt(0, 3), 1])
+    take_all(server)
+    server.runtime.demotion.demote_running([req.kvc], 8 * P)
+    window = req.kvc.window_start
+    assert window and formats(server, kept[window:]) == [K8V4] * (3 - window)
+    assert set(formats(server, kept[:window])) == {K2V2}
+
+
+def test_the_cost_of_a_demotion_does_not_grow_with_the_tree():
+    looked = []
+    for blocks in (10, 40):
+        server = ToyServer(**{**LADDER, "blocks": blocks})
+        for i in range(blocks):
+            answered(server, i, blocks=1)
+        take_all(server)
+        calls = []
+        tier_of = server.runtime.demotion.tier_of
+        server.runtime.demotion.tier_of = lambda ids, f=tier_of, c=calls: c.append(1) or f(ids)
+        press(server)
+        looked.append(len(calls))
+    assert looked[1] <= looked[0] + 4
+
+
+def test_a_floor_is_part_of_the_identity_of_stored_blocks():
+    with_floor, without = make_runtime(**LADDER), make_runtime(**{**LADDER, "floor": None})
+    assert with_floor.identity() != without.identity()
+
+
+@pytest.mark.parametrize("options, parts", [({"high": "k8v4", "floor": "k4v4"}, 3), ({"high": "k4v4"}, 1)])
+def test_records_of_all_formats_fill_their_units_of_host_memory(options, parts):
+    config = KvcConfig(**options)
+    policy = make_policy(config)
+    layout = make_layout(config, policy, layers=8, heads=4, head_dim=128)
+    block_formats = policy.block_formats(layout)
+    host = HostLayout.of(layout, block_formats, 1 << 30)
+    for block_format in block_formats[1:]:
+        size = host.record.num_bytes(block_format.pages)
+        assert size <= host.units_for(block_format.pages) * host.unit_bytes <= 1.04 * size
+    assert min(host.units_for(f.pages) for f in block_formats[1:]) == parts
