@@ -44,11 +44,6 @@ class BlockComponent(FullComponent):
         """Block ids, int64, of the slots of whole blocks."""
         return slots.numpy()[:: self.block_tokens] // self.block_tokens
 
-    def redistribute_on_node_split(self, new_parent, child) -> None:
-        super().redistribute_on_node_split(new_parent, child)
-        if (use := use_of(child)) is not None:
-            new_parent.kvc_use = use
-
     # ---- what is evictable
 
     def commit_insert_component_data(self, node, is_new_leaf, params, result, cache_actions) -> None:
@@ -78,8 +73,10 @@ class BlockComponent(FullComponent):
         if changed:
             self.runtime.ledger.set_idle(np.concatenate(changed), idle)
 
-    def redistribute_on_node_split(self, new_parent, child):
+    def redistribute_on_node_split(self, new_parent, child) -> None:
         super().redistribute_on_node_split(new_parent, child)
+        if (use := use_of(child)) is not None:
+            new_parent.kvc_use = use
         data = new_parent.component_data[self.component_type]
         if data.lock_ref == 0 and data.value is not None:
             self.demotions.add(new_parent)
