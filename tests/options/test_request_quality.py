@@ -31,7 +31,10 @@ def serve(parse, monkeypatch):
         def ask(level):
             sampling = SimpleNamespace(custom_params=params(level))
             aborts = []
-            req = SimpleNamespace(sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append)
+            # It ends for another reason, so nobody asks how much memory it may take.
+            req = SimpleNamespace(
+                sampling_params=sampling, extra_key=None, to_finish="aborted", set_finish_with_abort=aborts.append
+            )
             refused = None
             try:
                 requests.before_verify(sampling, 1000)
