@@ -176,6 +176,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_lives(name, tmp_path):
     kind, seen = KINDS[name], Counter()
