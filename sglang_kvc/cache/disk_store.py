@@ -29,7 +29,7 @@ SUFFIX = ".kvc"
 _FIELDS = struct.Struct("<8sI32s32sBxxxqqq")
 CHECKSUM_BYTES = 16
 HEADER_BYTES = _FIELDS.size + CHECKSUM_BYTES
-FREE_PART = 0.8  # of the free space, where no size is given
+FREE_PART = 0.8  # of the space that is free or holds its files, where no size is given
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,15 @@ class DiskStore:
         with contextlib.suppress(OSError):  # a write tries again, and says so
             self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = identity
-        self.limit = limit if limit is not None else int(shutil.disk_usage(folder).free * FREE_PART)
         self.bytes_written = self.bytes_read = self.damaged = 0
         self._lock = threading.Lock()
         self._failed = False  # the last write failed: one line is logged until one succeeds
         self._begun: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
         self._sizes: OrderedDict[bytes, int] = OrderedDict(sorted_files(self.folder))
         self.num_bytes = sum(self._sizes.values())
+        free = shutil.disk_usage(folder).free + self.num_bytes
+        self.limit = int(free * FREE_PART) if limit is None else limit
+        self._make_room()  # the server before may have had more
 
     def of(self, identity: bytes) -> DiskStore:
         """The store of another identity in the same folder; this one if it is the same."""

@@ -74,7 +74,7 @@ def test_formats_that_requests_name_have_ids_of_their_own():
     assert [f.high.name for f in block_formats] == ["bf16", "k8v4", "k4v4", "k4v4", "k2v2", "k8v4"]
     assert [policy.format_id_of(x) for x in (None, "k4v4", "k2v2", "k8v4", "lossless")] == [1, 3, 4, 5, 0]
     assert policy.ladder == (1, 2) and next_lower(block_formats, policy.ladder) == (0, 2, 0, 0, 0, 0)
-    assert offered(config) == ("lossless", "k4v4", "k2v2", "k8v4") and policy.default_level is None
+    assert offered(config) == ("lossless", "one-shot", "k4v4", "k2v2", "k8v4") and policy.default_level is None
     assert [policy.fake_quant_format(i) for i in range(6)] == [None, *(f.high for f in block_formats[1:])]
 
 
@@ -82,7 +82,8 @@ def test_without_a_floor_nothing_changes():
     config = resolve(high="k8v4", levels="k2v2")
     _, policy, block_formats = formats_of(config, head_dim=128)
     assert policy.ladder == () and not any(next_lower(block_formats, policy.ladder))
-    assert len(block_formats) == 3 and offered(config) == ("lossless", "k2v2") and policy.default_level == "k8v4"
+    assert len(block_formats) == 3 and offered(config) == ("lossless", "one-shot", "k2v2")
+    assert policy.default_level == "k8v4"
 
 
 def test_a_page_at_which_the_floor_saves_nothing_is_refused():

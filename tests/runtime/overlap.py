@@ -80,8 +80,10 @@ class Overlap(ModelFreeScheduler):
 
     # ---- clients
 
-    def submit(self, prompt: list[int], answer: list[int], level: str | None, salt: str | None, last: bool) -> None:
-        """A request that will be answered with all of `answer`."""
+    def submit(
+        self, prompt: list[int], answer: list[int], level: str | None, salt: str | None, last: bool = False
+    ) -> None:
+        """A request that will be answered with all of `answer`. `last`: it says that no prompt continues it."""
         custom = {**({PARAMETER: level} if level else {}), **({DONE: True} if last else {})}
         params = SamplingParams(max_new_tokens=len(answer), custom_params=custom or None)
         params.normalize(None)

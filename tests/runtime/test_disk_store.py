@@ -94,6 +94,17 @@ def test_the_least_recently_used_file_goes_first(tmp_path):
     assert not store.write(key_of(4), STORED, record_of(4, 4 * size)) and len(store) == 3
 
 
+def test_a_smaller_limit_holds_from_the_start(tmp_path):
+    size = 300 + HEADER_BYTES
+    before = DiskStore(tmp_path, MODEL, limit=3 * size)
+    for i in range(3):
+        before.write(key_of(i), STORED, record_of(i))
+    assert len(DiskStore(tmp_path, MODEL)) == 3  # what is there does not count against a limit that nobody gave
+    store = DiskStore(tmp_path, MODEL, limit=2 * size)
+    assert len(store) == len(list(store.folder.rglob("*.kvc"))) == 2 and store.num_bytes == 2 * size
+    assert not len(DiskStore(tmp_path, MODEL, limit=0)) and not list(store.folder.rglob("*.kvc"))
+
+
 def test_a_broken_disk_loses_the_file_alone(tmp_path, monkeypatch, caplog):
     """Writes that fail leave nothing behind and are logged once; the next one that works is seen."""
     store = DiskStore(tmp_path, MODEL)
