@@ -228,7 +228,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--protocol", choices=PROTOCOLS, default=UNSEEN, help="whether a question is a part of the prompt")
     p.add_argument("--resume", action="store_true", help="take cells from the result file if they are in it")
     p.add_argument("--list", action="store_true", help="only say what would be measured")
-    p.add_argument("--out", type=Path, help="result file (default: bench/results/quality/policies_MODEL_LENGTH.json)")
+    p.add_argument("--out", type=Path, help="result file (default: one in bench/results/quality)")
     a = p.parse_args(argv)
     try:
         a.tasks = suite.chosen(a.tasks)
@@ -242,8 +242,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     a.cell_seconds = a.cell_seconds or (240 if a.device == "cuda" else 7200)
     a.model_path = (a.model_path or fetch.MODELS[a.model]()).resolve()  # servers run in a folder of their own
     a.data_sha256 = None  # until it is read
-    a.name = f"quality/policies_{a.model}_{a.length}" + (f"_from_{a.first}" if a.first else "")
-    a.name += "_seen" if a.protocol == SEEN else ""
+    kind = "seen" if a.protocol == SEEN else "policies"  # the tables of docs/quality.md are of `policies` files
+    a.name = f"quality/{kind}_{a.model}_{a.length}" + (f"_from_{a.first}" if a.first else "")
     a.out = a.out or common.RESULTS / f"{a.name}.json"
     a.reference = a.out.with_suffix(".reference.json.gz")
     # All contexts of a task, uncompressed, with room for scores and tables, and what is asked at a time.
