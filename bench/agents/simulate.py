@@ -290,7 +290,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--formats", default="k4v4", help=f"with --orders or --queues: {', '.join(FORMATS)}")
     p.add_argument("--host", type=float, default=64e9, help="bytes of host memory of the curves that have any")
     p.add_argument("--longest", type=int, default=200_000, help="tokens of a prompt with its answer, at most")
-    p.add_argument("--pause", type=float, default=300.0, help="longest pause in seconds; longer ones count as so many")
+    p.add_argument("--pause", type=float, default=300.0, help="longest pause in seconds; longer ones are cut to it")
     p.add_argument("--hours", type=float, default=2.0, help="that are counted, behind half an hour of warm-up")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--no-write", action="store_true")

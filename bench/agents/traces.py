@@ -43,8 +43,8 @@ class Session:
 
 
 def load(path: Path, *, longest: int, pause: float, split: str | None = None) -> list[Session]:
-    """Sessions whose prompts with their answers have at most `longest` tokens; pauses beyond `pause` seconds count as
-    so many. `split`: one of two disjoint halves."""
+    """Sessions whose prompts with their answers have at most `longest` tokens; longer pauses are cut to `pause`
+    seconds. `split`: one of two disjoint halves."""
     with gzip.open(path, "rt") as file:
         recorded = json.load(file)["sessions"]
     some = [_session(s, pause) for s in sorted(recorded, key=lambda s: s["id"])]

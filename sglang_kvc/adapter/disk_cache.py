@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from ..cache.blocks import State
 from ..cache.disk_store import DiskStore
 from ..cache.disk_tier import DiskTier, Fetch
+from ..cache.identity import identity
 from ..options.request_quality import is_private
 from .block_key import BlockKey
 from .host_cache import HostCache
@@ -49,7 +50,7 @@ class DiskCache(HostCache):
         config = self.runtime.config
         if config.disk is None:
             return
-        store = DiskStore(config.disk, self.runtime.identity(), config.disk_size)
+        store = DiskStore(config.disk, identity(self.runtime), config.disk_size)
         self.disk = self.host_tier.disk = DiskTier(self.host_tier, store)
         logger.info(
             "kvc: %s holds %d blocks in %.2f GiB and may hold %.2f GiB",
@@ -61,7 +62,7 @@ class DiskCache(HostCache):
         super()._reset_full()
         self.fetched: list[_Fetched] = []
         if self.disk is not None:
-            self.disk.store = self.disk.store.of(self.runtime.identity())  # the weights may have changed
+            self.disk.store = self.disk.store.of(identity(self.runtime))  # the weights may have changed
 
     @property
     def _uses_disk(self) -> bool:

@@ -7,13 +7,10 @@ queue, so stream order makes the reuse of pages safe.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,11 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..options.config import KvcConfig
-
-def file_digest(path: str | None) -> str:
-    """Digest of a file's content; empty without a file."""
-    return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
 _current: Runtime | None = None
@@ -153,18 +145,6 @@ class Runtime:
         )
         ledger = Ledger(sizing.num_blocks, sizing.chargeable_pages)
         return cls(config, policy, layout, sizing, store, ledger, Blocks(sizing.num_blocks))
-
-    def identity(self) -> bytes:
-        """32 bytes that name all that a block's content depends on besides its tokens: the weights, the layout, the
-        storage formats and the settings of the policy."""
-        content = [f.name for f in fields(self.policy)]
-        parts = [
-            self.weights().hex(), asdict(self.layout), [asdict(f) for f in self.store.block_formats],
-            str(self.store.dtype), self.policy.name, self.config.window,
-            {name: str(getattr(self.config, name)) for name in content},
-            file_digest(self.config.calibration),
-        ]  # fmt: skip
-        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 
     # ---- sequences (scheduler side)
 
