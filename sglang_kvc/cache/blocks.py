@@ -9,6 +9,8 @@ import numpy as np
 
 from kvc_kernels.store import SCRATCH_BLOCK
 
+from .sequence_table import SequenceTable
+
 
 class State(IntEnum):
     """State of a block: FREE -> OPEN (bf16, being filled or inside a window) -> PACKED at format id 1, 2, ... -> FREE.
@@ -31,6 +33,8 @@ class Blocks:
     * `start[b]`: position in the sequence of the block's first token.
     * `num_tokens[b]`: tokens written or about to be. Those of a one-shot prompt are divided over the blocks that are
       left of it.
+
+    `sequences` holds records of the running sequences.
     """
 
     def __init__(self, num_blocks: int):
@@ -42,6 +46,7 @@ class Blocks:
         self.generation = np.zeros(num_blocks, dtype=np.int32)
         self.start = np.zeros(num_blocks, dtype=np.int64)
         self.num_tokens = np.zeros(num_blocks, dtype=np.int32)
+        self.sequences = SequenceTable()
         self.reset()
 
     def reset(self) -> None:
