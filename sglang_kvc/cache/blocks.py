@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from enum import IntEnum
 
 import numpy as np
 
@@ -12,10 +11,11 @@ from kvc_kernels.store import SCRATCH_BLOCK
 from .sequence_table import SequenceTable
 
 
-class State(IntEnum):
+class State:
     """State of a block: FREE -> OPEN (bf16, being filled or inside a window) -> PACKED at format id 1, 2, ... -> FREE.
 
-    It is the state after all queued operations have run, the only one that the CPU reasons about.
+    It is the state after all queued operations have run, the only one that the CPU reasons about. Plain ints: numpy
+    compares an array with a member of an `IntEnum` several times slower.
     """
 
     FREE = 0

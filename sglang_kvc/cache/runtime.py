@@ -29,7 +29,7 @@ from .one_shot import Budget, OneShotPrompt
 from .op_queue import Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
 from .prompt_packing import queue_prompt
-from .sequence import Sequence, places_to_replan
+from .sequence import Sequence, extend_each, places_to_replan
 from .sizing import Sizing, make_layout, size_server
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class Runtime:
         ids = self.take(table.room[rows[growing]].tolist())
         if ids is None:
             return None
-        for i, block in zip(growing.tolist(), ids):
-            seqs[i].extend([block])
+        if ids:
+            extend_each([seqs[i] for i in growing.tolist()], ids)
         table.length[rows] = lengths
         last = table.last_block[rows]
         self.blocks.num_tokens[last] = (lengths - 1) % p + 1
@@ -277,7 +277,7 @@ class Runtime:
             return None
         ids = self.blocks.take(len(starts), starts)
         array = np.asarray(ids, dtype=np.int64)
-        self.ledger.set(array, self.layout.block_pages_bf16)
+        self.ledger.take(array, self.layout.block_pages_bf16)
         self.log.push(Take(array))
         return ids
 

@@ -30,6 +30,18 @@ def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.
     return np.where(due, (behind >> turn) - 1, -1)
 
 
+def extend_each(seqs: list[Sequence], ids: list[int]) -> None:
+    """Append one block that was just taken to each of `seqs`, which are not empty."""
+    records, table = seqs[0].records, seqs[0].records.sequences
+    for seq, block in zip(seqs, ids):
+        seq.blocks.append(block)
+    rows, blocks = np.array([seq.row for seq in seqs]), np.array(ids)
+    table.room[rows] += seqs[0].block_tokens
+    table.last_block[rows] = blocks
+    records.ref_count[blocks] += 1
+    records.window_count[blocks] += 1
+
+
 @dataclass(eq=False)
 class Sequence:
     """Blocks of a request in order; the radix tree owns the first `shared` of them, which the request locks.
