@@ -13,7 +13,7 @@ products and attention of a layer, times the number of layers.
 
 Of two tiers also: `again_ms`, a move of packed blocks that takes some tokens down a tier, and `plan_ms`, LeanKV's plan
 of uncompressed and of packed blocks, each with the host's launches. While generating, a block that fills costs a plan
-and a move, and at most once more on average a plan and a move of a packed one (`Sequence.blocks_to_replan`).
+and a move, and at most once more on average a plan and a move of a packed one (`places_to_replan`).
 """
 
 from __future__ import annotations

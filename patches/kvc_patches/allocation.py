@@ -25,7 +25,7 @@ def around_alloc_for_extend(orig, batch):
             req.kvc = runtime.new_sequence(blocks, cached, format_id_of(runtime, req), budget_of(req))
         req.kvc.prompt = length
     runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
-    with allocator.for_requests(batch.reqs, lengths):
+    with allocator.for_sequences([req.kvc for req in batch.reqs], lengths):
         out = orig(batch)
     for req in batch.reqs:
         if req.kvc.one_shot is not None:
@@ -37,9 +37,9 @@ def around_alloc_for_decode(orig, batch, token_per_req):
     allocator = batch.token_to_kv_pool_allocator
     if (runtime := runtime_of(allocator)) is None:
         return orig(batch, token_per_req)
-    lengths = batch.seq_lens_cpu.tolist()
-    runtime.tokens_decoded([req.kvc for req in batch.reqs], lengths)
-    with allocator.for_requests(batch.reqs, [n + token_per_req for n in lengths]):
+    seqs, lengths = [req.kvc for req in batch.reqs], batch.seq_lens_cpu.numpy()
+    runtime.tokens_decoded(seqs, lengths)
+    with allocator.for_sequences(seqs, lengths + token_per_req):
         return orig(batch, token_per_req)
 
 

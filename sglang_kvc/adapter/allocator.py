@@ -30,7 +30,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         )
         self.runtime = runtime
         self.capacity = runtime.capacity
-        self._seqs: list[Sequence] | None = None  # set within `for_requests`
+        self._seqs: list[Sequence] | None = None  # set within `for_sequences`
 
     def available_size(self) -> int:
         return self.capacity.available_tokens()
@@ -45,12 +45,12 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         return (self.runtime.blocks.used_count + self.runtime.gap_blocks) * self.page_size
 
     @contextmanager
-    def for_requests(self, reqs, lengths: list[int]):
-        """Within: `alloc_*` allocates for `reqs`, which SGLang does not pass, and an eviction makes room for the blocks
+    def for_sequences(self, seqs: list[Sequence], lengths: list[int] | np.ndarray):
+        """Within: `alloc_*` allocates for `seqs`, which SGLang does not pass, and an eviction makes room for the blocks
         that they need to hold `lengths` tokens, without SGLang's slack."""
-        self._seqs = [req.kvc for req in reqs]
+        self._seqs = seqs
         try:
-            with self.capacity.exact_need(self.capacity.new_block_tokens(self._seqs, lengths)):
+            with self.capacity.exact_need(self.capacity.new_block_tokens(seqs, lengths)):
                 yield
         finally:
             self._seqs = None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from enum import IntEnum
 
 import numpy as np
 
 from kvc_kernels.store import SCRATCH_BLOCK
 
+from .sequence_table import SequenceTable
 
-class State(IntEnum):
+
+class State:
     """State of a block: FREE -> OPEN (bf16, being filled or inside a window) -> PACKED at format id 1, 2, ... -> FREE.
 
-    It is the state after all queued operations have run, the only one that the CPU reasons about.
+    It is the state after all queued operations have run, the only one that the CPU reasons about. Plain ints: numpy
+    compares an array with a member of an `IntEnum` several times slower.
     """
 
     FREE = 0
@@ -31,6 +33,8 @@ class Blocks:
     * `start[b]`: position in the sequence of the block's first token.
     * `num_tokens[b]`: tokens written or about to be. Those of a one-shot prompt are divided over the blocks that are
       left of it.
+
+    `sequences` holds records of the running sequences.
     """
 
     def __init__(self, num_blocks: int):
@@ -42,6 +46,7 @@ class Blocks:
         self.generation = np.zeros(num_blocks, dtype=np.int32)
         self.start = np.zeros(num_blocks, dtype=np.int64)
         self.num_tokens = np.zeros(num_blocks, dtype=np.int32)
+        self.sequences = SequenceTable()
         self.reset()
 
     def reset(self) -> None:

@@ -97,11 +97,11 @@ class Capacity:
         open_tokens = seq.open_tokens() if self.window and seq is not None else self.window
         return self.growth_tokens(tokens, format_id, open_tokens)
 
-    def new_block_tokens(self, seqs: Iterable[Sequence], lengths: Iterable[int]) -> int:
+    def new_block_tokens(self, seqs: list[Sequence], lengths: list[int] | np.ndarray) -> int:
         """Tokens of the blocks to take so that `seqs` hold `lengths` tokens; no spare block per request."""
-        p = self.layout.block_tokens
-        missing = [-(-n // p) - len(s.blocks) for s, n in zip(seqs, lengths)]
-        return p * sum(n for n in missing if n > 0)
+        p, table = self.layout.block_tokens, self.blocks.sequences
+        missing = -(-np.asarray(lengths) // p) * p - table.room[table.rows_of(seqs)]
+        return int(np.maximum(missing, 0).sum())
 
     # ---- prompts
 

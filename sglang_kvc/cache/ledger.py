@@ -38,6 +38,11 @@ class Ledger:
         self.idle_total += int(delta[self.idle[blocks]].sum())
         self.charge[blocks] = pages
 
+    def take(self, blocks: np.ndarray, pages: int) -> None:
+        """Charge each of `blocks`, which were free, with `pages`."""
+        self.charge[blocks] = pages
+        self.total += pages * len(blocks)
+
     def set_idle(self, blocks: np.ndarray, idle: bool) -> None:
         """Mark `blocks` as evictable or not. Blocks that are marked so already do not change."""
         change = blocks[self.idle[blocks] != idle]

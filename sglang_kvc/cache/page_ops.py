@@ -86,15 +86,10 @@ class PageOps:
         wave = max(1, self.reserve_pages // target.pages)
         for at in range(0, len(op.blocks), wave):
             ids = op.blocks[at : at + wave]
-            blocks = self._to_device(ids)
-            evidence = Evidence(
-                self.store,
-                blocks,
-                self._to_device(op.starts[at : at + wave]),
-                self._to_device(op.lengths[at : at + wave]),
-                op.from_format,
-                self._sampling,
-            )
+            rows = np.zeros((3, len(ids) + len(ids) % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
+            rows[:, : len(ids)] = ids, op.starts[at : at + wave], op.lengths[at : at + wave]
+            blocks, starts, lengths = self._to_device(rows)[:, : len(ids)].unbind()
+            evidence = Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
             tiers = self.policy.plan(evidence, target)
             counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
             if not target.exact:

@@ -10,14 +10,14 @@ from .blocks import State
 from .op_queue import PackPrompt
 
 if TYPE_CHECKING:
-    from .one_shot import OneShotPrompt
     from .runtime import Runtime
     from .sequence import Sequence
 
 
-def queue_prompt(runtime: Runtime, seq: Sequence, prompt: OneShotPrompt, length: int) -> None:
+def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
     """Queue the full blocks of a one-shot prompt, now that it and `length` tokens in total are written."""
-    block_tokens = runtime.layout.block_tokens
+    block_tokens, prompt = runtime.layout.block_tokens, seq.one_shot
+    assert prompt is not None
     left, full = seq.slide(length), seq.prompt // block_tokens
     assert seq.window_start == len(left) >= full, "a block of the prompt was packed before it was complete"
     seq.format_id, prompt.packed = prompt.format_id, True

@@ -8,7 +8,7 @@ queue, so stream order makes the reuse of pages safe.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from .one_shot import Budget, OneShotPrompt
 from .op_queue import Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
 from .prompt_packing import queue_prompt
-from .sequence import Sequence
+from .sequence import Sequence, extend_each, places_to_replan
 from .sizing import Sizing, make_layout, size_server
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class Phase(Enum):
 
     CHUNK = "chunk"  # a part of the prompt is prefilled, more of it follows
     PREFILL = "prefill"  # the prompt is prefilled
-    DECODE = "decode"  # the next decode step is prepared
     END = "end"  # the request ends: finished, aborted or retracted
 
 
@@ -180,38 +179,31 @@ class Runtime:
 
         Each sequence must hold one token less. Returns the block of each new token, int64 `[n]`; None: they do not fit.
         """
-        p, ends = self.layout.block_tokens, lengths.tolist()
-        growing = [seq for seq, n in zip(seqs, ends) if n > len(seq.blocks) * p]
-        ids = self.take([len(seq.blocks) * p for seq in growing])
+        p, table = self.layout.block_tokens, self.blocks.sequences
+        rows = table.rows_of(seqs)
+        growing = np.flatnonzero(lengths > table.room[rows])
+        ids = self.take(table.room[rows[growing]].tolist())
         if ids is None:
             return None
-        for seq, block in zip(growing, ids):
-            seq.extend([block])
-        for seq, n in zip(seqs, ends):
-            seq.length = n
-        last = np.array([seq.blocks[-1] for seq in seqs], dtype=np.int64)
+        if ids:
+            extend_each([seqs[i] for i in growing.tolist()], ids)
+        table.length[rows] = lengths
+        last = table.last_block[rows]
         self.blocks.num_tokens[last] = (lengths - 1) % p + 1
         return last
-
-    def tokens_decoded(self, seqs: list[Sequence], lengths: list[int]) -> None:
-        """`tokens_written` of a decode step. It passes over sequences for which nothing can be due."""
-        p, window, replans = self.layout.block_tokens, self.config.window, self.policy.replans
-        for seq, length in zip(seqs, lengths):
-            if replans or length - window >= (seq.window_start + 1) * p:  # the window moves
-                self.tokens_written(seq, length, Phase.DECODE)
 
     def tokens_written(
         self, seq: Sequence, length: int, phase: Phase, kept: list[int] | np.ndarray = NO_BLOCKS
     ) -> None:
         """Queue the blocks that are due for packing now that `length` tokens of `seq` are written.
 
-        This is the one rule for when a block is packed:
+        This and `tokens_decoded` are the one rule for when a block is packed:
 
         * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). After a chunk none, where
           the policy plans a prompt as a whole.
-        * DECODE: blocks that left the window since the last step, planned by N = `length`. With overlap scheduling the
-          first step is prepared before the result of the prefill is processed; up to the prompt's length N = 0.
-          Where the policy plans again, also the packed block whose turn it is.
+        * A decode step: blocks that left the window since the last step, planned by N = `length`. With overlap
+          scheduling the first step is prepared before the result of the prefill is processed; up to the prompt's length
+          N = 0. Where the policy plans again, also the packed block whose turn it is.
         * END: the full blocks that the tree keeps, `kept`; the window is gone. `length` is 0 where nothing was
           generated.
 
@@ -219,14 +211,33 @@ class Runtime:
         """
         if phase is Phase.END:
             self.queue_due(kept, seq.format_id, length)
-        elif seq.one_shot is not None and not seq.one_shot.packed:
-            if phase is not Phase.CHUNK:
-                queue_prompt(self, seq, seq.one_shot, length)
-        elif phase is not Phase.CHUNK or not self.capacity.packs_whole_prompts:
-            decoded = phase is Phase.DECODE and length > seq.prompt
-            self.queue_due(seq.slide(length), seq.format_id, length if decoded else 0)
-        if phase is Phase.DECODE and self.policy.replans:
-            self.replan(seq.blocks_to_replan(length), length)
+        elif seq.waits_whole:
+            if phase is Phase.PREFILL:
+                queue_prompt(self, seq, length)
+        elif phase is Phase.PREFILL or not self.capacity.packs_whole_prompts:
+            self.queue_due(seq.slide(length), seq.format_id)
+
+    def tokens_decoded(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
+        """Queue the blocks that are due for packing when the next decode step of `seqs`, of which `lengths` tokens are
+        written (int64 `[n]`), is prepared. See `tokens_written`.
+
+        Costs a few operations for any number of sequences, and more for those whose window moves."""
+        table = self.blocks.sequences
+        left: dict[int, dict[int, int]] = defaultdict(dict)  # N of each block, by format
+        for i in np.flatnonzero(lengths >= table.due[table.rows_of(seqs)]).tolist():
+            seq, length = seqs[i], int(lengths[i])
+            if seq.waits_whole:
+                queue_prompt(self, seq, length)
+                continue
+            for block in seq.slide(length):  # if sharers leave a block together, the last one decides
+                left[seq.format_id].pop(block, None)
+                left[seq.format_id][block] = length if length > seq.prompt else 0
+        for format_id, blocks in left.items():
+            self.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
+        if self.policy.replans:
+            places = places_to_replan(lengths, self.config.window, self.layout.block_tokens)
+            turns = np.flatnonzero(places >= 0)
+            self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
 
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
         """The sequence of each request of a prefill; None for those of the engine's own warm-up, which no scheduler
@@ -266,7 +277,7 @@ class Runtime:
             return None
         ids = self.blocks.take(len(starts), starts)
         array = np.asarray(ids, dtype=np.int64)
-        self.ledger.set(array, self.layout.block_pages_bf16)
+        self.ledger.take(array, self.layout.block_pages_bf16)
         self.log.push(Take(array))
         return ids
 
@@ -279,18 +290,18 @@ class Runtime:
         self.ledger.drop(array)
         self.log.push(Release(array))
 
-    def queue_due(self, ids: list[int] | np.ndarray, format_id: int = 1, length: int = 0) -> int:
+    def queue_due(self, ids: list[int] | np.ndarray, format_id: int = 1, length: int | np.ndarray = 0) -> int:
         """Queue for `format_id` those of the full blocks `ids` that are uncompressed and in no window; returns how
         many.
 
-        `length` is N of the sequence while it decodes, 0 in the prompt phase.
+        `length` is N of the sequence, or of each block's, while it decodes, 0 in the prompt phase.
         """
         if len(ids) == 0 or not 0 < format_id < len(self.store.block_formats):
             return 0
         array = np.asarray(ids, dtype=np.int64)
-        due = array[(self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)]
-        self._queue(due, from_format=0, to_format=format_id, length=length)
-        return len(due)
+        due = (self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)
+        lengths = (np.zeros_like(array) + length)[due]
+        return self._queue(array[due], from_format=0, to_format=format_id, lengths=lengths)
 
     def free_sequence(self, seq: Sequence) -> None:
         """Return the blocks of an ended sequence that the tree did not take over."""
@@ -299,38 +310,38 @@ class Runtime:
             self.gap_blocks -= seq.gap
             self.log.push(EndGap(seq.one_shot.row, NO_BLOCKS))  # type: ignore[union-attr]  # only these have a gap
 
-    def replan(self, ids: list[int] | np.ndarray, length: int) -> int:
-        """Queue those of `ids`, blocks of one sequence of `length` tokens, that are packed and in use by it alone to be
-        planned again; returns how many."""
+    def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:
+        """Queue those of `ids` that are packed and in use by one sequence alone to be planned again; returns how many.
+        `length` is that of the sequence, or of each block's."""
         if len(ids) == 0:
             return 0
         array = np.asarray(ids, dtype=np.int64)
         format_id = len(self.store.block_formats) - 1
-        unshared = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
-        due = array[unshared & (self.blocks.format_id[array] == format_id)]
-        self._queue(due, from_format=format_id, to_format=format_id, length=length)
-        return len(due)
+        due = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
+        due &= self.blocks.format_id[array] == format_id
+        lengths = (np.zeros_like(array) + length)[due]
+        return self._queue(array[due], from_format=format_id, to_format=format_id, lengths=lengths)
 
     def demote(self, ids: np.ndarray, to_format: int) -> None:
         """Queue the packed blocks `ids`, which are at one format, to be moved to a lower one."""
         from_format = int(self.blocks.format_id[ids[0]])
-        self._queue(ids, from_format=from_format, to_format=to_format, length=0)
+        self._queue(ids, from_format=from_format, to_format=to_format, lengths=np.zeros_like(ids))
         self.counters.demoted_blocks += len(ids)
 
-    def _queue(self, due: np.ndarray, *, from_format: int, to_format: int, length: int) -> None:
+    def _queue(self, due: np.ndarray, *, from_format: int, to_format: int, lengths: np.ndarray) -> int:
         if len(due) == 0:
-            return
+            return 0
         target = self.store.block_formats[to_format]
         # A fixed outcome is credited now. An open one is charged its upper bound until the count comes back; moves
         # never take more pages than they leave, so a re-plan is covered by the present charge.
         self.ledger.set(due, np.minimum(self.ledger.charge[due], target.pages))
-        lengths = np.full(len(due), length, dtype=np.int64)
         generations = self.blocks.generation[due].copy()
         self.log.push(Compact(due, from_format, to_format, self.blocks.start[due], lengths, generations))
         self._open_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
         self.blocks.format_id[due] = to_format
         self.counters.compactions += len(due)
+        return len(due)
 
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""

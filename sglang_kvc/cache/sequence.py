@@ -14,11 +14,40 @@ from .one_shot import OneShotPrompt
 TURNS = 16  # parts of a block's time; each has one turn, which is enough for 2^16 blocks behind the window
 
 
-@dataclass
+def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.ndarray:
+    """Place of the packed block of each sequence to plan again now that `lengths` tokens are written (int64 `[n]`); -1:
+    none.
+
+    Block b leaves the window when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1), .. do: a
+    plan's thresholds and the attention that a token receives go by the length, so a small growth changes little. All
+    turns of n blocks together are fewer than n. Turns at one block boundary are spread over the steps behind it, since
+    requests of one length reach it together. Only the length decides, so the same sequence is packed alike whatever
+    runs beside it.
+    """
+    behind, past = np.divmod(lengths - window, block_tokens)
+    turn, early = np.divmod(past, max(1, block_tokens // TURNS))
+    due = (early == 0) & (turn > 0) & (behind > 0) & (behind % (1 << turn) == 0)
+    return np.where(due, (behind >> turn) - 1, -1)
+
+
+def extend_each(seqs: list[Sequence], ids: list[int]) -> None:
+    """Append one block that was just taken to each of `seqs`, which are not empty."""
+    records, table = seqs[0].records, seqs[0].records.sequences
+    for seq, block in zip(seqs, ids):
+        seq.blocks.append(block)
+    rows, blocks = np.array([seq.row for seq in seqs]), np.array(ids)
+    table.room[rows] += seqs[0].block_tokens
+    table.last_block[rows] = blocks
+    records.ref_count[blocks] += 1
+    records.window_count[blocks] += 1
+
+
+@dataclass(eq=False)
 class Sequence:
     """Blocks of a request in order; the radix tree owns the first `shared` of them, which the request locks.
 
     records: the records of all blocks, where this sequence counts itself in.
+    row: its row of `records.sequences`, where `length` lies.
     block_tokens: P.
     window: tokens of the recent window.
     blocks: block ids.
@@ -26,7 +55,6 @@ class Sequence:
         uncompressed.
     format_id: storage of the blocks before the window, by the request's level. 0: none is ever compacted.
     prompt: tokens prefilled.
-    length: tokens written or about to be.
     packed: blocks from `window_start` on that were packed when the request found them in the tree. A block's state
         does not change while it lies in a window.
     one_shot: the record of a request with a budget for its whole prompt, which shares no block. Places of its gap name
@@ -36,12 +64,12 @@ class Sequence:
     records: Blocks
     block_tokens: int
     window: int
+    row: int
     blocks: list[int]
     shared: int = 0
     window_start: int = 0
     format_id: int = 1
     prompt: int = 0
-    length: int = 0
     packed: int = 0
     one_shot: OneShotPrompt | None = None
 
@@ -50,11 +78,11 @@ class Sequence:
         cls, records: Blocks, block_tokens: int, window: int, prefix_blocks: np.ndarray, length: int, format_id: int = 1
     ) -> Sequence:
         """Start a request that has `length` cached tokens in `prefix_blocks` (int64)."""
-        seq = cls(
-            records, block_tokens, window, prefix_blocks.tolist(), len(prefix_blocks), format_id=format_id,
-            length=length
-        )
-        seq.window_start = min(len(seq.blocks), max(0, length - window) // block_tokens)
+        row, blocks = records.sequences.take(), prefix_blocks.tolist()
+        seq = cls(records, block_tokens, window, row, blocks, shared=len(blocks), format_id=format_id)
+        records.sequences.length[row] = length
+        records.sequences.room[row] = len(blocks) * block_tokens
+        seq._start_window(min(len(blocks), max(0, length - window) // block_tokens))
         records.ref_count[prefix_blocks] += 1
         records.window_count[prefix_blocks[seq.window_start :]] += 1
         seq.packed = records.count_packed(seq.blocks[seq.window_start :])
@@ -67,6 +95,8 @@ class Sequence:
     def extend(self, ids: list[int]) -> None:
         """Append blocks that were just taken."""
         self.blocks.extend(ids)
+        self.records.sequences.room[self.row] = len(self.blocks) * self.block_tokens
+        self.records.sequences.last_block[self.row] = self.blocks[-1]
         self.records.ref_count[ids] += 1
         self.records.window_count[ids] += 1
 
@@ -76,12 +106,22 @@ class Sequence:
         p, num_tokens = self.block_tokens, self.records.num_tokens
         for i in range(self.length // p, len(self.blocks)):
             num_tokens[self.blocks[i]] = min(p, length - i * p)
-        self.length = length
+        self.records.sequences.length[self.row] = length
+
+    @property
+    def length(self) -> int:
+        """Tokens written or about to be."""
+        return int(self.records.sequences.length[self.row])
 
     @property
     def decoding(self) -> bool:
         """Whether the forward that was allocated last decodes a token; else it prefills."""
         return self.length > self.prompt
+
+    @property
+    def waits_whole(self) -> bool:
+        """Whether its prompt is one-shot and not packed yet."""
+        return self.one_shot is not None and not self.one_shot.packed
 
     @property
     def gap(self) -> int:
@@ -114,26 +154,14 @@ class Sequence:
         left = self.blocks[self.window_start : first]
         if left:
             self.records.window_count[left] -= 1
-            self.window_start = first
+            self._start_window(first)
             if self.packed:
                 self.packed -= self.records.count_packed(left)
         return left
 
-    def blocks_to_replan(self, length: int) -> list[int]:
-        """Packed blocks to plan again now that `length` tokens are written: none or one.
-
-        Block b leaves the window when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1), .. do: a
-        plan's thresholds and the attention that a token receives go by the length, so a small growth changes little.
-        All turns of n blocks together are fewer than n. Turns at one block boundary are spread over the steps behind
-        it, since requests of one length reach it together. Only the length decides, so the same sequence is packed
-        alike whatever runs beside it.
-        """
-        p = self.block_tokens
-        behind, past = divmod(length - self.window, p)
-        turn, early = divmod(past, max(1, p // TURNS))
-        if early or turn == 0 or behind < 1 or behind % (1 << turn):
-            return []
-        return self.blocks[(behind >> turn) - 1 : behind >> turn]
+    def _start_window(self, first: int) -> None:
+        self.window_start = first
+        self.records.sequences.due[self.row] = self.window + (first + 1) * self.block_tokens
 
     def replace_with_shared(self, tree_blocks: np.ndarray) -> list[int]:
         """Take the tree's `tree_blocks` for the first blocks; returns the request's copies that they replace."""
@@ -154,3 +182,4 @@ class Sequence:
         """End the request. The caller frees its blocks or leaves them to the tree."""
         self.records.ref_count[self.owned()] -= 1
         self.records.window_count[self.blocks[self.window_start :]] -= 1
+        self.records.sequences.give_back(self.row)

@@ -235,6 +235,24 @@ def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
     assert not req.skip_radix_cache_insert
 
 
+BATCH = SimpleNamespace(reqs=[None] * 1000)  # more requests than there are blocks
+
+
+def test_memory_for_a_block_of_each_request_is_not_counted_again(monkeypatch):
+    """SGLang goes through all requests to count the blocks that a step takes. Where one is missing, it still does."""
+    runtime = ToyServer(high="bf16").runtime
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
+    blocks, calls = runtime.capacity.available_tokens() // P, []
+
+    def stock(batch, selected_indices):
+        calls.append(len(batch.reqs))
+        return True
+
+    for n in (blocks, blocks + 1):
+        assert around_check_decode_mem(stock, SimpleNamespace(reqs=[None] * n))
+    assert calls == [blocks + 1]
+
+
 def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
     """Their outcome depends on the data: until they have run, their blocks are charged the most that they may take."""
     server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
@@ -249,7 +267,7 @@ def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
         return runtime.capacity.available_tokens() > queued
 
     assert not runtime.pending and not fits(None, None)
-    assert around_check_decode_mem(fits, None)
+    assert around_check_decode_mem(fits, BATCH)
     assert not runtime.unsettled
 
 
@@ -259,7 +277,7 @@ def test_a_retraction_waits_for_nothing_where_nothing_can_come(monkeypatch):
     runtime = server.runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
     runtime.queue_due(runtime.take([0, P]))
-    assert not around_check_decode_mem(lambda batch, selected_indices: False, None)
+    assert not around_check_decode_mem(lambda batch, selected_indices: False, BATCH)
     assert runtime.unsettled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from array import array
 from unittest import mock
@@ -22,6 +23,7 @@ from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release
 
 from .model import P, ToyServer
+from .test_replan import Batch
 
 
 def prompt(i: int) -> list[int]:
@@ -187,6 +189,32 @@ def test_a_forward_computes_no_constant_of_the_server_again(options, new, monkey
         mock.patch.object(ScoreSampling, "__init__", side_effect=AssertionError),
     ):
         host_time.measure(backend, fb)
+
+
+def lines_of_a_step(requests: int, options: dict) -> int:
+    """Lines of Python run to prepare a decode step in which no request changes its blocks."""
+    batch = Batch([P + 20] * requests, **options)
+    batch.step()
+    lines = 0
+
+    def count(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        assert not batch.step()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+@pytest.mark.parametrize("options", [dict(high="k4v4", policy="quantise", low=None, alpha_low=None), {}])
+def test_a_decode_step_goes_through_its_requests_once(options):
+    """For their sequences. The step before had them, too, so all else is a few operations on arrays."""
+    few, many = lines_of_a_step(8, options), lines_of_a_step(40, options)
+    assert many - few <= 2 * (40 - 8)  # the test's own loop over lengths is one of the two
 
 
 class Writes:

@@ -77,9 +77,9 @@ def test_sizes_of_a_budget(data):
         assert tokens * rows - t < plan.pages * t <= tokens * rows
 
 
-def prompt(runtime, tokens: int, budget: str, seed: int = 0):
-    """A prefilled one-shot prompt whose packing is queued: its sequence, K, V `[L, tokens, H, D]`, queries
-    `[L, w, Hq, D]`."""
+def prompt(runtime, tokens: int, budget: str, seed: int = 0, decodes: bool = False):
+    """A prefilled one-shot prompt whose packing is queued, by its first decode step if it `decodes` before the result
+    is processed: its sequence, K, V `[L, tokens, H, D]`, queries `[L, w, Hq, D]`."""
     gen = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(L, tokens, H, D, generator=gen).bfloat16() for _ in range(2))
     q = torch.randn(L, WINDOW, 2 * H, D, generator=gen).bfloat16()
@@ -95,6 +95,9 @@ def prompt(runtime, tokens: int, budget: str, seed: int = 0):
         seq.one_shot.queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
     runtime.tokens_written(seq, tokens // P // 2 * P, Phase.CHUNK)
     assert len(runtime.log) == 0, "a chunk was packed"
+    if decodes:
+        runtime.tokens_decoded([seq], np.array([tokens]))
+        assert len(runtime.log)
     runtime.tokens_written(seq, tokens, Phase.PREFILL)
     return seq, k, v, q
 
@@ -189,7 +192,7 @@ def test_records_of_a_life(runtime):
     assert stats.tokens_by_tier["high"] == plan.pages * runtime.layout.page(FORMATS["k4v4"]).tokens
     # The answer: its blocks are packed as any others.
     for n in range(10 * P + 6, 12 * P + 2):
-        runtime.tokens_decoded([seq], [n - 1])
+        runtime.tokens_decoded([seq], np.array([n - 1]))
         assert runtime.grow_by_one([seq], np.array([n])) is not None
         runtime.flush()
     assert blocks.format_id[seq.blocks[10:]].tolist() == [1, 1, 0]
@@ -201,9 +204,9 @@ def test_records_of_a_life(runtime):
     ops.check_invariants(runtime.store)
 
 
-@pytest.mark.parametrize("event", [Phase.DECODE, Phase.PREFILL])
-def test_a_budget_that_keeps_all_is_a_usual_packing(runtime, event):
-    seq, *_ = prompt(runtime, 3 * P + 5, "one-shot:3x")
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_budget_that_keeps_all_is_a_usual_packing(runtime, decodes):
+    seq, *_ = prompt(runtime, 3 * P + 5, "one-shot:3x", decodes=decodes)
     runtime.flush()
     assert seq.gap == 0 and runtime.blocks.format_id[seq.blocks].tolist() == [1, 1, 1, 0]
     assert runtime.store.counts[seq.blocks[:3], ..., 0].unique().tolist() == [P]
@@ -214,7 +217,7 @@ def test_a_short_prompt_is_packed_like_an_answer(runtime):
     seq.prompt = 9
     assert runtime.grow([seq], [9])
     for n in range(10, P + 3):
-        runtime.tokens_decoded([seq], [n - 1])
+        runtime.tokens_decoded([seq], np.array([n - 1]))
         runtime.grow_by_one([seq], np.array([n]))
         runtime.flush()
     assert runtime.blocks.format_id[seq.blocks].tolist() == [1, 0] and seq.gap == 0

@@ -220,13 +220,16 @@ def test_one_rule_says_when_a_block_is_packed(whole):
 
     def queued(length, phase, kept=()):
         runtime.log.clear()
-        runtime.tokens_written(seq, length, phase, kept)
+        if phase is None:
+            runtime.tokens_decoded([seq], np.array([length]))
+        else:
+            runtime.tokens_written(seq, length, phase, kept)
         ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_format == 0]
         return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]
 
     assert queued(2 * 64, Phase.CHUNK) == ([] if whole else [([0], [0])])
     assert queued(3 * 64, Phase.PREFILL) == [([0, 64], [0, 0]) if whole else ([64], [0])]
-    assert queued(3 * 64, Phase.DECODE) == [] and queued(4 * 64, Phase.DECODE) == [([128], [4 * 64])]
+    assert queued(3 * 64, None) == [] and queued(4 * 64, None) == [([128], [4 * 64])]
     seq.release()
     assert queued(4 * 64 + 1, Phase.END, seq.blocks[:4]) == [([192], [4 * 64 + 1])]
 
@@ -236,7 +239,7 @@ def test_a_first_decode_step_before_the_result_of_the_prefill_plans_as_the_promp
     seq = runtime.new_sequence()
     assert runtime.grow([seq], [2 * 64 + 1])
     seq.prompt = 2 * 64
-    runtime.tokens_written(seq, 2 * 64, Phase.DECODE)
+    runtime.tokens_decoded([seq], np.array([2 * 64]))
     runtime.tokens_written(seq, 2 * 64, Phase.PREFILL)
     (op,) = (op for op in runtime.log.drain() if isinstance(op, Compact))
     assert (op.starts.tolist(), op.lengths.tolist()) == ([0], [0])
@@ -262,11 +265,11 @@ def test_a_decode_step_of_a_batch_does_what_its_sequences_do_one_by_one(options)
 
     def one_by_one(runtime, seqs, written):
         for seq, n in zip(seqs, written):
-            runtime.tokens_written(seq, n, Phase.DECODE)
+            runtime.tokens_decoded([seq], np.array([n]))
         assert runtime.grow(seqs, [n + 1 for n in written])
 
     def together(runtime, seqs, written):
-        runtime.tokens_decoded(seqs, written)
+        runtime.tokens_decoded(seqs, np.array(written))
         ends = np.array(written) + 1
         assert runtime.grow_by_one(seqs, ends).tolist() == [s.blocks[(n - 1) // 64] for s, n in zip(seqs, ends)]
 

@@ -143,7 +143,7 @@ def test_decode_needs_no_spare_block():
         other = server.admit([*PIECES[2 + i], 5])
         server.finish(other)
     before = server.tree.evictable_slots()
-    with server.allocator.for_requests([req], [req.kvc.length]):
+    with server.allocator.for_sequences([req.kvc], [req.kvc.length]):
         server.tree.evict(EvictParams(num_tokens=100 * P))
     assert server.tree.evictable_slots() == before
 

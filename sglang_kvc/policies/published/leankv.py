@@ -20,7 +20,7 @@ class LeanKV(Policy):
     In a prompt, token i is stored high if its score is at least alpha_high / i, low if at least alpha_low / i, and
     pruned otherwise (1/i is what uniform attention gives). While generating (Algorithm 1), a block is planned against
     alpha / N at sequence length N, when it leaves the window and each time the sequence has doubled since
-    (`Sequence.blocks_to_replan`). Tokens only move down: high, low, pruned. The paper moves one token per step; here
+    (`places_to_replan`). Tokens only move down: high, low, pruned. The paper moves one token per step; here
     the unit is a block.
     """
 

@@ -1,0 +1,48 @@
+"""What a decode step reads of its sequences, in arrays: a step takes a few operations for any number of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
+
+ROWS = 256  # rows that are added at a time
+
+
+class SequenceTable:
+    """One row per running sequence, in numpy arrays int64 `[rows]`. A sequence has its row from admission to release,
+    and enters what changes.
+
+    * `length[r]`: tokens written or about to be.
+    * `room[r]`: tokens that its blocks hold.
+    * `last_block[r]`: id of its last block.
+    * `due[r]`: written tokens at which the next block leaves its window.
+    """
+
+    def __init__(self) -> None:
+        self._table = np.zeros((4, 0), dtype=np.int64)
+        self._free: list[int] = []
+        self._asked: list[Sequence] = []
+        self._rows = np.empty(0, dtype=np.int64)
+
+    def take(self) -> int:
+        """A row that no sequence has."""
+        if not self._free:
+            first = self._table.shape[1]
+            self._table = np.pad(self._table, ((0, 0), (0, ROWS)))
+            self.length, self.room, self.last_block, self.due = self._table
+            self._free = list(range(first, first + ROWS))
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
+        """Rows of `seqs`, int64 `[n]`. Most steps have the sequences of the step before."""
+        if seqs != self._asked:
+            self._asked = list(seqs)
+            self._rows = np.array([seq.row for seq in seqs], dtype=np.int64)
+        return self._rows
