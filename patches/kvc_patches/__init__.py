@@ -16,6 +16,7 @@ MODULES = (
     "internal_state",
     "invariants",
     "limits",
+    "memory_saver",
     "metrics",
     "requests",
     "retraction",

@@ -100,6 +100,7 @@ class Runtime:
     gap_blocks: int = 0  # places of all running sequences that have no block
     windowed: bool = False  # whether the model has layers with sliding windows
     weights_changed: bool = False  # since the last reset
+    released: bool = False  # the memory of the page store is given back, and nothing may touch it
     weights: Callable[[], bytes] = lambda: b""  # names the weights, and the rank's heads and layers
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
@@ -345,7 +346,20 @@ class Runtime:
             self.host_tier.reset()
         self.blocks.reset()
         self.ledger.reset()
-        self.store.reset()
+        if not self.released:
+            self.store.reset()
+
+    def release(self) -> None:
+        """Touch the page store no more, because its memory is given back (`--enable-memory-saver`). Nothing is running,
+        and a reset follows."""
+        self.page_ops.synchronize()
+        self.released = True
+
+    def resume(self) -> None:
+        """Start with an empty page store: its memory is back, at the same addresses, with any content."""
+        self.store.erase()
+        self.page_ops.synchronize()
+        self.released = False
 
     # ---- queue (forward stream) and page counts
 

@@ -27,6 +27,7 @@ from sglang_kvc.options.unsupported_args import (
     check_args,
     check_chunk,
     check_memory,
+    check_memory_saver,
     check_pool_sizing,
     environment_warnings,
     host_memory_of,
@@ -355,6 +356,7 @@ def _prepare(args: KvcServerArgs) -> None:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
 
     cpu = _on_cpu(args)
+    check_memory_saver(config, args.enable_memory_saver, cpu)
     if cpu:
         _check_platform()
     if config.memory is not None:

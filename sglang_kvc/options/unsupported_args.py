@@ -203,9 +203,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "--enable-return-routed-experts",
         "it keeps a row for each slot of the stock cache, and the compressed cache has more slots",
     ),
-    Refusal(
-        "enable_memory_saver", _on, "--enable-memory-saver", "the page pool lies outside of the memory that it releases"
-    ),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
     Refusal(
         "prefill_only_disable_kv_cache",
@@ -319,6 +316,20 @@ def check_disk(config: KvcConfig) -> None:
             f"--kvc-disk {config.disk} cannot be written ({e.strerror}); give a folder on a local disk that the server "
             "may write to."
         ) from None
+
+
+def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
+    """Refuse to release memory that cannot be released, or that files depend on."""
+    if on and cpu:
+        raise ConfigError(
+            "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases memory of a GPU "
+            "alone; drop it, or use --device cuda."
+        )
+    if on and config.disk is not None:
+        raise ConfigError(
+            "--enable-memory-saver cannot be served with --kvc-disk, because files are named by a sample of the "
+            "weights, which may be released when a flush reads it; drop one of them."
+        )
 
 
 def check_chunk(chunk: int | None, config: KvcConfig) -> None:

@@ -19,6 +19,7 @@ from sglang_kvc.options.unsupported_args import (
     check_eviction,
     check_host_memory,
     check_memory,
+    check_memory_saver,
     environment_warnings,
     host_memory_of,
     ignored_warnings,
@@ -63,7 +64,6 @@ REFUSED = {
     "cuda_graph_backend_prefill": "full",
     "dwdp_size": 2,
     "enable_return_routed_experts": True,
-    "enable_memory_saver": True,
     "kv_canary": "raise",
     "prefill_only_disable_kv_cache": True,
     "enable_mis": True,
@@ -204,6 +204,16 @@ def test_host_memory_without_a_prefix_cache():
     with pytest.raises(ConfigError) as e:
         check_host_memory(KvcConfig(host_memory=10**9), True)
     assert "--disable-radix-cache" in one_sentence(str(e.value))
+
+
+def test_memory_that_cannot_be_released():
+    check_memory_saver(KvcConfig(host_memory=10**9), True, cpu=False)
+    check_memory_saver(KvcConfig(disk="x"), False, cpu=True)
+    for config, cpu, named in ((KvcConfig(), True, "on the CPU"), (KvcConfig(disk="x"), False, "--kvc-disk")):
+        with pytest.raises(ConfigError) as e:
+            check_memory_saver(config, True, cpu=cpu)
+        sentence = one_sentence(str(e.value))
+        assert "--enable-memory-saver" in sentence and named in sentence
 
 
 def test_files_without_what_they_need(tmp_path):

@@ -25,7 +25,7 @@ LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
-    "replicated", "hosted", "floor",
+    "replicated", "hosted", "floor", "saver",
 }  # fmt: skip
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
@@ -74,6 +74,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_two_ranks(), **_plugin("replicas_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
         "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
+        "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
         "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], SMALL, {}),
         "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
@@ -188,6 +189,11 @@ def mixed(servers):
 @pytest.fixture
 def floor(servers):
     yield from _healthy(servers, "floor")
+
+
+@pytest.fixture
+def saver(servers):
+    yield from _healthy(servers, "saver")
 
 
 @pytest.fixture
