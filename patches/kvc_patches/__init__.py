@@ -21,6 +21,7 @@ MODULES = (
     "requests",
     "retraction",
     "scheduler",
+    "sessions",
     "weights",
 )
 

@@ -69,6 +69,7 @@ TARGETS = frozenset(
         f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
         f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
         f"{_SRT}.sampling.sampling_params.SamplingParams.verify",
+        f"{_SRT}.session.session_controller.Session.create_req",
         SERVER_ARGS,
     )
 )

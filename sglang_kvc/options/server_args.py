@@ -366,6 +366,7 @@ def _prepare(args: KvcServerArgs) -> None:
     args.decode_attention_backend = None
     args.radix_cache_backend = "kvc"
     args.page_size = config.block_size
+    args.enable_session_radix_cache |= args.enable_streaming_session  # their blocks are evicted last
     args.enable_hierarchical_cache = config.host_memory > 0
     if config.host_memory:
         # A size of SGLang's own pool, which is never built, keeps it from sizing one by what is free.

@@ -144,14 +144,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "it needs the log-probabilities of the trainer bit for bit, and packed blocks change them",
     ),
     Refusal(
-        "enable_streaming_session",
-        _on,
-        "--enable-streaming-session",
-        "between turns a session would own blocks, which belong to requests and to the prefix cache, and a turn would "
-        "start inside a block",
-        "drop the option: sessions that do not stream find their history in the prefix cache",
-    ),
-    Refusal(
         "kv_cache_dtype",
         _other_than("auto", "bf16", "bfloat16", None),
         "--kv-cache-dtype {}",
@@ -247,6 +239,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
     check_eviction(config, args)
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
+    check_streaming(args)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and _above_one(args.tp_size) and set(BY_HEAD) & set(make_policy(config).needs):
         raise ConfigError(
@@ -316,6 +309,16 @@ def check_disk(config: KvcConfig) -> None:
             f"--kvc-disk {config.disk} cannot be written ({e.strerror}); give a folder on a local disk that the server "
             "may write to."
         ) from None
+
+
+def check_streaming(args: Any) -> None:
+    """Refuse streaming sessions whose turns would not find their history."""
+    for name in ("disable_radix_cache", "strip_thinking_cache"):
+        if args.enable_streaming_session and getattr(args, name):
+            raise ConfigError(
+                f"--enable-streaming-session cannot be served with --{name.replace('_', '-')}, because a turn finds "
+                f"the answers before it in the prefix cache; drop one of them."
+            )
 
 
 def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:

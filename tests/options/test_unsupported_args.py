@@ -54,7 +54,6 @@ REFUSED = {
     "dllm_algorithm": "LowConfidence",
     "enable_deterministic_inference": True,
     "rl_on_policy_target": "fsdp",
-    "enable_streaming_session": True,
     "kv_cache_dtype": "fp8_e4m3",
     "attention_backend": "flashinfer",
     "prefill_attention_backend": "fa3",
@@ -105,6 +104,8 @@ def test_argument_refusals(stock, name):
         {"chunked_prefill_size": 100},
         {"max_total_tokens": 4096},
         {"cuda_graph_config": {"prefill": {"backend": "full"}}},
+        {"enable_streaming_session": True, "disable_radix_cache": True},
+        {"enable_streaming_session": True, "strip_thinking_cache": True},
     ],
     ids=lambda c: next(iter(c)),
 )

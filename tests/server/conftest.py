@@ -66,7 +66,9 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     two = ["--tp-size", "2", "--max-running-requests", str(ROWS), *([] if STOCK else ["--kvc-host-memory", "8MiB"])]
     table = {
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
-        "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
+        "levels": (
+            "k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL, "--enable-streaming-session"], "256MiB", {}
+        ),
         "exact": ("bf16", chunk, SMALL, retract),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
