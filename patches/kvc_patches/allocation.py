@@ -39,6 +39,8 @@ def around_alloc_for_decode(orig, batch, token_per_req):
         return orig(batch, token_per_req)
     lengths = batch.seq_lens_cpu.tolist()
     runtime.tokens_decoded([req.kvc for req in batch.reqs], lengths)
+    if runtime.decodes_as_extend:
+        runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_requests(batch.reqs, [n + token_per_req for n in lengths]):
         return orig(batch, token_per_req)
 

@@ -57,6 +57,7 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
             dtype=self.model_dtype,
             device=self.device,
         )
+    runtime.decodes_as_extend = get_parallel().attn_dp_size > 1
     if get_parallel().attn_tp_size > 1:
         runtime.reduce_max = _tensor_parallel_max()
     install(runtime)
@@ -84,11 +85,11 @@ def _check_memory(asked: int, available: int) -> None:
 
 
 def _tensor_parallel_max():
-    """The maximum of a vector over the tensor-parallel ranks, in place."""
+    """The maximum of a vector over the tensor-parallel ranks of attention, in place."""
     import torch.distributed as dist
-    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.runtime_context import get_parallel
 
-    group = get_tp_group().cpu_group
+    group = get_parallel().attn_tp_group.cpu_group  # each DP rank has requests of its own
 
     def reduce_max(counts):
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)

@@ -394,7 +394,7 @@ def _verify(args: KvcServerArgs) -> None:
     model = model_config_of(args)
     facts = from_model_config(model)
     check_facts(facts, config)
-    heads = model.get_num_kv_heads(resolved.tp_size)
+    heads = model.get_num_kv_heads(max(1, resolved.tp_size // resolved.attn_dp_size))
     for sentence in wasted_levels(config, head_dim=facts.head_dim):
         logger.warning(sentence)
     check_pool(config, layers=model.num_attention_layers, heads=heads, head_dim=facts.head_dim)

@@ -61,7 +61,6 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 
 
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
-_PADDED = "it pads the batch of a rank with requests that have no blocks, and runs decode steps as prefills"
 _WHOLE = "a rank must hold all blocks of a sequence"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
@@ -108,20 +107,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_prefill_cp", _on, "--enable-prefill-cp", _WHOLE, "use --tp-size or --dp-size instead"),
     Refusal(
         "enable_kv_cache_sharding", _on, "--enable-kv-cache-sharding", _WHOLE, "use --tp-size or --dp-size instead"
-    ),
-    Refusal(
-        "attn_dp_size",
-        _above_one,
-        "--attn-dp-size {}",
-        _PADDED,
-        "use --tp-size or --dp-size without it",
-    ),
-    Refusal(
-        "enable_dp_attention",
-        _on,
-        "--enable-dp-attention",
-        _PADDED,
-        "use --tp-size or --dp-size without it",
     ),
     Refusal(
         "enable_two_batch_overlap",
@@ -188,7 +173,13 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         _BETWEEN,
         "drop the option, which gives breakable graphs",
     ),
-    Refusal("dwdp_size", _above_one, "--dwdp-size {}", "it turns DP attention on", "use --tp-size or --dp-size"),
+    Refusal(
+        "dwdp_size",
+        _above_one,
+        "--dwdp-size {}",
+        "it shares the weights of experts between ranks, which was never tried with the cache",
+        "use --tp-size or --dp-size",
+    ),
     Refusal(
         "enable_return_routed_experts",
         _on,
@@ -240,6 +231,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
     check_streaming(args)
+    check_dp_attention(args, config)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and _above_one(args.tp_size) and set(BY_HEAD) & set(make_policy(config).needs):
         raise ConfigError(
@@ -309,6 +301,23 @@ def check_disk(config: KvcConfig) -> None:
             f"--kvc-disk {config.disk} cannot be written ({e.strerror}); give a folder on a local disk that the server "
             "may write to."
         ) from None
+
+
+def check_dp_attention(args: Any, config: KvcConfig) -> None:
+    """Refuse policies whose outcome would depend on what other ranks do."""
+    if not (args.enable_dp_attention or _above_one(args.attn_dp_size)):
+        return
+    if config.disk is not None:
+        raise ConfigError(
+            "--enable-dp-attention cannot be served with --kvc-disk, because its ranks hold the same layers and heads "
+            "and would write the same files; drop one of them."
+        )
+    if make_policy(config).collects_scores:
+        raise ConfigError(
+            f"--enable-dp-attention cannot be served with --kvc-policy {config.policy}, because a decode step runs "
+            f"as a prefill where another rank prefills, and both count attention scores differently; use --kvc-policy "
+            f"quantise, or --tp-size without it."
+        )
 
 
 def check_streaming(args: Any) -> None:

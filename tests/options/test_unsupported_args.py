@@ -16,6 +16,7 @@ from sglang_kvc.options.unsupported_args import (
     check_args,
     check_capability,
     check_disk,
+    check_dp_attention,
     check_eviction,
     check_host_memory,
     check_memory,
@@ -44,8 +45,6 @@ REFUSED = {
     "attn_cp_size": 2,
     "enable_prefill_cp": True,
     "enable_kv_cache_sharding": True,
-    "attn_dp_size": 2,
-    "enable_dp_attention": True,
     "enable_pd_role_switch": True,
     "enable_nvidia_megakernel": True,
     "enable_amd_monokernel": True,
@@ -205,6 +204,18 @@ def test_host_memory_without_a_prefix_cache():
     with pytest.raises(ConfigError) as e:
         check_host_memory(KvcConfig(host_memory=10**9), True)
     assert "--disable-radix-cache" in one_sentence(str(e.value))
+
+
+def test_dp_attention_with_what_depends_on_other_ranks(stock):
+    for given in ({"enable_dp_attention": True}, {"attn_dp_size": 2}):
+        args = SimpleNamespace(**{**stock, **given})
+        check_args(args, KvcConfig(host_memory=10**9))
+        check_dp_attention(args, KvcConfig(policy="quota"))
+        for config, named in ((KvcConfig(disk="x"), "--kvc-disk"), (KvcConfig(policy="leankv"), "leankv")):
+            with pytest.raises(ConfigError) as e:
+                check_dp_attention(args, config)
+            sentence = one_sentence(str(e.value))
+            assert "--enable-dp-attention" in sentence and named in sentence
 
 
 def test_memory_that_cannot_be_released():
