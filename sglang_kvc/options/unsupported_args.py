@@ -99,7 +99,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "pp_size",
         _above_one,
         "--pp-size {}",
-        "ranks with other layers count other pages, and their schedulers would admit and evict differently",
+        "a stage runs several batches in turn, and admission counts the memory that the requests of one batch need",
         "use --tp-size or --dp-size instead",
     ),
     Refusal("dcp_size", _above_one, "--dcp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
