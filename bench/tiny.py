@@ -32,6 +32,20 @@ def tiny_model(folder: Path, kv_heads: int = 2) -> Path:
     return _save(model, folder)
 
 
+def tiny_qwen3(folder: Path) -> Path:
+    """Writes a Qwen 3 to `folder`: 3 layers, 4 query heads and 2 KV heads of 64. SGLang serves it with DP attention."""
+    import torch
+    from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=AutoConfig.from_pretrained(common.demo_model()).vocab_size, hidden_size=256,
+        intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=32768, tie_word_embeddings=True, initializer_range=0.1,
+    )  # fmt: skip
+    return _save(Qwen3ForCausalLM(config), folder)
+
+
 def tiny_windowed(folder: Path, window: int = 100, *, head_dim: int = 64, like: Path | None = None) -> Path:
     """Writes a Gemma 3 to `folder`: 4 layers, of which the third alone sees more than the last `window` tokens.
     `like`: a model to take the vocabulary and tokenizer of, instead of the demo model."""

@@ -6,7 +6,7 @@ order alone makes the reuse of a page safe.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -81,7 +81,7 @@ class PageStore:
     def reset(self) -> None:
         """Free every page and every block. Block 0 and page 0 stay reserved as the sink of padded rows."""
         n = self.ring.numel()
-        self.ring[: n - 1] = torch.arange(1, n, dtype=torch.int32, device=self.ring.device)
+        torch.arange(1, n, out=self.ring[: n - 1])
         self.cursor[0] = 0
         self.cursor[1] = n - 1
         self.format_id.fill_(-1)
@@ -89,6 +89,12 @@ class PageStore:
         self.table[SCRATCH_BLOCK] = SCRATCH_PAGE
         self.counts.zero_()
         self.query_counts.zero_()
+
+    def erase(self) -> None:
+        """`reset` whatever bytes the tensors hold, as they do after the memory behind them was given back."""
+        for tensor in self._tensors:
+            tensor.zero_()
+        self.reset()
 
     @property
     def device(self) -> torch.device:
@@ -113,16 +119,9 @@ class PageStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the pool."""
-        return sum(
-            t.numel() * t.element_size()
-            for t in (
-                self.pages,
-                self.table,
-                self.counts,
-                self.format_id,
-                self.headers,
-                self.query_counts,
-                self.ring,
-                self.cursor,
-            )
-        )
+        return sum(t.nbytes for t in self._tensors)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        """All tensors of the pool; `like` is none."""
+        return [getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)]

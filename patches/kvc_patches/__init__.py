@@ -16,10 +16,12 @@ MODULES = (
     "internal_state",
     "invariants",
     "limits",
+    "memory_saver",
     "metrics",
     "requests",
     "retraction",
     "scheduler",
+    "sessions",
     "weights",
 )
 

@@ -87,6 +87,8 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, req, has_chunked_req, truncation_align_size)
+    if runtime.released:
+        return AddReqResult.OTHER
     if runtime.host_tier is not None:
         waits = _bring_back(self, req)
         if waits is not None:

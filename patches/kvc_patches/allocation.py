@@ -39,6 +39,8 @@ def around_alloc_for_decode(orig, batch, token_per_req):
         return orig(batch, token_per_req)
     seqs, lengths = [req.kvc for req in batch.reqs], batch.seq_lens_cpu.numpy()
     runtime.tokens_decoded(seqs, lengths)
+    if runtime.decodes_as_extend:
+        runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_sequences(seqs, lengths + token_per_req):
         return orig(batch, token_per_req)
 

@@ -33,7 +33,9 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     config = orig(self, pre_model_load_memory)
     if not _active(self):
         return config
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+    from sglang.srt.runtime_context import get_exec, get_parallel
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
     from sglang_kvc.cache.runtime import Runtime, install
     from sglang_kvc.options.resolve import resolve_config
@@ -44,15 +46,18 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     stock_bytes = config.max_total_num_tokens * 2 * heads * model.head_dim * layers * self.model_dtype.itemsize
     if kvc.memory is not None:
         _check_memory(kvc.memory, self._profile_available_bytes(pre_model_load_memory))
-    runtime = Runtime.build(
-        kvc,
-        num_bytes=stock_bytes if kvc.memory is None else kvc.memory,
-        layers=layers,
-        heads=heads,
-        head_dim=model.head_dim,
-        dtype=self.model_dtype,
-        device=self.device,
-    )
+    saver = TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver)
+    with saver.region(GPU_MEMORY_TYPE_KV_CACHE):
+        runtime = Runtime.build(
+            kvc,
+            num_bytes=stock_bytes if kvc.memory is None else kvc.memory,
+            layers=layers,
+            heads=heads,
+            head_dim=model.head_dim,
+            dtype=self.model_dtype,
+            device=self.device,
+        )
+    runtime.decodes_as_extend = get_parallel().attn_dp_size > 1
     if get_parallel().attn_tp_size > 1:
         runtime.reduce_max = _tensor_parallel_max()
     install(runtime)
@@ -80,11 +85,11 @@ def _check_memory(asked: int, available: int) -> None:
 
 
 def _tensor_parallel_max():
-    """The maximum of a vector over the tensor-parallel ranks, in place."""
+    """The maximum of a vector over the tensor-parallel ranks of attention, in place."""
     import torch.distributed as dist
-    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.runtime_context import get_parallel
 
-    group = get_tp_group().cpu_group
+    group = get_parallel().attn_tp_group.cpu_group  # each DP rank has requests of its own
 
     def reduce_max(counts):
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)

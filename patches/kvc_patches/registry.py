@@ -31,6 +31,7 @@ loaded = False  # set at the end of `kvc_patches.load`
 _SRT, _SCHEDULER = "sglang.srt", "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.PoolStats"
 
 # Everything that must be patched before a pool is built. It is separate from `HOOKS`, so that `verify` notices a hook
@@ -59,14 +60,16 @@ TARGETS = frozenset(
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.mix_with_running",
         f"{_SRT}.managers.schedule_batch.release_req",
         f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
-        f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-        "flush_cache_after_weight_update",
+        f"{_WEIGHT_UPDATER}.flush_cache_after_weight_update",
+        f"{_WEIGHT_UPDATER}.release_memory_occupation",
+        f"{_WEIGHT_UPDATER}.resume_memory_occupation",
         f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
         f"{_SRT}.mem_cache.allocation.alloc_for_decode",
         f"{_SRT}.mem_cache.allocation.alloc_for_extend",
         f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
         f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
         f"{_SRT}.sampling.sampling_params.SamplingParams.verify",
+        f"{_SRT}.session.session_controller.Session.create_req",
         SERVER_ARGS,
     )
 )

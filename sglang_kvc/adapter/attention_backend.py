@@ -16,6 +16,15 @@ from .disk_cache import weights_digest
 from .pool import KvcPool
 
 
+def check_heads(layers, heads: int) -> None:
+    """RuntimeError, in one sentence, where a layer has other KV heads than the `heads` of the pool."""
+    if found := {layer.tp_k_head_num for layer in layers} - {heads}:
+        raise RuntimeError(
+            f"this model's attention has {min(found)} KV heads on a rank where {heads} are stored, because SGLang does "
+            "not serve it with DP attention; drop --enable-dp-attention and --attn-dp-size"
+        )
+
+
 class KvcAttnBackend(AttentionBackend):
     """SGLang's attention backend "kvc". Decode and extend read packed pages."""
 
@@ -34,6 +43,7 @@ class KvcAttnBackend(AttentionBackend):
         rows, columns = runner.req_to_token_pool.req_to_token.shape
         policy = self.runtime.policy
         layers = attention_layers(runner.model)
+        check_heads(layers, self.runtime.layout.heads)
         place = get_parallel().attn_tp_size, get_parallel().attn_tp_rank, pool.start_layer
         self.runtime.weights = lambda: weights_digest(runner.model) + bytes(place)
         sizes = {
@@ -46,6 +56,7 @@ class KvcAttnBackend(AttentionBackend):
             self.runtime.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)), **sizes
         )
         self.query_heads = sizes["query_heads"]
+        self.tokens = 0  # rows of the planned forward that are tokens; more may come, as padding
         self.runtime.windowed = bool(sizes["windows"])
         self.runtime.page_ops.gaps = ops.RowGaps(rows, self.runtime.store.device)
         if self.runtime.store.on_gpu and not runner.server_args.skip_server_warmup:
@@ -66,8 +77,10 @@ class KvcAttnBackend(AttentionBackend):
                 self.req_to_token_pool.req_to_token, fb.req_pool_indices, fb.seq_lens, fb.seq_lens_cpu.tolist(),
                 self.runtime.page_ops.gaps,
             )  # fmt: skip
+            self.tokens = len(fb.seq_lens)
         else:
             snap = self._extend_snapshot(fb)
+            self.tokens = len(snap.write_blocks)
             self.attention.plan_extend(snap)
         if self.runtime.layout.has_scores and not in_capture:
             # Lengths on the device: copying a list there would make the host wait.
@@ -79,8 +92,10 @@ class KvcAttnBackend(AttentionBackend):
         starts = self.req_to_token_pool.req_to_token[:, ::p]
         row_blocks = starts[fb.req_pool_indices, : -(-max(lens) // p)] // p
         extend = [int(n) for n in fb.extend_seq_lens_cpu]
-        write = fb.out_cache_loc // p, fb.out_cache_loc % p
+        slots = fb.out_cache_loc[: sum(extend)]  # DP attention pads the tokens of a rank
+        write = slots // p, slots % p
         seqs = self.runtime.sequences_of(fb.rids or [])
+        seqs += [None] * (len(lens) - len(seqs))  # an idle rank prefills a prompt of nobody
         gaps = [seq.gap if seq is not None and seq.decoding else 0 for seq in seqs]
         if any(gaps):
             self.runtime.page_ops.gaps.leave_out(row_blocks, fb.req_pool_indices)
@@ -137,14 +152,15 @@ class KvcAttnBackend(AttentionBackend):
         heads, dim = layer.tp_k_head_num, layer.qk_head_dim
         q, k, v = q.view(-1, layer.tp_q_head_num, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
         # Where SGLang pads a prefill for its CUDA graph it cuts queries to the tokens along their first dim. In a model
-        # whose queries are [1, N, Hq, D] (Gemma 3) that is not the dim of tokens, and all rows must come back.
-        tokens = k.shape[0]
+        # whose queries are [1, N, Hq, D] (Gemma 3) that is not the dim of tokens, and all rows must come back. DP
+        # attention pads keys and values, too.
+        tokens = min(k.shape[0], self.tokens)
         padding = q.shape[0] - tokens
         out = attend(
             layer.layer_id - self.token_to_kv_pool.start_layer,
             q[:tokens] if padding else q,
-            k,
-            v,
+            k[:tokens],
+            v[:tokens],
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
             window=layer.sliding_window_size,

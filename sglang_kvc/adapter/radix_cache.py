@@ -18,10 +18,11 @@ from .disk_cache import DiskCache
 from .eviction_queue import EvictionQueue, ScannedLeaves
 from .host_cache import FULL
 from .reuse_order import ReuseOrder
+from .streaming import StreamingCache
 from .tree_component import BlockComponent
 
 
-class KvcRadixCache(DiskCache):
+class KvcRadixCache(DiskCache, StreamingCache):
     """Nodes own blocks through `BlockComponent`; requests own theirs through `req.kvc`.
 
     `evictable_size` is physical: what eviction adds to the allocator's `available_size`. `evictable_slots` is the exact
@@ -115,7 +116,7 @@ class KvcRadixCache(DiskCache):
                 if done:
                     self.reuse.end(req)
             if done and not isinstance(req.finished_reason, FINISH_ABORT):
-                self.session_refs.register_session_ref(req, leaf=req.last_node)
+                self.register_session(req)
         if not done:
             chunk = up_to < len(req.full_untruncated_fill_ids)
             self.runtime.tokens_written(seq, up_to, Phase.CHUNK if chunk else Phase.PREFILL)
@@ -124,11 +125,8 @@ class KvcRadixCache(DiskCache):
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
         any others; what is left of them when the request resumes is a hit.
 
-        A streaming session keeps its row, and what a request wrote under its own name is found by it alone. A one-shot
-        prompt leaves nothing: it is computed again as a whole."""
-        if self.disable or req.kvc is None or (req.session is not None and req.session.streaming):
-            return
-        if req.kvc.one_shot is not None:
+        A one-shot prompt leaves nothing: it is computed again as a whole."""
+        if self.disable or req.kvc is None or req.kvc.one_shot is not None:
             return
         req.refresh_fill_ids()
         written = req.full_untruncated_fill_ids[: req.kv.kv_committed_len]
@@ -180,6 +178,7 @@ class KvcRadixCache(DiskCache):
         self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
         self.runtime.free_sequence(seq)
         req.kvc = None
+        self.end_turn(req)
         if self.reuse is not None and req.finished():
             self.reuse.end(req)
         if private and not self.disable:

@@ -78,6 +78,7 @@ class Runtime:
     processed: forwards whose results the CPU has processed.
     extending: id and sequence of every request in the extend batch allocated last, in order. The next extend forward
         is that batch's. It names requests by id, which several may share. In a mixed batch those that decode follow.
+        Where decode steps may run as prefills, it may be a decode batch.
     reduce_max: reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     """
 
@@ -97,8 +98,10 @@ class Runtime:
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     host_tier: HostTier | None = None
     gap_blocks: int = 0  # places of all running sequences that have no block
+    decodes_as_extend: bool = False  # whether decode steps may run as prefills of one token (DP attention)
     windowed: bool = False  # whether the model has layers with sliding windows
     weights_changed: bool = False  # since the last reset
+    released: bool = False  # the memory of the page store is given back, and nothing may touch it
     weights: Callable[[], bytes] = lambda: b""  # names the weights, and the rank's heads and layers
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
@@ -356,7 +359,20 @@ class Runtime:
             self.host_tier.reset()
         self.blocks.reset()
         self.ledger.reset()
-        self.store.reset()
+        if not self.released:
+            self.store.reset()
+
+    def release(self) -> None:
+        """Touch the page store no more, because its memory is given back (`--enable-memory-saver`). Nothing is running,
+        and a reset follows."""
+        self.page_ops.synchronize()
+        self.released = True
+
+    def resume(self) -> None:
+        """Start with an empty page store: its memory is back, at the same addresses, with any content."""
+        self.store.erase()
+        self.page_ops.synchronize()
+        self.released = False
 
     # ---- queue (forward stream) and page counts
 

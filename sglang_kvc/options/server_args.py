@@ -27,6 +27,7 @@ from sglang_kvc.options.unsupported_args import (
     check_args,
     check_chunk,
     check_memory,
+    check_memory_saver,
     check_pool_sizing,
     environment_warnings,
     host_memory_of,
@@ -355,6 +356,7 @@ def _prepare(args: KvcServerArgs) -> None:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
 
     cpu = _on_cpu(args)
+    check_memory_saver(config, args.enable_memory_saver, cpu)
     if cpu:
         _check_platform()
     if config.memory is not None:
@@ -364,6 +366,7 @@ def _prepare(args: KvcServerArgs) -> None:
     args.decode_attention_backend = None
     args.radix_cache_backend = "kvc"
     args.page_size = config.block_size
+    args.enable_session_radix_cache |= args.enable_streaming_session  # their blocks are evicted last
     args.enable_hierarchical_cache = config.host_memory > 0
     if config.host_memory:
         # A size of SGLang's own pool, which is never built, keeps it from sizing one by what is free.
@@ -391,7 +394,7 @@ def _verify(args: KvcServerArgs) -> None:
     model = model_config_of(args)
     facts = from_model_config(model)
     check_facts(facts, config)
-    heads = model.get_num_kv_heads(resolved.tp_size)
+    heads = model.get_num_kv_heads(max(1, resolved.tp_size // resolved.attn_dp_size))
     for sentence in wasted_levels(config, head_dim=facts.head_dim):
         logger.warning(sentence)
     check_pool(config, layers=model.num_attention_layers, heads=heads, head_dim=facts.head_dim)

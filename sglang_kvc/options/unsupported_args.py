@@ -61,7 +61,6 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
 
 
 _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
-_PADDED = "it pads the batch of a rank with requests that have no blocks, and runs decode steps as prefills"
 _WHOLE = "a rank must hold all blocks of a sequence"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
@@ -100,7 +99,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "pp_size",
         _above_one,
         "--pp-size {}",
-        "ranks with other layers count other pages, and their schedulers would admit and evict differently",
+        "a stage runs several batches in turn, and admission counts the memory that the requests of one batch need",
         "use --tp-size or --dp-size instead",
     ),
     Refusal("dcp_size", _above_one, "--dcp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
@@ -108,20 +107,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_prefill_cp", _on, "--enable-prefill-cp", _WHOLE, "use --tp-size or --dp-size instead"),
     Refusal(
         "enable_kv_cache_sharding", _on, "--enable-kv-cache-sharding", _WHOLE, "use --tp-size or --dp-size instead"
-    ),
-    Refusal(
-        "attn_dp_size",
-        _above_one,
-        "--attn-dp-size {}",
-        _PADDED,
-        "use --tp-size or --dp-size without it",
-    ),
-    Refusal(
-        "enable_dp_attention",
-        _on,
-        "--enable-dp-attention",
-        _PADDED,
-        "use --tp-size or --dp-size without it",
     ),
     Refusal(
         "enable_two_batch_overlap",
@@ -142,14 +127,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         _on,
         "--rl-on-policy-target {}",
         "it needs the log-probabilities of the trainer bit for bit, and packed blocks change them",
-    ),
-    Refusal(
-        "enable_streaming_session",
-        _on,
-        "--enable-streaming-session",
-        "between turns a session would own blocks, which belong to requests and to the prefix cache, and a turn would "
-        "start inside a block",
-        "drop the option: sessions that do not stream find their history in the prefix cache",
     ),
     Refusal(
         "kv_cache_dtype",
@@ -196,15 +173,18 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         _BETWEEN,
         "drop the option, which gives breakable graphs",
     ),
-    Refusal("dwdp_size", _above_one, "--dwdp-size {}", "it turns DP attention on", "use --tp-size or --dp-size"),
+    Refusal(
+        "dwdp_size",
+        _above_one,
+        "--dwdp-size {}",
+        "it shares the weights of experts between ranks, which was never tried with the cache",
+        "use --tp-size or --dp-size",
+    ),
     Refusal(
         "enable_return_routed_experts",
         _on,
         "--enable-return-routed-experts",
         "it keeps a row for each slot of the stock cache, and the compressed cache has more slots",
-    ),
-    Refusal(
-        "enable_memory_saver", _on, "--enable-memory-saver", "the page pool lies outside of the memory that it releases"
     ),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
     Refusal(
@@ -250,6 +230,8 @@ def check_args(args: Any, config: KvcConfig) -> None:
     check_eviction(config, args)
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
+    check_streaming(args)
+    check_dp_attention(args, config)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and _above_one(args.tp_size) and set(BY_HEAD) & set(make_policy(config).needs):
         raise ConfigError(
@@ -319,6 +301,47 @@ def check_disk(config: KvcConfig) -> None:
             f"--kvc-disk {config.disk} cannot be written ({e.strerror}); give a folder on a local disk that the server "
             "may write to."
         ) from None
+
+
+def check_dp_attention(args: Any, config: KvcConfig) -> None:
+    """Refuse policies whose outcome would depend on what other ranks do."""
+    if not (args.enable_dp_attention or _above_one(args.attn_dp_size)):
+        return
+    if config.disk is not None:
+        raise ConfigError(
+            "--enable-dp-attention cannot be served with --kvc-disk, because its ranks hold the same layers and heads "
+            "and would write the same files; drop one of them."
+        )
+    if make_policy(config).collects_scores:
+        raise ConfigError(
+            f"--enable-dp-attention cannot be served with --kvc-policy {config.policy}, because a decode step runs "
+            f"as a prefill where another rank prefills, and both count attention scores differently; use --kvc-policy "
+            f"quantise, or --tp-size without it."
+        )
+
+
+def check_streaming(args: Any) -> None:
+    """Refuse streaming sessions whose turns would not find their history."""
+    for name in ("disable_radix_cache", "strip_thinking_cache"):
+        if args.enable_streaming_session and getattr(args, name):
+            raise ConfigError(
+                f"--enable-streaming-session cannot be served with --{name.replace('_', '-')}, because a turn finds "
+                f"the answers before it in the prefix cache; drop one of them."
+            )
+
+
+def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
+    """Refuse to release memory that cannot be released, or that files depend on."""
+    if on and cpu:
+        raise ConfigError(
+            "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases memory of a GPU "
+            "alone; drop it, or use --device cuda."
+        )
+    if on and config.disk is not None:
+        raise ConfigError(
+            "--enable-memory-saver cannot be served with --kvc-disk, because files are named by a sample of the "
+            "weights, which may be released when a flush reads it; drop one of them."
+        )
 
 
 def check_chunk(chunk: int | None, config: KvcConfig) -> None:

@@ -16,9 +16,11 @@ from sglang_kvc.options.unsupported_args import (
     check_args,
     check_capability,
     check_disk,
+    check_dp_attention,
     check_eviction,
     check_host_memory,
     check_memory,
+    check_memory_saver,
     environment_warnings,
     host_memory_of,
     ignored_warnings,
@@ -43,8 +45,6 @@ REFUSED = {
     "attn_cp_size": 2,
     "enable_prefill_cp": True,
     "enable_kv_cache_sharding": True,
-    "attn_dp_size": 2,
-    "enable_dp_attention": True,
     "enable_pd_role_switch": True,
     "enable_nvidia_megakernel": True,
     "enable_amd_monokernel": True,
@@ -53,7 +53,6 @@ REFUSED = {
     "dllm_algorithm": "LowConfidence",
     "enable_deterministic_inference": True,
     "rl_on_policy_target": "fsdp",
-    "enable_streaming_session": True,
     "kv_cache_dtype": "fp8_e4m3",
     "attention_backend": "flashinfer",
     "prefill_attention_backend": "fa3",
@@ -63,7 +62,6 @@ REFUSED = {
     "cuda_graph_backend_prefill": "full",
     "dwdp_size": 2,
     "enable_return_routed_experts": True,
-    "enable_memory_saver": True,
     "kv_canary": "raise",
     "prefill_only_disable_kv_cache": True,
     "enable_mis": True,
@@ -105,6 +103,8 @@ def test_argument_refusals(stock, name):
         {"chunked_prefill_size": 100},
         {"max_total_tokens": 4096},
         {"cuda_graph_config": {"prefill": {"backend": "full"}}},
+        {"enable_streaming_session": True, "disable_radix_cache": True},
+        {"enable_streaming_session": True, "strip_thinking_cache": True},
     ],
     ids=lambda c: next(iter(c)),
 )
@@ -204,6 +204,28 @@ def test_host_memory_without_a_prefix_cache():
     with pytest.raises(ConfigError) as e:
         check_host_memory(KvcConfig(host_memory=10**9), True)
     assert "--disable-radix-cache" in one_sentence(str(e.value))
+
+
+def test_dp_attention_with_what_depends_on_other_ranks(stock):
+    for given in ({"enable_dp_attention": True}, {"attn_dp_size": 2}):
+        args = SimpleNamespace(**{**stock, **given})
+        check_args(args, KvcConfig(host_memory=10**9))
+        check_dp_attention(args, KvcConfig(policy="quota"))
+        for config, named in ((KvcConfig(disk="x"), "--kvc-disk"), (KvcConfig(policy="leankv"), "leankv")):
+            with pytest.raises(ConfigError) as e:
+                check_dp_attention(args, config)
+            sentence = one_sentence(str(e.value))
+            assert "--enable-dp-attention" in sentence and named in sentence
+
+
+def test_memory_that_cannot_be_released():
+    check_memory_saver(KvcConfig(host_memory=10**9), True, cpu=False)
+    check_memory_saver(KvcConfig(disk="x"), False, cpu=True)
+    for config, cpu, named in ((KvcConfig(), True, "on the CPU"), (KvcConfig(disk="x"), False, "--kvc-disk")):
+        with pytest.raises(ConfigError) as e:
+            check_memory_saver(config, True, cpu=cpu)
+        sentence = one_sentence(str(e.value))
+        assert "--enable-memory-saver" in sentence and named in sentence
 
 
 def test_files_without_what_they_need(tmp_path):

@@ -62,14 +62,14 @@ class Overlap(ModelFreeScheduler):
 
     check_every = 1
 
-    def __init__(self, runtime, chunk: int | None, disable: bool, order: str = "fcfs"):
+    def __init__(self, runtime, chunk: int | None, disable: bool, order: str = "fcfs", **tree):
         self.runtime, self.seen, self.late = runtime, Counter(), 0
         runtime.page_ops._compact = self._compact  # counts
         runtime.page_ops._pack_prompt = self._pack_prompt
         pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         runtime.page_ops.gaps = ops.RowGaps(len(pool.req_to_token), torch.device("cpu"))
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
-        tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P))
+        tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P, **tree))
         self.requests: dict[str, Req] = {}
         super().__init__(pool, allocator, tree, rows=ROWS, page_size=P, chunk=chunk)
         self.policy, self.processed_tokens_counter = SchedulePolicy(order, tree, False, False, False), 0
@@ -89,9 +89,13 @@ class Overlap(ModelFreeScheduler):
         params.normalize(None)
         req = Req(str(len(self.requests)), "", array("q", prompt), params, vocab_size=1 << 20)
         req.extra_key = salt
+        self.queue(req, answer)
+
+    def queue(self, req: Req, answer: list[int]) -> None:
+        """A request of SGLang's that will be answered with `answer`."""
         requests.before_add_request_to_queue(self, req)
         self.seen["private"] += req.kvc_private
-        req.history = record.history([*prompt, *answer], req.extra_key)
+        req.history = record.history([*req.origin_input_ids, *answer], req.extra_key)
         req.answer = answer
         req.reasoning_tokens = len(self.requests) % 2  # of every other answer
         self.requests[req.rid] = req

@@ -21,7 +21,7 @@ def run(q, tokens):
         given.append((layer, q, k, v, how))
         return q + 1
 
-    backend = SimpleNamespace(token_to_kv_pool=SimpleNamespace(start_layer=1))
+    backend = SimpleNamespace(token_to_kv_pool=SimpleNamespace(start_layer=1), tokens=tokens)
     k = torch.randn((tokens, 2, 8))
     return KvcAttnBackend._run(backend, attend, q, k, k, LAYER, True, {}), given[0]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench import common
-from bench.tiny import tiny_model, tiny_windowed
+from bench.tiny import tiny_model, tiny_qwen3, tiny_windowed
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
@@ -25,7 +25,7 @@ LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
-    "replicated", "hosted", "floor",
+    "replicated", "hosted", "floor", "saver", "dp",
 }  # fmt: skip
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
@@ -64,16 +64,22 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
     window = [] if STOCK else ["--kvc-window", str(BLOCK)]
     two = ["--tp-size", "2", "--max-running-requests", str(ROWS), *([] if STOCK else ["--kvc-host-memory", "8MiB"])]
+    dp = ["--tp-size", "2", "--attn-dp-size", "2", "--enable-dp-attention", "--max-running-requests", str(ROWS)]
+    dp += ["--chunked-prefill-size", "256"]  # of both ranks together
     table = {
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
-        "levels": ("k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL], "256MiB", {}),
+        "levels": (
+            "k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL, "--enable-streaming-session"], "256MiB", {}
+        ),
         "exact": ("bf16", chunk, SMALL, retract),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
         "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_two_ranks(), **_plugin("replicas_on_cpu")}),
+        "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_two_ranks(), **_plugin("dp_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
         "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
+        "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
         "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], SMALL, {}),
         "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
@@ -129,6 +135,9 @@ class Servers:
         if name in ("ranks", "salted", "hosted"):
             folder = self.models / "tiny"
             return folder if folder.exists() else tiny_model(folder)
+        if name == "dp":
+            folder = self.models / "qwen3"
+            return folder if folder.exists() else tiny_qwen3(folder)
         if name == "replicated":
             folder = self.models / "one_kv_head"
             return folder if folder.exists() else tiny_model(folder, kv_heads=1)
@@ -191,6 +200,11 @@ def floor(servers):
 
 
 @pytest.fixture
+def saver(servers):
+    yield from _healthy(servers, "saver")
+
+
+@pytest.fixture
 def graphs(servers):
     yield from _healthy(servers, "graphs")
 
@@ -213,6 +227,11 @@ def unshared(servers):
 @pytest.fixture
 def ranks(servers):
     yield from _healthy(servers, "ranks")
+
+
+@pytest.fixture
+def dp(servers):
+    yield from _healthy(servers, "dp")
 
 
 @pytest.fixture

@@ -1,0 +1,55 @@
+"""Streaming sessions over the prefix tree: a turn that ends leaves its full blocks there, and the next turn hits them.
+
+SGLang's own sessions keep the row of a turn for the next one, which would own blocks between turns and start inside
+one. Here a turn is a request like any other. The last block, which is not full, is computed again.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def streams(req: Req) -> bool:
+    """Whether the request is a turn of a streaming session."""
+    return req.session is not None and req.session.streaming
+
+
+class StreamingCache(UnifiedRadixCache):
+    """The part of `KvcRadixCache` that serves `--enable-streaming-session`."""
+
+    def maybe_hand_to_session(self, req: Req) -> None:
+        """Do nothing: no session takes the row of a request."""
+
+    def claim_kv_row(self, req: Req) -> bool:
+        return False
+
+    def register_session(self, req: Req) -> None:
+        """A request of a session has finished: the session's blocks are evicted after all others until it is closed.
+
+        SGLang passes over streaming sessions here, which own their KV there."""
+        turn = req
+        if streams(req):
+            turn = SimpleNamespace(
+                session=None, session_id=req.session.session_id, session_generation=req.session_generation
+            )
+        self.session_refs.register_session_ref(turn, leaf=req.last_node)
+
+    @staticmethod
+    def end_turn(req: Req) -> None:
+        """Tell the session that its turn has ended. A turn that was aborted is forgotten, and the next one goes on
+        behind the last that was answered. A retracted turn has not ended."""
+        if not streams(req) or not req.finished():
+            return
+        if isinstance(req.finished_reason, FINISH_ABORT):
+            req.release_mm_inputs_on_abort()
+            req.session.abort_req()
+        else:
+            req.output_ids = req.output_ids[: req.finished_len]
+            req.session.finish_req(req)

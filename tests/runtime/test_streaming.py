@@ -1,0 +1,144 @@
+"""Streaming sessions under SGLang's scheduler: turns hit the full blocks of the turns before them."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.session_controller import Session
+
+from kvc_patches import sessions
+
+from .audit import check_tree
+from .model import P, make_runtime
+from .overlap import Overlap, configured
+
+
+class Received(SimpleNamespace):
+    """SGLang's message of a request; what it does not name is None."""
+
+    def __getattr__(self, name):
+        return None
+
+
+class Chat:
+    """A client with one streaming session. Every row that a turn reads is checked."""
+
+    def __init__(self, server: Overlap, name: str):
+        self.server, self.session = server, Session(0, name, streaming=True)
+        server.tree_cache.open_radix_session(name)
+
+    def ask(self, new: list[int], answer: list[int], **asked) -> Req:
+        params = SamplingParams(max_new_tokens=len(answer))
+        params.normalize(None)
+        received = Received(
+            rid=str(len(self.server.requests)), input_ids=array("q", new), sampling_params=params,
+            return_hidden_states=False,
+            session_params=SimpleNamespace(**{"replace": False, "drop_previous_output": False, "offset": 0, **asked}),
+        )  # fmt: skip
+        req = self.session.create_req(received, None, 1 << 20)
+        req = sessions.after_create_req(req, self.session)
+        req.session_generation = self.server.tree_cache.ensure_session_generation(self.session.session_id)
+        self.server.queue(req, answer)
+        return req
+
+    def turn(self, new: list[int], answer: list[int]) -> Req:
+        req = self.ask(new, answer)
+        finish(self.server)
+        assert list(req.output_ids) == answer
+        return req
+
+
+def finish(server: Overlap) -> None:
+    while server.busy:
+        server.turn()
+    server.turn()  # idle: settles
+    check_tree(server)
+
+
+@contextlib.contextmanager
+def serving(retract_every: int = 1000, **options):
+    runtime = make_runtime(**{"high": "k4v4", "window": 0, **options})
+    with configured(runtime, 2 * P, retract_every=retract_every), get_parallel().override(tp_rank=0):
+        yield Overlap(runtime, 2 * P, disable=False, enable_session_radix_cache=True)
+
+
+def border(tokens: int) -> int:
+    """Tokens in the full blocks of a sequence."""
+    return tokens // P * P
+
+
+@pytest.mark.parametrize("retract_every", [1000, 7])
+def test_a_turn_computes_no_full_block_again(retract_every):
+    with serving(retract_every) as server:
+        chat, history, retracted = Chat(server, "chat"), [], 0
+        for i, (n, answer) in enumerate([(2 * P + 9, P), (5, 1), (P, 2 * P + 3), (1, 7)]):
+            new = [1000 * (i + 1) + j for j in range(n)]
+            server.submit([7, i], [8] * 2 * P, None, None)  # of two running requests one may be retracted
+            req = chat.turn(new, [1000 * (i + 1) + 500 + j for j in range(answer)])
+            assert list(req.origin_input_ids) == history + new
+            # The last token of an answer is written with the next turn.
+            assert req.cached_tokens == border(len(history) - 1 if history else 0)
+            history = [*req.origin_input_ids, *req.output_ids]
+            retracted += req.retraction_count
+        assert bool(retracted) == (retract_every == 7)
+
+
+def test_an_aborted_turn_is_forgotten():
+    with serving() as server:
+        chat = Chat(server, "chat")
+        first = chat.turn([1] * (P + 3), [2] * 4)
+        history = [*first.origin_input_ids, *first.output_ids]
+        second = chat.ask([3] * P, [4] * P)
+        for _ in range(8):
+            server.turn()
+        assert second.output_ids
+        server.abort(second.rid)
+        finish(server)
+        assert isinstance(second.finished_reason, FINISH_ABORT)
+        third = chat.turn([5] * 3, [6] * 4)
+        assert list(third.origin_input_ids) == history + [5] * 3
+        assert third.cached_tokens == border(len(history) - 1)
+
+
+def test_one_turn_at_a_time():
+    with serving() as server:
+        chat = Chat(server, "chat")
+        first = chat.ask([1] * P, [2] * (P + 20))
+        for _ in range(4):
+            server.turn()
+        for asked in ({}, {}, {"offset": 3}):
+            refused = chat.ask([3] * 5, [4], **asked)
+            assert refused.to_finish is not None and refused.session is None
+            for _ in range(4):
+                server.turn()
+        finish(server)
+        assert list(first.output_ids) == [2] * (P + 20)
+        assert list(chat.turn([5], [6]).origin_input_ids) == [1] * P + [2] * (P + 20) + [5]
+
+
+def test_blocks_of_an_open_session_are_evicted_last():
+    with serving(blocks=8, high="bf16") as server:
+        chat, tree = Chat(server, "chat"), server.tree_cache
+        chat.turn([1] * P, [2] * P)
+        server.submit([3] * P, [4] * P, None, None)
+        finish(server)
+
+        def left() -> set[int]:
+            return {n.key.token_ids[0] for n in tree.root_node.children.values()}
+
+        with server.runtime.capacity.exact_need(server.token_to_kv_pool_allocator.available_size() + P):
+            tree.evict(EvictParams(num_tokens=P))
+        assert left() == {1}
+        server.submit([3] * P, [4] * P, None, None)
+        finish(server)
+        tree.release_radix_session("chat")
+        with server.runtime.capacity.exact_need(server.token_to_kv_pool_allocator.available_size() + P):
+            tree.evict(EvictParams(num_tokens=P))
+        assert left() == {3}
