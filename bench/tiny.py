@@ -1,4 +1,4 @@
-"""Models with random weights and the demo model's tokenizer: heads that two ranks can share, layers with windows."""
+"""Models with random weights and the demo model's tokenizer: heads for two ranks, layers with windows, experts."""
 
 from __future__ import annotations
 
@@ -66,6 +66,21 @@ def tiny_windowed(folder: Path, window: int = 100, *, head_dim: int = 64, like: 
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.add_(1.0)  # attention that picks tokens, rather than averages them
     return _save(model, folder, like)
+
+
+def tiny_experts(folder: Path) -> Path:
+    """Writes a Qwen3 MoE to `folder`: 3 layers of 8 experts, of which a token takes 2."""
+    import torch
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=AutoConfig.from_pretrained(common.demo_model()).vocab_size, hidden_size=256,
+        moe_intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts=8, num_experts_per_tok=2, max_position_embeddings=32768, tie_word_embeddings=True,
+        initializer_range=0.1,
+    )  # fmt: skip
+    return _save(Qwen3MoeForCausalLM(config), folder)
 
 
 def _save(model, folder: Path, like: Path | None = None) -> Path:

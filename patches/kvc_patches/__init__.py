@@ -11,6 +11,7 @@ MODULES = (
     "memory_pool",  # its hook verifies all others, so it is registered even where a later module fails
     "admission",
     "allocation",
+    "experts",
     "fused_store",
     "grammar",
     "internal_state",

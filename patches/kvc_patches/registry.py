@@ -66,6 +66,8 @@ TARGETS = frozenset(
         f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
         f"{_SRT}.mem_cache.allocation.alloc_for_decode",
         f"{_SRT}.mem_cache.allocation.alloc_for_extend",
+        f"{_SRT}.mem_cache.kv_index_translator.KVIndexTranslator.capture_token_capacity",
+        f"{_SRT}.mem_cache.pool_host.common._cuda_host_register",
         f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
         f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
         f"{_SRT}.sampling.sampling_params.SamplingParams.verify",

@@ -56,7 +56,7 @@ def before_add_request_to_queue(self, req, is_retracted=False):
             req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
         )
         if is_one_shot(req.kvc_level):
-            check_served(runtime, in_session=req.session is not None)
+            check_served(runtime, in_session=req.session is not None, returns_experts=req.return_routed_experts)
             req.kvc_budget = Budget.parse(req.kvc_level)
     except ValueError as e:
         req.kvc_level = None

@@ -62,6 +62,8 @@ class KvcAttnBackend(AttentionBackend):
         if self.runtime.store.on_gpu and not runner.server_args.skip_server_warmup:
             kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}
             compile_ahead(self.runtime, kinds=kinds, **sizes)
+        # Launches are not traced: compiled code calls them.
+        self._layer = torch.compiler.disable(self._run) if runner.server_args.enable_torch_compile else self._run
 
     # ---- once per forward
 
@@ -133,10 +135,10 @@ class KvcAttnBackend(AttentionBackend):
     # ---- once per layer
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        return self._run(self.attention.decode, q, k, v, layer, save_kv_cache, kwargs)
+        return self._layer(self.attention.decode, q, k, v, layer, save_kv_cache, kwargs)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        return self._run(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
+        return self._layer(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
 
     def _run(self, attend, q, k, v, layer, save_kv_cache: bool, kwargs: dict):
         if kwargs and (given := [name for name, value in kwargs.items() if value is not None]):

@@ -121,7 +121,7 @@ class OneShotPrompt:
     dropped: int = 0
 
 
-def check_served(runtime: Runtime, in_session: bool) -> None:
+def check_served(runtime: Runtime, *, in_session: bool, returns_experts: bool = False) -> None:
     """ValueError, in one sentence, where this server or a session cannot serve a one-shot prompt."""
     layout, fmt = runtime.layout, runtime.store.block_formats[1].high
     if runtime.windowed:
@@ -130,6 +130,8 @@ def check_served(runtime: Runtime, in_session: bool) -> None:
         why = f"pages of {layout.page(fmt).tokens} tokens do not divide blocks of {layout.block_tokens} tokens"
     elif in_session:
         why = "the next turn of a session reads the prompt, too"
+    elif returns_experts:
+        why = "routed experts are kept by slot, and slots of the prompt are given to others"
     else:
         return
     raise ValueError(

@@ -350,12 +350,12 @@ def _prepare(args: KvcServerArgs) -> None:
     config = resolve_config(args)
     check_args(args, config)
     trust = None if args.disable_radix_cache else trust_warning(config)
-    for warning in [*environment_warnings(), *ignored_warnings(args), *([trust] if trust else [])]:
+    cpu = _on_cpu(args)
+    for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *([trust] if trust else [])]:
         logger.warning(warning)
     if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
 
-    cpu = _on_cpu(args)
     check_memory_saver(config, args.enable_memory_saver, cpu)
     if cpu:
         _check_platform()
@@ -379,6 +379,7 @@ def _prepare(args: KvcServerArgs) -> None:
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True
+        args.enable_torch_compile = False  # SGLang compiles a CPU's forward for kernels that are not installed
         args.sleep_on_idle = True  # a waiting scheduler would spin on a core that also computes
         args.cuda_graph_backend_decode = args.cuda_graph_backend_prefill = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:

@@ -86,15 +86,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_hisparse", _on, "--enable-hisparse", _BUFFERS),
     Refusal("enable_unified_cache_external_linker", _on, "--enable-unified-cache-external-linker", _BUFFERS),
     Refusal("enable_unified_memory", _on, "--enable-unified-memory", "it replaces the memory pool that holds pages"),
-    Refusal("enable_page_major_kv_layout", _on, "--enable-page-major-kv-layout", "pages have a layout of their own"),
     Refusal("disaggregation_mode", _other_than("null", None), "--disaggregation-mode {}", _BUFFERS),
-    Refusal("enable_pd_role_switch", _on, "--enable-pd-role-switch", _BUFFERS),
-    Refusal(
-        "disaggregation_decode_enable_offload_kvcache",
-        _on,
-        "--disaggregation-decode-enable-offload-kvcache",
-        _BUFFERS,
-    ),
     Refusal(
         "pp_size",
         _above_one,
@@ -104,10 +96,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("dcp_size", _above_one, "--dcp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
     Refusal("attn_cp_size", _above_one, "--attn-cp-size {}", _WHOLE, "use --tp-size or --dp-size instead"),
-    Refusal("enable_prefill_cp", _on, "--enable-prefill-cp", _WHOLE, "use --tp-size or --dp-size instead"),
-    Refusal(
-        "enable_kv_cache_sharding", _on, "--enable-kv-cache-sharding", _WHOLE, "use --tp-size or --dp-size instead"
-    ),
     Refusal(
         "enable_two_batch_overlap",
         _on,
@@ -160,13 +148,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_nvidia_megakernel", _on, "--enable-nvidia-megakernel", _BUFFERS),
     Refusal("enable_amd_monokernel", _on, "--enable-amd-monokernel", _BUFFERS),
     Refusal(
-        "enable_torch_compile",
-        _on,
-        "--enable-torch-compile",
-        "it traces attention, and the launches of the cache's kernels have never been traced",
-        "drop the option",
-    ),
-    Refusal(
         "cuda_graph_backend_prefill",
         _other_than(*PREFILL_GRAPHS, None),
         "--cuda-graph-backend-prefill {}",
@@ -179,12 +160,6 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "--dwdp-size {}",
         "it shares the weights of experts between ranks, which was never tried with the cache",
         "use --tp-size or --dp-size",
-    ),
-    Refusal(
-        "enable_return_routed_experts",
-        _on,
-        "--enable-return-routed-experts",
-        "it keeps a row for each slot of the stock cache, and the compressed cache has more slots",
     ),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
     Refusal(
@@ -232,6 +207,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
     check_disk(config)
     check_streaming(args)
     check_dp_attention(args, config)
+    check_experts(config, args.enable_return_routed_experts)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and _above_one(args.tp_size) and set(BY_HEAD) & set(make_policy(config).needs):
         raise ConfigError(
@@ -344,6 +320,15 @@ def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
         )
 
 
+def check_experts(config: KvcConfig, returned: bool) -> None:
+    """Refuse host memory where SGLang keeps the experts of a token by its slot."""
+    if returned and config.host_memory:
+        raise ConfigError(
+            "--enable-return-routed-experts cannot be served with --kvc-host-memory, because experts are kept by slot, "
+            "and blocks that come back from the host have other slots; drop one of them."
+        )
+
+
 def check_chunk(chunk: int | None, config: KvcConfig) -> None:
     """Refuse a chunk that ends inside a block. SGLang chooses powers of two, which not every block size divides."""
     if chunk is not None and chunk > 0 and chunk % config.block_size:
@@ -390,7 +375,7 @@ def trust_warning(config: KvcConfig) -> str | None:
     )
 
 
-def ignored_warnings(args: Any) -> list[str]:
+def ignored_warnings(args: Any, *, cpu: bool) -> list[str]:
     """A sentence for each argument that has no effect."""
     warnings = []
     if args.quantization_param_path is not None:
@@ -399,6 +384,8 @@ def ignored_warnings(args: Any) -> list[str]:
         if getattr(args, name) != default:
             option = name.replace("_", "-")
             warnings.append(f"--{option} is ignored: blocks go to the host when they are evicted, in their own bytes.")
+    if args.enable_torch_compile and cpu:
+        warnings.append("--enable-torch-compile is ignored on a CPU: SGLang compiles for kernels of its own CPU build.")
     if args.enable_return_indexer_topk:
         warnings.append("--enable-return-indexer-topk is ignored: models with an indexer are not served.")
     return warnings

@@ -39,6 +39,7 @@ def serve(parse, monkeypatch):
             aborts = []
             req = SimpleNamespace(
                 sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None,
+                return_routed_experts=False,
                 to_finish=True,  # its length is not looked at
             )  # fmt: skip
             refused = None
@@ -177,7 +178,7 @@ def test_a_session_cannot_have_a_budget(serve):
     aborts, req = [], ask.req
     again = SimpleNamespace(
         sampling_params=req.sampling_params, extra_key=None, set_finish_with_abort=aborts.append, session=object(),
-        to_finish=True,
+        return_routed_experts=False, to_finish=True,
     )  # fmt: skip
     requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), again)
     assert len(aborts) == 1 and "session" in one_sentence(aborts[0])

@@ -35,6 +35,7 @@ def test_cpu_is_served_without_more_options(parse):
     assert args.device == "cpu" and args.disable_overlap_schedule
     assert args.cuda_graph_config.decode.backend == "disabled"
     assert args.max_running_requests == 32 and args.kvc_memory == "1GB"
+    assert not resolved(parse("--kv-backend", "kvc", "--enable-torch-compile")).enable_torch_compile
     chosen = resolved(parse("--kv-backend", "kvc", "--max-running-requests", "7", "--max-total-tokens", "9000"))
     assert chosen.max_running_requests == 7 and chosen.kvc_memory is None
 
@@ -57,6 +58,7 @@ def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
     assert args.max_running_requests == 256 and not args.disable_overlap_schedule
     assert args.cuda_graph_backend_decode is None and args.cuda_graph_backend_prefill is None
     assert args.kvc_memory is None and args.cuda_graph_max_bs_prefill == 2048
+    assert on_a_gpu(enable_torch_compile=True).enable_torch_compile
     assert on_a_gpu(chunked_prefill_size=512).cuda_graph_max_bs_prefill == 512
     assert on_a_gpu(chunked_prefill_size=-1, max_total_tokens=1024).cuda_graph_max_bs_prefill == 1024
     assert on_a_gpu(cuda_graph_max_bs_prefill=8192).cuda_graph_max_bs_prefill == 8192

@@ -37,15 +37,10 @@ REFUSED = {
     "enable_hisparse": True,
     "enable_unified_cache_external_linker": True,
     "enable_unified_memory": True,
-    "enable_page_major_kv_layout": True,
     "disaggregation_mode": "prefill",
-    "disaggregation_decode_enable_offload_kvcache": True,
     "pp_size": 2,
     "dcp_size": 2,
     "attn_cp_size": 2,
-    "enable_prefill_cp": True,
-    "enable_kv_cache_sharding": True,
-    "enable_pd_role_switch": True,
     "enable_nvidia_megakernel": True,
     "enable_amd_monokernel": True,
     "enable_two_batch_overlap": True,
@@ -58,10 +53,8 @@ REFUSED = {
     "prefill_attention_backend": "fa3",
     "decode_attention_backend": "triton",
     "radix_cache_backend": "other",
-    "enable_torch_compile": True,
     "cuda_graph_backend_prefill": "full",
     "dwdp_size": 2,
-    "enable_return_routed_experts": True,
     "kv_canary": "raise",
     "prefill_only_disable_kv_cache": True,
     "enable_mis": True,
@@ -135,6 +128,10 @@ def test_contradictions(stock, changes):
         {"quantization_param_path": "scales.json"},
         {"enable_return_indexer_topk": True},
         {"enable_session_radix_cache": True},
+        {"enable_pd_role_switch": True},
+        {"enable_prefill_cp": True, "cp_strategy": "zigzag"},
+        {"enable_return_routed_experts": True},
+        {"enable_torch_compile": True},
         {"radix_eviction_policy": "slru"},
         {"prefill_decode_interval": 4},
         {"cuda_graph_max_seq_len_prefill": 4096},
@@ -147,6 +144,34 @@ def test_contradictions(stock, changes):
 )
 def test_what_is_served(stock, changes):
     check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig())
+
+
+@pytest.mark.parametrize(
+    ("option", "needs"),
+    [
+        ("--enable-kv-cache-sharding", "PD prefill"),
+        ("--enable-page-major-kv-layout", "--enable-unified-memory"),
+        ("--disaggregation-decode-enable-offload-kvcache", "decode side"),
+    ],
+)
+def test_options_that_sglang_itself_refuses_without_a_refused_one(parse, option, needs):
+    with pytest.raises((ValueError, AssertionError), match=needs):
+        parse("--kv-backend", "kvc", option)
+
+
+def test_parallel_prefill_over_one_rank_is_none(parse):
+    from sglang.srt.layers.cp import base
+
+    parse("--kv-backend", "kvc", "--enable-prefill-cp", "--cp-strategy", "zigzag")
+    assert base._STRATEGY is None
+
+
+def test_experts_by_slot_and_blocks_that_change_theirs(stock):
+    args = SimpleNamespace(**{**stock, "enable_return_routed_experts": True})
+    check_args(args, KvcConfig())
+    with pytest.raises(ConfigError) as e:
+        check_args(args, KvcConfig(host_memory=10**9))
+    assert "--kvc-host-memory" in one_sentence(str(e.value))
 
 
 @pytest.mark.parametrize("scorer", ["expected-attention", "dapq", "cake", "gate", "compresskv"])
@@ -170,10 +195,13 @@ def test_memory_beyond_the_device():
 
 
 def test_arguments_that_are_ignored(stock):
-    assert ignored_warnings(SimpleNamespace(**stock)) == []
+    assert ignored_warnings(SimpleNamespace(**stock), cpu=True) == []
     for name, value in (("quantization_param_path", "scales.json"), ("enable_return_indexer_topk", True)):
-        (warning,) = ignored_warnings(SimpleNamespace(**{**stock, name: value}))
+        (warning,) = ignored_warnings(SimpleNamespace(**{**stock, name: value}), cpu=False)
         assert "--" + name.replace("_", "-") in one_sentence(warning)
+    compiled = SimpleNamespace(**{**stock, "enable_torch_compile": True})
+    assert ignored_warnings(compiled, cpu=False) == []
+    assert "--enable-torch-compile" in one_sentence(ignored_warnings(compiled, cpu=True)[0])
 
 
 def test_host_memory_of_the_hierarchical_cache(stock):
@@ -183,7 +211,7 @@ def test_host_memory_of_the_hierarchical_cache(stock):
         with pytest.raises(ConfigError) as e:
             host_memory_of(SimpleNamespace(**{**args, **changes}))
         assert "--kvc-host-memory" in one_sentence(str(e.value))
-    (warning,) = ignored_warnings(SimpleNamespace(**{**args, "hicache_write_policy": "write_back"}))
+    (warning,) = ignored_warnings(SimpleNamespace(**{**args, "hicache_write_policy": "write_back"}), cpu=False)
     assert "--hicache-write-policy" in one_sentence(warning)
 
 

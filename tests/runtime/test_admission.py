@@ -202,6 +202,7 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
         req = SimpleNamespace(
             origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=level and {"kvc": level}),
             extra_key=None, session=None, to_finish=None, set_finish_with_abort=said.append,
+            return_routed_experts=False,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=False), req)
         return said
@@ -338,7 +339,7 @@ def test_a_request_is_bounded_by_its_own_level(monkeypatch):
         )  # fmt: skip
         req = SimpleNamespace(
             origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-            session=None, set_finish_with_abort=said.append,
+            session=None, set_finish_with_abort=said.append, return_routed_experts=False,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
         return said, params.max_new_tokens, params.min_new_tokens

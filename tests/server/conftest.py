@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench import common
-from bench.tiny import tiny_model, tiny_qwen3, tiny_windowed
+from bench.tiny import tiny_experts, tiny_model, tiny_qwen3, tiny_windowed
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
@@ -25,7 +25,7 @@ LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
-    "replicated", "hosted", "floor", "saver", "dp",
+    "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled",
 }  # fmt: skip
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
@@ -52,9 +52,11 @@ def rows_alike() -> bool:
 EXACT = 0.06
 FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
 
-# Options about experts, indexers and SGLang's own FP8 cache, which the demo model and the compressed cache lack.
+# Options about experts, indexers and SGLang's own FP8 cache, which the demo model and the compressed cache lack, and
+# those that SGLang reads only beside another one.
 WITHOUT_EFFECT = (
     "--enable-single-batch-overlap", "--enable-return-indexer-topk", "--quantization-param-path", "scales.json",
+    "--enable-pd-role-switch", "--enable-prefill-cp", "--cp-strategy", "zigzag",
 )  # fmt: skip
 
 
@@ -81,6 +83,8 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
         "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
         "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], SMALL, {}),
+        "experts": ("k4v4", [*chunk, "--enable-return-routed-experts"], "2MiB", {}),
+        "compiled": ("k4v4", [*chunk, "--enable-torch-compile", "--torch-compile-max-bs", "2"], "256MiB", {}),
         "windowed": ("bf16", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", _plugin("graphs_on_cpu")),
         "windowed_packed": ("k4v4", ["--chunked-prefill-size", "256", FP32_HEAD], "16MiB", {}),
         "unshared": (
@@ -138,6 +142,9 @@ class Servers:
         if name == "dp":
             folder = self.models / "qwen3"
             return folder if folder.exists() else tiny_qwen3(folder)
+        if name == "experts":
+            folder = self.models / "experts"
+            return folder if folder.exists() else tiny_experts(folder)
         if name == "replicated":
             folder = self.models / "one_kv_head"
             return folder if folder.exists() else tiny_model(folder, kv_heads=1)
@@ -192,6 +199,16 @@ def exact(servers):
 @pytest.fixture
 def mixed(servers):
     yield from _healthy(servers, "mixed")
+
+
+@pytest.fixture
+def compiled(servers):
+    yield from _healthy(servers, "compiled")
+
+
+@pytest.fixture
+def experts(servers):
+    yield from _healthy(servers, "experts")
 
 
 @pytest.fixture

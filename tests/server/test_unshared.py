@@ -53,3 +53,9 @@ def test_a_prompt_that_waits_comes_in_once_those_before_it_are_packed(unshared, 
         runs = list(pool.map(lambda prompt: arrivals(unshared, prompt, 40), prompts))
     last_in, first_out = max(times[0] for times in runs), min(times[-1] for times in runs)
     assert last_in < first_out
+
+
+def test_a_role_that_the_server_does_not_have_cannot_be_switched(unshared):
+    """`--enable-pd-role-switch` alone leaves a server as it is."""
+    answer = requests.post(unshared.url + "/pd_role_switch", json={"new_role": "decode"}, timeout=60)
+    assert not answer.json()["success"] and "not running in PD" in answer.text
