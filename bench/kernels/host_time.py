@@ -36,7 +36,7 @@ def make_backend(**options) -> KvcAttnBackend:
     )  # fmt: skip
     policy = runtime.policy
     backend = object.__new__(KvcAttnBackend)
-    backend.runtime, backend.block_tokens = runtime, P
+    backend.runtime, backend.block_tokens, backend._layer = runtime, P, backend._run
     backend.token_to_kv_pool = SimpleNamespace(start_layer=0)
     slots = torch.arange(2 * CACHED, dtype=torch.int32).repeat(STEP + 1, 1)
     backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)

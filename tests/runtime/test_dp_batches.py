@@ -36,6 +36,7 @@ class Rank:
         backend.token_to_kv_pool = SimpleNamespace(start_layer=0)
         backend.req_to_token_pool, backend.runtime = server.rows, runtime
         backend.block_tokens, backend.query_heads, backend.tokens = P, HQ, 0
+        backend._layer = backend._run
         backend.attention = Attention(
             runtime.store, None, policy.fake_quant_format(policy.format_id_of(None)), query_heads=HQ,
             max_batch=ROWS + 1, max_blocks=CONTEXT // P,
