@@ -312,12 +312,14 @@ def main() -> int:
         print(f"{name}: {what}. {failures[-1]['error'].strip().splitlines()[-1]}")
     if harness.left:
         print(f"not begun: {', '.join(harness.left)}")
+    if not harness.raw:
+        return 1  # nothing to draw
     try:
         pareto.plot(record, path.with_name(f"{path.stem}_body.png"))
     except ImportError:
         print("no plot: matplotlib is not installed; python -m bench.quality.pareto FILE makes it elsewhere")
     print(f"written: {path}")
-    return 0 if harness.raw else 1
+    return 0
 
 
 if __name__ == "__main__":
