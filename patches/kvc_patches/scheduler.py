@@ -69,7 +69,8 @@ def around_check_decode_mem(orig, self, selected_indices=None):
     from sglang_kvc.cache.runtime import current
 
     runtime = current()
-    # A step takes at most a block for each request. Where so much is free, nobody counts what it takes.
+    # A step takes at most a block for each request: SGLang serves beam search, whose requests have several rows, with
+    # pages of one token alone. Where so much is free, nobody counts what it takes.
     if runtime is not None and len(self.reqs) * runtime.layout.block_tokens <= runtime.capacity.available_tokens():
         return True
     if orig(self, selected_indices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -24,8 +25,9 @@ def post(server, path: str, body: dict | None = None) -> None:
 
 
 def gpu_memory() -> int:
-    """Bytes in use on the GPU, by all processes."""
-    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Bytes in use on the server's GPU, by all processes."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    asked = ["nvidia-smi", "-i", first, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.check_output(asked, text=True).split()[0]) << 20
 
 

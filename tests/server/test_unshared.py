@@ -56,6 +56,6 @@ def test_a_prompt_that_waits_comes_in_once_those_before_it_are_packed(unshared, 
 
 
 def test_a_role_that_the_server_does_not_have_cannot_be_switched(unshared):
-    """`--enable-pd-role-switch` alone leaves a server as it is."""
+    """`--enable-pd-role-switch` has no effect on a server that is not disaggregated."""
     answer = requests.post(unshared.url + "/pd_role_switch", json={"new_role": "decode"}, timeout=60)
     assert not answer.json()["success"] and "not running in PD" in answer.text
