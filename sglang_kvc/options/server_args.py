@@ -26,6 +26,7 @@ from sglang_kvc.options.unsupported_args import (
     PREFILL_GRAPHS,
     check_args,
     check_chunk,
+    check_dp_attention,
     check_memory,
     check_memory_saver,
     check_pool_sizing,
@@ -357,6 +358,7 @@ def _prepare(args: KvcServerArgs) -> None:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
 
     check_memory_saver(config, args.enable_memory_saver, cpu)
+    check_dp_attention(args, config, cpu)
     if cpu:
         _check_platform()
     if config.memory is not None:

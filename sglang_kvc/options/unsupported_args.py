@@ -186,6 +186,9 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+DP_ATTENTION = ("enable_dp_attention", "attn_dp_size")  # refused on a GPU by `check_dp_attention`
+
+
 def check_args(args: Any, config: KvcConfig) -> None:
     """Raise at the first argument that cannot be served. `args` is a ServerArgs that SGLang has not resolved yet."""
     for refusal in ARG_REFUSALS:
@@ -206,7 +209,6 @@ def check_args(args: Any, config: KvcConfig) -> None:
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
     check_streaming(args)
-    check_dp_attention(args, config)
     check_experts(config, args.enable_return_routed_experts)
     check_chunk(args.chunked_prefill_size, config)
     if config.calibration is not None and _above_one(args.tp_size) and set(BY_HEAD) & set(make_policy(config).needs):
@@ -279,10 +281,15 @@ def check_disk(config: KvcConfig) -> None:
         ) from None
 
 
-def check_dp_attention(args: Any, config: KvcConfig) -> None:
-    """Refuse policies whose outcome would depend on what other ranks do."""
+def check_dp_attention(args: Any, config: KvcConfig, cpu: bool) -> None:
+    """Refuse DP attention on a GPU, and policies whose outcome would depend on what other ranks do."""
     if not (args.enable_dp_attention or _above_one(args.attn_dp_size)):
         return
+    if not cpu:
+        raise ConfigError(
+            "--enable-dp-attention cannot be served on a GPU, because the one server that was tried there did not "
+            "start; use --tp-size or --dp-size without it and without --attn-dp-size."
+        )
     if config.disk is not None:
         raise ConfigError(
             "--enable-dp-attention cannot be served with --kvc-disk, because its ranks hold the same layers and heads "

@@ -6,14 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, deviation, tokens
 from .test_ranks import PACKED, ROUNDING
 
 pytestmark = [
     pytest.mark.skipif(STOCK, reason="SGLang's own backend for CPUs does not pad batches"),
-    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none"),
+    pytest.mark.cpu_only,  # refused on a GPU
 ]
 
 
