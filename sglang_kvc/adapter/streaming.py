@@ -1,7 +1,7 @@
 """Streaming sessions over the prefix tree: a turn that ends leaves its full blocks there, and the next turn hits them.
 
-SGLang's own sessions keep the row of a turn for the next one, which would own blocks between turns and start inside
-one. Here a turn is a request like any other. The last block, which is not full, is computed again.
+SGLang's own sessions keep the row of a turn for the next one. They would own blocks between turns, and a turn would
+start inside a block. Here a turn is a request like any other. The last block, which is not full, is computed again.
 """
 
 from __future__ import annotations

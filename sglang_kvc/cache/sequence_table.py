@@ -1,4 +1,4 @@
-"""What a decode step reads of its sequences, in arrays: a step takes a few operations for any number of them."""
+"""Arrays of the running sequences. A decode step reads and updates all of them in a few operations."""
 
 from __future__ import annotations
 
