@@ -19,7 +19,7 @@ HEADS, LENGTHS = 4, (2 * P - 2, 40)  # query heads; two requests, of which one b
 
 @pytest.fixture
 def make_backend(monkeypatch):
-    layer = SimpleNamespace(sliding_window_size=-1, logit_cap=0.0)
+    layer = SimpleNamespace(sliding_window_size=-1, logit_cap=0.0, tp_k_head_num=H)
     monkeypatch.setattr(attention_backend, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1, attn_tp_rank=0))
     monkeypatch.setattr(attention_backend, "attention_layers", lambda model: [layer])
 
