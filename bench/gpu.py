@@ -8,9 +8,9 @@ each GPU with a step of its own; then what is only right or wrong, so that its c
 way. Last the sanitizer, on all GPUs.
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
-only how it ended. `serving`, `agents` and `first_token` need a model of some size (`--model`); those that serve the
-demo model are `served`, `kits`, `cold_warm`, `page_hash` and `devices`. It is found in SGLANG_KVC_CACHE, where the
-machine has no network: copy the folder that `python -m sglang_kvc.demo.model` prints there.
+only how it ended. `serving`, `long_answers`, `rates`, `agents` and `first_token` need a model of some size (`--model`);
+those that serve the demo model are `served`, `kits`, `cold_warm`, `page_hash` and `devices`. It is found in
+SGLANG_KVC_CACHE, where the machine has no network: copy the folder that `python -m sglang_kvc.demo.model` prints there.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def steps(args: argparse.Namespace) -> list[Step]:
     windows += ["--tokenizer", args.model] if args.model else []
     out = [
         ("serving", ["bench.e2e.serving", *model, *stock, "--repeat", "3"], 2000, ALONE),
+        ("long_answers", ["bench.e2e.long_answers", *model, *stock], 1500, ALONE),
+        ("rates", ["bench.e2e.rates", *model, *stock], 900, ALONE),
         ("first_token", ["bench.e2e.first_token", *model, *stock], 700, ALONE),
         ("decode", "bench.kernels.decode targets", 300, TIMED),
         ("agents", ["bench.e2e.agents", *model, *data], 1800, TIMED),
@@ -71,7 +73,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("cold_warm", "bench.serve.cold_warm --name serve/cold_warm_gpu --formats stock,bf16,k4v4", 800, RIGHT),
         ("sanitizer", "bench.kernels.sanitizer --seconds 1150", 1200, WHOLE),
     ]
-    left_out = () if args.model else ("serving", "agents", "first_token")
+    left_out = () if args.model else ("serving", "long_answers", "rates", "agents", "first_token")
     left_out += () if shutil.which("compute-sanitizer") else ("sanitizer",)
     made = [Step(n, [*PYTHON, *(c.split() if isinstance(c, str) else c)], s, k) for n, c, s, k in out]
     return [step for step in made if step.name not in left_out]

@@ -13,7 +13,7 @@ from bench.quality.tasks import TITLES as QUESTIONS
 from bench.revision import card
 
 CARDS = {"h200": "H200", "h100": "H100"}  # the first one's figures have the bare names
-KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.")
+KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "papers.longgen.", "papers.rate")
 LONGEST = 60  # characters of a word of a command on the page
 PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
 FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "mix_256", "quota", "max")
@@ -58,6 +58,12 @@ SINGLES = {
     "agents.swap_in_of_pcie": "a prefix of 100K tokens from host memory, time",
     "agents.swap_out_of_pcie": "the same to host memory, time",
     "agents.attention_beside_swap": "decode attention while it comes back, time",
+    "papers.longgen.vs_bf16.k4v4": "output tokens/s vs. stock bf16, 64 x (512 in + 8192 out), k4v4",
+    "papers.longgen.vs_bf16.leankv": "the same, leankv",
+    "papers.longgen.vs_bf16.kv-compress-8x": "the same, kv-compress in k4v4, budget 8x",
+    "papers.longgen.vs_bf16.kv-compress-16x": "the same, budget 16x",
+    **{f"papers.rate{r}": f"output tokens/s vs. stock bf16, 64 one-shot prompts of 4096 tokens at {r}x in memory for 6"
+       for r in (1, 2, 4, 8, 16, 32, 64)},
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",
     "papers.retraction_recompute_pool": "the same without host memory",
     "decode.bandwidth.k8v4": "memory bandwidth of k8v4 decode attention, share of a device copy's",

@@ -33,6 +33,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -61,6 +62,7 @@ FIGURES = {
     "itl_ms_p99": r"P99 ITL \(ms\):\s+([\d.]+)",
     "duration_s": r"Benchmark duration \(s\):\s+([\d.]+)",
 }
+RUNNING = ("running_median", "running_most")  # requests that decode at once, by the server's log
 FREE = f"{arms.BF16}_free"  # stock with memory to spare where `--tokens` do not hold a load
 DECODE_WAIT = 300  # seconds until all prompts of a traced load decode, at most
 LEAST_PROMPTS = 8
@@ -70,7 +72,7 @@ TRACE_OUTPUT = 256  # least tokens of a traced request: the log's second word, t
 BACKENDS_HELP = "of stock's attention, separated by commas; fa3:128 has pages of 128 tokens; default: SGLang's own"
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", required=True)
     p.add_argument("--load-format", default="auto")
@@ -92,7 +94,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--together", action="store_true", help="start all servers at once, load them one by one")
     p.add_argument("--profile", default="", help="folder for traces of decode steps")
     p.add_argument("--name", default="", help="of the result file; default: e2e/serving_CARD")
-    a = p.parse_args(argv)
+    return p
+
+
+def arguments(argv: list[str] | None = None, given: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """The options in `argv`; `given`: a parser with other defaults or more options."""
+    a = (given or parser()).parse_args(argv)
     if a.quick:
         a.concurrency = ""
     a.stock_backends = a.stock_backends or default_attention()
@@ -134,10 +141,11 @@ def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
 
 
 def load(
-    server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int, *, input: int = 0, seed: int = 0
-) -> dict[str, float]:
+    server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int, *, input: int = 0,
+    seed: int = 0, quality: str = "",
+) -> dict[str, float]:  # fmt: skip
     """One run of SGLang's own load generator, in this process (it takes 10 s to import); every request at its full
-    length. Its figures by name."""
+    length. `quality`: what every request asks of our server, like `one-shot:8x`. Its figures by name."""
     from sglang.benchmark.serving import cli_main
 
     command = ["sglang.benchmark.serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(server.port)]
@@ -146,13 +154,23 @@ def load(
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(seed + concurrency)]
     # No request ahead of the load: it would be the load's first prompt, and leave it in the cache.
     command += ["--warmup-requests", "0", "--output-file", str(server.log.parent / "load.jsonl")]
-    said = io.StringIO()
+    if quality:  # SGLang's generator replaces the whole object
+        sampling = {"temperature": 0, "max_new_tokens": output, "ignore_eos": True, "custom_params": {"kvc": quality}}
+        command += ["--extra-request-body", json.dumps({"sampling_params": sampling})]
+    said, skip = io.StringIO(), len(server.log.read_text(errors="replace"))
     with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
         cli_main()
     found = {name: float(m[1]) for name, p in FIGURES.items() if (m := re.search(p, said.getvalue()))}
     if "output_tok_s" not in found:
         raise RuntimeError(f"the load generator reported nothing:\n{said.getvalue()[-2000:]}\n{server.tail()}")
-    return found
+    return found | running(server.log, skip)
+
+
+def running(log: Path, skip: int) -> dict[str, float]:
+    """How many requests decoded at once, by what the log says every 40 steps behind its first `skip` characters."""
+    found = re.findall(r"Decode batch.*#running-req: (\d+),", log.read_text(errors="replace")[skip:])
+    counts = [int(n) for n in found] or [0]
+    return dict(zip(RUNNING, (statistics.median(counts), max(counts)), strict=True))
 
 
 def when_decoding(log: Path, skip: int, requests: int, over: threading.Event) -> None:
@@ -215,32 +233,11 @@ def earlier(a: argparse.Namespace) -> dict[str, dict]:
 def table(numbers: dict[str, dict]) -> str:
     """The runs side by side."""
     numbers = {name: run for name, run in numbers.items() if "profile" not in run}
-    columns = [c for c in FIGURES if any(c in n for n in numbers.values())]
+    columns = [c for c in (*FIGURES, *RUNNING) if any(c in n for n in numbers.values())]
     lines = [f"{'run':24}" + "".join(f"{c:>16}" for c in columns)]
     for name, run in numbers.items():
         lines.append(f"{name:24}" + "".join(f"{run[c]:16.1f}" if c in run else " " * 16 for c in columns))
     return "\n".join(lines)
-
-
-def main() -> None:
-    a = arguments()
-    numbers = earlier(a)
-    wanted = {name: (options, missing(numbers, a, name, loads)) for name, (options, loads) in servers(a).items()}
-    chosen = {name: (options, loads) for name, (options, loads) in wanted.items() if loads or a.profile}
-    with contextlib.ExitStack() as running:
-        if a.together:
-            waiting = {name: Server(options, model=a.model) for name, (options, _) in chosen.items()}
-            with ThreadPoolExecutor(max(1, len(waiting))) as pool:
-                list(pool.map(running.enter_context, waiting.values()))
-        for name, (options, concurrencies) in chosen.items():
-            with contextlib.ExitStack() as alone:
-                if a.together:
-                    server = waiting[name]
-                else:
-                    server = alone.enter_context(Server(options, model=a.model))
-                measure(server, a, name, options, concurrencies, numbers)
-    print(table(numbers))
-    keep(numbers, a, quiet=False)
 
 
 def missing(numbers: dict, a: argparse.Namespace, name: str, concurrencies: list[int]) -> list[int]:
@@ -250,13 +247,13 @@ def missing(numbers: dict, a: argparse.Namespace, name: str, concurrencies: list
 
 def summary(runs: list[dict[str, float]]) -> dict:
     """Each figure's median over the runs of one load, and the runs."""
-    return {f: statistics.median(run[f] for run in runs) for f in FIGURES if f in runs[0]} | {"runs": runs}
+    return {f: statistics.median(run[f] for run in runs) for f in (*FIGURES, *RUNNING) if f in runs[0]} | {"runs": runs}
 
 
 def keep(numbers: dict, a: argparse.Namespace, *, quiet: bool = True) -> None:
     """Write the result file, with what a call on another GPU may have added to it meanwhile."""
     numbers |= {name: run for name, run in earlier(a).items() if name not in numbers}
-    write_result(a.name, numbers, scores=scores(numbers, a), quiet=quiet)
+    write_result(a.name, numbers, scores=a.score(numbers, a), quiet=quiet)
 
 
 def measure(
@@ -325,6 +322,29 @@ def ratio(mine: dict, stock: dict, figure: str) -> Score:
         mine[figure] / stock[figure], UNITS[figure], arms.described(stock["options"]), n=min(len(x), len(y)),
         low=min(x) / max(y), high=max(x) / min(y),
     )  # fmt: skip
+
+
+def main(argv: list[str] | None = None, score: Callable[..., dict[str, Score]] = scores) -> None:
+    """Run the load of `argv`; `score(numbers, a)` makes the result file's scores."""
+    a = arguments(argv)
+    a.score = score
+    numbers = earlier(a)
+    wanted = {name: (options, missing(numbers, a, name, loads)) for name, (options, loads) in servers(a).items()}
+    chosen = {name: (options, loads) for name, (options, loads) in wanted.items() if loads or a.profile}
+    with contextlib.ExitStack() as running:
+        if a.together:
+            waiting = {name: Server(options, model=a.model) for name, (options, _) in chosen.items()}
+            with ThreadPoolExecutor(max(1, len(waiting))) as pool:
+                list(pool.map(running.enter_context, waiting.values()))
+        for name, (options, concurrencies) in chosen.items():
+            with contextlib.ExitStack() as alone:
+                if a.together:
+                    server = waiting[name]
+                else:
+                    server = alone.enter_context(Server(options, model=a.model))
+                measure(server, a, name, options, concurrencies, numbers)
+    print(table(numbers))
+    keep(numbers, a, quiet=False)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.e2e import arms, serving
+from bench.e2e import arms, long_answers, rates, serving
 
 
 def arguments(*argv):
@@ -51,6 +51,26 @@ def test_scores_take_the_fastest_stock_server():
     assert len(serving.table(numbers).splitlines()) == 6
 
 
+def test_long_answers_and_rates_take_the_fastest_stock_server():
+    numbers = {"bf16.c64": run(900.0), "bf16_fa3_p128.c64": run(1000.0), "fp8_e4m3.c64": run(5000.0)}
+    numbers |= {"kvc_k4v4.c64": run(2500.0), "kvc_kv-compress-8x.c64": run(3000.0)}
+    found = long_answers.scores(numbers, arguments("--quick"))
+    assert {n: s.value for n, s in found.items()} == {
+        "papers.longgen.vs_bf16.k4v4": 2.5, "papers.longgen.vs_bf16.kv-compress-8x": 3.0
+    }  # fmt: skip
+    assert long_answers.scores({"kvc_k4v4.c64": run(1.0)}, arguments("--quick")) == {}
+    swept = {"bf16.rate1": run(900.0), "bf16_fa3_p128.rate1": run(1000.0), "kvc.rate8": run(4000.0)}
+    assert {n: s.value for n, s in rates.scores(swept).items()} == {"papers.rate8": 4.0}
+
+
+def test_requests_that_decode_at_once(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("Decode batch, #running-req: 99, x\n" + "".join(
+        f"Decode batch, #running-req: {n}, #token: 5\n" for n in (3, 7, 5)
+    ))  # fmt: skip
+    assert serving.running(log, 34) == {"running_median": 5, "running_most": 7}
+
+
 def test_spare_memory():
     numbers = {f"{n}.c{c}": run(v * c) for n, v in (("bf16", 10.0), ("kvc_k4v4", 11.0)) for c in (1, 8)}
     numbers |= {"kvc_k4v4.c64": run(2400.0), "bf16_free.c64": run(1600.0), "bf16.c64": run(1.0)}
@@ -78,7 +98,7 @@ def test_a_call_goes_on_where_one_was_cut_off(monkeypatch, tmp_path):
     server = SimpleNamespace(seconds_to_start=1.0, errors=list)
     server.client = SimpleNamespace(flush=lambda: None, stats=dict)
     a, numbers = arguments("--append", "--name", "run", "--repeat", "2"), {}
-    monkeypatch.setattr(serving, "scores", lambda *_: {})
+    a.score = lambda *_: {}
 
     def written(name, rows, **_):
         (tmp_path / "run.json").write_text(json.dumps(dict(commit="abc", device="GPU", numbers=rows)))
