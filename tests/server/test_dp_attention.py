@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, deviation, tokens
+from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, TWO_RANKS, deviation, tokens
 from .test_ranks import PACKED, ROUNDING
 
 pytestmark = [
     pytest.mark.skipif(STOCK, reason="SGLang's own backend for CPUs does not pad batches"),
+    TWO_RANKS,
     pytest.mark.cpu_only,  # refused on a GPU
 ]
 

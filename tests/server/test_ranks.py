@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, deviation, tokens
+from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, TWO_RANKS, deviation, tokens
 
 # Nats by which log-probabilities of the random model are off those of transformers, on average. Three prompts on one
 # rank: 0.07 to 0.09 where nothing is compressed, 0.66 to 0.74 with k4v4. On two ranks: 0.08 to 0.09, 0.67 to 0.75.
@@ -14,7 +14,7 @@ ROUNDING, PACKED = 0.12, 1.0
 
 pytestmark = [
     pytest.mark.skipif(STOCK, reason="about the compressed cache of each rank"),
-    pytest.mark.cpu_only,  # two ranks on one machine
+    TWO_RANKS,
 ]
 
 
