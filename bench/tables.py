@@ -14,6 +14,8 @@ from bench.revision import card
 
 CARDS = {"h200": "H200", "h100": "H100"}  # the first one's figures have the bare names
 KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "papers.longgen.", "papers.rate")
+ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served")  # whatever the card
+COUNTS = ("errors", "tests", "damaged")  # units of whole numbers
 LONGEST = 60  # characters of a word of a command on the page
 PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
 FORMATS = ("bf16", "k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k4v4_half", "mix", "mix_256", "quota", "max")
@@ -55,6 +57,8 @@ SINGLES = {
     "e2e.first_token.cached_at_once_vs_bf16": "time to first token, cached prompt at once",
     "e2e.first_token.appended_vs_bf16": "time to first token, 124 tokens appended to a cached prompt after a pause",
     "e2e.first_token.appended_at_once_vs_bf16": "time to first token, 124 tokens appended to a cached prompt at once",
+    "agents.restart_warm_hit": "cached tokens that a server finds again on disk after SIGKILL under load",
+    "agents.corrupt_served": "blocks served from files that were cut short or got a wrong bit",
     "agents.swap_in_of_pcie": "a prefix of 100K tokens from host memory, time",
     "agents.swap_out_of_pcie": "the same to host memory, time",
     "agents.attention_beside_swap": "decode attention while it comes back, time",
@@ -96,7 +100,7 @@ SINGLES = {
 
 def keyed(name: str, device: str) -> str:
     """The name with its card, where the figure depends on one; the bare name is that of the first of `CARDS`."""
-    if not name.startswith(KEYED) or card(device) == next(iter(CARDS)):
+    if not name.startswith(KEYED) or name in ALIKE or card(device) == next(iter(CARDS)):
         return name
     return f"{name}_{card(device)}"
 
@@ -113,7 +117,7 @@ def shown(row: dict, value: float | None = None) -> str:
         return f"{value:+.1f}"
     if unit.startswith("nats"):
         return f"{value:.2f}"
-    return f"{value:.{0 if unit.startswith(('errors', 'tests')) else 3}f} {unit}"
+    return f"{value:.{0 if unit.startswith(COUNTS) else 3}f} {unit}"
 
 
 def spread(row: dict) -> str:

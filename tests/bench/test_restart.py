@@ -1,0 +1,29 @@
+"""The benchmark of restarts: every file that it damages is another one, and small differences are no change."""
+
+import random
+from types import SimpleNamespace
+
+from bench.serve import restart
+
+
+def test_damage_always_changes_the_file(tmp_path):
+    rng, path = random.Random(1), tmp_path / "block.kvc"
+    shorter = 0
+    for _ in range(200):
+        content = rng.randbytes(rng.randint(1, 40))
+        path.write_bytes(content)
+        restart.damage(path, rng)
+        now = path.read_bytes()
+        assert now != content and len(now) <= len(content)
+        shorter += len(now) < len(content)
+    assert 50 < shorter < 150
+
+
+def test_what_counts_as_a_changed_answer():
+    def answer(ids, *logprobs):
+        return SimpleNamespace(ids=ids, logprobs=logprobs)
+
+    old = answer([1, 2], -0.1, -0.2)
+    assert not restart.changed(old, answer([1, 2], -0.1, -0.2005))
+    assert restart.changed(old, answer([1, 2], -0.1, -0.202))
+    assert restart.changed(old, answer([1, 3], -0.1, -0.2))
