@@ -28,6 +28,7 @@ SERVERS = {
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled",
 }  # fmt: skip
 # On a GPU NCCL wants one for each rank.
+REPLICAS = 2 if common.has_gpu() else 4  # ranks of a model with half as many KV heads
 TWO_RANKS = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
 # Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
@@ -78,9 +79,12 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "exact": ("bf16", chunk, SMALL, retract),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
-        "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
-        "replicated": ("k4v4", [*two, *chunk], "4MiB", {**_two_ranks(), **_plugin("replicas_on_cpu")}),
-        "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_two_ranks(), **_plugin("dp_on_cpu")}),
+        "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _ranks()),
+        "replicated": (
+            "k4v4", [*two, "--tp-size", str(REPLICAS), *chunk], "4MiB",
+            {**_ranks(REPLICAS), **_plugin("replicas_on_cpu")},
+        ),
+        "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_ranks(), **_plugin("dp_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
         "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
         "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
@@ -114,12 +118,13 @@ def _plugin(name: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def _two_ranks() -> dict[str, str]:
+def _ranks(number: int = 2) -> dict[str, str]:
     """SGLang wants a core for each rank on a CPU, and tries NCCL where torch was built for CUDA."""
     if common.has_gpu():
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+    bound = "|".join(str(cores[i % len(cores)]) for i in range(number))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": bound, "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 
 
 class Servers:
@@ -150,8 +155,8 @@ class Servers:
             folder = self.models / "experts"
             return folder if folder.exists() else tiny_experts(folder)
         if name == "replicated":
-            folder = self.models / "one_kv_head"
-            return folder if folder.exists() else tiny_model(folder, kv_heads=1)
+            folder = self.models / "few_kv_heads"
+            return folder if folder.exists() else tiny_model(folder, kv_heads=REPLICAS // 2)
         return self.windowed_model() if name.startswith("windowed") else None
 
     def windowed_model(self) -> Path:

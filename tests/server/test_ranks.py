@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks. Each keeps the pages of its own heads, and their schedulers must decide alike."""
+"""Two and four tensor-parallel ranks. Each keeps the pages of its own heads, and their schedulers must decide alike."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_prompt_is_answered_from_the_cache_as_it_was_before(ranks, rng):
 
 
 def test_ranks_that_share_a_kv_head_keep_a_copy_each(replicated, rng):
-    """Two ranks of a model with one KV head. Each keeps pages of the head and answers for its own query heads."""
+    """Twice as many ranks as KV heads. Each keeps pages of one head and answers for its own query heads."""
     off_by, prompt = deviation(replicated.model), tokens(rng, 5 * BLOCK + 9)
     ask = {"input_from": BLOCK - 1}
     exact = replicated.client.generate(prompt, BLOCK, sampling=LOSSLESS, **ask)
