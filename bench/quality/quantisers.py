@@ -5,8 +5,9 @@
 Simulated in a Hugging Face model, so that ways can be compared that no page stores: every query sees the blocks before
 its own quantised and its own as it is. One side is quantised at a time, the other stays exact. Scales and zeros are
 fp16, as in a page; `offset` subtracts each channel's mean over another text, computed once; `H` rotates by a Hadamard
-matrix along head_dim first. `bits` counts scales and zeros; static offsets cost nothing. `--groups` measures only keys
-per channel, in groups of tokens from 16 (MiniKV's sub-channel keys) to a whole block.
+matrix along head_dim first. `fitted` scales leave out the ends of a group, `dual scales` are KVarN's. `bits` counts
+scales and zeros; static offsets cost nothing. `--groups` measures only keys per channel, in groups of tokens from 16
+(MiniKV's sub-channel keys) to a whole block.
 """
 
 from __future__ import annotations
@@ -52,6 +53,29 @@ def per_token(x: Rows, offset: torch.Tensor, *, bits: int, group: int = 0) -> Ro
     return affine(x.unflatten(-1, (-1, group)), bits, -1).flatten(-2)
 
 
+def fitted(x: Rows, offset: torch.Tensor, *, bits: int, dim: int, group: int = 0) -> Rows:
+    """As `affine`, with the least and the greatest level moved in by the factor that leaves the least squared error."""
+    x = x.unflatten(-1, (-1, group)) if group else x
+    lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    best, least = x, torch.full_like(lo, torch.inf)
+    for factor in torch.arange(1, 0.59, -0.05).tolist():
+        inner = x.clamp((lo + hi) / 2 + (lo - hi) / 2 * factor, (lo + hi) / 2 + (hi - lo) / 2 * factor)
+        stored = affine(inner, bits, dim)
+        error = (stored - x).square().sum(dim, keepdim=True)
+        best, least = torch.where(error < least, stored, best), torch.minimum(error, least)
+    return best.flatten(-2) if group else best
+
+
+def dual_scaled(x: Rows, offset: torch.Tensor, *, inner: Quantiser, rounds: int = 8) -> Rows:
+    """Divide channels and tokens by their standard deviations in turns, before `inner` (KVarN, arXiv 2606.03458)."""
+    scales = [torch.ones_like(x[..., :1, :]), torch.ones_like(x[..., :1])]
+    for step in range(2 * rounds):
+        deviation = (x / scales[0] / scales[1]).std(-2 + step % 2, keepdim=True)
+        scales[step % 2] = scales[step % 2] * deviation.masked_fill(deviation == 0, 1)
+    channel, token = scales[0].half().float(), scales[1]
+    return inner(x / channel / token, offset) * channel * token
+
+
 def e4m3(x: Rows, offset: torch.Tensor) -> Rows:
     """As stock SGLang stores fp8 without calibrated scales."""
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
@@ -88,9 +112,21 @@ def ways(side: str, head_dim: int, block: int) -> Iterator[tuple[str, float, Qua
             if group < head_dim:
                 yield f"int2 in groups of {group or head_dim}", token(2, group), part(per_token, bits=2, group=group)
         yield "fp8 e4m3", 8, e4m3
+        two, small = part(per_token, bits=2, group=32), part(fitted, bits=2, dim=-1, group=32)
+        yield "int3 per token", token(3), part(per_token, bits=3)
+        yield "int2 in groups of 32, fitted", token(2, 32), small
+        yield "int2 in groups of 32, H", token(2, 32), part(rotated, inner=two)
+        yield "int2 in groups of 32, fitted, H", token(2, 32), part(rotated, inner=small)
+        both = part(rotated, inner=part(dual_scaled, inner=two))
+        yield "int2 in groups of 32, dual scales, H", token(2, 32) + 16 / block, both
+        both = part(rotated, inner=part(dual_scaled, inner=part(per_token, bits=2)))
+        yield "int2 per token, dual scales, H", token(2) + 16 / block, both
         return
     for bits in (8, 4, 2):
         yield f"int{bits} per channel of a block", bits + 32 / block, part(per_channel, bits=bits)
+    yield "int4 per channel of a block, fitted", 4 + 32 / block, part(fitted, bits=4, dim=-2)
+    both = part(rotated, inner=part(dual_scaled, inner=part(per_channel, bits=4)))
+    yield "int4 per channel of a block, dual scales, H", 4 + 48 / block, both
     four = part(per_token, bits=4)
     yield "int4 per token in groups of 32", token(4, 32), part(per_token, bits=4, group=32)
     yield "int4 per token, H", token(4), part(rotated, inner=four)
