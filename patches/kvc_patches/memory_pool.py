@@ -37,7 +37,8 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     from sglang.srt.runtime_context import get_exec, get_parallel
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    from sglang_kvc.cache.runtime import Runtime, install
+    from sglang_kvc.cache.build import build_runtime
+    from sglang_kvc.cache.runtime import install
     from sglang_kvc.options.resolve import resolve_config
 
     kvc, model = resolve_config(self.server_args), self.model_config
@@ -48,7 +49,7 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
         _check_memory(kvc.memory, self._profile_available_bytes(pre_model_load_memory))
     saver = TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver)
     with saver.region(GPU_MEMORY_TYPE_KV_CACHE):
-        runtime = Runtime.build(
+        runtime = build_runtime(
             kvc,
             num_bytes=stock_bytes if kvc.memory is None else kvc.memory,
             layers=layers,
