@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bench.common import Score, write_result
 from kvc_patches.registry import SGLANG_VERSION
-from sglang_kvc.options.unsupported_args import ARG_REFUSALS, DP_ATTENTION
+from sglang_kvc.options.conflicts import DP_ATTENTION
+from sglang_kvc.options.unsupported_args import ARG_REFUSALS
 
 
 def release(version: str) -> float:

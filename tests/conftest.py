@@ -37,6 +37,9 @@ def pytest_configure(config):
             raise pytest.UsageError("a plugin imported triton too early; set TRITON_INTERPRET=1")
         os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS
+    if hasattr(config, "workerinput"):
+        # Workers of pytest-xdist share the cores. With more threads each small operation would wait for a busy core.
+        torch.set_num_threads(1)
     if expression == "gpu":
         config.pluginmanager.register(FailuresAtOnce(), "failures-at-once")
     if not torch.cuda.is_available():

@@ -34,6 +34,7 @@ SGLANG = {
     "sglang_kvc.adapter": "subclasses the pool, allocator, radix cache and attention backend that SGLang calls",
     "sglang_kvc.cpu.platform_class": "subclasses SGLang's platform",
     "sglang_kvc.options.server_args": "subclasses SGLang's ServerArgs",
+    "sglang_kvc.options.start": "reads what SGLang made of the arguments",
     "sglang_kvc.options.model_facts": "reads SGLang's ModelConfig, in the function that is given one",
 }
 # Where triton may be imported, beside the *_kernel files of kvc_kernels and what runs on a GPU alone.

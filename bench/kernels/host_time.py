@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from bench.kernels.common import RESULTS, Results
 from kvc_kernels.store import PageStore
 from sglang_kvc.adapter.attention_backend import KvcAttnBackend
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.engine.attention import Attention
 from sglang_kvc.options.config import KvcConfig
 
@@ -30,7 +30,7 @@ REPEATS = 60
 
 def make_backend(**options) -> KvcAttnBackend:
     """The backend of a server with a small pool on the CPU, as if that were a GPU."""
-    runtime = Runtime.build(
+    runtime = build_runtime(
         KvcConfig(block_size=P, **options), num_bytes=256 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM,
         dtype=torch.bfloat16, device="cpu",
     )  # fmt: skip

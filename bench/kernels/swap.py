@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from bench.common import Score
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.options.config import KvcConfig
 
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     results = Results(RESULTS / "swap.json", note=__doc__.split("\n\n")[-1].strip())
     plain = 4 * args.layers * HEADS * DIM * P
     config = KvcConfig(block_size=P, window=0, host_memory=int(n * plain / 2.5))
-    runtime = Runtime.build(
+    runtime = build_runtime(
         config, num_bytes=int(n * plain / 2.5) + BATCH * 2 * plain, layers=args.layers, heads=HEADS, head_dim=DIM,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip

@@ -42,6 +42,7 @@ from kvc_patches import requests
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.options.config import KvcConfig
 
@@ -100,7 +101,7 @@ class Server(ModelFreeScheduler):
 def kvc_runtime(blocks: int) -> Runtime:
     """A pool for `blocks` uncompressed blocks of a model with one small layer."""
     num_bytes = int(blocks * 2 * HEADS * HEAD_DIM * P * 2 * 1.2)
-    return Runtime.build(
+    return build_runtime(
         KvcConfig(block_size=P), num_bytes=num_bytes, layers=LAYERS, heads=HEADS, head_dim=HEAD_DIM,
         dtype=torch.bfloat16, device="cpu",
     )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 
 from bench import common, prompts
 from kvc_kernels import ops
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.validate import check_settings
 
@@ -55,7 +55,7 @@ class Replay:
         layers, _, heads, dim = k.shape
         size = {"layers": layers, "heads": heads, "head_dim": dim}
         num_bytes = capacity * config.block_size * layers * heads * dim * 4 * 3 // 2
-        self.runtime = Runtime.build(config, num_bytes=num_bytes, dtype=k.dtype, device=k.device, **size)
+        self.runtime = build_runtime(config, num_bytes=num_bytes, dtype=k.dtype, device=k.device, **size)
         self.k, self.v, self.p = k, v, config.block_size
         self.held: dict[int, int] = {}  # block of the text -> block id in the cache
 

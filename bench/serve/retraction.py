@@ -26,7 +26,7 @@ from kvc_kernels.store import PageStore
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.sizing import HostLayout
 from sglang_kvc.options.config import KvcConfig
 
@@ -71,11 +71,11 @@ def measure(args, *, kept: bool, hosted: bool) -> dict[str, int]:
     needed = args.sessions * -(-length // P) * block_bytes
     shape = {"layers": host_step.LAYERS, "heads": host_step.HEADS, "head_dim": host_step.HEAD_DIM}
     size = int(args.memory * needed)
-    runtime = Runtime.build(KvcConfig(block_size=P), num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
+    runtime = build_runtime(KvcConfig(block_size=P), num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
     if hosted:  # as many pages, beside the buffers
         size += HostLayout.of(runtime.layout, runtime.store.block_formats, size).device_bytes
         config = KvcConfig(block_size=P, host_memory=needed)
-        runtime = Runtime.build(config, num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
+        runtime = build_runtime(config, num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
     free_all = mock.patch.object(KvcRadixCache, "keep_retracted", lambda self, req: None)
     with configured(runtime, rows=args.sessions, chunk=args.chunk):
         pool = ReqToTokenPool(args.sessions, length + P, "cpu", enable_memory_saver=False)

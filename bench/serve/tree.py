@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from bench.common import Score, write_result
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.options.config import KvcConfig
 
 P, SHARED, REPEATS, EVICTED = 64, 1000, 200, 16
@@ -43,7 +43,7 @@ class Ours:
         blocks = int(leaves * 1.1) + SHARED
         config = KvcConfig(high="bf16", block_size=P)
         sizes = dict(layers=1, heads=1, head_dim=32, dtype=torch.bfloat16, device="cpu")
-        self.runtime = Runtime.build(config, num_bytes=blocks * 3 * P * 32 * 4, **sizes)
+        self.runtime = build_runtime(config, num_bytes=blocks * 3 * P * 32 * 4, **sizes)
         allocator = KvcAllocator(self.runtime, SimpleNamespace(runtime=self.runtime), "cpu")
         rows = SimpleNamespace(req_to_token=None)
         self.tree = KvcRadixCache(CacheInitParams(False, rows, allocator, P))

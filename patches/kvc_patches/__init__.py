@@ -6,6 +6,8 @@ passed past SGLang's signatures; `docs/porting.md` lists every hooked function. 
 that SGLang calls by its own registries.
 """
 
+from importlib import import_module
+
 MODULES = (
     "server_args",
     "memory_pool",  # its hook verifies all others, so it is registered even where a later module fails
@@ -30,8 +32,6 @@ MODULES = (
 def load() -> None:
     """Entry point of group `sglang.srt.plugins`. SGLang calls it once in each process; with `--kv-backend default`
     every hook passes its call through unchanged."""
-    from importlib import import_module
-
     for name in MODULES:
         import_module(f".{name}", __name__).register()
     import_module(".registry", __name__).loaded = True  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .lookup import current
 from .registry import hook
 
 CAPACITY = "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.capture_token_capacity"
@@ -17,16 +18,12 @@ REGISTER = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
 def around_capture_token_capacity(orig, self, max_token_pool_size):
-    from sglang_kvc.cache.runtime import current
-
     if (runtime := current()) is None:
         return orig(self, max_token_pool_size)
     return runtime.sizing.num_blocks * runtime.layout.block_tokens
 
 
 def around_cuda_host_register(orig, buffer, registration_granularity_bytes=None):
-    from sglang_kvc.cache.runtime import current
-
     if current() is None or torch.cuda.is_available():
         orig(buffer, registration_granularity_bytes)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from .lookup import current
 from .registry import hook
 
 
 def around_enable_fused_set_kv_buffer(orig, forward_batch):
-    from sglang_kvc.cache.runtime import current
-
     return False if current() is not None else orig(forward_batch)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from .lookup import current
 from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
@@ -41,8 +42,6 @@ def _figures(runtime) -> dict:
 
 
 def after_get_internal_state(result, self, recv_req):
-    from sglang_kvc.cache.runtime import current
-
     if (runtime := current()) is not None:
         result.internal_state["kvc"] = snapshot(runtime)
     return result

@@ -9,15 +9,13 @@ behind it. With pages of one token that is a length or two; here a page is a blo
 
 from __future__ import annotations
 
-from .lookup import longest_request
+from .lookup import current, longest_request
 from .registry import hook
 
 LENGTH, INPUT = 4, 5  # indices of `max_req_len` and `max_req_input_len` in the worker's tuple
 
 
 def around_get_worker_info(orig, self):
-    from sglang_kvc.cache.runtime import current
-
     info = orig(self)
     if (runtime := current()) is None:
         return info

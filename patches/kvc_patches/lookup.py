@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from sglang_kvc.cache.runtime import Runtime
 
 
+def current() -> Runtime | None:
+    """The runtime of this process; None before its pool is built, and where another backend serves."""
+    from sglang_kvc.cache import runtime
+
+    return runtime.current()
+
+
 def runtime_of(allocator: Any) -> Runtime | None:
     """The runtime behind SGLang's token-to-KV allocator; None where the allocator is not ours."""
     from sglang_kvc.adapter.allocator import KvcAllocator

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+from .lookup import current
 from .registry import hook, verify
 
 logger = logging.getLogger("sglang_kvc")
@@ -37,7 +38,8 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     from sglang.srt.runtime_context import get_exec, get_parallel
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    from sglang_kvc.cache.runtime import Runtime, install
+    from sglang_kvc.cache.build import build_runtime
+    from sglang_kvc.cache.runtime import install
     from sglang_kvc.options.resolve import resolve_config
 
     kvc, model = resolve_config(self.server_args), self.model_config
@@ -48,7 +50,7 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
         _check_memory(kvc.memory, self._profile_available_bytes(pre_model_load_memory))
     saver = TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver)
     with saver.region(GPU_MEMORY_TYPE_KV_CACHE):
-        runtime = Runtime.build(
+        runtime = build_runtime(
             kvc,
             num_bytes=stock_bytes if kvc.memory is None else kvc.memory,
             layers=layers,
@@ -108,7 +110,6 @@ def around_build_pool(orig, self, *, sizes, is_dsa_model, is_dsv4_model, req_to_
             req_to_token_pool=req_to_token_pool,
         )
     from sglang_kvc.adapter.pool import KvcPool
-    from sglang_kvc.cache.runtime import current
 
     return KvcPool(current(), start_layer=self.layer_info.start_layer, end_layer=self.layer_info.end_layer)
 

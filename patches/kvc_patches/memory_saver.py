@@ -5,6 +5,7 @@ SGLang gives the memory back first and flushes the cache then, so the flush must
 
 from __future__ import annotations
 
+from .lookup import current
 from .registry import hook
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -13,8 +14,6 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 def _runtime(recv_req):
     """The runtime, if the request names its memory. A request without tags names all memory."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-
-    from sglang_kvc.cache.runtime import current
 
     return current() if GPU_MEMORY_TYPE_KV_CACHE in (recv_req.tags or [GPU_MEMORY_TYPE_KV_CACHE]) else None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 
+from .lookup import current
 from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
@@ -74,7 +75,6 @@ gauges = functools.cache(Gauges)
 
 def _stats(read):
     """`read` of the runtime's statistics, without a wait for the device. None: no runtime, or reading fails."""
-    from sglang_kvc.cache.runtime import current
     from sglang_kvc.stats.collect import measure
 
     runtime = current()

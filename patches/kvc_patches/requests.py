@@ -20,7 +20,7 @@ import functools
 import itertools
 from types import SimpleNamespace
 
-from .lookup import budget_of, chunk_tokens, format_id_of, longest_request
+from .lookup import budget_of, chunk_tokens, current, format_id_of, longest_request
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -40,7 +40,6 @@ def before_verify(self, vocab_size):
 
 def before_add_request_to_queue(self, req, is_retracted=False):
     from sglang_kvc.cache.one_shot import Budget, check_served
-    from sglang_kvc.cache.runtime import current
     from sglang_kvc.options.config import REUSE
     from sglang_kvc.options.request_hints import is_last
     from sglang_kvc.options.request_quality import is_one_shot, level_of, namespace, offered, salted

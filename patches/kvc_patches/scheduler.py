@@ -6,22 +6,18 @@ forward stream. Page counts of its compactions are read there without a sync.
 
 from __future__ import annotations
 
-from .lookup import runtime_of
+from .lookup import current, runtime_of
 from .registry import hook
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def before_run_batch(self, batch, pp_proxy_tensors=None):
-    from sglang_kvc.cache.runtime import current
-
     if (runtime := current()) is not None:
         runtime.step += 1
 
 
 def after_process_batch_result(_, self, batch, result):
-    from sglang_kvc.cache.runtime import current
-
     if (runtime := current()) is not None:
         runtime.processed += 1
         runtime.harvest(runtime.processed)
@@ -51,8 +47,6 @@ def around_get_new_batch_prefill(orig, self, running_batch):
 
 
 def before_on_idle(self):
-    from sglang_kvc.cache.runtime import current
-
     runtime = current()
     if runtime is None or not runtime.unsettled:
         return
@@ -66,8 +60,6 @@ def before_on_idle(self):
 def around_check_decode_mem(orig, self, selected_indices=None):
     """Before a retraction: wait for the pages that queued and running compactions free, and for the blocks that loads
     lock, then check again; then demote blocks of the running requests."""
-    from sglang_kvc.cache.runtime import current
-
     runtime = current()
     # A step takes at most a block for each request: SGLang serves beam search, whose requests have several rows, with
     # pages of one token alone. Where so much is free, nobody counts what it takes.

@@ -10,6 +10,7 @@ the replacement is in force. Relies on SGLang 0.5.23:
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 
 from .registry import SERVER_ARGS, SGLANG_VERSION
 
@@ -27,11 +28,9 @@ def check_version() -> None:
     SGLang logs a plug-in's exception and continues without the plug-in. A command line that asked for it ends here
     instead, and an `Engine` gets the same sentence instead of `unexpected keyword argument`.
     """
-    from importlib.metadata import version
-
     from sglang_kvc.options.command_line import names_backend
 
-    installed = version("sglang")
+    installed = metadata.version("sglang")
     if installed == SGLANG_VERSION:
         return
     sentence = (

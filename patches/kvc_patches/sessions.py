@@ -6,14 +6,13 @@ the first, and both share arrays of tokens, by which the prefix tree names block
 
 from __future__ import annotations
 
+from .lookup import current
 from .registry import hook
 
 PARAMETERS = "self req tokenizer vocab_size eos_token_ids disagg_mode req_factory"
 
 
 def after_create_req(result, self, *args, **kwargs):
-    from sglang_kvc.cache.runtime import current
-
     if current() is not None and self.streaming and result.to_finish is not None:
         result.session = None
     return result

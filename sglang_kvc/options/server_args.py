@@ -2,52 +2,20 @@
 
 Server arguments are pickled into child processes, which unpickle them before any plugin is loaded. So importing this
 module suffices for that, and changes nothing else. Written against SGLang 0.5.23: `ServerArgs.resolve_once(self)`,
-`ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`. The record holds what the user said;
-`resolving_view` reads what SGLang made of it.
+`ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`. `start` checks the arguments.
 """
 
-import logging
 import sys
-from typing import Any
 
-import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.arg_groups.overrides import declare_resolution, post_capture_kv_sizing_planned, resolving_view
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 from sglang.srt.server_args import ServerArgs
 
 from kvc_kernels.layout import FORMATS
 from sglang_kvc.errors import ConfigError, listed
-from sglang_kvc.options.command_line import CPU_PLATFORM
-from sglang_kvc.options.model_facts import from_model_config
-from sglang_kvc.options.resolve import resolve_config
-from sglang_kvc.options.unsupported_args import (
-    PREFILL_GRAPHS,
-    check_args,
-    check_chunk,
-    check_dp_attention,
-    check_memory,
-    check_memory_saver,
-    check_pool_sizing,
-    environment_warnings,
-    host_memory_of,
-    ignored_warnings,
-    trust_warning,
-)
-from sglang_kvc.options.unsupported_models import check_facts
-from sglang_kvc.options.validate import check_pool, wasted_levels
+from sglang_kvc.options.start import MEMORY_CPU, prepare, verify
 from sglang_kvc.policies import POLICIES, SCORERS, SHARES
 
-logger = logging.getLogger(__name__)
-
 BACKENDS = ("default", "kvc")
-MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 or more sizes tables for requests that never come
-MAX_RUNNING_REQUESTS_CPU = 32
-# New tokens of the largest prefill CUDA graph. A graph saves host time, which larger prefills hide anyway, and pads to
-# the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
-MAX_PREFILL_GRAPH = 2048
-MEMORY_CPU = "1GB"  # SGLang's default takes most of the machine's memory
 
 
 def _backend(text: str) -> str:
@@ -310,13 +278,13 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
             return
         try:
             if self.kv_backend == "kvc":
-                _prepare(self)
+                prepare(self)
             else:
                 _refuse_strays(self)
             super().resolve_once()
             if self.kv_backend == "kvc":
                 self._resolution_finished, self._resolution_failed = False, True  # until it is checked
-                _verify(self)
+                verify(self)
                 self._resolution_finished, self._resolution_failed = True, False
         except ConfigError as e:
             if getattr(self, "_from_command_line", False):
@@ -342,106 +310,3 @@ def _refuse_strays(args: KvcServerArgs) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect without --kv-backend kvc; add --kv-backend kvc, or drop it."
             )
-
-
-def _prepare(args: KvcServerArgs) -> None:
-    """Refuse arguments that cannot be served, then set the fields of SGLang that select our classes."""
-    if args.enable_hierarchical_cache and args.kvc_host_memory is None:
-        args.kvc_host_memory = host_memory_of(args)
-    config = resolve_config(args)
-    check_args(args, config)
-    trust = None if args.disable_radix_cache else trust_warning(config)
-    cpu = _on_cpu(args)
-    for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *([trust] if trust else [])]:
-        logger.warning(warning)
-    if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
-        logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
-
-    check_memory_saver(config, args.enable_memory_saver, cpu)
-    check_dp_attention(args, config, cpu)
-    if cpu:
-        _check_platform()
-    if config.memory is not None:
-        check_memory(config, _device_bytes("cpu" if cpu else "cuda"))
-    args.attention_backend = "kvc"
-    args.prefill_attention_backend = None
-    args.decode_attention_backend = None
-    args.radix_cache_backend = "kvc"
-    args.page_size = config.block_size
-    args.enable_session_radix_cache |= args.enable_streaming_session  # their blocks are evicted last
-    args.enable_hierarchical_cache = config.host_memory > 0
-    if config.host_memory:
-        # A size of SGLang's own pool, which is never built, keeps it from sizing one by what is free.
-        args.hicache_size = max(1, round(config.host_memory / 1e9))
-    if args.max_running_requests is None:
-        args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
-    if args.cuda_graph_max_bs_prefill is None and args.cuda_graph_bs_prefill is None:
-        most = (MAX_PREFILL_GRAPH, args.max_total_tokens, args.chunked_prefill_size)
-        args.cuda_graph_max_bs_prefill = min(n for n in most if n is not None and n > 0)
-    if cpu:
-        args.device = "cpu"
-        args.disable_overlap_schedule = True
-        args.enable_torch_compile = False  # SGLang compiles a CPU's forward for kernels that are not installed
-        args.sleep_on_idle = True  # a waiting scheduler would spin on a core that also computes
-        args.cuda_graph_backend_decode = args.cuda_graph_backend_prefill = "disabled"
-        if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
-            args.kvc_memory = MEMORY_CPU
-
-
-def _verify(args: KvcServerArgs) -> None:
-    """Checks after SGLang's resolution: the model's config is known, and SGLang may have changed our fields for it."""
-    resolved: Any = resolving_view(args)
-    if resolved.model_path.lower() in ("none", "dummy"):
-        return  # SGLang resolves nothing
-    config = resolve_config(args)
-    model = model_config_of(args)
-    facts = from_model_config(model)
-    check_facts(facts, config)
-    heads = model.get_num_kv_heads(max(1, resolved.tp_size // resolved.attn_dp_size))
-    for sentence in wasted_levels(config, head_dim=facts.head_dim):
-        logger.warning(sentence)
-    check_pool(config, layers=model.num_attention_layers, heads=heads, head_dim=facts.head_dim)
-    for name, wanted in (
-        ("attention_backend", "kvc"),
-        ("radix_cache_backend", "kvc"),
-        ("page_size", config.block_size),
-    ):
-        got = getattr(resolved, name)
-        if got != wanted:
-            raise ConfigError(
-                f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
-                f"{name}={got} for it; serve it with --kv-backend default."
-            )
-    check_chunk(resolved.chunked_prefill_size, config)
-    check_pool_sizing(post_capture_kv_sizing_planned(args))
-    graphs = resolved.cuda_graph_config
-    if graphs.prefill.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's
-        graphs = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
-        declare_resolution(args, __name__, cuda_graph_config=graphs)
-
-
-def _on_cpu(args: KvcServerArgs) -> bool:
-    if args.device is not None:
-        return args.device.split(":")[0] == "cpu"
-    return not torch.cuda.is_available()
-
-
-def _check_platform() -> None:
-    """SGLang chooses its platform when it is imported, before it knows the keywords of an `Engine`."""
-    # Late: importing the name would choose the platform.
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.platforms.interface import SRTPlatform
-
-    if type(current_platform) is SRTPlatform:
-        raise ConfigError(
-            "kv_backend kvc cannot be served here, because SGLang found no platform for a machine without an "
-            f"accelerator; set the environment variable SGLANG_PLATFORM={CPU_PLATFORM} before sglang is imported."
-        )
-
-
-def _device_bytes(device: str) -> float | None:
-    """Total memory of the device. SGLang asks the driver's tools, so no CUDA context is made here."""
-    from sglang.srt.utils.common import get_device_memory_capacity
-
-    megabytes = get_device_memory_capacity(device)
-    return None if megabytes is None else megabytes * (1 << 20)

@@ -24,7 +24,7 @@ from kvc_kernels.extend import hopper as hopper_module
 from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.scores.prefill_kernel import AttentionScores
 from kvc_kernels.store import PageStore
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.engine import warm_up
 from sglang_kvc.engine.attention import Attention, Snapshot
 from sglang_kvc.options.config import KvcConfig
@@ -125,7 +125,7 @@ def hopper(launched, monkeypatch):
 
 
 def build(options, megabytes=40, device="cpu"):
-    return Runtime.build(
+    return build_runtime(
         KvcConfig(block_size=P, window=0, **options), num_bytes=megabytes << 20, layers=LAYERS, heads=HEADS,
         head_dim=DIM, dtype=torch.bfloat16, device=device,
     )  # fmt: skip

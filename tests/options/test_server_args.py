@@ -43,14 +43,15 @@ def test_cpu_is_served_without_more_options(parse):
 @pytest.fixture
 def on_a_gpu():
     """The arguments as they are prepared for a GPU, which need not be there."""
-    from sglang_kvc.options.server_args import KvcServerArgs, _prepare
+    from sglang_kvc.options.server_args import KvcServerArgs
+    from sglang_kvc.options.start import prepare
 
-    def prepare(**options):
+    def prepared(**options):
         args = KvcServerArgs(model_path="m", device="cuda", kv_backend="kvc", **options)
-        _prepare(args)
+        prepare(args)
         return args
 
-    return prepare
+    return prepared
 
 
 def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
@@ -78,13 +79,13 @@ def test_prefill_graphs_are_broken_at_attention_or_none(parse, device, chosen, s
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import with_phase
 
-    from sglang_kvc.options.server_args import _verify
+    from sglang_kvc.options.start import verify
 
     args = parse("--kv-backend", "kvc")
     msgspec.Struct.__setattr__(args, "device", device)  # SGLang's own setter refuses once arguments are resolved
     graphs = with_phase(resolved(args).cuda_graph_config, "prefill", backend=chosen)
     declare_resolution(args, "SGLang", cuda_graph_config=graphs)
-    _verify(args)
+    verify(args)
     assert resolved(args).cuda_graph_config.prefill.backend == served
 
 
@@ -160,7 +161,7 @@ def checks(monkeypatch):
     from sglang_kvc.options import server_args as module
 
     names = []
-    for name in ("_prepare", "_verify", "_refuse_strays"):
+    for name in ("prepare", "verify", "_refuse_strays"):
         check = getattr(module, name)
         monkeypatch.setattr(module, name, lambda args, name=name, check=check: (names.append(name), check(args))[1])
     return names
@@ -175,7 +176,7 @@ def test_pickling_keeps_what_was_given_and_what_was_resolved(parse, checks):
     assert {k: getattr(child, k) for k in ALL} == ALL and resolve_config(child) == RESOLVED
     child.resolve_once()
     args.resolve_once()
-    assert checks == ["_prepare", "_verify"]
+    assert checks == ["prepare", "verify"]
 
 
 def test_an_unresolved_record_is_pickled_too(server_args, model, checks):
@@ -183,7 +184,7 @@ def test_an_unresolved_record_is_pickled_too(server_args, model, checks):
     child = pickle.loads(pickle.dumps(args))
     assert checks == [] and child.attention_backend is None
     child.resolve_once()
-    assert checks == ["_prepare", "_verify"] and resolved(child).attention_backend == "kvc"
+    assert checks == ["prepare", "verify"] and resolved(child).attention_backend == "kvc"
 
 
 def test_resolved_values_make_a_record_again(parse, model):

@@ -9,22 +9,17 @@ import pytest
 
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
-from sglang_kvc.options.unsupported_args import (
-    AFTER_CAPTURE,
-    ARG_REFUSALS,
-    TREE_CORE,
-    check_args,
-    check_capability,
+from sglang_kvc.options.conflicts import (
     check_disk,
     check_dp_attention,
     check_eviction,
     check_host_memory,
     check_memory,
     check_memory_saver,
-    environment_warnings,
     host_memory_of,
-    ignored_warnings,
 )
+from sglang_kvc.options.start_warnings import TREE_CORE, environment_warnings, ignored_warnings
+from sglang_kvc.options.unsupported_args import AFTER_CAPTURE, ARG_REFUSALS, check_args, check_capability
 from sglang_kvc.options.unsupported_models import MODEL_REFUSALS, ModelFacts, check_facts, check_model
 
 from .conftest import one_sentence
@@ -286,10 +281,10 @@ def test_environment_variables_that_lose_their_effect(monkeypatch):
 def test_a_pool_that_sglang_sizes_after_capture(parse, monkeypatch, capsys):
     from sglang.srt.environ import envs
 
-    from sglang_kvc.options import server_args
+    from sglang_kvc.options import start
 
     assert hasattr(envs, AFTER_CAPTURE)
-    monkeypatch.setattr(server_args, "post_capture_kv_sizing_planned", lambda args: True)
+    monkeypatch.setattr(start, "post_capture_kv_sizing_planned", lambda args: True)
     with pytest.raises(SystemExit):
         parse("--kv-backend", "kvc")
     assert f"{AFTER_CAPTURE}=1" in one_sentence(capsys.readouterr().err.strip().splitlines()[-1])

@@ -10,7 +10,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, PoolLayout
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.tensors import check_shapes, load
 from sglang_kvc.options.config import KvcConfig
@@ -73,15 +73,15 @@ def test_a_budget_that_asks_for_nothing_keeps_everything():
 def test_the_runtime_refuses_what_cannot_be(tmp_path):
     size = {"num_bytes": 1 << 26, "layers": L, "heads": H, "head_dim": D, "dtype": torch.bfloat16, "device": "cpu"}
     with pytest.raises(ValueError, match="--kvc-budget 3 cannot be met") as e:
-        Runtime.build(KvcConfig(policy="prune", budget="3"), **size)
+        build_runtime(KvcConfig(policy="prune", budget="3"), **size)
     one_sentence(f"{e.value}.")
     other = {**size, "layers": 3}
     parts = {"scorer": "expected-attention", "share": "ada", "calibration": statistics(tmp_path)}
     config = KvcConfig(policy="ada-expected", **parts)
     with pytest.raises(ValueError, match=r"--kvc-calibration .* does not fit") as e:
-        Runtime.build(config, **other)
+        build_runtime(config, **other)
     one_sentence(f"{e.value}.")
-    assert Runtime.build(config, **size).policy.scope == "block"
+    assert build_runtime(config, **size).policy.scope == "block"
 
 
 def test_shapes_of_statistics(tmp_path):

@@ -24,11 +24,11 @@ from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.blocks import Blocks
 from sglang_kvc.cache.ledger import Ledger
-from sglang_kvc.cache.runtime import Runtime, make_policy
+from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.cache.sizing import size_pool
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.request_quality import LOSSLESS, namespace
-from sglang_kvc.policies import Prune
+from sglang_kvc.policies import Prune, make_policy
 
 P, L, H, D = 64, 2, 2, 32
 ROWS, CONTEXT = 8, 1024

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.options.config import KvcConfig
 
 GPU = [
@@ -38,7 +38,7 @@ def never_waiting(device):
 @pytest.mark.parametrize("options", POLICIES, ids=lambda x: x["policy"])
 def test_flush_does_not_wait(options, device):
     config = KvcConfig(block_size=128, window=0, **options)
-    runtime = Runtime.build(
+    runtime = build_runtime(
         config, num_bytes=32 << 20, layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, device=device
     )
     for turn in range(3):  # the first turn compiles kernels, which may wait

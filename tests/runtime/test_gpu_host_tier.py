@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.options.config import KvcConfig
 
@@ -39,7 +40,7 @@ def digests(runtime: Runtime, blocks: np.ndarray) -> list[str]:
 @pytest.mark.parametrize("options", POLICIES, ids=lambda x: x["policy"])
 def test_blocks_come_back_while_others_are_written(options):
     config = KvcConfig(block_size=P, window=0, host_memory=64 << 20, **options)
-    runtime = Runtime.build(
+    runtime = build_runtime(
         config, num_bytes=64 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="cuda"
     )
     runtime.attach_host_tier()
@@ -83,7 +84,7 @@ def test_blocks_come_back_while_others_are_written(options):
 def test_more_blocks_than_the_buffers_hold():
     """Saves and loads of many buffers in one flush; the host never waits for them."""
     config = KvcConfig(block_size=P, window=0, host_memory=256 << 20)
-    runtime = Runtime.build(
+    runtime = build_runtime(
         config, num_bytes=512 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="cuda"
     )
     runtime.attach_host_tier()

@@ -12,7 +12,7 @@ from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req
-from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.sizing import STAGED_TOKENS
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.request_quality import LOSSLESS
@@ -98,13 +98,13 @@ def test_prefixes_that_are_packed_stage_nothing(server):
 )
 def test_the_pool_leaves_the_memory_that_is_staged(options, tokens):
     build = dict(num_bytes=1100 * MIB, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="meta")
-    runtime = Runtime.build(KvcConfig(block_size=128, **{"high": "k4v4", **options}), **build)
+    runtime = build_runtime(KvcConfig(block_size=128, **{"high": "k4v4", **options}), **build)
     assert runtime.sizing.staged_tokens == tokens
     assert 1080 * MIB < runtime.store.nbytes + tokens * 4 * HEADS * DIM <= 1101 * MIB
 
 
 def test_a_small_pool_stages_no_more_than_fits_into_it():
-    runtime = Runtime.build(
+    runtime = build_runtime(
         KvcConfig(block_size=128, high="k4v4", window=64), num_bytes=100 * MIB, layers=LAYERS, heads=HEADS,
         head_dim=DIM, dtype=torch.bfloat16, device="meta",
     )  # fmt: skip

@@ -10,7 +10,7 @@ from kvc_patches.requests import before_add_request_to_queue
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.request_quality import LOSSLESS
-from sglang_kvc.options.unsupported_args import trust_warning
+from sglang_kvc.options.start_warnings import trust_warning
 from sglang_kvc.options.validate import check_settings
 
 from .model import P, ToyServer

@@ -207,6 +207,22 @@ def _move(
     return header
 
 
+def _destinations(
+    store: PageStore, to: BlockFormat, ids: torch.Tensor, high: torch.Tensor, low: torch.Tensor
+) -> list[torch.Tensor]:
+    """Pages of the high and of the low tier of each head, int64 `[m, pages]` each, SCRATCH_PAGE behind their counts
+    `high` and `low` `[m]`. `ids` `[m, E]` are the pages of both tiers, high ones first."""
+    dest = []
+    for num_pages, start, fmt in ((high, None, to.high), (low, high, to.low)):
+        if fmt is None:
+            dest.append(ids.new_zeros((len(ids), 0)).long())
+            continue
+        j = torch.arange(max_tier_pages(store.layout, fmt), device=store.device)
+        at = j.expand(len(ids), -1) if start is None else (start.unsqueeze(-1) + j).clamp(max=ids.shape[1] - 1)
+        dest.append(torch.where(j < num_pages.unsqueeze(-1), ids.gather(1, at), SCRATCH_PAGE).long())
+    return dest
+
+
 def compact(
     store: PageStore, blocks: torch.Tensor, to_format: int, tiers: torch.Tensor | None, *, from_format: int
 ) -> torch.Tensor:
@@ -244,15 +260,7 @@ def compact(
 
     high, low = tier_pages(store, to, counts)
     ids = take_pages(store, high + low)
-    dest = []
-    for num_pages, start, fmt in ((high, None, to.high), (low, high, to.low)):
-        if fmt is None:
-            dest.append(ids.new_zeros((m, 0)).long())
-            continue
-        j = torch.arange(max_tier_pages(layout, fmt), device=store.device)
-        at = j.expand(m, -1) if start is None else (start.unsqueeze(-1) + j).clamp(max=ids.shape[1] - 1)
-        dest.append(torch.where(j < num_pages.unsqueeze(-1), ids.gather(1, at), SCRATCH_PAGE).long())
-
+    dest = _destinations(store, to, ids, high, low)
     limit = TEMP_BYTES.get(store.device.type, TEMP_BYTES_DEFAULT)
     step = max(1, limit // (p * layout.head_dim * TEMP_PER_ELEMENT))
     headers = []

@@ -20,6 +20,7 @@ from ..common.unpack_kernel import NEG
 from ..decode.planner import CHUNK
 from ..layout import Format
 from ..store import PageStore
+from . import hopper as hopper_module
 from .body_kernel import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles
 from .dense_prefill import ragged_prefill
 from .few_tokens import FewTokenExtend
@@ -210,8 +211,6 @@ class ExtendAttention:
         self._width = min(self._features_per_field(f) for f, _ in self._plan.classes)
         self._hopper = None
         if hopper or (hopper is None and store.device.type == "cuda"):
-            from . import hopper as hopper_module
-
             if hopper_module.supports(store):
                 self._hopper = hopper_module.HopperExtend(store, self.group, self._classes)
         self.ragged = ragged_prefill(

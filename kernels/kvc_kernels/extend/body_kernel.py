@@ -1,6 +1,6 @@
 """Attention of a tile of query rows over runs of keys: the inner loops of `ExtendAttention`.
 
-A tile is BM rows (new token x query head of one group) of one KV head. Every tile of keys and values is dequantised to
+A tile is BM rows (new token x query head of one group) of one KV head. Every tile of keys and values is dequantized to
 fp16 once, on its way into shared memory, and serves all BM rows. (Decode folds scales into q and p instead; with 64
 rows and more that costs as many instructions as it saves, and here the zeros come for free in the same FMA.)
 

@@ -27,7 +27,7 @@ def round_to(x, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _by_token(x, BITS: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr):
-    """fp32 `[STEP, D]` quantised in GROUPS runs of features a token, and back."""
+    """fp32 `[STEP, D]` quantized in GROUPS runs of features a token, and back."""
     x = tl.reshape(x, (STEP, GROUPS, D // GROUPS))
     scale, zero = half_range(tl.min(x, 2), tl.max(x, 2), (1 << BITS) - 1)
     less, zero, inverse, top = grid(scale, zero, 1, BITS)

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 POISON = 0xFF  # NaN in bf16 and fp16, -1 as an index
 CREATE = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
-CHECK = "sglang_kvc.options.server_args.check_memory_saver"
+CHECK = "sglang_kvc.options.start.check_memory_saver"
 
 
 class Recording(TorchFunctionMode):

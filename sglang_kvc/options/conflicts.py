@@ -1,0 +1,173 @@
+"""Combinations of server arguments and settings that cannot be served together, one check each.
+
+Each raises `ConfigError` with one sentence: what, why, and what to do instead. `unsupported_args` has the arguments
+that are refused whatever the others are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sglang_kvc.calibration.tensors import BY_HEAD
+from sglang_kvc.errors import ConfigError
+from sglang_kvc.options.config import REUSE, KvcConfig
+from sglang_kvc.policies import make_policy
+
+DP_ATTENTION = ("enable_dp_attention", "attn_dp_size")  # refused on a GPU by `check_dp_attention`
+
+
+def check_conflicts(args: Any, config: KvcConfig) -> None:
+    """Raise at the first combination that the arguments and settings alone show."""
+    if args.page_size not in (None, config.block_size):
+        raise ConfigError(
+            f"--page-size {args.page_size} contradicts the block size {config.block_size}, because SGLang's page is "
+            f"one block; drop it and set --kvc-block-size."
+        )
+    if args.max_total_tokens is not None and config.memory is not None:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens} contradicts --kvc-memory, because both say how large the "
+            f"cache is; drop one of them."
+        )
+    check_eviction(config, args)
+    check_host_memory(config, args.disable_radix_cache)
+    check_disk(config)
+    check_streaming(args)
+    check_experts(config, args.enable_return_routed_experts)
+    check_chunk(args.chunked_prefill_size, config)
+    if config.calibration is not None and (args.tp_size or 1) > 1 and set(BY_HEAD) & set(make_policy(config).needs):
+        raise ConfigError(
+            f"--tp-size {args.tp_size} cannot be served with the head statistics of --kvc-calibration, because the "
+            f"file holds all heads and a rank does not know which are its own; use --tp-size 1 or another --kvc-scorer."
+        )
+
+
+def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
+    """Refuse a pool that is larger than the whole device (`device_bytes` None: unknown)."""
+    if config.memory and device_bytes and config.memory > device_bytes:
+        raise ConfigError(
+            f"--kvc-memory of {config.memory / 1e9:.1f} GB is more than the device has ({device_bytes / 1e9:.1f} GB); "
+            f"choose a smaller size, or drop the option to have it chosen."
+        )
+
+
+def check_eviction(config: KvcConfig, args: Any) -> None:
+    """Refuse an order of eviction that nothing would follow, or a second one."""
+    if config.eviction != REUSE:
+        return
+    if args.disable_radix_cache:
+        raise ConfigError(
+            "--kvc-eviction reuse has no effect with --disable-radix-cache, because nothing is cached; drop one of "
+            "them."
+        )
+    if args.radix_eviction_policy != "lru":
+        raise ConfigError(
+            f"--radix-eviction-policy {args.radix_eviction_policy} contradicts --kvc-eviction reuse, because both "
+            f"order evictions; drop one of them."
+        )
+
+
+def host_memory_of(args: Any) -> str:
+    """`--kvc-host-memory` as `--enable-hierarchical-cache` gives it."""
+    if args.hicache_size > 0 and args.hicache_host_memory_mode == "cache":
+        return f"{args.hicache_size}GB"
+    raise ConfigError(
+        "--enable-hierarchical-cache needs a size with --kv-backend kvc, because SGLang's --hicache-ratio counts "
+        "uncompressed tokens; give --kvc-host-memory, like 64GB, or --hicache-size."
+    )
+
+
+def check_host_memory(config: KvcConfig, disable_radix_cache: bool) -> None:
+    """Refuse host memory where no block would ever go there."""
+    if config.host_memory and disable_radix_cache:
+        raise ConfigError(
+            "--kvc-host-memory has no effect with --disable-radix-cache, because it keeps blocks of the prefix cache; "
+            "drop one of them."
+        )
+
+
+def check_disk(config: KvcConfig) -> None:
+    """Refuse a disk tier that would write or read nothing."""
+    if config.disk is None:
+        if config.disk_size is not None:
+            raise ConfigError("--kvc-disk-size has no effect without --kvc-disk; add --kvc-disk FOLDER, or drop it.")
+        return
+    if not config.host_memory:
+        raise ConfigError(
+            "--kvc-disk needs --kvc-host-memory, because blocks go to files and come back through host memory; give "
+            "--kvc-host-memory, like 64GB."
+        )
+    try:
+        Path(config.disk).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.disk):
+            pass
+    except OSError as e:
+        raise ConfigError(
+            f"--kvc-disk {config.disk} cannot be written ({e.strerror}); give a folder on a local disk that the server "
+            "may write to."
+        ) from None
+
+
+def check_dp_attention(args: Any, config: KvcConfig, cpu: bool) -> None:
+    """Refuse DP attention on a GPU, and policies whose outcome would depend on what other ranks do."""
+    if not (args.enable_dp_attention or (args.attn_dp_size or 1) > 1):
+        return
+    if not cpu:
+        raise ConfigError(
+            "--enable-dp-attention cannot be served on a GPU, because the one server that was tried there did not "
+            "start; use --tp-size or --dp-size without it and without --attn-dp-size."
+        )
+    if config.disk is not None:
+        raise ConfigError(
+            "--enable-dp-attention cannot be served with --kvc-disk, because its ranks hold the same layers and heads "
+            "and would write the same files; drop one of them."
+        )
+    if make_policy(config).collects_scores:
+        raise ConfigError(
+            f"--enable-dp-attention cannot be served with --kvc-policy {config.policy}, because a decode step runs "
+            f"as a prefill where another rank prefills, and both count attention scores differently; use --kvc-policy "
+            f"quantise, or --tp-size without it."
+        )
+
+
+def check_streaming(args: Any) -> None:
+    """Refuse streaming sessions whose turns would not find their history."""
+    for name in ("disable_radix_cache", "strip_thinking_cache"):
+        if args.enable_streaming_session and getattr(args, name):
+            raise ConfigError(
+                f"--enable-streaming-session cannot be served with --{name.replace('_', '-')}, because a turn finds "
+                f"the answers before it in the prefix cache; drop one of them."
+            )
+
+
+def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
+    """Refuse to release memory that cannot be released, or that files depend on."""
+    if on and cpu:
+        raise ConfigError(
+            "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases memory of a GPU "
+            "alone; drop it, or use --device cuda."
+        )
+    if on and config.disk is not None:
+        raise ConfigError(
+            "--enable-memory-saver cannot be served with --kvc-disk, because files are named by a sample of the "
+            "weights, which may be released when a flush reads it; drop one of them."
+        )
+
+
+def check_experts(config: KvcConfig, returned: bool) -> None:
+    """Refuse host memory where SGLang keeps the experts of a token by its slot."""
+    if returned and config.host_memory:
+        raise ConfigError(
+            "--enable-return-routed-experts cannot be served with --kvc-host-memory, because experts are kept by slot, "
+            "and blocks that come back from the host have other slots; drop one of them."
+        )
+
+
+def check_chunk(chunk: int | None, config: KvcConfig) -> None:
+    """Refuse a chunk that ends inside a block. SGLang chooses powers of two, which not every block size divides."""
+    if chunk is not None and chunk > 0 and chunk % config.block_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} is not a multiple of the block size {config.block_size}, and a chunk "
+            f"must end at the end of a block; choose {-(-chunk // config.block_size) * config.block_size}."
+        )

@@ -1,0 +1,52 @@
+"""Warnings of a server's start: arguments and environment variables that have no effect, and a policy that lets one
+request decide what others read."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_kvc.options.config import ALL, SALT, KvcConfig
+from sglang_kvc.policies import SEQUENCE, make_policy
+
+TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+
+# Options of SGLang's hierarchical cache that are ignored, with its defaults.
+HICACHE_IGNORED = {
+    "hicache_write_policy": "write_through",
+    "hicache_io_backend": "kernel",
+    "hicache_mem_layout": "page_first",
+}
+
+
+def trust_warning(config: KvcConfig) -> str | None:
+    """A sentence if requests read blocks whose content another request's attention scores decided, else None."""
+    if config.trust != ALL or make_policy(config).scope != SEQUENCE:
+        return None
+    return (
+        f"--kvc-policy {config.policy} keeps what later tokens attend to, so the first request with a prefix decides "
+        f"how precisely all other requests read it; if tenants do not trust each other, set --kvc-trust {SALT} and "
+        f"give the requests of each tenant a cache_salt."
+    )
+
+
+def ignored_warnings(args: Any, *, cpu: bool) -> list[str]:
+    """A sentence for each argument that has no effect."""
+    warnings = []
+    if args.quantization_param_path is not None:
+        warnings.append("--quantization-param-path is ignored: scales are computed from the data of each block.")
+    for name, default in HICACHE_IGNORED.items():
+        if getattr(args, name) != default:
+            option = name.replace("_", "-")
+            warnings.append(f"--{option} is ignored: blocks go to the host when they are evicted, in their own bytes.")
+    if args.enable_torch_compile and cpu:
+        warnings.append("--enable-torch-compile is ignored on a CPU: SGLang compiles for kernels of its own CPU build.")
+    if args.enable_return_indexer_topk:
+        warnings.append("--enable-return-indexer-topk is ignored: models with an indexer are not served.")
+    return warnings
+
+def environment_warnings() -> list[str]:
+    """A sentence for each environment variable that has no effect."""
+    if TREE_CORE not in os.environ:
+        return []
+    return [f"{TREE_CORE} is ignored: --kv-backend kvc keeps blocks in SGLang's Python tree."]
