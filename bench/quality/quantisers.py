@@ -72,7 +72,8 @@ def dual_scaled(x: Rows, offset: torch.Tensor, *, inner: Quantiser, rounds: int 
     for step in range(2 * rounds):
         deviation = (x / scales[0] / scales[1]).std(-2 + step % 2, keepdim=True)
         scales[step % 2] = scales[step % 2] * deviation.masked_fill(deviation == 0, 1)
-    channel, token = scales[0].half().float(), scales[1]
+    size = scales[0].mean(-1, keepdim=True)  # fp16 holds ratios of channels; the token's scale has the rest
+    channel, token = (scales[0] / size).half().float(), scales[1] * size
     return inner(x / channel / token, offset) * channel * token
 
 
