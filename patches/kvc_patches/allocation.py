@@ -46,7 +46,7 @@ def around_alloc_for_decode(orig, batch, token_per_req):
 
 
 def around_alloc_page_size(orig, batch):
-    """Our decode step needs no last slots, which SGLang looks up for pages of more than one token."""
+    """A decode step of ours takes SGLang's path for pages of one token, which looks up no last slots."""
     decodes = batch.forward_mode.is_decode() and runtime_of(batch.token_to_kv_pool_allocator) is not None
     return 1 if decodes else orig(batch)
 

@@ -85,15 +85,15 @@ class PageOps:
         target, pending = self.store.block_formats[op.to_format], []
         wave = max(1, self.reserve_pages // target.pages)
         for at in range(0, len(op.blocks), wave):
-            ids, part = op.blocks[at : at + wave], slice(at, at + wave)
+            part = slice(at, at + wave)
             blocks, tiers = self._plan(op, part)
             counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
             if not target.exact:
-                pending.append(PendingCounts(step, ids, op.generations[part], self._to_host(counts)))
+                pending.append(PendingCounts(step, op.blocks[part], op.generations[part], self._to_host(counts)))
         return pending
 
     def _plan(self, op: Compact, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The blocks of `part` on the device, and their tiers. See `Policy.plan`."""
+        """The blocks of `part` on the device, and their tiers (see `Policy.plan`)."""
         ids = op.blocks[part]
         if self.policy.keeps_all:
             return self._to_device(ids), None
