@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.mem_cache import allocation as sglang_allocation
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from kvc_patches import admission, allocation, retraction
@@ -60,6 +61,7 @@ def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = Fa
             stack.enter_context(_around(PrefillAdder, name, hook))
         for name, hook in ALLOCATION_HOOKS.items():
             stack.enter_context(_around(schedule_batch, name, hook))
+        stack.enter_context(_around(sglang_allocation, "_alloc_page_size", allocation.around_alloc_page_size))
         stack.enter_context(_around(ScheduleBatch, "check_decode_mem", hooks.around_check_decode_mem))
         stack.enter_context(_around(ScheduleBatch, "mix_with_running", _mix))
         stack.enter_context(patch("sglang_kvc.cache.runtime._current", runtime))

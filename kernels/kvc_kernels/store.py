@@ -112,6 +112,11 @@ class PageStore:
         return self.pages.is_cuda
 
     @cached_property
+    def launch_constants(self) -> dict[tuple, tuple]:
+        """What a launch on this store computes once: its constants, by operation and block format."""
+        return {}
+
+    @cached_property
     def like(self) -> torch.Tensor:
         """A tensor of the model dtype. Pages are bytes, and a kernel argument cannot be a bare pointer type."""
         return torch.empty(16, dtype=self.dtype, device=self.device)

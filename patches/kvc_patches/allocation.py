@@ -37,12 +37,18 @@ def around_alloc_for_decode(orig, batch, token_per_req):
     allocator = batch.token_to_kv_pool_allocator
     if (runtime := runtime_of(allocator)) is None:
         return orig(batch, token_per_req)
-    seqs, lengths = [req.kvc for req in batch.reqs], batch.seq_lens_cpu.numpy()
+    seqs, lengths = runtime.blocks.sequences.of(batch.reqs), batch.seq_lens_cpu.numpy()
     runtime.tokens_decoded(seqs, lengths)
     if runtime.decodes_as_extend:
         runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_sequences(seqs, lengths + token_per_req):
         return orig(batch, token_per_req)
+
+
+def around_alloc_page_size(orig, batch):
+    """A decode step of ours takes SGLang's path for pages of one token, which looks up no last slots."""
+    decodes = batch.forward_mode.is_decode() and runtime_of(batch.token_to_kv_pool_allocator) is not None
+    return 1 if decodes else orig(batch)
 
 
 def before_mix_with_running(self, running_batch):
@@ -54,6 +60,7 @@ def before_mix_with_running(self, running_batch):
 def register() -> None:
     hook(f"{ALLOCATION}.alloc_for_extend", "around", "batch", around_alloc_for_extend)
     hook(f"{ALLOCATION}.alloc_for_decode", "around", "batch token_per_req", around_alloc_for_decode)
+    hook(f"{ALLOCATION}._alloc_page_size", "around", "batch", around_alloc_page_size)
     hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running",
         "before",

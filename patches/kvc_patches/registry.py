@@ -64,6 +64,7 @@ TARGETS = frozenset(
         f"{_WEIGHT_UPDATER}.release_memory_occupation",
         f"{_WEIGHT_UPDATER}.resume_memory_occupation",
         f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
+        f"{_SRT}.mem_cache.allocation._alloc_page_size",
         f"{_SRT}.mem_cache.allocation.alloc_for_decode",
         f"{_SRT}.mem_cache.allocation.alloc_for_extend",
         f"{_SRT}.mem_cache.kv_index_translator.KVIndexTranslator.capture_token_capacity",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         )
         self.runtime = runtime
         self.capacity = runtime.capacity
-        self._seqs: list[Sequence] | None = None  # set within `for_sequences`
+        # Set within `for_sequences`:
+        self._seqs: list[Sequence] | None = None
+        self._lengths: Any = None  # list[int], or int64 `[n]` for a decode step
 
     def available_size(self) -> int:
         return self.capacity.available_tokens()
@@ -46,32 +49,38 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
 
     @contextmanager
     def for_sequences(self, seqs: list[Sequence], lengths: list[int] | np.ndarray):
-        """Within: `alloc_*` allocates for `seqs`, which SGLang does not pass, and an eviction makes room for the blocks
-        that they need to hold `lengths` tokens, without SGLang's slack."""
-        self._seqs = seqs
+        """Within: `alloc` and `alloc_extend` allocate for `seqs`, which SGLang does not pass, so that they hold
+        `lengths` tokens."""
+        self._seqs, self._lengths = seqs, lengths
         try:
-            with self.capacity.exact_need(self.capacity.new_block_tokens(seqs, lengths)):
-                yield
+            yield
         finally:
-            self._seqs = None
+            self._seqs = self._lengths = None
+
+    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
+        """Make room; within `for_sequences`, for the blocks that the sequences need, without SGLang's slack."""
+        if self._seqs is None:
+            return super().evict_to_free_tokens(tree_cache, num_tokens)
+        if num_tokens * self.page_size <= self.available_size():
+            return None  # enough for a block of each new token
+        return super().evict_to_free_tokens(tree_cache, self.capacity.new_block_tokens(self._seqs, self._lengths))
 
     def alloc_extend(
         self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
     ) -> torch.Tensor | None:
         """Slots int64 `[extend_num_tokens]` of the new tokens, None if they do not fit."""
-        lengths = seq_lens_cpu.tolist()
-        if not self.runtime.grow(self._seqs, lengths):
+        if not self.runtime.grow(self._seqs, self._lengths):
             return None
-        slots = [
-            self._slots(seq, first, last) for seq, first, last in zip(self._seqs, prefix_lens_cpu.tolist(), lengths)
-        ]
+        ranges = zip(self._seqs, prefix_lens_cpu.tolist(), self._lengths)
+        slots = [self._slots(seq, first, last) for seq, first, last in ranges]
         return self._to_device(np.concatenate(slots))
 
-    def alloc_decode(self, seq_lens, seq_lens_cpu, last_loc) -> torch.Tensor | None:
-        """Slots int64 `[bs]` of one new token per request, None if they do not fit."""
-        lengths = seq_lens_cpu.numpy()
-        blocks = self.runtime.grow_by_one(self._seqs, lengths)
-        return None if blocks is None else self._to_device(blocks * self.page_size + (lengths - 1) % self.page_size)
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Slots int64 `[need_size]` of one new token per sequence, None if they do not fit."""
+        if self._seqs is None:
+            raise RuntimeError("--kv-backend kvc gives blocks to requests, and alloc(n) names none")
+        slots = self.runtime.grow_by_one(self._seqs, self._lengths)
+        return None if slots is None else self._to_device(slots)
 
     def _slots(self, seq: Sequence, first: int, last: int) -> np.ndarray:
         pos = np.arange(first, last, dtype=np.int64)
@@ -84,9 +93,6 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
     def clear(self) -> None:
         """Forget everything (flush_cache, which also calls the tree's `reset`, in either order)."""
         self.runtime.reset()
-
-    def alloc(self, need_size: int):
-        raise RuntimeError("--kv-backend kvc allocates whole blocks per request; alloc(n) has no owner to give them to")
 
     def free(self, free_index: torch.Tensor) -> None:
         """Refuse slots: the radix cache frees blocks by id, also those that it does not take over."""

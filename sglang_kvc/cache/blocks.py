@@ -73,9 +73,10 @@ class Blocks:
     def take(self, n: int, starts: list[int]) -> list[int]:
         """Take `n` ids, oldest freed first, which are OPEN from here on. `starts`: positions of their first tokens."""
         ids = [self._free.popleft() for _ in range(n)]
-        self.state[ids] = State.OPEN
-        self.format_id[ids] = 0
-        self.start[ids] = starts
+        blocks = np.array(ids, dtype=np.int64)
+        self.state[blocks] = State.OPEN
+        self.format_id[blocks] = 0
+        self.start[blocks] = starts
         return ids
 
     def give_back(self, ids: np.ndarray) -> None:

@@ -33,10 +33,16 @@ class Ledger:
 
     def set(self, blocks: np.ndarray, pages: int | np.ndarray) -> None:
         """Charge each of `blocks` (distinct ids) with `pages`."""
-        delta = pages - self.charge[blocks]
-        self.total += int(delta.sum())
-        self.idle_total += int(delta[self.idle[blocks]].sum())
-        self.charge[blocks] = pages
+        self._add(blocks, pages - self.charge[blocks])
+
+    def lower(self, blocks: np.ndarray, pages: int | np.ndarray) -> None:
+        """Charge each of `blocks` (distinct ids) with `pages` at most."""
+        self._add(blocks, np.minimum(pages - self.charge[blocks], 0))
+
+    def _add(self, blocks: np.ndarray, pages: np.ndarray) -> None:
+        self.charge[blocks] += pages
+        self.total += int(pages.sum())
+        self.idle_total += int(pages.dot(self.idle[blocks]))
 
     def take(self, blocks: np.ndarray, pages: int) -> None:
         """Charge each of `blocks`, which were free, with `pages`."""

@@ -85,16 +85,23 @@ class PageOps:
         target, pending = self.store.block_formats[op.to_format], []
         wave = max(1, self.reserve_pages // target.pages)
         for at in range(0, len(op.blocks), wave):
-            ids = op.blocks[at : at + wave]
-            rows = np.zeros((3, len(ids) + len(ids) % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
-            rows[:, : len(ids)] = ids, op.starts[at : at + wave], op.lengths[at : at + wave]
-            blocks, starts, lengths = self._to_device(rows)[:, : len(ids)].unbind()
-            evidence = Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
-            tiers = self.policy.plan(evidence, target)
+            part = slice(at, at + wave)
+            blocks, tiers = self._plan(op, part)
             counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
             if not target.exact:
-                pending.append(PendingCounts(step, ids, op.generations[at : at + wave], self._to_host(counts)))
+                pending.append(PendingCounts(step, op.blocks[part], op.generations[part], self._to_host(counts)))
         return pending
+
+    def _plan(self, op: Compact, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The blocks of `part` on the device, and their tiers (see `Policy.plan`)."""
+        ids = op.blocks[part]
+        if self.policy.keeps_all:
+            return self._to_device(ids), None
+        rows = np.zeros((3, len(ids) + len(ids) % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
+        rows[:, : len(ids)] = ids, op.starts[part], op.lengths[part]
+        blocks, starts, lengths = self._to_device(rows)[:, : len(ids)].unbind()
+        evidence = Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
+        return blocks, self.policy.plan(evidence, self.store.block_formats[op.to_format])
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         if not self.store.on_gpu:

@@ -150,20 +150,22 @@ class Runtime:
     def grow_by_one(self, seqs: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
         """Take the blocks that `seqs` need for one token more, all or none. lengths: int64 `[n]`, that token included.
 
-        Each sequence must hold one token less. Returns the block of each new token, int64 `[n]`; None: they do not fit.
+        Each sequence must hold one token less. Returns the slot of each new token, int64 `[n]`; None: they do not fit.
         """
         p, table = self.layout.block_tokens, self.blocks.sequences
         rows = table.rows_of(seqs)
-        growing = np.flatnonzero(lengths > table.room[rows])
-        ids = self.take(table.room[rows[growing]].tolist())
-        if ids is None:
-            return None
-        if ids:
-            extend_each([seqs[i] for i in growing.tolist()], ids)
+        room = table.room[rows]
+        growing = (lengths > room).nonzero()[0]
+        if len(growing):
+            ids = self.take(room[growing].tolist())
+            if ids is None:
+                return None
+            extend_each([seqs[i] for i in growing.tolist()], rows[growing], ids)
+            room = table.room[rows]
+        last, filled = table.last_block[rows], lengths - room + p
         table.length[rows] = lengths
-        last = table.last_block[rows]
-        self.blocks.num_tokens[last] = (lengths - 1) % p + 1
-        return last
+        self.blocks.num_tokens[last] = filled
+        return last * p + (filled - 1)
 
     def tokens_written(
         self, seq: Sequence, length: int, phase: Phase, kept: list[int] | np.ndarray = NO_BLOCKS
@@ -197,14 +199,15 @@ class Runtime:
         Costs a few operations for any number of sequences, and more for those whose window moves."""
         table = self.blocks.sequences
         left: dict[int, dict[int, int]] = defaultdict(dict)  # N of each block, by format
-        for i in np.flatnonzero(lengths >= table.due[table.rows_of(seqs)]).tolist():
+        for i in (lengths >= table.due[table.rows_of(seqs)]).nonzero()[0].tolist():
             seq, length = seqs[i], int(lengths[i])
             if seq.waits_whole:
                 queue_prompt(self, seq, length)
                 continue
+            blocks, n = left[seq.format_id], length if length > seq.prompt else 0
             for block in seq.slide(length):  # if sharers leave a block together, the last one decides
-                left[seq.format_id].pop(block, None)
-                left[seq.format_id][block] = length if length > seq.prompt else 0
+                blocks.pop(block, None)
+                blocks[block] = n
         for format_id, blocks in left.items():
             self.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
         if self.policy.replans:
@@ -273,8 +276,9 @@ class Runtime:
             return 0
         array = np.asarray(ids, dtype=np.int64)
         due = (self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)
-        lengths = (np.zeros_like(array) + length)[due]
-        return self._queue(array[due], from_format=0, to_format=format_id, lengths=lengths)
+        if not isinstance(length, np.ndarray):
+            length = np.full(len(array), length)
+        return self._queue(array[due], from_format=0, to_format=format_id, lengths=length[due])
 
     def free_sequence(self, seq: Sequence) -> None:
         """Return the blocks of an ended sequence that the tree did not take over."""
@@ -307,9 +311,9 @@ class Runtime:
         target = self.store.block_formats[to_format]
         # A fixed outcome is credited now. An open one is charged its upper bound until the count comes back; moves
         # never take more pages than they leave, so a re-plan is covered by the present charge.
-        self.ledger.set(due, np.minimum(self.ledger.charge[due], target.pages))
-        generations = self.blocks.generation[due].copy()
-        self.log.push(Compact(due, from_format, to_format, self.blocks.start[due], lengths, generations))
+        self.ledger.lower(due, target.pages)
+        starts, generations = self.blocks.start[due], self.blocks.generation[due]
+        self.log.push(Compact(due, from_format, to_format, starts, lengths, generations))
         self._open_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
         self.blocks.format_id[due] = to_format
@@ -373,7 +377,7 @@ class Runtime:
             pages = counts[at : at + len(p.blocks)]
             at += len(p.blocks)
             same = self.blocks.generation[p.blocks] == p.generation
-            self.ledger.set(p.blocks[same], np.minimum(pages[same], self.ledger.charge[p.blocks[same]]))
+            self.ledger.lower(p.blocks[same], pages[same])
 
     @property
     def unsettled(self) -> bool:

@@ -30,16 +30,14 @@ def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.
     return np.where(due, (behind >> turn) - 1, -1)
 
 
-def extend_each(seqs: list[Sequence], ids: list[int]) -> None:
-    """Append one block that was just taken to each of `seqs`, which are not empty."""
-    records, table = seqs[0].records, seqs[0].records.sequences
+def extend_each(seqs: list[Sequence], rows: np.ndarray, ids: list[int]) -> None:
+    """Append one block that was just taken to each of `seqs`, which are not empty and have these `rows`."""
+    records, table, blocks = seqs[0].records, seqs[0].records.sequences, np.array(ids)
     for seq, block in zip(seqs, ids):
         seq.blocks.append(block)
-    rows, blocks = np.array([seq.row for seq in seqs]), np.array(ids)
     table.room[rows] += seqs[0].block_tokens
     table.last_block[rows] = blocks
-    records.ref_count[blocks] += 1
-    records.window_count[blocks] += 1
+    records.ref_count[blocks] = records.window_count[blocks] = 1
 
 
 @dataclass(eq=False)
@@ -153,7 +151,8 @@ class Sequence:
         first = max(0, length - self.window) // self.block_tokens
         left = self.blocks[self.window_start : first]
         if left:
-            self.records.window_count[left] -= 1
+            for block in left:  # of a decode step one, for which an array costs more
+                self.records.window_count[block] -= 1
             self._start_window(first)
             if self.packed:
                 self.packed -= self.records.count_packed(left)

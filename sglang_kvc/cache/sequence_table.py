@@ -27,6 +27,8 @@ class SequenceTable:
         self._free: list[int] = []
         self._asked: list[Sequence] = []
         self._rows = np.empty(0, dtype=np.int64)
+        self._reqs: list = []
+        self._seqs: list[Sequence] = []
 
     def take(self) -> int:
         """A row that no sequence has."""
@@ -35,10 +37,19 @@ class SequenceTable:
             self._table = np.pad(self._table, ((0, 0), (0, ROWS)))
             self.length, self.room, self.last_block, self.due = self._table
             self._free = list(range(first, first + ROWS))
+        self._reqs = []
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
         self._free.append(row)
+        self._reqs = []
+
+    def of(self, reqs: list) -> list[Sequence]:
+        """The sequences `req.kvc` of running requests, which the caller does not change. Most steps have the requests
+        of the step before; then they have their sequences, too, if none was admitted or released in between."""
+        if reqs != self._reqs:
+            self._reqs, self._seqs = list(reqs), [req.kvc for req in reqs]
+        return self._seqs
 
     def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
         """Rows of `seqs`, int64 `[n]`. Most steps have the sequences of the step before."""

@@ -82,6 +82,7 @@ class Policy:
     name: ClassVar[str]
     scope: ClassVar[str] = BLOCK
     # Whether every token of a block is kept, in one format, so that its index in the block gives its position.
+    # Then its plan is None, and a compaction does not ask for it.
     keeps_all: ClassVar[bool] = False
     # Whether packed blocks are planned again as their sequence grows.
     replans: ClassVar[bool] = False

@@ -57,6 +57,9 @@ def test_contract(policy):
     assert tiers.dtype == torch.int8 and tiers.shape == (3, L, H, P)
     assert set(tiers.unique().tolist()) <= ({0, 2} if block_format.low is None else {0, 1, 2})
 
+    # A compaction asks for no plan where all is kept.
+    assert not policy.keeps_all or policy.plan(world.evidence(), block_format) is None
+
     # Deterministic, and each block's plan is its own: not a matter of who is planned with it, or in which order.
     assert torch.equal(world.tiers(), tiers)
     assert torch.equal(world.tiers((2, 0, 1)), tiers[[2, 0, 1]])

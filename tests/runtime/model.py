@@ -133,8 +133,7 @@ class ToyServer:
 
         def stock(batch):
             need = req.fill - done + P  # SGLang's slack of one page a request
-            if self.allocator.available_size() < need:
-                self.tree.evict(EvictParams(num_tokens=need - self.allocator.available_size()))
+            self.allocator.evict_to_free_tokens(self.tree, need)
             return self.allocator.alloc_extend(
                 None, torch.tensor([done]), None, batch.seq_lens_cpu, None, req.fill - done
             )
@@ -159,9 +158,7 @@ class ToyServer:
             reqs=[req], tree_cache=self.tree, token_to_kv_pool_allocator=self.allocator,
             seq_lens_cpu=torch.tensor([n]),
         )
-        slots = around_alloc_for_decode(
-            lambda b, k: self.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
-        )
+        slots = around_alloc_for_decode(lambda b, k: self.allocator.alloc(len(b.reqs)), batch, 1)
         req.output_ids.append(token)
         self.rows.req_to_token[req.kv.req_pool_idx, n] = int(slots[0])
         self._forward(req, n, slots)

@@ -46,9 +46,7 @@ class Rank:
         batch = SimpleNamespace(
             reqs=self.reqs, tree_cache=server.tree, token_to_kv_pool_allocator=server.allocator, seq_lens_cpu=lengths
         )
-        self.slots = around_alloc_for_decode(
-            lambda b, k: server.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
-        )
+        self.slots = around_alloc_for_decode(lambda b, k: server.allocator.alloc(len(b.reqs)), batch, 1)
         self.rows = torch.tensor([r.kv.req_pool_idx for r in self.reqs])
         server.rows.req_to_token[self.rows, lengths] = self.slots.int()
         self.lengths = lengths + 1

@@ -271,6 +271,8 @@ def test_a_decode_step_of_a_batch_does_what_its_sequences_do_one_by_one(options)
     def together(runtime, seqs, written):
         runtime.tokens_decoded(seqs, np.array(written))
         ends = np.array(written) + 1
-        assert runtime.grow_by_one(seqs, ends).tolist() == [s.blocks[(n - 1) // 64] for s, n in zip(seqs, ends)]
+        assert runtime.grow_by_one(seqs, ends).tolist() == [
+            s.blocks[(n - 1) // 64] * 64 + (n - 1) % 64 for s, n in zip(seqs, ends)
+        ]
 
     assert steps(together) == steps(one_by_one)

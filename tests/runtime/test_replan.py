@@ -39,9 +39,7 @@ class Batch:
         batch = SimpleNamespace(
             reqs=self.reqs, token_to_kv_pool_allocator=self.allocator, seq_lens_cpu=torch.tensor(self.lengths)
         )
-        slots = around_alloc_for_decode(
-            lambda b, k: self.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
-        )
+        slots = around_alloc_for_decode(lambda b, k: self.allocator.alloc(len(b.reqs)), batch, 1)
         assert slots is not None
         self.lengths = [n + 1 for n in self.lengths]
         return [op for op in self.runtime.log.drain() if isinstance(op, Compact)]
@@ -157,9 +155,7 @@ def queued_for_a_prompt(tokens: int, overlap: bool) -> list[tuple[list[int], lis
         look(req, up_to=tokens)
 
     def prepare():
-        around_alloc_for_decode(
-            lambda b, k: server.allocator.alloc_decode(None, b.seq_lens_cpu + 1, None), batch, 1
-        )
+        around_alloc_for_decode(lambda b, k: server.allocator.alloc(len(b.reqs)), batch, 1)
 
     for step in (prepare, end) if overlap else (end, prepare):
         step()

@@ -144,7 +144,7 @@ def test_decode_needs_no_spare_block():
         server.finish(other)
     before = server.tree.evictable_slots()
     with server.allocator.for_sequences([req.kvc], [req.kvc.length]):
-        server.tree.evict(EvictParams(num_tokens=100 * P))
+        server.allocator.evict_to_free_tokens(server.tree, 100 * P)
     assert server.tree.evictable_slots() == before
 
 

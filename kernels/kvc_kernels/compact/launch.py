@@ -49,28 +49,39 @@ def compact_triton(
     return move(store, blocks.long(), to_format, tiers, source)
 
 
+def _pack_constants(store: PageStore, to_format: int, whole: bool) -> tuple[tuple, dict[str, int]]:
+    """Constants and launch options of the pack kernel. `whole`: every token is kept."""
+    if (known := store.launch_constants.get(("pack", to_format, whole))) is None:
+        layout, p = store.layout, store.layout.block_tokens
+        plain, high, low = _prepared(layout, store.block_formats[to_format])
+        padded = triton.next_power_of_2(p)
+        elements = padded * layout.head_dim
+        hold = whole and elements <= HELD * MAX_WARPS
+        options = {"num_warps": max(WARPS, elements // HELD) if hold else WARPS}
+        if hold and high.key_bits > 2 and not INTERPRET:
+            options["maxnreg"] = MAX_REGISTERS
+        constants = (
+            layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p, padded, layout.page_bytes, plain,
+            high, low, layout.has_scores, whole, hold,
+        )  # fmt: skip
+        known = store.launch_constants["pack", to_format, whole] = constants, options
+    return known
+
+
 def _pack(
     store: PageStore, blocks: torch.Tensor, to_format: int, tiers: torch.Tensor | None, source: BlockFormat
 ) -> torch.Tensor:
     """Pack uncompressed heads. Without tiers the kernel reads no per-token tiers and reads keys once."""
-    layout, p = store.layout, store.layout.block_tokens
-    plain, high, low = _prepared(layout, store.block_formats[to_format])
-    exchange = exchange_pages(store, blocks, to_format, tiers=tiers)
-    whole, rows, padded = tiers is None, len(exchange.ids), triton.next_power_of_2(p)
+    whole = tiers is None
+    constants, options = _pack_constants(store, to_format, whole)
+    ids, page_counts, old, pages = exchange_pages(store, blocks, to_format, tiers=tiers)
     # Kernels that ignore an argument still need a tensor of the right dtype.
-    order = exchange.ids if whole else torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
-    elements = padded * layout.head_dim
-    hold = whole and elements <= HELD * MAX_WARPS
-    warps = max(WARPS, elements // HELD) if hold else WARPS
-    limit = {"maxnreg": MAX_REGISTERS} if hold and high.key_bits > 2 and not INTERPRET else {}
-    pack_kernel[(2 * rows,)](
-        store.pages, exchange.old, exchange.ids, exchange.page_counts, blocks, exchange.ids if whole else tiers, order,
-        store.headers, store.pages.view(store.dtype), layout.layers * layout.heads, layout.head_pages_bf16,
-        layout.head_dim, p, padded, layout.page_bytes, plain, high, low, layout.has_scores, whole, hold,
-        num_warps=warps,
-        **limit,
+    order = ids if whole else torch.empty(tiers.shape, dtype=torch.int16, device=tiers.device)
+    pack_kernel[(2 * ids.shape[0],)](
+        store.pages, old, ids, page_counts, blocks, ids if whole else tiers, order, store.headers,
+        store.pages.view(store.dtype), *constants, **options,
     )  # fmt: skip
-    return exchange.pages
+    return pages
 
 
 def _repack(

@@ -21,7 +21,7 @@ class Exchange(NamedTuple):
     """Pages that m rows got and gave; E entries per table row. A release has neither `ids` nor `old`."""
 
     ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 behind them
-    page_counts: torch.Tensor  # int64 [2, m]: their number, high and low
+    page_counts: torch.Tensor  # int64 [4, m]: their number, high and low; the number of pages given, high and low
     old: torch.Tensor | None  # int32 [m, E]: the table rows before
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
 
@@ -179,39 +179,46 @@ def _constants(layout: PoolLayout) -> tuple[int, int, int]:
     return layout.layers * layout.heads, entries, triton.next_power_of_2(entries)
 
 
+def _swap_constants(store: PageStore, format_id: int) -> tuple:
+    """Those of `_constants`, rows rounded up to a power of two, and what the count kernel knows of block formats."""
+    if (known := store.launch_constants.get(("swap", format_id))) is None:
+        layout, p = store.layout, store.layout.block_tokens
+        rows, entries, padded = _constants(layout)
+        block_formats = tuple(_tier_tokens(layout, r) for r in store.block_formats)
+        to = block_formats[format_id] if format_id > 0 else (0, 0)
+        known = rows, entries, padded, triton.next_power_of_2(rows), (p, triton.next_power_of_2(p), to, block_formats)
+        store.launch_constants["swap", format_id] = known
+    return known
+
+
 def _swap(
     store: PageStore, blocks: torch.Tensor, format_id: int, tiers: torch.Tensor | None, counts: torch.Tensor | None
 ) -> Exchange:
-    layout, n = store.layout, blocks.numel()
-    rows, entries, padded = _constants(layout)
+    n, (rows, entries, padded, padded_rows, formats) = blocks.numel(), _swap_constants(store, format_id)
     # a release (format id -1) takes no pages and records none
-    m, p, gets = n * rows, layout.block_tokens, format_id > 0
-    block_formats = tuple(_tier_tokens(layout, r) for r in store.block_formats)
-    page_counts = torch.empty((4, m), dtype=torch.int64, device=store.device)
-    need = torch.empty((2, m), dtype=torch.int64, device=store.device)
+    m, gets, ring, cursor = n * rows, format_id > 0, store.ring, store.cursor
+    page_counts, need = cursor.new_empty((4, m)), cursor.new_empty(2 * m)
     given = "tiers" if tiers is not None else "nothing" if counts is None else "counts"
     ids = old = None
     if gets:
         # Two tensors: the alignment of the second half of one tensor, and with it the compiled kernel, varies with m.
-        ids, old = (torch.empty((m, entries), dtype=torch.int32, device=store.device) for _ in range(2))
+        ids, old = ring.new_empty((m, entries)), ring.new_empty((m, entries))
         if counts is None:
-            counts = torch.empty((m, 2), dtype=torch.int32, device=store.device)
-    pages = torch.empty(n, dtype=torch.int32, device=store.device)
+            counts = ring.new_empty((m, 2))
+    pages = ring.new_empty(n)
     _count_kernel[(m,)](
         counts if tiers is None else tiers, counts, blocks, store.format_id, store.counts, page_counts, need, m, rows,
-        entries, p, triton.next_power_of_2(p), block_formats[format_id] if gets else (0, 0), block_formats, given,
-        num_warps=1,
+        entries, *formats, given, num_warps=1,
     )  # fmt: skip
-    ends = need.view(-1).cumsum(0)
+    ends = need.cumsum(0)
     _exchange_kernel[(m,)](
-        store.ring, store.cursor, store.table, store.counts, blocks, page_counts, need, ends, counts, ids, old, m,
-        store.ring.numel(), rows, entries, padded, gets, num_warps=1,
+        ring, cursor, store.table, store.counts, blocks, page_counts, need, ends, counts, ids, old, m, ring.numel(),
+        rows, entries, padded, gets, num_warps=1,
     )  # fmt: skip
     _finish_kernel[(n,)](
-        store.cursor, blocks, store.format_id, need, ends, pages, m, rows, triton.next_power_of_2(rows), format_id,
-        num_warps=1
+        cursor, blocks, store.format_id, need, ends, pages, m, rows, padded_rows, format_id, num_warps=1
     )
-    return Exchange(ids, page_counts[:2], old, pages)
+    return Exchange(ids, page_counts, old, pages)
 
 
 def exchange_pages(
