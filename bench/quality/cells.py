@@ -30,6 +30,7 @@ FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "str
 # The presets that docs/policies.md recommends, as cells.
 RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "max", "fp8": FP8}
 FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
+LONG = 28_000  # tokens of a context; both Qwen models take 32,768
 QUANTISED = ("k8v8", "k4v2", "k2v2")
 
 
@@ -54,23 +55,25 @@ def _named(policy: str, budget: str, high: str | None) -> str | None:
     return f"{policy}+budget={budget}" + (f"+high={high}" if high and high != own else "")
 
 
-def scores(rows: dict[str, dict], model: str, first: int = 0) -> dict[str, Score]:
+def scores(rows: dict[str, dict], model: str, first: int = 0, length: int = 0) -> dict[str, Score]:
     """The scoreboard's figures, of what is recommended and of stock fp8 beside it: points lost against stock in the
-    same run, with their 95 % interval, KL, bytes. `first`: number of the first context that was asked."""
+    same run, with their 95 % interval, KL, bytes. `first`: number of the first context that was asked. Contexts of
+    `LONG` tokens or more have names of their own."""
     out: dict[str, Score] = {}
+    quality = "quality.32k" if length >= LONG else "quality"
     for name, cell in RECOMMENDED.items():
         row = rows.get(cell, {})
         for task in TITLES:
             if "right_to_wrong" in row.get(task, {}):
-                out[f"quality.{name}.{model}.{task}.delta"] = lost(row[task], chosen_on(cell, task, first))
+                out[f"{quality}.{name}.{model}.{task}.delta"] = lost(row[task], chosen_on(cell, task, first))
         asked = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
         if asked:
-            out[f"quality.{name}.{model}.all.delta"] = lost(together(asked), f" of {len(asked)} tasks")
+            out[f"{quality}.{name}.{model}.all.delta"] = lost(together(asked), f" of {len(asked)} tasks")
         if row.get("kl"):
             unit = "nats a token, from the 20 best candidates"
-            out[f"quality.{name}.{model}.kl_p99"] = Score(row["kl"]["p99"], unit, REFERENCE)
+            out[f"{quality}.{name}.{model}.kl_p99"] = Score(row["kl"]["p99"], unit, REFERENCE)
         if row.get("ratio_body"):
-            out[f"quality.{name}.{model}.ratio_body"] = Score(row["ratio_body"], "x smaller", PLAIN)
+            out[f"{quality}.{name}.{model}.ratio_body"] = Score(row["ratio_body"], "x smaller", PLAIN)
     return out
 
 

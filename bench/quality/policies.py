@@ -161,7 +161,7 @@ class Harness:
             if self.args.protocol == SEEN:
                 scores = cells.one_shot_scores(rows, self.args.model)
             else:
-                scores = cells.scores(rows, self.args.model, self.args.first)
+                scores = cells.scores(rows, self.args.model, self.args.first, self.args.length)
             numbers["raw"] = self.raw
             return common.write_result(self.args.name, numbers, scores=scores, quiet=True, path=self.args.out)
 
