@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bench.common import Score, write_result
 from kvc_patches.registry import SGLANG_VERSION
-from sglang_kvc.options.conflicts import DP_ATTENTION
 from sglang_kvc.options.unsupported_args import ARG_REFUSALS
 
 
@@ -17,8 +16,7 @@ def release(version: str) -> float:
 
 
 def main() -> None:
-    names = [*(refusal.name for refusal in ARG_REFUSALS), *DP_ATTENTION]
-    refused = ["--" + name.replace("_", "-") for name in names]
+    refused = ["--" + refusal.name.replace("_", "-") for refusal in ARG_REFUSALS]
     scores = {
         "current.sglang": Score(release(SGLANG_VERSION), "SGLang's release 0.x as x"),
         "current.refused_options": Score(len(refused), "options refused, some only for some values"),

@@ -15,8 +15,6 @@ from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import REUSE, KvcConfig
 from sglang_kvc.policies import make_policy
 
-DP_ATTENTION = ("enable_dp_attention", "attn_dp_size")  # refused on a GPU by `check_dp_attention`
-
 
 def check_conflicts(args: Any, config: KvcConfig) -> None:
     """Raise at the first combination that the arguments and settings alone show."""
@@ -109,15 +107,10 @@ def check_disk(config: KvcConfig) -> None:
         ) from None
 
 
-def check_dp_attention(args: Any, config: KvcConfig, cpu: bool) -> None:
-    """Refuse DP attention on a GPU, and policies whose outcome would depend on what other ranks do."""
+def check_dp_attention(args: Any, config: KvcConfig) -> None:
+    """Refuse DP attention with files that ranks would share, and policies whose outcome depends on other ranks."""
     if not (args.enable_dp_attention or (args.attn_dp_size or 1) > 1):
         return
-    if not cpu:
-        raise ConfigError(
-            "--enable-dp-attention cannot be served on a GPU, because the one server that was tried there did not "
-            "start; use --tp-size or --dp-size without it and without --attn-dp-size."
-        )
     if config.disk is not None:
         raise ConfigError(
             "--enable-dp-attention cannot be served with --kvc-disk, because its ranks hold the same layers and heads "

@@ -55,7 +55,7 @@ def prepare(args: Any) -> None:
         logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
 
     check_memory_saver(config, args.enable_memory_saver, cpu)
-    check_dp_attention(args, config, cpu)
+    check_dp_attention(args, config)
     if cpu:
         _check_platform()
     if config.memory is not None:

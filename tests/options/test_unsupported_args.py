@@ -233,14 +233,10 @@ def test_dp_attention_with_what_depends_on_other_ranks(stock):
     for given in ({"enable_dp_attention": True}, {"attn_dp_size": 2}):
         args = SimpleNamespace(**{**stock, **given})
         check_args(args, KvcConfig(host_memory=10**9))
-        check_dp_attention(args, KvcConfig(policy="quota"), cpu=True)
-        for config, cpu, named in (
-            (KvcConfig(), False, "on a GPU"),
-            (KvcConfig(disk="x"), True, "--kvc-disk"),
-            (KvcConfig(policy="leankv"), True, "leankv"),
-        ):
+        check_dp_attention(args, KvcConfig(policy="quota"))
+        for config, named in ((KvcConfig(disk="x"), "--kvc-disk"), (KvcConfig(policy="leankv"), "leankv")):
             with pytest.raises(ConfigError) as e:
-                check_dp_attention(args, config, cpu=cpu)
+                check_dp_attention(args, config)
             sentence = one_sentence(str(e.value))
             assert "--enable-dp-attention" in sentence and named in sentence
 

@@ -13,7 +13,6 @@ from .test_ranks import PACKED, ROUNDING
 pytestmark = [
     pytest.mark.skipif(STOCK, reason="SGLang's own backend for CPUs does not pad batches"),
     TWO_RANKS,
-    pytest.mark.cpu_only,  # refused on a GPU
 ]
 
 
