@@ -19,6 +19,7 @@ MODULES = (
     "limits",
     "memory_saver",
     "metrics",
+    "probes",
     "requests",
     "retraction",
     "scheduler",

@@ -1,7 +1,8 @@
 """`TpModelWorker.get_worker_info`: the longest request that SGLang accepts.
 
 SGLang accepts what fits into the pool uncompressed. Packed chunk by chunk, a longer request fits, and the limit here is
-that of the format that takes the least memory. `requests` applies the limit of each request's own format.
+that of the format, or of the budget of a one-shot prompt, that takes the least memory. `requests` applies the limit of
+each request's own.
 
 SGLang admits a request only with a page beside it. One that fits without the page would wait forever, and all others
 behind it. With pages of one token that is a length or two; here a page is a block.
@@ -25,9 +26,25 @@ def around_get_worker_info(orig, self):
     # Formats below the server's own are none that a request starts at.
     formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
     longest = max(longest_request(runtime, format_id) for format_id in formats)
+    if (smallest := _smallest_budget(runtime)) is not None:
+        longest = max(longest, longest_request(runtime, runtime.policy.format_id_of(None), smallest))
     out[LENGTH] = min(self.model_config.context_len - 1, longest)
     out[INPUT] = max(1, out[LENGTH] - margin)
     return tuple(out)
+
+
+def _smallest_budget(runtime):
+    """The budget of one-shot prompts that takes the least memory; None where none are served."""
+    from sglang_kvc.cache.one_shot import PREFIX, RATIOS, Budget, check_served
+    from sglang_kvc.options.request_quality import offered
+
+    if PREFIX not in offered(runtime.config):
+        return None
+    try:
+        check_served(runtime, in_session=False)
+    except ValueError:
+        return None
+    return Budget(ratio=RATIOS[1])
 
 
 def register() -> None:

@@ -73,14 +73,14 @@ def before_add_request_to_queue(self, req, is_retracted=False):
 def _bound(req, runtime, *, answers: bool) -> None:
     """Abort a request that is too long for its level, or cut its answer."""
     params, prompt, format_id = req.sampling_params, len(req.origin_input_ids), format_id_of(runtime, req)
-    one_shot = budget_of(req) is not None
+    budget = budget_of(req)
     if answers:
-        longest = longest_request(runtime, format_id, one_shot)
+        longest = longest_request(runtime, format_id, budget, prompt)
         fits = prompt < longest - 1
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
     else:
-        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), one_shot)
+        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), budget)
     if not fits:
         level = f" at {req.kvc_level}" if req.kvc_level else ""
         req.set_finish_with_abort(
@@ -88,6 +88,17 @@ def _bound(req, runtime, *, answers: bool) -> None:
             f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a shorter one, or start the server with more "
             "--kvc-memory."
         )
+    elif budget is not None and _reads_prompt(req):
+        try:
+            runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens())
+        except ValueError as e:
+            req.set_finish_with_abort(str(e))
+
+
+def _reads_prompt(req) -> bool:
+    """Whether a request brings other than tokens, or wants more than its answer."""
+    scored = 0 <= getattr(req, "logprob_start_len", -1) < len(req.origin_input_ids)
+    return scored or getattr(req, "return_hidden_states", False) or getattr(req, "input_embeds", None) is not None
 
 
 def _served():
