@@ -14,6 +14,7 @@ from .lookup import longest_request
 from .registry import hook
 
 LENGTH, INPUT = 4, 5  # indices of `max_req_len` and `max_req_input_len` in the worker's tuple
+TOLD = ("8x", "16x", "32x", "64x")  # budgets whose limits `/server_info` states
 
 
 def around_get_worker_info(orig, self):
@@ -26,25 +27,27 @@ def around_get_worker_info(orig, self):
     # Formats below the server's own are none that a request starts at.
     formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
     longest = max(longest_request(runtime, format_id) for format_id in formats)
-    if (smallest := _smallest_budget(runtime)) is not None:
-        longest = max(longest, longest_request(runtime, runtime.policy.format_id_of(None), smallest))
+    longest = max(longest, *(tokens + 2 for tokens in longest_prompts(runtime).values()))
     out[LENGTH] = min(self.model_config.context_len - 1, longest)
     out[INPUT] = max(1, out[LENGTH] - margin)
     return tuple(out)
 
 
-def _smallest_budget(runtime):
-    """The budget of one-shot prompts that takes the least memory; None where none are served."""
-    from sglang_kvc.cache.one_shot import PREFIX, RATIOS, Budget, check_served
+def longest_prompts(runtime) -> dict[str, int]:
+    """Tokens of the longest prompt that has an answer, by what its request asks for. The context may be shorter."""
+    from sglang_kvc.cache.one_shot import PREFIX, Budget, check_served
     from sglang_kvc.options.request_quality import offered
 
-    if PREFIX not in offered(runtime.config):
-        return None
+    format_id = runtime.policy.format_id_of(None)
+    limits = {"default": longest_request(runtime, format_id)}
     try:
         check_served(runtime, in_session=False)
+        served = PREFIX in offered(runtime.config)
     except ValueError:
-        return None
-    return Budget(ratio=RATIOS[1])
+        served = False
+    for name in (f"{PREFIX}:{ratio}" for ratio in TOLD) if served else ():
+        limits[name] = longest_request(runtime, format_id, Budget.parse(name))
+    return {name: tokens - 2 for name, tokens in limits.items()}
 
 
 def register() -> None:

@@ -85,8 +85,8 @@ def _bound(req, runtime, *, answers: bool) -> None:
         level = f" at {req.kvc_level}" if req.kvc_level else ""
         req.set_finish_with_abort(
             f"The prompt of {prompt} tokens does not fit into the KV cache{level}, which holds "
-            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a shorter one, or start the server with more "
-            "--kvc-memory."
+            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use one of up to "
+            f"{longest_request(runtime, format_id, budget) - 2} tokens, or start the server with more --kvc-memory."
         )
     elif budget is not None and _reads_prompt(req):
         try:
@@ -97,8 +97,8 @@ def _bound(req, runtime, *, answers: bool) -> None:
 
 def _reads_prompt(req) -> bool:
     """Whether a request brings other than tokens, or wants more than its answer."""
-    scored = 0 <= getattr(req, "logprob_start_len", -1) < len(req.origin_input_ids)
-    return scored or getattr(req, "return_hidden_states", False) or getattr(req, "input_embeds", None) is not None
+    scored = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    return scored or req.return_hidden_states or req.input_embeds is not None
 
 
 def _served():

@@ -66,13 +66,14 @@ class OneShotRoom:
             )
 
     def need(self, budget: Budget, tokens: int, answer: int, format_id: int, chunk: int | None) -> float:
-        """Memory that a prompt of `tokens` tokens with an answer of `answer` needs at most; infinite if it never fits.
+        """Memory that a prompt of `tokens` tokens with an answer of `answer` needs at most; more than there is if it
+        never fits.
 
         It needs most before its packing, which is queued before the second token of its answer takes a block, or at the
         end of its answer."""
         stays = self.stays(budget, tokens, format_id, chunk)
         if stays is None:
-            return math.inf
+            return tokens + self.capacity.sizing.capacity_tokens
         before = tokens if stays == WHOLE else self._packed_on_arrival(tokens, stays, format_id, chunk or 0)
         kept, _ = self._kept(budget, tokens, format_id, stays)
         return max(before + min(answer, self.block_tokens), kept + self.capacity.growth_tokens(answer, format_id, 0))

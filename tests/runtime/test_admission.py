@@ -202,7 +202,8 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
         req = SimpleNamespace(
             origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=level and {"kvc": level}),
             extra_key=None, session=None, to_finish=None, set_finish_with_abort=said.append,
-            return_routed_experts=False,
+            return_routed_experts=False, return_logprob=False,
+            return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=False), req)
         return said
@@ -342,7 +343,8 @@ def test_a_request_is_bounded_by_its_own_level(monkeypatch):
         )  # fmt: skip
         req = SimpleNamespace(
             origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-            session=None, set_finish_with_abort=said.append, return_routed_experts=False,
+            session=None, set_finish_with_abort=said.append, return_routed_experts=False, return_logprob=False,
+            return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
         return said, params.max_new_tokens, params.min_new_tokens

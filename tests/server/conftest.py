@@ -25,7 +25,7 @@ LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
-    "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled",
+    "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
 }  # fmt: skip
 # On a GPU NCCL wants one for each rank.
 TWO_RANKS = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
@@ -76,6 +76,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             "k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL, "--enable-streaming-session"], "256MiB", {}
         ),
         "exact": ("bf16", chunk, SMALL, retract),
+        "thinned": ("k8v4", chunk, "32MiB", {}),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _two_ranks()),
@@ -193,6 +194,11 @@ def packed(servers):
 @pytest.fixture
 def levels(servers):
     yield from _healthy(servers, "levels")
+
+
+@pytest.fixture
+def thinned(servers):
+    yield from _healthy(servers, "thinned")
 
 
 @pytest.fixture
