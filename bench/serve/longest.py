@@ -1,7 +1,8 @@
 """What is the longest prompt that is served in equal KV memory?
 
     python -m bench.serve.longest [--memory 16MiB] [--chunk 256]                       # a tiny model
-    python -m bench.serve.longest --memory 1GB --chunk 1024 --model qwen-1.5b --name serve/longest_gpu
+    python -m bench.serve.longest --memory 1GB --chunk 1024 --model qwen-1.5b --context 1000000 \
+        --cells stock,k4v4,oneshot-8x,oneshot-16x --name serve/longest_gpu
 
 Servers with k4v4 and with stock bf16 get the same bytes. Each says what it can take, a prompt of that length is served,
 and one that is longer is refused. The context is longer than any of them; answers are not looked at.
@@ -24,9 +25,8 @@ from bench.tiny import tiny_model
 from sglang_kvc.options.resolve import resolve_config
 
 NAME = "serve/longest"
-CONTEXT = 1 << 20
 ANSWER, SEED = 8, 7
-CELLS = ("stock", "k4v4", "oneshot-8x", "oneshot-16x", "oneshot-32x")
+CELLS = ("stock", "k4v4", "oneshot-8x")
 
 
 def token_bytes(model: Path) -> int:
@@ -39,14 +39,14 @@ def token_bytes(model: Path) -> int:
 
 def measure(cells: list[str], model: Path, a: argparse.Namespace) -> dict[str, dict]:
     """Of one server: stock alone, or what requests ask ours for."""
-    options = ["--chunked-prefill-size", str(a.chunk), "--context-length", str(CONTEXT), "--max-running-requests", "2"]
+    options = ["--context-length", str(a.context), "--max-running-requests", "2"]
     options += ["--skip-server-warmup", *(common.ON_GPU.split() if common.has_gpu() else [])]
     if cells == ["stock"]:
         memory = resolve_config(SimpleNamespace(kvc_memory=a.memory)).memory
         tokens = memory // token_bytes(model) // a.block * a.block
         args = common.stock("--page-size", str(a.block), "--max-total-tokens", str(tokens), *options)
     else:
-        args = common.kvc("k4v4", *options, block=a.block, memory=a.memory)
+        args = common.kvc("k4v4", "--chunked-prefill-size", str(a.chunk), *options, block=a.block, memory=a.memory)
     rows, draw = {}, random.Random(SEED)
     env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     with common.Server(args, model=model, env=env) as server:
@@ -83,6 +83,7 @@ def main() -> None:
     p.add_argument("--memory", default="16MiB")
     p.add_argument("--chunk", type=int, default=256)
     p.add_argument("--block", type=int, default=128)
+    p.add_argument("--context", type=int, default=1 << 17, help="tokens, more than any of the prompts has")
     p.add_argument("--model", choices=tuple(fetch.MODELS), help="instead of a tiny one with random weights")
     p.add_argument("--cells", default=",".join(CELLS))
     p.add_argument("--name", default=NAME)
