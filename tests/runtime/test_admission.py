@@ -12,7 +12,7 @@ from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
-from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info
+from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_prompts
 from kvc_patches.lookup import longest_request
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
@@ -323,6 +323,14 @@ def test_what_the_worker_tells(monkeypatch):
         worker.model_config.context_len = context
         found = around_get_worker_info(lambda self: told, worker)
         assert found == (*told[:4], limit, limit - 5, 42)
+    # One-shot prompts, which a server without a window offers, may be longer still.
+    runtime = ToyServer(high="k4v4", window=0).runtime
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
+    worker.model_config.context_len = 100_000
+    limits = longest_prompts(runtime)
+    assert limits["default"] == longest_request(runtime, 1) - 2 and limits["default"] < limits["one-shot:64x"]
+    assert limits["one-shot:8x"] == longest_request(runtime, 1, Budget(ratio=8)) - 2
+    assert around_get_worker_info(lambda self: told, worker)[LENGTH] == limits["one-shot:64x"] + 2
     # What a cold block may become is nothing that a request counts on.
     runtime = ToyServer(high="k8v4", floor="k4v4").runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)

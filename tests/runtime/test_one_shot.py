@@ -412,3 +412,32 @@ def test_who_cannot_be_served(runtime, windowed, page, session, why):
     with pytest.raises(ValueError, match=why) as e:
         one_shot.check_served(runtime, in_session=session)
     assert str(e.value).startswith("A one-shot prompt cannot") and str(e.value).count(". ") == 0
+
+
+def test_a_client_that_reads_the_prompt_gets_a_sentence(tight):
+    """Where its chunks have probes, and only there."""
+    room, budget = tight.capacity.one_shot, Budget(ratio=16)
+    for tokens, stays in ((8 * P - 10, 0), (16 * P, 4), (27 * P, 2)):
+        assert room.stays(budget, tokens, 1, P) == stays
+        if 0 < stays < 4:
+            with pytest.raises(ValueError, match=f"up to {room.room - P} tokens") as e:
+                room.check_read(budget, tokens, 1, P)
+            assert str(e.value).count(". ") == 0
+        else:
+            room.check_read(budget, tokens, 1, P)
+
+
+def test_limits_of_a_budget(tight):
+    """Every prompt up to the longest one fits, no longer one does, and no shorter chunk allows less."""
+    room = tight.capacity.one_shot
+    for text in ("one-shot:1x", "one-shot:5x", "one-shot:16x", "one-shot:64x", "one-shot:100", "one-shot:9999"):
+        budget, before = Budget.parse(text), 0
+        for chunk in (6 * P, 2 * P, P):
+            longest = room.longest(budget, 1, chunk)
+            fits = [room.stays(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
+            assert fits == [True] * longest + [False] * 4 and longest >= before
+            capacity = tight.sizing.capacity_tokens
+            assert all(room.need(budget, n, 1, 1, chunk) + P < capacity for n in range(1, longest))
+            assert room.need(budget, longest + 1, 1, 1, chunk) > capacity
+            before = longest
+    assert room.longest(Budget(ratio=16), 1, None) < tight.sizing.capacity_tokens
