@@ -68,6 +68,8 @@ SINGLES = {
     "papers.longgen.vs_bf16.kv-compress-16x": "the same, budget 16x",
     **{f"papers.rate{r}": f"output tokens/s vs. stock bf16, 64 one-shot prompts of 4096 tokens at {r}x in memory for 6"
        for r in (1, 2, 4, 8, 16, 32, 64)},
+    **{f"papers.longest.{k}": f"longest prompt served in equal KV memory vs. stock bf16, {k}"
+       for k in ("k4v4", "oneshot-8x", "oneshot-16x", "oneshot-32x")},
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",
     "papers.retraction_recompute_pool": "the same without host memory",
     "decode.bandwidth.k8v4": "memory bandwidth of k8v4 decode attention, share of a device copy's",

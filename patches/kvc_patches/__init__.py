@@ -21,6 +21,7 @@ MODULES = (
     "limits",
     "memory_saver",
     "metrics",
+    "probes",
     "requests",
     "retraction",
     "scheduler",

@@ -96,8 +96,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     new = len(req.full_untruncated_fill_ids) - req.prefix_len
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
     chunk = None if self.rem_chunk_tokens is None else chunk_tokens()
-    one_shot = budget_of(req) is not None
-    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk, one_shot)
+    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk, budget_of(req))
     chosen = (_staged(self, runtime, r) for r in self.can_run_list)
     if not runtime.capacity.may_stage(_staged(self, runtime, req), chosen):
         return AddReqResult.OTHER
@@ -113,8 +112,8 @@ def around_add_chunked_req(orig, self, req):
     end = min(len(req.full_untruncated_fill_ids), req.prefix_len + self.rem_chunk_tokens)
     need = runtime.capacity.new_block_tokens([req.kvc], [end]) + self.kvc_decode_tokens
     shortage = self.rem_chunk_tokens - int(self.rem_total_tokens)
-    one_shot = budget_of(req) is not None
-    credit = runtime.capacity.chunk_credit(need, shortage, len(self.running_batch.reqs), one_shot)
+    whole = req.kvc.one_shot is not None and not req.kvc.one_shot.stays
+    credit = runtime.capacity.chunk_credit(need, shortage, len(self.running_batch.reqs), whole)
     if credit is None:
         # No other prompt in this pass: SGLang counts a chunk of this one with every batch, and knows one at a time.
         self.rem_chunk_tokens = 0

@@ -7,7 +7,7 @@ asked for a spare block per request: at 128 tokens per block that slack would ev
 
 from __future__ import annotations
 
-from .lookup import budget_of, format_id_of, runtime_of
+from .lookup import budget_of, chunk_tokens, format_id_of, runtime_of
 from .registry import hook
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
@@ -20,9 +20,7 @@ def around_alloc_for_extend(orig, batch):
     lengths = batch.seq_lens_cpu.tolist()
     for req, length in zip(batch.reqs, lengths):
         if getattr(req, "kvc", None) is None:
-            cached = req.kv.cache_protected_len
-            blocks = tree.path_blocks(req.last_node)[: cached // allocator.page_size]
-            req.kvc = runtime.new_sequence(blocks, cached, format_id_of(runtime, req), budget_of(req))
+            req.kvc = _new_sequence(runtime, tree, req)
         req.kvc.prompt = length
     runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_sequences([req.kvc for req in batch.reqs], lengths):
@@ -31,6 +29,16 @@ def around_alloc_for_extend(orig, batch):
         if req.kvc.one_shot is not None:
             req.kvc.one_shot.row = req.kv.req_pool_idx
     return out
+
+
+def _new_sequence(runtime, tree, req):
+    """The record of a request that starts, or comes again after a retraction."""
+    format_id = format_id_of(runtime, req)
+    if (budget := budget_of(req)) is not None:
+        return runtime.new_one_shot(budget, len(req.full_untruncated_fill_ids), format_id, chunk_tokens())
+    cached = req.kv.cache_protected_len
+    blocks = tree.path_blocks(req.last_node)[: cached // runtime.layout.block_tokens]
+    return runtime.new_sequence(blocks, cached, format_id)
 
 
 def around_alloc_for_decode(orig, batch, token_per_req):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from .limits import longest_prompts
 from .lookup import current
 from .registry import hook
 
@@ -33,6 +34,7 @@ def _figures(runtime) -> dict:
 
     state: dict = {"config": runtime.config.to_dict()}
     try:
+        state["longest_prompt"] = longest_prompts(runtime)
         stats, head_map = figures(runtime)
         state |= {"stats": stats.to_dict(), "head_map": head_map.to_dict()}
     except Exception as e:

@@ -1,7 +1,8 @@
 """`TpModelWorker.get_worker_info`: the longest request that SGLang accepts.
 
 SGLang accepts what fits into the pool uncompressed. Packed chunk by chunk, a longer request fits, and the limit here is
-that of the format that takes the least memory. `requests` applies the limit of each request's own format.
+that of the format, or of the budget of a one-shot prompt, that takes the least memory. `requests` applies the limit of
+each request's own.
 
 SGLang admits a request only with a page beside it. One that fits without the page would wait forever, and all others
 behind it. With pages of one token that is a length or two; here a page is a block.
@@ -13,6 +14,7 @@ from .lookup import current, longest_request
 from .registry import hook
 
 LENGTH, INPUT = 4, 5  # indices of `max_req_len` and `max_req_input_len` in the worker's tuple
+TOLD = ("8x", "16x", "32x", "64x")  # budgets whose limits `/server_info` states
 
 
 def around_get_worker_info(orig, self):
@@ -23,9 +25,27 @@ def around_get_worker_info(orig, self):
     # Formats below the server's own are none that a request starts at.
     formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
     longest = max(longest_request(runtime, format_id) for format_id in formats)
+    longest = max(longest, *(tokens + 2 for tokens in longest_prompts(runtime).values()))
     out[LENGTH] = min(self.model_config.context_len - 1, longest)
     out[INPUT] = max(1, out[LENGTH] - margin)
     return tuple(out)
+
+
+def longest_prompts(runtime) -> dict[str, int]:
+    """Tokens of the longest prompt that has an answer, by what its request asks for. The context may be shorter."""
+    from sglang_kvc.cache.one_shot import PREFIX, Budget, check_served
+    from sglang_kvc.options.request_quality import offered
+
+    format_id = runtime.policy.format_id_of(None)
+    limits = {"default": longest_request(runtime, format_id)}
+    try:
+        check_served(runtime, in_session=False)
+        served = PREFIX in offered(runtime.config)
+    except ValueError:
+        served = False
+    for name in (f"{PREFIX}:{ratio}" for ratio in TOLD) if served else ():
+        limits[name] = longest_request(runtime, format_id, Budget.parse(name))
+    return {name: tokens - 2 for name, tokens in limits.items()}
 
 
 def register() -> None:

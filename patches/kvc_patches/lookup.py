@@ -34,9 +34,12 @@ def format_id_of(runtime: Runtime, req: Any) -> int:
     return runtime.policy.format_id_of(None if budget_of(req) else level(req))
 
 
-def longest_request(runtime: Runtime, format_id: int, one_shot: bool = False) -> int:
-    """Tokens of the longest request, with its answer, whose blocks go to `format_id`."""
-    return runtime.capacity.longest_request(format_id, chunk_tokens(), one_shot)
+def longest_request(runtime: Runtime, format_id: int, budget: Budget | None = None, prompt: int | None = None) -> int:
+    """Tokens of the longest request, with its answer, whose blocks go to `format_id`. `budget`: that of a one-shot
+    prompt of `prompt` tokens, or of any length."""
+    if budget is None:
+        return runtime.capacity.longest_request(format_id, chunk_tokens())
+    return runtime.capacity.one_shot.longest(budget, format_id, chunk_tokens(), prompt)
 
 
 def chunk_tokens() -> int | None:

@@ -72,21 +72,32 @@ def before_add_request_to_queue(self, req, is_retracted=False):
 def _bound(req, runtime, *, answers: bool) -> None:
     """Abort a request that is too long for its level, or cut its answer."""
     params, prompt, format_id = req.sampling_params, len(req.origin_input_ids), format_id_of(runtime, req)
-    one_shot = budget_of(req) is not None
+    budget = budget_of(req)
     if answers:
-        longest = longest_request(runtime, format_id, one_shot)
+        longest = longest_request(runtime, format_id, budget, prompt)
         fits = prompt < longest - 1
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
     else:
-        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), one_shot)
+        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), budget)
     if not fits:
         level = f" at {req.kvc_level}" if req.kvc_level else ""
         req.set_finish_with_abort(
             f"The prompt of {prompt} tokens does not fit into the KV cache{level}, which holds "
-            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a shorter one, or start the server with more "
-            "--kvc-memory."
+            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use one of up to "
+            f"{longest_request(runtime, format_id, budget) - 2} tokens, or start the server with more --kvc-memory."
         )
+    elif budget is not None and _reads_prompt(req):
+        try:
+            runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens())
+        except ValueError as e:
+            req.set_finish_with_abort(str(e))
+
+
+def _reads_prompt(req) -> bool:
+    """Whether a request brings other than tokens, or wants more than its answer."""
+    scored = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    return scored or req.return_hidden_states or req.input_embeds is not None
 
 
 def _served():

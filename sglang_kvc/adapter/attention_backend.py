@@ -98,7 +98,7 @@ class KvcAttnBackend(AttentionBackend):
         write = slots // p, slots % p
         seqs = self.runtime.sequences_of(fb.rids or [])
         seqs += [None] * (len(lens) - len(seqs))  # an idle rank prefills a prompt of nobody
-        gaps = [seq.gap if seq is not None and seq.decoding else 0 for seq in seqs]
+        gaps = [0 if seq is None else seq.gap for seq in seqs]
         if any(gaps):
             self.runtime.page_ops.gaps.leave_out(row_blocks, fb.req_pool_indices)
             lens = [n - gap * p for n, gap in zip(lens, gaps)]

@@ -118,8 +118,17 @@ class KvcRadixCache(DiskCache, StreamingCache):
             if done and not isinstance(req.finished_reason, FINISH_ABORT):
                 self.register_session(req)
         if not done:
-            chunk = up_to < len(req.full_untruncated_fill_ids)
-            self.runtime.tokens_written(seq, up_to, Phase.CHUNK if chunk else Phase.PREFILL)
+            all_tokens = len(req.full_untruncated_fill_ids)
+            probe = seq.probe_tokens(req.prefix_len, up_to, all_tokens)
+            self.runtime.tokens_written(seq, up_to - probe, Phase.CHUNK if up_to < all_tokens else Phase.PREFILL)
+            if probe:
+                self._take_back(req, up_to - probe)
+
+    def _take_back(self, req, length: int) -> None:
+        """The next chunk of `req` begins behind its first `length` tokens."""
+        self.runtime.cut(req.kvc, length)
+        req.extend_end = req.already_computed = length
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = length
 
     def keep_retracted(self, req) -> None:
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like

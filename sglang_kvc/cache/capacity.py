@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from kvc_kernels.layout import BlockFormat, PoolLayout
 from ..policies import SEQUENCE, Policy
 from .blocks import Blocks, State
 from .ledger import Ledger
+from .one_shot import Budget
 from .sequence import Sequence
 from .sizing import Sizing
+from .thinning import OneShotRoom
 
 
 @dataclass
@@ -110,20 +113,26 @@ class Capacity:
         """Whether a chunked prompt is packed only at its end: attention by its later tokens decides what is kept."""
         return self.policy.scope == SEQUENCE
 
+    @cached_property
+    def one_shot(self) -> OneShotRoom:
+        """What one-shot prompts need."""
+        return OneShotRoom(self)
+
     def prompt_tokens(
-        self, new: int, answer: int, format_id: int, chunk: int | None, one_shot: bool = False
+        self, new: int, answer: int, format_id: int, chunk: int | None, budget: Budget | None = None
     ) -> float:
         """Memory that a prompt of `new` uncached tokens with an answer of `answer` needs at most.
 
         Where chunks are packed one by one, two of them and the window are uncompressed at a time: a chunk is packed
         when the CPU has its result, which is after the launch of the next. `chunk` is None where prompts are whole.
-        A `one_shot` prompt is uncompressed until it is complete.
+        `budget`: that of a one-shot prompt.
         """
-        waits = one_shot or self.packs_whole_prompts
-        whole = new if chunk is None or waits else min(new, 2 * chunk + self.window)
+        if budget is not None:
+            return self.one_shot.need(budget, new, answer, format_id, chunk)
+        whole = new if chunk is None or self.packs_whole_prompts else min(new, 2 * chunk + self.window)
         return whole + self.growth_tokens(new - whole + answer, format_id, whole)
 
-    def longest_request(self, format_id: int, chunk: int | None, one_shot: bool = False) -> int:
+    def longest_request(self, format_id: int, chunk: int | None) -> int:
         """Tokens of the longest request, with its answer, that an empty server admits, however they are divided.
 
         SGLang admits a request with one page beside it, and a page here is a block. Where chunks are packed one by one,
@@ -132,29 +141,29 @@ class Capacity:
         """
         p = self.layout.block_tokens
         room = self.sizing.capacity_tokens - p - 2
-        if chunk is not None and not (one_shot or self.packs_whole_prompts):
+        if chunk is not None and not self.packs_whole_prompts:
             most_open = 2 * chunk + self.window + p
             room = max(room, most_open + int((room - p - most_open) / self.packed_tokens(1, format_id)))
         return max(1, min(room, (self.blocks.num_blocks - 3) * p))
 
-    def prompt_ever_fits(self, new: int, format_id: int, chunk: int | None, one_shot: bool = False) -> bool:
+    def prompt_ever_fits(self, new: int, format_id: int, chunk: int | None, budget: Budget | None = None) -> bool:
         """Whether an empty server admits a prompt of `new` tokens. SGLang asks for one block more and for less than
         all."""
-        need = self.prompt_tokens(new, 0, format_id, chunk, one_shot) + self.layout.block_tokens
+        need = self.prompt_tokens(new, 0, format_id, chunk, budget) + self.layout.block_tokens
         return need < self.sizing.capacity_tokens
 
-    def chunk_credit(self, need: int, shortage: int, running: int, one_shot: bool = False) -> int | None:
+    def chunk_credit(self, need: int, shortage: int, running: int, waits_whole: bool = False) -> int | None:
         """Tokens that the next chunk of a prompt may draw from the reserve for answers; None: the chunk waits.
 
         `need`: tokens of its new blocks. `shortage`: tokens that SGLang would cut from it to keep the reserve. A chunk
         draws on the reserve only until it is packed, so it stays whole while each of `running` requests still finds a
-        block.
+        block. `waits_whole`: it is packed when its prompt is complete.
         """
         room = self.reachable_tokens()
         if need > room:
             return None
         whole = need + running * self.layout.block_tokens <= room
-        return max(0, shortage) if whole and not (one_shot or self.packs_whole_prompts) else 0
+        return max(0, shortage) if whole and not (waits_whole or self.packs_whole_prompts) else 0
 
     # ---- staging: cached blocks that running windows keep uncompressed, fake-quantized for the queries of a prefill
 

@@ -1,8 +1,9 @@
 """One-shot prompts: a request whose whole prompt keeps a budget of pages, for this request alone.
 
-The heads, layers and positions of the prompt compete once, when it is complete, by the attention of its last queries
-(KV-Compress, arXiv 2410.00161). `Budget` is what the client asks for, `Plan` the sizes that the CPU knows when it
-queues the packing, and `OneShotPrompt` the record of one request.
+The heads, layers and positions of the prompt compete when it is complete, by the attention of its last queries
+(KV-Compress, arXiv 2410.00161). A prompt that does not fit uncompressed is thinned before (`thinning`). `Budget` is
+what the client asks for, `Plan` the sizes that the CPU knows when it queues the packing, and `OneShotPrompt` the record
+of one request.
 """
 
 from __future__ import annotations
@@ -108,17 +109,24 @@ class OneShotPrompt:
     format_id: storage of what is kept, and of the answer.
     row: the request's row of `req_to_token`, -1 before it has one.
     queries: its last query rows, from the first forward of the prompt until that is packed.
-    packed: whether the packing is queued; the answer is then packed like any other.
-    first, dropped: the gap, places of the sequence without blocks.
+    packed: whether the packing of the whole prompt is queued; the answer is then packed like any other.
+    tokens: length of the prompt.
+    stays: blocks of each segment that stay until the prompt is complete; 0: it is uncompressed until then.
+    reserved: first places of the sequence whose blocks stay until then.
+    first, dropped, held: the gap, places of the sequence without tokens, of which the first `held` have blocks.
     """
 
     budget: Budget
     format_id: int
+    tokens: int
+    stays: int = 0
+    reserved: int = 0
     row: int = -1
     queries: LastQueries | None = field(default=None, repr=False)
     packed: bool = False
     first: int = 0
     dropped: int = 0
+    held: int = 0
 
 
 def check_served(runtime: Runtime, *, in_session: bool, returns_experts: bool = False) -> None:

@@ -66,21 +66,49 @@ class Load:
 
 @dataclass(frozen=True)
 class PackPrompt:
-    """Pack the tokens that a one-shot prompt keeps into the first of its full blocks, and free the others.
+    """Pack the tokens that a one-shot prompt keeps into a few blocks, and free the others.
 
-    blocks: all blocks of the prompt, which stays uncompressed until then; the last one may be part-filled.
+    blocks: all blocks that hold tokens of the prompt. The first `packed` of them were packed while it came in, the
+        others are uncompressed; the last one may be part-filled.
     full: number of full ones.
-    tokens: length of the prompt.
-    row: row of `req_to_token`, which has a gap from then on.
+    tokens: that they hold.
+    into: blocks of the result, each one of `blocks` or one without pages.
+    row: row of `req_to_token`, which has a gap of `gap` places behind `into` from then on.
     """
 
     blocks: np.ndarray
+    packed: int
     full: int
     tokens: int
+    into: np.ndarray
     to_format: int
     plan: Plan
     queries: LastQueries
     row: int
+    gap: int
+
+
+@dataclass(frozen=True)
+class Thin:
+    """Pack uncompressed blocks of a one-shot prompt: every head keeps its best tokens in fewer blocks. The others are
+    freed.
+
+    blocks: all blocks that hold tokens of the prompt, in order. The first `packed` of them were packed before, the
+        `count` behind them are packed now, and the rest stays uncompressed.
+    tokens: that they hold, with the probe at the end.
+    into: blocks of the result, each one of those that are packed now or one without pages.
+    row: row of `req_to_token`, which has a gap of `gap` places behind the packed blocks from then on.
+    """
+
+    blocks: np.ndarray
+    packed: int
+    count: int
+    tokens: int
+    into: np.ndarray
+    to_format: int
+    queries: LastQueries
+    row: int
+    gap: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +119,7 @@ class EndGap:
     blocks: np.ndarray
 
 
-Op = Take | Release | Compact | Save | Load | PackPrompt | EndGap
+Op = Take | Release | Compact | Save | Load | PackPrompt | Thin | EndGap
 
 
 @dataclass

@@ -13,7 +13,7 @@ from kvc_kernels.store import PageStore
 
 from ..policies import Evidence, Policy
 from .one_shot import POOL, SINKS
-from .op_queue import Compact, EndGap, Load, Op, PackPrompt, Release, Save, Take
+from .op_queue import Compact, EndGap, Load, Op, PackPrompt, Release, Save, Take, Thin
 
 if TYPE_CHECKING:
     from .transfers import Transfers
@@ -55,6 +55,8 @@ class PageOps:
             self.transfers.load(op.blocks, op.format_id, op.units, op.loading)
         elif isinstance(op, PackPrompt):
             self._pack_prompt(op)
+        elif isinstance(op, Thin):
+            self._thin(op)
         elif isinstance(op, EndGap):
             self.gaps.close(op.row)
         else:
@@ -67,14 +69,37 @@ class PageOps:
         blocks, page_tokens = self._to_device(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
         best, worth = [], []
         for layer in range(layout.layers):
-            scores = ops.prompt_scores(store, layer, blocks, op.tokens, op.queries)
+            scores = ops.prompt_scores(
+                store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
+            )
             pooled = ops.pool_scores(scores, POOL)[:, : op.full * p]
             ranked = ops.ranked_tokens(pooled, plan.kept_blocks * p, page_tokens, SINKS, plan.last)
             best.append(ranked[0])
             worth.append(ranked[1])
         pages = ops.sequence_quota(torch.cat(worth), plan.pages, plan.floor).view(layout.layers, layout.heads)
-        ops.pack_kept(store, blocks[: op.full], plan.kept_blocks, op.to_format, torch.stack(best), pages)
-        self.gaps.open(op.row, plan.kept_blocks, op.full - plan.kept_blocks)
+        ops.pack_kept(
+            store, blocks[: op.full], plan.kept_blocks, op.to_format, torch.stack(best), pages, packed=op.packed,
+            into=self._to_device(op.into),
+        )  # fmt: skip
+        self.gaps.open(op.row, plan.kept_blocks, op.gap)
+
+    def _thin(self, op: Thin) -> None:
+        """Let every head keep its best tokens, as many as the blocks `into` hold, by the attention of the probe. The
+        first tokens of the prompt stay for the last competition."""
+        store, layout, p = self.store, self.store.layout, self.store.layout.block_tokens
+        blocks, into = self._to_device(op.blocks), self._to_device(op.into)
+        fmt, end, best = store.block_formats[op.to_format].high, op.packed + op.count, []
+        for layer in range(layout.layers):
+            scores = ops.prompt_scores(
+                store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
+            )
+            pooled = ops.pool_scores(scores, POOL)[:, op.packed * p : end * p]
+            best.append(ops.ranked_tokens(pooled, len(into) * p, p, 0 if op.packed else SINKS, 0)[0])
+        pages = torch.full((layout.layers, layout.heads), len(into) * layout.pages_for(fmt, p), device=store.device)
+        ops.pack_kept(
+            store, blocks[op.packed : end], len(into), op.to_format, torch.stack(best), pages, into=into
+        )
+        self.gaps.open(op.row, op.packed + len(into), op.gap)
 
     def _to_device(self, ids: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(ids)

@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvc_kernels.store import SCRATCH_BLOCK
+
+from . import thinning
 from .blocks import State
-from .op_queue import PackPrompt
+from .one_shot import WINDOW
+from .op_queue import PackPrompt, Thin
 
 if TYPE_CHECKING:
     from .runtime import Runtime
     from .sequence import Sequence
 
 
+def queue_segments(runtime: Runtime, seq: Sequence, length: int) -> None:
+    """Queue the segments of a one-shot prompt that are complete now that `length` tokens of it are written, and behind
+    them a probe, unless it is uncompressed until it is complete."""
+    block_tokens, prompt, segment = runtime.layout.block_tokens, seq.one_shot, thinning.SEGMENT
+    assert prompt is not None
+    # The last queries' own tokens are never dropped.
+    first, end = seq.window_start, min(length, prompt.tokens - WINDOW) // block_tokens // segment * segment
+    if prompt.stays == thinning.WHOLE or end <= first:
+        return
+    left = np.asarray(seq.slide(end * block_tokens), dtype=np.int64)
+    if prompt.stays == segment:
+        runtime.queue_due(left, prompt.format_id)
+        return
+    if prompt.queries is None:
+        raise RuntimeError("a chunk of a one-shot prompt is complete, but no forward noted its last queries")
+    packed, kept = (place // segment * prompt.stays for place in (first, end))
+    blocks = np.asarray(seq.blocks[:packed] + left.tolist() + seq.blocks[end:], dtype=np.int64)
+    into, gap = np.asarray(seq.blocks[packed:kept], dtype=np.int64), end - kept
+    tokens = seq.length - (first - packed) * block_tokens
+    runtime.log.push(
+        Thin(blocks, packed, len(left), tokens, into, prompt.format_id, prompt.queries, prompt.row, gap)
+    )
+    runtime.counters.compactions += len(left)
+    _store(runtime, left, prompt.format_id, 0, 0)
+    pages = len(into) * runtime.store.block_formats[prompt.format_id].pages
+    _store(runtime, into, prompt.format_id, pages, len(left) * block_tokens)
+    _open_gap(runtime, seq, kept, end, max(0, min(prompt.reserved, end) - kept))
+    _drop(runtime, left[max(0, prompt.reserved - first) :])
+
+
 def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
     """Queue the full blocks of a one-shot prompt, now that it and `length` tokens in total are written."""
     block_tokens, prompt = runtime.layout.block_tokens, seq.one_shot
     assert prompt is not None
-    left, full = seq.slide(length), seq.prompt // block_tokens
-    assert seq.window_start == len(left) >= full, "a block of the prompt was packed before it was complete"
+    first, full = seq.window_start, seq.prompt // block_tokens
+    left = seq.slide(length)
+    assert seq.window_start >= full, "a prompt is packed before it is complete"
     seq.format_id, prompt.packed = prompt.format_id, True
     queries, prompt.queries = prompt.queries, None
     fmt = runtime.store.block_formats[seq.format_id].high
@@ -29,20 +65,47 @@ def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
         return
     if queries is None:
         raise RuntimeError("a one-shot prompt is complete, but no forward noted its last queries")
-    blocks = np.asarray(seq.blocks[: -(-seq.prompt // block_tokens)], dtype=np.int64)
-    kept, dropped = blocks[: plan.kept_blocks], blocks[plan.kept_blocks : full]
-    runtime.log.push(PackPrompt(blocks, full, seq.prompt, seq.format_id, plan, queries, prompt.row))
-    # How many pages each block gets depends on the data, but they live and die together.
-    runtime.ledger.set(kept, _shares(plan.pages, len(kept)))
-    runtime.blocks.num_tokens[kept] = _shares(full * block_tokens, len(kept))
-    runtime.blocks.state[kept] = State.PACKED
-    runtime.blocks.format_id[kept] = seq.format_id
-    runtime.counters.compactions += full
-    seq.open_gap(plan.kept_blocks, full)
-    runtime.gap_blocks += seq.gap
-    runtime.blocks.give_back(dropped)
-    runtime.ledger.drop(dropped)
-    runtime.queue_due(left[full:], seq.format_id, length)
+    if prompt.stays != thinning.WHOLE:
+        kept_blocks = min(plan.kept_blocks, prompt.reserved)
+        heads = runtime.layout.layers * runtime.layout.heads
+        most = kept_blocks * heads * (block_tokens // runtime.layout.page(fmt).tokens)
+        plan = replace(plan, kept_blocks=kept_blocks, pages=min(plan.pages, most))
+    packed = seq.blocks[: prompt.first if prompt.dropped else first]
+    blocks = np.asarray(packed + seq.blocks[first : -(-seq.prompt // block_tokens)], dtype=np.int64)
+    mine = np.asarray(seq.blocks[:full], dtype=np.int64)
+    kept, dropped = mine[: plan.kept_blocks], mine[plan.kept_blocks :]
+    dropped = dropped[dropped != SCRATCH_BLOCK]
+    stored, gap = len(packed) + full - first, full - plan.kept_blocks
+    tokens = seq.prompt - (full - stored) * block_tokens
+    runtime.log.push(
+        PackPrompt(blocks, len(packed), stored, tokens, kept, seq.format_id, plan, queries, prompt.row, gap)
+    )
+    runtime.counters.compactions += full - first
+    _store(runtime, kept, seq.format_id, plan.pages, full * block_tokens)
+    _open_gap(runtime, seq, plan.kept_blocks, full)
+    _drop(runtime, dropped)
+    runtime.queue_due(left[full - first :], seq.format_id, length)
+
+
+def _store(runtime: Runtime, blocks: np.ndarray, format_id: int, pages: int, tokens: int) -> None:
+    """Record that packed `blocks` hold `pages` pages in total, which stand for `tokens` tokens. How many each holds may
+    depend on the data, but they live and die together."""
+    runtime.ledger.set(blocks, _shares(pages, len(blocks)))
+    runtime.blocks.num_tokens[blocks] = _shares(tokens, len(blocks))
+    runtime.blocks.state[blocks] = State.PACKED
+    runtime.blocks.format_id[blocks] = format_id
+
+
+def _open_gap(runtime: Runtime, seq: Sequence, first: int, end: int, held: int = 0) -> None:
+    runtime.gap_blocks -= seq.missing
+    seq.open_gap(first, end, held)
+    runtime.gap_blocks += seq.missing
+
+
+def _drop(runtime: Runtime, blocks: np.ndarray) -> None:
+    """Free `blocks`, whose pages a queued operation returns."""
+    runtime.blocks.give_back(blocks)
+    runtime.ledger.drop(blocks)
 
 
 def _shares(total: int, parts: int) -> np.ndarray:

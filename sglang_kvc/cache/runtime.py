@@ -28,9 +28,10 @@ from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
 from .op_queue import Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
-from .prompt_packing import queue_prompt
+from .prompt_packing import queue_prompt, queue_segments
 from .sequence import Sequence, extend_each, places_to_replan
 from .sizing import Sizing
+from .thinning import WHOLE, held_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,16 +122,20 @@ class Runtime:
     # ---- sequences (scheduler side)
 
     def new_sequence(
-        self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, format_id: int = 1, budget: Budget | None = None
+        self, prefix_blocks: np.ndarray = NO_BLOCKS, length: int = 0, format_id: int = 1
     ) -> Sequence:
-        """The record of a request that starts with `length` cached tokens in `prefix_blocks` (int64).
-
-        With a `budget` it starts with none, and is uncompressed until its prompt is complete."""
+        """The record of a request that starts with `length` cached tokens in `prefix_blocks` (int64)."""
         p, window = self.layout.block_tokens, self.config.window
-        if budget is None:
-            return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
-        seq = Sequence.admit(self.blocks, p, window, NO_BLOCKS, 0, format_id=0)
-        seq.one_shot = OneShotPrompt(budget, format_id)
+        return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
+
+    def new_one_shot(self, budget: Budget, tokens: int, format_id: int = 1, chunk: int | None = None) -> Sequence:
+        """The record of a request with a budget for its prompt of `tokens` tokens, which comes in chunks of `chunk`.
+
+        It starts with no cached token."""
+        seq = Sequence.admit(self.blocks, self.layout.block_tokens, self.config.window, NO_BLOCKS, 0, format_id=0)
+        stays = self.capacity.one_shot.stays(budget, tokens, format_id, chunk) or WHOLE
+        reserved = held_blocks(stays, tokens // self.layout.block_tokens)
+        seq.one_shot = OneShotPrompt(budget, format_id, tokens, stays, reserved)
         return seq
 
     def grow(self, seqs: list[Sequence], lengths: list[int]) -> bool:
@@ -182,13 +187,16 @@ class Runtime:
         * END: the full blocks that the tree keeps, `kept`; the window is gone. `length` is 0 where nothing was
           generated.
 
-        A one-shot prompt is packed as a whole, by the first event behind it; its answer goes by these rules.
+        A one-shot prompt is packed as a whole, by the first event behind it, and if it does not fit uncompressed, also
+        in segments, after each chunk; its answer goes by these rules.
         """
         if phase is Phase.END:
             self.queue_due(kept, seq.format_id, length)
         elif seq.waits_whole:
             if phase is Phase.PREFILL:
                 queue_prompt(self, seq, length)
+            else:
+                queue_segments(self, seq, length)
         elif phase is Phase.PREFILL or not self.capacity.packs_whole_prompts:
             self.queue_due(seq.slide(length), seq.format_id)
 
@@ -280,11 +288,15 @@ class Runtime:
             length = np.full(len(array), length)
         return self._queue(array[due], from_format=0, to_format=format_id, lengths=length[due])
 
+    def cut(self, seq: Sequence, length: int) -> None:
+        """Forget what is written of `seq` behind the first `length` tokens, in blocks that are its alone."""
+        self.free(seq.cut(length))
+
     def free_sequence(self, seq: Sequence) -> None:
         """Return the blocks of an ended sequence that the tree did not take over."""
         self.free(seq.owned()[seq.shared :])
         if seq.gap:
-            self.gap_blocks -= seq.gap
+            self.gap_blocks -= seq.missing
             self.log.push(EndGap(seq.one_shot.row, NO_BLOCKS))  # type: ignore[union-attr]  # only these have a gap
 
     def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:

@@ -10,6 +10,7 @@ from kvc_kernels.store import SCRATCH_BLOCK
 
 from .blocks import Blocks
 from .one_shot import OneShotPrompt
+from .thinning import probe_tokens
 
 TURNS = 16  # parts of a block's time; each has one turn, which is enough for 2^16 blocks behind the window
 
@@ -106,6 +107,16 @@ class Sequence:
             num_tokens[self.blocks[i]] = min(p, length - i * p)
         self.records.sequences.length[self.row] = length
 
+    def cut(self, length: int) -> list[int]:
+        """Keep `length` tokens; returns the blocks behind them, which are uncompressed and not shared."""
+        p, table = self.block_tokens, self.records.sequences
+        count = -(-length // p)
+        dropped, self.blocks[count:] = self.blocks[count:], []
+        table.length[self.row], table.room[self.row] = length, count * p
+        table.last_block[self.row] = self.blocks[-1]
+        self.records.num_tokens[self.blocks[-1]] = length - (count - 1) * p
+        return dropped
+
     @property
     def length(self) -> int:
         """Tokens written or about to be."""
@@ -123,20 +134,31 @@ class Sequence:
 
     @property
     def gap(self) -> int:
-        """Places without blocks: the request stores more tokens in fewer blocks before them."""
+        """Places without tokens: the request stores more tokens in fewer blocks before them."""
         return 0 if self.one_shot is None else self.one_shot.dropped
 
-    def owned(self) -> list[int]:
-        """The blocks of all places outside the gap."""
-        if not self.gap:
-            return self.blocks
-        first = self.one_shot.first  # type: ignore[union-attr]  # only these have a gap
-        return self.blocks[:first] + self.blocks[first + self.gap :]
+    @property
+    def missing(self) -> int:
+        """Places without blocks, the last ones of the gap."""
+        return 0 if self.one_shot is None else self.one_shot.dropped - self.one_shot.held
 
-    def open_gap(self, first: int, end: int) -> None:
-        """Forget the blocks at places `first` .. `end` - 1, which lie before the window."""
-        self.blocks[first:end] = [SCRATCH_BLOCK] * (end - first)
-        self.one_shot.first, self.one_shot.dropped = first, end - first  # type: ignore[union-attr]
+    def probe_tokens(self, first: int, end: int, tokens: int) -> int:
+        """As `thinning.probe_tokens`, of its prompt."""
+        return probe_tokens(0 if self.one_shot is None else self.one_shot.stays, first, end, tokens)
+
+    def owned(self) -> list[int]:
+        """The blocks of all places that have one."""
+        if not self.missing:
+            return self.blocks
+        end = self.one_shot.first + self.gap  # type: ignore[union-attr]  # only these have a gap
+        return self.blocks[: end - self.missing] + self.blocks[end:]
+
+    def open_gap(self, first: int, end: int, held: int = 0) -> None:
+        """Places `first` .. `end` - 1, which lie before the window, hold no tokens from now on. The first `held` of
+        them keep their blocks, for tokens that come; the others are forgotten."""
+        self.blocks[first + held : end] = [SCRATCH_BLOCK] * (end - first - held)
+        prompt = self.one_shot
+        prompt.first, prompt.dropped, prompt.held = first, end - first, held  # type: ignore[union-attr]
 
     def open_tokens(self) -> int:
         """Tokens of its uncompressed blocks. Packed blocks of a cached prefix stay packed, in the window too."""

@@ -167,7 +167,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             "Policy quantise: whether single requests may ask for a budget of their whole prompt, with custom_params "
-            '{"kvc": "one-shot:16x"}. Such a prompt is uncompressed until it is complete, and shares no block. '
+            '{"kvc": "one-shot:16x"}. Such a prompt shares no block. '
             "'true' (default), or 'false': such a request gets an error."
         ),
         NS("memory"),

@@ -54,16 +54,20 @@ def check_reads(server, reqs: list) -> None:
         assert len(mine) == -(-n // P) and (row.numpy() == expected)[backed].all(), "a row and its record differ"
         listed = row[None, ::P].clone() // P
         left_out = runtime.page_ops.gaps.leave_out(listed, torch.tensor([req.kv.req_pool_idx]))
-        assert listed[0, : len(mine) - int(left_out)].tolist() == req.kvc.owned(), "a snapshot reads other blocks"
-        format_ids = set(runtime.store.format_id[req.kvc.owned()].tolist())
+        read = kept + mine[behind:]
+        assert listed[0, : len(mine) - int(left_out)].tolist() == read, "a snapshot reads other blocks"
+        format_ids = set(runtime.store.format_id[read].tolist())
         allowed = {0, format_id_of(runtime, req)}
         if req.kvc_level is None:
             allowed |= set(runtime.policy.ladder)
         assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
-            record.check_kept(runtime.store, kept, req.history[: behind * P], req.kvc.prompt)
-        for i, block in enumerate(mine[behind:], start=behind):
-            tokens = req.history[i * P : min(n, (i + 1) * P)]
+            steps = 2 if req.kvc.one_shot.stays else 1
+            record.check_kept(runtime.store, kept, req.history[: behind * P], req.kvc.prompt, steps)
+        prompt = req.full_untruncated_fill_ids
+        own = n if req.kvc.decoding else n - req.kvc.probe_tokens(req.prefix_len, n, len(prompt))
+        for i, block in enumerate(mine[behind : -(-own // P)], start=behind):
+            tokens = req.history[i * P : min(own, (i + 1) * P)]
             assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()
             if len(tokens) > len(blocks[block]):
                 blocks[block] = tokens
@@ -127,7 +131,7 @@ def check_records(server) -> None:
     blocks, ledger = runtime.blocks, runtime.ledger
     holding = [r for r in server.requests.values() if getattr(r, "kvc", None) is not None]
     own = [b for r in holding for b in r.kvc.owned()[r.kvc.shared :]]
-    gaps = sum(r.kvc.gap for r in holding)
+    gaps = sum(r.kvc.missing for r in holding)
     assert gaps == runtime.gap_blocks, "gaps drifted"
     kept, idle, stored = [], [], []
     for node in _nodes(tree):

@@ -13,6 +13,7 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -28,7 +29,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from bench.scheduler import ModelFreeScheduler
 from bench.scheduler import configured as scheduler_without_model
 from kvc_kernels import ops
-from kvc_patches import requests
+from kvc_patches import probes, requests
 from kvc_patches import scheduler as hooks
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.adapter.radix_cache import KvcRadixCache
@@ -62,11 +63,14 @@ class Overlap(ModelFreeScheduler):
 
     check_every = 1
 
-    def __init__(self, runtime, chunk: int | None, disable: bool, order: str = "fcfs", **tree):
-        self.runtime, self.seen, self.late = runtime, Counter(), 0
+    def __init__(
+        self, runtime, chunk: int | None, disable: bool, order: str = "fcfs", context: int = CONTEXT, **tree
+    ):
+        self.runtime, self.seen, self.late, self.context = runtime, Counter(), 0, context
         runtime.page_ops._compact = self._compact  # counts
         runtime.page_ops._pack_prompt = self._pack_prompt
-        pool = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
+        runtime.page_ops._thin = self._thin
+        pool = ReqToTokenPool(ROWS, context, "cpu", enable_memory_saver=False)
         runtime.page_ops.gaps = ops.RowGaps(len(pool.req_to_token), torch.device("cpu"))
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
         tree = KvcRadixCache(CacheInitParams(disable, pool, allocator, P, **tree))
@@ -144,9 +148,11 @@ class Overlap(ModelFreeScheduler):
 
     def turn(self) -> None:
         before = {r.rid: r.retraction_count for r in self.requests.values()}
+        thinned = [r for r in self.requests.values() if getattr(r, "kvc", None) is not None and r.kvc.gap]
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         self.seen["retracted"] += sum(r.retraction_count - before[r.rid] for r in self.requests.values())
+        self.seen["retracted while thinned"] += sum(r.retraction_count > before[r.rid] for r in thinned)
         if batch:
             self.result_queue.append((batch.copy(), self.run_batch(batch)))
         if self.last_batch:
@@ -178,8 +184,9 @@ class Overlap(ModelFreeScheduler):
         if checks:
             check_device(self.runtime, [r for r in self.requests.values() if getattr(r, "kvc", None) is not None])
         spans = [self._span(batch, i) for i in range(len(batch.reqs))]
-        record.write(self.runtime.store, self.req_to_token_pool.req_to_token, batch.reqs, spans)
-        self._observe(batch.reqs, spans)
+        numbers = [self._computed(req, *span) for req, span in zip(batch.reqs, spans)]
+        record.write(self.runtime.store, self.req_to_token_pool.req_to_token, batch.reqs, spans, numbers)
+        self._observe(batch.reqs, numbers)
         if checks:
             check_reads(self, batch.reqs)
         places = [end - len(req.origin_input_ids) for req, (_, end) in zip(batch.reqs, spans)]
@@ -211,15 +218,29 @@ class Overlap(ModelFreeScheduler):
         self.seen["gaps"] += op.plan.kept_blocks < op.full
         PageOps._pack_prompt(self.runtime.page_ops, op)
 
-    def _observe(self, reqs: list[Req], spans: list[tuple[int, int]]) -> None:
+    def _thin(self, op) -> None:
+        self.seen["thinned"] += op.count
+        PageOps._thin(self.runtime.page_ops, op)
+
+    @staticmethod
+    def _computed(req: Req, first: int, last: int) -> np.ndarray:
+        """Histories of the tokens that a forward computes in the places `first` .. `last` - 1."""
+        prompt = req.full_untruncated_fill_ids
+        probe = 0 if req.kvc.decoding else req.kvc.probe_tokens(first, last, len(prompt))
+        if not req.kvc.decoding:
+            ids = probes.after_get_fill_ids(req.get_fill_ids(), req)
+            assert ids == prompt[: last - probe] + prompt[len(prompt) - probe :], "other tokens are computed"
+        return np.concatenate((req.history[first : last - probe], req.history[len(prompt) - probe : len(prompt)]))
+
+    def _observe(self, reqs: list[Req], computed: list[np.ndarray]) -> None:
         """What the attention backend notes of one-shot prompts."""
-        for req, (first, last) in zip(reqs, spans):
+        for req, numbers in zip(reqs, computed):
             prompt = req.kvc.one_shot
             if prompt is None or req.kvc.decoding:
                 continue
             prompt.queries = prompt.queries or ops.LastQueries(self.runtime.store, H, WINDOW)
             for layer in range(L):
-                rows = record.queries(req.history[max(first, last - WINDOW) : last], layer)
+                rows = record.queries(numbers[-WINDOW:], layer)
                 prompt.queries.add(layer, rows, scale=0.02, logit_cap=0.0)
 
     @staticmethod

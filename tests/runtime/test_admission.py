@@ -12,7 +12,7 @@ from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
-from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info
+from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_prompts
 from kvc_patches.lookup import longest_request
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
@@ -202,7 +202,8 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
         req = SimpleNamespace(
             origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=level and {"kvc": level}),
             extra_key=None, session=None, to_finish=None, set_finish_with_abort=said.append,
-            return_routed_experts=False,
+            return_routed_experts=False, return_logprob=False,
+            return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=False), req)
         return said
@@ -214,11 +215,14 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
     lengths = range(capacity - 3 * P, longest + 2 * P)
     assert len(lengths) > 3 * P
     assert [n for n in lengths if bool(aborted(n)) == comes_in(server, prompt(server, n, 0))] == []
-    # A one-shot prompt is uncompressed until it is complete.
-    budget, lengths = Budget(ratio=8), range(capacity - 3 * P, capacity + P)
-    refused = [bool(aborted(n, level=str(budget))) for n in lengths]
-    assert refused == [not comes_in(server, prompt(server, n, 0, budget=budget)) for n in lengths]
-    assert any(refused) and not all(refused)
+    # A one-shot prompt is uncompressed until it is complete, or thinned.
+    for budget in (Budget(ratio=8), Budget(tokens=3 * P)):
+        longest = server.runtime.capacity.one_shot.longest(budget, 1, CHUNK)
+        assert longest > capacity + 2 * P
+        lengths = [*range(capacity - 3 * P, capacity + P), *range(longest - P, longest + P)]
+        refused = [bool(aborted(n, level=str(budget))) for n in lengths]
+        assert refused == [not comes_in(server, prompt(server, n, 0, budget=budget)) for n in lengths]
+        assert refused == [n > longest for n in lengths]
 
 
 def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
@@ -319,6 +323,14 @@ def test_what_the_worker_tells(monkeypatch):
         worker.model_config.context_len = context
         found = around_get_worker_info(lambda self: told, worker)
         assert found == (*told[:4], limit, limit - 5, 42)
+    # One-shot prompts, which a server without a window offers, may be longer still.
+    runtime = ToyServer(high="k4v4", window=0).runtime
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
+    worker.model_config.context_len = 100_000
+    limits = longest_prompts(runtime)
+    assert limits["default"] == longest_request(runtime, 1) - 2 and limits["default"] < limits["one-shot:64x"]
+    assert limits["one-shot:8x"] == longest_request(runtime, 1, Budget(ratio=8)) - 2
+    assert around_get_worker_info(lambda self: told, worker)[LENGTH] == limits["one-shot:64x"] + 2
     # What a cold block may become is nothing that a request counts on.
     runtime = ToyServer(high="k8v4", floor="k4v4").runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
@@ -339,7 +351,8 @@ def test_a_request_is_bounded_by_its_own_level(monkeypatch):
         )  # fmt: skip
         req = SimpleNamespace(
             origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-            session=None, set_finish_with_abort=said.append, return_routed_experts=False,
+            session=None, set_finish_with_abort=said.append, return_routed_experts=False, return_logprob=False,
+            return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
         return said, params.max_new_tokens, params.min_new_tokens

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, RING_ENTRY_BYTES, PoolLayout, page_bytes_for
 from kvc_kernels.store import SCRATCH_BLOCK
-from sglang_kvc.cache import one_shot
+from sglang_kvc.cache import one_shot, thinning
 from sglang_kvc.cache.one_shot import POOL, SINKS, WINDOW, Budget
 from sglang_kvc.cache.runtime import Phase
 from sglang_kvc.stats.collect import measure
 from tests.support.no_sync import NoSync
 
-from .model import D, H, L, P, make_runtime
+from .model import D, H, L, P, make_runtime, pages_held
 
 
 @pytest.mark.parametrize("text", ["one-shot:16x", "one-shot:1x", "one-shot:2.5x", "one-shot:64x", "one-shot:1024"])
@@ -83,7 +83,7 @@ def prompt(runtime, tokens: int, budget: str, seed: int = 0, decodes: bool = Fal
     gen = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(L, tokens, H, D, generator=gen).bfloat16() for _ in range(2))
     q = torch.randn(L, WINDOW, 2 * H, D, generator=gen).bfloat16()
-    seq = runtime.new_sequence(format_id=1, budget=Budget.parse(budget))
+    seq = runtime.new_one_shot(Budget.parse(budget), tokens)
     seq.prompt, seq.one_shot.row = tokens, 3
     assert runtime.grow([seq], [tokens])
     runtime.flush()
@@ -109,26 +109,35 @@ def runtime():
     return runtime
 
 
-def slow_kept(k: np.ndarray, q: np.ndarray, pages: int, most: int, t: int) -> dict[tuple[int, int], list[int]]:
-    """Tokens that each head keeps of the full blocks of a prompt with keys `[L, S, H, D]`."""
-    tokens, entries = k.shape[1], []
+def slow_scores(k: np.ndarray, q: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Pooled scores of tokens with keys `k[S, D]` for the queries `q[w, 2, D]` of a head; `seen[w, S]`."""
+    scores = np.zeros(len(k))
+    for queries, mask in zip(q, seen):
+        for query in queries:
+            e = np.exp(k @ query * 0.3) * mask
+            scores += (e / e.sum()) ** 2
+    around = np.pad(scores, POOL // 2, constant_values=-np.inf)
+    return np.lib.stride_tricks.sliding_window_view(around, POOL).max(-1)
+
+
+def slow_kept(
+    k: np.ndarray, q: np.ndarray, pages: int, most: int, t: int, there: dict[tuple[int, int], list[int]] | None = None
+) -> dict[tuple[int, int], list[int]]:
+    """Tokens that each head keeps of the full blocks of a prompt whose stored keys are `k[L, H, S, D]`; `there`: those
+    tokens of each head, if some were dropped before."""
+    tokens, entries = 1 + max(there[0, 0]) if there else k.shape[2], []
     full = tokens // P * P
     for layer in range(L):
         for head in range(H):
-            scores = np.zeros(tokens)
-            for i in range(WINDOW):
-                seen = tokens - WINDOW + i + 1
-                for query in q[layer, i, 2 * head : 2 * head + 2]:
-                    e = np.exp(k[layer, :seen, head] @ query * 0.3)
-                    scores[:seen] += (e / e.sum()) ** 2
-            pooled = [scores[max(0, i - POOL // 2) : i + POOL // 2 + 1].max() for i in range(full)]
-            for i in range(full):
-                if i < SINKS or i >= tokens - WINDOW:
-                    pooled[i] = np.inf
-            order = sorted(range(full), key=lambda i: (-pooled[i], i))
-            for j in range(min(most, full // t)):
+            mine = np.array(there[layer, head] if there else range(tokens))
+            seen = mine <= (tokens - WINDOW + np.arange(WINDOW))[:, None]
+            pooled = slow_scores(k[layer, head], q[layer, :, 2 * head : 2 * head + 2], seen)[mine < full]
+            mine = mine[mine < full]
+            pooled[(mine < SINKS) | (mine >= tokens - WINDOW)] = np.inf
+            order = sorted(range(len(mine)), key=lambda i: (-pooled[i], i))
+            for j in range(min(most, len(order) // t)):
                 page = order[j * t : (j + 1) * t]
-                entries.append((j > 0, -pooled[page[0]], (layer, head), j, page))
+                entries.append((j > 0, -pooled[page[0]], (layer, head), j, mine[page].tolist()))
     kept = {(layer, head): [] for layer in range(L) for head in range(H)}
     for _, _, head, _, page in sorted(entries)[:pages]:
         kept[head] += page
@@ -147,7 +156,7 @@ def test_what_is_kept(runtime, budget, tail):
     runtime.flush()
     ops.check_invariants(runtime.store)
     blocks = torch.tensor(seq.blocks[: plan.kept_blocks])
-    want = slow_kept(k.double().numpy(), q.double().numpy(), plan.pages, plan.kept_blocks * P // t, t)
+    want = slow_kept(k.double().transpose(1, 2).numpy(), q.double().numpy(), plan.pages, plan.kept_blocks * P // t, t)
     assert int(ops.block_head_pages(runtime.store, blocks).sum()) == plan.pages
     for layer in range(L):
         keys, values, tier = ops.load_dense(runtime.store, layer, blocks, 1)
@@ -160,6 +169,142 @@ def test_what_is_kept(runtime, budget, tail):
             assert len(set(place) ^ set(mine)) <= 2
             off = (values[:, head].flatten(0, 1)[stored] - v[layer, place, head].float()).abs().max()
             assert off < 0.5
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """A runtime with room for ten uncompressed blocks and segments of four."""
+    monkeypatch.setattr(thinning, "SEGMENT", 4)
+    runtime = make_runtime(window=0, high="k4v4", blocks=7)
+    assert runtime.sizing.capacity_tokens == 10 * P
+    runtime.page_ops.gaps = ops.RowGaps(8, torch.device("cpu"))
+    return runtime
+
+
+def arrive(runtime, tokens: int, chunk: int, budget: str):
+    """A prompt that comes in chunks, each written after what the last one queued has run. A probe's rows are others
+    than those of the tokens whose places it takes.
+
+    Returns the sequence, K, V `[L, tokens, H, D]`, and for each chunk its end, its probe's tokens, the keys
+    `[L, H, S, D]` that are stored then, and its last queries `[L, w, Hq, D]`."""
+    gen = torch.Generator().manual_seed(tokens)
+    k, v = (torch.randn(L, tokens, H, D, generator=gen).bfloat16() for _ in range(2))
+    seq = runtime.new_one_shot(Budget.parse(budget), tokens, chunk=chunk)
+    seq.one_shot.row = 3
+    seq.one_shot.queries = ops.LastQueries(runtime.store, 2 * H, WINDOW)
+    first, chunks = 0, []
+    while first < tokens:
+        end = min(first + chunk, tokens)
+        probe, seq.prompt = seq.probe_tokens(first, end, tokens), end
+        assert runtime.grow([seq], [end]), "an admitted prompt found no memory"
+        with NoSync():
+            runtime.flush()
+        check(runtime, seq)
+        at = torch.arange(first, end)
+        blocks = torch.tensor(seq.blocks)[at // P]
+        q = torch.randn(L, WINDOW, 2 * H, D, generator=gen).bfloat16()
+        asked = torch.randn(L, probe, H, D, generator=gen).bfloat16()
+        for layer in range(L):
+            keys, values = (torch.cat((x[layer, first : end - probe], asked[layer])) for x in (k, v))
+            ops.append(runtime.store, layer, blocks, at % P, keys, values)
+            seq.one_shot.queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
+        chunks.append((end, probe, stored_keys(runtime.store, seq, end), q.double().numpy()))
+        runtime.tokens_written(seq, end - probe, Phase.CHUNK if end < tokens else Phase.PREFILL)
+        if probe:
+            runtime.cut(seq, end - probe)
+        first = end - probe
+    return seq, k, v, chunks
+
+
+def stored_keys(store, seq, length: int) -> np.ndarray:
+    """Keys `[L, H, S, D]` of the tokens that are there of the first `length`, of which every head has as many."""
+    first = seq.one_shot.first if seq.gap else len(seq.blocks)
+    ids = torch.tensor([*seq.blocks[:first], *seq.blocks[first + seq.gap :]])
+    keys = torch.stack([ops.load_dense(store, layer, ids)[0] for layer in range(L)])  # [L, n, H, P, D]
+    return keys.transpose(1, 2).flatten(2, 3)[:, :, : length - seq.gap * P].double().numpy()
+
+
+def check(runtime, seq) -> None:
+    """Behind a flush: pages, charges, owners and the gap agree."""
+    ops.check_invariants(runtime.store)
+    held, owned = pages_held(runtime.store), seq.owned()
+    assert SCRATCH_BLOCK not in owned and len(set(owned)) == len(owned) == runtime.blocks.used_count
+    assert held.sum() == held[owned].sum() == runtime.ledger.total == runtime.ledger.charge[owned].sum()
+    assert runtime.gap_blocks == seq.missing == len(seq.blocks) - len(owned)
+    row = torch.arange(len(seq.blocks)).int()[None]
+    out = int(runtime.page_ops.gaps.leave_out(row, torch.tensor([3])))
+    assert out == seq.gap
+    first = seq.one_shot.first if out else len(seq.blocks)
+    left = [*seq.blocks[:first], *seq.blocks[first + out :]]
+    assert [seq.blocks[i] for i in row[0, : len(seq.blocks) - out]] == left and SCRATCH_BLOCK not in left
+
+
+def slow_thinned(tokens: int, seq, chunks) -> dict[tuple[int, int], list[int]]:
+    """Tokens that each head has before the last competition."""
+    size, stays = thinning.SEGMENT, seq.one_shot.stays
+    there = {(layer, head): [] for layer in range(L) for head in range(H)}
+    done = 0
+    for end, probe, k, q in chunks[:-1]:
+        now = min(end - probe, tokens - WINDOW) // P // size * size * P
+        if now == done:
+            continue
+        for (layer, head), mine in there.items():
+            if stays == size:
+                mine += range(done, now)
+                continue
+            keys = k[layer, head]
+            assert len(keys) == len(mine) + end - done
+            seen = np.arange(len(keys)) <= (len(keys) - WINDOW + np.arange(WINDOW))[:, None]
+            score = slow_scores(keys, q[layer, :, 2 * head : 2 * head + 2], seen)[len(mine) :][: now - done]
+            score[: SINKS if done == 0 else 0] = np.inf
+            mine += sorted((done + np.argsort(-score, kind="stable")[: (now - done) // size * stays]).tolist())
+        done = now
+    return {head: [*mine, *range(done, tokens)] for head, mine in there.items()}
+
+
+@pytest.mark.parametrize(
+    "blocks, chunk, tail, stays, budget",
+    [
+        (16, 1, 9, 4, "one-shot:8x"), (20, 1, 9, 3, "one-shot:8x"), (27, 1, 9, 2, "one-shot:16x"),
+        (20, 2, 0, 2, "one-shot:70"), (21, 2, 3, 2, "one-shot:8x"), (36, 2, 3, 1, "one-shot:30x"),
+        (40, 1, 0, 1, "one-shot:64x"), (15, 1, 40, 4, "one-shot:3x"), (16, 1, 0, 4, "one-shot:4.3x"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays, budget):
+    """In memory that holds a fraction of it uncompressed, and with the tokens that a slow reference keeps."""
+    runtime, tokens = tight, blocks * P + tail
+    seq, k, v, chunks = arrive(runtime, tokens, chunk * P, budget)
+    prompt, fmt = seq.one_shot, FORMATS["k4v4"]
+    assert prompt.stays == stays and any(probe for _, probe, *_ in chunks) == (stays < 4)
+    with NoSync():
+        runtime.flush()
+    check(runtime, seq)
+    t = runtime.layout.page(fmt).tokens
+    plan = Budget.parse(budget).plan(runtime.layout, fmt, blocks, tokens)
+    kept = seq.blocks[: prompt.first] if plan else seq.blocks[:blocks]
+    pages = int(ops.block_head_pages(runtime.store, torch.tensor(kept)).sum())
+    if plan is None:
+        assert not seq.gap and pages == blocks * runtime.store.block_formats[1].pages
+        return
+    assert pages == plan.pages and len(kept) == min(plan.kept_blocks, prompt.reserved)
+    there = slow_thinned(tokens, seq, chunks)
+    want = slow_kept(*chunks[-1][2:], plan.pages, len(kept) * P // t, t, there)
+    for layer in range(L):
+        keys, values, tier = ops.load_dense(runtime.store, layer, torch.tensor(kept), 1)
+        for head in range(H):
+            stored = tier[:, head].flatten() == 2
+            place = torch.cdist(keys[:, head].flatten(0, 1)[stored], k[layer, :, head].float()).argmin(-1).tolist()
+            assert place == sorted(set(place)) and len(place) == len(want[layer, head])
+            # Pooled scores tie, so that pages of equal worth may differ in few tokens by rounding.
+            assert len(set(place) - set(there[layer, head])) <= 2
+            assert len(set(place) ^ set(want[layer, head])) <= 4
+            off = (values[:, head].flatten(0, 1)[stored] - v[layer, place, head].float()).abs().max()
+            assert off < 0.5
+    seq.release()
+    runtime.free_sequence(seq)
+    runtime.flush()
+    assert runtime.blocks.used_count == runtime.ledger.total == runtime.gap_blocks == 0
+    assert not runtime.page_ops.gaps.rows
 
 
 def test_the_host_never_waits(runtime):
@@ -213,7 +358,7 @@ def test_a_budget_that_keeps_all_is_a_usual_packing(runtime, decodes):
 
 
 def test_a_short_prompt_is_packed_like_an_answer(runtime):
-    seq = runtime.new_sequence(format_id=1, budget=Budget.parse("one-shot:64x"))
+    seq = runtime.new_one_shot(Budget.parse("one-shot:64x"), 9)
     seq.prompt = 9
     assert runtime.grow([seq], [9])
     for n in range(10, P + 3):
@@ -224,7 +369,7 @@ def test_a_short_prompt_is_packed_like_an_answer(runtime):
 
 
 def test_a_prompt_that_nobody_watched_is_an_error(runtime):
-    seq = runtime.new_sequence(format_id=1, budget=Budget.parse("one-shot:64x"))
+    seq = runtime.new_one_shot(Budget.parse("one-shot:64x"), 4 * P)
     seq.prompt = 4 * P
     assert runtime.grow([seq], [4 * P])
     with pytest.raises(RuntimeError, match="last queries"):
@@ -232,17 +377,21 @@ def test_a_prompt_that_nobody_watched_is_an_error(runtime):
 
 
 def test_admission_counts_the_whole_prompt(runtime):
-    """Chunks of other prompts are packed one by one; this one is uncompressed until it is complete."""
-    capacity = runtime.capacity
-    new, answer, chunk = 8 * P, 4 * P, P
-    usual = capacity.prompt_tokens(new, answer, 1, chunk)
-    whole = capacity.prompt_tokens(new, answer, 1, chunk, one_shot=True)
-    assert usual < 6 * P < new + P < whole < new + answer
-    assert whole == capacity.prompt_tokens(new, answer, 1, None)
+    """Chunks of other prompts are packed one by one; this one is uncompressed until it is complete. Its answer then
+    grows in what the packing frees."""
+    capacity, budget = runtime.capacity, Budget(ratio=8)
+    new, chunk = 8 * P, P
+    usual = capacity.prompt_tokens(new, 4 * P, 1, chunk)
+    assert usual < 6 * P < new
+    for answer in (0, 1, P, 4 * P):
+        assert capacity.prompt_tokens(new, answer, 1, chunk, budget) == new + min(answer, P)
+    kept = capacity.tokens_of_pages(budget.plan(runtime.layout, FORMATS["k4v4"], 8, new).pages)
+    long = capacity.prompt_tokens(new, 40 * P, 1, chunk, budget)
+    assert long == kept + P + capacity.packed_tokens(39 * P, 1) > new + P
     most = runtime.sizing.capacity_tokens
-    assert capacity.prompt_ever_fits(most - 1, 1, chunk) and not capacity.prompt_ever_fits(most - 1, 1, chunk, True)
+    assert capacity.prompt_ever_fits(most - 1, 1, chunk) and not capacity.prompt_ever_fits(most - 1, 1, None, budget)
     # A chunk may not draw on the reserve for answers: it is not packed soon.
-    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, one_shot=True) == 0
+    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, waits_whole=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -263,3 +412,32 @@ def test_who_cannot_be_served(runtime, windowed, page, session, why):
     with pytest.raises(ValueError, match=why) as e:
         one_shot.check_served(runtime, in_session=session)
     assert str(e.value).startswith("A one-shot prompt cannot") and str(e.value).count(". ") == 0
+
+
+def test_a_client_that_reads_the_prompt_gets_a_sentence(tight):
+    """Where its chunks have probes, and only there."""
+    room, budget = tight.capacity.one_shot, Budget(ratio=16)
+    for tokens, stays in ((8 * P - 10, 0), (16 * P, 4), (27 * P, 2)):
+        assert room.stays(budget, tokens, 1, P) == stays
+        if 0 < stays < 4:
+            with pytest.raises(ValueError, match=f"up to {room.room - P} tokens") as e:
+                room.check_read(budget, tokens, 1, P)
+            assert str(e.value).count(". ") == 0
+        else:
+            room.check_read(budget, tokens, 1, P)
+
+
+def test_limits_of_a_budget(tight):
+    """Every prompt up to the longest one fits, no longer one does, and no shorter chunk allows less."""
+    room = tight.capacity.one_shot
+    for text in ("one-shot:1x", "one-shot:5x", "one-shot:16x", "one-shot:64x", "one-shot:100", "one-shot:9999"):
+        budget, before = Budget.parse(text), 0
+        for chunk in (6 * P, 2 * P, P):
+            longest = room.longest(budget, 1, chunk)
+            fits = [room.stays(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
+            assert fits == [True] * longest + [False] * 4 and longest >= before
+            capacity = tight.sizing.capacity_tokens
+            assert all(room.need(budget, n, 1, 1, chunk) + P < capacity for n in range(1, longest))
+            assert room.need(budget, longest + 1, 1, 1, chunk) > capacity
+            before = longest
+    assert room.longest(Budget(ratio=16), 1, None) < tight.sizing.capacity_tokens

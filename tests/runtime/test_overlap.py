@@ -12,8 +12,10 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches.lookup import longest_request
+from sglang_kvc.cache import thinning
+from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.config import REUSE
-from sglang_kvc.options.request_quality import LOSSLESS
+from sglang_kvc.options.request_quality import LOSSLESS, is_one_shot
 
 from .audit import check_files, check_tree
 from .model import CONTEXT, P, make_runtime
@@ -53,9 +55,10 @@ class Client:
 
     def submit(self) -> None:
         draw, runtime, level = self.draw, self.server.runtime, self.draw.choice(self.levels)
-        one_shot = level in ONE_SHOT
+        one_shot = is_one_shot(level)
         format_id = runtime.policy.format_id_of(None if one_shot else level)
-        longest = min(longest_request(runtime, format_id, one_shot), CONTEXT - 1)
+        budget = Budget.parse(level) if one_shot else None
+        longest = min(longest_request(runtime, format_id, budget), self.server.context - 1)
         if draw.random() < 0.6:  # else as before: neighbors compute the same blocks, and one copy goes
             # Some are longer than all memory is uncompressed.
             self.pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, draw.choice([3, 3, 3, longest // P])))]
@@ -64,6 +67,7 @@ class Client:
         if one_shot:  # long enough to drop whole blocks
             prompt = [9] * 2 * P + prompt
         prompt = (prompt or [3])[: longest - 2]
+        longest = min(longest_request(runtime, format_id, budget, len(prompt)), longest)
         kind = draw.choice([0, 0, len(self.server.requests)])  # answers that others have given, too, or one's own
         most = min(draw.choice(self.answers), longest - len(prompt) - 1)
         answer = [5000 + 200 * kind + i for i in range(most)]
@@ -76,7 +80,7 @@ def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     """One server from its start until all requests are answered. Returns how often each thing happened."""
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
-        server = Overlap(runtime, kind.chunk, kind.disable, kind.order)
+        server = Overlap(runtime, kind.chunk, kind.disable, kind.order, kind.context)
         client = Client(server, seed, kind.asked)
         for turn in range(TURNS):
             client.act()
@@ -113,6 +117,8 @@ class Kind:
     mixed: bool = False  # decode steps join prefills
     strip: bool = False  # answers with thoughts leave the cache
     order: str = "fcfs"  # of admission
+    context: int = CONTEXT  # tokens of the longest request
+    segment: int = thinning.SEGMENT  # blocks of a segment of a one-shot prompt
     servers: int = 0  # one after the other, which share a folder of files
 
 
@@ -120,6 +126,7 @@ TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
 LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages a head
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
+LONG = {"context": 4096, "segment": 2}
 KINDS = {
     "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, LOSSLESS)),
     "host-window": Kind({"high": "k8v4", "window": P, **TIGHT, "host_memory": 60_000}, P),
@@ -159,6 +166,8 @@ KINDS = {
     "one-shot-host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, None, None, *ONE_SHOT)),
     "one-shot-mixed": Kind({"high": "k4v4", "window": 0}, P, (None, None, None, *ONE_SHOT), mixed=True),
     "one-shot-no-radix": Kind({"high": "k4v4", "window": 0}, P, ONE_SHOT, disable=True),
+    "one-shot-long": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, (None, "one-shot:16x", "one-shot:70"), **LONG),
+    "one-shot-long-mixed": Kind({"high": "k8v4", "window": 0, **TIGHT}, P, (None, "one-shot:8x"), mixed=True, **LONG),
     "strip": Kind({"high": "k4v4", "window": 0}, P, strip=True),
     "strip-leankv": Kind({**LEANKV, **TIGHT, **HOST}, P, strip=True),
     "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
@@ -179,9 +188,10 @@ def one_thread():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_lives(name, tmp_path):
+def test_lives(name, tmp_path, monkeypatch):
     """Some lives hold too little; then there are more."""
     kind, seen = KINDS[name], Counter()
+    monkeypatch.setattr(thinning, "SEGMENT", kind.segment)
     expected = _expected(kind)
     for seed in range(LIVES + MORE):
         if seed >= LIVES and not expected - seen.keys():
@@ -201,9 +211,11 @@ def _expected(kind: Kind) -> set[str]:
     expected |= {"mixed"} if kind.mixed else set()
     expected |= {"demoted", "demoted while running"} if kind.options.get("floor") else set()
     trust = kind.options.get("trust") == "salt"
-    budgets = bool(set(ONE_SHOT) & set(kind.asked))
+    budgets = any(map(is_one_shot, kind.asked))
     expected |= {"private"} if trust or budgets else set()
     expected |= {"one-shot", "gaps"} if budgets else set()
+    expected |= {"thinned"} if kind.context > CONTEXT else set()
+    expected |= {"retracted while thinned"} if kind.context > CONTEXT and not kind.mixed else set()
     expected |= {"saved", "loaded"} if kind.options.get("host_memory") and not trust else set()
     expected |= {"written", "read"} if kind.servers else set()
     return expected | (set() if kind.disable else {"hits", "hits after a retraction", "evicted"})

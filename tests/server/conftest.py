@@ -25,7 +25,7 @@ LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
-    "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled",
+    "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
 }  # fmt: skip
 # On a GPU NCCL wants one for each rank.
 REPLICAS = 2 if common.has_gpu() else 4  # ranks of a model with half as many KV heads
@@ -77,6 +77,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             "k4v4", [*chunk, *PRIORITIES, "--kvc-levels", LEVEL, "--enable-streaming-session"], "256MiB", {}
         ),
         "exact": ("bf16", chunk, SMALL, retract),
+        "thinned": ("k8v4", chunk, "32MiB", {}),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _ranks()),
@@ -198,6 +199,11 @@ def packed(servers):
 @pytest.fixture
 def levels(servers):
     yield from _healthy(servers, "levels")
+
+
+@pytest.fixture
+def thinned(servers):
+    yield from _healthy(servers, "thinned")
 
 
 @pytest.fixture

@@ -21,14 +21,18 @@ def level(name: str) -> dict:
     return {"custom_params": {"kvc": name}}
 
 
-@pytest.fixture(scope="module")
-def question():
-    """A long text with a needle, and the question behind it, as one prompt."""
+def asked(tokens: int, text: str) -> list[int]:
+    """The `text` cut to some `tokens` tokens with a needle, and the question behind it, as one prompt."""
     tok = prompts.tokenizer(demo_model())
-    filler = tok.decode(prompts.cut(tok, prompts.chapter("execmodel"), 900))
+    filler = tok.decode(prompts.cut(tok, text, tokens))
     text = f"{filler[:1500]}\nThe secret code of the laboratory is {CODE}.\n{filler[1500:]}"
     ask = "What is the secret code of the laboratory?"
     return prompts.chat(tok, [{"role": "user", "content": f"{text}\n\n{ask}"}])
+
+
+@pytest.fixture(scope="module")
+def question():
+    return asked(900, prompts.chapter("execmodel"))
 
 
 @pytest.mark.parametrize("ratio", [8, 16])
@@ -94,3 +98,34 @@ def test_nonsense_is_refused(packed, rng, wrong):
     with pytest.raises(RequestRefused, match="one-shot") as refused:
         packed.client.generate(tokens(rng, 20), 4, sampling=level(wrong))
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("ratio", [8, 16])
+def test_a_prompt_that_does_not_fit_uncompressed_is_answered(thinned, ratio):
+    """In memory for half of it. The needle lies in a segment of which only a part stays."""
+    client, prompt = thinned.client, asked(2500, prompts.prose())
+    before = client.when_idle()
+    assert len(prompt) > 2 * client.server_info()["max_total_num_tokens"]
+    answer = client.generate(prompt, 24, ignore_eos=False, sampling=level(f"one-shot:{ratio}x"))
+    assert CODE in answer.text and answer.cached_tokens == 0 and answer.prompt_tokens == len(prompt)
+    again = client.generate(prompt, 24, ignore_eos=False, sampling=level(f"one-shot:{ratio}x"))
+    assert again.ids == answer.ids
+    after = client.when_idle()
+    assert after["pages_free"] == before["pages_free"] and after["tokens"] == 0
+
+
+def test_the_longest_prompts_are_served_beside_others(thinned, rng):
+    client = thinned.client
+    limits = client.server_info()["internal_states"][0]["kvc"]["longest_prompt"]
+    uncompressed = client.server_info()["max_total_num_tokens"]
+    assert limits["one-shot:16x"] > 4 * uncompressed > limits["default"] > 1.5 * uncompressed
+    long = tokens(rng, limits["one-shot:16x"] - 70)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(client.generate, long, 70, sampling=level("one-shot:16x"))
+        rest = [pool.submit(client.generate, tokens(rng, 3 * BLOCK + 5), 40) for _ in range(4)]
+        assert len(first.result().ids) == 70 and all(len(x.result().ids) == 40 for x in rest)
+    refused = f"at one-shot:16x.* up to {limits['one-shot:16x']} tokens"
+    with pytest.raises(RequestRefused, match=refused):
+        client.generate([*long, *long[:80]], 4, sampling=level("one-shot:16x"))
+    with pytest.raises(RequestRefused, match="log-probabilities"):
+        client.generate(long, 4, input_from=0, sampling=level("one-shot:16x"))

@@ -90,6 +90,7 @@ def test_json_round_trip(stats):
 
 @pytest.fixture
 def fake_runtime(monkeypatch):
+    monkeypatch.setattr(internal_state, "longest_prompts", lambda runtime: {"default": 5})
     """A runtime in place of this process' own, whose figures are `STATS` and `MAP`."""
     before = runtime.current()
     monkeypatch.setattr(collect, "measure", lambda runtime, detail: STATS)
@@ -112,7 +113,7 @@ def test_server_info_hook_adds_builtins(fake_runtime):
     result = SimpleNamespace(internal_state={"stock": 1})
     assert internal_state.after_get_internal_state(result, None, None) is result
     sent = json.loads(json.dumps(result.internal_state))["kvc"]
-    assert sent["config"] == KvcConfig().to_dict()
+    assert sent["config"] == KvcConfig().to_dict() and sent["longest_prompt"] == {"default": 5}
     assert KvcStats.from_dict(sent["stats"]) == STATS and HeadMap.from_dict(sent["head_map"]) == MAP
 
 

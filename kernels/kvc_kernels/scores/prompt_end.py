@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ..common import quant
+from ..common.bits import key_bytes, unpack_features
 from ..common.softmax import MAX_ELEMENTS, query_weights
 from ..compact.reference import read_bf16
 from ..store import PageStore
@@ -32,13 +34,21 @@ class LastQueries:
 
 
 def prompt_scores(
-    store: PageStore, layer: int, blocks: torch.Tensor, tokens: int, queries: LastQueries
+    store: PageStore,
+    layer: int,
+    blocks: torch.Tensor,
+    tokens: int,
+    queries: LastQueries,
+    *,
+    packed: int = 0,
+    format_id: int = 0,
 ) -> torch.Tensor:
     """Squared attention that the last w queries of a prompt give its tokens, fp32 `[H, tokens]` (KV-Compress, equations
     8 and 10, squared): the sum over these queries and the query heads of a group of A^2.
 
-    `blocks[nb]`: uncompressed blocks that hold the prompt of `tokens` >= w tokens. Heads are taken a few at a time, so
-    that temporaries stay small.
+    `blocks[nb]`: the blocks that hold `tokens` >= w tokens of the prompt. The first `packed` of them hold all of theirs
+    at `format_id`, the others are uncompressed; the last w tokens are the queries' own. Heads are taken a few at a
+    time, so that temporaries stay small.
     """
     layout, rows = store.layout, queries.rows[layer]
     scale, logit_cap = queries.scaling[layer]
@@ -47,9 +57,28 @@ def prompt_scores(
     out = torch.empty((layout.heads, tokens), device=store.device)
     for at in range(0, layout.heads, step):
         end = min(at + step, layout.heads)
-        table = store.table[blocks, layer, at:end].transpose(0, 1)  # [heads, nb, E]
-        keys = read_bf16(store, table.flatten(0, 1)).keys.reshape(end - at, -1, layout.head_dim)[:, :tokens]
+        keys = stored_keys(store, layer, slice(at, end), blocks, packed, format_id)[:, :tokens]
         q = rows[:, at * group : end * group].transpose(0, 1)
         weights = query_weights(q, keys, None, 0, window, scale, logit_cap)
         out[at:end] = weights.square_().sum((1, 2))
     return out
+
+
+def stored_keys(
+    store: PageStore, layer: int, heads: slice, blocks: torch.Tensor, packed: int, format_id: int
+) -> torch.Tensor:
+    """Keys of `heads` of `blocks[nb]`, `[heads, nb * P, D]`: the first `packed` blocks hold P tokens each at
+    `format_id`, the others are uncompressed. In the model dtype if none is packed, else fp32."""
+    layout, parts = store.layout, []
+    table = store.table[blocks, layer, heads].transpose(0, 1)  # [heads, nb, E]
+    if packed:
+        page = layout.page(store.block_formats[format_id].high)
+        ids = table[:, :packed, : layout.pages_for(page.format, layout.block_tokens)].long()
+        codes = unpack_features(key_bytes(page, store.pages[ids]), page.format.key_bits)
+        codes = codes.flatten(2, 3)[:, :, : layout.block_tokens]
+        header = store.headers[blocks[:packed], layer, heads].transpose(0, 1)
+        parts.append(quant.dequantise_keys(codes, header, page.format.key_bits).flatten(1, 2))
+    if packed < table.shape[1]:
+        plain = read_bf16(store, table[:, packed:].flatten(0, 1)).keys.reshape(table.shape[0], -1, layout.head_dim)
+        parts.append(plain.float() if parts else plain)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -17,12 +17,13 @@ L, H, D, P, FULL, TAIL, KEPT = 3, 4, 128, 128, 9, 40, 4
 TOKENS = FULL * P + TAIL
 
 
-def packed(device: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Scores of all layers, pages by competition, and digests of the kept blocks for a choice made of the seed."""
+def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Scores of all layers, pages by competition, and digests of the kept blocks for a choice made of the seed. The
+    first `before` blocks are packed already, and then the result lies in others."""
     fmt, gen = FORMATS["k4v4"], torch.Generator().manual_seed(5)
     layout = PoolLayout(L, H, D, P, page_bytes_for(fmt, 64, head_dim=D, has_scores=False))
     store = PageStore.create(
-        layout, (BlockFormat(BF16), BlockFormat(fmt)), num_pages=1 + 12 * layout.block_pages_bf16, num_blocks=16,
+        layout, (BlockFormat(BF16), BlockFormat(fmt)), num_pages=1 + 12 * layout.block_pages_bf16, num_blocks=17,
         dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     k, v = (torch.randn(L, TOKENS, H, D, generator=gen).bfloat16().to(device) for _ in range(2))
@@ -34,6 +35,9 @@ def packed(device: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     queries, gaps = ops.LastQueries(store, 2 * H, 8), ops.RowGaps(4, store.device)
     for layer in range(L):
         ops.append(store, layer, blocks[at // P], at % P, k[layer], v[layer])
+    if before:
+        ops.compact(store, blocks[:before], 1, None, from_format=0)
+    into = torch.arange(12, 12 + KEPT, device=device) if before else blocks[:KEPT]
     rows, named = torch.tensor([1, 3], device=device), torch.zeros((2, 10), dtype=torch.int32, device=device)
     mode = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
     try:
@@ -42,11 +46,11 @@ def packed(device: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         scores, worth = [], []
         for layer in range(L):
             queries.add(layer, q[layer], scale=0.09, logit_cap=0.0)
-            scores.append(ops.prompt_scores(store, layer, blocks, TOKENS, queries))
+            scores.append(ops.prompt_scores(store, layer, blocks, TOKENS, queries, packed=before, format_id=1))
             pooled = ops.pool_scores(scores[-1], 7)[:, : FULL * P]
             worth.append(ops.ranked_tokens(pooled, KEPT * P, 64, 4, 0)[1])
         won = ops.sequence_quota(torch.cat(worth), 40, 1)
-        ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages)
+        ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages, packed=before, into=into)
         gaps.open(3, KEPT, FULL - KEPT)
         gaps.leave_out(named, rows)
         gaps.close(3)
@@ -55,11 +59,12 @@ def packed(device: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
             torch.cuda.set_sync_debug_mode(mode)
     ops.check_invariants(store)
     assert int(won.sum()) == 40
-    return torch.stack(scores).cpu(), won.cpu(), [ops.block_digest(store, int(b)) for b in blocks[:KEPT]]
+    return torch.stack(scores).cpu(), won.cpu(), [ops.block_digest(store, int(b)) for b in into]
 
 
-def test_the_gpu_does_what_the_cpu_does():
-    scores, _, digests = packed("cuda")
-    want, _, right = packed("cpu")
+@pytest.mark.parametrize("before", [0, 4])
+def test_the_gpu_does_what_the_cpu_does(before):
+    scores, _, digests = packed("cuda", before)
+    want, _, right = packed("cpu", before)
     torch.testing.assert_close(scores, want, rtol=2e-3, atol=1e-6)
     assert digests == right

@@ -65,6 +65,41 @@ def test_every_head_stores_its_best_tokens(monkeypatch, spec, limit):
                 assert (abs(values.numpy() - wanted) <= 0.52 * span[:, None] + 0.02).all()
 
 
+@pytest.mark.parametrize("spec", ["k4v4", "k8v4", "k4v2"])
+@pytest.mark.parametrize("packed", [0, 1, 3, 4])
+def test_blocks_that_are_packed_already(spec, packed):
+    """Packing them by their present rows, read one token at a time, gives the tokens and headers of the result, which
+    lies in blocks that had no pages, or in some of the sources."""
+    store, best, pages, *_ = case(spec)
+    t = store.layout.page(FORMATS[spec]).tokens
+    blocks, into = torch.tensor(BLOCKS[:FULL]), torch.tensor([1, BLOCKS[3]])
+    if packed:
+        ops.compact(store, blocks[:packed], 1, None, from_format=0)
+    rows = torch.stack([torch.stack(ops.load_dense(store, layer, blocks)[:2]) for layer in range(L)])
+    rows = rows.movedim(2, 3).flatten(3, 4)  # [L, K or V, H, S, D]
+    held = int(ops.block_head_pages(store, blocks).sum())
+    head, tail = store.cursor.tolist()
+    ops.pack_kept(store, blocks, 2, 1, best, pages, packed=packed, into=into)
+    ops.check_invariants(store)
+    assert store.format_id[BLOCKS].tolist() == [-1, -1, -1, 1, 0] and int(store.format_id[1]) == 1
+    assert (store.cursor - torch.tensor([head, tail])).tolist() == [int(pages.sum()), held]
+    for layer in range(L):
+        for head in range(H):
+            mine = sorted(best[layer, head, : int(pages[layer, head]) * t].tolist())
+            for i, block in enumerate(into.tolist()):
+                tokens = mine[i * P : (i + 1) * P]
+                keys, values = dense_head(store, block, layer, head, 0)
+                assert len(keys) == len(tokens) == int(store.counts[block, layer, head, 0])
+                if not tokens:
+                    continue
+                k, v = rows[layer, :, head, tokens].double()
+                step = (k.amax(0) - k.amin(0)) / (2 ** FORMATS[spec].key_bits - 1)
+                assert ((keys - k).abs() <= 0.52 * step + 0.02).all()
+                # Values have their own scale each, which does not change what had it before.
+                was = torch.tensor(tokens) < packed * P
+                torch.testing.assert_close(values[was], v[was], rtol=0, atol=5e-3)
+
+
 def test_pages_return_and_the_rest_is_free():
     store, best, pages, *_ = case()
     head, tail = store.cursor.tolist()

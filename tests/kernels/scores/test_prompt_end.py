@@ -6,7 +6,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.scores import prompt_end
-from tests.support.pages import fill, make_store, random_kv
+from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, WINDOW, GROUP = 32, 8, 3
 
@@ -40,6 +40,23 @@ def test_scores_are_squared_attention(monkeypatch, cap, elements):
         found = ops.prompt_scores(store, layer, blocks, tokens, queries)
         want = slow_scores(q[layer].double().numpy(), k[layer].double().numpy(), 0.1 + layer, cap)
         assert found.shape == (2, tokens) and torch.isfinite(found).all()
+        np.testing.assert_allclose(found.numpy(), want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [1, 3])
+def test_scores_of_packed_blocks_are_those_of_their_rows(packed):
+    spec = "k4v4"
+    store = make_store(block_formats_of(spec), block_tokens=P, layers=2, heads=2, head_dim=32)
+    tokens, blocks = 3 * P + 9, torch.tensor([4, 1, 6, 2])
+    fill(store, blocks, *random_kv(store, tokens))
+    ops.compact(store, blocks[:packed], 1, None, from_format=0)
+    queries = ops.LastQueries(store, 2 * GROUP, WINDOW)
+    q = torch.randn(2, WINDOW, 2 * GROUP, 32, generator=torch.Generator().manual_seed(3)).to(store.dtype)
+    for layer in range(2):
+        queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
+        found = ops.prompt_scores(store, layer, blocks, tokens, queries, packed=packed, format_id=1)
+        keys = ops.load_dense(store, layer, blocks)[0].transpose(0, 1).flatten(1, 2)[:, :tokens]
+        want = slow_scores(q[layer].double().numpy(), keys.transpose(0, 1).double().numpy(), 0.3, 0.0)
         np.testing.assert_allclose(found.numpy(), want, rtol=2e-4, atol=1e-6)
 
 

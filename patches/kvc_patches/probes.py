@@ -1,0 +1,27 @@
+"""`Req.get_fill_ids`: chunks of one-shot prompts that are thinned end with the prompt's last tokens.
+
+SGLang takes the tokens of a forward from there alone. `KvcRadixCache.checkpoint_into_tree` takes these ones back, so
+that the next chunk begins where they did.
+"""
+
+from __future__ import annotations
+
+from .lookup import budget_of, chunk_tokens, format_id_of
+from .registry import hook
+
+
+def after_get_fill_ids(ids, self):
+    from sglang_kvc.cache.runtime import current
+    from sglang_kvc.cache.thinning import probe_tokens
+
+    if (budget := budget_of(self)) is None or (runtime := current()) is None:
+        return ids
+    tokens = len(self.full_untruncated_fill_ids)
+    stays = runtime.capacity.one_shot.stays(budget, tokens, format_id_of(runtime, self), chunk_tokens())
+    if probe := probe_tokens(stays or 0, self.prefix_len, self.extend_end, tokens):
+        ids[len(ids) - probe :] = self.full_untruncated_fill_ids[tokens - probe :]
+    return ids
+
+
+def register() -> None:
+    hook("sglang.srt.managers.schedule_batch.Req.get_fill_ids", "after", "self", after_get_fill_ids)
