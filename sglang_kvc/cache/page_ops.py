@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,17 +85,37 @@ class PageOps:
         """Plan and move, in waves whose destination pages fit the reserve."""
         target, pending = self.store.block_formats[op.to_format], []
         wave = max(1, self.reserve_pages // target.pages)
-        for at in range(0, len(op.blocks), wave):
-            ids = op.blocks[at : at + wave]
-            rows = np.zeros((3, len(ids) + len(ids) % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
-            rows[:, : len(ids)] = ids, op.starts[at : at + wave], op.lengths[at : at + wave]
-            blocks, starts, lengths = self._to_device(rows)[:, : len(ids)].unbind()
-            evidence = Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
-            tiers = self.policy.plan(evidence, target)
-            counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
-            if not target.exact:
-                pending.append(PendingCounts(step, ids, op.generations[at : at + wave], self._to_host(counts)))
+        for part, blocks, tiers in self._plans(op, wave):
+            for at in range(0, len(blocks), wave):
+                some = slice(at, at + wave)
+                kept = None if tiers is None else tiers[some]
+                counts = ops.compact(self.store, blocks[some], op.to_format, kept, from_format=op.from_format)
+                if not target.exact:
+                    ids, generations = op.blocks[part][some], op.generations[part][some]
+                    pending.append(PendingCounts(step, ids, generations, self._to_host(counts)))
         return pending
+
+    def _plans(self, op: Compact, wave: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """Parts of `op`, their blocks on the device, and their tiers: groups, or waves of blocks planned alone."""
+        target, at = self.store.block_formats[op.to_format], 0
+        sizes = [int(n) for n, _ in op.groups] or [wave] * -(-len(op.blocks) // wave)
+        for i, size in enumerate(sizes):
+            part = slice(at, min(at + size, len(op.blocks)))
+            evidence, at = self._evidence(op, part), part.stop
+            if op.to_format == self.policy.whole_format:
+                tiers = None
+            elif len(op.groups):
+                tiers = self.policy.compete(evidence, target, int(op.groups[i, 1]))
+            else:
+                tiers = self.policy.plan(evidence, target)
+            yield part, evidence.blocks, tiers
+
+    def _evidence(self, op: Compact, part: slice) -> Evidence:
+        n = part.stop - part.start
+        rows = np.zeros((3, n + n % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
+        rows[:, :n] = op.blocks[part], op.starts[part], op.lengths[part]
+        blocks, starts, lengths = self._to_device(rows)[:, :n].unbind()
+        return Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         if not self.store.on_gpu:

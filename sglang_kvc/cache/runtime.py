@@ -26,10 +26,11 @@ from .demotion import Demotion
 from .host_tier import HostTier
 from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
-from .op_queue import Compact, EndGap, OpLog, Release, Take
+from .op_queue import NO_GROUPS, Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
 from .prompt_packing import queue_prompt
-from .sequence import Sequence, extend_each, places_to_replan
+from .replanning import Replanning
+from .sequence import Sequence, extend_each
 from .sizing import Sizing, make_layout, size_server
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ class Runtime:
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
     def __post_init__(self) -> None:
+        self.replanning = Replanning(self)
         self.capacity = Capacity(
             self.ledger, self.blocks, self.layout, self.sizing, self.store.block_formats, self.policy,
-            self.config.window
+            self.config.window, self.replanning.most_whole
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
         self.demotion = Demotion(self)
@@ -206,19 +208,24 @@ class Runtime:
           the policy plans a prompt as a whole.
         * A decode step: blocks that left the window since the last step, planned by N = `length`. With overlap
           scheduling the first step is prepared before the result of the prefill is processed; up to the prompt's length
-          N = 0. Where the policy plans again, also the packed block whose turn it is.
+          N = 0. Where the policy plans again, also the packed blocks whose turn it is.
         * END: the full blocks that the tree keeps, `kept`; the window is gone. `length` is 0 where nothing was
           generated.
+
+        With a lag, packing and planning are two events (`replanning`).
 
         A one-shot prompt is packed as a whole, by the first event behind it; its answer goes by these rules.
         """
         if phase is Phase.END:
             self.queue_due(kept, seq.format_id, length)
+            self.replanning.queue_ended(kept, length)
         elif seq.waits_whole:
             if phase is Phase.PREFILL:
                 queue_prompt(self, seq, length)
         elif phase is Phase.PREFILL or not self.capacity.packs_whole_prompts:
-            self.queue_due(seq.slide(length), seq.format_id)
+            left, young = self._slide(seq, length)
+            self.queue_due(left, seq.format_id)
+            self.queue_due(young, self.policy.whole_format)
 
     def tokens_decoded(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
         """Queue the blocks that are due for packing when the next decode step of `seqs`, of which `lengths` tokens are
@@ -232,15 +239,19 @@ class Runtime:
             if seq.waits_whole:
                 queue_prompt(self, seq, length)
                 continue
-            for block in seq.slide(length):  # if sharers leave a block together, the last one decides
-                left[seq.format_id].pop(block, None)
-                left[seq.format_id][block] = length if length > seq.prompt else 0
+            for format_id, ids in zip((seq.format_id, self.policy.whole_format), self._slide(seq, length)):
+                for block in ids:  # if sharers leave a block together, the last one decides
+                    left[format_id].pop(block, None)
+                    left[format_id][block] = length if length > seq.prompt else 0
         for format_id, blocks in left.items():
             self.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
-        if self.policy.replans:
-            places = places_to_replan(lengths, self.config.window, self.layout.block_tokens)
-            turns = np.flatnonzero(places >= 0)
-            self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
+        self.replanning.queue_turns(seqs, lengths)
+
+    def _slide(self, seq: Sequence, length: int) -> tuple[list[int], list[int]]:
+        """Blocks that leave the window of `seq` now: those to plan, and those to pack whole."""
+        young = self.replanning.young(seq, length) - seq.window_start
+        left = seq.slide(length)
+        return left[: max(0, young)], left[max(0, young) :]
 
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
         """The sequence of each request of a prefill; None for those of the engine's own warm-up, which no scheduler
@@ -304,7 +315,7 @@ class Runtime:
         array = np.asarray(ids, dtype=np.int64)
         due = (self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)
         lengths = (np.zeros_like(array) + length)[due]
-        return self._queue(array[due], from_format=0, to_format=format_id, lengths=lengths)
+        return self.queue_move(array[due], from_format=0, to_format=format_id, lengths=lengths)
 
     def free_sequence(self, seq: Sequence) -> None:
         """Return the blocks of an ended sequence that the tree did not take over."""
@@ -313,25 +324,16 @@ class Runtime:
             self.gap_blocks -= seq.gap
             self.log.push(EndGap(seq.one_shot.row, NO_BLOCKS))  # type: ignore[union-attr]  # only these have a gap
 
-    def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:
-        """Queue those of `ids` that are packed and in use by one sequence alone to be planned again; returns how many.
-        `length` is that of the sequence, or of each block's."""
-        if len(ids) == 0:
-            return 0
-        array = np.asarray(ids, dtype=np.int64)
-        format_id = len(self.store.block_formats) - 1
-        due = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
-        due &= self.blocks.format_id[array] == format_id
-        lengths = (np.zeros_like(array) + length)[due]
-        return self._queue(array[due], from_format=format_id, to_format=format_id, lengths=lengths)
-
     def demote(self, ids: np.ndarray, to_format: int) -> None:
         """Queue the packed blocks `ids`, which are at one format, to be moved to a lower one."""
         from_format = int(self.blocks.format_id[ids[0]])
-        self._queue(ids, from_format=from_format, to_format=to_format, lengths=np.zeros_like(ids))
+        self.queue_move(ids, from_format=from_format, to_format=to_format, lengths=np.zeros_like(ids))
         self.counters.demoted_blocks += len(ids)
 
-    def _queue(self, due: np.ndarray, *, from_format: int, to_format: int, lengths: np.ndarray) -> int:
+    def queue_move(
+        self, due: np.ndarray, *, from_format: int, to_format: int, lengths: np.ndarray, groups: np.ndarray = NO_GROUPS
+    ) -> int:
+        """Queue the blocks `due` to be moved between two formats; returns how many. See `Compact`."""
         if len(due) == 0:
             return 0
         target = self.store.block_formats[to_format]
@@ -339,7 +341,7 @@ class Runtime:
         # never take more pages than they leave, so a re-plan is covered by the present charge.
         self.ledger.set(due, np.minimum(self.ledger.charge[due], target.pages))
         generations = self.blocks.generation[due].copy()
-        self.log.push(Compact(due, from_format, to_format, self.blocks.start[due], lengths, generations))
+        self.log.push(Compact(due, from_format, to_format, self.blocks.start[due], lengths, generations, groups))
         self._open_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
         self.blocks.format_id[due] = to_format

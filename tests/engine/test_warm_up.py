@@ -167,9 +167,9 @@ def serve(runtime, cap, window=-1):
         runtime.flush()
         while runtime.demotion.demote(np.array(ids), 10**9):
             runtime.flush()
-        if policy.replans:
+        if (1, 1) in policy.moves:
             runtime.blocks.ref_count[ids] = 1
-            runtime.replan(ids, 900)
+            runtime.replanning.replan(ids, 900)
             runtime.flush()
         if runtime.config.host_memory:
             ids = through_host_memory(runtime, ids)

@@ -58,7 +58,7 @@ def check_reads(server, reqs: list) -> None:
         format_ids = set(runtime.store.format_id[req.kvc.owned()].tolist())
         allowed = {0, format_id_of(runtime, req)}
         if req.kvc_level is None:
-            allowed |= set(runtime.policy.ladder)
+            allowed |= {*runtime.policy.ladder, runtime.policy.whole_format, runtime.policy.answer_format}
         assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
             record.check_kept(runtime.store, kept, req.history[: behind * P], req.kvc.prompt)
