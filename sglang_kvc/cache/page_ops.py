@@ -85,6 +85,7 @@ class PageOps:
         """Plan and move, in waves whose destination pages fit the reserve."""
         target, pending = self.store.block_formats[op.to_format], []
         wave = max(1, self.reserve_pages // target.pages)
+        wave -= wave % 2 if wave > 1 else 0  # so that the ids of every wave begin at a multiple of 16 bytes
         for part, blocks, tiers in self._plans(op, wave):
             for at in range(0, len(blocks), wave):
                 some = slice(at, at + wave)
