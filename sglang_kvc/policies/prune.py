@@ -20,7 +20,7 @@ from .budget import Budget, compression, token_bytes
 from .parse import parse_part
 from .scorers import SCORERS, KeyDiff, Scorer
 
-LEAST = 0.5  # share of their budget that planned blocks of an answer keep, however many whole ones follow
+LEAST = 0.75  # share of their budget that planned blocks of an answer keep at least: what is dropped stays dropped
 
 
 def parse_scorer(text: str) -> Scorer:
@@ -147,7 +147,7 @@ class Prune(Policy):
         return (bottom, BlockFormat(high, low, pages=pages, exact=low is None), *late)
 
     def answer_pages(self, layout: PoolLayout, planned: int, whole: int) -> int:
-        """Those of the budget for all of these blocks that the whole ones leave, but no less than half of the budget
+        """Those of the budget for all of these blocks that the whole ones leave, but no less than `LEAST` of the budget
         for the planned ones."""
         most = layout.block_pages(FORMATS[self.high])
         each = self.keep * most if self.budget is None else min(most, self.budget.pages(layout))

@@ -61,7 +61,7 @@ def test_an_answer_is_planned_each_time_that_some_blocks_have_come(prompt, windo
                 assert places == list(range(first, first + n)) and n % COMPETE_EVERY == 0
                 assert (first + n) * P + LAG == length, "a block is planned too early, or late"
                 young = (length - window) // P - first - n
-                assert pages == int(max(each * (n + young) - young * whole, each * n / 2))
+                assert pages == int(max(each * (n + young) - young * whole, 0.75 * each * n))
             elif op.to_format == WHOLE:
                 packed += places
                 assert op.from_format == 0 and (places[0] + 1) * P + window == length
@@ -181,7 +181,7 @@ def test_what_an_answer_keeps(share):
             if kept is not None:
                 old[: len(kept)] = kept
             young = length // P - 2 - n
-            pages = int(max(KEEP * whole * (n + young) - young * whole, KEEP * whole * n / 2))
+            pages = int(max(KEEP * whole * (n + young) - young * whole, 0.75 * KEEP * whole * n))
             if share == "global":
                 kept = slow_kept(old, scores, queries, pages, t)
             else:  # layers have equal pages
