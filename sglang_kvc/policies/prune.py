@@ -155,6 +155,10 @@ class Prune(Policy):
 
     # ---- which tokens
 
+    def _protected(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+        """`scores` with infinity for the sinks."""
+        return scores.masked_fill((evidence.positions() < self.sinks)[:, None, None, :], torch.inf)
+
     def statistics(self, evidence: Evidence) -> Calibration | None:
         """Tensors of the calibration file on the evidence's device; None if none are needed."""
         return load(self.calibration, evidence.blocks.device) if self.needs else None
@@ -163,8 +167,7 @@ class Prune(Policy):
         layout = evidence.layout
         stats = self.statistics(evidence)
         scores = self.scorer.score(replace(evidence, calibration=stats))
-        protected = (evidence.positions() < self.sinks)[:, None, None, :]
-        scores = scores.masked_fill(protected, torch.inf)
+        scores = self._protected(scores, evidence)
         tiers = self.share.plan(
             scores, self.high_pages(layout), layout.page(block_format.high).tokens, self.floor_pages(layout), stats
         )
@@ -177,6 +180,7 @@ class Prune(Policy):
         scores = self.scorer.score(replace(evidence, calibration=stats))
         if self.scorer.sums:
             scores = scores / evidence.query_counts()
+        scores = self._protected(scores, evidence)  # of a prompt that is shorter than a block
         stored = evidence.tiers() == HIGH
         rows = scores.masked_fill(~stored, -torch.inf).transpose(0, 1)  # [L, n, H, P]
         tiers = self.share.plan(rows.flatten(1, 2)[None], pages, layout.page(block_format.high).tokens, 0, stats)

@@ -202,6 +202,16 @@ def test_what_an_answer_keeps(share):
     assert ops.block_digest(runtime.store, req.kvc.blocks[0], scores=False) == before, "a block of the tree was planned"
 
 
+def test_the_sinks_of_a_short_prompt_stay():
+    server = Attended(blocks=30, **{**ANSWERS, "keep": 0.2, "sinks": 5})
+    req = server.admit([3, 1, 4])
+    for step in range((COMPETE_EVERY + 2) * P):
+        assert server.decode(req, 9000 + step)
+    kept = ops.block_tiers(server.runtime.store, torch.tensor(req.kvc.blocks[:1])) == 2
+    assert int(server.runtime.store.format_id[req.kvc.blocks[0]]) == ANSWER
+    assert kept[..., :5].all() and not kept.all()
+
+
 def digests(prompts: list[int], new: int) -> list[list[str]]:
     """Digests of all full blocks of requests with these prompts that decode `new` tokens side by side."""
     server = Attended(blocks=60, **ANSWERS)
