@@ -171,8 +171,8 @@ def main() -> None:
     texts = torch.tensor([maker.passage(i, length)[:length] for i in range(args.texts)], device=device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     reference = [uncompressed(model, text, args.prompt - 1) for text in texts]
-    numbers = {}
-    for cell in args.cells.split(";"):
+    numbers, cells = dict[str, dict](), args.cells.split(";")
+    for cell in cells:
         n = numbers[cell] = measure(model, cell, texts, reference, args.prompt, args.block)
         quarters = ", ".join(f"{q:.4f}" for q in n["quarters"])
         print(
@@ -180,7 +180,7 @@ def main() -> None:
             f"{100 * n['agreement']:.1f} %, {n['ratio']:.2f}x, at the end {n['ratio_end']:.2f}x",
             flush=True,
         )  # fmt: skip
-    common.write_result(args.name, {"args": vars(args), "cells": numbers})
+        common.write_result(args.name, {"args": vars(args), "cells": numbers}, quiet=len(numbers) < len(cells))
 
 
 if __name__ == "__main__":
