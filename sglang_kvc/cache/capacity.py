@@ -38,6 +38,7 @@ class Capacity:
     block_formats: tuple[BlockFormat, ...]
     policy: Policy
     window: int
+    most_whole: int = 0  # tokens of a sequence that are packed whole at a time, until they are planned
     _exact_need: int | None = None  # set within `exact_need`
     _full_at: int = 0  # reachable tokens at the last refusal
 
@@ -89,10 +90,15 @@ class Capacity:
     def growth_tokens(self, tokens: float, format_id: int, open_tokens: int) -> float:
         """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`.
 
-        One more block and the rest of the window stay uncompressed; what leaves the window is packed.
+        One more block and the rest of the window stay uncompressed; what leaves the window is packed, and with a lag
+        packed whole before it is planned.
         """
         first = self.layout.block_tokens + max(0, self.window - open_tokens)
-        return tokens if tokens <= first else first + self.packed_tokens(tokens - first, format_id)
+        if tokens <= first:
+            return tokens
+        whole = min(tokens - first, self.most_whole) if format_id == 1 else 0
+        packed = self.packed_tokens(whole, self.policy.whole_format)
+        return first + packed + self.packed_tokens(tokens - first - whole, format_id)
 
     def running_tokens(self, seq: Sequence | None, tokens: float, format_id: int) -> float:
         """Memory that a running request needs to grow by `tokens`. `seq` is None where it just ended: SGLang still

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .transfers import Loading
 
 
+NO_GROUPS = np.empty((0, 2), dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Take:
     """Give uncompressed pages to `blocks`."""
@@ -35,6 +38,8 @@ class Compact:
     starts: position of each block's first token.
     lengths: length N of the sequence whose window the block left while decoding, 0 in the prompt phase.
     generations: generation of each block when this was queued. The block may be freed and taken anew before it runs.
+    groups: `[g, 2]`, blocks and pages of each run of blocks that compete for pages; none: each is planned alone. Some
+        of a group were moved before, and are at `to_format` already, which has the same pages.
     """
 
     blocks: np.ndarray
@@ -43,6 +48,7 @@ class Compact:
     starts: np.ndarray
     lengths: np.ndarray
     generations: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: NO_GROUPS)
 
 
 @dataclass(frozen=True)

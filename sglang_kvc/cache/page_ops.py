@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -109,24 +110,40 @@ class PageOps:
         """Plan and move, in waves whose destination pages fit the reserve."""
         target, pending = self.store.block_formats[op.to_format], []
         wave = max(1, self.reserve_pages // target.pages)
-        for at in range(0, len(op.blocks), wave):
-            part = slice(at, at + wave)
-            blocks, tiers = self._plan(op, part)
-            counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
-            if not target.exact:
-                pending.append(PendingCounts(step, op.blocks[part], op.generations[part], self._to_host(counts)))
+        wave -= wave % 2 if wave > 1 else 0  # so that the ids of every wave begin at a multiple of 16 bytes
+        for part, blocks, tiers in self._plans(op, wave):
+            for at in range(0, len(blocks), wave):
+                some = slice(at, at + wave)
+                kept = None if tiers is None else tiers[some]
+                counts = ops.compact(self.store, blocks[some], op.to_format, kept, from_format=op.from_format)
+                if not target.exact:
+                    ids, generations = op.blocks[part][some], op.generations[part][some]
+                    pending.append(PendingCounts(step, ids, generations, self._to_host(counts)))
         return pending
 
-    def _plan(self, op: Compact, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The blocks of `part` on the device, and their tiers (see `Policy.plan`)."""
-        ids = op.blocks[part]
-        if self.policy.keeps_all:
-            return self._to_device(ids), None
-        rows = np.zeros((3, len(ids) + len(ids) % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
-        rows[:, : len(ids)] = ids, op.starts[part], op.lengths[part]
-        blocks, starts, lengths = self._to_device(rows)[:, : len(ids)].unbind()
-        evidence = Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
-        return blocks, self.policy.plan(evidence, self.store.block_formats[op.to_format])
+    def _plans(self, op: Compact, wave: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """Parts of `op`, their blocks on the device, and their tiers: groups, or waves of blocks planned alone."""
+        target, at = self.store.block_formats[op.to_format], 0
+        whole = self.policy.keeps_all or op.to_format == self.policy.whole_format
+        sizes = [int(n) for n, _ in op.groups] or [wave] * -(-len(op.blocks) // wave)
+        for i, size in enumerate(sizes):
+            part = slice(at, min(at + size, len(op.blocks)))
+            at = part.stop
+            if whole:
+                yield part, self._to_device(op.blocks[part]), None
+                continue
+            evidence = self._evidence(op, part)
+            if len(op.groups):
+                yield part, evidence.blocks, self.policy.compete(evidence, target, int(op.groups[i, 1]))
+            else:
+                yield part, evidence.blocks, self.policy.plan(evidence, target)
+
+    def _evidence(self, op: Compact, part: slice) -> Evidence:
+        n = part.stop - part.start
+        rows = np.zeros((3, n + n % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
+        rows[:, :n] = op.blocks[part], op.starts[part], op.lengths[part]
+        blocks, starts, lengths = self._to_device(rows)[:, :n].unbind()
+        return Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         if not self.store.on_gpu:

@@ -22,14 +22,16 @@ from kvc_kernels.store import PageStore
 from ..policies import SEQUENCE, Policy
 from .blocks import Blocks, State
 from .capacity import Capacity
+from .counters import Counters
 from .demotion import Demotion
 from .host_tier import HostTier
 from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
-from .op_queue import Compact, EndGap, OpLog, Release, Take
+from .op_queue import NO_GROUPS, Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
 from .prompt_packing import queue_prompt, queue_segments
-from .sequence import Sequence, extend_each, places_to_replan
+from .replanning import Replanning
+from .sequence import Sequence, extend_each
 from .sizing import Sizing
 from .thinning import WHOLE, held_blocks
 
@@ -59,16 +61,6 @@ class Phase(Enum):
     CHUNK = "chunk"  # a part of the prompt is prefilled, more of it follows
     PREFILL = "prefill"  # the prompt is prefilled
     END = "end"  # the request ends: finished, aborted or retracted
-
-
-@dataclass
-class Counters:
-    """Totals since start, for the log line and the metrics."""
-
-    compactions: int = 0  # blocks compacted
-    compaction_ms: float = 0.0  # host time of the flushes that compacted (CPU: the work itself)
-    evicted_blocks: int = 0
-    demoted_blocks: int = 0  # moves to a lower format; also counted as compactions
 
 
 @dataclass
@@ -107,9 +99,10 @@ class Runtime:
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
     def __post_init__(self) -> None:
+        self.replanning = Replanning(self)
         self.capacity = Capacity(
             self.ledger, self.blocks, self.layout, self.sizing, self.store.block_formats, self.policy,
-            self.config.window
+            self.config.window, self.replanning.most_whole
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
         self.demotion = Demotion(self)
@@ -183,22 +176,27 @@ class Runtime:
           the policy plans a prompt as a whole.
         * A decode step: blocks that left the window since the last step, planned by N = `length`. With overlap
           scheduling the first step is prepared before the result of the prefill is processed; up to the prompt's length
-          N = 0. Where the policy plans again, also the packed block whose turn it is.
+          N = 0. Where the policy plans again, also the packed blocks whose turn it is.
         * END: the full blocks that the tree keeps, `kept`; the window is gone. `length` is 0 where nothing was
           generated.
+
+        With a lag, packing and planning are two events (`replanning`).
 
         A one-shot prompt is packed as a whole, by the first event behind it, and if it does not fit uncompressed, also
         in segments, after each chunk; its answer goes by these rules.
         """
         if phase is Phase.END:
             self.queue_due(kept, seq.format_id, length)
+            self.replanning.queue_ended(kept, length)
         elif seq.waits_whole:
             if phase is Phase.PREFILL:
                 queue_prompt(self, seq, length)
             else:
                 queue_segments(self, seq, length)
         elif phase is Phase.PREFILL or not self.capacity.packs_whole_prompts:
-            self.queue_due(seq.slide(length), seq.format_id)
+            left, young = self.replanning.slide(seq, length)
+            self.queue_due(left, seq.format_id)
+            self.queue_due(young, self.policy.whole_format)
 
     def tokens_decoded(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
         """Queue the blocks that are due for packing when the next decode step of `seqs`, of which `lengths` tokens are
@@ -212,16 +210,15 @@ class Runtime:
             if seq.waits_whole:
                 queue_prompt(self, seq, length)
                 continue
-            blocks, n = left[seq.format_id], length if length > seq.prompt else 0
-            for block in seq.slide(length):  # if sharers leave a block together, the last one decides
-                blocks.pop(block, None)
-                blocks[block] = n
+            n = length if length > seq.prompt else 0
+            for format_id, ids in zip((seq.format_id, self.policy.whole_format), self.replanning.slide(seq, length)):
+                blocks = left[format_id]
+                for block in ids:  # if sharers leave a block together, the last one decides
+                    blocks.pop(block, None)
+                    blocks[block] = n
         for format_id, blocks in left.items():
             self.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
-        if self.policy.replans:
-            places = places_to_replan(lengths, self.config.window, self.layout.block_tokens)
-            turns = np.flatnonzero(places >= 0)
-            self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
+        self.replanning.queue_turns(seqs, lengths)
 
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
         """The sequence of each request of a prefill; None for those of the engine's own warm-up, which no scheduler
@@ -286,7 +283,7 @@ class Runtime:
         due = (self.blocks.state[array] == State.OPEN) & (self.blocks.window_count[array] == 0)
         if not isinstance(length, np.ndarray):
             length = np.full(len(array), length)
-        return self._queue(array[due], from_format=0, to_format=format_id, lengths=length[due])
+        return self.queue_move(array[due], from_format=0, to_format=format_id, lengths=length[due])
 
     def cut(self, seq: Sequence, length: int) -> None:
         """Forget what is written of `seq` behind the first `length` tokens, in blocks that are its alone."""
@@ -299,25 +296,16 @@ class Runtime:
             self.gap_blocks -= seq.missing
             self.log.push(EndGap(seq.one_shot.row, NO_BLOCKS))  # type: ignore[union-attr]  # only these have a gap
 
-    def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:
-        """Queue those of `ids` that are packed and in use by one sequence alone to be planned again; returns how many.
-        `length` is that of the sequence, or of each block's."""
-        if len(ids) == 0:
-            return 0
-        array = np.asarray(ids, dtype=np.int64)
-        format_id = len(self.store.block_formats) - 1
-        due = (self.blocks.state[array] == State.PACKED) & (self.blocks.ref_count[array] == 1)
-        due &= self.blocks.format_id[array] == format_id
-        lengths = (np.zeros_like(array) + length)[due]
-        return self._queue(array[due], from_format=format_id, to_format=format_id, lengths=lengths)
-
     def demote(self, ids: np.ndarray, to_format: int) -> None:
         """Queue the packed blocks `ids`, which are at one format, to be moved to a lower one."""
         from_format = int(self.blocks.format_id[ids[0]])
-        self._queue(ids, from_format=from_format, to_format=to_format, lengths=np.zeros_like(ids))
+        self.queue_move(ids, from_format=from_format, to_format=to_format, lengths=np.zeros_like(ids))
         self.counters.demoted_blocks += len(ids)
 
-    def _queue(self, due: np.ndarray, *, from_format: int, to_format: int, lengths: np.ndarray) -> int:
+    def queue_move(
+        self, due: np.ndarray, *, from_format: int, to_format: int, lengths: np.ndarray, groups: np.ndarray = NO_GROUPS
+    ) -> int:
+        """Queue the blocks `due` to be moved between two formats; returns how many. See `Compact`."""
         if len(due) == 0:
             return 0
         target = self.store.block_formats[to_format]
@@ -325,7 +313,7 @@ class Runtime:
         # never take more pages than they leave, so a re-plan is covered by the present charge.
         self.ledger.lower(due, target.pages)
         starts, generations = self.blocks.start[due], self.blocks.generation[due]
-        self.log.push(Compact(due, from_format, to_format, starts, lengths, generations))
+        self.log.push(Compact(due, from_format, to_format, starts, lengths, generations, groups))
         self._open_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
         self.blocks.format_id[due] = to_format

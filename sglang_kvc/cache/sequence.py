@@ -12,24 +12,6 @@ from .blocks import Blocks
 from .one_shot import OneShotPrompt
 from .thinning import probe_tokens
 
-TURNS = 16  # parts of a block's time; each has one turn, which is enough for 2^16 blocks behind the window
-
-
-def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.ndarray:
-    """Place of the packed block of each sequence to plan again now that `lengths` tokens are written (int64 `[n]`); -1:
-    none.
-
-    Block b leaves the window when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1), .. do: a
-    plan's thresholds and the attention that a token receives go by the length, so a small growth changes little. All
-    turns of n blocks together are fewer than n. Turns at one block boundary are spread over the steps behind it, since
-    requests of one length reach it together. Only the length decides, so the same sequence is packed alike whatever
-    runs beside it.
-    """
-    behind, past = np.divmod(lengths - window, block_tokens)
-    turn, early = np.divmod(past, max(1, block_tokens // TURNS))
-    due = (early == 0) & (turn > 0) & (behind > 0) & (behind % (1 << turn) == 0)
-    return np.where(due, (behind >> turn) - 1, -1)
-
 
 def extend_each(seqs: list[Sequence], rows: np.ndarray, ids: list[int]) -> None:
     """Append one block that was just taken to each of `seqs`, which are not empty and have these `rows`."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ..options.config import KvcConfig
     from ..policies import Policy
 
-# Most blocks that may share the memory of one uncompressed block. It bounds the tables, which cost bytes even for
-# empty heads.
-MAX_BLOCK_RATIO = 8.0
+# Most blocks that may share the memory of one uncompressed block, and that are taken to share it where their size is
+# open. It bounds the tables, which cost bytes even for empty heads.
+MAX_BLOCK_RATIO, OPEN_BLOCK_RATIO = 16.0, 8.0
 # Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
 RESERVE_PART = 1 / 32
 # Host memory is handed out in multiples of this many bytes.
@@ -162,8 +162,8 @@ def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockForm
     Raises ValueError, in one sentence, when not even four blocks fit.
     """
     bf16 = layout.block_pages_bf16
-    smallest = min([r.pages if r.exact else 1 for r in block_formats[1:]] or [bf16])
-    ratio = min(bf16 / max(smallest, 1), MAX_BLOCK_RATIO)
+    ratios = [bf16 / max(r.pages, 1) if r.exact else OPEN_BLOCK_RATIO for r in block_formats[1:]]
+    ratio = min(max(ratios, default=1.0), MAX_BLOCK_RATIO)
     pages = int(num_bytes / (layout.page_bytes + RING_ENTRY_BYTES + ratio * layout.block_meta_bytes / bf16))
     blocks = int(pages / bf16 * ratio) + 2
     largest_target = max([r.pages for r in block_formats[1:]] or [0])

@@ -22,7 +22,7 @@ from kvc_kernels.store import PageStore
 
 from ..cache.blocks import Blocks
 from ..cache.ledger import Ledger
-from ..cache.op_queue import Compact
+from ..cache.op_queue import NO_GROUPS
 from ..cache.runtime import Runtime
 from ..cache.sizing import HostLayout, Sizing
 from .attention import Attention, Snapshot
@@ -98,10 +98,12 @@ def warm_up(
         packed, open_blocks = ids[: BLOCKS // 2], ids[BLOCKS // 2 :]
         small.queue_due(packed, format_id, length=BLOCKS * p)
         small.flush()
-        if policy.replans and format_id == format_ids[-1] > 0:
+        for to in [to for source, to in policy.moves if source == format_id]:
             at = np.asarray(packed)
-            lengths, generations = np.full(len(at), BLOCKS * p), small.blocks.generation[at]
-            small.log.push(Compact(at, format_id, format_id, small.blocks.start[at], lengths, generations))
+            groups = np.array([[len(at), 1]]) if to == policy.answer_format else NO_GROUPS
+            small.queue_move(
+                at, from_format=format_id, to_format=to, lengths=np.full(len(at), BLOCKS * p), groups=groups
+            )
             small.flush()
         if format_id == format_ids[-1]:
             for window, cap in sorted(kinds or {(-1, 0.0)}):

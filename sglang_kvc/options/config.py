@@ -47,6 +47,7 @@ class KvcConfig:
     trust: str = ALL  # which requests share blocks that depend on one request's queries: all, or those of one salt
     allow_lossless: bool = True  # whether single requests may ask for an uncompressed cache
     allow_one_shot: bool = True  # whether single requests may ask for a budget of their whole prompt
+    lag: int = 0  # tokens behind a block, packed whole until then, at which it is planned; 0: those of the window
 
     @property
     def isolates_salts(self) -> bool:

@@ -94,6 +94,18 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         ),
         NS("memory"),
     ] = None
+    kvc_lag: A[
+        int | None,
+        _option(
+            "Policies leankv, and prune with a scorer that collects attention scores: a block that leaves the window "
+            "is packed whole in --kvc-high, and tokens of it are dropped or demoted when N tokens follow it and at "
+            "least 64 decode queries have read it. With prune, the blocks of an answer then compete for the pages of "
+            "the whole answer, again and again as it grows. A multiple of 64 above --kvc-window, like 512. Default: "
+            "0, which decides about a block once, when it leaves the window.",
+            number=True,
+        ),
+        NS("memory"),
+    ] = None
     kvc_block_size: A[
         int | None,
         _option(

@@ -14,6 +14,7 @@ from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import check_verdicts
 from sglang_kvc.options.config import EVICTIONS, TRUST, KvcConfig
 from sglang_kvc.policies import make_policy
+from sglang_kvc.policies.base import EVIDENCE
 from sglang_kvc.policies.ladder import is_below
 
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
@@ -129,6 +130,29 @@ def _check_policy_settings(c: KvcConfig) -> None:
         )
 
 
+def _check_lag(c: KvcConfig) -> None:
+    """A lag is longer than the window, long enough to gather evidence, and of use to the policy."""
+    if c.lag == 0:
+        return
+    if c.lag % EVIDENCE or not c.window < c.lag <= WINDOW_MAX:
+        raise ConfigError(
+            f"{flag('lag')} {c.lag} is out of range, because it counts the tokens behind a block whose queries decide "
+            f"about it, those of {flag('window')} {c.window} among them; choose a larger multiple of {EVIDENCE} up to "
+            f"{WINDOW_MAX}, like 512, or 0."
+        )
+    policy = make_policy(c)
+    if not policy.collects_scores:
+        raise ConfigError(
+            f"{flag('lag')} has no effect with policy {c.policy} and {flag('scorer')} {c.scorer}, which reads no "
+            f"queries; drop it, or choose {flag('scorer')} kv-compress."
+        )
+    if policy.answer_format and c.low is not None:
+        raise ConfigError(
+            f"{flag('lag')} cannot be used with {flag('low')} {c.low}, because the size of an answer is a number of "
+            f"high pages; drop one of them."
+        )
+
+
 def _check_statistics(c: KvcConfig) -> None:
     """The calibration file must hold the statistics that the policy needs."""
     needs = make_policy(c).needs
@@ -162,6 +186,7 @@ CHECKS: tuple[Callable[[KvcConfig], None], ...] = (
     _check_tiers,
     _check_sizes,
     _check_policy_settings,
+    _check_lag,
     _check_statistics,
     check_verdicts,
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BlockFormat, Format, PoolLayout
+from kvc_kernels.scores.reference import STRIDES
 from kvc_kernels.store import PageStore
 
 if TYPE_CHECKING:
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 
 BLOCK, SEQUENCE = "block", "sequence"
 LOSSLESS = "lossless"  # request quality: uncompressed
+EVIDENCE = 64  # decode queries that have read a block before a policy with a lag plans it
+
+
+def with_evidence(sampling: ops.ScoreSampling | None, lag: int) -> ops.ScoreSampling | None:
+    """`sampling` with enough decode steps that `EVIDENCE` of them are sampled in `lag` tokens (0: as it is)."""
+    if sampling is None or not lag:
+        return sampling
+    most = max(s for s in STRIDES if s == 1 or s * EVIDENCE <= lag)
+    return replace(sampling, decode_stride=min(sampling.decode_stride, most))
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,10 @@ class Evidence:
         """Attention scores, summed over queries as the policy's `ScoreSampling` says, fp32 `[n, L, H, P]`."""
         return ops.block_scores(self.store, self.blocks, self.from_format)
 
+    def query_counts(self) -> torch.Tensor:
+        """Counted queries behind each block, at least 1, fp32 `[n, 1, 1, 1]`."""
+        return self.store.query_counts[self.blocks].clamp(min=1).view(-1, 1, 1, 1).float()
+
     def thresholds(self, alpha: ops.Thresholds, block_format: BlockFormat) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]` by mean attention scores against thresholds (LeanKV)."""
         seen = self.sampling or ops.ScoreSampling()
@@ -84,8 +98,6 @@ class Policy:
     # Whether every token of a block is kept, in one format, so that its index in the block gives its position.
     # Then its plan is None, and a compaction does not ask for it.
     keeps_all: ClassVar[bool] = False
-    # Whether packed blocks are planned again as their sequence grows.
-    replans: ClassVar[bool] = False
     # Default number of latest tokens of a running sequence that stay uncompressed.
     default_window: ClassVar[int] = 64
     # Least tokens of a page in the first format. Small pages let heads differ finely, large pages are read faster.
@@ -134,6 +146,22 @@ class Policy:
         return None
 
     @property
+    def whole_format(self) -> int:
+        """Format id at which blocks are packed whole before they are planned (`--kvc-lag`); 0: a block is planned when
+        it is packed."""
+        return 0
+
+    @property
+    def answer_format(self) -> int:
+        """Format id of blocks of an answer that were planned together; 0: each block is planned alone."""
+        return 0
+
+    @property
+    def moves(self) -> tuple[tuple[int, int], ...]:
+        """Format ids that packed blocks are planned from and to, as their sequence grows or ends."""
+        return ()
+
+    @property
     def ladder(self) -> tuple[int, ...]:
         """Format ids that cold blocks move down, the server's own first; empty: a packed block keeps its format."""
         return ()
@@ -141,4 +169,12 @@ class Policy:
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor | None:
         """Tiers int8 `[n, L, H, P]` of the blocks at `block_format`, never above their present tiers. None: every token
         high, which moves faster than a tensor of that value."""
+        raise NotImplementedError
+
+    def answer_pages(self, layout: PoolLayout, planned: int, whole: int) -> int:
+        """Pages that `planned` blocks of an answer keep together, beside `whole` later ones that are packed whole."""
+        raise NotImplementedError
+
+    def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int) -> torch.Tensor:
+        """Tiers int8 `[n, L, H, P]` of n blocks of one answer that keep `pages` pages together, as in `plan`."""
         raise NotImplementedError

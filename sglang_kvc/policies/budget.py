@@ -38,9 +38,10 @@ class Budget:
             return self.token_bytes * layout.block_tokens
         return 4 * layout.layers * layout.heads * layout.head_dim * layout.block_tokens / self.ratio
 
-    def pages(self, layout: PoolLayout) -> int:
-        """Pages that a packed block may have; below 0 if even its tables, counts and scales exceed the budget."""
-        return int((self.block_bytes(layout) - layout.block_meta_bytes) // (layout.page_bytes + RING_ENTRY_BYTES))
+    def pages(self, layout: PoolLayout) -> float:
+        """Pages that a packed block may have on average; below 0 if even its tables, counts and scales exceed the
+        budget."""
+        return (self.block_bytes(layout) - layout.block_meta_bytes) / (layout.page_bytes + RING_ENTRY_BYTES)
 
 
 def token_bytes(layout: PoolLayout, pages: int) -> float:

@@ -10,15 +10,17 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
-from kvc_kernels.pages.tiers import LOW
+from kvc_kernels.pages.tiers import HIGH, LOW, PRUNED
 from sglang_kvc.errors import flag
 
 from ..calibration.tensors import Calibration, check_shapes, load
 from .allocation import SHARES, Global, Share
-from .base import BLOCK, SEQUENCE, Evidence, Policy
+from .base import BLOCK, SEQUENCE, Evidence, Policy, with_evidence
 from .budget import Budget, compression, token_bytes
 from .parse import parse_part
 from .scorers import SCORERS, KeyDiff, Scorer
+
+LEAST = 0.75  # share of their budget that planned blocks of an answer keep at least: what is dropped stays dropped
 
 
 def parse_scorer(text: str) -> Scorer:
@@ -39,8 +41,11 @@ class Prune(Policy):
     dropped: tokens that win no high page are stored low (MiKV). The page count then depends on how tokens fill pages,
     and comes back from the device.
 
-    Every head keeps a page. Of a sequence's first block the first `sinks` tokens stay, high, whatever their score.
-    `scorer`, `share` and `budget` may also be given as text, like `snapkv:window=64`.
+    With `lag`, blocks of an answer are packed whole and planned together: heads, layers and blocks compete for the
+    pages of the whole answer (KV-Compress, equation 20), and a head may keep nothing of a block.
+
+    Elsewhere every head keeps a page. Of a sequence's first block the first `sinks` tokens stay, high, whatever their
+    score. `scorer`, `share` and `budget` may also be given as text, like `snapkv:window=64`.
     """
 
     name: ClassVar[str] = "prune"
@@ -51,6 +56,7 @@ class Prune(Policy):
     scorer: Scorer = field(default=KeyDiff())
     share: Share = field(default=Global())
     sinks: int = 4
+    lag: int = 0
     calibration: str | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +75,19 @@ class Prune(Policy):
 
     @property
     def score_sampling(self) -> ops.ScoreSampling | None:
-        return self.scorer.sampling
+        return with_evidence(self.scorer.sampling, self.lag)
+
+    @property
+    def whole_format(self) -> int:
+        return 2 if self.lag else 0
+
+    @property
+    def answer_format(self) -> int:
+        return 3 if self.lag else 0
+
+    @property
+    def moves(self) -> tuple[tuple[int, int], ...]:
+        return ((2, 1), (2, 3)) if self.lag else ()
 
     def formats(self) -> list[str]:
         return [self.high] + ([self.low] if self.low else [])
@@ -96,6 +114,8 @@ class Prune(Policy):
         for pages in range(most, least - 1, -1):
             if self.block_pages(layout, pages) <= allowed:
                 return pages
+        if self.lag and allowed > 0:
+            return least  # of a prompt; answers meet the budget
         fewest = self.block_pages(layout, least)
         best = f"{math.floor(100 * compression(layout, fewest)) / 100}x"
         if self.budget.ratio is None:
@@ -122,9 +142,22 @@ class Prune(Policy):
         bottom, high = BlockFormat(BF16, pages=layout.block_pages_bf16), FORMATS[self.high]
         low = FORMATS[self.low] if self.low else None
         pages = self.block_pages(layout, self.high_pages(layout))
-        return (bottom, BlockFormat(high, low, pages=pages, exact=low is None))
+        whole = layout.block_pages(high)
+        late = (BlockFormat(high, pages=whole), BlockFormat(high, pages=whole, exact=False)) if self.lag else ()
+        return (bottom, BlockFormat(high, low, pages=pages, exact=low is None), *late)
+
+    def answer_pages(self, layout: PoolLayout, planned: int, whole: int) -> int:
+        """Those of the budget for all of these blocks that the whole ones leave, but no less than `LEAST` of the budget
+        for the planned ones."""
+        most = layout.block_pages(FORMATS[self.high])
+        each = self.keep * most if self.budget is None else min(most, self.budget.pages(layout))
+        return int(max(each * (planned + whole) - most * whole, LEAST * each * planned))
 
     # ---- which tokens
+
+    def _protected(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+        """`scores` with infinity for the sinks."""
+        return scores.masked_fill((evidence.positions() < self.sinks)[:, None, None, :], torch.inf)
 
     def statistics(self, evidence: Evidence) -> Calibration | None:
         """Tensors of the calibration file on the evidence's device; None if none are needed."""
@@ -134,9 +167,21 @@ class Prune(Policy):
         layout = evidence.layout
         stats = self.statistics(evidence)
         scores = self.scorer.score(replace(evidence, calibration=stats))
-        protected = (evidence.positions() < self.sinks)[:, None, None, :]
-        scores = scores.masked_fill(protected, torch.inf)
+        scores = self._protected(scores, evidence)
         tiers = self.share.plan(
             scores, self.high_pages(layout), layout.page(block_format.high).tokens, self.floor_pages(layout), stats
         )
         return tiers if block_format.low is None else tiers.clamp(min=LOW)
+
+    def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int) -> torch.Tensor:
+        """Blocks are taken for more heads of their layer, so that a share divides the pages as it does within a block.
+        A score that grows with the queries behind a block is divided by their number."""
+        layout, stats = evidence.layout, self.statistics(evidence)
+        scores = self.scorer.score(replace(evidence, calibration=stats))
+        if self.scorer.sums:
+            scores = scores / evidence.query_counts()
+        scores = self._protected(scores, evidence)  # of a prompt that is shorter than a block
+        stored = evidence.tiers() == HIGH
+        rows = scores.masked_fill(~stored, -torch.inf).transpose(0, 1)  # [L, n, H, P]
+        tiers = self.share.plan(rows.flatten(1, 2)[None], pages, layout.page(block_format.high).tokens, 0, stats)
+        return torch.where(stored, tiers.view(rows.shape).transpose(0, 1), PRUNED)

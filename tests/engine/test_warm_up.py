@@ -42,6 +42,8 @@ CONFIGURATIONS = [
     dict(policy="quota", keep=0.5),
     dict(policy="kv-compress", keep=0.5),
     dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05),
+    dict(policy="leankv", high="k8v4", low="k4v2", alpha_high=1.0, alpha_low=0.05, lag=512),
+    dict(policy="kv-compress", high="k4v4", keep=0.5, lag=512),
 ]
 
 
@@ -167,9 +169,18 @@ def serve(runtime, cap, window=-1):
         runtime.flush()
         while runtime.demotion.demote(np.array(ids), 10**9):
             runtime.flush()
-        if policy.replans:
+        if (1, 1) in policy.moves:
             runtime.blocks.ref_count[ids] = 1
-            runtime.replan(ids, 900)
+            runtime.replanning.replan(ids, 900)
+            runtime.flush()
+        if policy.answer_format and (runtime.blocks.format_id[ids] > 1).all():
+            at = np.array(ids)
+            few = gen.randint(0, len(at))
+            groups = np.array([[few, 1], [len(at) - few] * 2])
+            runtime.queue_move(
+                at, from_format=policy.whole_format, to_format=policy.answer_format, lengths=np.full(len(at), 900),
+                groups=groups[groups[:, 0] > 0],
+            )  # fmt: skip
             runtime.flush()
         if runtime.config.host_memory:
             ids = through_host_memory(runtime, ids)

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvc_kernels.layout import RING_ENTRY_BYTES
 from kvc_kernels.ops import ScoreSampling
+from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.resolve import parse_bytes, policy_options, resolve_config
 from sglang_kvc.options.validate import check_geometry, check_pool, wasted_levels
-from sglang_kvc.policies import POLICIES
+from sglang_kvc.policies import POLICIES, make_policy
 
 from .conftest import one_sentence
 
@@ -114,6 +116,24 @@ def test_a_ratio_that_no_plan_can_reach():
         with pytest.raises(ConfigError) as e:
             check_geometry(resolve(policy="prune", budget=budget), head_dim=64)
         assert "--kvc-budget" in one_sentence(str(e.value))
+
+
+def test_answers_meet_a_ratio_that_single_blocks_cannot():
+    """Each head of a block of a prompt keeps a page; blocks of an answer share their pages."""
+    given = {"policy": "kv-compress", "high": "k4v4", "budget": "20x"}
+    with pytest.raises(ConfigError) as e:
+        check_geometry(resolve(**given), head_dim=128)
+    assert "--kvc-budget" in one_sentence(str(e.value))
+    late = resolve(**given, lag=512)
+    check_geometry(late, head_dim=128)
+    policy = make_policy(late)
+    layout = make_layout(late, policy, layers=2, heads=3, head_dim=128)
+    pages = policy.answer_pages(layout, 1000, 4)
+    pages += 4 * policy.block_formats(layout)[2].pages
+    size = pages * (layout.page_bytes + RING_ENTRY_BYTES) + 1004 * layout.block_meta_bytes
+    assert 20 <= 4 * 2 * 3 * 128 * 128 * 1004 / size < 20.02
+    with pytest.raises(ConfigError):  # tables alone are larger
+        check_geometry(resolve(**{**given, "budget": "120x"}, lag=512), head_dim=128)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -240,6 +260,14 @@ WRONG = [
     ({"block_size": True}, "--kvc-block-size"),
     ({"window": -1}, "--kvc-window"),
     ({"window": 10**9}, "--kvc-window"),
+    ({"lag": 512}, "--kvc-lag"),
+    ({"policy": "leankv", "lag": 100}, "--kvc-lag"),
+    ({"policy": "leankv", "lag": -64}, "--kvc-lag"),
+    ({"policy": "leankv", "lag": 64}, "--kvc-lag"),  # no more than the window
+    ({"policy": "leankv", "lag": 1 << 21}, "--kvc-lag"),
+    ({"policy": "h2o", "lag": "long"}, "--kvc-lag"),
+    ({"policy": "quota", "lag": 512}, "--kvc-lag"),
+    ({"policy": "mikv", "lag": 512}, "--kvc-lag"),
     ({"page_bytes": 100}, "--kvc-page-bytes"),
     ({"page_bytes": 2050}, "--kvc-page-bytes"),
     ({"page_bytes": 1 << 30}, "--kvc-page-bytes"),

@@ -59,7 +59,7 @@ def check_reads(server, reqs: list) -> None:
         format_ids = set(runtime.store.format_id[read].tolist())
         allowed = {0, format_id_of(runtime, req)}
         if req.kvc_level is None:
-            allowed |= set(runtime.policy.ladder)
+            allowed |= {*runtime.policy.ladder, runtime.policy.whole_format, runtime.policy.answer_format}
         assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
             steps = 2 if req.kvc.one_shot.stays else 1

@@ -210,6 +210,8 @@ class Overlap(ModelFreeScheduler):
 
     def _compact(self, op, step: int) -> list:
         kind = "packed" if not op.from_format else "planned again" if op.from_format == op.to_format else "demoted"
+        if (op.from_format, op.to_format) in self.runtime.policy.moves and op.from_format != op.to_format:
+            kind = "competed" if len(op.groups) else "planned late"
         self.seen[kind] += len(op.blocks)
         return PageOps._compact(self.runtime.page_ops, op, step)
 

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches.lookup import longest_request
-from sglang_kvc.cache import thinning
+from sglang_kvc.cache import replanning, thinning
 from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.config import REUSE
 from sglang_kvc.options.request_quality import LOSSLESS, is_one_shot
@@ -125,6 +125,7 @@ class Kind:
 TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
 LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages a head
+ANSWERS = {"policy": "prune", "high": "k8v4", "scorer": "h2o", "keep": 0.4, "window": 32, "lag": P}
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
 LONG = {"context": 4096, "segment": 2}
 KINDS = {
@@ -152,6 +153,15 @@ KINDS = {
     "leankv-private": Kind({**LEANKV, "window": 0, "trust": "salt"}, P, (None, LOSSLESS)),
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
+    "answers": Kind(ANSWERS, asked=(None, LOSSLESS)),
+    "answers-tight": Kind({**ANSWERS, "window": 0, **TIGHT}, P),
+    "answers-host": Kind({**ANSWERS, "share": "ada", **TIGHT, **HOST}, P),
+    "answers-disk": Kind({**ANSWERS, **TIGHT, "host_memory": 80_000}, P, servers=2),
+    "answers-private": Kind({**ANSWERS, "trust": "salt", **TIGHT}, P),
+    "answers-mixed": Kind({**ANSWERS, **TIGHT}, P, mixed=True),
+    "answers-no-radix": Kind(ANSWERS, P, disable=True),
+    "leankv-lag": Kind({**LEANKV, "window": 0, "lag": P}, asked=(None, LOSSLESS)),
+    "leankv-lag-tight": Kind({**LEANKV, "window": 32, "lag": 2 * P, **TIGHT, **HOST}, P, mixed=True),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
     "floor": Kind({**LADDER, **TIGHT}, asked=(None, LOSSLESS, "k8v4")),
     "floor-window": Kind({**LADDER, "window": P, **TIGHT}, P),
@@ -190,6 +200,7 @@ def one_thread():
 @pytest.mark.parametrize("name", KINDS)
 def test_lives(name, tmp_path, monkeypatch):
     """Some lives hold too little; then there are more."""
+    monkeypatch.setattr(replanning, "COMPETE_EVERY", 1)  # answers are short
     kind, seen = KINDS[name], Counter()
     monkeypatch.setattr(thinning, "SEGMENT", kind.segment)
     expected = _expected(kind)
@@ -210,6 +221,8 @@ def _expected(kind: Kind) -> set[str]:
     expected |= {"chunks"} if kind.chunk else set()
     expected |= {"mixed"} if kind.mixed else set()
     expected |= {"demoted", "demoted while running"} if kind.options.get("floor") else set()
+    expected |= {"planned late"} if kind.options.get("lag") and not kind.disable else set()
+    expected |= {"competed"} if kind.options.get("scorer") else set()
     trust = kind.options.get("trust") == "salt"
     budgets = any(map(is_one_shot, kind.asked))
     expected |= {"private"} if trust or budgets else set()

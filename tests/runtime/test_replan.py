@@ -117,7 +117,7 @@ def test_what_runs_beside_a_sequence_does_not_reach_its_bytes():
     assert together[0] == alone[0]
     # The case is one: plans made again have thrown tokens away that the first ones kept.
     once = WithScores(blocks=80, **LEANKV)
-    once.runtime.replan = lambda ids, length: 0
+    once.runtime.replanning.replan = lambda ids, length: 0
     req = once.admit([100 * (2 * P + 3) + j for j in range(2 * P + 3)])
     for step in range(5 * P):
         once.decode(req, 7000 + step)
@@ -138,7 +138,7 @@ def test_shared_blocks_are_left_alone():
         server.decode(one, step)
     assert ops.block_digest(server.runtime.store, shared[0], scores=False) == before
     server.finish(two)
-    assert server.runtime.replan(shared, 6 * P) == 1
+    assert server.runtime.replanning.replan(shared, 6 * P) == 1
 
 
 def queued_for_a_prompt(tokens: int, overlap: bool) -> list[tuple[list[int], list[int]]]:

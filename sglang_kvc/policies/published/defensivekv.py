@@ -29,6 +29,7 @@ class DefensiveKV(Scorer):
     """
 
     name: ClassVar[str] = "defensivekv"
+    sums: ClassVar[bool] = False
     window: int = 32
     pool: int = 5
     values: bool = True

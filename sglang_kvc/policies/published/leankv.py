@@ -10,7 +10,7 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
 
-from ..base import SEQUENCE, Evidence, Policy
+from ..base import SEQUENCE, Evidence, Policy, with_evidence
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,32 @@ class LeanKV(Policy):
     alpha / N at sequence length N, when it leaves the window and each time the sequence has doubled since
     (`places_to_replan`). Tokens only move down: high, low, pruned. The paper moves one token per step; here
     the unit is a block.
+
+    With `lag`, a block that leaves the window is stored high as a whole, which is what the paper does with its recent
+    window, and planned when `lag` tokens follow it.
     """
 
     name: ClassVar[str] = "leankv"
     scope: ClassVar[str] = SEQUENCE
-    replans: ClassVar[bool] = True
     high: str = "k8v4"
     low: str = "k4v2"
     alpha_high: float = 1.0
     alpha_low: float = 0.02
     observe: ops.ScoreSampling = field(default=ops.ScoreSampling())
+    lag: int = 0
     calibration: str | None = None  # decides formats and defaults at start; no plan reads it
 
     @property
-    def score_sampling(self) -> ops.ScoreSampling:
-        return self.observe
+    def score_sampling(self) -> ops.ScoreSampling | None:
+        return with_evidence(self.observe, self.lag)
+
+    @property
+    def whole_format(self) -> int:
+        return 2 if self.lag else 0
+
+    @property
+    def moves(self) -> tuple[tuple[int, int], ...]:
+        return ((1, 1), *([(self.whole_format, 1)] if self.lag else []))
 
     def formats(self) -> list[str]:
         return [self.high, self.low]
@@ -46,7 +57,10 @@ class LeanKV(Policy):
         # Two tiers of one head take at most all tokens high and one partly filled low page.
         per_head = layout.pages_for(high, layout.block_tokens) + 1
         pages = layout.layers * layout.heads * min(per_head, layout.head_pages_bf16)
-        return (BlockFormat(BF16, pages=layout.block_pages_bf16), BlockFormat(high, low, pages=pages, exact=False))
+        # Both have two tiers, so that one decode kernel serves them. A whole block uses one.
+        whole = [BlockFormat(high, low, pages=layout.block_pages(high))] if self.lag else []
+        plain = BlockFormat(BF16, pages=layout.block_pages_bf16)
+        return (plain, BlockFormat(high, low, pages=pages, exact=False), *whole)
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
         return evidence.thresholds(ops.Thresholds(self.alpha_high, self.alpha_low), block_format)

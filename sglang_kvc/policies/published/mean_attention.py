@@ -23,6 +23,7 @@ class MeanAttention(Scorer):
     """
 
     name: ClassVar[str] = "mean-attention"
+    sums: ClassVar[bool] = False
     window: int = 0
     stride: int = 1
     decode_stride: int = DECODE_STRIDE

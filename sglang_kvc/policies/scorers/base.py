@@ -25,6 +25,8 @@ class Scorer(Part):
     """
 
     name: ClassVar[str]
+    # Whether scores grow with the number of queries that were seen.
+    sums: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _ = self.sampling  # refuses settings that make no sense

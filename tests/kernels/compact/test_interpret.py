@@ -75,6 +75,19 @@ def test_all_kept(spec, block_tokens, page_tokens, keys, monkeypatch):
     ops.check_invariants(b)
 
 
+def test_blocks_of_two_equal_formats_move_together():
+    """Some of the blocks are at the target format already; both have the same pages."""
+    a, b = pair(block_formats=block_formats_of("k8v4", "k8v4"), head_dim=64, has_scores=True)
+    tiers = [random_tiers(a, 3, a.block_formats[1], np.random.default_rng(seed)) for seed in (5, 6)]
+    for store, move in ((a, ops.compact), (b, compact_triton)):
+        ops.compact(store, BLOCKS, 1, None, from_format=0)
+        ops.compact(store, BLOCKS[:2], 2, tiers[0][:2], from_format=1)
+        pages = move(store, BLOCKS, 2, tiers[1], from_format=1)
+        assert pages.tolist() == ops.block_head_pages(store, BLOCKS).sum((1, 2)).tolist()
+        ops.check_invariants(store)
+    same(a, b)
+
+
 def test_no_tiers_from_a_packed_format_and_in_the_reference():
     stores = [s for _ in range(2) for s in pair(block_formats=block_formats_of("k8v8", "k4v4"), head_dim=64, heads=1)]
     tiers = random_tiers(stores[0], 3, stores[0].block_formats[1], np.random.default_rng(3))

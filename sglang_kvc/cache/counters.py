@@ -1,0 +1,15 @@
+"""Totals of one server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """Totals since start, for the log line and the metrics."""
+
+    compactions: int = 0  # blocks compacted
+    compaction_ms: float = 0.0  # host time of the flushes that compacted (CPU: the work itself)
+    evicted_blocks: int = 0
+    demoted_blocks: int = 0  # moves to a lower format; also counted as compactions

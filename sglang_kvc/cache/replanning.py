@@ -1,0 +1,121 @@
+"""Which packed blocks of running sequences are planned again, and when. The length of a sequence alone decides.
+
+With `--kvc-lag`, a block is packed whole when it leaves the window, and planned when `lag` tokens follow it, or when
+its last request ends. By then `EVIDENCE` decode queries have read it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .blocks import State
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .sequence import Sequence
+
+TURNS = 16  # parts of a block's time; each has one turn, which is enough for 2^16 blocks behind the window
+COMPETE_EVERY = 4  # blocks by which an answer grows between two plans of it
+
+
+def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.ndarray:
+    """Place of the packed block of each sequence to plan again now that `lengths` tokens are written (int64 `[n]`); -1:
+    none.
+
+    Block b leaves the window, or the lag, when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1),
+    .. do: a plan's thresholds and the attention that a token receives go by the length, so a small growth changes
+    little. All turns of n blocks together are fewer than n. Turns at one block boundary are spread over the steps
+    behind it, since requests of one length reach it together. Only the length decides, so the same sequence is packed
+    alike whatever runs beside it.
+    """
+    behind, past = np.divmod(lengths - window, block_tokens)
+    turn, early = np.divmod(past, max(1, block_tokens // TURNS))
+    due = (early == 0) & (turn > 0) & (behind > 0) & (behind % (1 << turn) == 0)
+    return np.where(due, (behind >> turn) - 1, -1)
+
+
+class Replanning:
+    """What one server queues for packed blocks.
+
+    lag: tokens that follow a block when it is planned: those of the window, or of a longer `--kvc-lag`.
+    planned_again: whether planned blocks are planned again as their sequence doubles.
+    """
+
+    def __init__(self, runtime: Runtime):
+        policy, config = runtime.policy, runtime.config
+        self.runtime, self.block_tokens = runtime, runtime.layout.block_tokens
+        self.lag = max(config.window, config.lag)
+        self.whole_format, self.answer_format = policy.whole_format, policy.answer_format
+        self.planned_again = (1, 1) in policy.moves
+
+    @property
+    def most_whole(self) -> int:
+        """Tokens of a sequence that are packed whole at a time."""
+        if not self.whole_format:
+            return 0
+        return self.lag + (COMPETE_EVERY * self.block_tokens if self.answer_format else 0)
+
+    def young(self, seq: Sequence, length: int) -> int:
+        """First place from which on blocks that leave the window are packed whole, at `length` written tokens."""
+        if not self.whole_format or seq.format_id != 1:
+            return len(seq.blocks)
+        return seq.prompt // self.block_tokens if self.answer_format else max(0, length - self.lag) // self.block_tokens
+
+    def slide(self, seq: Sequence, length: int) -> tuple[list[int], list[int]]:
+        """Blocks that leave the window of `seq` at `length` written tokens: those to plan, and those to pack whole."""
+        first_young = max(0, self.young(seq, length) - seq.window_start)
+        left = seq.slide(length)
+        return left[:first_young], left[first_young:]
+
+    def queue_turns(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
+        """Queue what is due when the next decode step of `seqs`, of which `lengths` tokens are written, is prepared."""
+        if self.whole_format:
+            behind, past = np.divmod(lengths - self.lag, self.block_tokens)
+            turns = np.flatnonzero((past == 0) & (behind > 0))
+            if self.answer_format:
+                for i in turns.tolist():
+                    self._compete(seqs[i], int(lengths[i]), int(behind[i]))
+            else:
+                ids = [seqs[i].blocks[behind[i] - 1] for i in turns.tolist()]
+                self._queue(ids, self.whole_format, 1, lengths[turns])
+        if self.planned_again:
+            places = places_to_replan(lengths, self.lag, self.block_tokens)
+            turns = np.flatnonzero(places >= 0)
+            self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
+
+    def queue_ended(self, ids: list[int] | np.ndarray, length: int) -> None:
+        """Queue those of the blocks `ids` of a request that ended which are whole and in no other request."""
+        if self.whole_format:
+            self._queue(ids, self.whole_format, 0, length)
+
+    def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:
+        """Queue those of `ids` that are packed and in use by one sequence alone to be planned again; returns how many.
+        `length` is that of the sequence, or of each block's."""
+        sources = [source for source, to in self.runtime.policy.moves if to == 1]
+        return sum(self._queue(ids, source, 1, length) for source in sources)
+
+    def _queue(self, ids: list[int] | np.ndarray, from_format: int, users: int, length: int | np.ndarray) -> int:
+        """Queue those of `ids` that are packed at `from_format` and in use by `users` sequences, to be planned; returns
+        how many."""
+        ids, blocks = np.asarray(ids, dtype=np.int64), self.runtime.blocks
+        due = (blocks.state[ids] == State.PACKED) & (blocks.format_id[ids] == from_format)
+        due &= (blocks.ref_count[ids] == users) & (blocks.window_count[ids] == 0)
+        lengths = (np.zeros_like(ids) + length)[due]
+        return self.runtime.queue_move(ids[due], from_format=from_format, to_format=1, lengths=lengths)
+
+    def _compete(self, seq: Sequence, length: int, behind: int) -> None:
+        """Queue the answer's blocks among the first `behind` ones to be planned together, each time that
+        `COMPETE_EVERY` more have come. No other request knows them: the tree takes over an answer at its end."""
+        first = seq.prompt // self.block_tokens
+        planned, layout, policy = behind - first, self.runtime.layout, self.runtime.policy
+        if seq.format_id != 1 or planned <= 0 or planned % COMPETE_EVERY:
+            return
+        pages = policy.answer_pages(layout, planned, seq.window_start - behind)
+        ids = np.array(seq.blocks[first:behind], dtype=np.int64)
+        if pages < planned * self.runtime.store.block_formats[self.whole_format].pages:
+            self.runtime.queue_move(
+                ids, from_format=self.whole_format, to_format=self.answer_format,
+                lengths=np.full_like(ids, length), groups=np.array([[planned, pages]]),
+            )  # fmt: skip
