@@ -14,10 +14,10 @@ import sys
 from bench.common import Score
 from bench.e2e import arms, serving
 
-# The budget counts 4-bit pages and pruning together.
-KV_COMPRESS = "--kvc-policy kv-compress --kvc-high k4v4 --kvc-budget"
+# The budget counts 4-bit pages and pruning together. With a lag, an answer competes for it as a whole.
+KV_COMPRESS = "--kvc-policy kv-compress --kvc-high k4v4 --kvc-lag 512 --kvc-budget"
 OURS = {
-    "leankv": "--kvc-policy leankv",
+    "leankv": "--kvc-policy leankv --kvc-lag 512 --kvc-window 0",
     "kv-compress-8x": f"{KV_COMPRESS} 8x",
     "kv-compress-16x": f"{KV_COMPRESS} 16x",
 }
