@@ -111,11 +111,15 @@ def kernels(kv: str, *, quick: bool) -> dict:
     return runs
 
 
-def measure(batch: int, tokens: int, dim: int, kv: str, bandwidth: float, *, quick: bool) -> list[dict]:
-    """Rows of all kernels that run here; one that does not is named and left out."""
+def measure(
+    batch: int, tokens: int, dim: int, kv: str, bandwidth: float, *, quick: bool, library: str = ""
+) -> list[dict]:
+    """Rows of all kernels of a `library` (default: of all) that run here; one that does not is named and left out."""
     rows = []
     size = batch * tokens * HEADS * dim * 2 * DTYPES[kv].itemsize
     for kernel, (fn, extra) in kernels(kv, quick=quick).items():
+        if not kernel.startswith(library):
+            continue
         try:
             ms = fn(batch, tokens, dim, DTYPES[kv], *extra)
         except Exception as e:

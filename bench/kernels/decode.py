@@ -121,7 +121,7 @@ def run(args, results: Results, budget: Budget, bandwidth: float) -> None:
             continue
         quick = args.suite == "grid"
         for kv in kinds:
-            stock = baselines.measure(batch, tokens, 128, kv, bandwidth, quick=quick)
+            stock = baselines.measure(batch, tokens, 128, kv, bandwidth, quick=quick, library=args.stock)
             results.add(*(dict(case="stock", name=r.pop("kernel"), **r) for r in stock))
         for name, w in points:
             if (w.batch, w.tokens) == (batch, tokens):
@@ -205,6 +205,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap.add_argument("suite", choices=SUITES)
     ap.add_argument("--out", default="", help="default: bench/results/kernels/decode_SUITE.json")
     ap.add_argument("--seconds", type=float, default=220)
+    ap.add_argument("--stock", default="", choices=("", "fa3", "flashinfer"), help="library beside ours; default: all")
     ap.add_argument("--jobs", type=int, default=12)
     ap.add_argument("--block", type=int, default=128)
     ap.add_argument("--page-tokens", type=int, default=0)
