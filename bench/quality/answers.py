@@ -22,7 +22,8 @@ from bench import common, prompts
 from bench.quality import fetch
 from bench.quality.tasks import Maker
 from kvc_kernels.layout import RING_ENTRY_BYTES
-from sglang_kvc.cache.runtime import Phase, Runtime
+from sglang_kvc.cache.build import build_runtime
+from sglang_kvc.cache.runtime import Phase
 from sglang_kvc.calibration.measure.capture import attending
 from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.engine.attention import Attention, Snapshot
@@ -40,7 +41,7 @@ class Replay:
         config = resolve_config(SimpleNamespace(kvc_block_size=block, **settings))
         geometry = {"layers": facts.layers, "heads": facts.kv_heads, "head_dim": facts.head_dim}
         self.dense_bytes = 4 * facts.layers * facts.kv_heads * facts.head_dim  # of a token
-        self.runtime = runtime = Runtime.build(
+        self.runtime = runtime = build_runtime(
             config, num_bytes=3 * batch * (tokens + 2 * block) * self.dense_bytes, **geometry, dtype=model.dtype,
             device=model.device,
         )  # fmt: skip
