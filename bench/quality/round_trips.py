@@ -10,8 +10,9 @@ are asked *cold* (each computes its context), *warm*, after other prompts have p
 fails if one does not.
 
 `agents.round_trips_equal`: share of the answers behind a host or disk round trip that are equal, token by token, to
-those before it. `agents.demoted_points`: points of exact match that demotion costs, beyond what storing in `--floor`
-costs. Questions are asked one at a time, because rounding depends on who else runs.
+those before it. `agents.demoted_points`: exact match of demoted contexts less that of contexts stored in `--floor`, in
+points; the tables of docs/quality.md have what the latter costs. Questions are asked one at a time, because rounding
+depends on who else runs.
 """
 
 from __future__ import annotations
