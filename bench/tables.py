@@ -14,7 +14,7 @@ from bench.revision import card
 
 CARDS = {"h200": "H200", "h100": "H100"}  # the first one's figures have the bare names
 KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "papers.longgen.", "papers.rate")
-ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served")  # whatever the card
+ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served", "agents.round_trips_equal", "agents.demoted_points")
 COUNTS = ("errors", "tests", "damaged")  # units of whole numbers
 LONGEST = 60  # characters of a word of a command on the page
 PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
@@ -59,9 +59,12 @@ SINGLES = {
     "e2e.first_token.appended_at_once_vs_bf16": "time to first token, 124 tokens appended to a cached prompt at once",
     "agents.restart_warm_hit": "cached tokens that a server finds again on disk after SIGKILL under load",
     "agents.corrupt_served": "blocks served from files that were cut short or got a wrong bit",
+    "agents.round_trips_equal": "answers that stay equal when contexts go to host memory or disk and come back",
+    "agents.demoted_points": "exact match of demoted k8v4 contexts against contexts stored as k4v4, points",
     "agents.swap_in_of_pcie": "a prefix of 100K tokens from host memory, time",
     "agents.swap_out_of_pcie": "the same to host memory, time",
     "agents.attention_beside_swap": "decode attention while it comes back, time",
+    "agents.decode_slowdown": "one layer of a decode step while it comes back, time",
     "papers.longgen.vs_bf16.k4v4": "output tokens/s vs. stock bf16, 64 x (512 in + 8192 out), k4v4",
     "papers.longgen.vs_bf16.leankv": "the same, leankv",
     "papers.longgen.vs_bf16.kv-compress-8x": "the same, kv-compress in k4v4, budget 8x",

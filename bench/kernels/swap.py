@@ -1,17 +1,23 @@
-"""A long prefix to host memory and back: time over the bus's, and what the copies cost attention beside them.
+"""A long prefix to host memory and back: time over the bus's, and what the copies cost decoding beside them.
 
-    python -m bench.kernels.swap [--tokens 102400] [--layers 32] [--seconds 60]
+    python -m bench.kernels.swap [--tokens 102400] [--layers 32] [--grids 0,132,64,32,16,8,4]
 
 8 KV heads, head_dim 128, blocks of 128 tokens in k4v4: an 8B model's cache. Blocks go through the runtime's operation
 queue, as in a server. The floor is one copy of the same bytes between page-locked and device memory, in large pieces,
-in the same run. `host_ms` is the time that the host takes to launch all of it. `beside` is decode attention of 64
-requests of 8192 tokens, over a store of its own, while the blocks come back, against the same alone.
+in the same run. `*_host_ms` is the time that the host takes to launch all of it.
+
+Beside the way back run, as CUDA graphs, decode attention of 64 requests of 8192 tokens over a store of its own
+(`attention`), and one layer of an 8B model, which is the same and the four matrix products (`layer`). Rows `beside`
+have a grid, the CTAs that move records into pages (0: one for each head of each block), and the CTAs that decode
+attention leaves free (`spare`). `dma` copies the same bytes into the buffers and moves nothing. Times beside are the
+mean over all runs while blocks come back.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,12 +25,18 @@ import torch
 from bench.common import Score
 from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.runtime import Runtime
+from sglang_kvc.cache.sizing import LOAD_CTAS
 from sglang_kvc.options.config import KvcConfig
 
-from .common import RESULTS, Results, Workload
+from .common import RESULTS, Results, Workload, table
 
 HEADS, DIM, P = 8, 128, 128
 BATCH = 64  # uncompressed blocks at a time
+REQUESTS, TOKENS, HIDDEN, INNER = 64, 8192, 4096, 14336
+GROUP = 5  # runs of a graph
+GRIDS = "0,132,64,32,16,8,4"
+COLUMNS = {"what": "", "grid": "", "spare": "", "load_of_bus": ".3f", "beside_load_of_bus": ".3f", "alone_ms": ".4f",
+           "beside_ms": ".4f", "slowdown": ".3f"}  # fmt: skip
 
 
 def packed_blocks(runtime: Runtime, n: int) -> np.ndarray:
@@ -42,17 +54,17 @@ def packed_blocks(runtime: Runtime, n: int) -> np.ndarray:
 
 
 def timed(launch, stream: torch.cuda.Stream) -> tuple[float, float]:
-    """Seconds from the launch until `stream` is done, and seconds of the host."""
+    """Milliseconds from the launch until `stream` is done, and milliseconds of the host."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     launch()
     launched = time.perf_counter() - began
     stream.synchronize()
-    return time.perf_counter() - began, launched
+    return 1e3 * (time.perf_counter() - began), 1e3 * launched
 
 
 def bus(num_bytes: int, to_host: bool) -> float:
-    """Seconds of one copy of `num_bytes` bytes in pieces of 64 MiB; the best of three."""
+    """Milliseconds of one copy of `num_bytes` bytes in pieces of 64 MiB; the best of three."""
     piece = 64 << 20
     host = torch.empty(piece, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(piece, dtype=torch.uint8, device="cuda")
@@ -65,32 +77,141 @@ def bus(num_bytes: int, to_host: bool) -> float:
             (host if to_host else device)[:n].copy_((device if to_host else host)[:n], non_blocking=True)
         torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
-    return best
+    return 1e3 * best
 
 
-def attention():
-    """One run of decode attention in all of a store's layers, and its bytes."""
-    from kvc_kernels.decode.attention import DecodeAttention
-
-    store, rows, lens, _ = Workload("k4v4", block_tokens=P, batch=64, tokens=8192).build()
-    q = torch.randn((64, HEADS * 4, DIM), device="cuda", dtype=torch.bfloat16)
-    op = DecodeAttention(store, max_batch=64, max_blocks=rows.shape[1], query_heads=HEADS * 4)
-    op.plan(rows, lens)
-    return lambda: op.run(0, q, scale=DIM**-0.5)
-
-
-def per_run(run, until, least: int = 20) -> float:
-    """Milliseconds of one `run`: the median of groups of ten, which begin until `until()` is true; at least `least`."""
-    times = []
-    while len(times) < least or not until():
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        for _ in range(10):
+def graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`run`, GROUP times."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    made = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(made):
+        for _ in range(GROUP):
             run()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) / 10)
-    return float(np.median(times))
+    made.replay()
+    return made
+
+
+class Work:
+    """What runs beside, in one store: graphs by name and by the CTAs that attention leaves free."""
+
+    def __init__(self):
+        self.store, self.rows, self.lens, _ = Workload("k4v4", block_tokens=P, batch=REQUESTS, tokens=TOKENS).build()
+        self.q = torch.randn((REQUESTS, HEADS * 4, DIM), device="cuda", dtype=torch.bfloat16)
+        sizes = ((HIDDEN, HIDDEN + 2 * HEADS * DIM), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))
+        new = {"device": "cuda", "dtype": torch.bfloat16}
+        self.products = [(torch.randn((REQUESTS, k), **new), torch.randn((n, k), **new).t()) for k, n in sizes]
+        self.kept: list = []  # graphs hold no reference to the buffers that they read
+
+    def graphs(self, spare: int) -> dict[str, torch.cuda.CUDAGraph]:
+        from kvc_kernels.decode.attention import DecodeAttention
+
+        op = DecodeAttention(
+            self.store, max_batch=REQUESTS, max_blocks=self.rows.shape[1], query_heads=HEADS * 4, spare=spare
+        )
+        op.plan(self.rows, self.lens)
+        self.kept.append(op)
+
+        def attention() -> None:
+            op.run(0, self.q, scale=DIM**-0.5)
+
+        def layer() -> None:
+            attention()
+            for a, b in self.products:
+                a @ b
+
+        return {"attention": graph(attention), "layer": graph(layer)}
+
+
+def beside(work: torch.cuda.CUDAGraph, launch: Callable[[], tuple] | None = None) -> tuple[float, float]:
+    """Milliseconds of one run of `work` while what `launch` starts is under way, and of that (0 with none).
+
+    `launch` returns two events, at the begin and the end. The device always has the next runs queued, but for the time
+    that the launch takes on the host, which does not count."""
+    torch.cuda.synchronize()
+    work.replay()
+    ends = launch() if launch else None
+    marks: list[torch.cuda.Event] = []
+    while len(marks) < (6 if ends else 40) or (ends and not ends[1].query()):
+        work.replay()
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        if len(marks) > 2:
+            marks[-3].synchronize()
+    torch.cuda.synchronize()
+    while_under_way = marks[: -2 if ends else None]  # the last ones were queued before the end was seen
+    each = while_under_way[0].elapsed_time(while_under_way[-1]) / (len(while_under_way) - 1) / GROUP
+    return each, ends[0].elapsed_time(ends[1]) if ends else 0.0
+
+
+class Prefix:
+    """Blocks in host memory, and their way back."""
+
+    def __init__(self, tokens: int, layers: int):
+        self.n, plain = tokens // P, 4 * layers * HEADS * DIM * P
+        size = int(self.n * plain / 2.5)
+        config = KvcConfig(block_size=P, window=0, host_memory=size)
+        self.runtime = build_runtime(
+            config, num_bytes=size + BATCH * 2 * plain, layers=layers, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16,
+            device="cuda",
+        )  # fmt: skip
+        began = time.perf_counter()
+        self.runtime.attach_host_tier()
+        self.page_lock_s = time.perf_counter() - began
+        self.tier, self.transfers = self.runtime.host_tier, self.runtime.host_tier.transfers
+        self.blocks = packed_blocks(self.runtime, self.n)
+        self.ids = np.empty(0, dtype=np.int64)
+
+    def save(self) -> tuple[float, float]:
+        """Milliseconds of the blocks' way to the host, and of the host."""
+        self.tier.free(self.ids)
+        self.ids = self.tier.save(self.blocks)
+        self.num_bytes = int((self.tier.units[self.ids] >= 0).sum()) * self.tier.memory.unit_bytes
+        return timed(self.runtime.flush, self.transfers.save_stream)
+
+    def queue_load(self) -> None:
+        self.runtime.free(self.blocks)
+        self.blocks = self.tier.load(self.ids).blocks
+        self.tier.loading.clear()
+
+    def load(self) -> tuple[float, float]:
+        """The same back."""
+        self.queue_load()
+        return timed(self.runtime.flush, self.transfers.move_stream)
+
+    def launch(self, ctas: int) -> Callable[[], tuple]:
+        self.transfers.load_ctas = ctas
+
+        def start() -> tuple:
+            self.queue_load()
+            ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            ends[0].record(self.transfers.load_stream)
+            self.runtime.flush()
+            ends[1].record(self.transfers.move_stream)
+            return tuple(ends)
+
+        return start
+
+    def copy(self) -> tuple:
+        """The bus's part of a load alone."""
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        units = self.tier.units[self.ids]
+        units = units[:, : int((units >= 0).sum(1).max())]
+        rows = self.transfers._rows(self.transfers.load_buffers[0][0], units.shape[1])
+        with torch.cuda.stream(self.transfers.load_stream):
+            ends[0].record()
+            for at in range(0, len(units), len(rows)):
+                part = units[at : at + len(rows)]
+                self.transfers._copy(part, rows[: len(part)], to_host=False)
+            ends[1].record()
+        return tuple(ends)
+
+
+def median(values) -> float:
+    return float(np.median(list(values)))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,67 +219,58 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--tokens", type=int, default=102_400)
     p.add_argument("--layers", type=int, default=32)
     p.add_argument("--times", type=int, default=5)
+    p.add_argument("--grids", default=GRIDS, help="CTAs that move records into pages, separated by commas")
     args = p.parse_args(argv)
-    n = args.tokens // P
-    results = Results(RESULTS / "swap.json", note=__doc__.split("\n\n")[-1].strip())
-    plain = 4 * args.layers * HEADS * DIM * P
-    config = KvcConfig(block_size=P, window=0, host_memory=int(n * plain / 2.5))
-    runtime = build_runtime(
-        config, num_bytes=int(n * plain / 2.5) + BATCH * 2 * plain, layers=args.layers, heads=HEADS, head_dim=DIM,
-        dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
-    began = time.perf_counter()
-    runtime.attach_host_tier()
-    attached = time.perf_counter() - began
-    tier, transfers = runtime.host_tier, runtime.host_tier.transfers
-    blocks = packed_blocks(runtime, n)
-    run = attention()
-    for _ in range(3):
-        run()
-    alone = per_run(run, lambda: True)
+    results = Results(RESULTS / "swap.json", note=__doc__.split("\n\n", 2)[-1].strip(), default_grid=LOAD_CTAS)
+    prefix = Prefix(args.tokens, args.layers)
     rows = []
     for turn in range(args.times + 1):  # the first one compiles kernels
-        before = transfers.bytes_saved, transfers.bytes_loaded
-
-        ids = tier.save(blocks)
-        runtime.free(blocks)
-        saved, save_host = timed(runtime.flush, transfers.save_stream)
-        loading = tier.load(ids)
-        back, load_host = timed(runtime.flush, transfers.load_stream)
-        tier.loading.clear()
-        moved = transfers.bytes_saved - before[0], transfers.bytes_loaded - before[1]
-        floors = bus(moved[0], True), bus(moved[1], False)
-        # Once more, with attention beside it.
-        runtime.free(loading.blocks)
-        loading = tier.load(ids)
-        runtime.flush()
-        beside = per_run(run, lambda loading=loading: loading.finished, least=3)
-        tier.loading.clear()
-        torch.cuda.synchronize()
-        tier.free(ids)
-        blocks = loading.blocks
-        if not turn:
-            continue
-        rows.append(
-            {
-                "tokens": args.tokens, "gb": moved[1] / 1e9, "save_ms": 1e3 * saved, "load_ms": 1e3 * back,
-                "save_floor_ms": 1e3 * floors[0], "load_floor_ms": 1e3 * floors[1], "save_host_ms": 1e3 * save_host,
-                "load_host_ms": 1e3 * load_host, "attention_ms": alone, "attention_beside_ms": beside,
-                "page_lock_s": attached,
-            }
-        )  # fmt: skip
-        results.add(rows[-1])
-        print({k: round(v, 3) for k, v in rows[-1].items()}, flush=True)
-    load = [r["load_ms"] / r["load_floor_ms"] for r in rows]
+        saved, back = prefix.save(), prefix.load()
+        floors = bus(prefix.num_bytes, True), bus(prefix.num_bytes, False)
+        row = {
+            "what": "alone", "tokens": args.tokens, "gb": prefix.num_bytes / 1e9, "save_ms": saved[0],
+            "load_ms": back[0], "save_floor_ms": floors[0], "load_floor_ms": floors[1], "save_host_ms": saved[1],
+            "load_host_ms": back[1], "page_lock_s": prefix.page_lock_s,
+        }  # fmt: skip
+        if turn:
+            rows.append(row)
+            results.add(row)
+    floor = median(r["load_floor_ms"] for r in rows)
+    grids = list(dict.fromkeys([*(int(g) for g in args.grids.split(",")), LOAD_CTAS]))
+    work, graphs = Work(), {}
+    for spare in sorted({0, *grids}):
+        graphs[spare] = work.graphs(spare)
+    alone = {(spare, name): beside(g)[0] for _ in range(2) for spare in graphs for name, g in graphs[spare].items()}
+    found = []
+    for grid in (None, *grids):  # None: no kernel that moves
+        launch = prefix.copy if grid is None else prefix.launch(grid)
+        times = [prefix.load()[0] for _ in range(args.times)] if grid is not None else []
+        for spare in dict.fromkeys((0, grid or 0)):
+            for name, g in graphs[spare].items():
+                both = [beside(g, launch) for _ in range(args.times)]
+                run, load = median(b[0] for b in both), median(b[1] for b in both)
+                row = {
+                    "what": name, "grid": "dma" if grid is None else grid, "spare": spare,
+                    "alone_ms": alone[spare, name], "beside_ms": run, "slowdown": run / alone[0, name],
+                    "beside_load_of_bus": load / floor,
+                }  # fmt: skip
+                found.append(row | ({"load_of_bus": median(times) / floor} if times else {}))
+                results.add(found[-1])
+    print(table(found, COLUMNS))
+    chosen = {r["what"]: r["slowdown"] for r in found if r["grid"] == LOAD_CTAS == r["spare"]}
     save = [r["save_ms"] / r["save_floor_ms"] for r in rows]
-    slow = [r["attention_beside_ms"] / r["attention_ms"] for r in rows]
+    load = [r["load_ms"] / r["load_floor_ms"] for r in rows]
     unit, baseline = "of the time of a plain copy", "one copy of the same bytes over the same bus"
+    beside_unit, n = "of the time alone", len(rows)
     results.score(
         {
-            "agents.swap_in_of_pcie": Score(float(np.median(load)), unit, baseline=baseline, n=len(rows)),
-            "agents.swap_out_of_pcie": Score(float(np.median(save)), unit, baseline=baseline, n=len(rows)),
+            "agents.swap_in_of_pcie": Score(median(load), unit, baseline=baseline, n=n),
+            "agents.swap_out_of_pcie": Score(median(save), unit, baseline=baseline, n=n),
             "agents.attention_beside_swap": Score(
-                float(np.median(slow)), "of the time alone", baseline="decode attention alone", n=len(rows)
+                chosen["attention"], beside_unit, baseline="decode attention alone, no CTA left free", n=n
+            ),
+            "agents.decode_slowdown": Score(
+                chosen["layer"], beside_unit, baseline="one layer's decode step alone, no CTA left free", n=n
             ),
         }
     )  # fmt: skip

@@ -32,11 +32,14 @@ MAX_BLOCK_RATIO, OPEN_BLOCK_RATIO = 16.0, 8.0
 RESERVE_PART = 1 / 32
 # Host memory is handed out in multiples of this many bytes.
 UNIT_ALIGN = 4096
-# Buffers of blocks on their way to the host; one more is for blocks on their way back.
-SAVE_BUFFERS = 3
+# Buffers of blocks on their way to the host, and of those on their way back: one is filled while another is emptied.
+SAVE_BUFFERS, LOAD_BUFFERS = 3, 2
+# CTAs that move blocks from a buffer to their pages. Decode attention leaves as many places free, because its own CTAs
+# have equal shares and all run at once: one that finds no place begins when others end, and doubles the time.
+LOAD_CTAS = 16
 # Most bytes of a buffer, and its most part of the pool. A copy of 16 MiB reaches the rate of the bus; larger ones are
 # fewer, and each costs the scheduler's thread some 0.1 ms.
-BUFFER_BYTES, BUFFER_PART = 64 << 20, 1 / 128
+BUFFER_BYTES, BUFFER_PART = 48 << 20, 1 / 160
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
 
@@ -153,7 +156,7 @@ class HostLayout:
     @property
     def device_bytes(self) -> int:
         """Device memory of all buffers."""
-        return (SAVE_BUFFERS + 1) * self.buffer_bytes
+        return (SAVE_BUFFERS + LOAD_BUFFERS) * self.buffer_bytes
 
 
 def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...]) -> Sizing:

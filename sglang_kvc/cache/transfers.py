@@ -13,7 +13,7 @@ from kvc_kernels import ops
 from kvc_kernels.store import PageStore
 
 from .host_memory import HostMemory, runs
-from .sizing import SAVE_BUFFERS, HostLayout
+from .sizing import LOAD_BUFFERS, LOAD_CTAS, SAVE_BUFFERS, HostLayout
 
 
 @dataclass
@@ -39,24 +39,28 @@ class Transfers:
 
     A save copies records into a buffer on the forward stream, which is fast, and from there to the host on a stream of
     its own. Its blocks may therefore be released right behind it. The forward stream waits only where all buffers are
-    still on their way. A load takes pages on the forward stream, and fills them on a stream of its own; no forward
-    reads the blocks before the CPU has seen the end of the load.
+    still on their way. A load takes pages on the forward stream. One stream copies records into buffers, and another
+    moves them from there into the pages, with `load_ctas` CTAs. No forward reads the blocks before the CPU has seen the
+    end of the load.
     """
 
     def __init__(self, store: PageStore, layout: HostLayout, memory: HostMemory):
         self.store, self.layout, self.memory = store, layout, memory
-        self.on_gpu, size = store.on_gpu, layout.buffer_bytes
-        self.load_buffer = torch.empty(size, dtype=torch.uint8, device=store.device)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=store.device) for _ in range(SAVE_BUFFERS)]
+        self.on_gpu, self.load_ctas = store.on_gpu, LOAD_CTAS
         if self.on_gpu:
-            self.save_stream, self.load_stream = (torch.cuda.Stream(store.device) for _ in range(2))
-            self.buffers = deque((buffer, torch.cuda.Event()) for buffer in buffers)
-        else:
-            self.buffers = deque((buffer, None) for buffer in buffers[:1])
+            self.save_stream, self.load_stream, self.move_stream = (torch.cuda.Stream(store.device) for _ in range(3))
+        self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
         # Event, first units and number of each save that may not have ended.
         self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
         self.num_queued = self.num_launched = 0  # save operations since start
         self.bytes_saved = self.bytes_loaded = 0
+
+    def _buffers(self, n: int) -> deque[tuple[torch.Tensor, Any, Any]]:
+        """Buffers that are used in turn, each with the events of its last filling and of its last emptying."""
+        new = torch.cuda.Event if self.on_gpu else lambda: None
+        size, device = self.layout.buffer_bytes, self.store.device
+        n = n if self.on_gpu else 1
+        return deque((torch.empty(size, dtype=torch.uint8, device=device), new(), new()) for _ in range(n))
 
     def _rows(self, buffer: torch.Tensor, units_each: int) -> torch.Tensor:
         """`buffer` as records of `units_each` units, uint8 `[n, bytes]`."""
@@ -75,22 +79,23 @@ class Transfers:
         ids, at = self._to_device(blocks), 0
         places = ops.record_places(self.store, ids)
         while at < len(blocks):
-            buffer, sent = self.buffers[0]
-            self.buffers.rotate(-1)
+            buffer, filled, emptied = self.save_buffers[0]
+            self.save_buffers.rotate(-1)
             rows = self._rows(buffer, units_each)
             part = slice(at, at + len(rows))
             rows = rows[: len(blocks[part])]
             at += len(rows)
             if self.on_gpu:
-                torch.cuda.current_stream().wait_event(sent)
+                emptied.wait()
             ops.write_records(self.store, ids[part], rows, places.part(part))
             if not self.on_gpu:
                 self._copy(units[part], rows, to_host=True)
                 continue
-            self.save_stream.wait_stream(torch.cuda.current_stream())
+            filled.record()
             with torch.cuda.stream(self.save_stream):
+                filled.wait()
                 self._copy(units[part], rows, to_host=True)
-                sent.record()
+                emptied.record()
                 ended = torch.cuda.Event()
                 ended.record()
             self.saving.append((ended, units[part, 0], self.num_launched))
@@ -124,8 +129,8 @@ class Transfers:
         if not self.on_gpu:
             self._fill(ids, units)
             return
-        self.load_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.load_stream):
+        self.move_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.move_stream):
             self._fill(ids, units)
             done = torch.cuda.Event()
             done.record()
@@ -133,12 +138,25 @@ class Transfers:
         loading.kept.append(ids)
 
     def _fill(self, ids: torch.Tensor, units: np.ndarray) -> None:
-        rows, places = self._rows(self.load_buffer, units.shape[1]), ops.record_places(self.store, ids)
-        for at in range(0, len(units), len(rows)):
+        places, at = ops.record_places(self.store, ids), 0
+        while at < len(units):
+            buffer, filled, emptied = self.load_buffers[0]
+            self.load_buffers.rotate(-1)
+            rows = self._rows(buffer, units.shape[1])
             part = slice(at, at + len(rows))
-            some = rows[: len(units[part])]
-            self._copy(units[part], some, to_host=False)
-            ops.read_records(self.store, ids[part], some, places.part(part))
+            rows = rows[: len(units[part])]
+            at += len(rows)
+            if self.on_gpu:
+                with torch.cuda.stream(self.load_stream):
+                    emptied.wait()
+                    self._copy(units[part], rows, to_host=False)
+                    filled.record()
+                filled.wait()
+            else:
+                self._copy(units[part], rows, to_host=False)
+            ops.read_records(self.store, ids[part], rows, places.part(part), self.load_ctas)
+            if self.on_gpu:
+                emptied.record()
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:
         """Copy records between `rows[n, bytes]` on the device and `units[n, k]` of the host memory."""
@@ -161,6 +179,6 @@ class Transfers:
         """Wait for all copies; what is queued is forgotten."""
         self.num_launched = self.num_queued
         if self.on_gpu:
-            self.save_stream.synchronize()
-            self.load_stream.synchronize()
+            for stream in (self.save_stream, self.load_stream, self.move_stream):
+                stream.synchronize()
             self.saving.clear()
