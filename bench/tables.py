@@ -70,6 +70,7 @@ SINGLES = {
        for r in (1, 2, 4, 8, 16, 32, 64)},
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",
     "papers.retraction_recompute_pool": "the same without host memory",
+    **{f"quality.k4v2_over_k4v4_kl.{m}": f"mean KL of k4v2 against k4v4's, simulated, {t}" for m, t in MODELS.items()},
     "decode.bandwidth.k8v4": "memory bandwidth of k8v4 decode attention, share of a device copy's",
     "decode.worst_vs_bf16": "k4v4 decode attention time, worst of batch sizes and lengths",
     "decode.worst_uneven": "decode attention time per byte, uneven lengths or heads, worst",
