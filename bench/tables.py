@@ -213,6 +213,8 @@ def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     columns = {"ratio_body": "compression"}
     columns |= {"all.delta": "all tasks"} | {f"{task}.delta": name for task, name in QUESTIONS.items()}
     columns |= {"kl_p99": "KL p99"}
+    asked = {n.rsplit(".", 2)[1] for n in board if n.startswith("quality.") and n.endswith(".delta")}
+    columns = {c: title for c, title in columns.items() if not c.endswith(".delta") or c.split(".")[0] in asked}
     every = [f"quality.{p}.{m}.{c}" for p in PRESETS for m in MODELS for c in columns]
     used = {n for n in every if n in board}
     rows = []
