@@ -20,7 +20,7 @@ import re
 import sys
 from pathlib import Path
 
-from bench.common import RESULTS, ROOT
+from bench.common import RESULTS, ROOT, Score
 from bench.quality import cells
 from bench.quality.merged import merged
 from bench.tables import PRESETS, keyed, points_lost, short, shown, tables
@@ -52,7 +52,7 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
             row = board_row(score, record, path.relative_to(results))
             if not _of_preset(name) and (name not in board or row["date"] > board[name]["date"]):
                 board[name] = row
-    board |= _presets_of(results)
+    board |= _presets_of(results) | _formats_of(results)
     board |= {name: board[other] for name, other in ALIASES.items() if other in board}
     return dict(sorted(board.items()))
 
@@ -85,6 +85,20 @@ def _presets_of(results: Path) -> dict[str, dict]:
             if not group.first or preset == "max":
                 record, file = group.source[cells.RECOMMENDED[preset]]
                 out[name] = board_row(score.to_dict(), record, file.relative_to(results))
+    return out
+
+
+def _formats_of(results: Path) -> dict[str, dict]:
+    """How much farther from 16 bits `k4v2` is than `k4v4`, of each calibrated model."""
+    out: dict[str, dict] = {}
+    for path in sorted((results / "calibrate").glob("*.json")):
+        record = json.loads(path.read_text())
+        found = record["numbers"]
+        kl = {r["format"]: r["kl_mean"] for r in found["formats"] if r.get("key_mode", "channel") == "channel"}
+        unit = f"x the mean KL of {found['settings']['scored']} tokens"
+        score = Score(kl["k4v2"] / kl["k4v4"], unit, "k4v4, simulated")
+        row = board_row(score.to_dict(), record, path.relative_to(results))
+        out[f"quality.k4v2_over_k4v4_kl.{found['model']}"] = row
     return out
 
 

@@ -75,6 +75,7 @@ SINGLES = {
        for k in ("k4v4", "oneshot-8x", "oneshot-16x", "oneshot-32x")},
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",
     "papers.retraction_recompute_pool": "the same without host memory",
+    **{f"quality.k4v2_over_k4v4_kl.{m}": f"mean KL of k4v2 against k4v4's, simulated, {t}" for m, t in MODELS.items()},
     "decode.bandwidth.k8v4": "memory bandwidth of k8v4 decode attention, share of a device copy's",
     "decode.worst_vs_bf16": "k4v4 decode attention time, worst of batch sizes and lengths",
     "decode.worst_uneven": "decode attention time per byte, uneven lengths or heads, worst",
@@ -217,6 +218,8 @@ def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     columns = {"ratio_body": "compression"}
     columns |= {"all.delta": "all tasks"} | {f"{task}.delta": name for task, name in QUESTIONS.items()}
     columns |= {"kl_p99": "KL p99"}
+    asked = {n.rsplit(".", 2)[1] for n in board if n.startswith("quality.") and n.endswith(".delta")}
+    columns = {c: title for c, title in columns.items() if not c.endswith(".delta") or c.split(".")[0] in asked}
     every = [f"quality.{p}.{m}.{c}" for p in PRESETS for m in MODELS for c in columns]
     used = {n for n in every if n in board}
     rows = []

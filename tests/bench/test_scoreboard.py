@@ -100,6 +100,15 @@ def test_a_preset_counts_on_questions_that_did_not_choose_it(tmp_path):
     assert row["value"] == pytest.approx(-100 * 9 / 104) and "chosen" not in row["unit"]
 
 
+def test_a_calibrated_model_compares_two_formats_of_one_kind_of_keys(tmp_path):
+    kl = {("k4v4", "channel"): 0.004, ("k4v2", "channel"): 0.01, ("k4v4", "token"): 2.0, ("k4v2", "token"): 2.0}
+    formats = [{"format": name, "key_mode": mode, "kl_mean": x} for (name, mode), x in kl.items()]
+    numbers = {"model": "qwen-0.5b", "settings": {"scored": 960}, "formats": formats}
+    write(tmp_path, "calibrate/any", "CPU, 2", numbers=numbers)
+    row = scoreboard.collect(tmp_path)["quality.k4v2_over_k4v4_kl.qwen-0.5b"]
+    assert row["value"] == pytest.approx(2.5) and "960 tokens" in row["unit"] and row["file"] == "calibrate/any.json"
+
+
 def test_nothing_to_lose_is_said():
     marks = {"em": 2 / 104, "of": 104, "right_to_wrong": 1, "wrong_to_right": 1}
     score = cells.lost(marks)

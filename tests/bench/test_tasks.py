@@ -258,3 +258,26 @@ def test_cells_without_a_wanted_task_are_measured_again(tmp_path):
     (tmp_path / "found.json").write_text(json.dumps({"numbers": {**settings, "raw": raw, "reference": "stock"}}))
     assert set(policies.earlier(a)[0]) == {"k4v4"}
     assert not policies.earlier(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
+
+
+def test_presses_stand_beside_the_one_shot_level_that_keeps_as_much(tmp_path, monkeypatch):
+    def marks(right: int) -> dict:
+        return {"em": right / 2, "answers": [[True, right == 2]]}
+
+    ours = {"stock": (1.0, 1.0, 2), "k4v4@one-shot:8x": (8.0, 0.43, 2), "k4v4@one-shot:64x": (64.0, 0.05, 1)}
+    numbers = {"cells": {}, "raw": {}}
+    for name, (ratio, kept, right) in ours.items():
+        both = {task: marks(right) for task in ("niah", "kv")}
+        numbers["cells"][name] = {"ratio_body": ratio, "kept": kept, **both}
+        numbers["raw"][name] = {task: row["answers"] for task, row in both.items()}
+    press = {"press": "snapkv", "keep": 0.4299, "niah": marks(1), "kv": marks(2)}
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "quality" / "seen_qwen-0.5b_2048.json").write_text(json.dumps({"numbers": numbers}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.one_shot() == ""
+    record = {"settings": {"protocol": "seen"}, "rows": [press, {"press": "expected", "keep": 0.05, "error": "no"}]}
+    (tmp_path / "quality" / "kvpress_qwen-0.5b_2048_seen.json").write_text(json.dumps(record))
+    lines = report.one_shot().splitlines()[2:]
+    assert len(lines) == 4 and report.kvpress() == ""
+    assert "`k4v4@one-shot:8x` | 43 % | 100.0 / 100.0 |" in lines[1]
+    assert "kvpress `snapkv` | 43 % | 50.0 / 100.0 | +1 -0, p = 1 |" in lines[2]
