@@ -9,22 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LAUNCH = {"PDL": True, "launch_pdl": True}
-
-
-@triton.jit
-def wait(TRIGGER: tl.constexpr):
-    """Wait for the kernel before this one. With TRIGGER, CTAs of the kernel behind it may then start where there is
-    room, which thus means that the kernel before is complete.
-    """
-    gdc_wait()
-    if TRIGGER:
-        gdc_launch_dependents()
 
 
 @lru_cache

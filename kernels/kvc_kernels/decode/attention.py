@@ -1,8 +1,8 @@
 """Decode attention over mixed-precision pages: `plan` once per step, then one launch and a merge per layer.
 
-A program (CTA) takes one (work item, KV head) after another. A work item is a KV split: a run of blocks of one request
-in one format class, a format and its side of the block table. Every program thus knows its precision at compile time,
-and a layer's bf16 tails, high pages and low pages share one launch. Partial results are merged by log-sum-exp.
+A program (CTA) takes one (work item, KV head). A work item is a KV split: a run of blocks of one request in one format
+class, a format and its side of the block table. Every program thus knows its precision at compile time, and a layer's
+bf16 tails, high pages and low pages share one launch. Partial results are merged by log-sum-exp.
 """
 
 
@@ -46,12 +46,6 @@ class Tuning:
     plain_tile: int = 16
     stages: int = 0  # 0: by the bytes of a tile
     max_registers: int | None = None
-    tail: float = 0.1  # share of the blocks that CTAs take when they have ended their columns
-    tail_blocks: int = 1  # blocks that a CTA takes at a time; more where there are many
-    merge_step: int = 16  # partial results that the merge reads at a time
-    merge_warps: int = 1
-    trigger: bool = False  # CTAs of the next kernel start, and wait, as soon as all of this one run
-    ahead: bool = False  # work lists are read before the previous kernel has ended
 
 
 class DecodeAttention:
@@ -91,18 +85,13 @@ class DecodeAttention:
         self._words = (tiles + 1) // 2 * 2
         self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (ids + 3) // 4 * 2
         columns = columns or max(1, (self._resident_ctas() - spare) // layout.heads)
-        tune = self.tuning
-        self._plan = DecodePlan(
-            store, max_batch, max_blocks, columns=columns, window=window,
-            tail=tune.tail if self._has_tail else 0.0, tail_blocks=tune.tail_blocks,
-        )  # fmt: skip
+        self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns, window=window)
         dev, rows = store.device, self._plan.capacity * layout.heads
         words = self._plan.columns * layout.heads * self._scratch_words
         self._scratch = torch.empty(words, dtype=torch.int64, device=dev)
         self._part_rows = query_rows or self.group
         self._part_o = torch.empty((rows, self._part_rows, layout.head_dim), dtype=torch.float32, device=dev)
         self._part_ml = torch.empty((rows, self._part_rows, 2), dtype=torch.float32, device=dev)
-        self._settled = False  # whether a kernel lies between the plan and the next run
         self._starts = self._owners = self._plan.sizes  # not read with one query per request
 
     def _choose_engine(self) -> str:
@@ -150,24 +139,17 @@ class DecodeAttention:
             "L": layout.layers, "H": layout.heads, "G": self.group, "NQ": self._query_columns,
             "D": layout.head_dim, "E": layout.head_pages_bf16, "P": layout.block_tokens,
             "page_bytes": layout.page_bytes, "CLASSES": self._classes, "SCRATCH": self._scratch_words,
-            "WORDS": self._words, "CAPPED": capped, "TAIL": self._has_tail, "TRIGGER": t.trigger,
-            "num_warps": self._warps, **launch_options(self.store.device),
+            "WORDS": self._words, "CAPPED": capped, "num_warps": self._warps, **launch_options(self.store.device),
         }  # fmt: skip
         if self.engine == "triton":
             out |= {"CHUNK": CHUNK, "WARPS": t.warps, "ASM": not INTERPRET, "WINDOWED": self.window >= 0}
             out["MULTI"] = self.query_rows > 0
-        out["AHEAD"] = t.ahead and out["PDL"] and not self.query_rows
         registers = t.max_registers
         if self.engine == "gluon" and self._query_columns == 8 and layout.head_dim <= 128:
             registers = registers or GLUON_REGISTERS  # 16 query columns spill with fewer than 255
         if registers and not INTERPRET:
             out["maxnreg"] = registers
         return out
-
-    @property
-    def _has_tail(self) -> bool:
-        """A window and a prefill of few tokens have short columns."""
-        return self.tuning.tail > 0 and self.window < 0 and not self.query_rows
 
     @property
     def _warps(self) -> int:
@@ -187,8 +169,8 @@ class DecodeAttention:
         q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
         multi_args = () if self.engine == "gluon" else (i4, i4)
         kernel = self._kernel.warmup(
-            q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i4, i8, store.pages, store.table, store.counts,
-            store.headers, 1, 0, 1.0, 0.0, *multi_args, 1, 0, grid=(1,), **self._constants(False),
+            q, q.stride(0), q.stride(1), f, f, i8, i4, i4, i8, store.pages, store.table, store.counts, store.headers,
+            1, 0, 1.0, 0.0, *multi_args, grid=(1,), **self._constants(False),
         )  # fmt: skip
         kernel._init_handles()
         props = torch.cuda.get_device_properties(store.device)
@@ -211,7 +193,6 @@ class DecodeAttention:
         """
         if self.query_rows:
             self._starts, self._owners = starts, owners
-        self._settled = False
         self._plan.update(self.store, row_blocks, seq_lens)
 
     def run(
@@ -237,15 +218,12 @@ class DecodeAttention:
         multi_args = () if self.engine == "gluon" else (self._starts, plan.sizes)
         self._kernel[(plan.columns * heads,)](
             q, q.stride(0), q.stride(1), self._part_o, self._part_ml, self._scratch, plan.items,
-            plan.column_ranges, plan.counter, plan.lists, store.pages, store.table, store.counts, store.headers,
-            plan.max_blocks, layer, scale, logit_cap, *multi_args, plan.first_extra, int(self._settled),
-            **self._constants(logit_cap > 0),
+            plan.column_ranges, plan.lists, store.pages, store.table, store.counts, store.headers,
+            plan.max_blocks, layer, scale, logit_cap, *multi_args, **self._constants(logit_cap > 0),
         )  # fmt: skip
-        self._settled = True
         merge_kernel[(q.shape[0], q.shape[1])](
-            self._part_o, self._part_ml, plan.ranges, plan.extra_ranges, plan.counter, out,
-            self._part_ml if lse is None else lse, self._owners, self._starts, heads, self.group,
-            store.layout.head_dim, self.tuning.merge_step, lse is not None, self._part_rows, self.query_rows > 0,
-            self._has_tail, self.tuning.trigger, num_warps=self.tuning.merge_warps, **launch_options(store.device),
+            self._part_o, self._part_ml, plan.ranges, out, self._part_ml if lse is None else lse, self._owners,
+            self._starts, heads, self.group, store.layout.head_dim, 8, lse is not None, self._part_rows,
+            self.query_rows > 0, num_warps=1, **launch_options(store.device),
         )  # fmt: skip
         return out

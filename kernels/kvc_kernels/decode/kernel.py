@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from ..common.dependent_launch import wait
 from ..common.format_class import (
     KEY_BITS,
     SIDE,
@@ -59,15 +59,14 @@ def _plain_program(
     page_bytes: tl.constexpr, ROW_STRIDE: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     T: tl.constexpr, SPAN: tl.constexpr, VOFF: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
-    MULTI: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr,
+    MULTI: tl.constexpr,
 ):
     """One work item of uncompressed blocks. `row`: offset of this layer and head in a block's table.
 
     MULTI: of the item's block number `last`, a query row does not see the last `hidden[NQ]` tokens.
     """
     d = tl.arange(0, D)
-    if not AHEAD:
-        q = tl.load(q_row[None, :] + d[:, None], mask=live[None, :], other=0.0)
+    q = tl.load(q_row[None, :] + d[:, None], mask=live[None, :], other=0.0)
     acc = tl.zeros([D, NQ], tl.float32)
     m = tl.full([NQ], NEG, tl.float32)
     l = tl.zeros([16 * WARPS, NQ], tl.float32)
@@ -78,9 +77,6 @@ def _plain_program(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE,
             CHUNK, TILE, padded(P // TILE), T, 1, SPAN, True, WINDOWED, WARPS > 1,
         )
-        if AHEAD:
-            wait(TRIGGER)
-            q = tl.load(q_row[None, :] + d[:, None], mask=live[None, :], other=0.0)
         tl.debug_barrier()
         acc, m, l = plain_part(
             acc, m, l, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
@@ -95,9 +91,19 @@ def _plain_program(
 
 
 @triton.jit
-def _packed_queries(q_row, live, NQ: tl.constexpr, D: tl.constexpr, KB: tl.constexpr):
-    """fp16 `[D*KB/8, NQ]` per field, from the highest j down: q * 2^(-KB*j)."""
+def _packed_program(
+    q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
+    page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
+    VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """One work item of packed blocks in one format. `head` = layer * H + KV head."""
     DK: tl.constexpr = D * KB // 8
+    DV: tl.constexpr = D * VB // 8
+    ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32
+    ROW_GROUP: tl.constexpr = D if VB > 2 else 32
     dk = tl.arange(0, DK)
     q = ()
     for k in tl.static_range(8 // KB):
@@ -105,24 +111,6 @@ def _packed_queries(q_row, live, NQ: tl.constexpr, D: tl.constexpr, KB: tl.const
         x = tl.load(at, mask=live[None, :], other=0.0).to(tl.float32)
         u = x * (1.0 / (1 << (KB * (8 // KB - 1 - k))))
         q = q + (u.to(tl.float16),)
-    return q
-
-
-@triton.jit
-def _packed_program(
-    q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers, head, scale, cap,
-    page_bytes: tl.constexpr, LH: tl.constexpr, E: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
-    VOFF: tl.constexpr, VMETA: tl.constexpr, CHUNK: tl.constexpr,
-    CAPPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
-    WINDOWED: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr,
-):
-    """One work item of packed blocks in one format. `head` = layer * H + KV head."""
-    DV: tl.constexpr = D * VB // 8
-    ROWS: tl.constexpr = DV if VB > 2 or DV < 32 else 32
-    ROW_GROUP: tl.constexpr = D if VB > 2 else 32
-    if not AHEAD:
-        q = _packed_queries(q_row, live, NQ, D, KB)
     acc = ()
     for _ in tl.static_range((DV // ROWS) * (8 // VB)):
         acc = acc + (tl.zeros([ROWS, NQ], tl.float32),)
@@ -140,9 +128,6 @@ def _packed_program(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
             CHUNK, TILE, padded(P // TILE), T, 1 - 2 * SIDE, SPAN, False, WINDOWED, WARPS > 1,
         )
-        if AHEAD:
-            wait(TRIGGER)
-            q = _packed_queries(q_row, live, NQ, D, KB)
         factor = scale if CAPPED else scale * LOG2E
         _zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, D, NQ, KB, CHUNK)
         tl.debug_barrier()
@@ -171,73 +156,15 @@ def _packed_program(
     tl.store(ml + 1, tl.sum(l, 0), mask=live)
 
 
-@triton.jit
-def _item_program(
-    item, h, q_ptr, q_stride_b, q_stride_h, part_o, part_ml, words, items, lists, pages, table, counts, headers,
-    NB, layer, scale, cap, starts, sizes,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr,
-    CAPPED: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr,
-    AHEAD: tl.constexpr, TRIGGER: tl.constexpr,
-):
-    """One work item for KV head `h`."""
-    head = (layer * H + h).to(tl.int64)
-    qz = (words + WORDS).to(tl.pointer_type(tl.float32))
-    tile_pages = (words + WORDS + CHUNK * NQ // 2).to(tl.pointer_type(tl.int32))
-    g = tl.arange(0, NQ)
-    request = tl.load(items + item * 4)
-    cls = tl.load(items + item * 4 + 1)
-    start = tl.load(items + item * 4 + 2)
-    blocks = tl.load(items + item * 4 + 3)
-    entries = lists + (request * len(CLASSES) + cls).to(tl.int64) * NB + start
-    if MULTI:
-        first = tl.load(starts + request)
-        queries = tl.load(starts + request + 1) - first
-        q_row = q_ptr + (first + g // G).to(tl.int64) * q_stride_b + (h * G + g % G) * q_stride_h
-        part = (item * H + h).to(tl.int64) * NQ + g
-        live = g < queries * G
-        hidden = queries - 1 - g // G
-        last = tl.load(sizes + request * len(CLASSES)) - 1 - start
-    else:
-        q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
-        part = (item * H + h).to(tl.int64) * G + g
-        live = g < G
-        hidden = 0
-        last = 0
-    out = part_o + part * D
-    ml = part_ml + part * 2
-    for c in tl.static_range(len(CLASSES)):
-        if cls == c:
-            if CLASSES[c][KEY_BITS] == 16:
-                _plain_program(
-                    q_row, live, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
-                    last, hidden, page_bytes, L * H * E, NQ, D, P, CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES],
-                    CLASSES[c][VALUE_CODES], CHUNK, CAPPED, CLASSES[c][TILE_TOKENS], CLASSES[c][STAGES], WARPS,
-                    ASM, WINDOWED, MULTI, AHEAD, TRIGGER,
-                )
-            else:
-                _packed_program(
-                    q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
-                    head, scale, cap, page_bytes, L * H, E, NQ, D, P, CLASSES[c][KEY_BITS], CLASSES[c][VALUE_BITS],
-                    CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES], CLASSES[c][SIDE],
-                    CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CHUNK, CAPPED,
-                    CLASSES[c][TILE_TOKENS], CLASSES[c][STAGES], WARPS, ASM, WINDOWED, AHEAD, TRIGGER,
-                )
-
-
 # `starts` is a slice at any address. Its alignment must not select another compiled kernel.
-@triton.jit(
-    do_not_specialize=["NB", "layer", "cap", "scale", "first_extra", "settled"],
-    do_not_specialize_on_alignment=["starts", "sizes"],
-)
+@triton.jit(do_not_specialize=["NB", "layer", "cap", "scale"], do_not_specialize_on_alignment=["starts", "sizes"])
 def _decode_kernel(
-    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, counter, lists,
-    pages, table, counts, headers, NB, layer, scale, cap, starts, sizes, first_extra, settled,
+    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, lists,
+    pages, table, counts, headers, NB, layer, scale, cap, starts, sizes,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, NQ: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     P: tl.constexpr, page_bytes: tl.constexpr, CLASSES: tl.constexpr, CHUNK: tl.constexpr,
     SCRATCH: tl.constexpr, WORDS: tl.constexpr, CAPPED: tl.constexpr, WARPS: tl.constexpr,
-    ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr, TAIL: tl.constexpr,
-    AHEAD: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, WINDOWED: tl.constexpr, MULTI: tl.constexpr, PDL: tl.constexpr,
 ):
     """grid (columns * H,); a column is a persistent CTA's share of the work items. part_o fp32 `[items, H, G, D]`,
     part_ml fp32 `[items, H, G, 2]`.
@@ -245,47 +172,52 @@ def _decode_kernel(
     MULTI: request b has the queries starts[b] to starts[b + 1] (int32 `[B + 1]`), its last tokens, which lie in its
     last block. Partial results have NQ rows instead of G: row g is query g // G of the request and head g % G of the
     group. `sizes` int32 `[B, C]`: lengths of the lists. Without MULTI neither is read.
-
-    TAIL: a CTA that has ended its column takes extra items, each for one KV head, until none is left. `counter` int32
-    `[1]`: how many are taken, 0 at the start. Results lie by item, so it does not matter which CTA computes one.
     """
-    if AHEAD:
-        if settled == 0:
-            wait(TRIGGER)
-    elif PDL:
-        wait(TRIGGER)
+    if PDL:
+        gdc_wait()
     pid = tl.program_id(0)
-    words = scratch + pid.to(tl.int64) * SCRATCH
     h = pid % H
-    first = tl.load(column_ranges + pid // H)
-    end = tl.load(column_ranges + pid // H + 1)
-    if TAIL:
-        work = first * H + h
-        end *= H
-        extra_end = tl.load(column_ranges + tl.num_programs(0) // H + 1) * H
-        while work >= 0:
-            if work < end:
-                _item_program(
-                    work // H, work % H, q_ptr, q_stride_b, q_stride_h, part_o, part_ml, words, items, lists, pages,
-                    table, counts, headers, NB, layer, scale, cap, starts, sizes, L, H, G, NQ, D, E, P, page_bytes,
-                    CLASSES, CHUNK, WORDS, CAPPED, WARPS, ASM, WINDOWED, MULTI, AHEAD, TRIGGER,
-                )
-                work += H
-            else:
-                if AHEAD:
-                    wait(TRIGGER)
-                work = -1
-                if extra_end > first_extra * H:
-                    work = first_extra * H + tl.atomic_add(counter, 1, sem="relaxed")
-                    if work >= extra_end:
-                        work = -1
-                end = work + 1
-    else:
-        for item in range(first, end):
-            _item_program(
-                item, h, q_ptr, q_stride_b, q_stride_h, part_o, part_ml, words, items, lists, pages, table, counts,
-                headers, NB, layer, scale, cap, starts, sizes, L, H, G, NQ, D, E, P, page_bytes, CLASSES, CHUNK,
-                WORDS, CAPPED, WARPS, ASM, WINDOWED, MULTI, AHEAD, TRIGGER,
-            )
-        if AHEAD:
-            wait(TRIGGER)
+    head = (layer * H + h).to(tl.int64)
+    words = scratch + pid.to(tl.int64) * SCRATCH
+    qz = (words + WORDS).to(tl.pointer_type(tl.float32))
+    tile_pages = (words + WORDS + CHUNK * NQ // 2).to(tl.pointer_type(tl.int32))
+    g = tl.arange(0, NQ)
+    for item in range(tl.load(column_ranges + pid // H), tl.load(column_ranges + pid // H + 1)):
+        request = tl.load(items + item * 4)
+        cls = tl.load(items + item * 4 + 1)
+        start = tl.load(items + item * 4 + 2)
+        blocks = tl.load(items + item * 4 + 3)
+        entries = lists + (request * len(CLASSES) + cls).to(tl.int64) * NB + start
+        if MULTI:
+            first = tl.load(starts + request)
+            queries = tl.load(starts + request + 1) - first
+            q_row = q_ptr + (first + g // G).to(tl.int64) * q_stride_b + (h * G + g % G) * q_stride_h
+            part = (item * H + h).to(tl.int64) * NQ + g
+            live = g < queries * G
+            hidden = queries - 1 - g // G
+            last = tl.load(sizes + request * len(CLASSES)) - 1 - start
+        else:
+            q_row = q_ptr + request.to(tl.int64) * q_stride_b + (h * G + g) * q_stride_h
+            part = (item * H + h).to(tl.int64) * G + g
+            live = g < G
+            hidden = 0
+            last = 0
+        out = part_o + part * D
+        ml = part_ml + part * 2
+        for c in tl.static_range(len(CLASSES)):
+            if cls == c:
+                if CLASSES[c][KEY_BITS] == 16:
+                    _plain_program(
+                        q_row, live, out, ml, words, tile_pages, entries, blocks, pages, table, head * E, scale, cap,
+                        last, hidden, page_bytes, L * H * E, NQ, D, P, CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES],
+                        CLASSES[c][VALUE_CODES], CHUNK, CAPPED, CLASSES[c][TILE_TOKENS], CLASSES[c][STAGES], WARPS,
+                        ASM, WINDOWED, MULTI,
+                    )
+                else:
+                    _packed_program(
+                        q_row, live, out, ml, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
+                        head, scale, cap, page_bytes, L * H, E, NQ, D, P, CLASSES[c][KEY_BITS], CLASSES[c][VALUE_BITS],
+                        CLASSES[c][TOKENS], CLASSES[c][TILE_PAGES], CLASSES[c][SIDE],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CHUNK, CAPPED,
+                        CLASSES[c][TILE_TOKENS], CLASSES[c][STAGES], WARPS, ASM, WINDOWED,
+                    )

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from ..common.dependent_launch import wait
 from ..common.unpack_kernel import NEG
 
 
 @triton.jit(do_not_specialize_on_alignment=["owners", "starts"])
 def merge_kernel(
-    part_o, part_ml, ranges, extra_ranges, counter, out, out_lse, owners, starts,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr,
-    MULTI: tl.constexpr, TAIL: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    part_o, part_ml, ranges, out, out_lse, owners, starts, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    STEP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, MULTI: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """grid (N, H * G). Sum of the partial results of a query, weighted by 2^(m - max m); with LSE also the log-sum-exp
     to base 2, fp32 `[N, H * G]`. A partial result has ROWS rows per KV head.
 
     MULTI: query n belongs to request owners[n] (int32 `[N]`), whose first query is starts[owners[n]]. Otherwise each
     request has one query and ROWS is G.
-
-    TAIL: extra items follow the others of a request, and `counter` is set to 0 for the next layer.
     """
     if PDL:
-        wait(TRIGGER)
+        gdc_wait()
     n = tl.program_id(0)
     hq = tl.program_id(1)
     h = hq // G
@@ -34,24 +32,15 @@ def merge_kernel(
         b = tl.load(owners + n)
         g = g + (n - tl.load(starts + b)) * G
     first = tl.load(ranges + b)
-    items = tl.load(ranges + b + 1) - first
-    total_items = items
-    if TAIL:
-        extra = tl.load(extra_ranges + b)
-        total_items += tl.load(extra_ranges + b + 1) - extra
-        if (n == 0) & (hq == 0):
-            tl.store(counter, 0)
+    last = tl.load(ranges + b + 1)
     d = tl.arange(0, D)
     i = tl.arange(0, STEP)
     top = tl.full([], NEG, tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([D], tl.float32)
-    for at in range(0, total_items, STEP):
-        item = first + at + i
-        if TAIL:
-            item = tl.where(at + i < items, item, extra - items + at + i)
-        row = (item.to(tl.int64) * H + h) * ROWS + g
-        ok = at + i < total_items
+    for at in range(first, last, STEP):
+        row = ((at + i).to(tl.int64) * H + h) * ROWS + g
+        ok = at + i < last
         m = tl.load(part_ml + row * 2, mask=ok, other=NEG)
         l = tl.load(part_ml + row * 2 + 1, mask=ok, other=0.0)
         o = tl.load(part_o + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)

@@ -13,9 +13,6 @@ from ..store import PageStore
 CHUNK = 32  # blocks whose tiles a program lists at a time, one per lane: 8K tokens at 256 per block
 PLAIN_COST = 2.0  # cost of a bf16 token in units of a packed token
 MIN_BLOCK_COST = 32.0  # a nearly empty block costs about as much as 32 tokens
-EXTRAS: tl.constexpr = tl.constexpr(4)  # extra items per column at most, besides one per list
-SHARE: tl.constexpr = tl.constexpr(256)  # denominator of the tail's share
-MIN_COLUMN_BLOCKS: tl.constexpr = tl.constexpr(8)  # with shorter columns one extra item would be a large share of them
 
 
 # Decode steps and prefills of every size share one compiled kernel: no address or stride may select another.
@@ -65,10 +62,10 @@ def _first_block(column, budget, start, weight, n):
     return tl.minimum(tl.maximum(k, 0), n)
 
 
-@triton.jit(do_not_specialize=["batch", "columns", "first_extra", "tail", "tail_blocks"])
+@triton.jit(do_not_specialize=["batch", "columns"])
 def _items_kernel(
-    sizes, weights, items, ranges, column_ranges, extra_ranges, batch, columns, first_extra, tail, tail_blocks,
-    NC: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
+    sizes, weights, items, ranges, column_ranges, batch, columns,
+    NC: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):
     """grid (B,). Split the cost of all lists, laid end to end, into `columns` equal columns, cutting at block
     boundaries.
@@ -77,25 +74,11 @@ def _items_kernel(
     alike, so requests and columns both have ranges of them. Each program adds up the same totals over the B * NC sizes,
     padded to `[WIDTH]`, which is cheaper than a third launch. Columns are no narrower than a block, hence no item is
     empty.
-
-    TAIL: the last blocks of the lists, together tail / SHARE of all, belong to no column. They are cut list by list
-    into extra items of `tail_blocks` blocks, or more if there were over EXTRAS per column, which lie from item
-    `first_extra` on.
     """
     b = tl.program_id(0)
     i = tl.arange(0, WIDTH)
     n = tl.load(sizes + i, mask=i < batch * NC, other=0)
     w = tl.load(weights + i % NC)
-    if TAIL:
-        end = tl.cumsum(n, 0)
-        num_blocks = tl.sum(n, 0)
-        share = tl.where(num_blocks >= columns * MIN_COLUMN_BLOCKS, tail, 0)
-        # Rounded from list to list, so that short lists also yield their share.
-        in_tail = (end * share) // SHARE - ((end - n) * share) // SHARE
-        step = tl.maximum(tl.cdiv(num_blocks * share // SHARE, columns * EXTRAS), tail_blocks)
-        extras = tl.cdiv(in_tail, step)
-        extra_place = first_extra + tl.cumsum(extras, 0) - extras
-        n -= in_tail
     cost = n.to(tl.float32) * w
     total = tl.sum(cost, 0)
     budget = tl.maximum(total / columns, tl.max(tl.where(n > 0, w, 1e-6), 0))
@@ -123,19 +106,6 @@ def _items_kernel(
             tl.store(to + 1, c + tl.zeros([STEP], tl.int32), mask=k < num_items)
             tl.store(to + 2, lo, mask=k < num_items)
             tl.store(to + 3, hi - lo, mask=k < num_items)
-        if TAIL:
-            num_extras = tl.sum(tl.where(is_list, extras, 0), 0)
-            extra = tl.sum(tl.where(is_list, extra_place, 0), 0)
-            left = tl.sum(tl.where(is_list, in_tail, 0), 0)
-            if c == 0:
-                tl.store(extra_ranges + b, extra)
-            for at in range(0, num_extras, STEP):
-                k = at + tl.arange(0, STEP)
-                to = items + (extra + k) * 4
-                tl.store(to, b + tl.zeros([STEP], tl.int32), mask=k < num_extras)
-                tl.store(to + 1, c + tl.zeros([STEP], tl.int32), mask=k < num_extras)
-                tl.store(to + 2, blocks + k * step, mask=k < num_extras)
-                tl.store(to + 3, tl.minimum(left - k * step, step), mask=k < num_extras)
     # Items before a column: each list's items of earlier columns.
     per = (columns + batch) // batch
     for at in range(b * per, tl.minimum((b + 1) * per, columns + 1)):
@@ -143,9 +113,6 @@ def _items_kernel(
         tl.store(column_ranges + at, tl.sum(before, 0))
     if b == 0:
         tl.store(ranges + batch, tl.sum(cuts, 0))
-        if TAIL:
-            tl.store(extra_ranges + batch, first_extra + tl.sum(extras, 0))
-            tl.store(column_ranges + columns + 1, first_extra + tl.sum(extras, 0))
 
 
 class DecodePlan:
@@ -157,46 +124,26 @@ class DecodePlan:
     | `sizes`        | int32 `[B, C]`          | lengths of the lists                                  |
     | `items`        | int32 `[items, 4]`      | request, class, first list place, blocks              |
     | `ranges`       | int32 `[B + 1]`         | items of each request                                 |
-    | `extra_ranges` | int32 `[B + 1]`         | extra items of each request                           |
-    | `column_ranges`| int32 `[columns + 2]`   | items of each column, the share of a persistent CTA;  |
-    |                |                         | last, with a tail: the end of the extra items         |
-    | `counter`      | int32 `[1]`             | extra (item, head) pairs that CTAs have taken         |
-
-    `tail` of all blocks are in extra items of about `tail_blocks` blocks, from item `first_extra` on. CTAs that have
-    ended their columns take them, so that all CTAs end at about the same time.
+    | `column_ranges`| int32 `[columns + 1]`   | items of each column, the share of a persistent CTA   |
 
     Addresses and launch grids depend on the arguments alone, so `update` and the layers can be captured in one CUDA
     graph and replayed with other lengths and blocks.
     """
 
-    def __init__(
-        self,
-        store: PageStore,
-        max_batch: int,
-        max_blocks: int,
-        *,
-        columns: int,
-        window: int = -1,
-        tail: float = 0.0,
-        tail_blocks: int = 1,
-    ):
+    def __init__(self, store: PageStore, max_batch: int, max_blocks: int, *, columns: int, window: int = -1):
         layout = store.layout
         self.window = window
         self.classes = format_tiers(store)
         nc, dev = len(self.classes), store.device
         self.max_batch, self.max_blocks = max_batch, max_blocks
         self.columns = max(1, min(columns, max_batch * max_blocks))
-        self.first_extra = self.columns + max_batch * nc
-        self.tail, self.tail_blocks = round(tail * SHARE.value), tail_blocks
-        self.capacity = self.first_extra + (EXTRAS.value * self.columns + max_batch * nc if self.tail else 0)
+        self.capacity = self.columns + max_batch * nc
         self._no_skip = torch.zeros(max_batch, dtype=torch.int32, device=dev)
         self.lists = torch.zeros((max_batch, nc, max_blocks), dtype=torch.int64, device=dev)
         self.sizes = torch.zeros((max_batch, nc), dtype=torch.int32, device=dev)
         self.items = torch.zeros((self.capacity, 4), dtype=torch.int32, device=dev)
         self.ranges = torch.zeros(max_batch + 1, dtype=torch.int32, device=dev)
-        self.extra_ranges = torch.zeros(max_batch + 1, dtype=torch.int32, device=dev)
-        self.column_ranges = torch.zeros(self.columns + 2, dtype=torch.int32, device=dev)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=dev)
+        self.column_ranges = torch.zeros(self.columns + 1, dtype=torch.int32, device=dev)
         tokens = [[float(layout.block_tokens)]] + [[] for _ in self.classes[1:]]
         for block_format in store.block_formats[1:]:
             for c, share in self._expected(store, block_format):
@@ -231,7 +178,6 @@ class DecodePlan:
             self.sizes, self.max_blocks, nc, store.layout.block_tokens, 128, self.window, num_warps=4,
         )
         _items_kernel[(batch,)](
-            self.sizes, self.weights, self.items, self.ranges, self.column_ranges, self.extra_ranges, batch,
-            self.columns, self.first_extra, self.tail, self.tail_blocks, nc,
-            triton.next_power_of_2(self.max_batch * nc), 32, self.tail > 0, num_warps=4,
+            self.sizes, self.weights, self.items, self.ranges, self.column_ranges, batch, self.columns,
+            nc, triton.next_power_of_2(self.max_batch * nc), 32, num_warps=4,
         )

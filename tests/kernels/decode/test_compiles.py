@@ -18,10 +18,8 @@ from kvc_kernels.store import PageStore
 
 TYPES = {
     "part_o": "*fp32", "part_ml": "*fp32", "scratch": "*i64", "items": "*i32",
-    "column_ranges": "*i32", "counter": "*i32", "lists": "*i64", "pages": "*u8", "table": "*i32", "counts": "*i16",
-    "headers": "*fp16",
+    "column_ranges": "*i32", "lists": "*i64", "pages": "*u8", "table": "*i32", "counts": "*i16", "headers": "*fp16",
     "q_stride_b": "i32", "q_stride_h": "i32", "NB": "i32", "layer": "i32", "scale": "fp32", "cap": "fp32",
-    "first_extra": "i32", "settled": "i32",
 }  # fmt: skip
 
 

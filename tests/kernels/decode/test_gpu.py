@@ -139,41 +139,6 @@ def replays(case, op, **options):
 
 
 @ENGINES
-@pytest.mark.parametrize("options", [{}, {"trigger": True, "ahead": True}, {"merge_step": 32, "merge_warps": 4}])
-def test_a_tail_gives_the_same_bits_in_every_run_and_replay(engine, options):
-    """Which CTA takes an extra item differs from run to run. Plans, layers and graphs all start with none taken."""
-    case = make_case(
-        "k4v4", "k8v4+k4v2", head_dim=128, heads=4, block_tokens=64, lens=(6000, 1500, 512, 300), device="cuda"
-    )
-    store, q, rows, lens = case
-    op = build(case, engine, columns=12, tail=0.2, **options)
-    op.plan(rows, lens)
-    assert op._plan.column_ranges[13] > op._plan.first_extra + 12
-    first = [op.run(layer, q, scale=0.1).clone() for layer in (0, 1)]
-    for layer in (0, 1):
-        assert relative_error(first[layer], store, layer, q, rows, lens, scale=0.1) < BAR
-    graph, outs = torch.cuda.CUDAGraph(), [torch.empty_like(q) for _ in range(8)]
-    with torch.cuda.graph(graph):
-        for i, out in enumerate(outs):
-            if i % 4 == 0:
-                op.plan(rows, lens)
-            op.run(i % 2, q, scale=0.1, out=out)
-    for _ in range(20):
-        graph.replay()
-        assert all(torch.equal(out, first[i % 2]) for i, out in enumerate(outs))
-        assert torch.equal(op.run(1, q, scale=0.1), first[1])
-    assert op._plan.counter.item() == 0
-
-
-@ENGINES
-def test_a_tail_in_replays_with_other_lengths(engine):
-    case = make_case(
-        "k4v4", "k8v4+k4v2", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), device="cuda"
-    )
-    replays(case, build(case, engine, columns=2, tail=0.3))
-
-
-@ENGINES
 def test_queries_that_are_a_view(engine):
     store, q, rows, lens = case = make_case("k4v4", head_dim=128, lens=(150, 64), device="cuda")
     op = build(case, engine)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvc_kernels.decode.attention import DecodeAttention, Tuning
-from kvc_kernels.decode.planner import EXTRAS, SHARE, DecodePlan
+from kvc_kernels.decode.planner import DecodePlan
 from tests.support.decode import make_case, relative_error
 from tests.support.pages import packed_prompt
 
@@ -79,19 +79,15 @@ def test_a_head_that_stores_nothing_gives_zero():
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("tail, tail_blocks", [(0.0, 1), (0.1, 1), (0.3, 2), (1.0, 1)])
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 50])
-def test_plan_deals_every_block_once(columns, tail, tail_blocks):
+def test_plan_deals_every_block_once(columns):
     store, _, rows, _ = make_case("k8v4+k4v2", "k4v2", lens=(64 * 9, 64 * 4, 64 * 7, 64))
     p = store.layout.block_tokens
     gen = torch.Generator().manual_seed(columns)
     for _ in range(4):
         lens = torch.randint(0, p * rows.shape[1] + 1, (len(rows),), generator=gen).int()
-        plan = DecodePlan(
-            store, len(rows) + 1, rows.shape[1] + 1, columns=columns, tail=tail, tail_blocks=tail_blocks
-        )
+        plan = DecodePlan(store, len(rows) + 1, rows.shape[1] + 1, columns=columns)
         plan.update(store, rows, lens)
-        in_tail = 0
         for b, row in enumerate(rows):
             want = [[] for _ in plan.classes]
             for j, block in enumerate(row[: -(-int(lens[b]) // p)].tolist()):
@@ -101,46 +97,12 @@ def test_plan_deals_every_block_once(columns, tail, tail_blocks):
             got = [plan.lists[b, c, : plan.sizes[b, c]].tolist() for c in range(len(plan.classes))]
             assert [[(x >> 32, x & 0xFFFFFFFF) for x in xs] for xs in got] == want
             dealt = [[] for _ in plan.classes]
-            extras = plan.items[plan.extra_ranges[b] : plan.extra_ranges[b + 1]] if tail else plan.items[:0]
-            for request, c, start, n in [*plan.items[plan.ranges[b] : plan.ranges[b + 1]].tolist(), *extras.tolist()]:
+            for request, c, start, n in plan.items[plan.ranges[b] : plan.ranges[b + 1]].tolist():
                 assert request == b and n > 0
                 dealt[c] += range(start, start + n)
             assert dealt == [list(range(len(xs))) for xs in want]
-            in_tail += sum(extras[:, 3].tolist())
-            assert all(n <= tail_blocks for n in extras[:, 3].tolist()) or len(extras) <= EXTRAS.value * plan.columns
-        steps = plan.column_ranges[: plan.columns + 1].tolist()
+        steps = plan.column_ranges.tolist()
         assert steps[0] == 0 and steps[-1] == plan.ranges[len(rows)] and steps == sorted(steps)
-        blocks = int(plan.sizes[: len(rows)].sum())
-        if tail:
-            assert plan.extra_ranges[0] == plan.first_extra
-            assert plan.column_ranges[plan.columns + 1] == plan.extra_ranges[len(rows)] <= plan.capacity
-        assert in_tail == (blocks * round(tail * SHARE.value) // SHARE.value if blocks >= 8 * plan.columns else 0)
-
-
-@pytest.mark.parametrize("tail, tail_blocks", [(0.2, 1), (0.7, 2)])
-def test_who_takes_an_extra_item_does_not_matter(tail, tail_blocks):
-    """Outputs with and without a tail agree to rounding, and repeated runs to the bit, also where other CTAs take some
-    of the extra items. Every layer starts with none taken."""
-    store, q, rows, lens = make_case("k8v4+k4v2", lens=(32 * 5 + 5, 32 * 3), block_tokens=32, heads=2, group=2)
-    outs = []
-    for tuning in (Tuning(tile=32, tail=0.0), Tuning(tile=32, tail=tail, tail_blocks=tail_blocks)):
-        op = DecodeAttention(
-            store, max_batch=len(lens), max_blocks=rows.shape[1], query_heads=q.shape[1], tuning=tuning, columns=1
-        )
-        op.plan(rows, lens)
-        outs.append(op.run(1, q, scale=0.1))
-        assert relative_error(outs[-1], store, 1, q, rows, lens, scale=0.1) < BAR
-    assert (outs[0] - outs[1]).float().norm() < BAR * outs[0].float().norm()
-    extras = range(op._plan.first_extra * 2, int(op._plan.column_ranges[2]) * 2)
-    assert len(extras) > 2
-    parts = op._part_o.clone()
-    op._part_o.fill_(torch.nan)
-    op._plan.counter.fill_(2)  # as if other CTAs had taken two: this launch leaves only their results out
-    op.run(1, q, scale=0.1)
-    found = op._part_o.isfinite().all((1, 2)).nonzero()[:, 0]
-    assert [x for x in found.tolist() if x >= extras[0]] == list(extras[2:])
-    assert torch.equal(op._part_o[found], parts[found])
-    assert torch.equal(op.run(1, q, scale=0.1), outs[1])
 
 
 @pytest.mark.parametrize("head_dim, block", [(64, 64), (128, 128)])

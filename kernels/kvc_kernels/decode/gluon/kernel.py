@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
-from ...common.dependent_launch import wait
 from ...common.format_class import KEY_BITS, SIDE, TILE_TOKENS, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META
 from ...common.unpack_kernel import CODE_UNIT, LOG2E, NEG
 from ..body_kernel import P_SHIFT
@@ -24,27 +24,19 @@ def _finish(part_ml, part, column, m, l, G: gl.constexpr):
 
 
 @gluon.jit
-def _plain_queries(q_ptr, q_stride_h, blocks, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr):
-    """B operand `[D, NQ]`."""
-    k = gl.arange(0, D, layout=gl.SliceLayout(1, B_OP))
-    g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP)) + hidden_zero(blocks)
-    at = q_ptr + (g * q_stride_h)[None, :] + feature_of(k, D, True)[:, None]
-    return gl.load(at, mask=(g < G)[None, :], other=0.0)
-
-
-@gluon.jit
 def _plain_program(
     q_ptr, q_stride_h, part_o, part_ml, part, words, tile_pages, entries, blocks, pages, table, row, scale, cap,
     page_bytes: gl.constexpr, ROW_STRIDE: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr,
     T: gl.constexpr, VOFF: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
-    AHEAD: gl.constexpr, TRIGGER: gl.constexpr,
 ):  # fmt: skip
     """One work item of uncompressed blocks. row: offset of this layer and head in a block's table; part: offset of its
     results.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    if not AHEAD:
-        q = _plain_queries(q_ptr, q_stride_h, blocks, G, NQ, D)
+    k = gl.arange(0, D, layout=gl.SliceLayout(1, B_OP))
+    g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP)) + hidden_zero(blocks)
+    at = q_ptr + (g * q_stride_h)[None, :] + feature_of(k, D, True)[:, None]
+    q = gl.load(at, mask=(g < G)[None, :], other=0.0)
     acc = gl.zeros([D, NQ], gl.float32, layout=MMA)
     lacc = gl.zeros([16, NQ], gl.float32, layout=MMA)
     m = gl.full([NQ], NEG, gl.float32, layout=COLUMN)
@@ -53,9 +45,6 @@ def _plain_program(
         tiles = list_tiles(
             words, tile_pages, entries + first, n, table, 0, table + row, ROW_STRIDE, TILE, T, 1, True, 4
         )
-        if AHEAD:
-            wait(TRIGGER)
-            q = _plain_queries(q_ptr, q_stride_h, blocks, G, NQ, D)
         gl.barrier()
         acc, lacc, m = plain_part(
             acc, lacc, m, q, words, tile_pages, tiles, pages, page_bytes, scale, cap,
@@ -70,12 +59,20 @@ def _plain_program(
 
 
 @gluon.jit
-def _packed_queries(
-    q_ptr, q_stride_h, blocks, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr, KB: gl.constexpr
-):
-    """fp16 `[D*KB/8, NQ]` B operands per field, highest first: q * 2^(-KB*field)."""
+def _packed_program(
+    q_ptr, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
+    head, scale, cap, page_bytes: gl.constexpr, LH: gl.constexpr, E: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr,
+    D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, SIDE: gl.constexpr,
+    VOFF: gl.constexpr, VMETA: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """One work item of packed blocks in one format. `head` = layer * H + KV head; part: place of its results."""
     DK: gl.constexpr = D * KB // 8
+    DV: gl.constexpr = D * VB // 8
+    ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32
+    GROUPS: gl.constexpr = D // 32 if VB == 2 else 1
+    ROW_GROUP: gl.constexpr = D if VB > 2 else 32
     NKF: gl.constexpr = 8 // KB
+    NVF: gl.constexpr = 8 // VB
     k = gl.arange(0, DK, layout=gl.SliceLayout(1, B_OP))
     g = gl.arange(0, NQ, layout=gl.SliceLayout(0, B_OP)) + hidden_zero(blocks)
     q = ()
@@ -84,26 +81,6 @@ def _packed_queries(
         x = gl.load(at, mask=(g < G)[None, :], other=0.0).to(gl.float32)
         u = x * (1.0 / (1 << (KB * (NKF - 1 - f))))
         q = q + (u.to(gl.float16),)
-    return q
-
-
-@gluon.jit
-def _packed_program(
-    q_ptr, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table, counts, headers,
-    head, scale, cap, page_bytes: gl.constexpr, LH: gl.constexpr, E: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr,
-    D: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, T: gl.constexpr, SIDE: gl.constexpr,
-    VOFF: gl.constexpr, VMETA: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
-    AHEAD: gl.constexpr, TRIGGER: gl.constexpr,
-):  # fmt: skip
-    """One work item of packed blocks in one format. `head` = layer * H + KV head; part: place of its results."""
-    DK: gl.constexpr = D * KB // 8
-    DV: gl.constexpr = D * VB // 8
-    ROWS: gl.constexpr = DV if VB > 2 or DV < 32 else 32
-    GROUPS: gl.constexpr = D // 32 if VB == 2 else 1
-    ROW_GROUP: gl.constexpr = D if VB > 2 else 32
-    NVF: gl.constexpr = 8 // VB
-    if not AHEAD:
-        q = _packed_queries(q_ptr, q_stride_h, blocks, G, NQ, D, KB)
     acc = ()
     for _ in gl.static_range(DV // ROWS * NVF):
         acc = acc + (gl.zeros([ROWS, NQ], gl.float32, layout=MMA),)
@@ -118,9 +95,6 @@ def _packed_program(
             words, tile_pages, entries + first, n, counts + head * 2 + SIDE, LH * 2, row, LH * E,
             TILE, T, 1 - 2 * SIDE, False, 4,
         )  # fmt: skip
-        if AHEAD:
-            wait(TRIGGER)
-            q = _packed_queries(q_ptr, q_stride_h, blocks, G, NQ, D, KB)
         factor = scale if CAPPED else scale * LOG2E
         zero_products(qz, q, header + D, LH * 2 * D, entries + first, n, factor, DK, NQ, KB)
         gl.barrier()
@@ -149,90 +123,43 @@ def _packed_program(
     _finish(part_ml, part, column, m, gl.sum(gl.where((sixteen == GROUPS)[:, None], zacc, 0.0), 0), G)
 
 
-@gluon.jit
-def _item_program(
-    item, h, q_ptr, q_stride_b, q_stride_h, part_o, part_ml, words, items, lists, pages, table, counts, headers,
-    NB, layer, scale, cap, L: gl.constexpr, H: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr,
-    E: gl.constexpr, page_bytes: gl.constexpr, CLASSES: gl.constexpr, WORDS: gl.constexpr, CAPPED: gl.constexpr,
-    AHEAD: gl.constexpr, TRIGGER: gl.constexpr,
-):  # fmt: skip
-    """One work item for KV head `h`."""
-    head = (layer * H + h).to(gl.int64)
-    qz = (words + WORDS).to(gl.pointer_type(gl.float32), bitcast=True)
-    tile_pages = (words + WORDS + CHUNK * NQ // 2).to(gl.pointer_type(gl.int32), bitcast=True)
-    request = gl.load(items + item * 4)
-    cls = gl.load(items + item * 4 + 1)
-    start = gl.load(items + item * 4 + 2)
-    blocks = gl.load(items + item * 4 + 3)
-    entries = lists + (request * len(CLASSES) + cls).to(gl.int64) * NB + start
-    q_row = q_ptr + request.to(gl.int64) * q_stride_b + h * G * q_stride_h
-    part = (item * H + h).to(gl.int64) * G
-    for c in gl.static_range(len(CLASSES)):
-        if cls == c:
-            if CLASSES[c][KEY_BITS] == 16:
-                _plain_program(
-                    q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, entries, blocks, pages, table,
-                    head * E, scale, cap, page_bytes, L * H * E, G, NQ, D, CLASSES[c][TOKENS],
-                    CLASSES[c][VALUE_CODES], CAPPED, CLASSES[c][TILE_TOKENS], AHEAD, TRIGGER,
-                )  # fmt: skip
-            else:
-                _packed_program(
-                    q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table,
-                    counts, headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][KEY_BITS],
-                    CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], CLASSES[c][SIDE],
-                    CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CAPPED, CLASSES[c][TILE_TOKENS],
-                    AHEAD, TRIGGER,
-                )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["NB", "layer", "cap", "scale", "first_extra", "settled"])
+@gluon.jit(do_not_specialize=["NB", "layer", "cap", "scale"])
 def decode_kernel(
-    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, counter, lists,
-    pages, table, counts, headers, NB, layer, scale, cap, first_extra, settled,
+    q_ptr, q_stride_b, q_stride_h, part_o, part_ml, scratch, items, column_ranges, lists,
+    pages, table, counts, headers, NB, layer, scale, cap,
     L: gl.constexpr, H: gl.constexpr, G: gl.constexpr, NQ: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
     P: gl.constexpr, page_bytes: gl.constexpr, CLASSES: gl.constexpr, SCRATCH: gl.constexpr, WORDS: gl.constexpr,
-    CAPPED: gl.constexpr, TAIL: gl.constexpr, AHEAD: gl.constexpr, TRIGGER: gl.constexpr,
-    PDL: gl.constexpr,
+    CAPPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`. TAIL and `counter`: as in
-    the Triton kernel."""
-    if AHEAD:
-        if settled == 0:
-            wait(TRIGGER)
-    elif PDL:
-        wait(TRIGGER)
+    """grid (columns * H,). part_o fp32 `[items, H, G, D]`, part_ml fp32 `[items, H, G, 2]`."""
+    if PDL:
+        gdc_wait()
     pid = gl.program_id(0)
-    words = scratch + pid.to(gl.int64) * SCRATCH
     h = pid % H
-    first = gl.load(column_ranges + pid // H)
-    end = gl.load(column_ranges + pid // H + 1)
-    if TAIL:
-        work = first * H + h
-        end *= H
-        extra_end = gl.load(column_ranges + gl.num_programs(0) // H + 1) * H
-        while work >= 0:
-            if work < end:
-                _item_program(
-                    work // H, work % H, q_ptr, q_stride_b, q_stride_h, part_o, part_ml, words, items, lists, pages,
-                    table, counts, headers, NB, layer, scale, cap, L, H, G, NQ, D, E, page_bytes, CLASSES, WORDS,
-                    CAPPED, AHEAD, TRIGGER,
-                )  # fmt: skip
-                work += H
-            else:
-                if AHEAD:
-                    wait(TRIGGER)
-                work = -1
-                if extra_end > first_extra * H:
-                    work = first_extra * H + gl.atomic_add(counter, 1, sem="relaxed")
-                    if work >= extra_end:
-                        work = -1
-                end = work + 1
-    else:
-        for item in range(first, end):
-            _item_program(
-                item, h, q_ptr, q_stride_b, q_stride_h, part_o, part_ml, words, items, lists, pages, table, counts,
-                headers, NB, layer, scale, cap, L, H, G, NQ, D, E, page_bytes, CLASSES, WORDS, CAPPED, AHEAD,
-                TRIGGER,
-            )  # fmt: skip
-        if AHEAD:
-            wait(TRIGGER)
+    head = (layer * H + h).to(gl.int64)
+    words = scratch + pid.to(gl.int64) * SCRATCH
+    qz = (words + WORDS).to(gl.pointer_type(gl.float32), bitcast=True)
+    tile_pages = (words + WORDS + CHUNK * NQ // 2).to(gl.pointer_type(gl.int32), bitcast=True)
+    for item in range(gl.load(column_ranges + pid // H), gl.load(column_ranges + pid // H + 1)):
+        request = gl.load(items + item * 4)
+        cls = gl.load(items + item * 4 + 1)
+        start = gl.load(items + item * 4 + 2)
+        blocks = gl.load(items + item * 4 + 3)
+        entries = lists + (request * len(CLASSES) + cls).to(gl.int64) * NB + start
+        q_row = q_ptr + request.to(gl.int64) * q_stride_b + h * G * q_stride_h
+        part = (item * H + h).to(gl.int64) * G
+        for c in gl.static_range(len(CLASSES)):
+            if cls == c:
+                if CLASSES[c][KEY_BITS] == 16:
+                    _plain_program(
+                        q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, entries, blocks, pages, table,
+                        head * E, scale, cap, page_bytes, L * H * E, G, NQ, D, CLASSES[c][TOKENS],
+                        CLASSES[c][VALUE_CODES], CAPPED, CLASSES[c][TILE_TOKENS],
+                    )  # fmt: skip
+                else:
+                    _packed_program(
+                        q_row, q_stride_h, part_o, part_ml, part, words, tile_pages, qz, entries, blocks, pages, table,
+                        counts, headers, head, scale, cap, page_bytes, L * H, E, G, NQ, D, CLASSES[c][KEY_BITS],
+                        CLASSES[c][VALUE_BITS], CLASSES[c][TOKENS], CLASSES[c][SIDE],
+                        CLASSES[c][VALUE_CODES], CLASSES[c][VALUE_META], CAPPED, CLASSES[c][TILE_TOKENS],
+                    )  # fmt: skip
