@@ -220,6 +220,8 @@ def through_host_memory(runtime, ids):
     runtime.flush()
     back = runtime.host_tier.load(stored)
     runtime.flush()
+    runtime.page_ops.synchronize()  # blocks stay until their load has ended
+    assert back.finished
     runtime.host_tier.loading.clear()
     runtime.host_tier.free(stored)
     return back.blocks.tolist()
