@@ -1,0 +1,198 @@
+"""Records in SGLang's storage backends: what was written comes back, and nothing else ever does."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import numpy as np
+import pytest
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_kvc.adapter.backend_store import BackendStore
+from sglang_kvc.cache.block_store import HEADER_BYTES
+from sglang_kvc.cache.disk_tier import DiskTier
+
+from . import memory_backend
+from .model import make_runtime
+from .test_disk_store import MODEL, OTHER, STORED, key_of
+
+DYNAMIC = {"module_path": memory_backend.__name__, "backend_name": "memory"}
+BACKENDS = ("file", "memory", "address", "hf3fs")
+
+
+class Place:
+    """Where the stores of one test keep their records; each `store()` is that of another server."""
+
+    def __init__(self, kind: str, folder, tier):
+        self.kind, self.folder, self.tier = kind, folder, tier
+
+    def store(self, identity: bytes = MODEL) -> BackendStore:
+        if self.kind in ("file", "hf3fs"):
+            extra = {"file_storage_path": str(self.folder), "use_mock_hf3fs_client": True}
+            return BackendStore.create(self.kind, extra, self.tier, identity)
+        name = {"memory": "MemoryBackend", "address": "AddressBackend"}[self.kind]
+        extra = {**DYNAMIC, "class_name": name, "place": str(self.folder), "interface_v1": self.kind == "address"}
+        return BackendStore.create("dynamic", extra, self.tier, identity)
+
+    def values(self) -> dict[str, bytes]:
+        if self.kind == "file":
+            return {path.name: path.read_bytes() for path in self.folder.iterdir()}
+        return dict(memory_backend.PLACES[f"{self.folder} 0"])
+
+    def change(self, name: str, value: bytes) -> None:
+        if self.kind == "file":
+            (self.folder / name).write_bytes(value)
+        else:
+            memory_backend.PLACES[f"{self.folder} 0"][name] = value
+
+
+@pytest.fixture(scope="module")
+def tier():
+    runtime = make_runtime(high="k4v4", window=0, host_memory=200_000)
+    runtime.attach_host_tier()
+    return runtime.host_tier
+
+
+@pytest.fixture
+def place(request, tmp_path, tier, monkeypatch):
+    config = tmp_path / "hf3fs.json"
+    config.write_text(
+        json.dumps({"file_path_prefix": str(tmp_path / "blocks"), "file_size": 1 << 22, "numjobs": 2, "entries": 2})
+    )
+    monkeypatch.setenv("SGLANG_HICACHE_HF3FS_CONFIG_PATH", str(config))
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # hf3fs would take the signals of this process
+    with get_parallel().override(tp_rank=0, tp_size=1):
+        yield Place(request.param, tmp_path / "values", tier)
+
+
+def each(*kinds: str):
+    return pytest.mark.parametrize("place", kinds, indirect=True)
+
+
+def record_of(seed: int, size: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def sizes_of(store: BackendStore) -> list[int]:
+    """Bytes of records that take each number of pages, not all of them whole units."""
+    return [count * store.unit_bytes - 7 * i for i, count in enumerate(sorted(store._counts))]
+
+
+def read(store: BackendStore, key: bytes):
+    (room,) = store.find([key]) or [0]
+    into = np.zeros(room, dtype=np.uint8)
+    return store.read(key, into), into
+
+
+@each(*BACKENDS)
+def test_records_of_all_sizes_come_back(place):
+    store = place.store()
+    sizes = sizes_of(store)
+    assert len(sizes) == 2
+    for i, size in enumerate(sizes):
+        assert store.write(key_of(i), STORED, record_of(i, size))
+    assert store.find([key_of(i) for i in range(4)]) == [c * store.unit_bytes for c in sorted(store._counts)]
+    for i, size in enumerate(sizes):
+        found, record = read(store, key_of(i))
+        assert found == STORED and (record[:size] == record_of(i, size)).all()
+    assert store.bytes_read == store.bytes_written == sum(sizes) + len(sizes) * HEADER_BYTES
+    assert len(store) == 2 and not store.damaged
+
+
+@each("file", "memory", "address")
+def test_the_next_server_and_other_settings(place):
+    """A server with the same identity finds the records, one with another does not, and an emptied place has none."""
+    store = place.store()
+    size = sizes_of(store)[0]
+    store.write(key_of(1), STORED, record_of(1, size))
+    found, record = read(place.store(), key_of(1))
+    assert found == STORED and (record == record_of(1, size)).all()
+    assert not place.store(OTHER).find([key_of(1)]) and not store.of(OTHER).find([key_of(1)])
+    assert store.of(MODEL) is store
+    store.write(key_of(1), STORED, record_of(2, size))  # what is there stays
+    assert (read(store, key_of(1))[1] == record_of(1, size)).all() and len(store) == 1
+    store.clear()
+    assert not place.values() and not place.store().find([key_of(1)])
+
+
+@each("file", "memory", "address")
+def test_a_long_prompt_is_asked_in_few_calls(place):
+    """Records of one size and then of another, many more than one call asks for, up to the first that is missing."""
+    store = place.store()
+    small, large = sizes_of(store)
+    for i in range(150):
+        store.write(key_of(i), STORED, record_of(i, small if i < 140 else large))
+    for i in (151, 152):
+        store.write(key_of(i), STORED, record_of(i, small))
+    units = store.unit_bytes
+    keys = [key_of(i) for i in range(153)]
+    assert store.find(keys) == [units] * 140 + [max(store._counts) * units] * 10
+
+
+@each("file", "memory", "address")
+@pytest.mark.parametrize("harm", ["cut", "grown", "flipped", "swapped", "gone"])
+def test_damaged_values(place, harm, caplog):
+    """No damaged value is served; one with a wrong checksum or of another block is counted and not asked for again."""
+    store = place.store()
+    size = sizes_of(store)[1]
+    for i in (1, 2):
+        store.write(key_of(i), STORED, record_of(i, size))
+    names = {i: [n for n in place.values() if n.startswith(store.names(key_of(i), 1)[0][:64])] for i in (1, 2)}
+    kept, draw = place.values(), np.random.default_rng(0)
+    for name in names[1]:
+        value = bytearray(kept[name])
+        match harm:
+            case "cut":
+                value = value[:-1]
+            case "grown":
+                value += b"x"
+            case "flipped":
+                value[draw.integers(HEADER_BYTES + 100)] ^= 4
+            case "swapped":
+                value = bytearray(kept[name.replace(names[1][0][:64], names[2][0][:64])])
+            case "gone":
+                value = bytearray()
+        place.change(name, bytes(value))
+    found, record = read(store, key_of(1))
+    if harm == "grown" and place.kind == "file":  # the backend reads what was written, and nothing of what follows
+        assert found == STORED and (record[:size] == record_of(1, size)).all()
+        return
+    assert found is None
+    if harm in ("flipped", "swapped"):
+        assert store.damaged == 1 and "is not used" in caplog.text
+        assert not store.find([key_of(1), key_of(2)]) and not store.find([key_of(1)])
+    assert read(store, key_of(2))[0] == STORED
+
+
+@each("memory", "address")
+def test_a_backend_that_does_not_answer(place, caplog):
+    """It costs a log line, until it answers again."""
+    store = place.store()
+    size = sizes_of(store)[0]
+    store.write(key_of(1), STORED, record_of(1, size))
+    store.backend.broken = True
+    for _ in range(3):
+        assert not store.write(key_of(2), STORED, record_of(2, size))
+        assert store.find([key_of(1)]) == [] and store.read(key_of(1), np.zeros(store.unit_bytes, np.uint8)) is None
+    assert caplog.text.count("nobody answers") == 1 and not store.damaged
+    store.backend.broken = False
+    assert store.write(key_of(2), STORED, record_of(2, size)) and read(store, key_of(1))[0] == STORED
+
+
+@each("memory")
+def test_a_lookup_that_takes_too_long(place, monkeypatch):
+    """The prompt goes on without it, and so do the prompts behind it, until the backend has answered."""
+    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.0)
+    from concurrent.futures import Future
+
+    tier = DiskTier(place.tier, place.store())
+    tasks: list[Future] = []
+    monkeypatch.setattr(tier._lookers, "submit", lambda *args: tasks.append(Future()) or tasks[-1])
+    first = tier.look([key_of(1)])
+    second = tier.look([key_of(1)])
+    assert first.finished and second.finished and first.sizes == second.sizes == [] and len(tasks) == 1
+    tasks[0].set_result([100])
+    tier.look([key_of(1)])
+    assert len(tasks) == 2 and first.sizes == [100]
+    tier.close()
