@@ -8,7 +8,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.runtime_context import get_parallel
 
 from kvc_kernels.layout import align_up
+from sglang_kvc.errors import ConfigError
 
 from ..cache.block_store import HEADER_BYTES, Stored, header, opened, record_size
 from .staging_pool import StagingPool
@@ -36,10 +40,11 @@ class BackendStore:
 
     counts: numbers of pages that a record may take, each of which holds a unit of host memory.
     The names of a record's pages say how many there are, so its size is known once they are found. A backend removes
-    nothing: a damaged record is left alone from then on.
+    nothing: a damaged record is left alone from then on. SGLang calls a backend from one thread that reads, one that
+    writes and one that asks, and so does this store; its threads copy and check records beside each other.
     """
 
-    threads, local, limit = 1, False, 0
+    threads, local, limit = 4, False, 0
 
     def __init__(
         self, backend: HiCacheStorage, pool: StagingPool, by_address: bool, unit_bytes: int, counts: Sequence[int],
@@ -52,7 +57,10 @@ class BackendStore:
         self._counts = list(counts)  # the one that was found last comes first
         self._damaged: set[bytes] = set()
         self._failed = False  # one line is logged until something succeeds
-        self._first = {"read": 0, "write": max(counts)}  # pages of the pool for the thread that reads, and that writes
+        self._locks = {"read": threading.Lock(), "write": threading.Lock()}
+        self._spare: SimpleQueue[int] = SimpleQueue()  # first pages of parts of the pool that no thread uses
+        for first in range(0, pool.page_num, max(counts)):
+            self._spare.put(first)
         backend.register_mem_pool_host(pool)
         backend.on_host_pools_registered()
 
@@ -69,8 +77,14 @@ class BackendStore:
             is_mla_model=False, enable_storage_metrics=False, is_page_first_layout=True, model_name="kvc",
             extra_config=extra,
         )  # fmt: skip
-        pool = StagingPool(2 * max(counts), align_up(HEADER_BYTES + layout.unit_bytes, ALIGN))
-        backend = StorageBackendFactory.create_backend(name, config, pool)
+        pool = StagingPool(2 * cls.threads * max(counts), align_up(HEADER_BYTES + layout.unit_bytes, ALIGN))
+        try:
+            backend = StorageBackendFactory.create_backend(name, config, pool)
+        except Exception as error:
+            raise ConfigError(
+                f"--hicache-storage-backend {name} cannot be started ({error}); install what it needs, and correct "
+                "--hicache-storage-backend-extra-config."
+            ) from error
         by_address = name in BY_ADDRESS or (name == "dynamic" and bool(extra.get("interface_v1", 0)))
         logger.info("kvc: blocks are kept by the storage backend %s behind host memory", name)
         return cls(backend, pool, by_address, layout.unit_bytes, counts, identity)
@@ -123,40 +137,49 @@ class BackendStore:
 
     def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
         count, size = -(-record.nbytes // self.unit_bytes), HEADER_BYTES + record.nbytes
-        names, value = self.names(key, count), self.pool.value(self._first["write"], count)
-        if self._exist(names) == count:
-            return True
-        value[:HEADER_BYTES] = np.frombuffer(header(self.identity, key, stored, record), dtype=np.uint8)
-        value[HEADER_BYTES:size], value[size:] = record, 0
-        if not self._move("write", names):
-            return False
-        self._written += 1
-        self.bytes_written += size
+        head, names = header(self.identity, key, stored, record), self.names(key, count)
+        with self._pages(count) as (indices, value):
+            value[:HEADER_BYTES] = np.frombuffer(head, dtype=np.uint8)
+            value[HEADER_BYTES:size], value[size:] = record, 0
+            with self._locks["write"]:
+                if self._exist(names) == count:
+                    return True
+                if not self._move("write", names, indices):
+                    return False
+                self._written += 1
+                self.bytes_written += value.nbytes
         return True
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
         """Read a record of at most `record.nbytes` bytes, whole units."""
         names = self.names(key, record.nbytes // self.unit_bytes)
-        value = self.pool.value(self._first["read"], len(names))
-        if not self._move("read", names):
-            return None
-        head = value[:HEADER_BYTES].tobytes()
-        size = record_size(head)
-        if 0 <= size <= record.nbytes:
-            record[:size] = value[HEADER_BYTES : HEADER_BYTES + size]
-            found = opened(self.identity, key, head, record[:size])
-        else:
-            found = "its size is wrong"
+        with self._pages(len(names)) as (indices, value):
+            with self._locks["read"]:
+                if not self._move("read", names, indices):
+                    return None
+                self.bytes_read += value.nbytes
+            head = value[:HEADER_BYTES].tobytes()
+            size = record_size(head)
+            found: Stored | str = "its size is wrong"
+            if 0 <= size <= record.nbytes:
+                record[:size] = value[HEADER_BYTES : HEADER_BYTES + size]
+                found = opened(self.identity, key, head, record[:size])
         if isinstance(found, str):
             self.forget(key, found)
             return None
-        self.bytes_read += HEADER_BYTES + size
         return found
 
-    def _move(self, way: str, names: list[str]) -> bool:
+    @contextmanager
+    def _pages(self, count: int) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        """Neighboring pages of the pool for one thread: their indices, int64 `[count]`, and their bytes."""
+        first = self._spare.get()
+        try:
+            yield torch.arange(first, first + count), self.pool.value(first, count)
+        finally:
+            self._spare.put(first)
+
+    def _move(self, way: str, names: list[str], indices: torch.Tensor) -> bool:
         """Move pages between the pool and the backend; whether all have been moved."""
-        first = self._first[way]
-        indices = torch.arange(first, first + len(names))
         try:
             if self.by_address:
                 move = self.backend.batch_get_v1 if way == "read" else self.backend.batch_set_v1

@@ -81,7 +81,7 @@ class DiskCache(HostCache):
         return self.disk is not None and not self.runtime.weights_changed
 
     def clear_storage_backend(self) -> bool:
-        """Called for `/clear_hicache_storage_backend`: remove the records."""
+        """Called for `/hicache/storage-backend/clear`: remove the records."""
         if self.disk is None:
             return False
         self.disk.store.clear()

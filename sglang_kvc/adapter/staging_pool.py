@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import torch
 
@@ -18,7 +20,8 @@ class StagingPool:
     def __init__(self, num_pages: int, page_bytes: int):
         self.size = self.logical_size = self.page_num = num_pages
         self.size_per_token = page_bytes
-        self.kv_buffer = torch.zeros((num_pages, 2, page_bytes // 2), dtype=torch.uint8)
+        memory = mmap.mmap(-1, num_pages * page_bytes)  # aligned for direct I/O, and zero
+        self.kv_buffer = torch.frombuffer(memory, dtype=torch.uint8).view(num_pages, 2, page_bytes // 2)
 
     def value(self, first: int, n: int) -> np.ndarray:
         """The bytes of `n` pages from `first` on, uint8 `[n * page_bytes]`."""

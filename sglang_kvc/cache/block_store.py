@@ -35,7 +35,7 @@ class BlockStore(Protocol):
 
     identity: 32 bytes that name model, weights, layout and settings. Records of another identity are never read.
     threads: number of threads that may read at a time, and of as many that may write beside them.
-    local: whether `find` answers at once; else another thread asks, while one reads and one writes.
+    local: whether `find` answers at once; else one more thread asks, beside them.
     num_bytes, limit: bytes that are kept, and the most; limit 0 where the store does not say.
     """
 

@@ -68,7 +68,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "hicache_storage_backend",
         _other_than(*STORAGE_BACKENDS, None),
         "--hicache-storage-backend {}",
-        "it keeps no bytes, or expects K/V buffers of the stock cache",
+        "it keeps no bytes, expects K/V buffers of the stock cache, or was never tried with blocks",
         f"give {listed(STORAGE_BACKENDS)}, or --kvc-disk with a folder",
     ),
     Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),

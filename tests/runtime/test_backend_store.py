@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_kvc.adapter.backend_store import BackendStore
 from sglang_kvc.cache.block_store import HEADER_BYTES
 from sglang_kvc.cache.disk_tier import DiskTier
+from sglang_kvc.errors import ConfigError
 
 from . import memory_backend
 from .model import make_runtime
@@ -96,7 +100,7 @@ def test_records_of_all_sizes_come_back(place):
     for i, size in enumerate(sizes):
         found, record = read(store, key_of(i))
         assert found == STORED and (record[:size] == record_of(i, size)).all()
-    assert store.bytes_read == store.bytes_written == sum(sizes) + len(sizes) * HEADER_BYTES
+    assert store.bytes_read == store.bytes_written == sum(store._counts) * store.pool.size_per_token
     assert len(store) == 2 and not store.damaged
 
 
@@ -166,6 +170,36 @@ def test_damaged_values(place, harm, caplog):
 
 
 @each("memory", "address")
+def test_threads_beside_each_other(place, monkeypatch):
+    """Each record is written once and read right, and the backend sees one reader and one writer at a time."""
+    store, inside, most = place.store(), Counter(), Counter()
+    names = ("batch_get_v1", "batch_set_v1") if store.by_address else ("batch_get", "batch_set")
+    for name in names:
+        call = getattr(store.backend, name)
+
+        def watched(*args, name=name, call=call):
+            inside[name] += 1
+            most[name] = max(most[name], inside[name])
+            time.sleep(0.001)
+            result = call(*args)
+            inside[name] -= 1
+            return result
+
+        monkeypatch.setattr(store.backend, name, watched)
+    small, large = sizes_of(store)
+
+    def write_and_read(i: int) -> bool:
+        size = large if i % 3 else small
+        assert store.write(key_of(i), STORED, record_of(i, size))
+        found, record = read(store, key_of(i))
+        return found == STORED and bool((record[:size] == record_of(i, size)).all())
+
+    with ThreadPoolExecutor(2 * store.threads) as threads:
+        assert all(threads.map(lambda i: write_and_read(i % 9), range(90)))
+    assert len(store) == 9 and most == dict.fromkeys(names, 1) and store._spare.qsize() == 2 * store.threads
+
+
+@each("memory", "address")
 def test_a_backend_that_does_not_answer(place, caplog):
     """It costs a log line, until it answers again."""
     store = place.store()
@@ -180,12 +214,16 @@ def test_a_backend_that_does_not_answer(place, caplog):
     assert store.write(key_of(2), STORED, record_of(2, size)) and read(store, key_of(1))[0] == STORED
 
 
+def test_a_backend_that_cannot_be_started(tier):
+    with get_parallel().override(tp_rank=0, tp_size=1), pytest.raises(ConfigError) as e:
+        BackendStore.create("dynamic", {**DYNAMIC, "class_name": "MemoryBackend"}, tier, MODEL)
+    assert "dynamic cannot be started ('place')" in str(e.value)
+
+
 @each("memory")
 def test_a_lookup_that_takes_too_long(place, monkeypatch):
     """The prompt goes on without it, and so do the prompts behind it, until the backend has answered."""
     monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.0)
-    from concurrent.futures import Future
-
     tier = DiskTier(place.tier, place.store())
     tasks: list[Future] = []
     monkeypatch.setattr(tier._lookers, "submit", lambda *args: tasks.append(Future()) or tasks[-1])
