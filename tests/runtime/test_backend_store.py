@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import time
 from collections import Counter
@@ -18,8 +19,10 @@ from sglang_kvc.cache.disk_tier import DiskTier
 from sglang_kvc.errors import ConfigError
 
 from . import memory_backend
-from .model import make_runtime
+from .model import P, make_runtime
+from .overlap import Overlap, configured
 from .test_disk_store import MODEL, OTHER, STORED, key_of
+from .test_starved import Threads
 
 DYNAMIC = {"module_path": memory_backend.__name__, "backend_name": "memory"}
 BACKENDS = ("file", "memory", "address", "hf3fs")
@@ -234,3 +237,22 @@ def test_a_lookup_that_takes_too_long(place, monkeypatch):
     tier.look([key_of(1)])
     assert len(tasks) == 2 and first.sizes == [100]
     tier.close()
+
+
+def test_prompts_before_a_backend_that_hangs(tmp_path, monkeypatch):
+    """They wait for a while, and are computed. A server neither takes nor gives back a backend while it runs."""
+    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.02)
+    runtime = make_runtime(high="k4v4", window=0, host_memory=200_000, storage="dynamic")
+    with get_parallel().override(tp_rank=0, tp_size=1), configured(runtime, 2 * P, retract_every=1000):
+        server = Overlap(runtime, 2 * P, disable=False, server_args=memory_backend.server_args(str(tmp_path)))
+        tree = server.tree_cache
+        tree.disk._lookers = asked = Threads(random.Random(0))  # never answers
+        for i in range(3):
+            server.submit([100 * i + j for j in range(P + 3)], [5000 + i], None, None)
+        until = time.monotonic() + 30
+        while server.busy and time.monotonic() < until:
+            server.turn()
+        assert [list(r.output_ids) for r in server.requests.values()] == [[5000], [5001], [5002]]
+        assert asked.tasks and not tree.ongoing_prefetch
+        for done, why in (tree.attach_storage_backend("file"), tree.detach_storage_backend()):
+            assert not done and "running server" in why
