@@ -1,4 +1,5 @@
-"""The disk tier in SGLang's radix tree: finished prefixes are written to files, and found again by their hashes.
+"""The disk tier in SGLang's radix tree: finished prefixes are written behind host memory, and found again by their
+hashes.
 
 The key of a block is SGLang's chained hash of its tokens, of all tokens before them and of the request's namespace.
 """
@@ -16,11 +17,13 @@ import torch
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from ..cache.block_store import BlockStore
 from ..cache.blocks import State
 from ..cache.disk_store import DiskStore
-from ..cache.disk_tier import DiskTier, Fetch
+from ..cache.disk_tier import DiskTier, Fetch, Look
 from ..cache.identity import identity
 from ..options.request_quality import is_private
+from .backend_store import BackendStore, settings
 from .block_key import BlockKey
 from .host_cache import HostCache
 
@@ -29,37 +32,45 @@ logger = logging.getLogger("sglang_kvc")
 
 @dataclass
 class _Fetched:
-    """Blocks of a prompt on their way from files, behind the node `anchor`. `key` holds their tokens. `host_lock` keeps
-    the anchor in the tree; None: it was dropped."""
+    """Blocks of a prompt, behind the node `anchor`, that the store is asked for, and then on their way from it. `key`
+    holds their tokens. `host_lock` keeps the anchor in the tree; None: it was dropped."""
 
     req: Any
     anchor: int
     key: BlockKey
     hashes: list[str]
-    fetch: Fetch
+    fetch: Fetch | None
     host_lock: Any
+    look: Look | None = None
 
 
 class DiskCache(HostCache):
-    """The part of `KvcRadixCache` that serves `--kvc-disk`."""
+    """The part of `KvcRadixCache` that serves `--kvc-disk` and `--hicache-storage-backend`."""
 
     disk: DiskTier | None = None
 
     def init_hicache(self, server_args, params) -> None:
         super().init_hicache(server_args, params)
         config = self.runtime.config
-        if config.disk is None:
-            return
-        store = DiskStore(config.disk, identity(self.runtime), config.disk_size)
-        self.disk = self.host_tier.disk = DiskTier(self.host_tier, store)
-        logger.info(
-            "kvc: %s holds %d blocks in %.2f GiB and may hold %.2f GiB",
-            store.folder, len(store), store.num_bytes / 2**30, store.limit / 2**30,
-        )  # fmt: skip
+        store: BlockStore | None = None
+        if config.disk is not None:
+            store = files = DiskStore(config.disk, identity(self.runtime), config.disk_size)
+            logger.info(
+                "kvc: %s holds %d blocks in %.2f GiB and may hold %.2f GiB",
+                files.folder, len(files), files.num_bytes / 2**30, files.limit / 2**30,
+            )  # fmt: skip
+        elif config.storage is not None:
+            extra = settings(server_args)
+            store = kept = BackendStore.create(config.storage, extra, self.host_tier, identity(self.runtime))
+            self.cache_controller.storage_backend = kept.backend
+            self.cache_controller.storage_backend_type = config.storage
+        if store is not None:
+            self.disk = self.host_tier.disk = DiskTier(self.host_tier, store)
 
     def _reset_full(self) -> None:
         wait([read for f in getattr(self, "fetched", ()) for read in f.fetch.reads])
         super()._reset_full()
+        self.looking: list[_Fetched] = []
         self.fetched: list[_Fetched] = []
         if self.disk is not None:
             self.disk.store = self.disk.store.of(identity(self.runtime))  # the weights may have changed
@@ -70,11 +81,23 @@ class DiskCache(HostCache):
         return self.disk is not None and not self.runtime.weights_changed
 
     def clear_storage_backend(self) -> bool:
-        """Called for `/clear_hicache_storage_backend`: remove the files."""
+        """Called for `/hicache/storage-backend/clear`: remove the records."""
         if self.disk is None:
             return False
         self.disk.store.clear()
         return True
+
+    def attach_storage_backend(self, *args, **kwargs) -> tuple[bool, str]:
+        return False, (
+            "A storage backend cannot be attached to a running server with --kv-backend kvc, because prompts look for "
+            "their blocks from the start on; give --hicache-storage-backend at the start."
+        )
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        return False, (
+            "A storage backend cannot be detached from a running server with --kv-backend kvc, because blocks may be "
+            "on their way; start the server without --hicache-storage-backend."
+        )
 
     # ---- to the disk
 
@@ -113,14 +136,14 @@ class DiskCache(HostCache):
     # ---- from the disk
 
     def fetch(self, req) -> bool:
-        """Begin or watch the fetch of files that continue what `req` hits; whether it waits for them.
+        """Begin or watch the fetch of records that continue what `req` hits; whether it waits for them.
 
-        Each prompt looks once. Ranks look at files of their own and agree on how many all have.
+        Each prompt looks once. Ranks look for records of their own and agree on how many all have.
         """
         if not self._uses_disk or req.kvc_private:
             return False
         if hasattr(req, "kvc_fetched"):
-            return any(f.req is req for f in self.fetched)
+            return any(f.req is req for f in (*self.looking, *self.fetched))
         req.kvc_fetched = True
         node = self.tree_core.node_by_id(req.best_match_node)
         begin = sum(len(n.key) for n in self._path(node))
@@ -131,18 +154,27 @@ class DiskCache(HostCache):
         key = BlockKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         hashes = self._hashes(node)
         hashes = get_storage_hash_str(key, hashes[-1] if hashes else None, page_size=self.page_size)
-        sizes = self.disk.known(_keys(hashes))
-        sizes = sizes[: self._agreed(len(sizes))]
-        if not sizes:
-            return False
-        most = self.runtime.reduce_max(torch.tensor(sizes)).tolist()
         lock = self.inc_host_lock_ref(node.id).to_dec_params()
+        fetched = _Fetched(req, node.id, key, hashes, None, lock)
+        if self.disk.store.local:
+            return self._begin(fetched, self.disk.known(_keys(hashes)))
+        fetched.look = self.disk.look(_keys(hashes))
+        self.looking.append(fetched)
+        return True
+
+    def _begin(self, fetched: _Fetched, sizes: list[int]) -> bool:
+        """Read the blocks, of which the store has records of `sizes` bytes; whether there are any."""
+        n, most = self._agreed(len(sizes)), []
+        if n and fetched.host_lock is not None:
+            most = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
         n = self._fitting(most)
         if not n:
-            self.dec_host_lock_ref(node.id, lock)
+            if fetched.host_lock is not None:
+                self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
             return False
-        fetch = self.disk.fetch(_keys(hashes[:n]), sizes[:n], most[:n])
-        self.fetched.append(_Fetched(req, node.id, key[: n * self.page_size], hashes[:n], fetch, lock))
+        fetched.key, fetched.hashes = fetched.key[: n * self.page_size], fetched.hashes[:n]
+        fetched.fetch = self.disk.fetch(_keys(fetched.hashes), sizes[:n], most[:n])
+        self.fetched.append(fetched)
         return True
 
     def _fitting(self, sizes: list[int]) -> int:
@@ -158,6 +190,9 @@ class DiskCache(HostCache):
         super().check_hicache_events()
         if self.disk is None:
             return
+        while self.looking and self._agreed(int(self.looking[0].look.finished)):
+            first = self.looking.pop(0)
+            self._begin(first, first.look.sizes)
         self.disk.poll()
         while self.fetched and self._agreed(int(self.fetched[0].fetch.finished)):
             self._enter_fetched(self.fetched.pop(0))
@@ -183,10 +218,10 @@ class DiskCache(HostCache):
             self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
 
     def _drop_subtree_no_host(self, node_id: int, tracker) -> bool:
-        """Drop a node that host memory has no room for. What is being read from files behind it is of no use then; its
-        lock would keep the node, and the eviction would never end."""
+        """Drop a node that host memory has no room for. What is being read behind it is of no use then; its lock
+        would keep the node, and the eviction would never end."""
         node = self.tree_core.node_by_id(node_id)
-        for fetched in getattr(self, "fetched", ()):
+        for fetched in (*self.looking, *self.fetched):
             lock = fetched.host_lock
             if lock is not None and node in self._path(self.tree_core.node_by_id(fetched.anchor)):
                 fetched.host_lock = None
@@ -195,7 +230,7 @@ class DiskCache(HostCache):
 
     @property
     def ongoing_prefetch(self) -> dict:
-        return {f.req.rid: f for f in getattr(self, "fetched", ())}
+        return {f.req.rid: f for f in (*getattr(self, "looking", ()), *getattr(self, "fetched", ()))}
 
     @ongoing_prefetch.setter
     def ongoing_prefetch(self, value) -> None:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -72,9 +72,11 @@ class Controller(SimpleNamespace):
 
     write_policy = "write_back"
     enable_storage = False
-    storage_backend = storage_backend_type = None
+    storage_backend: Any = None
+    storage_backend_type: str | None = None
     layer_done_counter = None
     pp_prefetch_command_group = None
+    pp_prefetch_decisions: ClassVar[dict] = {}
 
     def reset(self) -> None:
         """Do nothing: the runtime forgets its stored blocks."""

@@ -1,53 +1,33 @@
-"""Files of the disk tier: one record each, behind a header that says what it is, with a checksum over all of it.
-
-A file is read only if it was written for the same model, settings and key, and if every byte is as it was written. Any
-other file is removed and logged.
-"""
+"""Files of the disk tier, one record each. A file that is not as it was written is removed and logged."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import shutil
-import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from .block_store import HEADER_BYTES, Stored, header, opened
+
 logger = logging.getLogger("sglang_kvc")
 
-MAGIC = b"kvcblock"
-VERSION = 1
 SUFFIX = ".kvc"
-# magic, version, identity, key, format id, pages, start, bytes of the record; the checksum of both follows.
-_FIELDS = struct.Struct("<8sI32s32sBxxxqqq")
-CHECKSUM_BYTES = 16
-HEADER_BYTES = _FIELDS.size + CHECKSUM_BYTES
 FREE_PART = 0.8  # of the space that is free or holds its files, where no size is given
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What a header says of the block: its storage format, its pages, and the position of its first token."""
-
-    format_id: int
-    pages: int
-    start: int
-
-
 class DiskStore:
-    """Records in `folder`, at most `limit` bytes of files; the least recently used ones go first.
+    """A `BlockStore` in `folder`, at most `limit` bytes of files; the least recently used ones go first.
 
-    `identity` (32 bytes) names model, weights, layout and settings: files of another identity are never read, and stay
-    for the server that wrote them. A key (32 bytes) names a block by the tokens up to its end. The methods may be
-    called by several threads.
+    Files of another identity stay for the server that wrote them. The methods may be called by several threads.
     """
+
+    threads, local = 4, True
 
     def __init__(self, folder: str | Path, identity: bytes, limit: int | None = None):
         self.folder = Path(folder) / identity.hex()[:16]
@@ -76,6 +56,15 @@ class DiskStore:
         with self._lock:
             size = self._sizes.get(key)
         return None if size is None else size - HEADER_BYTES
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        sizes: list[int] = []
+        for key in keys:
+            size = self.record_bytes(key)
+            if size is None:
+                break
+            sizes.append(size)
+        return sizes
 
     def path(self, key: bytes) -> Path:
         name = key.hex()
@@ -123,13 +112,10 @@ class DiskStore:
     def _write_file(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        fields = _FIELDS.pack(
-            MAGIC, VERSION, self.identity, key, stored.format_id, stored.pages, stored.start, record.nbytes
-        )
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             with open(temporary, "wb") as file:  # buffered: a write that a full disk cuts short raises
-                file.write(fields + checksum(fields, record))
+                file.write(header(self.identity, key, stored, record))
                 file.write(record.data)
             os.replace(temporary, path)
         except OSError:
@@ -150,7 +136,7 @@ class DiskStore:
         path = self.path(key)
         try:
             with open(path, "rb", buffering=0) as file:
-                header = file.read(HEADER_BYTES)
+                head = file.read(HEADER_BYTES)
                 got = file.readinto(record.data)
                 longer = file.read(1)
         except FileNotFoundError:  # another server of this folder removed it
@@ -160,26 +146,16 @@ class DiskStore:
         except OSError as error:
             self.forget(key, error.strerror or type(error).__name__)
             return None
-        wrong = self._wrong(key, header, record, got, longer)
-        if wrong:
-            self.forget(key, wrong)
+        whole = len(head) == HEADER_BYTES and got == record.nbytes and not longer
+        found = opened(self.identity, key, head, record) if whole else "its size is wrong"
+        if isinstance(found, str):
+            self.forget(key, found)
             return None
         with self._lock:
             self.bytes_read += HEADER_BYTES + got
             if key in self._sizes:
                 self._sizes.move_to_end(key)
-        *_, format_id, pages, start, _ = _FIELDS.unpack(header[: _FIELDS.size])
-        return Stored(format_id, pages, start)
-
-    def _wrong(self, key: bytes, header: bytes, record: np.ndarray, got: int, longer: bytes) -> str | None:
-        """Why a file is not the one that was written; None if it is."""
-        if len(header) < HEADER_BYTES or got < record.nbytes or longer:
-            return "its size is wrong"
-        fields = header[: _FIELDS.size]
-        magic, version, identity, name, _, _, _, size = _FIELDS.unpack(fields)
-        if (magic, version, identity, name, size) != (MAGIC, VERSION, self.identity, key, record.nbytes):
-            return "it belongs to something else"
-        return None if checksum(fields, record) == header[_FIELDS.size :] else "its checksum is wrong"
+        return found
 
     def forget(self, key: bytes, why: str) -> None:
         """Remove the file of `key`, which is not as it was written."""
@@ -194,12 +170,6 @@ class DiskStore:
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def checksum(fields: bytes, record: np.ndarray) -> bytes:
-    digest = hashlib.blake2b(fields, digest_size=CHECKSUM_BYTES)
-    digest.update(record.data)
-    return digest.digest()
 
 
 def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:

@@ -1,10 +1,11 @@
-"""Disk tier: stored blocks are written to files behind host memory, and read back where no tier above has them.
+"""Disk tier: stored blocks are written to a store behind host memory, and read back where no tier above has them.
 
-Files are written and read by threads of their own. The scheduler's thread only starts them and looks what has ended.
+The store is written and read by threads of its own. The scheduler's thread only starts them and looks what has ended.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,18 +14,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .disk_store import DiskStore, Stored
+from .block_store import BlockStore, Stored
 
 if TYPE_CHECKING:
     from .host_tier import HostTier
 
-THREADS = 4  # that read; as many write
 MOST_WRITES = 256  # blocks on their way to the disk
+LOOK_SECONDS = 2.0  # that a prompt waits for the answer whether its blocks are there
 
 
 @dataclass
 class Fetch:
-    """Records on their way from files to the stored blocks `ids` of host memory.
+    """Records on their way from the store to the stored blocks `ids` of host memory.
 
     The reads begin when all saves below the number `after` have ended, since those may write to the same memory."""
 
@@ -40,18 +41,36 @@ class Fetch:
 
     @property
     def found(self) -> int:
-        """Blocks from the first on whose files were right."""
+        """Blocks from the first on whose records were right."""
         wrong = (i for i, read in enumerate(self.reads) if read.result() is None)
         return next(wrong, len(self.reads))
+
+
+class Look:
+    """The question how many records of a prompt the store has, which is given up after a time."""
+
+    def __init__(self, answer: Future[list[int]]):
+        self.answer, self.until = answer, time.monotonic() + LOOK_SECONDS
+
+    @property
+    def finished(self) -> bool:
+        return self.answer.done() or time.monotonic() > self.until
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the records, from the first on; none if there was no answer."""
+        return self.answer.result() if self.answer.done() else []
 
 
 class DiskTier:
     """Moves records between `tier`'s host memory and `store`."""
 
-    def __init__(self, tier: HostTier, store: DiskStore):
+    def __init__(self, tier: HostTier, store: BlockStore):
         self.tier, self.store = tier, store
-        self._readers = ThreadPoolExecutor(THREADS, "kvc-disk-read")
-        self._writers = ThreadPoolExecutor(THREADS, "kvc-disk-write")
+        self._readers = ThreadPoolExecutor(store.threads, "kvc-disk-read")
+        self._writers = ThreadPoolExecutor(store.threads, "kvc-disk-write")
+        self._lookers = ThreadPoolExecutor(1, "kvc-disk-look")
+        self._looks: deque[Look] = deque()
         self._waiting: deque[tuple[int, int, bytes]] = deque()  # stored block, its generation, key
         self._writing: deque[Future] = deque()
         self._fetches: deque[Fetch] = deque()  # whose reads have not begun
@@ -84,7 +103,7 @@ class DiskTier:
                 self._writing.append(self._writers.submit(self._write, self.store, i, generation, key))
             self._waiting.popleft()
 
-    def _write(self, store: DiskStore, i: int, generation: int, key: bytes) -> None:
+    def _write(self, store: BlockStore, i: int, generation: int, key: bytes) -> None:
         """Write a copy of a record, unless its block left host memory while it was copied.
 
         Host memory thus never waits for a disk, and all ranks have the same room in it whatever their disks do."""
@@ -98,21 +117,29 @@ class DiskTier:
     # ---- from the disk
 
     def known(self, keys: Sequence[bytes]) -> list[int]:
-        """Bytes of the records of `keys`, up to the first one that has no file."""
-        record, out = self.tier.layout.record, []
-        least, most = record.num_bytes(0), record.num_bytes(record.pool.block_pages_bf16)
-        for key in keys:
-            size = self.store.record_bytes(key)
-            if size is not None and not least <= size <= most:
+        """Bytes of the records of `keys`, up to the first one that is not there. Asks the store, which may wait."""
+        tier, sizes = self.tier, self.store.find(keys)
+        least, most = tier.layout.record.num_bytes(0), tier.units.shape[1] * tier.layout.unit_bytes
+        for n, (key, size) in enumerate(zip(keys, sizes)):
+            if not least <= size <= most:
                 self.store.forget(key, "its size is wrong")
-                size = None
-            if size is None:
-                break
-            out.append(size)
-        return out
+                return sizes[:n]
+        return sizes
+
+    def look(self, keys: Sequence[bytes]) -> Look:
+        """`known`, without waiting. While the store has not answered in time, nothing else is asked."""
+        while self._looks and self._looks[0].answer.done():
+            self._looks.popleft()
+        if not (self._looks and self._looks[0].finished):
+            look = Look(self._lookers.submit(self.known, list(keys)))
+            self._looks.append(look)
+            return look
+        nothing: Future[list[int]] = Future()
+        nothing.set_result([])
+        return Look(nothing)
 
     def fetch(self, keys: Sequence[bytes], sizes: Sequence[int], room: Sequence[int]) -> Fetch:
-        """Read the files of `keys`, whose records have `sizes` bytes, into room for records of `room` bytes. The caller
+        """Read the records of `keys`, which have `sizes` bytes, into room for records of `room` bytes. The caller
         has seen that host memory has it."""
         fetch = Fetch(self.tier.reserve(room), list(keys), list(sizes), self.tier.transfers.num_queued)
         self._fetches.append(fetch)
@@ -135,12 +162,12 @@ class DiskTier:
     # ---- records
 
     def synchronize(self) -> None:
-        """Wait for all files that are under way; what waits is forgotten."""
+        """Wait for all records that are under way; what waits is forgotten."""
         self._waiting.clear()
         self._fetches.clear()
         wait(self._writing)
         self._writing.clear()
 
     def close(self) -> None:
-        self._readers.shutdown(wait=False, cancel_futures=True)
-        self._writers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._writers, self._lookers):
+            threads.shutdown(wait=False, cancel_futures=True)

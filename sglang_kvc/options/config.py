@@ -36,6 +36,7 @@ class KvcConfig:
     host_memory: int = 0  # bytes of host memory, on each rank, for blocks that leave the pool
     disk: str | None = None  # folder for blocks behind host memory
     disk_size: int | None = None  # bytes of its files; None: most of what is free
+    storage: str | None = None  # SGLang's name of a storage backend for blocks behind host memory, in place of `disk`
     eviction: str = RADIX  # which blocks are evicted first: by SGLang's --radix-eviction-policy, or by expected reuse
     budget: Budget | None = None
     scorer: Scorer = field(default=KeyDiff())
@@ -53,6 +54,11 @@ class KvcConfig:
     def isolates_salts(self) -> bool:
         """Whether blocks that depend on one request's queries are shared only under the same `cache_salt`."""
         return self.trust == SALT
+
+    @property
+    def behind_host(self) -> str | None:
+        """The option that gives blocks a place behind host memory."""
+        return "--kvc-disk" if self.disk else "--hicache-storage-backend" if self.storage else None
 
     @property
     def formats(self) -> tuple[Format, ...]:

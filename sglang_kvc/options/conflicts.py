@@ -31,6 +31,7 @@ def check_conflicts(args: Any, config: KvcConfig) -> None:
     check_eviction(config, args)
     check_host_memory(config, args.disable_radix_cache)
     check_disk(config)
+    check_storage(config)
     check_streaming(args)
     check_experts(config, args.enable_return_routed_experts)
     check_chunk(args.chunked_prefill_size, config)
@@ -107,14 +108,30 @@ def check_disk(config: KvcConfig) -> None:
         ) from None
 
 
-def check_dp_attention(args: Any, config: KvcConfig) -> None:
-    """Refuse DP attention with files that ranks would share, and policies whose outcome depends on other ranks."""
-    if not (args.enable_dp_attention or (args.attn_dp_size or 1) > 1):
+def check_storage(config: KvcConfig) -> None:
+    """Refuse a storage backend that would get no blocks, or beside files."""
+    if config.storage is None:
         return
     if config.disk is not None:
         raise ConfigError(
-            "--enable-dp-attention cannot be served with --kvc-disk, because its ranks hold the same layers and heads "
-            "and would write the same files; drop one of them."
+            f"--hicache-storage-backend {config.storage} contradicts --kvc-disk, because both keep the blocks behind "
+            "host memory; drop one of them."
+        )
+    if not config.host_memory:
+        raise ConfigError(
+            f"--hicache-storage-backend {config.storage} needs --kvc-host-memory, because blocks go to the backend and "
+            "come back through host memory; give --kvc-host-memory, like 64GB."
+        )
+
+
+def check_dp_attention(args: Any, config: KvcConfig) -> None:
+    """Refuse DP attention with records that ranks would share, and policies whose outcome depends on other ranks."""
+    if not (args.enable_dp_attention or (args.attn_dp_size or 1) > 1):
+        return
+    if config.behind_host:
+        raise ConfigError(
+            f"--enable-dp-attention cannot be served with {config.behind_host}, because its ranks hold the same layers "
+            "and heads and would write the same records; drop one of them."
         )
     if make_policy(config).collects_scores:
         raise ConfigError(
@@ -135,16 +152,16 @@ def check_streaming(args: Any) -> None:
 
 
 def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
-    """Refuse to release memory that cannot be released, or that files depend on."""
+    """Refuse to release memory that cannot be released, or that the names of records depend on."""
     if on and cpu:
         raise ConfigError(
             "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases memory of a GPU "
             "alone; drop it, or use --device cuda."
         )
-    if on and config.disk is not None:
+    if on and config.behind_host:
         raise ConfigError(
-            "--enable-memory-saver cannot be served with --kvc-disk, because files are named by a sample of the "
-            "weights, which may be released when a flush reads it; drop one of them."
+            f"--enable-memory-saver cannot be served with {config.behind_host}, because records are named by a sample "
+            "of the weights, which may be released when a flush reads it; drop one of them."
         )
 
 

@@ -26,6 +26,7 @@ def resolve_config(args: Any) -> KvcConfig:
     """Settings from the `kvc_*` attributes of `args` (a ServerArgs); None means "not given". `ConfigError` at the
     first one that cannot be served."""
     given = {f.name: getattr(args, "kvc_" + f.name, None) for f in fields(KvcConfig)}
+    given["storage"] = getattr(args, "hicache_storage_backend", None)
     given = {name: _parsed(name, value) for name, value in given.items() if value is not None}
     policy = given.setdefault("policy", KvcConfig.policy)
     if policy not in POLICIES:

@@ -47,6 +47,8 @@ def prepare(args: Any) -> None:
         args.kvc_host_memory = host_memory_of(args)
     config = resolve_config(args)
     check_args(args, config)
+    if config.storage is not None:
+        _check_storage(args)
     trust = None if args.disable_radix_cache else trust_warning(config)
     cpu = _on_cpu(args)
     for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *([trust] if trust else [])]:
@@ -115,6 +117,35 @@ def verify(args: Any) -> None:
     if graphs.prefill.backend not in PREFILL_GRAPHS or _on_cpu(args):  # SGLang's choice: `check_args` refuses a user's
         graphs = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
         declare_resolution(args, __name__, cuda_graph_config=graphs)
+
+
+def _check_storage(args: Any) -> None:
+    """Refuse settings of a storage backend that cannot be read, and a class of the user's that cannot be loaded."""
+    # Late: few servers have a storage backend.
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+    option = "--hicache-storage-backend-extra-config"
+    try:
+        extra = HybridCacheController.parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
+    except Exception as e:
+        raise ConfigError(
+            f"{option} cannot be read ({e}); give a JSON object, or @ and a JSON, YAML or TOML file."
+        ) from None
+    if args.hicache_storage_backend != "dynamic":
+        return
+    names = [extra.get(name) for name in ("module_path", "class_name", "backend_name")]
+    if not all(names):
+        raise ConfigError(
+            f"--hicache-storage-backend dynamic needs backend_name, module_path and class_name in {option}, because "
+            "they name the class; give all three."
+        )
+    try:
+        StorageBackendFactory._load_backend_class(*names)
+    except Exception as e:
+        raise ConfigError(
+            f"The class of --hicache-storage-backend dynamic cannot be loaded ({e}); correct {option}."
+        ) from None
 
 
 def _on_cpu(args: Any) -> bool:

@@ -39,11 +39,16 @@ def ignored_warnings(args: Any, *, cpu: bool) -> list[str]:
         if getattr(args, name) != default:
             option = name.replace("_", "-")
             warnings.append(f"--{option} is ignored: blocks go to the host when they are evicted, in their own bytes.")
+    if args.hicache_storage_prefetch_policy != "timeout":
+        warnings.append(
+            "--hicache-storage-prefetch-policy is ignored: a prompt waits for its blocks that are being read."
+        )
     if args.enable_torch_compile and cpu:
         warnings.append("--enable-torch-compile is ignored on a CPU: SGLang compiles for kernels of its own CPU build.")
     if args.enable_return_indexer_topk:
         warnings.append("--enable-return-indexer-topk is ignored: models with an indexer are not served.")
     return warnings
+
 
 def environment_warnings() -> list[str]:
     """A sentence for each environment variable that has no effect."""

@@ -52,6 +52,8 @@ _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
 _WHOLE = "a rank must hold all blocks of a sequence"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
+# That keep any bytes, and use of a host pool only what `adapter/staging_pool.py` has.
+STORAGE_BACKENDS = ("file", "mooncake", "hf3fs", "nixl", "seaweedfs", "dynamic")
 PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's prefill CUDA graph backends that can be served
 
 # `name` is the ServerArgs field that `when` tests.
@@ -64,10 +66,10 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "hicache_storage_backend",
-        _other_than(None),
+        _other_than(*STORAGE_BACKENDS, None),
         "--hicache-storage-backend {}",
-        "blocks go to files as records of their own",
-        "give --kvc-disk with a folder",
+        "it keeps no bytes, expects K/V buffers of the stock cache, or was never tried with blocks",
+        f"give {listed(STORAGE_BACKENDS)}, or --kvc-disk with a folder",
     ),
     Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),
     Refusal("enable_flexkv", _on, "--enable-flexkv", _BUFFERS),

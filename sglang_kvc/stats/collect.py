@@ -16,7 +16,7 @@ from .records import HeadMap, KvcStats
 if TYPE_CHECKING:
     from kvc_kernels.layout import BlockFormat
 
-    from ..cache.disk_store import DiskStore
+    from ..cache.block_store import BlockStore
     from ..cache.host_tier import HostTier
     from ..cache.runtime import Runtime
 
@@ -126,7 +126,7 @@ def _host(tier: HostTier) -> dict[str, int]:
     }
 
 
-def _disk(store: DiskStore) -> dict[str, int]:
+def _disk(store: BlockStore) -> dict[str, int]:
     return {
         "disk_bytes": store.num_bytes,
         "disk_bytes_total": store.limit,

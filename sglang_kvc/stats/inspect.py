@@ -134,9 +134,10 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
         out.append(("host traffic", f"{_size(s.host_saved_bytes)} out, {_size(s.host_loaded_bytes)} back"))
     if s.disk_bytes_total:
         out.append(("disk", f"{_size(s.disk_bytes)} of {_size(s.disk_bytes_total)} in {s.disk_blocks} files"))
+    if s.disk_bytes_total or s.disk_written_bytes or s.disk_read_bytes:
         out.append(("disk traffic", f"{_size(s.disk_written_bytes)} written, {_size(s.disk_read_bytes)} read"))
         if s.disk_damaged:
-            out.append(("damaged files", str(s.disk_damaged)))
+            out.append(("damaged records", str(s.disk_damaged)))
     return out
 
 

@@ -41,12 +41,12 @@ class KvcStats:
     host_blocks: int = 0  # blocks in host memory
     host_saved_bytes: int = 0  # copied to the host since start
     host_loaded_bytes: int = 0  # copied back since start
-    disk_bytes: int = 0  # of files
-    disk_bytes_total: int = 0  # 0: there is no disk tier
-    disk_blocks: int = 0  # blocks in files
+    disk_bytes: int = 0  # of files; of a storage backend, what this server wrote
+    disk_bytes_total: int = 0  # 0: there is no disk tier, or a storage backend
+    disk_blocks: int = 0  # blocks in files; of a storage backend, what this server wrote
     disk_written_bytes: int = 0  # since start
     disk_read_bytes: int = 0  # since start
-    disk_damaged: int = 0  # files that were not as written, since start
+    disk_damaged: int = 0  # records that were not as written, since start
 
     @property
     def ratio_body(self) -> float | None:
@@ -101,10 +101,11 @@ class KvcStats:
             used, total = self.host_bytes / 1e9, self.host_bytes_total / 1e9
             moved = f"{self.host_saved_bytes / 1e9:.1f} GB out, {self.host_loaded_bytes / 1e9:.1f} GB back"
             parts.append(f"host {used:.1f} of {total:.1f} GB, {moved}")
+        moved = f"{self.disk_written_bytes / 1e9:.1f} GB written, {self.disk_read_bytes / 1e9:.1f} GB read"
         if self.disk_bytes_total:
-            used, total = self.disk_bytes / 1e9, self.disk_bytes_total / 1e9
-            moved = f"{self.disk_written_bytes / 1e9:.1f} GB written, {self.disk_read_bytes / 1e9:.1f} GB read"
-            parts.append(f"disk {used:.1f} of {total:.1f} GB, {moved}")
+            parts.append(f"disk {self.disk_bytes / 1e9:.1f} of {self.disk_bytes_total / 1e9:.1f} GB, {moved}")
+        elif self.disk_written_bytes or self.disk_read_bytes:
+            parts.append(f"storage backend {moved}")
         return ", ".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import msgspec
@@ -16,17 +17,26 @@ from sglang_kvc.options.conflicts import (
     check_host_memory,
     check_memory,
     check_memory_saver,
+    check_storage,
     host_memory_of,
 )
+from sglang_kvc.options.resolve import resolve_config
+from sglang_kvc.options.start import _check_storage
 from sglang_kvc.options.start_warnings import TREE_CORE, environment_warnings, ignored_warnings
-from sglang_kvc.options.unsupported_args import AFTER_CAPTURE, ARG_REFUSALS, check_args, check_capability
+from sglang_kvc.options.unsupported_args import (
+    AFTER_CAPTURE,
+    ARG_REFUSALS,
+    STORAGE_BACKENDS,
+    check_args,
+    check_capability,
+)
 from sglang_kvc.options.unsupported_models import MODEL_REFUSALS, ModelFacts, check_facts, check_model
 
 from .conftest import one_sentence
 
 REFUSED = {
     "speculative_algorithm": "EAGLE",
-    "hicache_storage_backend": "file",
+    "hicache_storage_backend": "sim",
     "enable_lmcache": True,
     "enable_flexkv": True,
     "enable_hisparse": True,
@@ -234,7 +244,11 @@ def test_dp_attention_with_what_depends_on_other_ranks(stock):
         args = SimpleNamespace(**{**stock, **given})
         check_args(args, KvcConfig(host_memory=10**9))
         check_dp_attention(args, KvcConfig(policy="quota"))
-        for config, named in ((KvcConfig(disk="x"), "--kvc-disk"), (KvcConfig(policy="leankv"), "leankv")):
+        for config, named in (
+            (KvcConfig(disk="x"), "--kvc-disk"),
+            (KvcConfig(storage="file"), "--hicache-storage-backend"),
+            (KvcConfig(policy="leankv"), "leankv"),
+        ):
             with pytest.raises(ConfigError) as e:
                 check_dp_attention(args, config)
             sentence = one_sentence(str(e.value))
@@ -244,7 +258,11 @@ def test_dp_attention_with_what_depends_on_other_ranks(stock):
 def test_memory_that_cannot_be_released():
     check_memory_saver(KvcConfig(host_memory=10**9), True, cpu=False)
     check_memory_saver(KvcConfig(disk="x"), False, cpu=True)
-    for config, cpu, named in ((KvcConfig(), True, "on the CPU"), (KvcConfig(disk="x"), False, "--kvc-disk")):
+    for config, cpu, named in (
+        (KvcConfig(), True, "on the CPU"),
+        (KvcConfig(disk="x"), False, "--kvc-disk"),
+        (KvcConfig(storage="file"), False, "--hicache-storage-backend"),
+    ):
         with pytest.raises(ConfigError) as e:
             check_memory_saver(config, True, cpu=cpu)
         sentence = one_sentence(str(e.value))
@@ -262,6 +280,43 @@ def test_files_without_what_they_need(tmp_path):
     ):
         with pytest.raises(ConfigError) as e:
             check_disk(config)
+        assert named in one_sentence(str(e.value))
+
+
+def test_storage_backends_without_what_they_need(stock):
+    check_storage(KvcConfig())
+    check_storage(KvcConfig(host_memory=10**9, storage="file"))
+    for config, named in (
+        (KvcConfig(storage="file"), "--kvc-host-memory"),
+        (KvcConfig(host_memory=10**9, storage="file", disk="x"), "--kvc-disk"),
+    ):
+        with pytest.raises(ConfigError) as e:
+            check_storage(config)
+        assert named in one_sentence(str(e.value))
+    for name in STORAGE_BACKENDS:
+        args = SimpleNamespace(**{**stock, "hicache_storage_backend": name})
+        check_args(args, KvcConfig(host_memory=10**9, storage=name))
+        assert resolve_config(args).storage == name
+    (warning,) = ignored_warnings(
+        SimpleNamespace(**{**stock, "hicache_storage_prefetch_policy": "best_effort"}), cpu=False
+    )
+    assert "--hicache-storage-prefetch-policy" in one_sentence(warning)
+
+
+def test_settings_of_storage_backends():
+    """What cannot be read or loaded is refused before anything starts."""
+    names = {"backend_name": "x", "module_path": "tests.runtime.memory_backend", "class_name": "MemoryBackend"}
+    given = {"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(names)}
+    _check_storage(SimpleNamespace(**given))
+    for extra, named in (
+        ("{", "JSON"),
+        ("@/nonexistent.json", "nonexistent"),
+        (None, "module_path"),
+        (json.dumps({**names, "module_path": "nowhere"}), "nowhere"),
+        (json.dumps({**names, "class_name": "PLACES"}), "correct"),
+    ):
+        with pytest.raises(ConfigError) as e:
+            _check_storage(SimpleNamespace(**{**given, "hicache_storage_backend_extra_config": extra}))
         assert named in one_sentence(str(e.value))
 
 

@@ -64,8 +64,9 @@ class Overlap(ModelFreeScheduler):
     check_every = 1
 
     def __init__(
-        self, runtime, chunk: int | None, disable: bool, order: str = "fcfs", context: int = CONTEXT, **tree
-    ):
+        self, runtime, chunk: int | None, disable: bool, order: str = "fcfs", context: int = CONTEXT, server_args=None,
+        **tree
+    ):  # fmt: skip
         self.runtime, self.seen, self.late, self.context = runtime, Counter(), 0, context
         runtime.page_ops._compact = self._compact  # counts
         runtime.page_ops._pack_prompt = self._pack_prompt
@@ -78,7 +79,7 @@ class Overlap(ModelFreeScheduler):
         super().__init__(pool, allocator, tree, rows=ROWS, page_size=P, chunk=chunk)
         self.policy, self.processed_tokens_counter = SchedulePolicy(order, tree, False, False, False), 0
         if runtime.config.host_memory:
-            tree.init_hicache(None, None)
+            tree.init_hicache(server_args, None)
             self.enable_hierarchical_cache = True
             runtime.host_tier.arrived = self._arrived
 

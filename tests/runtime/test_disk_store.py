@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from sglang_kvc.cache.disk_store import HEADER_BYTES, DiskStore, Stored
+from sglang_kvc.cache.block_store import HEADER_BYTES, Stored
+from sglang_kvc.cache.disk_store import DiskStore
 
 MODEL, OTHER = bytes(32), b"\1" * 32
 STORED = Stored(format_id=2, pages=5, start=256)

@@ -13,7 +13,8 @@ from kvc_patches import weights
 from sglang_kvc.adapter.block_key import BlockKey
 from sglang_kvc.adapter.disk_cache import _Fetched
 from sglang_kvc.adapter.eviction_queue import EvictionQueue
-from sglang_kvc.cache.disk_store import DiskStore, Stored
+from sglang_kvc.cache.block_store import Stored
+from sglang_kvc.cache.disk_store import DiskStore
 from sglang_kvc.cache.disk_tier import DiskTier, Fetch
 
 from .model import P, ToyServer, make_runtime

@@ -28,6 +28,7 @@ from sglang_kvc.options.request_quality import LOSSLESS
 
 from . import record
 from .audit import _nodes, check_tree
+from .memory_backend import BadBackend, MemoryBackend, server_args
 from .model import P, make_runtime
 from .overlap import Overlap, configured
 from .test_overlap import LEANKV, MORE, Client
@@ -181,32 +182,34 @@ def state(server: Overlap) -> tuple:
     tree, tier = server.tree_cache, server.runtime.host_tier
     nodes = [(n.id, len(n.key), n.evicted, n.backuped) for n in _nodes(tree)]
     queues = [r.rid for r in server.waiting_queue], [r.rid for r in server.running_batch.reqs]
-    return nodes, queues, len(tree.loads), len(tree.fetched), server.runtime.ledger.total, tier.memory.free_units
+    fetches = len(tree.looking), len(tree.fetched)
+    return nodes, queues, len(tree.loads), fetches, server.runtime.ledger.total, tier.memory.free_units
 
 
-def life(seed: int, options: dict, folder: Path | None, peer: Peer | None = None) -> Counter:
-    """Servers one after the other on one folder, each from its start until its requests have ended. `peer`: the other
-    rank, whose disk is another one."""
+def life(seed: int, options: dict, folder: Path | None, peer: Peer | None = None, backend: bool = False) -> Counter:
+    """Servers one after the other on one folder, or on one storage backend that is named by it, each from its start
+    until its requests have ended. `peer`: the other rank, whose disk is another one."""
     draw, seen = random.Random(f"{seed} {options}"), Counter()
     disk_draw = random.Random(f"{seed} {folder}")
     record.weights = 0
     for start in range(1 if folder is None else 2):
-        seen += _server(draw, disk_draw, seed + start, options, folder, peer)
+        seen += _server(draw, disk_draw, seed + start, options, folder, peer, backend)
     return seen
 
 
 def _server(
-    draw, disk_draw: random.Random, seed: int, options: dict, folder: Path | None, peer: Peer | None
+    draw, disk_draw: random.Random, seed: int, options: dict, folder: Path | None, peer: Peer | None, backend: bool
 ) -> Counter:
     disk = {"disk": str(folder), "disk_size": draw.choice(DISK)} if folder is not None else {}
+    disk = {"storage": "dynamic"} if backend else disk
     runtime = make_runtime(blocks=draw.choice([5, 6, 7]), host_memory=draw.choice(HOST), **options, **disk)
     runtime.weights = lambda: bytes([record.weights])
     chunk, mixed = draw.choice([P, 2 * P]), draw.random() < 0.3
-    rank = get_parallel().override(tp_rank=0)  # a refusal is logged by the first one
+    rank = get_parallel().override(tp_rank=0, tp_size=1)  # a refusal is logged by the first one
     with contextlib.ExitStack() as stack:
         stack.enter_context(rank)
         stack.enter_context(configured(runtime, chunk, retract_every=draw.choice([10, 25, 1000]), mixed=mixed))
-        server, threads = Overlap(runtime, chunk, disable=False), []
+        server, threads = Overlap(runtime, chunk, disable=False, server_args=server_args(str(folder))), []
         server.check_every = 8
         if draw.random() < 0.5:
             server.enable_priority_scheduling = server.enable_priority_preemption = True
@@ -214,9 +217,12 @@ def _server(
             server.policy = SchedulePolicy("fcfs", server.tree_cache, False, True, False)
         if folder is not None:
             tier = server.tree_cache.disk
-            tier.store.__class__, tier.store.draw = draw.choice([DiskStore, BadDisk]), disk_draw
+            place, good, bad = tier.store, DiskStore, BadDisk
+            if backend:
+                place, good, bad = tier.store.backend, MemoryBackend, BadBackend
+            place.__class__, place.draw = draw.choice([good, bad]), disk_draw
             if draw.random() < 0.8:  # else real threads
-                tier._readers, tier._writers = threads = [Threads(disk_draw), Threads(disk_draw)]
+                tier._readers, tier._writers, tier._lookers = threads = [Threads(disk_draw) for _ in range(3)]
         if peer is not None:
             peer.join(server)
         for name in ("cache.disk_tier", "adapter.disk_cache"):
@@ -242,7 +248,7 @@ def _server(
         if folder is not None:
             store = server.tree_cache.disk.store
             server.seen["written"], server.seen["read"] = store.bytes_written, store.bytes_read
-            assert store.num_bytes == sum(store._sizes.values()) <= store.limit
+            assert backend or store.num_bytes == sum(store._sizes.values()) <= store.limit
             server.tree_cache.disk.close()
     return server.seen
 
@@ -255,7 +261,7 @@ def _wait(tasks, threads: list[Threads]) -> None:
 
 def _finish(server: Overlap, threads: list[Threads]) -> None:
     for _ in range(1000):
-        idle = not server.busy and not server.tree_cache.fetched and not server.tree_cache.loads
+        idle = not server.busy and not server.tree_cache.ongoing_prefetch and not server.tree_cache.loads
         if idle:
             break
         for executor in threads:
@@ -267,32 +273,34 @@ def _finish(server: Overlap, threads: list[Threads]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiers", ["host", "disk"])
+@pytest.mark.parametrize("tiers", ["host", "disk", "backend"])
 @pytest.mark.parametrize("name", KINDS)
 def test_starved(name, tiers, tmp_path):
-    seen, expected = Counter(), {"answered", "refused", "hits", "saved", *(["written"] if tiers == "disk" else [])}
+    seen, expected = Counter(), {"answered", "refused", "hits", "saved", *(["written"] if tiers != "host" else [])}
     for seed in range(SEEDS + MORE):
         if seed >= SEEDS and not expected - seen.keys():
             break
-        seen += life(1000 * seed, KINDS[name], tmp_path / str(seed) if tiers == "disk" else None)
+        folder = None if tiers == "host" else tmp_path / str(seed)
+        seen += life(1000 * seed, KINDS[name], folder, backend=tiers == "backend")
     print(name, tiers, dict(seen))
     assert not expected - seen.keys(), "these lives hold too little"
 
 
-def _rank(rank: int, pipe, seed: int, options: dict, folder: Path) -> None:
+def _rank(rank: int, pipe, seed: int, options: dict, folder: Path, backend: bool) -> None:
     torch.set_num_threads(1)
-    life(seed, options, folder / str(rank), Peer(pipe))
+    life(seed, options, folder / str(rank), Peer(pipe), backend)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["disk", "backend"])
 @pytest.mark.parametrize("name", ["k4v4", "leankv"])
-def test_two_ranks_with_disks_of_their_own(name, tmp_path):
+def test_two_ranks_with_disks_of_their_own(name, tiers, tmp_path):
     """Files of one rank are damaged, late or gone where those of the other are not."""
     fork = multiprocessing.get_context("fork")
     for seed in range(-(-SEEDS // 3)):
-        ends = fork.Pipe()
+        ends, folder = fork.Pipe(), tmp_path / str(seed)
         ranks = [
-            fork.Process(target=_rank, args=(i, end, 500 + 1000 * seed, KINDS[name], tmp_path / str(seed)))
+            fork.Process(target=_rank, args=(i, end, 500 + 1000 * seed, KINDS[name], folder, tiers == "backend"))
             for i, end in enumerate(ends)
         ]
         for rank in ranks:

@@ -26,6 +26,7 @@ LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
+    "stored",
 }  # fmt: skip
 # On a GPU NCCL wants one for each rank.
 REPLICAS = 2 if common.has_gpu() else 4  # ranks of a model with half as many KV heads
@@ -88,6 +89,13 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_ranks(), **_plugin("dp_on_cpu")}),
         "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
         "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
+        "stored": (
+            "k4v4", [
+                *chunk, "--kvc-host-memory", "64MiB", "--hicache-storage-backend", "file", "--file-storage-path",
+                str(folder / "stored"),
+            ],
+            "2MiB", {},
+        ),
         "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
         "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], SMALL, {}),
         "experts": ("k4v4", [*chunk, "--enable-return-routed-experts"], "2MiB", {}),
@@ -146,7 +154,7 @@ class Servers:
         return self.server
 
     def _model(self, name: str) -> Path | None:
-        if name in ("ranks", "salted", "hosted"):
+        if name in ("ranks", "salted", "hosted", "stored"):
             folder = self.models / "tiny"
             return folder if folder.exists() else tiny_model(folder)
         if name == "dp":
@@ -269,6 +277,11 @@ def dp(servers):
 @pytest.fixture
 def hosted(servers):
     yield from _healthy(servers, "hosted")
+
+
+@pytest.fixture
+def stored(servers):
+    yield from _healthy(servers, "stored")
 
 
 @pytest.fixture

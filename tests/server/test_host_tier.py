@@ -68,6 +68,28 @@ def test_a_killed_server_answers_from_its_files(hosted, rng):
     assert stats["disk_read_bytes"] > 0 and not stats["disk_damaged"]
 
 
+def test_a_storage_backend_in_place_of_files(stored, rng):
+    """Blocks go to SGLang's own `file` backend. The next server answers from it, until it is cleared."""
+    prompts = [tokens(rng, n * BLOCK + 9) for n in (6, 4)]
+    before = []
+    for prompt, sampling in zip(prompts, ({}, LOSSLESS)):
+        stored.client.generate(prompt, 2, sampling=sampling)
+        before.append(stored.client.generate(prompt, 8, sampling=sampling, logprobs=True))
+    assert stored.client.when_idle()["disk_blocks"] >= 10
+    os.killpg(stored.process.pid, signal.SIGKILL)
+    stored.stop()
+    stored.start()
+    again = stored.client
+    for prompt, sampling, old in zip(prompts, ({}, LOSSLESS), before):
+        new = again.generate(prompt, 8, sampling=sampling, logprobs=True)
+        assert (new.ids, new.logprobs, new.cached_tokens) == (old.ids, old.logprobs, old.cached_tokens)
+    stats = again.when_idle()
+    assert stats["disk_read_bytes"] > 0 and not stats["disk_damaged"]
+    again.post("/hicache/storage-backend/clear")
+    again.flush()
+    assert not again.generate(prompts[0], 2).cached_tokens
+
+
 def test_a_prompt_that_fits_only_compressed(hosted, rng):
     """It is served up to the limit that the server states, and answers alike from the cache. One token more is refused,
     and so is an uncompressed request of that length."""
