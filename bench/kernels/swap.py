@@ -1,16 +1,15 @@
 """A long prefix to host memory and back: time over the bus's, and what the copies cost decoding beside them.
 
-    python -m bench.kernels.swap [--tokens 102400] [--layers 32] [--grids 0,132,64,32,16,8,4]
+    python -m bench.kernels.swap [--tokens 102400] [--layers 32]
 
 8 KV heads, head_dim 128, blocks of 128 tokens in k4v4: an 8B model's cache. Blocks go through the runtime's operation
 queue, as in a server. The floor is one copy of the same bytes between page-locked and device memory, in large pieces,
 in the same run. `*_host_ms` is the time that the host takes to launch all of it.
 
 Beside the way back run, as CUDA graphs, decode attention of 64 requests of 8192 tokens over a store of its own
-(`attention`), and one layer of an 8B model, which is the same and the four matrix products (`layer`). Rows `beside`
-have a grid, the CTAs that move records into pages (0: one for each head of each block), and the CTAs that decode
-attention leaves free (`spare`). `dma` copies the same bytes into the buffers and moves nothing. Times beside are the
-mean over all runs while blocks come back.
+(`attention`), and one layer of an 8B model, which is the same and the four matrix products (`layer`). `load` moves
+blocks back, `dma` only copies the same bytes into the buffers. Times beside are the mean over all runs while blocks
+come back.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from bench.common import Score
 from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.runtime import Runtime
-from sglang_kvc.cache.sizing import LOAD_CTAS
 from sglang_kvc.options.config import KvcConfig
 
 from .common import RESULTS, Results, Workload, table
@@ -34,9 +32,7 @@ HEADS, DIM, P = 8, 128, 128
 BATCH = 64  # uncompressed blocks at a time
 REQUESTS, TOKENS, HIDDEN, INNER = 64, 8192, 4096, 14336
 GROUP = 5  # runs of a graph
-GRIDS = "0,132,64,32,16,8,4"
-COLUMNS = {"what": "", "grid": "", "spare": "", "load_of_bus": ".3f", "beside_load_of_bus": ".3f", "alone_ms": ".4f",
-           "beside_ms": ".4f", "slowdown": ".3f"}  # fmt: skip
+COLUMNS = {"what": "", "beside": "", "load_of_bus": ".3f", "alone_ms": ".4f", "beside_ms": ".4f", "slowdown": ".3f"}
 
 
 def packed_blocks(runtime: Runtime, n: int) -> np.ndarray:
@@ -96,7 +92,7 @@ def graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 class Work:
-    """What runs beside, in one store: graphs by name and by the CTAs that attention leaves free."""
+    """What runs beside, in one store."""
 
     def __init__(self):
         self.store, self.rows, self.lens, _ = Workload("k4v4", block_tokens=P, batch=REQUESTS, tokens=TOKENS).build()
@@ -104,16 +100,13 @@ class Work:
         sizes = ((HIDDEN, HIDDEN + 2 * HEADS * DIM), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))
         new = {"device": "cuda", "dtype": torch.bfloat16}
         self.products = [(torch.randn((REQUESTS, k), **new), torch.randn((n, k), **new).t()) for k, n in sizes]
-        self.kept: list = []  # graphs hold no reference to the buffers that they read
 
-    def graphs(self, spare: int) -> dict[str, torch.cuda.CUDAGraph]:
+    def graphs(self) -> dict[str, torch.cuda.CUDAGraph]:
         from kvc_kernels.decode.attention import DecodeAttention
 
-        op = DecodeAttention(
-            self.store, max_batch=REQUESTS, max_blocks=self.rows.shape[1], query_heads=HEADS * 4, spare=spare
-        )
+        op = DecodeAttention(self.store, max_batch=REQUESTS, max_blocks=self.rows.shape[1], query_heads=HEADS * 4)
         op.plan(self.rows, self.lens)
-        self.kept.append(op)
+        self.op = op  # graphs hold no reference to the buffers that they read
 
         def attention() -> None:
             op.run(0, self.q, scale=DIM**-0.5)
@@ -182,18 +175,14 @@ class Prefix:
         self.queue_load()
         return timed(self.runtime.flush, self.transfers.move_stream)
 
-    def launch(self, ctas: int) -> Callable[[], tuple]:
-        self.transfers.load_ctas = ctas
-
-        def start() -> tuple:
-            self.queue_load()
-            ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            ends[0].record(self.transfers.load_stream)
-            self.runtime.flush()
-            ends[1].record(self.transfers.move_stream)
-            return tuple(ends)
-
-        return start
+    def launch(self) -> tuple:
+        """Events at the begin and the end of a load."""
+        self.queue_load()
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        ends[0].record(self.transfers.load_stream)
+        self.runtime.flush()
+        ends[1].record(self.transfers.move_stream)
+        return tuple(ends)
 
     def copy(self) -> tuple:
         """The bus's part of a load alone."""
@@ -219,9 +208,8 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--tokens", type=int, default=102_400)
     p.add_argument("--layers", type=int, default=32)
     p.add_argument("--times", type=int, default=5)
-    p.add_argument("--grids", default=GRIDS, help="CTAs that move records into pages, separated by commas")
     args = p.parse_args(argv)
-    results = Results(RESULTS / "swap.json", note=__doc__.split("\n\n", 2)[-1].strip(), default_grid=LOAD_CTAS)
+    results = Results(RESULTS / "swap.json", note=__doc__.split("\n\n", 2)[-1].strip())
     prefix = Prefix(args.tokens, args.layers)
     rows = []
     for turn in range(args.times + 1):  # the first one compiles kernels
@@ -236,28 +224,19 @@ def main(argv: list[str] | None = None) -> None:
             rows.append(row)
             results.add(row)
     floor = median(r["load_floor_ms"] for r in rows)
-    grids = list(dict.fromkeys([*(int(g) for g in args.grids.split(",")), LOAD_CTAS]))
-    work, graphs = Work(), {}
-    for spare in sorted({0, *grids}):
-        graphs[spare] = work.graphs(spare)
-    alone = {(spare, name): beside(g)[0] for _ in range(2) for spare in graphs for name, g in graphs[spare].items()}
+    work = Work()
+    graphs = work.graphs()
+    alone = {name: beside(g)[0] for _ in range(2) for name, g in graphs.items()}
     found = []
-    for grid in (None, *grids):  # None: no kernel that moves
-        launch = prefix.copy if grid is None else prefix.launch(grid)
-        times = [prefix.load()[0] for _ in range(args.times)] if grid is not None else []
-        for spare in dict.fromkeys((0, grid or 0)):
-            for name, g in graphs[spare].items():
-                both = [beside(g, launch) for _ in range(args.times)]
-                run, load = median(b[0] for b in both), median(b[1] for b in both)
-                row = {
-                    "what": name, "grid": "dma" if grid is None else grid, "spare": spare,
-                    "alone_ms": alone[spare, name], "beside_ms": run, "slowdown": run / alone[0, name],
-                    "beside_load_of_bus": load / floor,
-                }  # fmt: skip
-                found.append(row | ({"load_of_bus": median(times) / floor} if times else {}))
-                results.add(found[-1])
+    for kind, launch in (("dma", prefix.copy), ("load", prefix.launch)):
+        for name, g in graphs.items():
+            both = [beside(g, launch) for _ in range(args.times)]
+            run, load = median(b[0] for b in both), median(b[1] for b in both)
+            row = {"what": name, "beside": kind, "alone_ms": alone[name], "beside_ms": run}
+            found.append(row | {"slowdown": run / alone[name], "load_of_bus": load / floor})
+            results.add(found[-1])
     print(table(found, COLUMNS))
-    chosen = {r["what"]: r["slowdown"] for r in found if r["grid"] == LOAD_CTAS == r["spare"]}
+    slowdown = {r["what"]: r["slowdown"] for r in found if r["beside"] == "load"}
     save = [r["save_ms"] / r["save_floor_ms"] for r in rows]
     load = [r["load_ms"] / r["load_floor_ms"] for r in rows]
     unit, baseline = "of the time of a plain copy", "one copy of the same bytes over the same bus"
@@ -267,10 +246,10 @@ def main(argv: list[str] | None = None) -> None:
             "agents.swap_in_of_pcie": Score(median(load), unit, baseline=baseline, n=n),
             "agents.swap_out_of_pcie": Score(median(save), unit, baseline=baseline, n=n),
             "agents.attention_beside_swap": Score(
-                chosen["attention"], beside_unit, baseline="decode attention alone, no CTA left free", n=n
+                slowdown["attention"], beside_unit, baseline="decode attention alone", n=n
             ),
             "agents.decode_slowdown": Score(
-                chosen["layer"], beside_unit, baseline="one layer's decode step alone, no CTA left free", n=n
+                slowdown["layer"], beside_unit, baseline="one layer's decode step alone", n=n
             ),
         }
     )  # fmt: skip

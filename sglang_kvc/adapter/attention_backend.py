@@ -9,7 +9,6 @@ from sglang.srt.runtime_context import get_parallel
 from kvc_kernels import ops
 
 from ..cache.one_shot import WINDOW
-from ..cache.sizing import LOAD_CTAS
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
@@ -54,9 +53,8 @@ class KvcAttnBackend(AttentionBackend):
             "windows": sorted({m.sliding_window_size for m in layers} - {-1}),
         }
         self.attention = Attention(
-            self.runtime.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)),
-            spare=LOAD_CTAS if self.runtime.config.host_memory else 0, **sizes,
-        )  # fmt: skip
+            self.runtime.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)), **sizes
+        )
         self.query_heads = sizes["query_heads"]
         self.tokens = 0  # rows of the planned forward that are tokens; more may come, as padding
         self.runtime.windowed = bool(sizes["windows"])

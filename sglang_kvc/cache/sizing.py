@@ -34,9 +34,6 @@ RESERVE_PART = 1 / 32
 UNIT_ALIGN = 4096
 # Buffers of blocks on their way to the host, and of those on their way back: one is filled while another is emptied.
 SAVE_BUFFERS, LOAD_BUFFERS = 3, 2
-# CTAs that move blocks from a buffer to their pages. Decode attention leaves as many places free, because its own CTAs
-# have equal shares and all run at once: one that finds no place begins when others end, and doubles the time.
-LOAD_CTAS = 16
 # Most bytes of a buffer, and its most part of the pool. A copy of 16 MiB reaches the rate of the bus; larger ones are
 # fewer, and each costs the scheduler's thread some 0.1 ms.
 BUFFER_BYTES, BUFFER_PART = 48 << 20, 1 / 160

@@ -13,7 +13,7 @@ from kvc_kernels import ops
 from kvc_kernels.store import PageStore
 
 from .host_memory import HostMemory, runs
-from .sizing import LOAD_BUFFERS, LOAD_CTAS, SAVE_BUFFERS, HostLayout
+from .sizing import LOAD_BUFFERS, SAVE_BUFFERS, HostLayout
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Transfers:
     A save copies records into a buffer on the forward stream, which is fast, and from there to the host on a stream of
     its own. Its blocks may therefore be released right behind it. The forward stream waits only where all buffers are
     still on their way. A load takes pages on the forward stream. One stream copies records into buffers, and another
-    moves them from there into the pages, with `load_ctas` CTAs. No forward reads the blocks before the CPU has seen the
-    end of the load.
+    moves them from there into the pages. Before the CPU has seen the end of the load, no forward reads the blocks, and
+    they are not released.
     """
 
     def __init__(self, store: PageStore, layout: HostLayout, memory: HostMemory):
         self.store, self.layout, self.memory = store, layout, memory
-        self.on_gpu, self.load_ctas = store.on_gpu, LOAD_CTAS
+        self.on_gpu = store.on_gpu
         if self.on_gpu:
             self.save_stream, self.load_stream, self.move_stream = (torch.cuda.Stream(store.device) for _ in range(3))
         self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
@@ -154,7 +154,7 @@ class Transfers:
                 filled.wait()
             else:
                 self._copy(units[part], rows, to_host=False)
-            ops.read_records(self.store, ids[part], rows, places.part(part), self.load_ctas)
+            ops.read_records(self.store, ids[part], rows, places.part(part))
             if self.on_gpu:
                 emptied.record()
 

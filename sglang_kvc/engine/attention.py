@@ -63,16 +63,15 @@ class Attention:
         max_batch: int,
         max_blocks: int,
         windows: Collection[int] = (),
-        spare: int = 0,
     ):
         """`fake_quant_format`: format in which queries of a prompt see full blocks before their own fake-quantized,
         None for exact. `max_batch` requests of `max_blocks` blocks each. `windows`: sliding windows of the model's
-        layers, without -1; each has a plan of its own. `spare`: CTAs that decode attention leaves to other kernels."""
+        layers, without -1; each has a plan of its own."""
         self.store, self.sampling, self.fake_quant_format = store, sampling, fake_quant_format
         self.append = ops.append.on(store)  # type: ignore[attr-defined]  # once for all layers
         self.decoders = {
             window: ops.DecodeAttention(
-                store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, window=window, spare=spare
+                store, max_batch=max_batch, max_blocks=max_blocks, query_heads=query_heads, window=window
             )
             for window in (-1, *windows)
         }

@@ -62,13 +62,11 @@ class DecodeAttention:
         columns: int | None = None,
         window: int = -1,
         query_rows: int = 0,
-        spare: int = 0,
     ):
         """`columns`: persistent CTAs per KV head; by default as many as are resident at once, so that all run in one
-        wave, less `spare` CTAs, whose places are for a kernel that runs beside. `window` >= 0: a query sees its own
-        token and `window` tokens before it, in blocks that keep every token. `query_rows` > 0, a power of two and at
-        least 8: requests may have several queries, whose query heads make at most `query_rows` rows per KV head (see
-        `plan`); the engine is then "triton".
+        wave. `window` >= 0: a query sees its own token and `window` tokens before it, in blocks that keep every
+        token. `query_rows` > 0, a power of two and at least 8: requests may have several queries, whose query heads
+        make at most `query_rows` rows per KV head (see `plan`); the engine is then "triton".
         """
         layout = store.layout
         self.window, self.query_rows = window, query_rows
@@ -84,7 +82,7 @@ class DecodeAttention:
         ids = max((CHUNK * layout.block_tokens // c.tile_tokens + 2) * c.tile_pages for c in self._classes)
         self._words = (tiles + 1) // 2 * 2
         self._scratch_words = self._words + CHUNK * self._query_columns // 2 + (ids + 3) // 4 * 2
-        columns = columns or max(1, (self._resident_ctas() - spare) // layout.heads)
+        columns = columns or self._resident_columns()
         self._plan = DecodePlan(store, max_batch, max_blocks, columns=columns, window=window)
         dev, rows = store.device, self._plan.capacity * layout.heads
         words = self._plan.columns * layout.heads * self._scratch_words
@@ -159,11 +157,13 @@ class DecodeAttention:
     def _kernel(self):
         return gluon_kernel if self.engine == "gluon" else _decode_kernel
 
-    def _resident_ctas(self) -> int:
-        """CTAs that the device holds at once, from the compiled kernel's use of registers and shared memory."""
+    def _resident_columns(self) -> int:
+        """CTAs per KV head that the device holds at once, from the compiled kernel's use of registers and shared
+        memory.
+        """
         store, heads = self.store, self.store.layout.heads
         if store.device.type != "cuda":
-            return 4 * heads
+            return 4
         types = torch.float32, torch.int64, torch.int32
         f, i8, i4 = (torch.empty(16, dtype=t, device=store.device) for t in types)
         q = torch.empty((1, heads * self.group, store.layout.head_dim), dtype=store.dtype, device=store.device)
@@ -177,7 +177,7 @@ class DecodeAttention:
         shared = props.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
         # Each of an SM's four partitions has a quarter of the registers, allocated to whole warps.
         warps = 4 * (props.regs_per_multiprocessor // 4 // (-(-kernel.n_regs // 8) * 8 * 32))
-        return min(shared, warps // self._warps, 32) * props.multi_processor_count
+        return max(1, min(shared, warps // self._warps, 32) * props.multi_processor_count // heads)
 
     def plan(
         self,

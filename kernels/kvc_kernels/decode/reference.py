@@ -66,10 +66,9 @@ class ReferenceDecode:
     """`decode_attention` behind the interface of `DecodeAttention`: `plan` once a step, `run` for each layer."""
 
     def __init__(
-        self, store: PageStore, *, max_batch: int = 0, max_blocks: int = 0, query_heads: int = 0, window: int = -1,
-        spare: int = 0
-    ):  # fmt: skip
-        """`window` as in `decode_attention`. The sizes bound buffers and CTAs of the kernels; plain torch has none."""
+        self, store: PageStore, *, max_batch: int = 0, max_blocks: int = 0, query_heads: int = 0, window: int = -1
+    ):
+        """`window` as in `decode_attention`. The sizes bound buffers of the kernels; plain torch has none."""
         self.store, self.window = store, window
 
     def plan(self, row_blocks: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -31,70 +31,60 @@ def _copy_words(source, target, WORDS: tl.constexpr, CHUNK: tl.constexpr, REST: 
         tl.store(target + last, rest, mask=last < WORDS)
 
 
-# The blocks of one buffer are a slice of those of an operation. Neither its alignment nor its length may select
-# another compiled kernel.
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["blocks", "ids", "places"])
+# The blocks of one buffer are a slice of those of an operation. Its alignment must not select another compiled kernel.
+@triton.jit(do_not_specialize_on_alignment=["blocks", "ids", "places"])
 def _copy_records_kernel(
-    pages, headers, counts, query_counts, blocks, records, ids, places, stride, num_rows,
+    pages, headers, counts, query_counts, blocks, records, ids, places, stride,
     PAGE: tl.constexpr, HEADER: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, COUNTS_AT: tl.constexpr,
     QUERIES_AT: tl.constexpr, HEADERS_AT: tl.constexpr, PAGES_AT: tl.constexpr, CHUNK: tl.constexpr,
     PAGE_REST: tl.constexpr, HEADER_REST: tl.constexpr, SIDE: tl.constexpr, TO_RECORDS: tl.constexpr,
 ):
-    """grid (any,): the programs share the num_rows = n * ROWS heads of n blocks. Of each they copy the key header, the
-    counts and the pages to their places in the block's record, or back; with a block's first head the query count.
+    """grid (n * ROWS,): a program copies the key header, the counts and the pages of one head of one block to their
+    places in the block's record, or back; with a block's first head also the query count.
 
     All in words of 4 bytes: pages `[num_pages, PAGE]`, headers `[num_blocks, ROWS, HEADER]`, counts
     `[num_blocks, ROWS]`, records `stride` apart. ids, places int64 `[n, ROWS * ENTRIES]`. Counts are not read back:
     the blocks have them since their pages were taken.
     """
     entry = tl.arange(0, SIDE)
-    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    has = (entry < ENTRIES) & (first < num_rows)
-    page_ids = tl.load(ids + first * ENTRIES + entry, mask=has, other=0)
-    page_places = tl.load(places + first * ENTRIES + entry, mask=has, other=-1)
-    for row in range(first, num_rows, step):
-        # Those of the next head arrive while this one is copied.
-        has = (entry < ENTRIES) & (row + step < num_rows)
-        next_ids = tl.load(ids + (row + step) * ENTRIES + entry, mask=has, other=0)
-        next_places = tl.load(places + (row + step) * ENTRIES + entry, mask=has, other=-1)
-        n = row // ROWS
-        head = row % ROWS
-        record = records + n * stride
-        block = tl.load(blocks + n)
-        header = headers + (block * ROWS + head) * HEADER
-        stored_header = record + HEADERS_AT + head * HEADER
+    row = tl.program_id(0).to(tl.int64)
+    page_ids = tl.load(ids + row * ENTRIES + entry, mask=entry < ENTRIES, other=0)
+    page_places = tl.load(places + row * ENTRIES + entry, mask=entry < ENTRIES, other=-1)
+    n = row // ROWS
+    head = row % ROWS
+    record = records + n * stride
+    block = tl.load(blocks + n)
+    header = headers + (block * ROWS + head) * HEADER
+    stored_header = record + HEADERS_AT + head * HEADER
+    if TO_RECORDS:
+        _copy_words(header, stored_header, HEADER, CHUNK, HEADER_REST)
+        tl.store(record + COUNTS_AT + head, tl.load(counts + block * ROWS + head))
+        if head == 0:
+            tl.store(record + QUERIES_AT, tl.load(query_counts + block))
+    else:
+        _copy_words(stored_header, header, HEADER, CHUNK, HEADER_REST)
+        if head == 0:
+            tl.store(query_counts + block, tl.load(record + QUERIES_AT))
+    # A head's places begin with its pages.
+    for e in range(tl.sum((page_places >= 0).to(tl.int32))):
+        page = pages + tl.sum(tl.where(entry == e, page_ids, 0)) * PAGE
+        stored = record + PAGES_AT + tl.sum(tl.where(entry == e, page_places, 0)) * PAGE
         if TO_RECORDS:
-            _copy_words(header, stored_header, HEADER, CHUNK, HEADER_REST)
-            tl.store(record + COUNTS_AT + head, tl.load(counts + block * ROWS + head))
-            if head == 0:
-                tl.store(record + QUERIES_AT, tl.load(query_counts + block))
+            _copy_words(page, stored, PAGE, CHUNK, PAGE_REST)
         else:
-            _copy_words(stored_header, header, HEADER, CHUNK, HEADER_REST)
-            if head == 0:
-                tl.store(query_counts + block, tl.load(record + QUERIES_AT))
-        # A head's places begin with its pages.
-        for e in range(tl.sum((page_places >= 0).to(tl.int32))):
-            page = pages + tl.sum(tl.where(entry == e, page_ids, 0)) * PAGE
-            stored = record + PAGES_AT + tl.sum(tl.where(entry == e, page_places, 0)) * PAGE
-            if TO_RECORDS:
-                _copy_words(page, stored, PAGE, CHUNK, PAGE_REST)
-            else:
-                _copy_words(stored, page, PAGE, CHUNK, PAGE_REST)
-        page_ids, page_places = next_ids, next_places
+            _copy_words(stored, page, PAGE, CHUNK, PAGE_REST)
 
 
-def _copy(
-    store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places, to_records: bool, ctas: int = 0
-) -> None:
+def _copy(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places, to_records: bool) -> None:
     if not blocks.numel():
         return
     layout, at = store.layout, RecordLayout(store.layout).offsets
     heads, entries = layout.layers * layout.heads, layout.head_pages_bf16
-    page, header, rows = layout.page_bytes // 4, layout.header_bytes // 4, blocks.numel() * heads
+    page, header = layout.page_bytes // 4, layout.header_bytes // 4
     rests = (triton.next_power_of_2(max(1, words % CHUNK)) for words in (page, header))
     words = (x.view(torch.int32) for x in (store.pages, store.headers, store.counts, store.query_counts))
-    _copy_records_kernel[(min(ctas or rows, rows),)](
-        *words, blocks.long(), records.view(torch.int32), *places, records.stride(0) // 4, rows, page, header, heads,
+    _copy_records_kernel[(blocks.numel() * heads,)](
+        *words, blocks.long(), records.view(torch.int32), *places, records.stride(0) // 4, page, header, heads,
         entries, at["counts"] // 4, at["query_count"] // 4, at["headers"] // 4, at["pages"] // 4, CHUNK, *rests,
         triton.next_power_of_2(entries), to_records, num_warps=WARPS,
     )  # fmt: skip
@@ -117,9 +107,6 @@ def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor,
     _copy(store, blocks, records, places, True)
 
 
-def read_records(
-    store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places, ctas: int = 0
-) -> None:
-    """`reference.read_records` as a kernel of at most `ctas` CTAs of one warp, 0: one for each head of each block. Rows
-    of `records` are a multiple of 4 bytes apart."""
-    _copy(store, blocks, records, places, False, ctas)
+def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
+    """`reference.read_records` as a kernel. Rows of `records` are a multiple of 4 bytes apart."""
+    _copy(store, blocks, records, places, False)

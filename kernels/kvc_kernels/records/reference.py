@@ -92,11 +92,8 @@ def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor,
     _pages(store, records)[row, places.places[row, entry]] = store.pages[places.ids[row, entry]]
 
 
-def read_records(
-    store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places, ctas: int = 0
-) -> None:
-    """Fill `blocks[n]`, which `take_stored` gave pages, with their `places` from their records, uint8 `[n, bytes]`. On
-    a GPU with at most `ctas` CTAs, if given."""
+def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
+    """Fill `blocks[n]`, which `take_stored` gave pages, with their `places` from their records, uint8 `[n, bytes]`."""
     blocks = blocks.long()
     read_meta(store, blocks, records)
     row, entry = (places.places >= 0).nonzero(as_tuple=True)

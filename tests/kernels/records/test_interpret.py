@@ -11,8 +11,7 @@ from tests.kernels.records.roundtrip import BLOCKS, digests, empty_records, pack
 
 @pytest.mark.parametrize("to_format", [0, 1, 2], ids=["bf16", "k4v4", "k8v4+k4v2"])
 @pytest.mark.parametrize("has_scores", [False, True])
-@pytest.mark.parametrize("ctas", [0, 5])
-def test_as_the_reference(has_scores, to_format, ctas):
+def test_as_the_reference(has_scores, to_format):
     a, b = (packed_store(has_scores, to_format) for _ in range(2))
     records = [empty_records(a, len(BLOCKS)) for _ in range(2)]
     ops.write_records(a, BLOCKS, records[0], ops.record_places(a, BLOCKS))
@@ -25,6 +24,6 @@ def test_as_the_reference(has_scores, to_format, ctas):
     ops.take_stored(a, ids, to_format, counts)
     kernel.take_stored(b, ids, to_format, counts)
     same_state(a, b)
-    kernel.read_records(b, ids, records[1], ops.record_places(b, ids), ctas)
+    kernel.read_records(b, ids, records[1], ops.record_places(b, ids))
     assert digests(b, ids) == before
     assert torch.equal(b.query_counts[ids], a.query_counts.new_tensor([7, 1, 9]))
