@@ -9,7 +9,7 @@ way. Last the sanitizer, on all GPUs.
 
 The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
 only how it ended. `serving`, `long_answers`, `rates`, `agents` and `first_token` need a model of some size (`--model`);
-those that serve the demo model are `served`, `kits`, `cold_warm`, `page_hash`, `restart`, `round_trips` and `devices`.
+those that serve the demo model are `served`, `kits`, `cold_warm`, `page_hash`, `round_trips` and `devices`.
 It is found in SGLANG_KVC_CACHE, where the machine has no network: copy there the folder that
 `python -m sglang_kvc.demo.model` prints. `--data` also adds the tool calls to `round_trips`.
 """
@@ -70,7 +70,6 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("windows", windows, 500, RIGHT),
         ("devices", "bench.serve.devices --against bench/results/serve/devices_cpu.json.gz", 500, RIGHT),
         ("page_hash", "bench.serve.page_hash --name serve/page_hash_gpu", 400, RIGHT),
-        ("restart", "bench.serve.restart", 200, RIGHT),
         ("round_trips", ["bench.quality.round_trips", *(data or ["--tasks", "niah,kv"])], 580, RIGHT),
         # Beside the CPU's.
         ("cold_warm", "bench.serve.cold_warm --name serve/cold_warm_gpu --formats stock,bf16,k4v4", 800, RIGHT),
