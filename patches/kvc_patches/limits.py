@@ -10,11 +10,13 @@ behind it. With pages of one token that is a length or two; here a page is a blo
 
 from __future__ import annotations
 
+import contextlib
+
 from .lookup import current, longest_request
 from .registry import hook
 
 LENGTH, INPUT = 4, 5  # indices of `max_req_len` and `max_req_input_len` in the worker's tuple
-TOLD = ("8x", "16x", "32x", "64x")  # budgets whose limits `/server_info` states
+RATIOS = ("8x", "16x", "32x", "64x")  # of budgets whose limits `/server_info` states
 
 
 def around_get_worker_info(orig, self):
@@ -38,13 +40,11 @@ def longest_prompts(runtime) -> dict[str, int]:
 
     format_id = runtime.policy.format_id_of(None)
     limits = {"default": longest_request(runtime, format_id)}
-    try:
-        check_served(runtime, in_session=False)
-        served = PREFIX in offered(runtime.config)
-    except ValueError:
-        served = False
-    for name in (f"{PREFIX}:{ratio}" for ratio in TOLD) if served else ():
-        limits[name] = longest_request(runtime, format_id, Budget.parse(name))
+    if PREFIX in offered(runtime.config):
+        with contextlib.suppress(ValueError):
+            check_served(runtime, in_session=False)
+            for name in (f"{PREFIX}:{ratio}" for ratio in RATIOS):
+                limits[name] = longest_request(runtime, format_id, Budget.parse(name))
     return {name: tokens - 2 for name, tokens in limits.items()}
 
 

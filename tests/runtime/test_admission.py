@@ -331,6 +331,9 @@ def test_what_the_worker_tells(monkeypatch):
     assert limits["default"] == longest_request(runtime, 1) - 2 and limits["default"] < limits["one-shot:64x"]
     assert limits["one-shot:8x"] == longest_request(runtime, 1, Budget(ratio=8)) - 2
     assert around_get_worker_info(lambda self: told, worker)[LENGTH] == limits["one-shot:64x"] + 2
+    # A server that packs nothing offers none.
+    runtime = ToyServer(high="bf16", window=0).runtime
+    assert longest_prompts(runtime) == {"default": longest_request(runtime, 0) - 2}
     # What a cold block may become is nothing that a request counts on.
     runtime = ToyServer(high="k8v4", floor="k4v4").runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)

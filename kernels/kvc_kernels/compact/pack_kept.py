@@ -39,7 +39,7 @@ def pack_kept(
     no page beyond those of `blocks` is needed.
     """
     layout, d, n, p = store.layout, kept_blocks, blocks.numel(), store.layout.block_tokens
-    page, plain, entries = layout.page(store.block_formats[to_format].high), layout.page(BF16), layout.head_pages_bf16
+    page, entries = layout.page(store.block_formats[to_format].high), layout.head_pages_bf16
     per_block, rows, device = p // page.tokens, layout.layers * layout.heads, store.device
     into = blocks[:d] if into is None else into
     source = store.table[blocks].flatten(1, 2)  # [n, L * H, E]
@@ -48,27 +48,15 @@ def pack_kept(
     best, pages = best.reshape(rows, d * p), pages.reshape(rows)
     table = torch.full((d, rows, entries), SCRATCH_PAGE, dtype=torch.int32, device=device)
     headers = torch.empty((d, rows, 2, layout.head_dim), dtype=torch.float16, device=device)
-    keys, values = bf16_rows(plain, store.pages, store.dtype)  # [pages, T, D]
     slot, block = torch.arange(d * p, device=device), torch.arange(d, device=device)
     limit = TEMP_BYTES.get(device.type, TEMP_BYTES_DEFAULT)
     step = max(1, limit // (d * p * layout.head_dim * TEMP_PER_ELEMENT))
     for at in range(0, rows, step):
         part = slice(at, min(at + step, rows))
         ids, m = source[:, part], min(at + step, rows) - at
-        head = torch.arange(m, device=device)[:, None]
         valid = slot < pages[part, None] * page.tokens  # [m, d * P]
         token = torch.where(valid, best[part], n * p).sort(-1).values.clamp_(max=n * p - 1).long()
-        of, place = token // p, token % p
-        if packed < n:
-            at_page = ids[of, head, place // plain.tokens].long()
-            rows_of = tuple(x[at_page, place % plain.tokens] for x in (keys, values))
-        if packed:
-            at_page = ids[of, head, place // page.tokens].long()
-            header = store.headers.flatten(1, 2)[blocks[of], at + head]
-            coded_rows = _dequantise(store, page, at_page, place % page.tokens, header)
-            # Where a block has the other format, these are bytes without a meaning.
-            mine = (of < packed).unsqueeze(-1)
-            rows_of = tuple(torch.where(mine, a, b) for a, b in zip(coded_rows, rows_of)) if packed < n else coded_rows
+        rows_of = _rows(store, blocks, to_format, ids, at, token, packed)
         k, v = (x.view(m * d, p, layout.head_dim) for x in rows_of)
         valid = valid.view(m * d, p)
         header = quant.key_header(k, valid)
@@ -81,8 +69,21 @@ def pack_kept(
         store.pages.index_copy_(0, taken[:, :per_block].flatten().long(), data.flatten(0, 1))
         table[:, part] = taken.view(m, d, entries).transpose(0, 1)
         headers[:, part] = header.view(m, d, 2, -1).transpose(0, 1)
-    shape = (d, layout.layers, layout.heads)
     tokens = (pages * page.tokens - block[:, None] * p).clamp(0, p)  # [d, L * H]
+    _replace(store, blocks, into, to_format, table, headers, tokens)
+
+
+def _replace(
+    store: PageStore,
+    blocks: torch.Tensor,
+    into: torch.Tensor,
+    to_format: int,
+    table: torch.Tensor,
+    headers: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """Free `blocks`, and give `into[d]` the pages `table` `[d, L * H, E]`, key headers and token counts."""
+    shape = (into.numel(), store.layout.layers, store.layout.heads)
     store.table.index_fill_(0, blocks, SCRATCH_PAGE)
     store.counts.index_fill_(0, blocks, 0)
     store.format_id.index_fill_(0, blocks, -1)
@@ -90,6 +91,35 @@ def pack_kept(
     store.headers[into] = headers.view(*shape, 2, -1)
     store.counts[into] = torch.stack((tokens, torch.zeros_like(tokens)), -1).to(torch.int16).view(*shape, 2)
     store.format_id.index_fill_(0, into, to_format)
+
+
+def _rows(
+    store: PageStore,
+    blocks: torch.Tensor,
+    to_format: int,
+    ids: torch.Tensor,
+    first: int,
+    token: torch.Tensor,
+    packed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V `[m, N, D]` of the tokens `token[m, N]` of m heads from head `first` on. `ids` `[n, m, E]`: pages of the
+    heads in `blocks`, of which the first `packed` are in `to_format`, the others uncompressed."""
+    layout, p = store.layout, store.layout.block_tokens
+    page, plain = layout.page(store.block_formats[to_format].high), layout.page(BF16)
+    head, of, place = torch.arange(ids.shape[1], device=store.device)[:, None], token // p, token % p
+    if packed < ids.shape[0]:
+        at_page = ids[of, head, place // plain.tokens].long()
+        rows = tuple(x[at_page, place % plain.tokens] for x in bf16_rows(plain, store.pages, store.dtype))
+        if not packed:
+            return rows
+    at_page = ids[of, head, place // page.tokens].long()
+    header = store.headers.flatten(1, 2)[blocks[of], first + head]
+    coded = _dequantise(store, page, at_page, place % page.tokens, header)
+    if packed == ids.shape[0]:
+        return coded
+    # Where a block has the other format, these are bytes without a meaning.
+    mine = (of < packed).unsqueeze(-1)
+    return tuple(torch.where(mine, a, b) for a, b in zip(coded, rows))
 
 
 def _dequantise(
