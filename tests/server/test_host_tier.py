@@ -92,14 +92,16 @@ def test_a_storage_backend_in_place_of_files(stored, rng):
 
 def test_a_prompt_that_fits_only_compressed(hosted, rng):
     """It is served up to the limit that the server states, and answers alike from the cache. One token more is refused,
-    and so is an uncompressed request of that length."""
+    and so are an uncompressed request of that length and what no budget holds."""
     client, info = hosted.client, hosted.client.server_info()
-    limit = info["max_req_input_len"]
+    limit = info["internal_states"][0]["kvc"]["longest_prompt"]["default"]
     assert limit > 2 * info["max_total_num_tokens"]
     prompt = tokens(rng, limit - 1)
     cold = client.generate(prompt, 2, logprobs=True)
     warm = client.generate(prompt, 2, logprobs=True)
     assert warm.cached_tokens == border(limit - 2) and warm.ids == cold.ids
-    for longer, sampling, why in ((tokens(rng, limit), {}, "exceeds"), (prompt, LOSSLESS, "at lossless")):
+    one_more, most = tokens(rng, limit + 1), tokens(rng, info["max_req_input_len"])
+    refused = (one_more, {}, "does not fit"), (most, {}, "exceeds"), (prompt, LOSSLESS, "at lossless")
+    for longer, sampling, why in refused:
         with pytest.raises(RequestRefused, match=why):
             client.generate(longer, 2, sampling=sampling)
