@@ -112,30 +112,28 @@ class PageOps:
         wave = max(1, self.reserve_pages // target.pages)
         wave -= wave % 2 if wave > 1 else 0  # so that the ids of every wave begin at a multiple of 16 bytes
         for part, blocks, tiers in self._plans(op, wave):
-            for at in range(0, len(blocks), wave):
-                some = slice(at, at + wave)
-                kept = None if tiers is None else tiers[some]
-                counts = ops.compact(self.store, blocks[some], op.to_format, kept, from_format=op.from_format)
-                if not target.exact:
-                    ids, generations = op.blocks[part][some], op.generations[part][some]
-                    pending.append(PendingCounts(step, ids, generations, self._to_host(counts)))
+            counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
+            if not target.exact:
+                pending.append(PendingCounts(step, op.blocks[part], op.generations[part], self._to_host(counts)))
         return pending
 
     def _plans(self, op: Compact, wave: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-        """Parts of `op`, their blocks on the device, and their tiers: groups, or waves of blocks planned alone."""
-        target, at = self.store.block_formats[op.to_format], 0
+        """Waves of `op`, their blocks on the device, and their tiers."""
+        target, n, first = self.store.block_formats[op.to_format], len(op.blocks), 0
+        for count, pages in op.groups.tolist():
+            evidence = self._evidence(op, slice(first, first + count))
+            tiers = self.policy.compete(evidence, target, pages)
+            for at in range(0, count, wave):
+                some = slice(at, min(at + wave, count))
+                yield slice(first + at, first + some.stop), evidence.blocks[some], tiers[some]
+            first += count
         whole = self.policy.keeps_all or op.to_format == self.policy.whole_format
-        sizes = [int(n) for n, _ in op.groups] or [wave] * -(-len(op.blocks) // wave)
-        for i, size in enumerate(sizes):
-            part = slice(at, min(at + size, len(op.blocks)))
-            at = part.stop
+        for at in range(first, n, wave):  # without groups
+            part = slice(at, min(at + wave, n))
             if whole:
                 yield part, self._to_device(op.blocks[part]), None
-                continue
-            evidence = self._evidence(op, part)
-            if len(op.groups):
-                yield part, evidence.blocks, self.policy.compete(evidence, target, int(op.groups[i, 1]))
             else:
+                evidence = self._evidence(op, part)
                 yield part, evidence.blocks, self.policy.plan(evidence, target)
 
     def _evidence(self, op: Compact, part: slice) -> Evidence:

@@ -212,10 +212,9 @@ class Runtime:
                 continue
             n = length if length > seq.prompt else 0
             for format_id, ids in zip((seq.format_id, self.policy.whole_format), self.replanning.slide(seq, length)):
-                blocks = left[format_id]
                 for block in ids:  # if sharers leave a block together, the last one decides
-                    blocks.pop(block, None)
-                    blocks[block] = n
+                    left[format_id].pop(block, None)
+                    left[format_id][block] = n
         for format_id, blocks in left.items():
             self.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
         self.replanning.queue_turns(seqs, lengths)
