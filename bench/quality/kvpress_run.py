@@ -9,9 +9,9 @@ a press sees each question together with its context, and keeps as many tokens o
 does, which keeps the share `--keep` of the full blocks and every token behind them. The first token of an answer is of
 the whole prompt then, as on the server.
 
-Answers are greedy, and compared exactly. `full`, the cache as it is, is the check of this harness; answers that turned
-are counted against it. `--scope` says what a press sees: `sequence`, all of the text, is kvpress as it is; the others
-are explained at `kvpress_presses.Blocks`.
+Answers are greedy, and compared exactly. `full` compresses nothing and checks this harness; answers that turned are
+counted against it. `--scope` says what a press sees. `sequence`, all of the text, is how kvpress works;
+`kvpress_presses.Blocks` explains the others.
 
 It runs in an environment of its own (`pip install kvpress==0.5.5 "transformers<5.3"`) and imports nothing of SGLang.
 `bench.quality.fetch` makes the model's folder and the essays.

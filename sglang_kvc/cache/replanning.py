@@ -24,11 +24,11 @@ def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.
     """Place of the packed block of each sequence to plan again now that `lengths` tokens are written (int64 `[n]`); -1:
     none.
 
-    Block b leaves the window, or the lag, when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1),
-    .. do: a plan's thresholds and the attention that a token receives go by the length, so a small growth changes
-    little. All turns of n blocks together are fewer than n. Turns at one block boundary are spread over the steps
-    behind it, since requests of one length reach it together. Only the length decides, so the same sequence is packed
-    alike whatever runs beside it.
+    Block b leaves the window, or the lag, when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1)
+    and so on do: a plan's thresholds and the attention that a token receives go by the length, so a small growth
+    changes little. All turns of n blocks together are fewer than n. Turns at one block boundary are spread over the
+    steps behind it, since requests of one length reach it together. Only the length decides, so the same sequence is
+    packed alike whatever runs beside it.
     """
     behind, past = np.divmod(lengths - window, block_tokens)
     turn, early = np.divmod(past, max(1, block_tokens // TURNS))

@@ -21,7 +21,7 @@ EVIDENCE = 64  # decode queries that have read a block before a policy with a la
 
 
 def with_evidence(sampling: ops.ScoreSampling | None, lag: int) -> ops.ScoreSampling | None:
-    """`sampling` with enough decode steps that `EVIDENCE` of them are sampled in `lag` tokens (0: as it is)."""
+    """`sampling` with enough decode steps that `EVIDENCE` of them are sampled in `lag` tokens; 0 changes nothing."""
     if sampling is None or not lag:
         return sampling
     most = max(s for s in STRIDES if s == 1 or s * EVIDENCE <= lag)
