@@ -57,6 +57,11 @@ SINGLES = {
     "e2e.first_token.cached_at_once_vs_bf16": "time to first token, cached prompt at once",
     "e2e.first_token.appended_vs_bf16": "time to first token, 124 tokens appended to a cached prompt after a pause",
     "e2e.first_token.appended_at_once_vs_bf16": "time to first token, 124 tokens appended to a cached prompt at once",
+    "agents.vs_bf16": "recorded coding agents at the latency targets, vs. stock bf16",
+    "agents.vs_fp8": "the same vs. stock fp8",
+    "agents.vs_fp8_hicache": "the same vs. stock fp8 with its hierarchical cache",
+    "agents.tiers_vs_static": "the same vs. k4v4 without host memory",
+    "agents.hit_of_endless_2x": "prefix-cache hit rate with tiers at twice the most agents without",
     "agents.restart_warm_hit": "cached tokens that a server finds again on disk after SIGKILL under load",
     "agents.corrupt_served": "blocks served from files that were cut short or got a wrong bit",
     "agents.round_trips_equal": "answers that stay equal when contexts go to host memory or disk and come back",
@@ -256,8 +261,9 @@ def points_lost(row: dict) -> str:
 
 def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
     """The curve of each card: what comes from the cache, and how long a step takes."""
-    out, used = [], {n for n in board if n.startswith("agents.")}
+    out, used = [], {n for n in board if n.startswith("agents.curve.")}
     for which, name in CARDS.items():
+        out += _replayed(results / "e2e" / f"agent_replay_{which}.json", name)
         path = results / "e2e" / f"agents_{which}.json"
         if not path.exists():
             continue
@@ -278,9 +284,40 @@ def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
     return titled("Agents", out), used
 
 
+def _replayed(path: Path, card_name: str) -> list[str]:
+    """Recorded coding agents at each server of one card."""
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    numbers, found = record["numbers"], points(record["numbers"], "a")
+    settings, servers = numbers["settings"], dict.fromkeys(s for rows in found.values() for s in rows)
+    rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in found.values()), str(numbers["most_agents"][s])]
+            for s in servers]  # fmt: skip
+    text = (
+        f"Recorded coding agents in a closed loop on one {card_name}. Each cell gives the prefix-cache hit rate by "
+        f"tokens, the p50 / p90 time to the first token in seconds, and the p90 time per output token in milliseconds. "
+        f"The last column has the most agents within 2 s and 25 ms. Each server has the KV memory of "
+        f"{settings['tokens']:,} bf16 tokens; `kvc tiers` and SGLang's hierarchical cache (`hicache`) have "
+        f"{settings['host_gb']} GB of host memory. Lengths are {settings['length_scale']:g} of the recorded ones, "
+        f"pauses {settings['time_scale']:g}. A cache that forgets nothing finds {100 * settings['endless']:.0f} % of "
+        f"the tokens. The weights are random. Each point covers {settings['seconds']:g} s behind the ramp-up "
+        f"({record['commit'][:7]}, n = 1)."
+    )
+    return [text, "", *lines(["server", *(f"{n} agents" for n in found), "most"], rows)]
+
+
+def _turn(row: dict | None) -> str:
+    if row is None:
+        return ""
+    first = " / ".join(f"{row[f'first_token_s_{q}']:.2g}" for q in ("p50", "p90"))
+    hit = "" if row["from_cache"] is None else f"{100 * row['from_cache']:.0f} %; "
+    return f"{hit}{first} s; {1000 * row['output_token_s_p90']:.0f} ms"
+
+
 def pictures(results: Path) -> list[str]:
     """What `bench.e2e.plot` drew, of each card."""
-    titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory"}
+    titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory",
+              "agent_replay": "Recorded coding agents"}  # fmt: skip
     found = [(title, f"{bench}_{which}.png", name) for which, name in CARDS.items() for bench, title in titles.items()]
     shown = [f"![{title}, {name}](../bench/results/e2e/{file})" for title, file, name in found
              if (results / "e2e" / file).exists()]  # fmt: skip
@@ -304,7 +341,7 @@ def singles(board: dict[str, dict], names: list[str]) -> list[str]:
     on_cards, others = [], []
     for name in names:
         title = SINGLES.get(name, f"`{name}`")
-        if name.startswith(KEYED):
+        if name.startswith(KEYED) and name not in ALIKE:
             rows = [board.get(keyed_on(name, which)) for which in CARDS]
             both = [r for r in rows if r]
             values = [spread(r) if r else "" for r in rows]

@@ -3,6 +3,7 @@
     python -m bench.e2e.agent_replay TRACES.json.gz --url http://127.0.0.1:30000 --server mine    # a running server
     ... --arm kvc --model <folder> --load-format dummy --memory 55GB     # starts the server; --list-arms shows how
     ... --curve 16,32,48,64 --seconds 600 --time-scale 0.5 --append      # adds to the result file
+    ... --until-missed                                  # ends the curve behind the first number that misses a target
     python -m bench.e2e.agent_replay --plot                             # the result file as a picture
 
 TRACES is described in `bench.agents.traces`. Each agent plays one session after the other, the first from somewhere in
@@ -14,6 +15,9 @@ Prompts go to `/v1/completions` as lists of token ids, or as words with `--text`
 count that end within `--seconds` after every agent has had its first one. What comes from the cache is known where the
 server reports `cached_tokens` (SGLang: `--enable-cache-report`), bytes that moved between tiers where `/server_info`
 is ours.
+
+`scores` compare the most agents at the targets. Where no number missed a target, the most is the last one measured, and
+the score's unit says so.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ import requests
 from bench import common
 from bench.agents import traces
 from bench.agents.traces import Session, Step
-from bench.common import RESULTS
+from bench.common import RESULTS, Score
 from bench.compare import percentile
+from bench.e2e.serving import named
 
 NAME = "e2e/agent_replay"
 FIRST_TOKEN_S, OUTPUT_TOKEN_S = 2.0, 0.025  # targets of the 90th percentiles
@@ -229,6 +234,24 @@ def most_agents(numbers: dict[str, dict]) -> dict[str, int]:
     }
 
 
+def scores(numbers: dict[str, dict], endless: float) -> dict[str, Score]:
+    """The most agents of `kvc_tiers` over those of each other server; its hit rate at twice the most agents of `kvc`
+    over `endless`, that of a cache that forgets nothing."""
+    found, most, out = points(numbers), most_agents(numbers), {}
+    unit = f"x agents, p90 within {FIRST_TOKEN_S:g} s to the first token and {1000 * OUTPUT_TOKEN_S:g} ms per token"
+    for name, other in (("vs_bf16", "stock_bf16"), ("vs_fp8", "stock_fp8"), ("vs_fp8_hicache", "stock_fp8_hicache"),
+                        ("tiers_vs_static", "kvc")):  # fmt: skip
+        if most.get("kvc_tiers") and most.get(other):
+            open_end = all(holds(row) for _, row in found["kvc_tiers"])
+            said = f"{unit}{', at least' if open_end else ''}"
+            out[f"agents.{name}"] = Score(most["kvc_tiers"] / most[other], said, f"{other}, {most[other]} agents")
+    twice = dict(found.get("kvc_tiers", [])).get(2 * most.get("kvc", 0))
+    if twice and twice["from_cache"] is not None:
+        share = twice["from_cache"] / endless
+        out["agents.hit_of_endless_2x"] = Score(share, "of an endless cache's hit rate", f"kvc at {most['kvc']} agents")
+    return out
+
+
 def points(numbers: dict[str, dict]) -> dict[str, list[tuple[int, dict]]]:
     """Server -> (agents, row), by agents."""
     found: dict[str, list[tuple[int, dict]]] = {}
@@ -243,11 +266,13 @@ def points(numbers: dict[str, dict]) -> dict[str, list[tuple[int, dict]]]:
 
 
 def arms(a: argparse.Namespace) -> dict[str, list[str]]:
-    """name -> options of SGLang's server, all with the KV memory of `--tokens` bf16 tokens."""
+    """name -> options of SGLang's server, all with the KV memory of `--tokens` bf16 tokens. FlashAttention 3 reads fp8
+    faster from pages of 128 tokens."""
     memory, host = ["--max-total-tokens"], str(a.host_gb)
-    fp8 = ["--kv-cache-dtype", "fp8_e4m3"]
-    stock = common.stock(*memory, str(a.tokens), *a.server_args.split())
-    half = common.stock(*memory, str(2 * a.tokens), *fp8, *a.server_args.split())
+    attention = ["--attention-backend", common.default_attention()] if common.has_gpu() else []
+    fp8 = ["--kv-cache-dtype", "fp8_e4m3", "--page-size", "128"]
+    stock = common.stock(*memory, str(a.tokens), *attention, *a.server_args.split())
+    half = common.stock(*memory, str(2 * a.tokens), *attention, *fp8, *a.server_args.split())
     ours = common.kvc("k4v4", *memory, str(a.tokens), *a.server_args.split(), memory=None)
     agents = ["--kvc-host-memory", f"{host}GB", "--schedule-policy", "hrrn", "--kvc-eviction", "reuse"]
     every = {
@@ -268,21 +293,34 @@ def moved(url: str) -> dict[str, float]:
     return {}
 
 
-def measure(a: argparse.Namespace, url: str, sessions: Sequence[Session], numbers: dict[str, Any]) -> None:
+def recorded(a: argparse.Namespace) -> dict[str, Any]:
+    """The rows of the result file that this run goes on with; other runs may add to it meanwhile."""
+    path = RESULTS / f"{a.name}.json"
+    return json.loads(path.read_text())["numbers"] if a.append and path.exists() else {}
+
+
+def measure(a: argparse.Namespace, url: str, sessions: Sequence[Session], options: Sequence[str] = ()) -> None:
     model = requests.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
+    fields = ("tokens", "host_gb", "seconds", "time_scale", "length_scale", "longest", "pause")
+    settings = {k: getattr(a, k) for k in fields} | {"sessions": len(sessions)}
+    settings["endless"] = endless = traces.endless_share(sessions)
+    own: dict[str, Any] = {}
     for agents in map(int, a.curve.split(",")):
-        if f"{a.server}.a{agents}" in numbers:
+        if f"{a.server}.a{agents}" in recorded(a):
             continue
         before = moved(url)
         replay = Replay(Completions(url, model, a.text), sessions, agents, seed=agents)
         row = replay.run(a.seconds, a.ramp)
         after = moved(url)
         row["tiers"] = {k: [before[k], v] for k, v in after.items() if k in before}
-        numbers[f"{a.server}.a{agents}"] = row
+        own[f"{a.server}.a{agents}"] = row | {"options": list(options), "command": common.command_line()}
         shown = {k: v for k, v in row.items() if k not in ("tiers", "ramp_s")}
         print(f"{a.server}.a{agents}", " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)
+        numbers = recorded(a) | own | {"settings": settings}
         numbers["most_agents"] = most_agents(numbers)
-        common.write_result(a.name, numbers, quiet=True)
+        common.write_result(a.name, numbers, scores=scores(numbers, endless), quiet=True)
+        if a.until_missed and not holds(row):
+            break
 
 
 def plot(name: str) -> None:
@@ -325,9 +363,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--longest", type=int, default=120_000, help="recorded tokens of a prompt with its answer, at most")
     p.add_argument("--pause", type=float, default=300.0, help="longest recorded pause, in seconds")
     p.add_argument("--text", action="store_true", help="send words, for servers that take no token ids")
+    p.add_argument("--until-missed", action="store_true", help="end the curve behind the first number that misses")
     p.add_argument("--append", action="store_true", help="go on with the result file")
-    p.add_argument("--name", default=NAME, help="of the result file")
+    p.add_argument("--name", help="of the result file; default: one for each card")
     a = p.parse_args(argv)
+    a.name = a.name or named(NAME)
     if not (a.list_arms or a.plot) and (a.traces is None or bool(a.url) == bool(a.arm)):
         p.error("give the traces, and either --url or --arm")
     a.server = a.server or a.arm or "server"
@@ -344,12 +384,10 @@ def main() -> None:
         return None
     sessions = traces.load(a.traces, longest=a.longest, pause=a.pause)
     sessions = [scaled(s, a.length_scale, a.time_scale) for s in sessions]
-    path = RESULTS / f"{a.name}.json"
-    numbers = json.loads(path.read_text())["numbers"] if a.append and path.exists() else {}
     if a.url:
-        return measure(a, a.url.rstrip("/"), sessions, numbers)
+        return measure(a, a.url.rstrip("/"), sessions)
     with common.Server([*arms(a)[a.arm], "--load-format", a.load_format], model=a.model) as server:
-        measure(a, server.client.url, sessions, numbers)
+        measure(a, server.client.url, sessions, server.args)
     return None
 
 

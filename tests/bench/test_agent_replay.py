@@ -10,7 +10,7 @@ import pytest
 
 from bench.agents.traces import Session, Step
 from bench.e2e import agent_replay
-from bench.e2e.agent_replay import Answer, Completions, Replay, Seen, most_agents, prompts, scaled, summary
+from bench.e2e.agent_replay import Answer, Completions, Replay, Seen, most_agents, prompts, scaled, scores, summary
 
 
 def session(name, tools=3):
@@ -82,6 +82,47 @@ def test_the_most_agents_at_the_targets():
 
     numbers = {"a.a8": row(1.0), "a.a16": row(2.5), "a.a32": row(1.0), "b.a8": row(1.0, 0.03), "most_agents": {}}
     assert most_agents(numbers) == {"a": 8, "b": 0}
+
+
+def test_scores_compare_the_most_agents():
+    def row(first, hit=0.5):
+        return {"first_token_s_p90": first, "output_token_s_p90": 0.02, "from_cache": hit}
+
+    numbers = {"stock_bf16.a8": row(1.0), "stock_bf16.a16": row(3.0)}
+    numbers |= {"kvc.a16": row(1.0), "kvc_tiers.a32": row(1.0, 0.9)}
+    found = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
+    assert {k: v.value for k, v in found.items()} == {
+        "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)
+    }  # fmt: skip
+    assert "at least" in found["agents.vs_bf16"].unit
+    ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
+    assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
+
+
+def test_a_curve_ends_where_a_target_is_missed(monkeypatch, tmp_path):
+    slow = {"first_token_s_p90": 3.0, "output_token_s_p90": 0.01, "from_cache": 0.5}
+    rows = iter([slow | {"first_token_s_p90": 1.0}, slow, slow])
+    monkeypatch.setattr(agent_replay.requests, "get", lambda *a, **k: Models())
+    monkeypatch.setattr(agent_replay.Replay, "run", lambda *a, **k: next(rows))
+    monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
+    monkeypatch.setattr(agent_replay.common, "RESULTS", tmp_path)
+    common = ["traces", "--url", "x", "--append", "--name", "r"]
+
+    def recorded():
+        return json.loads((tmp_path / "r.json").read_text())["numbers"]
+
+    a = agent_replay.arguments([*common, "--curve", "2,4,8", "--until-missed"])
+    agent_replay.measure(a, "x", [session("a")])
+    assert {"server.a2", "server.a4"} == {name for name in recorded() if ".a" in name}
+    assert recorded()["most_agents"] == {"server": 2}
+    rows = iter([slow])
+    agent_replay.measure(agent_replay.arguments([*common, "--server", "b", "--curve", "4"]), "x", [session("a")])
+    assert {"server.a2", "server.a4", "b.a4"} == {name for name in recorded() if ".a" in name}
+
+
+class Models:
+    def json(self):
+        return {"data": [{"id": "m"}]}
 
 
 def test_arms_have_equal_memory():
