@@ -23,7 +23,9 @@ from pathlib import Path
 from bench.common import RESULTS, ROOT, Score
 from bench.quality import cells
 from bench.quality.merged import merged
-from bench.tables import PRESETS, keyed, points_lost, short, shown, tables
+from bench.tables import tables
+from bench.tables.questions import PRESETS
+from bench.tables.text import keyed, points_lost, short, shown
 
 LENGTH = 2048  # tokens of the contexts whose figures are shown
 OUT = RESULTS / "scoreboard.json"

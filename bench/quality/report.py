@@ -18,7 +18,8 @@ from bench.quality import cells, findings
 from bench.quality.asking import SEEN
 from bench.quality.merged import Merged, merged
 from bench.quality.tasks import TITLES
-from bench.tables import MODELS, points_lost, short
+from bench.tables.questions import MODELS
+from bench.tables.text import points_lost, short
 from sglang_kvc.policies.presets import RECOMMENDED
 from sglang_kvc.policies.published.presets import PUBLISHED
 from sglang_kvc.policies.registry import POLICIES

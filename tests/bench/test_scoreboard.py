@@ -8,6 +8,7 @@ import pytest
 from bench import scoreboard, tables
 from bench.common import ROOT, Score
 from bench.quality import cells, intervals
+from bench.tables.text import points_lost
 
 
 def write(folder, name, device, day=1, numbers=None, **scores):
@@ -94,7 +95,7 @@ def test_a_preset_counts_on_questions_that_did_not_choose_it(tmp_path):
     (tmp_path / "quality" / "policies_a.json").write_text(json.dumps(run(104, 0, 4)))
     row = scoreboard.collect(tmp_path)["quality.max.qwen-0.5b.kv.delta"]
     assert row["value"] == pytest.approx(-100 * 4 / 104) and "chosen" in row["unit"]
-    assert tables.points_lost(row).startswith("-3.8\\* [-9.")
+    assert points_lost(row).startswith("-3.8\\* [-9.")
     (tmp_path / "quality" / "policies_b.json").write_text(json.dumps(run(104, 1000, 9)))
     row = scoreboard.collect(tmp_path)["quality.max.qwen-0.5b.kv.delta"]
     assert row["value"] == pytest.approx(-100 * 9 / 104) and "chosen" not in row["unit"]
@@ -112,7 +113,7 @@ def test_a_calibrated_model_compares_two_formats_of_one_kind_of_keys(tmp_path):
 def test_nothing_to_lose_is_said():
     marks = {"em": 2 / 104, "of": 104, "right_to_wrong": 1, "wrong_to_right": 1}
     score = cells.lost(marks)
-    assert score.unit.endswith("floor: stock has 2 right") and tables.points_lost(score.to_dict()) == "floor"
+    assert score.unit.endswith("floor: stock has 2 right") and points_lost(score.to_dict()) == "floor"
 
 
 @pytest.mark.parametrize(("won", "lost"), [(0, 0), (5, 1), (0, 30), (104, 0)])
@@ -126,3 +127,17 @@ def test_intervals_agree_with_tango():
     """Where nothing changed the interval has a closed form: z^2 / (n + z^2)."""
     z2 = intervals.Z**2
     assert intervals.paired(0, 0, 104)[1] == pytest.approx(z2 / (104 + z2), abs=1e-6)
+
+
+def test_one_shot_prompts_and_long_contexts_have_tables_of_their_own():
+    where = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
+    points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **where}
+    board = {f"papers.oneshot.{r}x.qwen-0.5b.kv.delta": points | {"value": -float(r)} for r in (16, 8)}
+    board["quality.32k.balanced.qwen-1.5b.niah.delta"] = points | {"value": -1.9}
+    board["quality.32k.balanced.qwen-1.5b.kl_p99"] = points | {"value": 0.03, "unit": "nats a token"}
+    text = tables.tables(board)
+    assert "| model | task | 8x | 16x | measured |" in text
+    assert "| Qwen2.5-Coder-0.5B | dictionary | -8.0 [-4.0, +1.0] | -16.0 [-4.0, +1.0] | H200, abcdef0 |" in text
+    assert "| model | preset | 8 needles | KL p99 | measured |" in text
+    assert "| Qwen2.5-Coder-1.5B | `balanced` (k4v4) | -1.9 [-4.0, +1.0] | 0.03 | H200, abcdef0 |" in text
+    assert "`papers.oneshot" not in text.split("## Commands")[0]

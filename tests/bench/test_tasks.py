@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import tables
 from bench.quality import calls, cells, humaneval, pareto, policies, report, run, sandbox, suite, taskdata, traces
 from bench.quality.fewshot import KINDS, LABELS, shots
 from bench.quality.records import records, same_value
 from bench.quality.tasks import Maker
+from bench.tables.questions import QUESTIONS
 
 
 class Words:
@@ -228,7 +228,7 @@ def test_tasks_are_chosen_by_name():
     assert suite.chosen("calls,nll,niah") == ["niah", "nll", "calls"]
     with pytest.raises(ValueError, match="no task poetry"):
         suite.chosen("poetry,kv")
-    assert set(suite.ASKED) == set(tables.QUESTIONS)
+    assert set(suite.ASKED) == set(QUESTIONS)
 
 
 def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):

@@ -1,0 +1,78 @@
+"""Tables of agents at servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.e2e import arms
+from bench.e2e.plot import points
+
+from .text import CARDS, lines, titled
+
+
+def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
+    """The curve of each card: what comes from the cache, and how long a step takes."""
+    out, used = [], {n for n in board if n.startswith("agents.curve.")}
+    for which, name in CARDS.items():
+        out += _replayed(results / "e2e" / f"agent_replay_{which}.json", name)
+        path = results / "e2e" / f"agents_{which}.json"
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text())
+        found, sessions = points(record["numbers"], "a"), record["numbers"]["sessions"]
+        servers = dict.fromkeys(server for rows in found.values() for server in rows)
+        rows = [[_server(server, found), *(_step(rows.get(server)) for rows in found.values())] for server in servers]
+        shares, head = sessions["shares"], ["server", *(f"{n} agents" for n in found)]
+        text = (
+            f"Each cell gives the prefix-cache hit rate by tokens, steps per second, and the mean / median / p99 "
+            f"seconds per step on one {name}. Histories average {sessions['tokens_mean'] / 1000:.1f}K tokens and reach "
+            f"{sessions['tokens_longest'] / 1000:.0f}K. {100 * shares['results']:.0f} % of these tokens are outputs of "
+            f"BFCL's functions and {100 * shares['filler']:.0f} % are filler. The weights are random. Pauses average "
+            f"{sessions['pause']:g} s, and each point covers {sessions['seconds']:g} s after the ramp-up "
+            f"({record['commit'][:7]}, n = 1)."
+        )
+        out += [text, "", *lines(head, rows)]
+    return titled("Agents", out), used
+
+
+def _replayed(path: Path, card_name: str) -> list[str]:
+    """Recorded coding agents at each server of one card."""
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    numbers, found = record["numbers"], points(record["numbers"], "a")
+    settings, servers = numbers["settings"], dict.fromkeys(s for rows in found.values() for s in rows)
+    rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in found.values()), str(numbers["most_agents"][s])]
+            for s in servers]  # fmt: skip
+    text = (
+        f"Recorded coding agents in a closed loop on one {card_name}. Each cell gives the prefix-cache hit rate by "
+        f"tokens, the p50 / p90 time to the first token in seconds, and the p90 time per output token in milliseconds. "
+        f"The last column has the most agents within 2 s and 25 ms. Each server has the KV memory of "
+        f"{settings['tokens']:,} bf16 tokens; `kvc tiers` and SGLang's hierarchical cache (`hicache`) have "
+        f"{settings['host_gb']} GB of host memory. Lengths are {settings['length_scale']:g} of the recorded ones, "
+        f"pauses {settings['time_scale']:g}. A cache that forgets nothing finds {100 * settings['endless']:.0f} % of "
+        f"the tokens. The weights are random. Each point covers {settings['seconds']:g} s behind the ramp-up "
+        f"({record['commit'][:7]}, n = 1)."
+    )
+    return [text, "", *lines(["server", *(f"{n} agents" for n in found), "most"], rows)]
+
+
+def _turn(row: dict | None) -> str:
+    if row is None:
+        return ""
+    first = " / ".join(f"{row[f'first_token_s_{q}']:.2g}" for q in ("p50", "p90"))
+    hit = "" if row["from_cache"] is None else f"{100 * row['from_cache']:.0f} %; "
+    return f"{hit}{first} s; {1000 * row['output_token_s_p90']:.0f} ms"
+
+
+def _server(server: str, found: dict[int, dict[str, dict]]) -> str:
+    row = next(rows[server] for rows in found.values() if server in rows)
+    return server.replace("kvc_", "kvc, ") if server.startswith("kvc") else arms.described(row["options"])
+
+
+def _step(row: dict | None) -> str:
+    if row is None:
+        return ""
+    times = " / ".join(f"{row[f'step_s_{k}']:.3g}" for k in ("mean", "median", "p99"))
+    return f"{100 * row['from_cache']:.0f} %; {row['steps_s']:.1f}; {times}"

@@ -1,0 +1,78 @@
+"""Tables of questions to models: presets, one-shot prompts, long contexts."""
+
+from __future__ import annotations
+
+from bench.quality.tasks import TITLES as QUESTIONS
+
+from .text import lines, points_lost, short, titled
+
+PRESETS = {"safe": "`safe` (k8v4)", "balanced": "`balanced` (k4v4)", "max": "`max`", "fp8": "stock fp8"}
+MODELS = {"smollm2": "SmolLM2-135M", "qwen-0.5b": "Qwen2.5-Coder-0.5B", "qwen-1.5b": "Qwen2.5-Coder-1.5B"}
+QUALITY_NOTE = """Each cell is the change in correct answers against stock SGLang in bf16 of the same run, in points. A
+task has 104 questions (HumanEval 164, tool calls 100). Brackets hold 95 % intervals (Tango's score interval for
+independent questions; eight questions share a context). An interval that contains 0 shows no difference. *floor*:
+stock answers fewer than one question in twenty. `*`: the preset was chosen on these questions. Each cell is one greedy
+run. The weights are dequantized from 4-bit GGUF uploads ([models](quality.md#models))."""
+
+ONE_SHOT_NOTE = """Prompts of 2048 tokens with the question inside, sent with `"kvc": "one-shot:8x"` and so on. Each
+cell is the change in correct answers of 104 against stock SGLang in bf16 of the same run, in points."""
+LONG_NOTE = """Contexts of 30,000 tokens, the question behind them. Each cell is the change in correct answers of 104
+against stock SGLang in bf16 of the same run, in points; KL is in nats per token."""
+
+
+def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
+    """What is recommended against bf16, a line for each model and preset; and the names of the figures in it."""
+    columns = {"ratio_body": "compression"}
+    columns |= {"all.delta": "all tasks"} | {f"{task}.delta": name for task, name in QUESTIONS.items()}
+    columns |= {"kl_p99": "KL p99"}
+    asked = {n.rsplit(".", 2)[1] for n in board if n.startswith("quality.") and n.endswith(".delta")}
+    columns = {c: title for c, title in columns.items() if not c.endswith(".delta") or c.split(".")[0] in asked}
+    every = [f"quality.{p}.{m}.{c}" for p in PRESETS for m in MODELS for c in columns]
+    used = {n for n in every if n in board}
+    rows = []
+    for model, title in MODELS.items():
+        for preset, name in PRESETS.items():
+            row = _row([title, name], [board.get(f"quality.{preset}.{model}.{c}") for c in columns])
+            rows, title = rows + row, "" if row else title
+    if not rows:
+        return [], used
+    text = [QUALITY_NOTE, "", *lines(["model", "preset", *columns.values(), "measured"], rows)]
+    sizes = {f"quality.{p}.{r}" for p in PRESETS for r in ("ratio_body", "ratio_4k")} & set(board)
+    return titled("Answer quality", text), used | sizes
+
+
+def one_shot(board: dict[str, dict]) -> tuple[list[str], set[str]]:
+    """Points that one-shot prompts lose, a row for each model and task and a column for each ratio."""
+    found = {n: n.split(".") for n in board if n.startswith("papers.oneshot.")}  # papers.oneshot.8x.qwen-0.5b.kv.delta
+    ratios = sorted({parts[2] for parts in found.values()}, key=lambda ratio: float(ratio[:-1]))
+    rows = []
+    for model, title in MODELS.items():
+        for task, question in QUESTIONS.items():
+            names = [f"papers.oneshot.{ratio}.{model}.{task}.delta" for ratio in ratios]
+            rows += _row([title, question], [board.get(name) for name in names])
+    if not rows:
+        return [], set()
+    head = ["model", "task", *ratios, "measured"]
+    return titled("One-shot prompts", [ONE_SHOT_NOTE, "", *lines(head, rows)]), {*found}
+
+
+def long_contexts(board: dict[str, dict]) -> tuple[list[str], set[str]]:
+    """What presets lose in long contexts, a row for each model and preset."""
+    columns = {"ratio_body": "compression", **{f"{t}.delta": q for t, q in QUESTIONS.items()}, "kl_p99": "KL p99"}
+    found = {n for n in board if n.startswith("quality.32k.")}
+    columns = {c: title for c, title in columns.items() if any(n.endswith(f".{c}") for n in found)}
+    rows = []
+    for model, title in MODELS.items():
+        for preset, name in PRESETS.items():
+            rows += _row([title, name], [board.get(f"quality.32k.{preset}.{model}.{c}") for c in columns])
+    if not rows:
+        return [], set()
+    head = ["model", "preset", *columns.values(), "measured"]
+    return titled("Long contexts", [LONG_NOTE, "", *lines(head, rows)]), found
+
+
+def _row(labels: list[str], figures: list[dict | None]) -> list[list[str]]:
+    """The row of `figures`, with device and commit of the last one; none without figures."""
+    last = next((f for f in reversed(figures) if f), None)
+    where = [f"{short(last['device'])}, {last['commit'][:7]}"] if last else []
+    return [[*labels, *(points_lost(f) if f else "" for f in figures), *where]] if last else []
