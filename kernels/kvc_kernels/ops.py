@@ -32,7 +32,7 @@ from .tiering.apportion import (
     spread,
 )
 from .tiering.gates import gate_scores
-from .tiering.importance import expected_attention, future_keys, hashed_scores, keydiff, pool_scores
+from .tiering.importance import carry_scores, expected_attention, future_keys, hashed_scores, keydiff, pool_scores
 from .tiering.pseudo_queries import pseudo_attention, rotated
 from .tiering.quota import keep_all, quota, threshold
 from .tiering.sequence_quota import ranked_tokens, sequence_quota
@@ -76,6 +76,7 @@ __all__ = [
     "block_head_pages",
     "block_scores",
     "block_tiers",
+    "carry_scores",
     "check_invariants",
     "compact",
     "count_queries",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PREFIX = "one-shot"
 WINDOW = 8  # queries at the end of a prompt that rank its tokens: KVC-w8
 POOL = 7  # neighbors over which scores are pooled, as the paper does for KVC-w
+REACH = 48  # tokens behind a token that share its score: a long value follows what the question attends to
+SHARE = 0.1  # of a score that they get
 SINKS = 4  # first tokens of a prompt, which every head keeps
 MOST = 4  # times the average that one head may keep
 RATIOS = (1.0, 64.0)

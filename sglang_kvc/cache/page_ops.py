@@ -13,7 +13,7 @@ from kvc_kernels import ops
 from kvc_kernels.store import PageStore
 
 from ..policies import Evidence, Policy
-from .one_shot import POOL, SINKS
+from .one_shot import POOL, REACH, SHARE, SINKS
 from .op_queue import Compact, EndGap, Load, Op, PackPrompt, Release, Save, Take, Thin
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class PageOps:
             scores = ops.prompt_scores(
                 store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
             )
-            pooled = ops.pool_scores(scores, POOL)[:, : op.full * p]
+            pooled = _pooled(scores)[:, : op.full * p]
             ranked = ops.ranked_tokens(pooled, plan.kept_blocks * p, page_tokens, SINKS, plan.last)
             best.append(ranked[0])
             worth.append(ranked[1])
@@ -94,7 +94,7 @@ class PageOps:
             scores = ops.prompt_scores(
                 store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
             )
-            pooled = ops.pool_scores(scores, POOL)[:, op.packed * p : end * p]
+            pooled = _pooled(scores)[:, op.packed * p : end * p]
             best.append(ops.ranked_tokens(pooled, len(into) * p, p, 0 if op.packed else SINKS, 0)[0])
         pages = torch.full((layout.layers, layout.heads), len(into) * layout.pages_for(fmt, p), device=store.device)
         ops.pack_kept(
@@ -152,3 +152,10 @@ class PageOps:
     def synchronize(self) -> None:
         if self.store.on_gpu:
             torch.cuda.synchronize(self.store.device)
+
+
+def _pooled(scores: torch.Tensor) -> torch.Tensor:
+    """Scores `[H, S]` of a prompt's tokens with those of their neighbors; changes `scores`. Sinks are kept in any case,
+    and the attention they draw says nothing about the tokens behind them."""
+    scores[:, :SINKS].zero_()
+    return ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)

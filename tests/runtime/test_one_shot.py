@@ -12,7 +12,7 @@ from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, RING_ENTRY_BYTES, PoolLayout, page_bytes_for
 from kvc_kernels.store import SCRATCH_BLOCK
 from sglang_kvc.cache import one_shot, thinning
-from sglang_kvc.cache.one_shot import POOL, SINKS, WINDOW, Budget
+from sglang_kvc.cache.one_shot import POOL, REACH, SHARE, SINKS, WINDOW, Budget
 from sglang_kvc.cache.runtime import Phase
 from sglang_kvc.stats.collect import measure
 from tests.support.no_sync import NoSync
@@ -116,8 +116,9 @@ def slow_scores(k: np.ndarray, q: np.ndarray, seen: np.ndarray) -> np.ndarray:
         for query in queries:
             e = np.exp(k @ query * 0.3) * mask
             scores += (e / e.sum()) ** 2
-    around = np.pad(scores, POOL // 2, constant_values=-np.inf)
-    return np.lib.stride_tricks.sliding_window_view(around, POOL).max(-1)
+    scores[:SINKS] = 0
+    near = [scores[max(0, i - POOL // 2) : i + POOL // 2 + 1].max() for i in range(len(scores))]
+    return np.array([max(x, SHARE * max(near[max(0, i - REACH) : i + 1])) for i, x in enumerate(near)])
 
 
 def slow_kept(

@@ -7,7 +7,7 @@ the number of tokens of a block, always the last dimension of a score.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import avg_pool1d, max_pool1d, normalize
+from torch.nn.functional import avg_pool1d, max_pool1d, normalize, pad
 
 from ..pages.dense import load_dense
 from ..store import PageStore
@@ -43,6 +43,15 @@ def pool_scores(scores: torch.Tensor, size: int, kind: str = "max") -> torch.Ten
     else:
         pooled = avg_pool1d(flat.unsqueeze(1), size, stride=1, padding=size // 2, count_include_pad=False).squeeze(1)
     return pooled.view(scores.shape)
+
+
+def carry_scores(scores: torch.Tensor, reach: int, share: float) -> torch.Tensor:
+    """Each token's score, or `share` times the best score of the `reach` tokens before it if that is more.
+
+    `scores` fp32 `[H, S]`, at least 0; 0 <= `share` <= 1.
+    """
+    before = max_pool1d(pad(scores, (reach, 0)), reach + 1, stride=1)
+    return torch.maximum(scores, before.mul_(share))
 
 
 def hashed_scores(positions: torch.Tensor, layers: int, heads: int) -> torch.Tensor:

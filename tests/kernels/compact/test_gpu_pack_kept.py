@@ -47,7 +47,7 @@ def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[s
         for layer in range(L):
             queries.add(layer, q[layer], scale=0.09, logit_cap=0.0)
             scores.append(ops.prompt_scores(store, layer, blocks, TOKENS, queries, packed=before, format_id=1))
-            pooled = ops.pool_scores(scores[-1], 7)[:, : FULL * P]
+            pooled = ops.carry_scores(ops.pool_scores(scores[-1], 7), 48, 0.1)[:, : FULL * P]
             worth.append(ops.ranked_tokens(pooled, KEPT * P, 64, 4, 0)[1])
         won = ops.sequence_quota(torch.cat(worth), 40, 1)
         ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages, packed=before, into=into)

@@ -51,3 +51,19 @@ def test_bounds():
     for pages in (2, 13):
         with pytest.raises(ValueError, match=r"3\.\.12"):
             ops.sequence_quota(worth, pages, 1)
+
+
+@pytest.mark.parametrize("reach, share", [(0, 0.5), (1, 0.1), (48, 0.1), (48, 1.0), (300, 0.3)])
+def test_carried_scores_equal_a_loop(reach, share):
+    scores = np.random.default_rng(reach).random((3, 200)).astype(np.float32) ** 8
+    want = [[max(x, *(share * y for y in row[max(0, i - reach) : i + 1])) for i, x in enumerate(row)] for row in scores]
+    got = ops.carry_scores(torch.from_numpy(scores), reach, share)
+    np.testing.assert_allclose(got.numpy(), np.array(want), rtol=1e-6)
+
+
+def test_a_long_value_is_kept_with_its_beginning():
+    """A head attends to one token: the 48 tokens behind it come before all others, those before it do not."""
+    scores = torch.full((1, 512), 1e-6)
+    scores[0, 200] = 0.9
+    best, _ = ops.ranked_tokens(ops.carry_scores(scores, 48, 0.1), 64, 8, 0, 0)
+    assert best[0, 0] == 200 and set(best[0, :49].tolist()) == set(range(200, 249))
