@@ -161,10 +161,10 @@ class Variance(Tilted):
 
     def weights(self, layers, average, most, calibration) -> Sequence[float]:
         # A layer without variance weighs little, or much, but something finite.
-        found = [max(x, 1e-12) for x in calibration["attention_variance"].tolist()]
-        found = [1 / x for x in found] if self.inverse else found
-        unit = (1 - self.even) * average * layers / sum(found)
-        return [self.even * average + unit * x for x in found]
+        variances = [max(x, 1e-12) for x in calibration["attention_variance"].tolist()]
+        variances = [1 / x for x in variances] if self.inverse else variances
+        unit = (1 - self.even) * average * layers / sum(variances)
+        return [self.even * average + unit * x for x in variances]
 
 
 @dataclass(frozen=True)

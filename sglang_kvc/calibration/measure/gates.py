@@ -121,26 +121,26 @@ def gates(
     pieces = [ids[i : i + PIECE] for i in range(0, len(ids) - PIECE + 1, PIECE)]
     if len(pieces) < 2:
         raise CalibrateError(f"gates need {2 * PIECE} tokens of text, and this one has {len(ids)}; give a longer one")
-    found = [collect(model, piece, frequencies) for piece in pieces]
-    text = Examples(torch.cat([x.rows for x in found[:-1]], 1), torch.cat([x.targets for x in found[:-1]], 1))
+    examples = [collect(model, piece, frequencies) for piece in pieces]
+    text = Examples(torch.cat([x.rows for x in examples[:-1]], 1), torch.cat([x.targets for x in examples[:-1]], 1))
     trained = train(text, hidden, steps)
     layers = model.config.get_text_config().num_hidden_layers
     names = ("gate_in", "gate_in_bias", "gate_out", "gate_out_bias")
     tensors = {name: x.unflatten(0, (layers, -1)).cpu().contiguous() for name, x in zip(names, trained)}
-    return {**tensors, "rotary_frequencies": frequencies}, correlation(trained, found[-1])
+    return {**tensors, "rotary_frequencies": frequencies}, correlation(trained, examples[-1])
 
 
 def add_tensors(path: str, tensors: dict[str, torch.Tensor]) -> None:
     """Write `tensors` into the calibration file at `path`, which keeps its others and its findings; made if absent."""
-    held: dict[str, torch.Tensor] = {}
+    present: dict[str, torch.Tensor] = {}
     metadata = None
     if Path(path).exists():
         try:
             with safe_open(path, framework="pt") as file:
-                held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+                present, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
         except (OSError, SafetensorError) as e:
             raise CalibrateError(f"--calibration {path} cannot be read ({e}); give another file") from None
-    Path(path).write_bytes(save({**held, **tensors}, metadata=metadata))
+    Path(path).write_bytes(save({**present, **tensors}, metadata=metadata))
 
 
 def main(argv: list[str] | None = None) -> int:

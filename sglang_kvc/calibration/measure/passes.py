@@ -99,10 +99,10 @@ def calibrate(
     results = formats.measure(model, ids, scored, exact, shape, block, progress)
     del exact
     chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
-    found = retrieval(model, ids[: min(REPEATED, n // 2)], shape, progress)
+    per_head = retrieval(model, ids[: min(REPEATED, n // 2)], shape, progress)
 
     progress.end()
-    tensors = {**queries.tensors(), **statistics.tensors(), "head_retrieval": found}
+    tensors = {**queries.tensors(), **statistics.tensors(), "head_retrieval": per_head}
     if frequencies is not None:
         tensors |= {"rotary_frequencies": frequencies, "query_samples": queries.samples()}
     settings = {
@@ -120,12 +120,12 @@ def retrieval(
     model: torch.nn.Module, ids: torch.Tensor, shape: tuple[int, int, int], progress: Progress
 ) -> torch.Tensor:
     """`head_retrieval` of every layer on `ids` `[m]` and their repetition, fp32 `[L, H]`."""
-    found = torch.empty(shape[:2])
+    per_head = torch.empty(shape[:2])
 
     def attend(layer, q, k, v, scale):
-        found[layer] = head_retrieval(q, k, scale).cpu()
+        per_head[layer] = head_retrieval(q, k, scale).cpu()
         progress.step("retrieval", layer, shape[0])
         return causal(q, k, v, scale)
 
     run(model, torch.cat((ids, ids)), attend, torch.zeros(1, dtype=torch.int64, device=ids.device))
-    return found
+    return per_head

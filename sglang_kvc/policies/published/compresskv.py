@@ -49,5 +49,5 @@ class CompressKV(Scorer):
         scores = ops.pool_scores(evidence.attention_scores(), self.pool, "mean")
         retrieval = evidence.calibration["head_retrieval"]  # [L, H]
         chosen = retrieval.topk(min(self.heads, retrieval.shape[1]), dim=-1).indices
-        mine = torch.zeros_like(retrieval).scatter_(1, chosen, 1.0)
-        return (scores * mine.unsqueeze(-1)).sum(2, keepdim=True).expand_as(scores)
+        is_chosen = torch.zeros_like(retrieval).scatter_(1, chosen, 1.0)
+        return (scores * is_chosen.unsqueeze(-1)).sum(2, keepdim=True).expand_as(scores)
