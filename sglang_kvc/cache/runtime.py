@@ -364,8 +364,8 @@ class Runtime:
             self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
 
     def harvest(self, step: int) -> None:
-        """Enter the page counts of compactions that ran before forward `step`. The CPU has processed the results of all
-        earlier forwards.
+        """Enter the page counts of compactions up to those at the start of forward `step`, whose results the CPU has
+        processed.
 
         Counts of blocks that were freed in the meantime are dropped: their generation has moved on.
         """

@@ -25,12 +25,13 @@ def offered(config: KvcConfig) -> tuple[str, ...]:
     """Levels that requests to this server may ask for. `one_shot.PREFIX` stands for all budgets."""
     packs = POLICIES[config.policy].keeps_all and FORMATS[config.high].packed and not config.window
     whole = [one_shot.PREFIX] if config.allow_one_shot and packs else []
-    named = [*config.levels, *([config.high] if config.floor else [])]  # with a floor, `high` is a promise of its own
+    # With a floor, blocks of a request that names `high` keep it.
+    named = [*config.levels, *([config.high] if config.floor else [])]
     return (*([LOSSLESS] if config.allow_lossless else []), *whole, *named)
 
 
 def asks(custom_params: Any) -> bool:
-    """Whether a request gives a level, or anything that is not an object."""
+    """Whether a request gives a level, or custom parameters that are not an object."""
     if isinstance(custom_params, dict):
         return custom_params.get(PARAMETER) is not None
     return custom_params is not None
@@ -72,17 +73,18 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
 
 
 def is_one_shot(level: Any) -> bool:
-    """Whether a level asks, well or badly, for a budget of the whole prompt."""
+    """Whether a level asks, correctly or not, for a budget of the whole prompt."""
     return isinstance(level, str) and level.strip().lower().startswith(one_shot.PREFIX)
 
 
 def level(req: Any) -> str | None:
-    """The level that SGLang's request asked for; None for a request that never passed its queue."""
+    """The level that SGLang's request asked for; None for a request that never entered SGLang's queue."""
     return getattr(req, "kvc_level", None)
 
 
 def salted(req: Any) -> bool:
-    """Whether SGLang's request brought a `cache_salt` or `extra_key`; SGLang appends the id of its LoRA adapter."""
+    """Whether SGLang's request has a `cache_salt` or `extra_key`, to which SGLang appends the id of its LoRA
+    adapter."""
     return (req.extra_key or "") != (req.lora_id or "")
 
 

@@ -1,5 +1,5 @@
-"""Warnings of a server's start: arguments and environment variables that have no effect, and a policy that lets one
-request decide what others read."""
+"""Warnings at a server's start: arguments and environment variables without effect, and a policy that lets one request
+decide what others read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HICACHE_IGNORED = {
 
 
 def trust_warning(config: KvcConfig) -> str | None:
-    """A sentence if requests read blocks whose content another request's attention scores decided, else None."""
+    """A sentence if requests read blocks whose content depends on another request's attention scores, else None."""
     if config.trust != ALL or make_policy(config).scope != SEQUENCE:
         return None
     return (

@@ -1,8 +1,8 @@
 """Server arguments that cannot be served with the compressed cache, as a table. `conflicts` has the combinations of
 arguments, `unsupported_models` the models.
 
-A refusal is one sentence: what, why, and what to do instead. It is raised before anything starts if the arguments or
-the model's config file show it.
+A refusal is one sentence: what, why, and what to do instead. If the arguments or the model's config file show the
+problem, it is raised before anything starts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
 _WHOLE = "a rank must hold all blocks of a sequence"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
-# That keep any bytes, and use of a host pool only what `adapter/staging_pool.py` has.
+# Backends that store arbitrary bytes and need no more of a host pool than `adapter/staging_pool.py` has.
 STORAGE_BACKENDS = ("file", "mooncake", "hf3fs", "nixl", "seaweedfs", "dynamic")
 PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's prefill CUDA graph backends that can be served
 
@@ -198,7 +198,7 @@ def _prefill_graph(graph_config: Any) -> str | None:
 
 
 def check_capability(capability: tuple[int, int]) -> None:
-    """Refuse GPUs that lack the instructions of packing. Called in a scheduler process, which has its GPU."""
+    """Refuse GPUs that lack the instructions for packing. Called in a scheduler process, which has a GPU."""
     if capability < MIN_CAPABILITY:
         at_least = ".".join(map(str, MIN_CAPABILITY))
         raise ConfigError(
@@ -209,7 +209,7 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def check_pool_sizing(after_capture: bool) -> None:
-    """Refuse SGLang's plan to size the pool after it has captured CUDA graphs. It may be the default of a model."""
+    """Refuse SGLang's option to size the pool after capturing CUDA graphs, which may be a model's default."""
     if after_capture:
         raise ConfigError(
             f"{AFTER_CAPTURE}=1 cannot be served with --kv-backend kvc, because the page pool is sized before CUDA "

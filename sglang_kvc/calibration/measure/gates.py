@@ -27,14 +27,14 @@ from .capture import CalibrateError, run
 from .command import load
 from .queries import rotary_frequencies, unrotate
 
-PIECE, END = 1024, 128  # tokens of a piece, and those at its end that too few queries follow
-LEAST = 1e-6  # smaller attention counts as this much
+PIECE, END = 1024, 128  # tokens of a piece, and tokens at its end that are left out because too few queries follow
+LEAST = 1e-6  # lower bound of attention, for its logarithm
 BATCH, RATE = 256, 3e-3
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokens with what they are worth: `rows` fp16 `[L * H, n, 2D]`, `targets` fp32 `[L * H, n]`."""
+    """Training examples: `rows` fp16 `[L * H, n, 2D]`, `targets` fp32 `[L * H, n]`."""
 
     rows: torch.Tensor
     targets: torch.Tensor
@@ -67,7 +67,8 @@ def collect(model: torch.nn.Module, ids: torch.Tensor, frequencies: torch.Tensor
 def train(examples: Examples, hidden: int, steps: int) -> tuple[torch.Tensor, ...]:
     """Weights, biases, output weights and output biases of L * H gates of `hidden` units: arguments of `gate_scores`.
 
-    Adam on a smooth L1 loss. Features are standardized for the training, and the weights take that back.
+    Adam on a smooth L1 loss. Features are standardized for the training; the returned weights apply to the original
+    features.
     """
     heads, n, width = examples.rows.shape
     generator = torch.Generator().manual_seed(0)
@@ -131,7 +132,8 @@ def gates(
 
 
 def add_tensors(path: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Write `tensors` into the calibration file at `path`, which keeps its others and its findings; made if absent."""
+    """Write `tensors` into the calibration file at `path`, which keeps its other tensors and its findings. A missing
+    file is created."""
     present: dict[str, torch.Tensor] = {}
     metadata = None
     if Path(path).exists():

@@ -23,9 +23,9 @@ from .queries import QueryStatistics, rotary_frequencies, same_before_rotation, 
 from .thresholds import Prompt, ThresholdResult
 
 BLOCK = 128
-MAX_SCORED = 1024  # predictions that are compared; their logits are in memory twice
+MAX_SCORED = 1024  # number of compared predictions; their logits are in memory twice
 MIN_BLOCKS = 4
-REPEATED = 512  # tokens of the text that are read twice, to see which heads find what they have read
+REPEATED = 512  # tokens of the text that are read twice, to find the retrieval heads
 
 
 @dataclass
@@ -52,14 +52,14 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         tensors = {name: x.contiguous() for name, x in self.tensors.items()}
-        # Not `save_file`: only its user can read the file, and a server may run as another user.
+        # Not `save_file`, whose file only its owner can read: a server may run as another user.
         Path(path).write_bytes(save(tensors, metadata=self.findings().metadata()))
 
 
 def calibrate(
     model: torch.nn.Module, ids: torch.Tensor, *, block: int = BLOCK, progress: Progress | None = None
 ) -> Calibration:
-    """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError for a text too short.
+    """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError if the text is too short.
 
     Peak memory beside the model: the text's K and V, one layer's attention, and the logits of `MAX_SCORED` tokens.
     """
