@@ -155,8 +155,8 @@ def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
     """Refuse the memory saver if memory cannot be released, or if names of records depend on it."""
     if on and cpu:
         raise ConfigError(
-            "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases memory of a GPU "
-            "alone; drop it, or use --device cuda."
+            "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases only GPU "
+            "memory; drop it, or use --device cuda."
         )
     if on and config.behind_host:
         raise ConfigError(

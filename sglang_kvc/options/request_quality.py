@@ -54,8 +54,8 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
         if one_shot.PREFIX not in offered:
             raise ValueError(
                 f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which this server does not offer, because it '
-                f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and no "
-                f"--kvc-allow-one-shot false; leave it out for what the server was started with."
+                f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and "
+                f"--kvc-allow-one-shot true; leave it out for the server's default."
             )
         return str(one_shot.Budget.parse(level))
     if isinstance(level, str) and level in offered:
@@ -67,8 +67,8 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
     choices = [written.get(name, f'"{name}"') for name in (*offered, *([default] if default else []))]
     give = f"give {', '.join(choices)}, or " if choices else ""
     raise ValueError(
-        f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}leave it out for what the server '
-        f"was started with."
+        f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}leave it out for the '
+        f"server's default."
     )
 
 

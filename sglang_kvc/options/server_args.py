@@ -280,7 +280,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_disk_size: A[
         str | None,
         _option(
-            "Most bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of what is free or holds its "
+            "Maximum bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of what is free or holds its "
             "files at start."
         ),
         NS("memory"),

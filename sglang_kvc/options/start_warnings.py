@@ -44,7 +44,7 @@ def ignored_warnings(args: Any, *, cpu: bool) -> list[str]:
             "--hicache-storage-prefetch-policy is ignored: a prompt waits for its blocks that are being read."
         )
     if args.enable_torch_compile and cpu:
-        warnings.append("--enable-torch-compile is ignored on a CPU: SGLang compiles for kernels of its own CPU build.")
+        warnings.append("--enable-torch-compile is ignored on a CPU: SGLang would compile for its own CPU kernels.")
     if args.enable_return_indexer_topk:
         warnings.append("--enable-return-indexer-topk is ignored: models with an indexer are not served.")
     return warnings
