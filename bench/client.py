@@ -85,7 +85,7 @@ class Client:
     ) -> dict[str, Any]:
         """`input_from`: also the log-probabilities of the prompt's tokens from this position on.
 
-        Asking for those of cached tokens makes the server compute them anew: it shortens the prefix hit.
+        Log-probabilities of cached tokens make the server compute these tokens again, which shortens the prefix hit.
         """
         body: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
         body["sampling_params"] = {
@@ -117,7 +117,7 @@ class Client:
         parallel: int = 8,
         **options: Any,
     ) -> list[Answer]:
-        """All prompts, `parallel` at a time, answers in order."""
+        """Answers to all prompts in order, `parallel` requests at a time."""
         with ThreadPoolExecutor(parallel) as pool:
             return list(pool.map(lambda p: self.generate(p, max_new_tokens, **options), prompts))
 
@@ -160,7 +160,7 @@ class Client:
         return requests.post(self.url + path, json=body or {}, timeout=TIMEOUT)
 
     def flush(self, wait: float = 60) -> None:
-        """Empty the cache; waits until nothing is running, and fails where that never happens."""
+        """Empty the cache. Waits until nothing is running, and fails if that takes too long."""
         response = requests.post(self.url + "/flush_cache", params={"timeout": wait}, timeout=wait + 30)
         if response.status_code != 200:
             raise RequestRefused(response.status_code, response.text)
@@ -171,16 +171,17 @@ class Client:
         return response.json()
 
     def stats(self) -> dict[str, Any]:
-        """The cache's own account of itself (`KvcStats`); empty on a server without it."""
+        """The cache's statistics (`KvcStats`); empty on a server without it."""
         return self.kvc_info().get("stats") or {}
 
     def kvc_info(self) -> dict[str, Any]:
-        """All that the cache says: its configuration, its account, the map of heads."""
+        """The server's `kvc` state: configuration, statistics, head map."""
         states = self.server_info().get("internal_states") or [{}]
         return states[0].get("kvc") or {}
 
     def when_idle(self, seconds: float = 30) -> dict[str, Any]:
-        """The cache's account once two looks in a row agree: blocks are compacted behind the last answer."""
+        """The cache's statistics once two readings in a row agree, because blocks are still compacted after the last
+        answer."""
         last, until = None, time.monotonic() + seconds
         while time.monotonic() < until:
             now = self.stats()

@@ -1,9 +1,9 @@
-"""What every measurement shares: start and stop a server, find the model, write a result file.
+"""Helpers of all measurements: start and stop a server, find the model, write a result file.
 
     with Server(kvc("k4v4", block=64)) as server:
         answer = server.client.generate(ids, max_new_tokens=32)
 
-A result file says what was run, on which commit and device, and when; `bench/scoreboard.py` collects them.
+A result file records the command, commit, device and date; `bench/scoreboard.py` collects the files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PortTakenError(ServerError):
 
 
 def demo_model() -> Path | None:
-    """The folder of the demo model, None where it has not been made (see `python -m sglang_kvc.demo.model`)."""
+    """The folder of the demo model, None if it does not exist (see `python -m sglang_kvc.demo.model`)."""
     from sglang_kvc.demo import model as demo
 
     return demo.model_dir() if demo.ready() else None
@@ -66,12 +66,12 @@ def default_attention() -> str:
 
 # ---- arguments of a server
 
-# Graphs for the few requests that the checks run at a time, and no part of SGLang that some CUDA machines lack.
+# CUDA graphs for a few requests at a time, and no part of SGLang that some CUDA machines lack.
 ON_GPU = "--sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.85 --cuda-graph-max-bs-decode 8"
 
 
 def stock(*extra: str) -> list[str]:
-    """SGLang's own cache; on a CPU the reference is its plain torch attention."""
+    """Options for SGLang's own cache; on a CPU with its plain torch attention."""
     args = ["--kv-backend", "default"]
     if not has_gpu():
         args += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
@@ -88,7 +88,8 @@ def kvc_settings(name: str) -> dict[str, str]:
 
 
 def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = "512MiB") -> list[str]:
-    """The compressed cache, of the format or policy `name` (`kvc_settings`); no `memory`: what `extra` says."""
+    """Options for the compressed cache with the format or policy `name` (`kvc_settings`). Without `memory`, `extra`
+    decides."""
     args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), *(["--kvc-memory", memory] if memory else [])]
     for option, value in kvc_settings(name).items():
         args += ["--kvc-" + option.replace("_", "-"), value]
@@ -96,10 +97,9 @@ def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = 
 
 
 def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]:
-    """`stock` with pages as large as a block, so that both hit at the same borders; else as `kvc`.
+    """Options for `stock` with pages as large as a block, so that both hit at the same boundaries; otherwise as `kvc`.
 
-    On a GPU with `ON_GPU`, and stock with its default attention or what KVC_STOCK_ATTENTION says; `extra` may say
-    otherwise.
+    On a GPU, `ON_GPU` is added, and stock uses its default attention or KVC_STOCK_ATTENTION. `extra` overrides both.
     """
     if has_gpu():
         attention = ["--attention-backend", os.environ.get("KVC_STOCK_ATTENTION") or default_attention()]
@@ -137,17 +137,17 @@ class Server:
         self.log = Path(tempfile.mkdtemp(prefix="kvc-server-")) / "server.log"
         self.process: subprocess.Popen | None = None
         self.guard: Guard | None = None
-        self.started = 0  # lines of the log that no error is looked for in
+        self.started = 0  # log lines that `errors` skips
         self.seconds_to_start = 0.0
 
     def _listen_at(self, port: int | None) -> None:
-        """At `port`, or at any that is free; between its ranks at another one."""
+        """Choose `port` or a free port, and another one for communication between ranks."""
         free = ports.free_ports(2)
         self.port = port or free[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = Client(self.url)
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        # Else SGLang takes one of those that any connection may get.
+        # Otherwise SGLang takes an ephemeral port.
         if not any(x.split("=")[0] == "--nccl-port" for x in self.args):
             where += ["--nccl-port", str(free[1])]
         arguments = [*self.args, "--model-path", self.model, *where]
@@ -184,7 +184,7 @@ class Server:
         began = time.monotonic()
         try:
             while not self._healthy():
-                # Where the port is another's, SGLang's ranks live on behind an HTTP server that has ended.
+                # If another process has the port, SGLang's ranks outlive the HTTP server.
                 if any(ports.TAKEN in x.lower() for x in self._lines()):
                     raise PortTakenError(f"another process took a port of the server's:\n{self.tail()}")
                 if not self.alive:
@@ -210,7 +210,7 @@ class Server:
         return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
-        """End it at once, from any thread; whoever waits for an answer gets an error."""
+        """End the server at once, from any thread; pending requests get an error."""
         if (process := self.process) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -243,16 +243,16 @@ class Server:
         """Lines of the log that a healthy server never writes."""
         bad = ("Traceback (most recent call last)", "memory leak", "Error:", "Scheduler hit an exception")
         lines = self._lines()[self.started :]
-        # The HTTP server writes a line for each request that it refuses, which is its job.
+        # The HTTP server writes a line for each request that it refuses, which is expected.
         return [x for x in lines if any(b in x for b in bad) and "[http_server] Error" not in x]
 
 
 def _quiet_environment() -> dict[str, str]:
     return {
-        # One thread unless the caller says more: on a shared machine two spin on each other's barriers.
+        # One thread by default: on a shared machine several threads spin at each other's barriers.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
-        # Else every look at /health generates a token, and the cache is never at rest.
+        # Otherwise every request to /health generates a token, and the cache never becomes idle.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "HF_HUB_OFFLINE": "1",
     }
@@ -265,7 +265,7 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
 def device_name() -> str:
-    """The accelerator, else the processor and how many cores this process may use."""
+    """The accelerator, or the processor and the number of cores that this process may use."""
     import torch
 
     if torch.cuda.is_available():
@@ -286,9 +286,9 @@ class Score(NamedTuple):
 
     value: float
     unit: str
-    baseline: str = ""  # what it is compared with, as it was configured; empty where it is no comparison
-    n: int = 1  # runs (requests, where one run times many) that `value` is the median of
-    low: float | None = None  # the least and the most that these runs allow
+    baseline: str = ""  # the baseline and its configuration; empty if there is none
+    n: int = 1  # number of runs (or requests, if one run times many) of which `value` is the median
+    low: float | None = None  # lower and upper limit of `value` over these runs
     high: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -299,13 +299,13 @@ COMMIT_AT_START = commit()
 
 
 def measured_commit() -> str:
-    """The commit; both, where the code changed while it was measured: late servers ran the later one."""
+    """The commit; both commits if the code changed during the measurement, because late servers ran the later one."""
     now = commit()
     return now if now == COMMIT_AT_START else f"{COMMIT_AT_START}..{now}"
 
 
 def command_line() -> str:
-    """How this measurement was started, as one would type it at the repository root."""
+    """The command line of this measurement, as typed at the repository root."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     name = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
@@ -322,7 +322,7 @@ def write_result(
 ) -> Path:
     """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> fields of a `Score`.
 
-    `quiet` for what is not the last word: a long run writes what it has after every part. `path`: another file.
+    `quiet`: for intermediate results, which a long run writes after every part. `path`: another file.
     """
     path = (path or RESULTS / f"{name}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +335,7 @@ def write_result(
         "scores": {name: Score(*score).to_dict() for name, score in (scores or {}).items()},
         "numbers": numbers,
     }
-    # At once: a run that is cut off must not leave half a file, nor two that write to it in turns.
+    # Atomically: an interrupted run must not leave half a file, nor may two runs mix their writes.
     temporary = path.with_suffix(f".{os.getpid()}.part")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     temporary.replace(path)

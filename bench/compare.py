@@ -1,4 +1,4 @@
-"""How two answers to one prompt differ: where they part, by how little, and how far the distributions are."""
+"""Comparison of two answers to one prompt: first difference, its margin, and the distance of the distributions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from bench.client import Answer
 
-TIE = 0.05  # nats: two candidates this close are a coin toss that rounding decides
+TIE = 0.05  # nats; between two candidates this close, rounding decides
 
 
 @dataclass(frozen=True)
 class Match:
-    """`a` is the reference. `equal`: tokens before the first difference; behind it nothing compares."""
+    """`a` is the reference. `equal`: tokens before the first difference; later tokens are not comparable."""
 
     equal: int
     total: int
@@ -41,8 +41,7 @@ class Match:
 def match(a: Answer, b: Answer) -> Match:
     """Compare two greedy answers. Both need `top` log-probabilities, else a difference cannot be judged.
 
-    A candidate that is not among the best of a run is further away than the best are from each other; the gap
-    is then infinite.
+    If a candidate is not among the best of a run, the gap is infinite.
     """
     total, drift = max(len(a.ids), len(b.ids)), 0.0
     for i, (x, y) in enumerate(zip(a.ids, b.ids)):
@@ -66,8 +65,8 @@ def agreement(a: Iterable[int], b: Iterable[int]) -> float:
 def kl_top(reference: list[dict[int, float]], other: list[dict[int, float]]) -> list[float]:
     """KL(reference || other) of each position in nats, from the best candidates of both.
 
-    The candidates that both list are compared one by one and all others lumped into one, which makes it a
-    lower bound of the true divergence (it cannot grow by merging outcomes); with the ten best it is close.
+    Candidates that both list are compared one by one, and all others as one. Merging outcomes cannot increase the
+    divergence, so this is a lower bound; with the ten best candidates it is close.
     """
     return [_kl(p, q) for p, q in zip(reference, other)]
 

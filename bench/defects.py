@@ -1,4 +1,4 @@
-"""How many defects the tests know of and the code still has: tests marked `xfail`, which fail once one is fixed.
+"""Number of known open defects: tests marked `xfail`, which fail once the defect is fixed.
 
     python -m bench.defects
 """

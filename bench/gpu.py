@@ -1,17 +1,17 @@
-"""Everything that has to run on a GPU, each step within its time, on all GPUs that there are.
+"""All measurements and tests for a GPU, each step with a time limit, on all GPUs of the machine.
 
     python -m bench.gpu [--only tests,decode,..] [--model DIR [--load-format dummy]]
-    python -m bench.gpu --list        # steps, the seconds that each may take, and their commands
+    python -m bench.gpu --list        # steps, their time limits in seconds, and their commands
 
-First servers whose host's time counts, one after the other and nothing beside them. Then the rest of what is timed,
-each GPU with a step of its own; then what is only right or wrong, so that its compilers do not stand in a timed step's
-way. Last the sanitizer, on all GPUs.
+Steps in which host time counts run first, one after the other and alone. The other timed steps follow, one per GPU.
+Steps that only pass or fail come next, so that their compilers do not disturb timed steps. The sanitizer runs last, on
+all GPUs.
 
-The steps leave their result files under bench/results as they do alone. What a step printed is in `--logs`; here stands
-only how it ended. `serving`, `long_answers`, `rates`, `agents` and `first_token` need a model of some size (`--model`);
-those that serve the demo model are `served`, `kits`, `cold_warm`, `page_hash`, `round_trips` and `devices`.
-It is found in SGLANG_KVC_CACHE, where the machine has no network: copy there the folder that
-`python -m sglang_kvc.demo.model` prints. `--data` also adds the tool calls to `round_trips`.
+The steps write their result files to bench/results. A step's output is in `--logs`; this command prints only how it
+ended. `serving`, `long_answers`, `rates`, `agents` and `first_token` need a model of some size (`--model`); `served`,
+`kits`, `cold_warm`, `page_hash`, `round_trips` and `devices` use the demo model. On a machine without a network, copy
+the folder that `python -m sglang_kvc.demo.model` prints into SGLANG_KVC_CACHE. `--data` also adds the tool calls to
+`round_trips`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pathlib import Path
 from bench.common import ROOT
 
 PYTHON = [sys.executable, "-m"]
-ALONE, TIMED, RIGHT, WHOLE = range(4)  # kinds of steps, in their order
+ALONE, TIMED, RIGHT, WHOLE = range(4)  # kinds of steps, in the order in which they run
 # FlashAttention 3 is SGLang's default there; with pages of 128 tokens it is faster over fp8. Other cards have no FA3.
 STOCK_ON_HOPPER = "fa3,fa3:128"
-STOP_SECONDS = 60  # for a step that is out of time to stop its servers
+STOP_SECONDS = 60  # time for an interrupted step to stop its servers
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def steps(args: argparse.Namespace) -> list[Step]:
 
 
 def run(step: Step, gpus: str, logs: Path) -> bool:
-    """Whether it ended well; says how. One that is out of time is interrupted, so that it stops its servers."""
+    """Run a step, print how it ended, and return whether it passed. A step over its limit is interrupted, so that it
+    stops its servers."""
     began, log = time.monotonic(), logs / f"{step.name}.log"
     where = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
     with open(log, "w") as out:
@@ -103,8 +104,8 @@ def run(step: Step, gpus: str, logs: Path) -> bool:
 
 
 def run_all(chosen: list[Step], gpus: list[str], logs: Path) -> int:
-    """How many failed. A kind begins when the one before has ended."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: steps would ignore it, too
+    """Run all steps; returns the number of failed ones. A kind begins when the one before has ended."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # steps would inherit it from a background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
     free: queue.Queue[str] = queue.Queue()
     for gpu in gpus:

@@ -1,7 +1,7 @@
-"""Ends a server when the process that started it is gone, however that went: interrupted, killed, or out of memory.
+"""Ends a server when the process that started it is gone, whether interrupted, killed, or out of memory.
 
-A server has a session of its own, so no signal of a terminal reaches it. The guard is a process that holds the reading
-end of a pipe. The writing end is the starter's alone and closes with it.
+A server has its own session, so signals from a terminal do not reach it. The guard is a process that holds the reading
+end of a pipe. Only the starter has the writing end, which closes when the starter ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if group and sys.stdin.readline() == "":
 
 
 class Guard:
-    """To be made before the process group that it watches, so that nothing is ever unwatched."""
+    """A watch on a process group. Create it before the group, so that the group is never unwatched."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -36,7 +36,7 @@ class Guard:
         self._say(str(group))
 
     def release(self) -> None:
-        """The group has ended."""
+        """End the watch, because the group has ended."""
         self._say("ended")
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -1,7 +1,7 @@
-"""TCP ports of this machine for the servers that are measured.
+"""Free TCP ports for the measured servers.
 
-A server is told its ports long before it listens. The system gives ports from `ip_local_port_range` (32768 and up on
-Linux) to any outgoing connection in between, so these are from below it.
+A server is told its ports long before it listens. In the meantime the system may give ports from `ip_local_port_range`
+(32768 and up on Linux) to outgoing connections, so these ports are below that range.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import socket
 
-RANGE = range(10000, 21000)  # `bench.quality.policies` counts up from behind them
-TAKEN = "address already in use"  # so in uvicorn's message, torch's and zmq's, in some case of letters
+RANGE = range(10000, 21000)  # `bench.quality.policies` counts up from the end of this range
+TAKEN = "address already in use"  # in the messages of uvicorn, torch and zmq; case varies
 
 
 def are_free(*ports: int) -> bool:
@@ -24,7 +24,7 @@ def are_free(*ports: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nothing has bound, any of `RANGE`: processes that ask at once get others.
+    """Distinct unbound ports, random from `RANGE`, so that concurrent callers get different ones.
 
     Raises:
         OSError: fewer than `count` are free.

@@ -1,7 +1,7 @@
-"""Real prompts that are on any machine: questions, dialogues, shared prefixes, long prose and code.
+"""Prompts from text that every machine has: questions, dialogues, shared prefixes, long prose and code.
 
 All text comes from the Python standard library (the language reference in `pydoc_data.topics`, and modules'
-sources), so a prompt is the same wherever the Python version is; `digest` goes into the results to tell.
+sources), so prompts are equal for equal Python versions; results record their `digest`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def chapter(name: str) -> str:
 
 @lru_cache
 def prose() -> str:
-    """All of the reference: some 100,000 words of English."""
+    """The whole reference: about 100,000 words of English."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))

@@ -1,4 +1,4 @@
-"""The SGLang release that is served, and how many of its server options are refused.
+"""The supported SGLang release, and the number of its refused server options.
 
     python -m bench.refused
 """

@@ -1,6 +1,6 @@
-"""Which code was measured, on which card, and where figures go.
+"""The measured commit, the card, and the folder of result files.
 
-Of the standard library alone: some harnesses run where the package is not installed.
+Uses only the standard library, because some harnesses run without the package.
 """
 
 from __future__ import annotations

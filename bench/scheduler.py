@@ -46,7 +46,7 @@ def _mix(orig, batch, running_batch):
 
 @contextlib.contextmanager
 def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = False):
-    """Within: SGLang has the options of such a server, and our hooks stand around what is not the scheduler's own.
+    """Context in which SGLang has the options of such a server, and our hooks are applied outside the scheduler itself.
 
     runtime: None for a stock server, which has no hooks.
     """
@@ -69,7 +69,7 @@ def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = Fa
 
 
 class Absent:
-    """A part of the scheduler that is not there: everything of it is itself, false and empty."""
+    """Stand-in for an absent part of the scheduler: each attribute is the stand-in itself, which is false and empty."""
 
     def __getattr__(self, name):
         return self
@@ -84,7 +84,7 @@ class Absent:
 
 
 class ModelFreeScheduler(Scheduler):
-    """A server of `rows` requests at a time, to be used within `configured`. Subclasses bring `run_batch`."""
+    """A server for up to `rows` requests at a time, to be used inside `configured`. Subclasses define `run_batch`."""
 
     def __init__(self, pool, allocator, tree, *, rows: int, page_size: int, chunk: int | None = None):
         self.req_to_token_pool, self.token_to_kv_pool_allocator, self.tree_cache = pool, allocator, tree

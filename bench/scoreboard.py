@@ -3,13 +3,14 @@
     python -m bench.scoreboard [--check]
 
 Reads `scores` of every JSON under bench/results and writes bench/results/scoreboard.json: name -> value, unit,
-baseline, n, low, high, commands, commit, device, date, file. Figures that depend on the card have a name for each: the
-bare one is the H200's, `e2e.vs_bf16_h100` the H100's. Of several measurements of one on one card the latest counts.
+baseline, n, low, high, commands, commit, device, date, file. Figures that depend on the card have one name per card:
+the plain name is for the H200, `e2e.vs_bf16_h100` for the H100. If a figure was measured several times on one card, the
+latest counts.
 
 Renders the tables of docs/benchmarks.md between its `<!-- scoreboard -->` marks, the tables of `bench.quality.report`,
 and single figures in README and docs: `<!--= NAME -->1.92x<!--/-->` is the figure NAME, and with a file below
 bench/results, a path in it and a format `<!--= e2e/serving_h100 numbers/bf16.c64/output_tok_s .0f -->1374<!--/-->`.
-`--check` only says whether all of them are up to date.
+`--check` only reports whether they are up to date.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OUT = RESULTS / "scoreboard.json"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = "<!-- scoreboard -->"
 FIGURE = re.compile(r"<!--= (?P<name>\S+)(?: (?P<path>\S+) (?P<format>\S+))? -->.*?<!--/-->", re.DOTALL)
-# The same figure under the name that a preset gives it.
+# Names of the same figure under a preset.
 ALIASES = {
     f"quality.{preset}.ratio_4k": f"serve.ratio_4k.{cell}"
     for preset, cell in (("safe", "k8v4"), ("balanced", "k4v4"), ("max", "max"))
@@ -65,7 +66,7 @@ def board_row(score: dict, record: dict, file: Path) -> dict:
 
 
 def commands(record: dict) -> list[str]:
-    """How the runs of a file were started: each server's own command where its row has one."""
+    """The commands of a file's runs: each server's own command if its row has one."""
     numbers = record.get("numbers", {})
     rows = [row for row in numbers.values() if isinstance(row, dict)] if isinstance(numbers, dict) else []
     return list(dict.fromkeys(row["command"] for row in rows if {"options", "command"} <= row.keys())) or [
@@ -91,7 +92,7 @@ def _presets_of(results: Path) -> dict[str, dict]:
 
 
 def _formats_of(results: Path) -> dict[str, dict]:
-    """How much farther from 16 bits `k4v2` is than `k4v4`, of each calibrated model."""
+    """The ratio of `k4v2`'s KL to `k4v4`'s, for each calibrated model."""
     out: dict[str, dict] = {}
     for path in sorted((results / "calibrate").glob("*.json")):
         record = json.loads(path.read_text())
@@ -114,7 +115,7 @@ def render(page: str, board: dict[str, dict]) -> str:
 
 
 def figure(mark: re.Match, board: dict[str, dict]) -> str:
-    """What stands between the marks of one figure. In its path `~1` is a slash within a key, as in JSON pointers."""
+    """The text between the marks of one figure. In its path `~1` is a slash within a key, as in JSON pointers."""
     name, path = mark["name"], mark["path"]
     if path is None:
         if name not in board:
@@ -132,7 +133,7 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    from bench.quality import report  # which takes names from here
+    from bench.quality import report  # late import: it uses names of this module
 
     board = collect()
     fresh = {OUT: json.dumps(board, indent=1) + "\n"}

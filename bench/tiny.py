@@ -9,10 +9,10 @@ from bench import common
 
 
 def tiny_model(folder: Path, kv_heads: int = 2) -> Path:
-    """Writes it to `folder`: 3 layers, 4 query heads and up to 2 KV heads of 64.
+    """Write the model to `folder`: 3 layers, 4 query heads and up to 2 KV heads of 64.
 
-    The first KV head attends to few tokens, the other to all alike, so that a policy which looks at attention keeps
-    other numbers of them.
+    The first KV head attends to few tokens, the other to all tokens equally, so that a policy by attention keeps
+    different numbers of them.
     """
     import torch
     from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
@@ -33,7 +33,7 @@ def tiny_model(folder: Path, kv_heads: int = 2) -> Path:
 
 
 def tiny_qwen3(folder: Path) -> Path:
-    """Writes a Qwen 3 to `folder`: 3 layers, 4 query heads and 2 KV heads of 64. SGLang serves it with DP attention."""
+    """Write a Qwen 3 to `folder`: 3 layers, 4 query heads and 2 KV heads of 64. SGLang serves it with DP attention."""
     import torch
     from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -47,8 +47,8 @@ def tiny_qwen3(folder: Path) -> Path:
 
 
 def tiny_windowed(folder: Path, window: int = 100, *, head_dim: int = 64, like: Path | None = None) -> Path:
-    """Writes a Gemma 3 to `folder`: 4 layers, of which the third alone sees more than the last `window` tokens.
-    `like`: a model to take the vocabulary and tokenizer of, instead of the demo model."""
+    """Write a Gemma 3 to `folder`: 4 layers, of which only the third sees more than the last `window` tokens.
+    `like`: the model whose vocabulary and tokenizer are used; default: the demo model."""
     import torch
     from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -69,7 +69,7 @@ def tiny_windowed(folder: Path, window: int = 100, *, head_dim: int = 64, like: 
 
 
 def tiny_experts(folder: Path) -> Path:
-    """Writes a Qwen3 MoE to `folder`: 3 layers of 8 experts, of which a token takes 2."""
+    """Write a Qwen3 MoE to `folder`: 3 layers of 8 experts, 2 of which are active per token."""
     import torch
     from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

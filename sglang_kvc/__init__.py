@@ -1,8 +1,8 @@
 """A compressed, radix-shared KV cache for SGLang servers.
 
-* `errors.py`: `ConfigError`, and words of error messages.
+* `errors.py`: `ConfigError`, and helpers for error messages.
 * `calibration/`: calibration files and the fingerprint of a model; `measure/` is `sglang-kvc calibrate`.
-* `policies/`: compression policies; `scorers/` has one file per scorer, `published/` the systems of papers.
+* `policies/`: compression policies; `scorers/` has one file per scorer, `published/` has methods of papers.
 * `cache/`: CPU records of the compressed cache, and the runtime that owns them. Imports neither SGLang nor Triton.
 * `options/`: server options, their checks and refusals, request quality.
 * `engine/`: attention over the page store, and warm-up.
@@ -12,6 +12,6 @@
 * `demo/`: the demo model and its server.
 * `cli.py`: the `sglang-kvc` command.
 
-Imports go one way, from right to left (`tests/test_imports.py`):
-errors < calibration < policies < cache < options < calibration.measure < engine < stats < adapter < cpu < demo < cli
+A package imports only packages to its left (`tests/test_imports.py`): errors < calibration < policies < cache < options
+< calibration.measure < engine < stats < adapter < cpu < demo < cli
 """

@@ -1,4 +1,4 @@
-"""`ConfigError` and the words that error messages are made of."""
+"""`ConfigError`, and helpers for error messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The simulator's cache: chains of blocks in device memory and, behind it, in host memory.
+"""The simulator's cache: chains of blocks in device memory and in host memory.
 
-A chain is what a session has cached, or the tools that sessions share. It loses blocks from its end, as the leaves of a
-radix tree do; what leaves the device goes to the host where there is one.
+A chain holds the cached blocks of a session, or of the tool definitions that sessions share. It loses blocks from its
+end, like leaves of a radix tree. Blocks that leave the device go to the host, if there is one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 128  # tokens
 @dataclass(eq=False)
 class Chain:
     """Blocks `[0, device)` are on the device and `[device, stored)` in host memory. A session's chain counts from the
-    end of `parent`, the tools. Times in seconds, where nothing else is said."""
+    end of `parent`, the tool definitions. Times are in seconds unless stated otherwise."""
 
     parent: Chain | None = None
     device: int = 0
@@ -24,10 +24,10 @@ class Chain:
     locks: int = 0
     used: float = 0.0  # last start or end of a request
     ended: float = 0.0  # end of the last request, in forwards
-    waits_since: float | None = None  # arrival of the request that waits for its turn
+    waits_since: float | None = None  # arrival of the waiting request
     next_arrival: float = INFINITE
     hits: int = 0
-    dead: bool = False  # the session has ended, or goes on without these blocks
+    dead: bool = False  # the session has ended, or continues without these blocks
     pause: float = 0.0  # the session's typical pause in forwards, learned from its past
     children: dict[Chain, None] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Chain:
 
 @dataclass
 class Cache:
-    """`capacity` and `host_capacity` in blocks; `device` and `host` are in use."""
+    """`capacity` and `host_capacity`: blocks. `device` and `host`: blocks in use."""
 
     capacity: int
     host_capacity: int
@@ -58,7 +58,8 @@ class Cache:
                 c.locks -= 1
 
     def make_room(self, blocks: int, now: float) -> bool:
-        """Evict until `blocks` blocks are free; whether they are. Nothing is evicted where that would not do."""
+        """Evict until `blocks` blocks are free; returns whether they are. If eviction cannot free enough, nothing is
+        evicted."""
         missing = self.device + blocks - self.capacity
         if missing <= 0:
             return True
@@ -66,7 +67,7 @@ class Cache:
         if sum(c.device for c in victims) < missing:
             return False
         while missing > 0:
-            # What sessions share becomes a leaf when all that goes on from it has left.
+            # A shared chain becomes a leaf when all chains that continue it have left.
             leaves = [c for c in victims if c.device and not any(child.device for child in c.children)]
             for chain in sorted(leaves, key=lambda c: self.order.rank(c, now)):
                 gone = min(missing, chain.device)
@@ -101,8 +102,8 @@ class Cache:
             self.chains.pop(chain, None)
 
     def cut(self, chain: Chain, keep: int) -> None:
-        """The session goes on without what lies behind its first `keep` blocks. That stays until it is evicted, but
-        for a single block: the ragged end of every prompt."""
+        """The session continues without the blocks after its first `keep`. They stay until they are evicted, except a
+        single block, the ragged end of every prompt."""
         device, stored = min(chain.device, keep), min(chain.stored, keep)
         on_device, on_host = chain.device - device, chain.stored - chain.device - (stored - device)
         chain.device, chain.stored = device, stored
@@ -114,7 +115,7 @@ class Cache:
         self.chains[left] = None
 
     def extend(self, chain: Chain, blocks: int) -> None:
-        """Bring `chain`, which is locked, to `blocks` blocks on the device, for which there is room."""
+        """Extend the locked `chain` to `blocks` blocks on the device, which has room for them."""
         self.device += blocks - chain.device
         self.host -= chain.stored - chain.device
         chain.device = chain.stored = blocks

@@ -1,4 +1,4 @@
-"""What the simulator compares: orders of eviction, and orders in which waiting prompts are admitted."""
+"""The compared orders: of eviction, and of the admission of waiting prompts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 INFINITE = float("inf")
 
-# ---- eviction: the lowest rank first. All but `clairvoyant` look at the past alone.
+# ---- eviction: the lowest rank first. All orders but `clairvoyant` know only the past.
 
 
 class Order:
     """Least recently used first."""
 
-    told = False  # whether clients say whose prompt it is, and which one is the last
+    told = False  # whether clients name the session of a prompt and mark its last prompt
 
     def rank(self, c: Chain, now: float) -> Any:
         return c.used
@@ -31,7 +31,7 @@ class Lfu(Order):
 
 
 class Slru(Order):
-    """SGLang's `slru`: what was used once first."""
+    """SGLang's `slru`: blocks that were used once first."""
 
     def rank(self, c, now):
         return c.hits >= 2, c.used
@@ -45,19 +45,19 @@ class Mru(Order):
 
 
 class Waiting(Order):
-    """SGLang's `lru`, which also counts a waiting prompt as a use: chains of waiting prompts go last, the one that came
-    last first."""
+    """SGLang's `lru`, which also counts a waiting prompt as a use: chains of waiting prompts go last, the latest
+    arrival first."""
 
     def rank(self, c, now):
         return (0, c.used) if c.waits_since is None else (1, -c.waits_since)
 
 
 class Reuse(Order):
-    """The least chance to come back first.
+    """The session that is least likely to return first.
 
-    A session's pauses are exponential, with a rate that has a gamma prior: after a silence of s its rate of return is
-    proportional to 1 / (b + s), where b is `weight` times its typical pause. The order by that rate is the order of
-    `ended - b`, which time does not change. Chains of waiting prompts go last.
+    Pauses are modeled as exponential, with a gamma prior on the rate. After a pause of s the rate of return is
+    proportional to 1 / (b + s), where b is `weight` times the session's typical pause. The order by that rate is the
+    order of `ended - b`, which does not change with time. Chains of waiting prompts go last.
     """
 
     def __init__(self, weight: float = 1.0):
@@ -72,7 +72,7 @@ class Reuse(Order):
 
 
 class Told(Reuse):
-    """Like `Reuse`, where clients name the session of a prompt and say which one is its last."""
+    """Like `Reuse`, but clients name the session of a prompt and mark its last prompt."""
 
     told = True
 
@@ -95,7 +95,7 @@ ORDERS: dict[str, Order] = {
     "clairvoyant": Clairvoyant(),
 }
 
-# ---- admission: the prompt that is served next, of those that wait in the order of their arrival
+# ---- admission: the next prompt to serve, from the waiting prompts in order of arrival
 
 
 def fcfs(waiting: list[Turn], computed: int) -> Turn:
@@ -109,12 +109,13 @@ def lpm(waiting: list[Turn], computed: int) -> Turn:
 
 
 def hrrn(waiting: list[Turn], computed: int) -> Turn:
-    """SGLang's `hrrn`: the most tokens that were computed for others meanwhile, over its own tokens to compute."""
+    """SGLang's `hrrn`: the largest ratio of tokens computed for others during the wait to the prompt's own tokens to
+    compute."""
     return max(waiting, key=lambda turn: (computed - turn.computed_before) / max(1, turn.uncached()))
 
 
 def shortest(most: int) -> Callable[[list[Turn], int], Turn]:
-    """The fewest tokens to compute; but the first one when `most` later prompts have overtaken it."""
+    """The fewest tokens to compute, unless `most` later prompts have overtaken the first one."""
 
     def pick(waiting: list[Turn], computed: int) -> Turn:
         if waiting[0].overtaken >= most:

@@ -1,13 +1,13 @@
-"""Simulation of coding agents in a closed loop on one GPU: what share of their prompts comes from the cache, and how
-long they wait, by the order of eviction and the order of admission.
+"""Simulation of coding agents in a closed loop on one GPU: the share of prompt tokens from the cache, and waiting
+times, by eviction order and admission order.
 
     python -m bench.agents.simulate TRACES.json.gz        # the report half, to bench/results/agents/simulated.json
     ... --split tune --agents 24,48 --orders lru,reuse --queues fcfs,hrrn --no-write
 
-TRACES is described in `bench.agents.traces`. Each agent plays one session after the other, the first from somewhere in
-it. A prompt arrives when the session's recorded pause after its last answer is over. One prompt is prefilled at a time;
-decoding takes a fixed time per token beside it. Blocks of prompts that run are locked. What is counted begins behind a
-warm-up. Times and rates are a model's, not measured: compare rows with each other only.
+TRACES is described in `bench.agents.traces`. Each agent plays one session after the other and begins somewhere in the
+first one. A prompt arrives when the session's recorded pause after its last answer is over. One prompt is prefilled at
+a time; decoding takes a fixed time per token and runs in parallel. Blocks of running prompts are locked. Counting
+begins after a warm-up. Times and rates come from a model, not from measurements, so compare rows only with each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .orders import INFINITE, ORDERS, QUEUES, Order
 from .traces import Session, Step
 
 FORMATS = {"bf16": 131_072, "fp8": 65_536, "k4v4": 37_000}  # bytes per token: 32 layers, 8 KV heads, head_dim 128
-GAIN = 0.25  # weight of a session's last pause in its typical one
+GAIN = 0.25  # weight of a session's last pause in its typical pause
 PRIOR_GAIN = 0.002  # and in the typical pause of all sessions
 FIRST_PRIOR = 1000.0  # forwards
 CHUNK = 8192  # tokens of a prefill step
@@ -68,7 +68,7 @@ class Turn:
     agent: Agent
     step: Step
     arrived: float
-    computed_before: int  # tokens computed in total when it arrived
+    computed_before: int  # total computed tokens at its arrival
     counts: bool  # false for the first prompt of an agent, which begins in the middle of a session
     overtaken: int = 0
 
@@ -103,7 +103,7 @@ class Totals:
     prompt: int = 0  # tokens
     device: int = 0  # of them from device memory
     host: int = 0  # from host memory
-    again: int = 0  # computed though the session's last prompt had them
+    again: int = 0  # tokens computed although the session's last prompt had them
     sessions: int = 0  # ended
     first_token: list[float] = field(default_factory=list)  # seconds from arrival
 
@@ -157,7 +157,8 @@ class Simulation:
         return self.totals
 
     def count_forwards(self, now: float) -> None:
-        """Forwards are the clock of a session's pauses: all ranks of a server agree on it, unlike on the time."""
+        """Forwards are the clock of a session's pauses, because all ranks of a server agree on them but not on the
+        time."""
         step = CHUNK / self.machine.prefill_rate if self.computing else self.machine.token_time
         if self.running:
             self.forwards += (now - self.now) / step
@@ -175,14 +176,14 @@ class Simulation:
         self.serve(now)
 
     def learn(self, a: Agent, pause: float) -> None:
-        """A session's typical pause is a running mean of logarithms, which begins at that of all sessions."""
+        """Update a session's typical pause, a running mean of logarithms that begins at the mean of all sessions."""
         x = log(max(pause, 1.0))
         a.log_pause += GAIN * (x - a.log_pause)
         self.prior += PRIOR_GAIN * (x - self.prior)
         a.chain.pause = exp(a.log_pause)
 
     def serve(self, now: float) -> None:
-        """Begin the next prompt if none is computed and its memory can be had."""
+        """Begin the next prompt if none is being computed and its memory can be freed."""
         if self.computing or not self.waiting:
             return
         turn = self.pick(self.waiting, self.computed)

@@ -1,8 +1,8 @@
 """Recorded sessions of coding agents: the sizes of their prompts and answers, and the pauses between them.
 
-The file is gzipped JSON, `{"meta": .., "sessions": [{"id", "tools", "system", "steps"}, ..]}`. A step is a list of
-input tokens, tokens that it shares with the prompt before (a multiple of 64), output tokens, seconds between the last
-answer and this prompt, and seconds until the answer was there. No text is recorded. It was made from
+The file is gzipped JSON, `{"meta": .., "sessions": [{"id", "tools", "system", "steps"}, ..]}`. A step is a list of five
+numbers: input tokens, tokens shared with the previous prompt (a multiple of 64), output tokens, seconds between the
+last answer and this prompt, and seconds until the answer. No text is recorded. It was made from
 github.com/callanjfox/kv-cache-tester (Apache-2.0) and is not part of this repository.
 """
 
@@ -20,7 +20,8 @@ SPLITS = ("tune", "report")
 
 @dataclass(frozen=True)
 class Step:
-    """One prompt and its answer, in tokens. `shared`: first tokens of `prompt` that the prompt before had, too.
+    """One prompt and its answer, in tokens. `shared`: number of first tokens of `prompt` that are those of the previous
+    prompt.
     `pause`: seconds from the end of the last answer to the arrival of this prompt."""
 
     prompt: int
@@ -31,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Session:
-    """`tools`: first tokens, the descriptions of tools. Sessions with as many have the same ones."""
+    """`tools`: number of first tokens, which describe tools. Sessions with equal numbers have the same tools."""
 
     name: str
     tools: int
@@ -62,6 +63,6 @@ def _session(record: dict, pause: float) -> Session:
 
 
 def endless_share(sessions: Sequence[Session]) -> float:
-    """Share of all prompt tokens that the prompt before had, too: what a cache that forgets nothing finds."""
+    """Share of all prompt tokens that were in the previous prompt: the hit rate of a cache that never evicts."""
     steps = [step for s in sessions for step in s.steps]
     return sum(s.shared for s in steps) / sum(s.prompt for s in steps)

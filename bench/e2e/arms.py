@@ -1,8 +1,8 @@
-"""The servers that are compared: stock SGLang with each attention backend and KV dtype, and ours.
+"""The compared servers: stock SGLang with each attention backend and KV dtype, and ours.
 
-A stock server is named by its KV dtype, and by its attention backend where that is not the first of `--stock-backends`:
-`bf16`, `fp8_e4m3`, `bf16_flashinfer`, `fp8_e4m3_fa3_p128`. Whatever is compared with stock is compared with the fastest
-of the stock servers of that dtype in the same result file, and `described` says which one that was.
+A stock server is named by its KV dtype, and by its attention backend unless that is the first of `--stock-backends`:
+`bf16`, `fp8_e4m3`, `bf16_flashinfer`, `fp8_e4m3_fa3_p128`. The baseline is always the fastest stock server of a dtype
+in the same result file; `described` names it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def stock(server: str, backends: str, options: list[str]) -> dict[str, list[str]
 
 
 def chosen(servers: dict, only: str) -> dict:
-    """The `only` ones, names separated by commas; all of them where it is empty."""
+    """The servers named in `only`, separated by commas; all of them if it is empty."""
     wanted = [name for name in only.split(",") if name]
     if unknown := set(wanted) - set(servers):
         raise SystemExit(f"error: no server {', '.join(sorted(unknown))}; there are {', '.join(servers)}")
@@ -68,7 +68,7 @@ def servers_at(runs: dict[str, dict], point: str) -> list[str]:
 
 
 def described(options: list[str]) -> str:
-    """What a stock server was, from its options: `stock bf16, fa3, pages of 128 tokens`."""
+    """Description of a stock server from its options: `stock bf16, fa3, pages of 128 tokens`."""
     pairs = dict(pairwise(options))
     text = [f"stock {pairs.get('--kv-cache-dtype', BF16)}", pairs.get("--attention-backend", "default attention")]
     if (page_size := pairs.get("--page-size", "1")) != "1":

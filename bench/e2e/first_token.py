@@ -1,17 +1,17 @@
-"""How long a single request waits for its first token: computed, from the cache, and appended to what is cached.
+"""Time to first token of a single request: computed, from the cache, and appended to a cached prefix.
 
     python -m bench.e2e.first_token --model <folder> --load-format dummy        # on a GPU: stock bf16 and ours
     python -m bench.e2e.first_token --times 8                                   # CPU engine, a tiny model
     ... --stock-backends fa3,fa3:128,flashinfer     # stock servers with each; scores take the fastest of them
     ... --trace FOLDER      # also a torch trace of five cached requests of each server, and what it says in short
 
-One request at a time, of one new token, so that what is timed is the way from the client to the first token and back:
-at once behind the request before, and after `--pause` seconds in which the server has nothing to do. All servers run,
-and are asked in turns, the first one of a round last in the next; a round is a share of `--times`.
+One request of one new token runs at a time, either right after the previous one or after `--pause` idle seconds. All
+servers run at the same time and are asked in turns; the first server of a round is the last of the next. A round is a
+share of `--times`.
 
 Prompts are as long as prefill CUDA graphs: SGLang pads a prefill to the next size that it captured, so that 4101 tokens
-take it as long as 4608. `computed` has 4096 tokens, a size of stock's; `computed_padded` 4352, which is none.
-A cached prompt leaves 4 tokens behind its blocks to compute, an appended one 128. Random weights do.
+take it as long as 4608. `computed` has 4096 tokens, which is a captured size; `computed_padded` has 4352, which is not.
+A cached prompt leaves 4 tokens after its blocks to compute, an appended one 128. Random weights suffice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bench.e2e import arms, serving, small, trace
 
 NAME, SEED = "e2e/first_token", 7
 BLOCK = 128
-REST = 4  # tokens behind the last whole block of a cached prompt: what a cache of blocks has to compute again
+REST = 4  # tokens after the last whole block of a cached prompt, which a cache of blocks computes again
 APPENDED = BLOCK - REST  # with which a cache of blocks computes a block
 PADDED = 2 * BLOCK  # tokens more than `--input`, which no server has a graph for
 COMMON_IDS = range(1000, 40_000)

@@ -1,4 +1,4 @@
-"""The servers' measurements as pictures: bars of what a load took, or curves over the number of agents.
+"""Charts of server measurements: bars for one load, or curves over the number of agents.
 
     python -m bench.e2e.plot e2e/serving_h200 e2e/agents_h200
 """

@@ -1,4 +1,4 @@
-"""What the benches share that also run on the CPU engine: their options, and servers with a tiny model."""
+"""Helpers of benchmarks that also run on the CPU engine: options, and servers with a tiny model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.tiny import tiny_model
 
 
 def arguments(p: argparse.ArgumentParser, argv: list[str] | None, *, tokens: int, name: str) -> argparse.Namespace:
-    """What `p` knows and what all of them know, with `bench.e2e.serving`'s defaults for the rest."""
+    """Parse the options of `p` and the common ones, with `bench.e2e.serving`'s defaults for the rest."""
     p.add_argument("--tokens", type=int, default=tokens, help="bf16 tokens whose memory every server gets")
     p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
     p.add_argument("--stock-backends", default="", help=serving.BACKENDS_HELP)

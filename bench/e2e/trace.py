@@ -1,4 +1,4 @@
-"""What a torch trace says of the device and of the host's calls to it, in a few lines that outlive the trace.
+"""Summary of a torch trace: the device's kernels and the host's calls.
 
     python -m bench.e2e.trace FILE.trace.json.gz
 """
@@ -50,7 +50,7 @@ def profile(path: Path | str, most: int = 40) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The same to read."""
+    """The profile as text."""
     lines = [f"{'total ms':>10}{'count':>8}  kernel"]
     lines += [f"{k['total_ms']:10.3f}{k['count']:8}  {k['name'][:80]}" for k in found["kernels"]]
     lines += [f"{k['total_ms']:10.3f}{k['count']:8}  host: {k['name'][:74]}" for k in found["calls"]]

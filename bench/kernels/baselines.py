@@ -101,7 +101,7 @@ def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> floa
 
 
 def kernels(kv: str, *, quick: bool) -> dict:
-    """name -> (function, further arguments); with `quick` only the forms that were found fastest."""
+    """name -> (function, further arguments); with `quick` only the fastest variants."""
     runs = {f"fa3_page{p}": (fa3, (p,)) for p in (1, 64, 128)}
     runs |= {f"flashinfer_page{p}_tc": (flashinfer, (p, True)) for p in (1, 16)}
     if not quick:
@@ -114,7 +114,7 @@ def kernels(kv: str, *, quick: bool) -> dict:
 def measure(
     batch: int, tokens: int, dim: int, kv: str, bandwidth: float, *, quick: bool, library: str = ""
 ) -> list[dict]:
-    """Rows of all kernels of a `library` (default: of all) that run here; one that does not is named and left out."""
+    """Rows of all kernels of a `library` (default: all) that run here; others are named and left out."""
     rows = []
     size = batch * tokens * HEADS * dim * 2 * DTYPES[kv].itemsize
     for kernel, (fn, extra) in kernels(kv, quick=quick).items():

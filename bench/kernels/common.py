@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: device facts, timing, workloads, result files."""
+"""Helpers of the kernel benchmarks: device facts, timing, workloads, result files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device_facts() -> dict:
 
 
 class Results:
-    """A result file that grows: written anew after every row, so that a run that is cut off leaves what it found.
+    """A result file that is written again after every row, so that an interrupted run keeps its rows.
 
     `scores` (name -> fields of a `Score`) is what `bench/scoreboard.py` collects. Each card has a file of its own:
     `decode_targets.json` in the folder of results is `decode_targets_h200.json` there.
@@ -73,13 +73,13 @@ class Results:
 
 
 def command_line() -> str:
-    """How this measurement was started, as one would type it at the root of the repository."""
+    """The command line of this measurement, as typed at the repository root."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return " ".join(["python", *(["-m", spec.name] if spec else [sys.argv[0]]), *sys.argv[1:]])
 
 
 class Budget:
-    """Seconds that a run may take; points that come too late are left out, and named."""
+    """A time limit in seconds; points beyond it are left out and named."""
 
     def __init__(self, seconds: float):
         self.end, self.left_out = time.monotonic() + seconds, []
@@ -147,7 +147,8 @@ def copy_bandwidth() -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is stored and who asks. `ladder`: "k4v4" or "k8v4+k4v2" (one packed block format); `kept`: see `counts`."""
+    """The stored tokens and the requests. `ladder`: "k4v4" or "k8v4+k4v2" (one packed block format); `kept`: see
+    `counts`."""
 
     ladder: str
     kept: str = "full"
@@ -158,8 +159,8 @@ class Workload:
     heads: int = 8
     group: int = 4
     head_dim: int = 128
-    layers: int = 1  # more than one where a layer would stay in the L2 cache from run to run
-    long: int = 0  # tokens of the first request, where it is longer than the others
+    layers: int = 1  # more than one if a layer would otherwise stay in the L2 cache between runs
+    long: int = 0  # tokens of the first request if it is longer than the others
     window: int = -1  # tokens before its own that a query sees; -1: all
 
     @property
@@ -252,5 +253,5 @@ def cold_layers(size: int) -> int:
 
 
 def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128) -> int:
-    """The size of a page that holds just `tokens` tokens of `fmt`."""
+    """The size of a page that holds exactly `tokens` tokens of `fmt`."""
     return layout.page_bytes_for(FORMATS[fmt], tokens, head_dim=head_dim, has_scores=False)

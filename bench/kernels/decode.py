@@ -28,7 +28,7 @@ from .common import RESULTS, Budget, Results, Workload, cold_layers, copy_bandwi
 
 SHAPES = ((64, 8192), (16, 32768))
 BATCHES, TOKENS, MOST = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768, 131072), 1 << 20
-WRONG = 4e-3  # relative error that no correct kernel reaches: a bf16 output rounds by 1.1e-3
+WRONG = 4e-3  # bound of the relative error of a correct kernel; rounding to bf16 alone gives 1.1e-3
 SLACK_MS = 0.003
 WINDOW = "window of"  # what names of layers with one begin with: shown, and no part of a score
 
@@ -67,7 +67,7 @@ def grid(args) -> list[tuple[str, Workload]]:
 
 
 def uneven(args) -> list[tuple[str, Workload]]:
-    """Names of the form case/even: the even case's time per byte is what the others are held against."""
+    """Names have the form case/even; cases are compared with the time per byte of their even case."""
     k4 = workloads(args.block, args.page_tokens)["k4v4"]
     size = page_bytes_for("k4v4", args.page_tokens, 64) if args.page_tokens else 0
     narrow = replace(k4, head_dim=64, page_bytes=size)
@@ -88,7 +88,7 @@ SUITES = {"targets": targets, "grid": grid, "uneven": uneven}
 
 
 def check(points: list[tuple[str, Workload]], jobs: int, tuning: Tuning) -> list[dict]:
-    """Compile each kernel and hold it against float64, in processes that fill the compile cache."""
+    """Compile each kernel and compare it with float64, in processes that fill the compile cache."""
     # Short, and with windows that are shorter.
     small = dict.fromkeys(
         replace(w, batch=2, tokens=0, long=0, layers=2, window=min(w.window, 99)) for _, w in points
@@ -150,7 +150,7 @@ def fastest(rows: list[dict], kv: str) -> str:
 
 
 def compared(rows: list[dict]) -> list[dict]:
-    """Our rows with what the stock kernels of the same shape, or the even case, make of them."""
+    """Our rows with their ratios to the stock kernels of the same shape, or to the even case."""
     stock, out = best_stock(rows), []
     mine = [r for r in rows if r["case"] == "ours" and not r["nan"]]
     per_byte = {r["name"].split("/")[0]: r["ms"] / r["bytes"] for r in mine}
@@ -168,7 +168,7 @@ def compared(rows: list[dict]) -> list[dict]:
 
 
 def scores(suite: str, rows: list[dict]) -> dict[str, Score]:
-    """The scoreboard's figures: the worst of all shapes that were measured."""
+    """The scoreboard's figures: the worst of all measured shapes."""
     lines, out = compared(rows), {}
     if suite == "targets":
         for name in dict.fromkeys(r["name"] for r in lines):

@@ -1,4 +1,4 @@
-"""Which block size, page size, tile and counts does decode attention like? Checks, then times, every point.
+"""Decode attention by block size, page size, tile and token counts: checks every point, then times it.
 
     python -m bench.kernels.geometry SUITE [--out FILE.json] [--jobs 12] [--seconds 220]
 

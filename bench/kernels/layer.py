@@ -1,7 +1,8 @@
-"""One decoder layer of an 8B-shaped model with random weights: what a prefill or a decode step costs around the cache.
+"""One decoder layer of an 8B-shaped model with random weights: the time of a prefill or decode step apart from the
+cache.
 
 Hidden size 4096, 32 query heads, 8 KV heads, head_dim 128, MLP 14336, 32 layers. Four products and attention; norms,
-rotations and the sampler are left out, so that an overhead in per cent of it is rather too large than too small.
+rotations and the sampler are left out, so relative overheads are overestimated rather than underestimated.
 """
 
 from __future__ import annotations

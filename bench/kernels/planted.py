@@ -1,4 +1,4 @@
-"""An error that compute-sanitizer has to find, in a kernel that bears a name of ours.
+"""A planted error that compute-sanitizer must find, in a kernel with one of our names.
 
     compute-sanitizer --tool memcheck python bench/kernels/planted.py memcheck
 """

@@ -1,9 +1,9 @@
-"""Launch parameters of collecting attention in decode steps: what a layer of 64 requests of 8K tokens takes.
+"""Launch parameters for collecting attention scores in decode steps: time for a layer of 64 requests of 8K tokens.
 
     python -m bench.kernels.score_steps [--out FILE]
 
-First what is served, beside the attention and the products of a layer, for the scoreboard; then others, by how many
-steps one is looked at (`stride`), each with its largest difference from the scores that the first one adds.
+The served parameters come first, with the attention and the matrix products of a layer, for the scoreboard. Others
+follow, by sampling stride (`stride`), each with its largest difference from the scores of the first.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""A long prefix to host memory and back: time over the bus's, and what the copies cost decoding beside them.
+"""A long prefix to host memory and back: time relative to the bus, and the slowdown of concurrent decoding.
 
     python -m bench.kernels.swap [--tokens 102400] [--layers 32]
 
 8 KV heads, head_dim 128, blocks of 128 tokens in k4v4: an 8B model's cache. Blocks go through the runtime's operation
 queue, as in a server. The floor is one copy of the same bytes between page-locked and device memory, in large pieces,
-in the same run. `*_host_ms` is the time that the host takes to launch all of it.
+in the same run. `*_host_ms` is the host's time for all launches.
 
-Beside the way back run, as CUDA graphs, decode attention of 64 requests of 8192 tokens over a store of its own
-(`attention`), and one layer of an 8B model, which is the same and the four matrix products (`layer`). `load` moves
-blocks back, `dma` only copies the same bytes into the buffers. Times beside are the mean over all runs while blocks
-come back.
+Two CUDA graphs run during a load: decode attention of 64 requests of 8192 tokens over another store (`attention`), and
+one layer of an 8B model, which adds the four matrix products (`layer`). `load` moves blocks back, `dma` only copies the
+same bytes into the buffers. Concurrent times are means over all runs during the load.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How far a cache leads long answers astray: the same text through the model with and without it, token by token.
+"""Effect of a cache on long answers: the same text through the model with and without it, token by token.
 
     python -m bench.quality.answers --cells "k4v4;kv-compress+high=k4v4+budget=8x" [--model smollm2] [--new 2048]
 
-Needs no server. Pages, policies, attention and the rules for when a block is packed are those that serve; the model is
-that of transformers. Each cell reads the prompt, then decodes the text that follows it one token at a time, and its
+Needs no server. Pages, policies, attention and the rules for packing blocks are those of the server; the model comes
+from transformers. Each cell reads the prompt, then decodes the text that follows it one token at a time, and its
 next-token distribution is compared with that of the uncompressed model: KL(uncompressed || cell) and the share of equal
-best tokens. `ratio` is what all blocks of the sequences would take in 16 bits over what they take, averaged over
-the answer: packed and open ones, with all metadata. Cells are comparable at equal ratios.
+best tokens. `ratio` is the 16-bit size of all blocks of the sequences over their actual size, packed and open, with all
+metadata, averaged over the answer. Cells are comparable at equal ratios.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.engine.attention import Attention, Snapshot
 from sglang_kvc.options.resolve import resolve_config
 
-EVERY = 64  # tokens between two looks at the memory
+EVERY = 64  # tokens between two readings of the memory
 
 
 class Replay:
-    """`model` over the cache of `cell`, for `texts` that decode side by side; int64 `[B, prompt + new]`."""
+    """`model` over the cache of `cell`, for `texts` int64 `[B, prompt + new]` that decode in one batch."""
 
     def __init__(self, model, cell: str, block: int, texts: torch.Tensor):
         facts, (batch, tokens) = identity_of(model.config), texts.shape

@@ -1,8 +1,7 @@
-"""What is asked of one cell's server.
+"""Questions to the server of one cell.
 
-Protocol `unseen`: contexts come first, and questions once their blocks are packed, so that nothing is known of a
-question when its context is compressed. Protocol `seen`: each question is one prompt with its context, as in the papers
-on pruning.
+Protocol `unseen`: contexts are sent first, and questions after their blocks are packed, so that a context is compressed
+without its questions. Protocol `seen`: each question is one prompt with its context, as in the papers on pruning.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from bench.quality.tasks import Context
 from bench.serve.ratio import in_flight
 
 SEEN, UNSEEN = PROTOCOLS = ("seen", "unseen")
-TOP = 20  # candidates of each scored token that are compared
-SCORERS = 4  # answers that are scored at a time: programs of HumanEval take a while each
+TOP = 20  # number of compared candidates per scored token
+SCORERS = 4  # answers scored at a time; each program of HumanEval takes a while
 STATS = ("ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens_by_tier")
 Tops = list[list[dict[int, float]]]  # passage, token -> log-probabilities of the best candidates
 
 
 class CellError(RuntimeError):
-    """A server that answers, but not as the measurement needs it."""
+    """The server answers, but not as the measurement requires."""
 
 
 def settle(server: common.Server, full_tokens: int, seconds: float = 20) -> dict:
-    """The account once nothing changes any more, with the share of the full blocks that are packed then."""
+    """The cache's statistics after they have settled, with the share of full blocks that are packed."""
     last, until = server.client.stats(), time.monotonic() + seconds
     while last and time.monotonic() < until:
         time.sleep(0.1)
@@ -44,7 +43,8 @@ def settle(server: common.Server, full_tokens: int, seconds: float = 20) -> dict
 
 
 def load(server: common.Server, prefixes: list, block: int) -> dict:
-    """Send all prefixes, one after the other: what attention a policy collects must not depend on who else runs."""
+    """Send all prefixes one after the other, so that a policy's collected attention does not depend on other
+    requests."""
     server.client.flush()
     for ids in prefixes:
         server.client.generate(ids, 1)
@@ -54,8 +54,8 @@ def load(server: common.Server, prefixes: list, block: int) -> dict:
 def ask(
     server: common.Server, cell: str, name: str, contexts: list[Context], args
 ) -> tuple[list[list[bool]], list, dict]:
-    """All questions about all contexts: whether each answer is right and how many tokens it has, by context; and the
-    account before them (protocol `seen`: none)."""
+    """Ask all questions about all contexts. Returns, by context, whether each answer is right and its number of tokens,
+    and the statistics before the questions (protocol `seen`: None)."""
     task, (_, level), seen = ASKED[name], served(cell), args.protocol == SEEN
     account = {} if seen else load(server, [c.ids for c in contexts], args.block)
     asked = [(c, q) for c in contexts for q in c.questions]
@@ -76,7 +76,7 @@ def ask(
 
     with ThreadPoolExecutor(args.concurrency) as pool:
         answers = list(pool.map(one, asked))
-    # Behind all answers, because some tasks run programs, which would take the server's time on a small machine.
+    # After all answers, because some tasks run programs, which would slow the server on a small machine.
     with ThreadPoolExecutor(SCORERS) as pool:
         marks = iter(list(pool.map(lambda pair, answer: task.right(pair[1].answer, answer.text), asked, answers)))
     lengths = iter([len(a.ids) for a in answers])
@@ -88,7 +88,7 @@ def _as(contexts: list[Context], values) -> list[list]:
 
 
 def likelihood(server: common.Server, passages: list[list[int]], block: int) -> tuple[list[float], Tops, dict]:
-    """Nats per token of the ends of all passages, their best candidates, and the account (see `run.likelihood`)."""
+    """Nats per token of the ends of all passages, their best candidates, and the statistics (see `run.likelihood`)."""
     begin = len(passages[0]) - SCORED - 1
     account = load(server, [p[:begin] for p in passages], block)
     nats, tops = [], []
@@ -104,7 +104,7 @@ def likelihood(server: common.Server, passages: list[list[int]], block: int) -> 
 
 
 def measure(server: common.Server, cell: str, work: Work, args, out: dict) -> Tops:
-    """Fill `out` as results come, so that a cell that is cut off leaves what it has; returns the best candidates."""
+    """Fill `out` as results arrive, so that an interrupted cell keeps them; returns the best candidates."""
     out["accounts"], tops = {}, []
     for name in args.tasks:
         if name == NLL:

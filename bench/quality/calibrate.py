@@ -1,4 +1,4 @@
-"""What compression does to the models that quality is measured on, by `sglang-kvc calibrate`: figures, no text.
+"""Runs `sglang-kvc calibrate` on the models of the quality measurements and records its figures.
 
     python -m bench.quality.calibrate [--model smollm2|qwen-0.5b] [--tokens 2048]
 """
@@ -36,8 +36,8 @@ def main() -> None:
 
 
 def shares(path: str) -> dict[str, list]:
-    """XKV's share of each layer at some shares of kept tokens, and the attention that a quarter of a prompt's tokens
-    retains."""
+    """XKV's share of each layer at several fractions of kept tokens, and the attention that a quarter of a prompt's
+    tokens retains."""
     from safetensors import safe_open
 
     from kvc_kernels import ops

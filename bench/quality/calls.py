@@ -1,8 +1,8 @@
 """An agent's next function call: descriptions of functions and a dialogue of calls and results before it.
 
-The context is everything up to the last message, as it was when every earlier call was right; the question is that
-message. Dialogues with the same functions begin with the same tokens. Right is the same function with the same
-arguments, however they are ordered or quoted.
+The context is everything before the last message, with every earlier call right; the question is that message.
+Dialogues with the same functions begin with the same tokens. An answer is right if it calls the same function with the
+same arguments, in any order and with any quotes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def calls(maker: Maker, data: dict, number: int, tokens: int) -> list[Context]:
     fitting = [c for trace in data["traces"] if (c := _context(maker, data["functions"], trace, tokens))]
     number = min(number, len(fitting))
     chosen = [fitting[i * len(fitting) // number] for i in range(number)]
-    return sorted(chosen, key=lambda c: c.ids)  # those that begin alike one after the other
+    return sorted(chosen, key=lambda c: c.ids)  # dialogues with the same beginning follow each other
 
 
 def _context(maker: Maker, functions: dict, trace: dict, tokens: int) -> Context | None:
@@ -45,7 +45,7 @@ def _context(maker: Maker, functions: dict, trace: dict, tokens: int) -> Context
             messages.append({"role": "assistant", "content": written(call)})
             messages.append({"role": "user", "content": RESULT + result})
         messages.append({"role": "assistant", "content": "Done."})
-    points = points[1:]  # the first call of all has no example of how a call looks
+    points = points[1:]  # the very first call has no example of a call before it
     random.Random(f"calls {trace['id']}").shuffle(points)
     for before, call in points:
         context, ask = _split(maker, messages[:before])
@@ -56,7 +56,7 @@ def _context(maker: Maker, functions: dict, trace: dict, tokens: int) -> Context
 
 
 def _split(maker: Maker, messages: list[dict]) -> tuple[list[int], list[int]]:
-    """Tokens before the last message, and from it on up to where the answer begins."""
+    """Tokens before the last message, and tokens from it up to the beginning of the answer."""
     whole = maker.tok.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     head = maker.tok.apply_chat_template(messages[:-1], add_generation_prompt=False, tokenize=False)
     if not whole.startswith(head):
@@ -65,7 +65,7 @@ def _split(maker: Maker, messages: list[dict]) -> tuple[list[int], list[int]]:
 
 
 def described(function: dict) -> str:
-    """What the function and each of its parameters is good for."""
+    """Description of a function and of its parameters."""
     parameters = function["parameters"]
     lines = [f"{function['name']}({', '.join(parameters)}): {function['purpose']}"]
     for name, p in parameters.items():
@@ -75,7 +75,7 @@ def described(function: dict) -> str:
 
 
 def parse(source: str, functions: dict[str, dict]) -> Call | None:
-    """Name and arguments by name; None for what is no call of one of the functions."""
+    """Name and arguments by name; None if the text is not a call of one of the functions."""
     try:
         node = ast.parse(source.strip(), mode="eval").body
         if isinstance(node, ast.List | ast.Tuple) and len(node.elts) == 1:
@@ -97,7 +97,7 @@ def parse(source: str, functions: dict[str, dict]) -> Call | None:
 
 
 def complete(call: Call, functions: dict[str, dict]) -> Call:
-    """With the arguments that were left out at their defaults."""
+    """The call with default values for omitted arguments."""
     name, arguments = call
     defaults = {k: p["default"] for k, p in functions[name]["parameters"].items() if "default" in p}
     return name, defaults | arguments

@@ -1,8 +1,9 @@
-"""What is measured: every policy at every size, the most telling first, and what the configuration refuses of it.
+"""The measured cells: every policy at every size, the most informative first, and the reasons why some are not
+measured.
 
 A *cell* is one server configuration. Its name is that of `common.kvc`: a format (`k4v4`), or a policy and its
-settings (`snapkv+budget=4x+high=k4v4`); `stock` and `stock-fp8` are SGLang's own cache. Behind an @ stands the level
-that each request asks for (`k4v4@one-shot:8x`).
+settings (`snapkv+budget=4x+high=k4v4`); `stock` and `stock-fp8` are SGLang's own cache. An @ precedes the level that
+each request asks for (`k4v4@one-shot:8x`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sglang_kvc.policies.registry import POLICIES, PRESETS
 
 STOCK, FP8 = "stock", "stock-fp8"
 BUDGETS = ("4x", "8x", "2x")
-# The most telling first; presets that this list does not know follow.
+# The most informative first; presets that are not in this list follow.
 FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "streaming-llm", "pyramid", "minikv")
 # The presets that docs/policies.md recommends, as cells.
 RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "max", "fp8": FP8}
@@ -39,10 +40,10 @@ def names() -> list[str]:
     presets = [p.name for p in PRESETS if p.name not in RECOMMENDED]
     presets = [n for n in FIRST if n in presets] + [n for n in presets if n not in FIRST]
     out = [*dict.fromkeys([STOCK, *RECOMMENDED.values()]), "bf16", *QUANTISED, "leankv", "arkv"]
-    out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # which drops nothing, and so meets few budgets
+    out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # drops nothing, and so meets few budgets
     out += [_named(p, b, "k4v4") for b in ("4x", "8x") for p in presets]
     out += [_named(p, b, None) for b in ("8x", "2x") for p in presets]
-    # The same format for all, which tells methods apart; and quantisation and pruning together, deeper.
+    # The same format for all methods, to compare them; and pruning combined with lower formats.
     out += [_named(p, b, "k8v8") for b in BUDGETS for p in presets]
     out += [_named(p, "8x", high) for high in ("k4v2", "k2v2") for p in presets]
     return list(dict.fromkeys(n for n in out if n))
@@ -56,9 +57,9 @@ def _named(policy: str, budget: str, high: str | None) -> str | None:
 
 
 def scores(rows: dict[str, dict], model: str, first: int = 0, length: int = 0) -> dict[str, Score]:
-    """The scoreboard's figures, of what is recommended and of stock fp8 beside it: points lost against stock in the
-    same run, with their 95 % interval, KL, bytes. `first`: number of the first context that was asked. Contexts of
-    `LONG` tokens or more have names of their own."""
+    """The scoreboard's figures for the recommended presets and stock fp8: difference in points from stock in the same
+    run, with its 95 % interval, KL, bytes. `first`: number of the first context. Contexts of `LONG` tokens or more have
+    separate names."""
     out: dict[str, Score] = {}
     quality = "quality.32k" if length >= LONG else "quality"
     for name, cell in RECOMMENDED.items():
@@ -90,16 +91,16 @@ def one_shot_scores(rows: dict[str, dict], model: str) -> dict[str, Score]:
 
 PLAIN = "bf16 keys and values alone"
 REFERENCE = "stock bf16 of the same run"
-FLOOR = 0.05  # share of right answers of stock below which a task has nothing to lose
+FLOOR = 0.05  # share of stock's right answers below which a task cannot show a loss
 
 
 def chosen_on(cell: str, task: str, first: int) -> str:
-    """Said of questions by which a preset was chosen: the dictionaries of the first contexts chose `max`."""
+    """Note on questions by which a preset was chosen: the dictionaries of the first contexts for `max`."""
     return " on which it was chosen" if (cell, task, first) == ("max", "kv", 0) else ""
 
 
 def together(tasks: list[dict]) -> dict:
-    """The marks of several tasks as those of one."""
+    """The marks of several tasks combined as one."""
     of = sum(marks["of"] for marks in tasks)
     flips = {k: sum(marks[k] for marks in tasks) for k in ("right_to_wrong", "wrong_to_right")}
     return {"of": of, "em": sum(marks["em"] * marks["of"] for marks in tasks) / of, **flips}
@@ -134,11 +135,11 @@ def served(name: str) -> tuple[str, str | None]:
 
 
 def keeps_questions_apart(name: str) -> bool:
-    """Whether the attention of one prompt's question decides what is kept of its context, so that prompts must not
-    share it."""
+    """Whether the attention of a prompt's question decides which context tokens are kept, so that prompts must not
+    share blocks."""
     server, level = served(name)
     if server in (STOCK, FP8) or level:
-        return False  # a level that looks at the question has blocks of its own for each request
+        return False  # a level that reads the question has private blocks for each request
     settings = common.kvc_settings(server)
     policy = POLICIES[settings["policy"]]
     return policy(**{k: v for k, v in settings.items() if k in ("scorer", "share")}).scope == SEQUENCE
@@ -155,7 +156,8 @@ def needs_calibration(name: str) -> bool:
 
 
 def refusal(name: str, identity: Identity, block: int, calibration: Path | None) -> str | None:
-    """Why this cell is not measured, in a sentence; None for one that is. Asks the server's own configuration."""
+    """The reason, in a sentence, why this cell is not measured, from the server's own configuration; None if it is
+    measured."""
     name, _ = served(name)
     if name in (STOCK, FP8):
         return None
@@ -177,15 +179,15 @@ def refusal(name: str, identity: Identity, block: int, calibration: Path | None)
 
 
 def attempts(name: str, args, port: int) -> Iterator[list[str]]:
-    """Options of the server, and then of others that would do where it does not start: the reference must exist."""
+    """Options of the server, followed by fallbacks if it does not start, because the reference must exist."""
     name, _ = served(name)
-    # Cells share the device: all have the same bytes, and no CUDA graphs, whose capture takes longer than the tasks.
+    # Cells share the device. All have equal memory, and no CUDA graphs, because capture takes longer than the tasks.
     common_options = ["--enable-fp32-lm-head", "--max-total-tokens", str(args.tokens), "--nccl-port", str(port + 1)]
     common_options += ["--skip-server-warmup"]
     gpu = args.device == "cuda"
     if gpu:
         common_options += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
-        common_options += ["--mem-fraction-static", "0.85"]  # no server takes so much: --max-total-tokens is less
+        common_options += ["--mem-fraction-static", "0.85"]  # no server takes this much: --max-total-tokens is lower
         common_options += ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
         common_options += ["--chunked-prefill-size", "8192"]
     if name not in (STOCK, FP8):

@@ -2,7 +2,7 @@
 
     python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays] [tasks] [ruler]
 
-Everything is pinned by SHA-256. Only the measurements use it; nothing of it is part of the product.
+Everything is pinned by SHA-256. Only the measurements use it; none of it is part of the product.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_kvc.demo import model as demo
 
 
 class Quantised(NamedTuple):
-    """A model that package registries hold in pieces, as GGUF."""
+    """A GGUF model that package registries hold in parts."""
 
     folder: str
     wheels: list[str]

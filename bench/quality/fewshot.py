@@ -1,7 +1,7 @@
-"""Many-shot classification: words of eight kinds, each kind under a label that only the context tells.
+"""Many-shot classification: words of eight kinds, each with a label that only the context defines.
 
-The labels are colours, dealt out anew for each context, so that no model knows them and a lost context shows. Asked
-are words that the list does not have, one of each kind: one in eight is chance.
+The labels are colors, assigned at random for each context, so that no model knows them and a lost context shows. The
+questions are words that are not in the list, one of each kind; chance is one in eight.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ KINDS = {
 
 
 def shots(maker: Maker, number: int, tokens: int) -> Context:
-    """Words and labels that fill the context; where there are too few of them they come again in another order.
+    """Words and labels that fill the context; if there are too few, they are repeated in another order.
 
-    Plain lines without a dialogue: small models go on with a list better than they talk about it.
+    Plain lines without a dialogue, because small models continue a list better than they talk about it.
     """
     rng = random.Random(f"few-shot {number}")
     labels = dict(zip(KINDS, rng.sample(LABELS, len(KINDS))))

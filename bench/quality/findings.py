@@ -1,6 +1,6 @@
-"""What the papers found, tried on these models: two cells of equal bytes each, and the same questions put to both.
+"""Findings of the papers, tested on these models: pairs of cells of equal bytes, asked the same questions.
 
-The test is the sign test over the questions that one of the two answers and the other does not, of both tasks together.
+The sign test counts the questions that only one of the two cells answers, in both tasks together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from math import comb
 from bench.quality.merged import Merged
 
 TASKS = ("niah", "kv")
-# finding -> pairs of cells, the one that should be better first
+# finding -> pairs of cells, with the supposedly better one first
 FINDINGS = {
     "LeanKV: K8V4 is as good as 16 bits": [("k8v4", "stock")],
     "LeanKV, KV-Compress: heads and layers with budgets of their own beat equal ones": [
@@ -38,13 +38,13 @@ SURE = 0.05
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p of so uneven a split of `wins + losses` fair coins."""
+    """Two-sided p-value of this split of `wins + losses` fair coin tosses."""
     n, most = wins + losses, max(wins, losses)
     return min(1.0, 2 * sum(comb(n, k) for k in range(most, n + 1)) / 2**n) if n else 1.0
 
 
 def compare(group: Merged, better: str, other: str) -> dict | None:
-    """Shares of right answers of both, task by task, and p over all of them; None where one was not measured."""
+    """Shares of right answers of both cells by task, and p over all questions; None if a cell was not measured."""
     if better not in group.raw or other not in group.raw:
         return None
     wins = losses = 0

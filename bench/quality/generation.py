@@ -1,10 +1,10 @@
-"""How far a cache leads long generations astray: texts that it samples, judged by stock SGLang.
+"""Effect of a cache on long generations: sampled texts, scored by stock SGLang.
 
     python -m bench.quality.generation --cells "stock;k4v4;prune+scorer=h2o+budget=4x" [--model smollm2] [--new 512]
 
 Every cell continues the same prompts at temperature 1. A stock server then reads prompt and continuation, and the mean
 of log p_cell - log p_stock over the sampled tokens is an unbiased estimate of KL(cell || stock) per token along the
-cell's own path, with what its evictions while generating do. `stock` itself shows the noise: its decode steps against
+cell's own path, including the effect of pruning during generation. `stock` shows the noise of its decode steps against
 its prefill.
 """
 
@@ -18,7 +18,7 @@ from bench import common, prompts
 from bench.quality import fetch
 from bench.quality.tasks import Maker
 
-PARALLEL = 24  # texts at a time: on a CPU more would wait longer than the client does
+PARALLEL = 24  # texts at a time; with more, a client would time out on a CPU
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def judged(begun: list[list[int]], texts: dict[str, list], args) -> dict[str, li
         for cell, some in texts.items():
             out[cell] = []
             for prompt, (ids, _) in zip(begun, some):
-                # The first of what is asked for has none: it begins a position early.
+                # The first requested token has no log-probability, so the request begins one position early.
                 answer = server.client.generate(prompt + ids, 1, input_from=len(prompt) - 1)
                 out[cell].append(answer.input_logprobs[-len(ids) :])
     return out

@@ -1,7 +1,7 @@
-"""HumanEval behind solved problems: the prefix is code that others wrote, the question a function to write.
+"""HumanEval behind solved problems: the prefix is existing code, the question a function to write.
 
-A problem is never in the context that it is asked behind: problems are dealt into groups, and a context is made of
-solved problems of the other groups. An answer is right if its tests pass.
+A problem never occurs in its own context: problems are divided into groups, and a context consists of solved problems
+of other groups. An answer is right if its tests pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bench.quality.sandbox import ends_well
 from bench.quality.tasks import Context, Maker, Question
 
 GROUPS = 4
-# Whatever begins a line behind the function is not part of it.
+# Lines that are not indented end the function.
 STOP = ("\ndef ", "\nclass ", "\nfrom ", "\nimport ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```", "\n'''")
 
 

@@ -1,4 +1,4 @@
-"""How far a share of right answers may be from what it would be over endlessly many such questions."""
+"""Confidence intervals of differences in the share of right answers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Z = 1.959964  # of 95 %
 
 def paired(won: int, lost: int, of: int) -> tuple[float, float]:
     """95 % interval of the difference of two shares of right answers to the same `of` questions, by Tango's score test
-    (Statistics in Medicine 17, 1998). `won`: answers that were wrong and are right now; `lost`: the other way round.
+    (Statistics in Medicine 17, 1998). `won`: answers that turned from wrong to right; `lost`: from right to wrong.
 
-    It is that of independent questions, and has a width where nothing changed, too: +-3.6 points of 104 questions.
+    It assumes independent questions. It has a width even if no answer changed: +-3.6 points for 104 questions.
     """
 
     def far(difference: float) -> float:
@@ -25,7 +25,7 @@ def paired(won: int, lost: int, of: int) -> tuple[float, float]:
 
 
 def _crossing(falling, level: float) -> float:
-    """Where a falling function of -1 to 1 is `level`."""
+    """The point in -1 .. 1 at which a falling function has the value `level`."""
     low, high = -1.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

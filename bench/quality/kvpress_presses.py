@@ -1,8 +1,8 @@
-"""The presses of NVIDIA's kvpress that are compared with, over the whole context or block by block.
+"""The compared presses of NVIDIA's kvpress, over the whole context or block by block.
 
-kvpress pins transformers below what SGLang needs, so this module is for an environment of its own. Importing kvpress
-pulls in `datasets` and `fire` for presses that are not run here; where they are not installed, stand-ins that fail
-when used take their place during the import, and `STAND_INS` names them.
+kvpress needs an older transformers than SGLang, so this module runs in a separate environment. Importing kvpress also
+imports `datasets` and `fire` for presses that are not run here. If they are not installed, stand-ins that fail when
+used replace them during the import; `STAND_INS` names them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAND_INS: list[str] = []
 
 
 class _StandIn(ModuleType):
-    """A module that can be imported from; what is taken from it fails when called."""
+    """A stand-in module; everything imported from it fails when called."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -51,12 +51,12 @@ kvpress = _import_kvpress()
 
 
 class Blocks(kvpress.BasePress):
-    """Any press, applied to each whole block by itself: every block keeps the same share, whatever follows it.
+    """Any press, applied to each full block separately: every block keeps the same share, independent of later tokens.
 
-    A block is scored with all that is known at its end: the hidden states and positions of the tokens before it, and
-    of its keys and values only its own. So what is kept of a block is the same for every sequence that has it as its
-    prefix, as in a shared cache. The tokens behind the last whole block stay as they are, as on the server: compare by
-    the share that was kept. Over blocks of 128 PyramidKV falls back to SnapKV.
+    A block is scored with the information available at its end: hidden states and positions of all earlier tokens, but
+    only its own keys and values. The kept tokens are therefore the same for every sequence with this prefix, as in a
+    shared cache. Tokens after the last full block are all kept, as on the server, so compare by the kept share. Over
+    blocks of 128 PyramidKV falls back to SnapKV.
 
     kvpress has two wrappers of its own. `ChunkPress` (scope `chunk`) scores a block from its own hidden states as if it
     began the sequence, takes score presses only, and fails on short ends; it agrees with this class where a score
@@ -117,7 +117,7 @@ PRESSES: dict[str, Callable[[float], kvpress.BasePress]] = {
     "random": kvpress.RandomPress,
     "knorm": kvpress.KnormPress,
 }
-EAGER = ("h2o",)  # presses that read the attention of the prompt, which only this implementation returns
+EAGER = ("h2o",)  # presses that read the prompt's attention, which only the eager implementation returns
 
 
 def build(name: str, keep: float, scope: str, block: int):

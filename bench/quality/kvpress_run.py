@@ -1,19 +1,19 @@
-"""The same questions as `bench.quality.run` through NVIDIA's kvpress: what pruning loses without a server.
+"""The questions of `bench.quality.run` through NVIDIA's kvpress: the loss by pruning without a server.
 
     python bench/quality/kvpress_run.py --model-path DIR --model qwen-0.5b --essays FILE --out FILE
         [--device cuda|cpu] [--length 2048] [--contexts 13] [--presses NAME,..] [--keep 0.5,0.25,0.125]
         [--scope sequence|block|chunk] [--block 128] [--parallel 6] [--seconds 200] [--protocol unseen|seen]
 
 Protocol `unseen`: one context is compressed once, then every question is asked against the same cache. Protocol `seen`:
-a press sees each question together with its context, and keeps as many tokens of the prompt as a `one-shot` server
-does, which keeps the share `--keep` of the full blocks and every token behind them. The first token of an answer is of
-the whole prompt then, as on the server.
+a press sees each question together with its context and keeps as many tokens of the prompt as a `one-shot` server,
+which keeps the share `--keep` of the full blocks and every token after them. As on the server, the first token of an
+answer is computed from the whole prompt.
 
-Answers are greedy, and compared exactly. `full` compresses nothing and checks this harness; answers that turned are
-counted against it. `--scope` says what a press sees. `sequence`, all of the text, is how kvpress works;
+Answers are greedy, and compared exactly. `full` compresses nothing and checks this harness; changed answers are counted
+against it. `--scope` is the part of the text that a press sees. `sequence`, the whole text, is kvpress unchanged;
 `kvpress_presses.Blocks` explains the others.
 
-It runs in an environment of its own (`pip install kvpress==0.5.5 "transformers<5.3"`) and imports nothing of SGLang.
+It runs in a separate environment (`pip install kvpress==0.5.5 "transformers<5.3"`) and imports nothing of SGLang.
 `bench.quality.fetch` makes the model's folder and the essays.
 """
 
@@ -72,14 +72,14 @@ class Asker:
         self.model.to(device).eval()
         if not hasattr(self.model.config, "head_dim"):  # CriticalKV reads it; Qwen2's configuration leaves it out
             self.model.config.head_dim = self.model.model.layers[0].self_attn.head_dim
-        # As on the server: with logits in bf16 many answers would hang on the order of equal ones.
+        # As on the server. With bf16 logits many answers would depend on the order of equal logits.
         self.head = self.model.lm_head.weight.float()
         self.layers = [layer.self_attn for layer in self.model.model.layers]
         for layer in self.layers:
             layer.register_forward_pre_hook(fit_mask, with_kwargs=True)
 
     def measure(self, cell: dict, contexts: dict[str, list[Context]], tokens: int, deadline: float) -> dict:
-        """Right and wrong of each question, for as many contexts as there is time for."""
+        """Whether each question is answered right, for as many contexts as time allows."""
         press = self.presses.build(cell["press"], cell["keep"], cell["scope"], cell["block"])
         self.model.set_attn_implementation("eager" if cell["press"] in self.presses.EAGER else "sdpa")
         began, kept = time.monotonic(), []
@@ -127,7 +127,7 @@ class Asker:
         return out, sum(shares) / len(shares)
 
     def compressed(self, ids, press) -> tuple[int, Any, float]:
-        """The most likely next token, the cache as the press leaves it, and the share that it keeps."""
+        """The most likely next token, the compressed cache, and the kept share."""
         from transformers import DynamicCache
 
         for layer in self.layers:
@@ -141,8 +141,8 @@ class Asker:
         return first, cache, (heads * sum(sizes) - hidden) / (heads * len(sizes) * len(ids))
 
     def answer(self, question, first: int, cache, position: int, tokens: int) -> bool:
-        """Goes on behind the first token. Positions are those of the uncompressed text. Ends as soon as the answer is
-        right or cannot be."""
+        """Continue after the first token, with the positions of the uncompressed text, until the answer is right or
+        cannot be."""
         got = [first]
         while True:
             text = self.tok.decode(got, skip_special_tokens=True)
@@ -162,7 +162,7 @@ class Asker:
 def fit_mask(module, args, kwargs):
     """transformers makes one mask, as long as the first layer's cache; a pyramid's other layers hold fewer tokens.
 
-    Every token of the past may be seen, so the end of the mask is each layer's own.
+    Every past token is visible, so the last columns of the mask fit each layer.
     """
     mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     if mask is None or cache is None:
@@ -172,7 +172,7 @@ def fit_mask(module, args, kwargs):
 
 
 def kept_of_prompt(tokens: int, keep: float, block: int) -> float:
-    """The share of a prompt that a server keeps: of the full blocks a share, and all tokens behind them."""
+    """The share of a prompt that a server keeps: a share of the full blocks, and all tokens after them."""
     full = tokens // block * block
     return (keep * full + tokens - full) / tokens
 
@@ -208,7 +208,7 @@ def work(args, contexts, todo, results, deadline: float) -> None:
 
 
 def turned(row: dict, full: dict, tasks) -> None:
-    """Count the answers that are right with the full cache and wrong here, and the other way round."""
+    """Count the answers that are right only with the full cache, and those that are right only here."""
     for task in tasks:
         pairs = [(a, b) for x, y in zip(full[task]["answers"], row[task]["answers"]) for a, b in zip(x, y)]
         row[task]["right_to_wrong"] = sum(a and not b for a, b in pairs)

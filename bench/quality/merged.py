@@ -1,7 +1,7 @@
-"""All policy result files of one model and length as one: cells that were measured in several runs stand side by side.
+"""Merges all policy result files of one model and length, so that cells from several runs stand side by side.
 
-Every run has a reference of its own, and flips and KL are against that one; a cell that several runs have is taken from
-the one that asked the most tasks, and of those from the latest.
+Every run has its own reference, against which flips and KL are counted. A cell of several runs is taken from the run
+with the most tasks, the latest of equals.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Merged:
 
 
 def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
-    """One for each model, length, number of contexts and first context; long contexts first."""
+    """Merged results for each model, length, number of contexts and first context; long contexts first."""
     out: dict[tuple, Merged] = {}
     ranks: dict[tuple, tuple] = {}
     for path in sorted(folder.glob("policies_*.json")):
@@ -47,7 +47,7 @@ def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
         fresh = Merged(n["model"], n["length"], 8 * n["contexts"], record["device"], n.get("first", 0))
         group = out.setdefault(key, fresh)
         for name, row in n["cells"].items():
-            # The reference is that of the run with the most cells, which most figures of the tables stand beside.
+            # The reference is that of the run with the most cells.
             rank = (_tasks(row), len(n["cells"]) if name == "stock" else 0, record.get("date", ""))
             if rank > ranks.get((key, name), (-1,)):
                 ranks[key, name] = rank

@@ -1,12 +1,13 @@
-"""Table and plots of what `bench.quality.policies` measured, from its result file alone.
+"""Table and plots of a result file of `bench.quality.policies`.
 
     python -m bench.quality.pareto bench/results/quality/policies_qwen-0.5b_2048.json [--over running]
     python -m bench.quality.pareto bench/results/quality/seen_qwen-0.5b_2048.json \\
         [--kvpress bench/results/quality/kvpress_qwen-0.5b_2048_seen.json]
 
-Quality over bytes per token, one point a cell: best is up and to the left. The line is the front: what no other cell
-beats in both. `body` counts packed blocks, `running` all of a request of the measured length, both with all overheads.
-The second form has one-shot levels, and what kvpress' presses lose that keep as many tokens in 16 bits.
+Quality over bytes per token, one point per cell; up and to the left is best. The line is the Pareto front: the cells
+that no other cell beats in both. `body` counts packed blocks, `running` all of a request of the measured length, both
+with all overheads. The second form has one-shot levels, and what kvpress' presses lose that keep as many tokens in 16
+bits.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def _exact(task: str) -> Callable[[dict], float | None]:
     return lambda row: row[task]["em"] if task in row else None
 
 
-# what the axis says -> how a row is read, whether more is better
+# axis label -> value of a row, whether more is better
 PANELS = {
     **{f"{title}, exact match": (_exact(task), True) for task, title in TITLES.items()},
     "KL to bf16, mean nats per token": (lambda r: r["kl"]["mean"] if r.get("kl") else None, False),
 }
-LEAST_KL = 1e-4  # the bottom of a logarithmic axis
+LEAST_KL = 1e-4  # lower end of a logarithmic axis
 
 
 def table(rows: dict[str, dict], head: bool = True) -> str:
@@ -59,7 +60,7 @@ def _kl(kl: dict) -> tuple[float | None, float | None]:
 
 
 def front(points: dict[str, tuple[float, float]], more: bool) -> list[str]:
-    """Names that no other has fewer bytes and better quality than, from few bytes to many."""
+    """Names of the cells that no other cell beats in both bytes and quality, from few bytes to many."""
     out, best = [], None
     for name in sorted(points, key=lambda n: (points[n][0], -points[n][1] if more else points[n][1])):
         y = points[name][1]

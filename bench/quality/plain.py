@@ -1,10 +1,10 @@
-"""The check of the harness: likelihoods of the same passages by Hugging Face transformers, no server and no cache.
+"""Check of the harness: likelihoods of the same passages by Hugging Face transformers, without a server or a cache.
 
     python -m bench.quality.plain [--model smollm2|qwen-0.5b] [--contexts 16] [--length 1024]
 
     python -m bench.quality.plain --model qwen-0.5b --tasks vt,cwe,multikey --contexts 1      # answers instead
 
-Stock SGLang's figures of `bench.quality.run` must be these, up to rounding: `--against` names its result file, and
+Stock SGLang's figures of `bench.quality.run` must equal these up to rounding: `--against` names its result file, and
 the largest difference of a passage is printed. With `--tasks` the model answers those of `bench.quality.suite`, each
 question in one prompt with its context.
 """

@@ -1,4 +1,4 @@
-"""Every policy at every size, through the server: what is lost, and what it costs in true bytes.
+"""Every policy at every size, through the server: loss of quality, and actual bytes.
 
     python -m bench.quality.policies --model qwen-0.5b --calibration FILE     # once, on a GPU: some 5 minutes
     python -m bench.quality.policies --model qwen-0.5b --tasks niah,kv,nll,fewshot,extract,code,calls --data FILE
@@ -12,7 +12,7 @@ once, and questions are asked concurrently. Flips and KL are against stock SGLan
 of the scored tokens.
 
 A cell that fails is recorded with the end of its log; the result file is written after each cell. `--resume` takes
-finished cells from it. Behind `--seconds` no cell begins, and `--grace` later the last ones are ended.
+finished cells from it. No cell begins after `--seconds`, and the last cells are ended `--grace` seconds later.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from bench.quality.suite import NLL, Work
 from bench.quality.tasks import Maker
 from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 
-REPLY = 256  # tokens of memory that a question and its answer may take beside the context, in open blocks
-# Cells of other settings are not the same.
+REPLY = 256  # tokens of memory for a question and its answer, in open blocks
+# Settings whose change makes cells incomparable.
 SETTINGS = ("model", "length", "contexts", "first", "block", "answer_tokens", "protocol")
-LIMITS = {"code": "problems", "calls": "calls"}  # likewise, where the task is wanted
-PORTS = 21000, 32000, 16  # behind bench.ports.RANGE, and below what the system gives to outgoing connections
+LIMITS = {"code": "problems", "calls": "calls"}  # the same, only if the task is asked
+PORTS = 21000, 32000, 16  # after bench.ports.RANGE, and below the system's range for outgoing connections
 
 
 # ---- many cells
 
 
 class Harness:
-    """Cells in threads, a few at a time; all that is found lies here, under one lock."""
+    """Runs cells in threads, a few at a time, and holds all results under one lock."""
 
     def __init__(self, args, identity: Identity, work: Work, raw: dict[str, dict], tops: dict[str, Tops]):
         self.args, self.identity, self.work = args, identity, work
@@ -78,13 +78,14 @@ class Harness:
             list(pool.map(self.cell, [n for n in names if n not in self.refused and n not in self.raw]))
 
     def abandon(self, *_) -> None:
-        """This process is told to end: its servers, in sessions of their own, would outlive it."""
+        """End all servers when this process is told to end, because they have their own sessions and would outlive
+        it."""
         for _, server in list(self.running.values()):
             server.kill()
         os._exit(1)
 
     def watch(self) -> None:
-        """End the servers of cells that take too long, and all of them behind the grace."""
+        """End the servers of cells that take too long, and all servers after the grace period."""
         while True:
             time.sleep(1)
             with self.lock:
@@ -94,7 +95,7 @@ class Harness:
                 server.kill()
 
     def cell(self, name: str) -> None:
-        """One cell, in a thread of its own; nothing that happens to it may stop the others."""
+        """Run one cell in its thread; its failure must not stop the others."""
         if self.seconds > self.args.seconds:
             self.left.append(name)
             return
@@ -111,7 +112,7 @@ class Harness:
                 self.failed.setdefault(name, []).append(out)
                 print(f"{name}: failed. {out['error'].splitlines()[-1]}", flush=True)
             if self.seconds > self.args.seconds or out["seconds"]["start"]:
-                break  # other options are for a server that does not start
+                break  # fallback options are only for a server that does not start
             port += 2
         try:
             self.report(name)
@@ -166,7 +167,7 @@ class Harness:
             return common.write_result(self.args.name, numbers, scores=scores, quiet=True, path=self.args.out)
 
     def _compare(self, name: str, reference: str | None) -> None:
-        """KL of every scored token against the reference; once, because it takes its time."""
+        """KL of every scored token against the reference; computed once, because it takes long."""
         known = self.raw[name].get("kl", {}).get("reference") == reference
         if known or not self.tops.get(reference) or not self.tops[name]:
             return
@@ -176,7 +177,7 @@ class Harness:
         self.raw[name]["kl"] = {"reference": reference, **found}
 
     def row(self, name: str, reference: str | None) -> dict:
-        """What the table shows of one cell."""
+        """The table's row of one cell."""
         got = self.raw[name]
         plain = 4 * self.identity.layers * self.identity.kv_heads * self.identity.head_dim  # bytes a token, K and V
         out = summary({**got, "ratio": None}, self.raw[reference] if reference not in (None, name) else None)
@@ -252,7 +253,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def earlier(a: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
-    """Cells of an earlier run with the same settings: answers are greedy, so they do not age."""
+    """Cells of an earlier run with the same settings; greedy answers stay valid."""
     if not (a.resume and a.out.exists()):
         return {}, {}
     numbers = json.loads(a.out.read_text())["numbers"]
@@ -268,7 +269,7 @@ def earlier(a: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
 
 
 def texts(a: argparse.Namespace) -> str:
-    """The essays; and `a.data` becomes what is in the data file, for the tasks that are made of it."""
+    """Return the essays, and replace `a.data` by the content of the data file."""
     if a.data or set(a.tasks) & set(suite.CARRIED):
         a.data = taskdata.load(a.data or fetch.tasks())
         a.data_sha256 = a.data["sha256"]
@@ -276,7 +277,7 @@ def texts(a: argparse.Namespace) -> str:
 
 
 def statistics_only(file: Path, folder: Path) -> Path:
-    """The calibration file without its verdicts: what it warns of is what is measured."""
+    """The calibration file without its verdicts, because cells also measure formats that it marks as broken."""
     from safetensors.torch import load_file, save_file
 
     out = folder / "statistics.safetensors"

@@ -1,13 +1,13 @@
-"""Which ways to quantise keys and values earn their place? Predictions beside those of the exact cache, by KL.
+"""Comparison of quantization methods for keys and values, by the KL of predictions to those of the exact cache.
 
     python -m bench.quality.quantisers [--model smollm2|qwen-0.5b|qwen-1.5b] [--tokens 1024] [--block 128] [--groups]
 
-Simulated in a Hugging Face model, so that ways can be compared that no page stores: every query sees the blocks before
-its own quantised and its own as it is. One side is quantised at a time, the other stays exact. Scales and zeros are
-fp16, as in a page; `offset` subtracts each channel's mean over another text, computed once; `H` rotates by a Hadamard
-matrix along head_dim first. `fitted` scales leave out the ends of a group, `dual scales` are KVarN's. `bits` counts
-scales and zeros; static offsets cost nothing. `--groups` measures only keys per channel, in groups of tokens from 16
-(MiniKV's sub-channel keys) to a whole block.
+Simulated in a Hugging Face model, so that methods can be compared that no page stores. Every query sees earlier blocks
+quantized and its own block exact. One side is quantised at a time, the other stays exact. Scales and zeros are fp16, as
+in a page; `offset` subtracts each channel's mean over another text, computed once; `H` rotates by a Hadamard matrix
+along head_dim first. `fitted` scales leave out the ends of a group, `dual scales` are KVarN's. `bits` counts scales and
+zeros; static offsets cost nothing. `--groups` measures only keys per channel, in groups of tokens from 16 (MiniKV's
+sub-channel keys) to a whole block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_kvc.calibration.measure.capture import run
 from sglang_kvc.calibration.measure.formats import compare
 
 Rows = torch.Tensor  # [H, NB, P, D]
-Quantiser = Callable[[Rows, torch.Tensor], Rows]  # rows and the layer's offset [H, 1, 1, D] -> rows as read back
+Quantiser = Callable[[Rows, torch.Tensor], Rows]  # rows and the layer's offset [H, 1, 1, D] -> dequantized rows
 
 
 def affine(x: Rows, bits: int, dim: int) -> Rows:
@@ -54,7 +54,7 @@ def per_token(x: Rows, offset: torch.Tensor, *, bits: int, group: int = 0) -> Ro
 
 
 def fitted(x: Rows, offset: torch.Tensor, *, bits: int, dim: int, group: int = 0) -> Rows:
-    """As `affine`, with the least and the greatest level moved in by the factor that leaves the least squared error."""
+    """As `affine`, with the range shrunk by the factor that minimizes the squared error."""
     x = x.unflatten(-1, (-1, group)) if group else x
     lo, hi = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     best, least = x, torch.full_like(lo, torch.inf)
@@ -155,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     n, block = args.tokens, args.block
     model, both = command.load(str(fetch.MODELS[args.model]()), fetch.essays().read_text(), 3 * n)
-    # The offset's text is not the one that is measured.
+    # The offset is computed on another text than the measured one.
     other, ids = torch.tensor(both[:n]), torch.tensor(both[-n:])
     scored = torch.arange(block, n - 1)
     offsets: dict[int, torch.Tensor] = {}

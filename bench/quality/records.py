@@ -1,8 +1,8 @@
 """Extraction: a document of records that fills the context, and questions about one field of one of them.
 
-Like the dictionary everything may be asked, but a value belongs to its record only by where it stands: all records
-have the same fields, with values of a small stock. Three layouts take turns; an answer begins in that of its document,
-because small models find a record so that they cannot find when asked in a sentence.
+As in the dictionary, everything may be asked. A value belongs to its record only by its position, because all records
+have the same fields, with values from a small set. Three layouts alternate. An answer begins in the layout of its
+document, because small models find records this way that they do not find when asked in a sentence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _record(rng: random.Random) -> dict[str, str]:
     return {field: rng.choice(values) for field, values in FIELDS.items()} | {"price": str(rng.randrange(100, 1000))}
 
 
-# A layout: what comes before a name, between it and the fields, between a field's name and its value, behind that.
+# A layout: the text before a name, between name and fields, between a field's name and value, and after the value.
 LAYOUTS = (("", ":\n", "  {}: ", "\n"), ("[", "]\n", "{} = ", "\n"), ('"', '": {\n', '  "{}": "', '",\n'))
 
 
@@ -63,6 +63,6 @@ def _question(maker: Maker, layout: tuple[str, ...], name: str, field: str, reco
 
 
 def same_value(answer: str, text: str) -> bool:
-    """Whether the generated text begins with the whole value: a price is not right by its first digits."""
+    """Whether the generated text begins with the whole value; the first digits of a price do not suffice."""
     said = text.strip().lstrip("\"'`*:$ ")
     return bool(re.match(rf"{re.escape(answer)}(?![\w]|\.\d)", said))

@@ -2,7 +2,7 @@
 
     python -m bench.quality.report [--check]
 
-Each stands between two marks like `<!-- policies -->`. `--check` only says whether they are up to date.
+Each table stands between two marks like `<!-- policies -->`. `--check` only reports whether they are up to date.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def numbers(path: str) -> dict | None:
 
 
 def groups(length: int | None = None, *, others: bool = False) -> list[Merged]:
-    """What was asked through the server, by model; of contexts of one length alone, if it is given, and with `others`
-    also what was asked of other contexts than the first ones."""
+    """Merged server results by model; only for contexts of one length if it is given, and with `others` also for
+    contexts other than the first ones."""
     found = [g for g in merged(RESULTS / "quality") if length in (None, g.length)]
     return [g for g in found if others or not g.first]
 
@@ -69,7 +69,7 @@ def key_groups() -> str:
 
 
 def quantisers(pattern: str = "quality/quantisers_{}.json") -> str:
-    """Ways to quantise, line by line, and the KL of each model (mean, p99)."""
+    """Quantization methods by line, and the KL of each model (mean, p99)."""
     found = by_model(pattern)
     kl = {m: {(r["side"], r["name"]): r for r in n["rows"]} for m, n in found.items()}
     ways = dict.fromkeys(way for rows in kl.values() for way in rows)
@@ -82,7 +82,7 @@ def quantisers(pattern: str = "quality/quantisers_{}.json") -> str:
 
 
 def formats() -> str:
-    """What `sglang-kvc calibrate` found for each format."""
+    """Results of `sglang-kvc calibrate` for each format."""
     found = by_model("calibrate/{}.json")
     kl = {m: {(r["format"], r.get("key_mode", "channel")): r for r in n["formats"]} for m, n in found.items()}
     rows = []
@@ -135,13 +135,13 @@ def _cells(group: Merged, rows: dict[str, dict], points: bool = False) -> str:
 
 
 def _devices(group: Merged, names: Iterable[str]) -> str:
-    """What the cells ran on, and at which commits."""
+    """Devices and commits of the cells."""
     records = [group.source[name][0] for name in names if name in group.source]
     return ", ".join(dict.fromkeys(f"{short(r['device'])} at {r['commit'][:7]}" for r in records))
 
 
 def presets(length: int = MAIN) -> str:
-    """What is recommended, and fp8, against stock in 16 bits of the same run, with every task that was asked."""
+    """The presets and fp8 against stock in 16 bits of the same run, with every task."""
     wanted = [cells.STOCK, *cells.RECOMMENDED.values()]
     some = groups(length, others=True)
     return "\n\n".join(_cells(g, {n: g.rows[n] for n in wanted if n in g.rows}, points=True) for g in some)
@@ -225,7 +225,7 @@ def kvpress() -> str:
 
 
 def generation() -> str:
-    """How far a cell is from stock along its own answers, from near to far."""
+    """Each cell's distance from stock along its own answers, nearest first."""
     found = {n: r for f in ("leankv", "max") for n, r in (numbers(f"quality/generation_{f}.json") or {}).items()}
     rows = [
         [f"`{n}`", f"{r['nats']:.4f} +- {r['standard_error']:.4f}", ", ".join(f"{q:.4f}" for q in r["quarters"])]
@@ -260,8 +260,8 @@ _ORDER = ("qwen-0.5b", "qwen-1.5b", "smollm2")
 
 
 def _presses() -> list[tuple[dict, dict]]:
-    """(settings, row) of everything that kvpress was asked, by model, length, scope and share; of what was measured
-    twice the run with more questions."""
+    """(settings, row) of all kvpress results, by model, length, scope and share; of duplicates the run with more
+    questions."""
     out: dict[tuple, tuple[dict, dict]] = {}
     for path in sorted((RESULTS / "quality").glob("kvpress_*.json")):
         record = json.loads(path.read_text())
@@ -269,7 +269,7 @@ def _presses() -> list[tuple[dict, dict]]:
         if settings.get("protocol") == SEEN:
             continue  # other tables
         for r in (r for r in record["rows"] if not r.get("error")):
-            by_block = settings["scope"] == "block" and r["press"] != "full"  # which drops nothing anywhere
+            by_block = settings["scope"] == "block" and r["press"] != "full"  # drops nothing at any size
             key = (_ORDER.index(settings["model"]), -settings["length"], by_block, -r["keep"], r["press"])
             if key not in out or r["niah"]["of"] > out[key][1]["niah"]["of"]:
                 out[key] = settings, r
@@ -277,14 +277,14 @@ def _presses() -> list[tuple[dict, dict]]:
 
 
 def _does(press: str, settings: dict, keep: float) -> str:
-    """The method that a press of kvpress comes to: its PyramidKV is SnapKV where the last layer, at 1/20 of the mean
-    (its beta), would keep fewer tokens than the window of 64."""
+    """The method that a kvpress press amounts to: PyramidKV is SnapKV if its last layer, at 1/20 of the mean (its
+    beta), would keep fewer tokens than the window of 64."""
     tokens = settings["block"] if settings["scope"] == "block" else settings["length"]
     return "snapkv" if press == "pyramidkv" and tokens * keep / 20 < 64 else press
 
 
 def _ours(group: Merged | None, press: str, kept: float) -> str | None:
-    """The cell of the same method whose kept share is nearest, if any is near."""
+    """The cell of the same method with the nearest kept share, None if none is near."""
     if group is None or press not in SAME:
         return cells.STOCK if group and press == "full" else None
     near = {n: abs(r["kept"] - kept) for n, r in group.rows.items() if re.fullmatch(SAME[press], n)}
@@ -292,8 +292,8 @@ def _ours(group: Merged | None, press: str, kept: float) -> str | None:
 
 
 def _beside(group: Merged, cell: str, press: dict) -> list[str]:
-    """Our cell's marks, and the sign test over the questions that both were asked: those that we alone had right, and
-    that the press alone had right."""
+    """Our cell's marks, and the sign test over common questions: those that only our cell got right, and those that
+    only the press got right."""
     row = group.rows[cell]
     wins, losses = _against({task: group.answers(cell, task) for task in findings.TASKS}, press)
     kept = "" if cell == cells.STOCK else f" ({100 * row['kept']:.0f} %)"
@@ -301,7 +301,7 @@ def _beside(group: Merged, cell: str, press: dict) -> list[str]:
 
 
 def _against(ours: dict[str, list[bool]], press: dict) -> tuple[int, int]:
-    """Questions that we alone, and that the press alone had right."""
+    """Numbers of questions that only our cell, and that only the press, got right."""
     wins = losses = 0
     for task, answers in ours.items():
         pairs = list(zip(answers, _flat(press[task]["answers"])))

@@ -1,11 +1,11 @@
-"""Three of RULER's tasks (2404.06654), made by the generators of the lm-eval package, which nobody here wrote.
+"""Three of RULER's tasks (arXiv 2404.06654) from the unmodified generators of the lm-eval package.
 
-`python -m bench.quality.fetch ruler` unpacks the generators into the cache folder. They run as they are, with a seed
-for each context. Stand-ins take the place of what they import and do not use here: the rest of lm-eval, datasets, and
-nltk, which splits essays into sentences.
+`python -m bench.quality.fetch ruler` unpacks the generators into the cache folder. They run unchanged, with a seed for
+each context. Stand-ins replace imports that are not needed here: the rest of lm-eval, datasets, and nltk, which splits
+essays into sentences.
 
-RULER's text is cut into context and question where its question begins. Both stand in the model's chat template, with
-RULER's beginning of the answer behind it. Each context has one question.
+RULER's text is split into context and question at the beginning of the question. Both are in the model's chat template,
+followed by RULER's beginning of the answer. Each context has one question.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def generators(folder: Path) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _seeded(*seed) -> Iterator[None]:
-    """The generators draw from the global generators and print; neither is to show outside."""
+    """Context that hides the generators' prints and restores the global random state, from which they draw."""
     import numpy as np
 
     before, before_np = random.getstate(), np.random.get_state()
@@ -127,7 +127,7 @@ def context(maker: Maker, folder: Path, task: str, number: int, tokens: int) -> 
     if tokens < LEAST:
         raise ValueError(f"Contexts of {tokens} tokens have no room for RULER's tasks; give --length {LEAST} or more.")
     made = generators(folder)
-    room = tokens - len(maker.ids(maker.head)) - 2  # two, for tokens at the seam
+    room = tokens - len(maker.ids(maker.head)) - 2  # two, because tokens may differ at the boundary
     with _seeded(task, number):
         text, ask, begin, wanted = TASKS[task](made, maker.tok, room)
     question = Question(tuple(maker.ids(f"{ask}{maker.tail}{begin}")), tuple(wanted))
@@ -135,12 +135,12 @@ def context(maker: Maker, folder: Path, task: str, number: int, tokens: int) -> 
 
 
 def names_all(wanted: tuple[str, ...], text: str) -> bool:
-    """Whether the text has all that is wanted, which gives the full score in RULER."""
+    """Whether the text contains every wanted string, which gives the full score in RULER."""
     return share_named(wanted, text) == 1
 
 
 def names_most(wanted: tuple[str, ...], text: str) -> bool:
-    """Whether it has seven of ten: small models seldom name all."""
+    """Whether it contains seven of ten, because small models seldom name all."""
     return share_named(wanted, text) >= MOST
 
 

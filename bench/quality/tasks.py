@@ -1,7 +1,7 @@
-"""Tasks with one long context and several questions that are asked separately: what a shared prefix is for.
+"""Tasks with one long context and several separate questions, the use case of a shared prefix.
 
-Nothing about a question is known when its context is compressed. Contexts and questions are token ids, so
-that a context is a prefix of all its requests to the token.
+A context is compressed without knowledge of its questions. Contexts and questions are token ids, so that a context is
+an exact prefix of all its requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TITLES = {
 @dataclass(frozen=True)
 class Question:
     ask: tuple[int, ...]  # tokens behind the context, up to where the answer begins
-    answer: Any  # what the task compares with: mostly the text itself
+    answer: Any  # the expected answer, in most tasks the text itself
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Context:
 
 
 class Maker:
-    """Makes contexts of one model's tokens; the same arguments give the same contexts."""
+    """Creates contexts of one model's tokens; equal arguments give equal contexts."""
 
     def __init__(self, tok, essays: str):
         self.tok = tok
@@ -48,7 +48,7 @@ class Maker:
         ]
         self.words = sorted({w for w in re.findall(r"\b[a-z]{4,9}\b", essays)})
         self.text_ids = tok(essays, add_special_tokens=False).input_ids
-        # The chat template around a user message, cut where the message stands.
+        # The chat template around a user message, split at the message.
         mark = "@@message@@"
         text = tok.apply_chat_template(
             [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
@@ -62,7 +62,7 @@ class Maker:
         return Question(tuple(self.ids(f"\n\n{ask}{self.tail}{begin}")), answer)
 
     def haystack(self, rng: random.Random, tokens: int) -> list[str]:
-        """Consecutive sentences of the essays, some `tokens` tokens of them."""
+        """Consecutive sentences of the essays, about `tokens` tokens."""
         at = rng.randrange(len(self.sentences))
         out, n = [], 0
         while n < tokens:
@@ -90,7 +90,7 @@ class Maker:
         return Context(f"needles-{number}", tuple(self.ids(text)), tuple(questions))
 
     def dictionary(self, number: int, tokens: int, count: int = 8) -> Context:
-        """A dictionary that fills the context: everything may be asked, nothing is filler."""
+        """A dictionary that fills the context: everything may be asked, and nothing is filler."""
         rng = random.Random(f"dictionary {number}")
         words = self.words[:]
         rng.shuffle(words)

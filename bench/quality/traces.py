@@ -1,8 +1,8 @@
-"""Dialogues of an agent with its functions, from BFCL's multi-turn problems: each call with what it really returns.
+"""Dialogues of an agent with its functions, from BFCL's multi-turn problems: each call with its actual result.
 
-The package holds questions, the right calls, and simulators of what the functions act on. The calls are run on these,
-so that an agent's history is what it would have been. Everything is seeded there: the same package gives the same
-traces. Of its sets two are used: `BASE`, and `LONG`, whose simulators return long lists, files and pages.
+The package has questions, the right calls, and simulators for the functions. The calls are run on the simulators, so
+the histories are realistic. Everything is seeded, so the same package gives the same traces. Two of its sets are used:
+`BASE`, and `LONG`, whose simulators return long lists, files and pages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read(wheel: Path, kind: str = BASE) -> dict:
 
 
 def _brief(description: dict) -> dict:
-    """Name, purpose and parameters; what all functions of a class say alike is left out."""
+    """Name, purpose and parameters, without the text that all functions of a class share."""
     parameters = description["parameters"]
     fields = ("type", "description", "default")
     return {
@@ -86,7 +86,7 @@ def _trace(problem: dict, answers: list[list[str]], simulators: dict[str, type],
 
 
 def _run(call: str, methods: dict) -> str:
-    """What the call returns, as an agent sees it."""
+    """The call's result, as an agent sees it."""
     node = ast.parse(call, mode="eval").body
     try:
         positional = [ast.literal_eval(a) for a in node.args]

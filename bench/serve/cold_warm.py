@@ -1,12 +1,12 @@
-"""Are answers from the cache as good as computed ones, and always the same?
+"""Compares answers from the cache with computed ones, and with each other.
 
     python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 24] [--block 128] [--name NAME]
 
-Every prompt is asked cold (after a flush) and at once again, warm; the second must hit the cache exactly
-up to the last block border. *Agreement* is the share of equal tokens up to the first difference of an answer,
-which is where both runs had the same past; `.answers` is the share of answers that are equal as a whole. *KL* is of
-the warm from the cold distribution at these positions, from the ten best candidates of each. Stock SGLang flips some
-tokens as well, by rounding; it is measured beside the others.
+Every prompt is asked cold (after a flush) and at once again, warm; the second request must hit the cache exactly up to
+the last block boundary. *Agreement* is the share of equal tokens up to the first difference of an answer, which is
+where both runs had the same past; `.answers` is the share of answers that are equal as a whole. *KL* is of the warm
+from the cold distribution at these positions, from the ten best candidates of each. Stock SGLang also flips some tokens
+by rounding, so it is measured, too.
 
 *Warm against warm*: prompts are asked again from the same cached state, alone in the batch, in rounds with
 other traffic in between: other questions behind the same text, and unrelated ones.
@@ -32,7 +32,8 @@ SEQUENCE_SCOPE = ("leankv",)
 
 
 def texts(tok, block: int, count: int) -> list[list[int]]:
-    """Passages spread over the reference, of lengths that put the last hit at every border up to 2400."""
+    """Passages spread over the reference, with lengths that put the end of the hit at every block boundary up to
+    2400."""
     borders = range(block, 2400, block)
     lengths = [borders[i % len(borders)] + 20 + 29 * i % (block - 40) for i in range(count)]
     return [prompts.cut(tok, prompts.prose(), n, start=2900 * i) for i, n in enumerate(lengths)]
@@ -41,7 +42,7 @@ def texts(tok, block: int, count: int) -> list[list[int]]:
 def compare(a: Answer, b: Answer) -> dict:
     """`a` cold or reference, `b` what is judged."""
     m = match(a, b)
-    compared = min(m.equal + 1, m.total)  # a difference is the last position with a common past
+    compared = min(m.equal + 1, m.total)  # the first difference is the last position with a common past
     return {
         "equal": m.equal,
         "compared": compared,
@@ -96,7 +97,7 @@ def warm_warm(server: common.Server, tok, asked: list[list[int]], block: int, to
                 same += 1
             else:
                 parted.append({"prompt": i, "round": turn, **match(reference[i], answer).to_dict()})
-        # Branches of the same prefixes and strangers, several at a time.
+        # Branches of the same prefixes and unrelated prompts, several at a time.
         others = [ids[: -(7 + turn)] + prompts.cut(tok, "and then " * 40, 30 + turn) for ids in asked[:4]]
         others += [
             prompts.cut(tok, prompts.source("typing"), 300, start=300 * (4 * turn + k)) for k in range(4)
@@ -152,7 +153,7 @@ def main() -> None:
         row["rows"] = [{**r, "kl": [round(x, 6) for x in r["kl"]]} for r in got["rows"]]
         out[fmt] = row
         print(fmt, {k: v for k, v in row.items() if k != "rows"}, flush=True)
-        # After each format, so that a run that is cut short leaves what it has.
+        # After each format, so that an interrupted run keeps its results.
         lengths = [len(x) for x in asked]
         numbers = {"block": args.block, "answer_tokens": args.tokens, "lengths": lengths, "formats": out}
         common.write_result(args.name, numbers, scores=scores(numbers, common.has_gpu()))

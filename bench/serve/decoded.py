@@ -1,11 +1,11 @@
-"""How far blocks that decoding filled are from blocks that a prefill filled, and what page sizes have to do with it.
+"""Difference between blocks filled by decoding and blocks filled by a prefill, at several page sizes.
 
     python -m bench.serve.decoded [--caches stock,bf16,k4v4/64,k4v4/32,k4v4/48] [--texts 6] [--block 64]
 
-A prompt is answered, and prompt, answer and a few words more are asked behind the decoded blocks, then cold, then
-behind the blocks that the cold run left. *Drift*: the largest difference of the log-probabilities of a token up to the
-first token that differs. Decoding computes rows alone, whose products round otherwise, in stock SGLang too; a prefill's
-own blocks should give no drift. `k4v4/48`: pages of 48 tokens, of which the second of every block is part-filled.
+A prompt is answered. Prompt, answer and a few more words are then sent behind the decoded blocks, cold, and behind the
+blocks of the cold run. *Drift*: the largest difference of the log-probabilities of a token up to the first token that
+differs. Decoding computes rows alone, so their products round differently, also in stock SGLang. Blocks of a prefill
+should give no drift. `k4v4/48`: pages of 48 tokens, of which the second of every block is part-filled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def options(cache: str, block: int, head_dim: int) -> list[str]:
 
 
 def drifts(server: common.Server, tok, texts: int, block: int) -> list[dict]:
-    """A row a text: drift against the decoded blocks and against the prefill's own, and whether answers are equal."""
+    """One row per text: drift behind the decoded blocks and behind the prefill's own, and whether answers are equal."""
     out, chapter = [], prompts.chapter("assignment")
     for i in range(texts):
         prompt = prompts.cut(tok, chapter, 3 * block + 10, start=211 * i)

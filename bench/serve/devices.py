@@ -1,4 +1,4 @@
-"""Are greedy answers on one device those of another, within what rounding does to stock SGLang's as well?
+"""Compares greedy answers of two devices, with the differences of stock SGLang by rounding as reference.
 
     python -m bench.serve.devices --record FILE                                      # on the one
     python -m bench.serve.devices --against bench/results/serve/devices_cpu.json.gz  # on the other

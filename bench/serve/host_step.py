@@ -1,16 +1,16 @@
-"""Host time of a decode step with many long requests, ours beside SGLang's, in its own scheduler without a model.
+"""Host time of a decode step with many long requests, ours and SGLang's, in SGLang's scheduler without a model.
 
     python -m bench.serve.host_step [--requests 256] [--tokens 32768] [--quick]
 
 CPU time of the scheduler's thread per step: the next batch is prepared, queued operations on pages are launched (the
 kernels are left out, as is the model), and the result of the step before is processed. Medians and means over `--steps`
-steps, on one core. Some steps fill blocks and some do not, so the mean counts. Stock has pages of one token, SGLang's
-default, and all of its requests fit as bf16.
+steps, on one core. Some steps fill blocks and some do not, so the mean is the relevant figure. Stock has pages of one
+token, SGLang's default, and all of its requests fit as bf16.
 
-A server spends time that is not in here: on both sides alike for its inputs, sampling, and answers to clients; for the
-plan of its attention backend; and with our cache alone for the driver's share of launches and copies. Each step copies
-its slots to the device, and one in which blocks fill has six launches, a running sum and two copies more; stock's
-allocator has none of these.
+Some host time of a server is not included: inputs, sampling and replies to clients, which are equal on both sides; the
+plan of the attention backend; and, for our cache, the driver's part of launches and copies. Each step copies its slots
+to the device, and one in which blocks fill has six launches, a running sum and two copies more; stock's allocator has
+none of these.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LAYERS, HEADS, HEAD_DIM = 1, 1, 32
 
 
 class Server(ModelFreeScheduler):
-    """Decodes for ever. `runtime` None: stock."""
+    """A server that decodes forever. `runtime` None: stock."""
 
     def __init__(self, runtime, pool, allocator, tree, rows: int):
         super().__init__(pool, allocator, tree, rows=rows, page_size=P if runtime else 1)
@@ -61,7 +61,7 @@ class Server(ModelFreeScheduler):
         params = SamplingParams(max_new_tokens=answer, ignore_eos=True)
         params.normalize(None)
         prompt = array("q", range(i * tokens, (i + 1) * tokens))
-        # Prompts that end at different places of a block, as in any mix of requests.
+        # Prompts that end at different offsets in a block, as in a mix of requests.
         req = Req(str(i), "", prompt[: tokens - i % P], params, vocab_size=1 << 30)
         if self.runtime:
             requests.before_add_request_to_queue(self, req)
@@ -87,7 +87,7 @@ class Server(ModelFreeScheduler):
             hooks.after_process_batch_result(None, self, batch, result)
 
     def turn(self) -> int:
-        """One turn of `event_loop_overlap`. How many requests decode in it."""
+        """Run one turn of `event_loop_overlap`; returns the number of decoding requests."""
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if batch:

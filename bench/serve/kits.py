@@ -1,13 +1,12 @@
-"""Do SGLang's own test kits pass against a server with the compressed cache, under strict memory checks?
+"""Runs SGLang's own test kits against a server with the compressed cache, under strict memory checks.
 
     python -m bench.serve.kits [--quick] [--only radix,abort] [--format k4v4,leankv] [--block 64] [--nodes 400]
 
 Each kit runs unmodified as a client of our server (`sglang.test.kits`). The server checks its memory
 account in every step (SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY). After each kit the server must be
-alive, its log free of errors, and, once flushed, every page free again: the radix kit, for one, checks
-status codes only. Results are added to those of earlier runs with the same settings. `--quick` asks for
-fewer nodes, clients and tokens. On a CPU several kits get smaller numbers than they were written for; the
-result file says which.
+alive, its log free of errors, and, once flushed, every page free again: the radix kit, for example, checks only status
+codes. Results are added to those of earlier runs with the same settings. `--quick` asks for fewer nodes, clients and
+tokens. On a CPU several kits run with smaller numbers than their defaults; the result file lists them.
 
 Several formats are served at the same time, each by a process and servers of its own. On a GPU the kits are
 those of `GPU_KITS`, servers have overlap scheduling and CUDA graphs, and the share of kits that pass is the
@@ -49,7 +48,7 @@ MEMORY = {"cpu": "192MiB", "gpu": "256MiB"}  # little, so that the radix kit mee
 
 @dataclass(frozen=True)
 class Kit:
-    """One kit. `run(server, args, notes)` raises where it fails and notes the numbers that it used."""
+    """One kit. `run(server, args, notes)` raises on failure and notes the numbers that it used."""
 
     name: str
     run: Callable[[common.Server, argparse.Namespace, dict], None]
@@ -80,7 +79,7 @@ def radix(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
 
 
 def _content(server: common.Server, asked: list[list[int]]) -> dict:
-    """What the tree holds after all this gives the answers that an empty cache gives: the kit itself does not look."""
+    """Check that the resulting tree gives the same answers as an empty cache, which the kit itself does not check."""
     long = [ids for ids in asked if len(ids) > 300]
     some = long[:: max(1, len(long) // 12)]
     warm = [server.client.generate(ids, 4, top=5) for ids in some]
@@ -121,8 +120,8 @@ def mixin(
     skip: dict[str, str] | None = None,
     gpu_numbers: dict | None = None,
 ) -> Callable[[common.Server, argparse.Namespace, dict], None]:
-    """A kit written as a mix-in of unittest classes. `skip`: test -> why the model cannot pass it. `gpu_numbers`: of a
-    GPU, where answers must be long to be still under way when the kit acts."""
+    """A kit written as a mix-in of unittest classes. `skip`: test -> reason why the model cannot pass it.
+    `gpu_numbers`: numbers for a GPU, where answers must be long enough to still run when the kit acts."""
 
     def run(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
         module, name = path.split(":")
@@ -189,7 +188,7 @@ KITS = {
     "pause": Kit(
         "pause_generation_kit",
         mixin("pause_generation_kit:PauseResumeInPlaceMixin", PAUSE, PAUSE_QUICK, gpu_numbers=PAUSE_GPU),
-        # It wants some text from every request; the demo model sometimes ends at its first token.
+        # It expects text from every request, but the demo model sometimes ends at its first token.
         args=(*RUNNING, "--preferred-sampling-params", '{"min_new_tokens": 4}'),
         gpu_args=(*RUNNING, "--preferred-sampling-params", '{"min_new_tokens": 2500}'),
     ),
@@ -218,7 +217,7 @@ KITS = {
     ),
     "retract": Kit("radix_cache_server_kit, forced retraction", radix, env=RETRACT),
 }
-# Those that need no grammar backend and no better model. Neighbors share a server where options are the same.
+# Kits that need no grammar backend and no better model. Neighbors with equal options share a server.
 GPU_KITS = ("radix", "hit", "abort", "stress", "pause", "waiting", "running", "retract")
 
 
@@ -246,7 +245,7 @@ def _offline_requests():
 
 
 def run_kit(kit: Kit, server: common.Server, args: argparse.Namespace) -> dict:
-    """One kit and the checks behind it."""
+    """Run one kit and the checks after it."""
     server.client.flush()
     start = server.client.when_idle().get("pages_free")
     before = len(server.errors())
@@ -346,7 +345,7 @@ def side_by_side(formats: list[str], argv: list[str]) -> int:
 
 
 def scores(args: argparse.Namespace, kits: list[dict]) -> dict[str, tuple[float, str]]:
-    """Of a GPU, where all its kits ran at this commit and none with less than it asks for."""
+    """Scores on a GPU, if all kits ran at this commit with their default numbers or more."""
     last = {r["kit"]: r for r in kits if r["commit"] == common.commit()}
     wanted = [KITS[name].name for name in GPU_KITS]
     if not common.has_gpu() or args.quick or args.block != BLOCK or args.nodes < NODES or not {*wanted} <= {*last}:
@@ -356,7 +355,7 @@ def scores(args: argparse.Namespace, kits: list[dict]) -> dict[str, tuple[float,
 
 
 def _write(args, row: dict) -> None:
-    """After each kit, so that a run that is cut short leaves what it has; a kit that ran before is replaced."""
+    """Called after each kit, so that an interrupted run keeps its results; earlier results of a kit are replaced."""
     name = f"{NAME}_{args.format}_p{args.block}"
     name += ("_gpu" if common.has_gpu() else "") + ("_quick" if args.quick else "")
     row |= {"commit": common.commit(), "command": common.command_line()}

@@ -1,11 +1,11 @@
-"""What is the longest prompt that is served in equal KV memory?
+"""Longest prompt that is served in equal KV memory.
 
     python -m bench.serve.longest [--memory 16MiB] [--chunk 256]                       # a tiny model
     python -m bench.serve.longest --memory 1GB --chunk 1024 --model qwen-1.5b --context 1000000 \
         --cells stock,k4v4,oneshot-8x,oneshot-16x --name serve/longest_gpu
 
-Servers with k4v4 and with stock bf16 get the same bytes. Each says what it can take, a prompt of that length is served,
-and one that is longer is refused. The context is longer than any of them; answers are not looked at.
+Servers with k4v4 and with stock bf16 get the same bytes. Each states its limit. A prompt of that length must be served,
+and a longer one refused. The model's context is longer than any limit; answers are not checked.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure(cells: list[str], model: Path, a: argparse.Namespace) -> dict[str, d
         info = server.client.server_info()
         for cell in cells:
             level = cell.replace("oneshot-", "one-shot:") if cell.startswith("oneshot") else None
-            # Stock says more, but a prompt that leaves no page free waits forever, and an answer takes another page.
+            # Stock states more, but a prompt that leaves no page free waits forever, and an answer takes another page.
             told = info["max_total_num_tokens"] - 2 * a.block - ANSWER
             if cell != "stock":
                 told = info["internal_states"][0]["kvc"]["longest_prompt"][level or "default"] - ANSWER

@@ -1,4 +1,4 @@
-"""Are a block's packed bytes a function of its own K/V rows and the policy alone?
+"""Checks that a block's packed bytes are a function of its own K/V rows and the policy alone.
 
     python -m bench.serve.page_hash [--blocks 12] [--block 64] [--histories 20] [--device cuda] [--name NAME]
 
@@ -7,8 +7,8 @@ caches in many random histories: blocks in any order, rows in pieces of any size
 together, beside other blocks, in page ids left behind by blocks that came and went, with evictions in
 between, and through the runtime's own queue. The digest of every block (format id, counts, key header, page bytes) must
 be the one that it has when packed alone in an empty cache. As a control, rows with a single changed element must give
-another digest. On a GPU (the default where there is one) the kernels write, and how many blocks have the bytes that
-plain torch writes on the CPU is counted beside it.
+another digest. On a GPU (the default where there is one) the kernels write, and blocks whose bytes equal those that
+plain torch writes on the CPU are also counted.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def history(config: KvcConfig, k, v, blocks: int, seed: int) -> tuple[list[tuple
             replay.pack(now)
             seen += [(i, replay.digest(i)) for i in now]
             pages.add(int(replay.runtime.store.table[replay.held[now[0]], 0, 0, 0]))
-    # What was packed early must not have changed since.
+    # Blocks that were packed early must not have changed since.
     seen += [(i, replay.digest(i)) for i in replay.held]
     ops.check_invariants(replay.runtime.store)
     return seen, pages

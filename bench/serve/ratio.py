@@ -1,4 +1,4 @@
-"""How much smaller is the cache, by the running server's own account of all its bytes?
+"""Compression of the cache, by the running server's own statistics of all its bytes.
 
     python -m bench.serve.ratio [--formats k4v4,leankv] [--lengths 1024,4096,7936] [--block 128]
 
@@ -22,11 +22,11 @@ NAME = "serve/ratio"
 FORMATS = ("bf16", "k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "quota", "max", "leankv")
 PACKED = FORMATS[1:6]  # whose occupancy is compared
 LENGTHS = (1024, 4096, 7936)  # the last leaves room for an answer within the model's 8192
-DECODED = 6  # tokens generated before looking: the prompt's blocks are packed in the first of them
+DECODED = 6  # generated tokens before the statistics are read; the prompt's blocks are packed in the first step
 
 
 def in_flight(server: common.Server, prompt: list[int], level: str | None = None) -> dict:
-    """The server's account while this prompt's request is generating. `level`: the quality that it asks for."""
+    """The server's statistics while this prompt's request is generating. `level`: its requested quality."""
     rid = f"looked-at-{len(prompt)}"  # of its own, so that no abort of an earlier request can meet it
     sampling = {"custom_params": {"kvc": level}} if level else {}
     payload = server.client.payload(prompt, 200, stream=True, rid=rid, sampling=sampling)
@@ -47,7 +47,7 @@ def in_flight(server: common.Server, prompt: list[int], level: str | None = None
 
 
 def check(stats: dict, prompt_tokens: int) -> None:
-    """The account must not claim less than what the free pages say, nor tokens that are not there."""
+    """The statistics must not claim fewer bytes than the taken pages have, nor tokens that do not exist."""
     used = (stats["pages_total"] - stats["pages_free"]) * stats["page_bytes"]
     assert stats["bytes"] >= used, f"{stats['bytes']} bytes claimed, but {used} are taken from the pool"
     assert prompt_tokens <= stats["tokens"] <= prompt_tokens + 200, stats["tokens"]

@@ -1,9 +1,9 @@
-"""How many requests run at a time in equal KV memory?
+"""Number of requests that run at a time in equal KV memory.
 
     python -m bench.serve.resident [--formats k4v4,..] [--tokens 6144] [--share 0.4] [--prompts 10]
 
-Every server gets the memory of `--tokens` bf16 tokens, and prompts of `--share` of that at once, none like another.
-What counts is the server's own word on how many it answers together.
+Every server gets the memory of `--tokens` bf16 tokens and concurrent, distinct prompts of `--share` of that. The figure
+is the server's own number of running requests.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A server that is killed under load and started again on its disk tier, of which most files were damaged.
+"""A server that is killed under load and restarted on its disk tier after most files were damaged.
 
     python -m bench.serve.restart [--prompts 1000] [--parallel N]
 
 Prompts of two blocks and a few tokens are answered, and answered again from the cache. SIGKILL ends the server while
-others ask. Then one file of each of `--prompts` prompts is cut short or gets one wrong bit; a fifth as many prompts
-keep theirs. The next server on the same folder is asked all of them again. It runs on the CPU engine, where a block
-that is computed again gives the same answer; a GPU rounds otherwise in a batch of another shape.
+other requests run. Then one file of each of `--prompts` prompts is truncated or gets one wrong bit; a fifth as many
+prompts keep their files. All prompts are sent again to a new server on the same folder. It runs on the CPU engine,
+where a block that is computed again gives the same answer; a GPU rounds differently in a batch of another shape.
 
-`agents.restart_warm_hit` is the share of the tokens that hit before which hit again, of prompts with whole files. A
-block counts as served though damaged (`agents.corrupt_served`) if a prompt hits tokens behind it, or if its answer
-changed. The server must have found every damaged file, else the run fails. The model is small and random: its
-log-probabilities tell other prompts from the right ones, which `control_changed` counts.
+`agents.restart_warm_hit` is the share of earlier hit tokens that hit again, for prompts with intact files. A damaged
+block counts as served (`agents.corrupt_served`) if a prompt hits tokens after it, or if its answer changed. The run
+fails unless the server found every damaged file. The model is small and random: its log-probabilities tell other
+prompts from the right ones, which `control_changed` counts.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m bench.serve.retraction [--sessions 64] [--quick]
 
-Sessions begin one after the other, and their answers together need more memory than there is, so SGLang retracts some
-and takes them up again later. What it then computes anew is counted: every prefilled token beyond the first prefill of
-each prompt. `freed` is what SGLang does: a retracted request frees all that it wrote. `kept` leaves its full blocks to
-the prefix cache, and `hosted` also has host memory behind the pool. Counts are exact and depend on no machine.
+Sessions begin one after the other. Their answers together exceed the memory, so SGLang retracts some and resumes them
+later. Every prefilled token beyond the first prefill of each prompt is counted. `freed` is SGLang's behavior: a
+retracted request frees all of its tokens. `kept` leaves its full blocks to the prefix cache, and `hosted` also has host
+memory behind the pool. Counts are exact and depend on no machine.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m bench.serve.tree [--leaves 100000] [--quick]
 
-Each leaf is a block of its own behind one of 1,000 shared blocks. CPU time of the scheduler's thread, median of
-`REPEATS`, for ours and for SGLang's own tree with the same keys; nothing is computed and nothing is read from pages.
+Each leaf is a private block behind one of 1,000 shared blocks. CPU time of the scheduler's thread, median of `REPEATS`,
+for ours and for SGLang's own tree with the same keys; nothing is computed and nothing is read from pages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ours:
         return self.tree.component.slots_of(self.runtime.take([0] * (tokens // P)))
 
     def insert(self, i: int) -> None:
-        """A shared block that the tree has already would be freed by the request's checkpoint."""
+        """Insert one leaf. A shared block that the tree already has would be freed by the request's checkpoint."""
         k = key(i)
         value = self.value(len(k))
         known = self.tree.insert(InsertParams(key=k, value=value, prev_prefix_len=len(k))).prefix_len

@@ -1,12 +1,12 @@
-"""A model with sliding windows, served: answers beside stock SGLang, cold, cached and appended to what is cached.
+"""A served model with sliding windows, compared with stock SGLang: cold, cached, and appended to a cached prefix.
 
     python -m bench.serve.windows [--caches bf16,k4v4] [--head-dim 64] [--window 100] [--tokenizer FOLDER]
 
-A Gemma 3 with random weights, of four layers of which one sees everything. *Drift*: the mean difference of the tokens'
-log-probabilities to stock's, up to the first token that differs; *gap*: how near the two candidates were there. Stock
-itself drifts between a cold and a cached prompt, for its matrix products have other shapes: the row `stock`. On a GPU,
-KVC_STOCK_ATTENTION names stock's backend; with `triton` stock's windows are one token short while it generates, see
-`bench.serve.windows_reference`.
+The model is a Gemma 3 with random weights and four layers, one of which sees everything. *Drift*: the mean difference
+of the tokens' log-probabilities to stock's, up to the first token that differs; *gap*: the margin between the two
+candidates there. Stock itself drifts between a cold and a cached prompt (the row `stock`), because its matrix products
+have other shapes. On a GPU, KVC_STOCK_ATTENTION names stock's backend; with `triton` stock's windows are one token
+short while it generates, see `bench.serve.windows_reference`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = (60, 99, 100, 101, 250, 385, 1000, 3000)
 
 
 def prompt(tokens: int, more: int = 0) -> list[int]:
-    """The one of so many tokens, and what is appended to it."""
+    """A prompt of this many tokens, and the text appended to it."""
     draw = random.Random(tokens)
     return [draw.randrange(1000, 40_000) for _ in range(tokens + more)]
 

@@ -1,12 +1,11 @@
-"""What a window that is one token short while generating does to the model of `bench.serve.windows`, by transformers.
+"""Effect of a window that is one token short during generation on the model of `bench.serve.windows`, by transformers.
 
     python -m bench.serve.windows_reference [--head-dim 256] [--window 100] [--tokenizer FOLDER]
 
 Stock SGLang 0.5.17 gives its Triton backend's decode kernel as many tokens as its layers have *before* a query's own
-(`update_sliding_window_buffer`), the query's own among them (reported in sgl-project/sglang#32087). So a server that is
-right drifts from that one as far as `short` says here; `rounded` is what probabilities rounded to bf16, as attention
-kernels round them, make of it. Both in nats on average over the generated tokens, for the same prompts, beside
-attention in fp32; weights are bf16.
+(`update_sliding_window_buffer`), the query's own among them (reported in sgl-project/sglang#32087). A correct server
+therefore drifts from it by `short`; `rounded` is the drift from rounding probabilities to bf16, as attention kernels
+do. Both in nats on average over the generated tokens, for the same prompts, beside attention in fp32; weights are bf16.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The public operations on a `PageStore`.
 
-Those made by `dispatch` run as kernels on a GPU and as plain torch elsewhere. Their plain-torch form, and the other
-operations, come from the folder of the operation. Classes are planned operations: `plan` once a forward, then `run`
+Operations made by `dispatch` run as kernels on a GPU and as plain torch elsewhere. Their references, and the other
+operations, are imported from the operation's folder. Classes are planned operations: `plan` once a forward, then `run`
 (or `add`) for each layer. `decode_attention` and `extend_attention` are always the plain-torch references, also on a
 GPU. Importing this module does not import triton.
 """

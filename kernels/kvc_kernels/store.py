@@ -91,7 +91,7 @@ class PageStore:
         self.query_counts.zero_()
 
     def erase(self) -> None:
-        """`reset` whatever bytes the tensors hold, as they do after the memory behind them was given back."""
+        """`reset` for tensors with undefined content, after their memory was released and mapped again."""
         for tensor in self._tensors:
             tensor.zero_()
         self.reset()
@@ -102,18 +102,19 @@ class PageStore:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether copies from the host go through pinned memory, and the device runs behind the host."""
+        """Whether the device is a GPU: copies from the host go through pinned memory, and the device runs behind the
+        host."""
         return self.pages.is_cuda
 
     @property
     def use_kernels(self) -> bool:
-        """Whether operations on this store run as kernels (see `common.dispatch`). A test overrides it for a store on
-        the CPU, whose kernels Triton's interpreter runs."""
+        """Whether operations on this store run as kernels (see `common.dispatch`). Tests override it for a store on the
+        CPU, to run kernels under Triton's interpreter."""
         return self.pages.is_cuda
 
     @cached_property
     def launch_constants(self) -> dict[tuple, tuple]:
-        """What a launch on this store computes once: its constants, by operation and block format."""
+        """Cached launch constants, by operation and block format."""
         return {}
 
     @cached_property

@@ -1,8 +1,8 @@
-"""`schedule_policy.PrefillAdder`: prompts and chunks wait for the memory that they take packed.
+"""`schedule_policy.PrefillAdder`: prompts and chunks wait for the memory that they need packed.
 
-SGLang continues a half-prefilled prompt whatever is free, and a failed allocation ends the scheduler. While others
-decode, returning the request unchanged parks it for a step (a path SGLang has for hybrid models), and with it all
-prompts behind it. Finished or retracted requests then make room.
+SGLang continues a partly prefilled prompt even if no memory is free, and a failed allocation ends the scheduler. While
+others decode, returning the request unchanged parks it for a step, together with all later prompts (SGLang does so for
+hybrid models). Finished or retracted requests then make room.
 
 With `--enable-mixed-chunk` the decode step of the running requests joins each prefill, and SGLang does not check its
 memory. A pass therefore leaves the blocks of that step free.
@@ -26,7 +26,7 @@ INIT = (
 
 @contextmanager
 def _credit(adder, tokens: float):
-    """Within: the adder counts `tokens` more as free."""
+    """Context in which the adder counts `tokens` more tokens as free."""
     adder.memory_budget.total_offset -= tokens
     try:
         yield
@@ -47,8 +47,9 @@ def around_init(
     orig, self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, new_token_ratio, rem_input_tokens,
     rem_chunk_tokens, num_mixed_decode_tokens=0, *args, **kwargs
 ):  # fmt: skip
-    """Leave blocks, not single tokens, for a mixed decode step. It shortens a chunk by whole blocks, so that the chunk
-    ends at the end of one, and leaves it a block at least, so that prompts come in however many requests run."""
+    """Leave blocks, not single tokens, for a mixed decode step. The step shortens a chunk by whole blocks, so that the
+    chunk ends at a block boundary. The chunk keeps at least one block, so that prompts make progress with any number of
+    running requests."""
     mixed = num_mixed_decode_tokens
     orig(
         self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch, new_token_ratio, rem_input_tokens,
@@ -64,9 +65,10 @@ def around_init(
 
 
 def _bring_back(adder, req):
-    """The verdict on a prompt whose cached blocks are in files or in host memory; None: it is admitted without them.
+    """SGLang's verdict on a prompt whose cached blocks are in files or in host memory; None: admit it without waiting
+    for them.
 
-    While they are on their way, the prompt is passed over, and the prompts behind it come in."""
+    While the blocks are being read, the prompt is skipped and later prompts are admitted."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     from sglang_kvc.adapter.host_cache import Hit
@@ -81,7 +83,7 @@ def _bring_back(adder, req):
 
 
 def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
-    """A prompt waits for the memory that it will take, not for what it would take uncompressed."""
+    """Let a prompt wait for the memory that it will take packed, not uncompressed."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
     runtime = runtime_of(self.token_to_kv_pool_allocator)
@@ -105,7 +107,7 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
 
 
 def around_add_chunked_req(orig, self, req):
-    """A chunk waits for its blocks, and stays whole where SGLang would cut it to keep its reserve for answers."""
+    """Let a chunk wait for its blocks. It is not cut where SGLang would cut it to keep its reserve for answers."""
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None or self.running_batch is None or self.running_batch.is_empty():
         return orig(self, req)
@@ -115,7 +117,7 @@ def around_add_chunked_req(orig, self, req):
     whole = req.kvc.one_shot is not None and not req.kvc.one_shot.stays
     credit = runtime.capacity.chunk_credit(need, shortage, len(self.running_batch.reqs), whole)
     if credit is None:
-        # No other prompt in this pass: SGLang counts a chunk of this one with every batch, and knows one at a time.
+        # No other prompt in this pass: SGLang charges a chunk of this one to every batch, and tracks only one such.
         self.rem_chunk_tokens = 0
         return req
     with _credit(self, credit):
@@ -123,7 +125,7 @@ def around_add_chunked_req(orig, self, req):
 
 
 def around_running_offset(orig, self, req):
-    """The room that a running request may still need."""
+    """Return the memory that a running request may still need."""
     growth, runtime = orig(self, req), runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return growth

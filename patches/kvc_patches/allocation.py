@@ -32,7 +32,7 @@ def around_alloc_for_extend(orig, batch):
 
 
 def _new_sequence(runtime, tree, req):
-    """The record of a request that starts, or comes again after a retraction."""
+    """The record of a request that starts, or resumes after a retraction."""
     format_id = format_id_of(runtime, req)
     if (budget := budget_of(req)) is not None:
         return runtime.new_one_shot(budget, len(req.full_untruncated_fill_ids), format_id, chunk_tokens())
@@ -54,13 +54,13 @@ def around_alloc_for_decode(orig, batch, token_per_req):
 
 
 def around_alloc_page_size(orig, batch):
-    """A decode step of ours takes SGLang's path for pages of one token, which looks up no last slots."""
+    """Send our decode steps through SGLang's path for pages of one token, which does not look up last slots."""
     decodes = batch.forward_mode.is_decode() and runtime_of(batch.token_to_kv_pool_allocator) is not None
     return 1 if decodes else orig(batch)
 
 
 def before_mix_with_running(self, running_batch):
-    """The decode step of `running_batch` joins the extend batch that was allocated just before."""
+    """Add the decode step of `running_batch` to the extend batch that was allocated just before."""
     if (runtime := runtime_of(self.token_to_kv_pool_allocator)) is not None:
         runtime.extending += [(req.rid, req.kvc) for req in running_batch.reqs]
 

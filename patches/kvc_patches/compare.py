@@ -1,4 +1,4 @@
-"""`python -m kvc_patches --compare OLD_SITE NEW_SITE`: what changed in the parts of SGLang that the plug-in relies on.
+"""`python -m kvc_patches --compare OLD_SITE NEW_SITE`: changes in the parts of SGLang that the plug-in relies on.
 
 Each folder holds a `sglang` package, installed or unpacked. Both are read as source, so neither must be importable.
 """
@@ -39,7 +39,7 @@ class Site:
         return None
 
     def find(self, target: str) -> Found | None:
-        """A function, method or class, where it is defined: through imports and base classes."""
+        """The definition of a function, method or class, found through imports and base classes."""
         module, _, name = target.rpartition(".")
         if self.tree(module) is not None:
             return self._named(module, name)
@@ -86,10 +86,10 @@ def _top(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 class Subclass(NamedTuple):
-    """name: of a class of ours.
+    """name: name of our class.
     base: dotted path of its base class in SGLang.
     methods: names of its methods.
-    reads: names that it takes from `self` or `super()`.
+    reads: names that it reads from `self` or `super()`.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Subclass(NamedTuple):
 
 
 def subclasses() -> list[Subclass]:
-    """Every class of `sglang_kvc` with each base class that it has in SGLang, also through a class of ours."""
+    """Every class of `sglang_kvc` with each of its base classes in SGLang, direct or through another of our classes."""
     (folder,) = find_spec("sglang_kvc").submodule_search_locations
     classes: dict[str, tuple[ast.ClassDef, dict[str, str]]] = {}
     for path in sorted(Path(folder).rglob("*.py")):
@@ -150,7 +150,7 @@ def _body(node: ast.AST) -> str:
 
 
 def change(old: Found | None, new: Found | None) -> str | None:
-    """What changed between two releases, None if nothing did."""
+    """The change between two releases as text, None if nothing changed."""
     if old is None or new is None:
         return "not found" if new is old else "new" if old is None else "gone"
     before, after = _parameters(old.node), _parameters(new.node)

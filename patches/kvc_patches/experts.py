@@ -3,7 +3,7 @@
 The compressed cache has more slots than it holds uncompressed tokens, so the rows are counted by its blocks. A slot
 keeps its row while its block has an owner, packed or not.
 
-SGLang registers the rows with CUDA where torch was built for it. Without a GPU there is nothing to register with.
+SGLang registers the rows with CUDA if torch was built for it, which fails without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`models.utils`: no fused RoPE-and-store, which would write K/V rows past our pages."""
+"""`models.utils`: turns off fused RoPE-and-store, which would bypass our pages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`constrained.xgrammar_backend`: constrained decoding without a GPU.
 
-SGLang pins the token bitmask and has device kernels only, so the first JSON or regex request ends a server on the CPU,
-with this plug-in or without. xgrammar has a CPU kernel.
+SGLang pins the token bitmask and has only device kernels. The first JSON or regex request would therefore end a server
+on the CPU, even without this plug-in. xgrammar has a CPU kernel.
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ from .lookup import current
 from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
-REST = 10  # statistics are reused for this many times the time it took to make them
+REST = 10  # statistics are reused for this multiple of the time it took to collect them
 _last: tuple[object, float, dict] | None = None  # runtime, until when, figures
 
 
 def snapshot(runtime) -> dict:
     """Statistics, head map and settings of this rank.
 
-    They are made in the scheduler's thread at any client's request, so making them takes at most a tenth of the time:
-    within `REST` times the duration of the last making the last ones are returned."""
+    Any client can ask for them, and the scheduler's thread collects them. To limit this to a tenth of its time, the
+    last statistics are returned again for `REST` times as long as it took to collect them."""
     global _last
     began = time.monotonic()
     if _last is None or _last[0] is not runtime or began > _last[1]:
@@ -29,7 +29,7 @@ def snapshot(runtime) -> dict:
 
 
 def _figures(runtime) -> dict:
-    """In builtins. A figure that cannot be read must not end the server."""
+    """The statistics in builtins. One that cannot be read must not end the server."""
     from sglang_kvc.stats.collect import figures
 
     state: dict = {"config": runtime.config.to_dict()}

@@ -1,6 +1,6 @@
-"""`SchedulerInvariantChecker`: the leak check compares slots, which add up.
+"""`SchedulerInvariantChecker`: makes the leak check compare slots, which add up.
 
-Scheduling reads physical sizes, which shrink as blocks are compressed and do not add up to SGLang's token total. Every
+Scheduling reads physical sizes, which change as blocks are compressed and do not add up to SGLang's token total. Every
 slot in use belongs to the tree, to a running request or to a load from the host.
 """
 

@@ -1,11 +1,10 @@
 """`TpModelWorker.get_worker_info`: the longest request that SGLang accepts.
 
-SGLang accepts what fits into the pool uncompressed. Packed chunk by chunk, a longer request fits, and the limit here is
-that of the format, or of the budget of a one-shot prompt, that takes the least memory. `requests` applies the limit of
-each request's own.
+SGLang accepts requests that fit into the pool uncompressed. Packed chunk by chunk, longer requests fit. The limit here
+is that of the format or one-shot budget that takes the least memory. `requests` applies each request's own limit.
 
-SGLang admits a request only with a page beside it. One that fits without the page would wait forever, and all others
-behind it. With pages of one token that is a length or two; here a page is a block.
+SGLang admits a request only if one more page is free. A request that fits without that page would wait forever, with
+all others behind it. With pages of one token, this concerns one or two lengths; here a page is a block.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .lookup import current, longest_request
 from .registry import hook
 
 LENGTH, INPUT = 4, 5  # indices of `max_req_len` and `max_req_input_len` in the worker's tuple
-RATIOS = ("8x", "16x", "32x", "64x")  # of budgets whose limits `/server_info` states
+RATIOS = ("8x", "16x", "32x", "64x")  # budgets whose limits `/server_info` states
 
 
 def around_get_worker_info(orig, self):
@@ -24,7 +23,7 @@ def around_get_worker_info(orig, self):
     if (runtime := current()) is None:
         return info
     out, margin = list(info), info[LENGTH] - info[INPUT]
-    # Formats below the server's own are none that a request starts at.
+    # No request starts at a format below the server's own.
     formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
     longest = max(longest_request(runtime, format_id) for format_id in formats)
     longest = max(longest, *(tokens + 2 for tokens in longest_prompts(runtime).values()))
@@ -34,7 +33,8 @@ def around_get_worker_info(orig, self):
 
 
 def longest_prompts(runtime) -> dict[str, int]:
-    """Tokens of the longest prompt that has an answer, by what its request asks for. The context may be shorter."""
+    """Tokens of the longest prompt that leaves room for an answer, by requested quality. The model's context may be
+    shorter."""
     from sglang_kvc.cache.one_shot import PREFIX, Budget, check_served
     from sglang_kvc.options.request_quality import offered
 

@@ -1,7 +1,6 @@
-"""Our objects behind those that SGLang passes to a hook.
+"""Lookup of our objects behind those that SGLang passes to a hook.
 
-`sglang_kvc` is imported at call time: hooks are registered in every process, also in those that serve with another
-backend.
+`sglang_kvc` is imported at call time, because hooks are registered in every process, also with another backend.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def current() -> Runtime | None:
-    """The runtime of this process; None before its pool is built, and where another backend serves."""
+    """The runtime of this process; None before its pool is built, and with another backend."""
     from sglang_kvc.cache import runtime
 
     return runtime.current()
@@ -28,22 +27,22 @@ def runtime_of(allocator: Any) -> Runtime | None:
 
 
 def format_id_of(runtime: Runtime, req: Any) -> int:
-    """The format id that blocks of SGLang's request go to, by its level."""
+    """The format id of the packed blocks of SGLang's request, from its level."""
     from sglang_kvc.options.request_quality import level
 
     return runtime.policy.format_id_of(None if budget_of(req) else level(req))
 
 
 def longest_request(runtime: Runtime, format_id: int, budget: Budget | None = None, prompt: int | None = None) -> int:
-    """Tokens of the longest request, with its answer, whose blocks go to `format_id`. `budget`: that of a one-shot
-    prompt of `prompt` tokens, or of any length."""
+    """Tokens, with the answer, of the longest request whose blocks are packed at `format_id`. `budget`: the budget of a
+    one-shot prompt of `prompt` tokens; `prompt` None: of any length."""
     if budget is None:
         return runtime.capacity.longest_request(format_id, chunk_tokens())
     return runtime.capacity.one_shot.longest(budget, format_id, chunk_tokens(), prompt)
 
 
 def chunk_tokens() -> int | None:
-    """Tokens of a chunk of a prompt; None where prompts are prefilled whole."""
+    """Tokens of a chunk of a prompt; None without chunked prefill."""
     from sglang.srt.runtime_context import get_schedule
 
     chunk = get_schedule().chunked_prefill_size
@@ -51,5 +50,5 @@ def chunk_tokens() -> int | None:
 
 
 def budget_of(req: Any) -> Budget | None:
-    """The budget of SGLang's request for its whole prompt, if it asked for one."""
+    """The budget for the whole prompt of SGLang's request, None if it asked for none."""
     return getattr(req, "kvc_budget", None)

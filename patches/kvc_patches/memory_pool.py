@@ -20,7 +20,7 @@ def _active(configurator) -> bool:
 
 
 def before_configure(self, *, pre_model_load_memory):
-    """Check hooks and model. This is the first hook that runs in a scheduler process."""
+    """Check hooks and model. This hook is the first to run in a scheduler process."""
     if not _active(self):
         return
     from sglang_kvc.options.unsupported_models import check_model
@@ -91,7 +91,7 @@ def _tensor_parallel_max():
     import torch.distributed as dist
     from sglang.srt.runtime_context import get_parallel
 
-    group = get_parallel().attn_tp_group.cpu_group  # each DP rank has requests of its own
+    group = get_parallel().attn_tp_group.cpu_group  # each DP rank has its own requests
 
     def reduce_max(counts):
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
@@ -132,7 +132,7 @@ def around_build_allocator(
 
 
 def register_backends() -> None:
-    """The public registries: attention backend and radix cache, both named "kvc"."""
+    """Register the attention backend and the radix cache with SGLang, both named "kvc"."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
 
@@ -142,7 +142,7 @@ def register_backends() -> None:
         def create(runner):
             from sglang_kvc.adapter.attention_backend import KvcAttnBackend
 
-            verify()  # also where the hook on `configure` is missing, which would verify earlier
+            verify()  # in case the hook on `configure`, which verifies earlier, is missing
             return KvcAttnBackend(runner)
 
     if "kvc" not in registered_radix_cache_backends():

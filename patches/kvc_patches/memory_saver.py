@@ -1,6 +1,6 @@
-"""`SchedulerWeightUpdaterManager`: the page store while `--enable-memory-saver` has given its memory back.
+"""`SchedulerWeightUpdaterManager`: protects the page store while `--enable-memory-saver` has released its memory.
 
-SGLang gives the memory back first and flushes the cache then, so the flush must not touch the page store.
+SGLang releases the memory before it flushes the cache, so the flush must not touch the page store.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 
 
 def _runtime(recv_req):
-    """The runtime, if the request names its memory. A request without tags names all memory."""
+    """The runtime, if the request covers its memory. A request without tags covers all memory."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
     return current() if GPU_MEMORY_TYPE_KV_CACHE in (recv_req.tags or [GPU_MEMORY_TYPE_KV_CACHE]) else None

@@ -2,7 +2,7 @@
 
 SGLang calls `get_prefill_usage_msg_parts` and `get_decode_usage_msg_parts` only when it is about to log, and
 `log_stats` only with `--enable-metrics`. prometheus_client must not be imported before SGLang has set up its
-multi-process folder, so the gauges are made at the first use.
+multi-process folder, so the gauges are created at first use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LABELLED_GAUGES = {
 
 
 class Gauges:
-    """All `sglang_kvc:*` gauges, with the label names that SGLang chooses."""
+    """All `sglang_kvc:*` gauges, with SGLang's label names."""
 
     def __init__(self, gauge_cls, labelnames: tuple[str, ...]):
         self.plain = {
@@ -69,12 +69,13 @@ class Gauges:
                 self.labelled[name].labels(**labels, **{extra: label}).set(value)
 
 
-# prometheus_client takes a name once in a process, however many collectors there are.
+# prometheus_client accepts a name once per process, for any number of collectors.
 gauges = functools.cache(Gauges)
 
 
 def _stats(read):
-    """`read` of the runtime's statistics, without a wait for the device. None: no runtime, or reading fails."""
+    """`read` applied to the runtime's statistics, without waiting for the device. None: no runtime, or reading
+    failed."""
     from sglang_kvc.stats.collect import measure
 
     runtime = current()

@@ -1,7 +1,7 @@
-"""`Req.get_fill_ids`: chunks of one-shot prompts that are thinned end with the prompt's last tokens.
+"""`Req.get_fill_ids`: lets chunks of thinned one-shot prompts end with the prompt's last tokens.
 
-SGLang takes the tokens of a forward from there alone. `KvcRadixCache.checkpoint_into_tree` takes these ones back, so
-that the next chunk begins where they did.
+This is SGLang's only source for the tokens of a forward. `KvcRadixCache.checkpoint_into_tree` removes these tokens
+again, so that the next chunk begins where they did.
 """
 
 from __future__ import annotations

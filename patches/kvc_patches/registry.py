@@ -1,4 +1,4 @@
-"""Registers hooks with a record of the signature each relies on, and refuses to serve when one did not apply."""
+"""Registers hooks with the signature that each relies on, and refuses to serve if a hook did not apply."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def hook(target: str, kind: str, parameters: str, fn: Callable) -> None:
 
 
 def resolve(target: str):
-    """The object behind a dotted path, whose tail may lie inside a class."""
+    """The object at a dotted path, which may lead into a class."""
     parts = target.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:
@@ -108,7 +108,7 @@ def parameters_of(fn: Callable) -> tuple[str, ...]:
 
 
 def changed_parameters() -> dict[str, str]:
-    """For each hook whose function is absent or has other parameters than recorded: one line on the difference."""
+    """One line for each hook whose function is missing or has parameters other than those recorded."""
     lines = {}
     for target, h in HOOKS.items():
         try:
@@ -128,8 +128,8 @@ def table() -> list[str]:
 
 
 def verify() -> None:
-    """Raise unless every hook of `TARGETS` is in force on a function with the recorded parameters: a half-patched
-    server must not serve."""
+    """Raise unless every hook of `TARGETS` is in force on a function with the recorded parameters, because a
+    half-patched server must not serve."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing = sorted(TARGETS - set(HookRegistry._patched))

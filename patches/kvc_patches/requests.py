@@ -1,17 +1,17 @@
-"""`SamplingParams.verify` and `Scheduler._add_request_to_queue`: what a request asks for, and whose next prompt it is.
+"""`SamplingParams.verify` and `Scheduler._add_request_to_queue`: a request's quality, namespace and session.
 
 An unknown level or hint is refused where SGLang checks all sampling parameters, before the request reaches the
-scheduler; its client gets a 400. Front ends that load no plug-ins (the workers of `--tokenizer-worker-num`) do not
-check, so the scheduler aborts such a request with the same sentence. The namespace is set before the request is first
-matched with the tree.
+scheduler; its client gets a 400. Front ends that do not load plug-ins (the workers of `--tokenizer-worker-num`) do not
+check, so the scheduler then aborts such a request with the same sentence. The namespace is set before the request is
+first matched with the tree.
 
-A request that can never be admitted is aborted, since it would wait forever with all requests behind it: SGLang queues
-prompts of embedding models whatever their length, and knows one limit for all levels. An answer is cut to what its
-level has room for, as SGLang cuts it to what its pool holds.
+A request that can never be admitted is aborted, because it would block the queue forever: SGLang queues embedding
+prompts of any length, and has one limit for all levels. An answer is cut to the room of its level, as SGLang cuts it to
+the size of its pool.
 
-A client can have its request kept out of the tree: SGLang does so where `bootstrap_host` is that of its own warm-up for
-disaggregated servers. Chunks advance by what the tree holds, so a prompt of two chunks would compute its first one
-forever. Disaggregated servers are refused, so the flag is reset for every request.
+A client can keep its request out of the tree: SGLang does so if `bootstrap_host` is that of its own warm-up for
+disaggregated servers. A prompt of two chunks would then compute its first chunk forever, because chunks advance by the
+tokens in the tree. Disaggregated servers are refused, so the flag is reset for every request.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _bound(req, runtime, *, answers: bool) -> None:
 
 
 def _reads_prompt(req) -> bool:
-    """Whether a request brings other than tokens, or wants more than its answer."""
+    """Whether a request's input is not tokens, or its client asks for more than the answer."""
     scored = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
     return scored or req.return_hidden_states or req.input_embeds is not None
 
@@ -106,13 +106,13 @@ def _served():
 
     try:
         args = get_server_args()
-    except ValueError:  # not set: a process that serves nothing
+    except ValueError:  # not set in a process that does not serve
         return None
     return args if getattr(args, "kv_backend", "default") == "kvc" else None
 
 
 def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
-    """The levels on offer and the format that is served by default, which the scheduler has from its pool."""
+    """The offered levels and the default format. The scheduler has them from its pool."""
     from sglang_kvc.options.server_args import KVC_OPTIONS
 
     return _resolved(tuple((name, getattr(args, name)) for name in KVC_OPTIONS))
@@ -120,7 +120,7 @@ def _levels_of_args(args) -> tuple[tuple[str, ...], str | None]:
 
 @functools.lru_cache(maxsize=4)
 def _resolved(options: tuple[tuple[str, object], ...]) -> tuple[tuple[str, ...], str | None]:
-    """Cached by the options' values: resolving them may read a calibration file, and requests must not wait for it."""
+    """Cached by the options' values, because resolving them may read a calibration file."""
     from sglang_kvc.options.request_quality import offered
     from sglang_kvc.options.resolve import resolve_config
     from sglang_kvc.policies import make_policy

@@ -1,9 +1,9 @@
-"""`schedule_batch.release_req`: what stays of a running request that is retracted, and how much is evicted for it.
+"""`schedule_batch.release_req`: keeps the blocks of a retracted request, and limits the eviction that follows.
 
-SGLang frees all that the request wrote. Here its full blocks go to the tree first, which evicts what it must.
+SGLang frees everything that the request wrote. Here its full blocks first go to the tree, which evicts if necessary.
 
-SGLang makes room for 20 more tokens of each request that stays. Most of these tokens end in packed blocks; counted as
-uncompressed they would evict several times more cached tokens than needed.
+SGLang makes room for 20 more tokens of each remaining request. Most of these tokens end up in packed blocks. Counted as
+uncompressed, they would evict several times more cached tokens than needed.
 """
 
 from __future__ import annotations

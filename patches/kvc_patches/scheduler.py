@@ -1,4 +1,4 @@
-"""`Scheduler` and `ScheduleBatch.check_decode_mem`: count forwards, harvest page counts, settle, admit again.
+"""`Scheduler` and `ScheduleBatch.check_decode_mem`: count forwards, harvest page counts, settle, and retry admission.
 
 A forward's result is processed after that forward has finished on the device, and so has everything before it on the
 forward stream. Page counts of its compactions are read there without a sync.
@@ -35,7 +35,7 @@ def around_get_new_batch_prefill(orig, self, running_batch):
         return orig(self, running_batch)
     if runtime.config.eviction == REUSE and (reuse := self.tree_cache.reuse) is not None:
         reuse.wait(self.waiting_queue)
-    # SGLang does not look again where nothing runs either: the request that was waited for may have been aborted.
+    # SGLang also leaves the queue alone if nothing runs, although the request that it waited for may have been aborted.
     nothing_runs = running_batch.is_empty() and self.chunked_req is None
     if running_batch.batch_is_full and (nothing_runs or runtime.capacity.has_room_again()):
         running_batch.batch_is_full = False
@@ -54,15 +54,15 @@ def before_on_idle(self):
         if self.is_fully_idle():
             runtime.settle()
         elif runtime.host_tier is not None:
-            runtime.flush()  # a prompt waits for a load, and no forward comes that would launch it
+            runtime.flush()  # a prompt waits for a load, but no forward is due that would launch it
 
 
 def around_check_decode_mem(orig, self, selected_indices=None):
-    """Before a retraction: wait for the pages that queued and running compactions free, and for the blocks that loads
-    lock, then check again; then demote blocks of the running requests."""
+    """Before a retraction: settle queued and running compactions, wait for loads (which lock blocks), and check again;
+    then demote blocks of the running requests."""
     runtime = current()
-    # A step takes at most a block for each request: SGLang serves beam search, whose requests have several rows, with
-    # pages of one token alone. Where so much is free, nobody counts what it takes.
+    # A step takes at most one block per request. SGLang serves beam search, with several rows per request, only with
+    # pages of one token. If one block per request is free, the exact need is not counted.
     if runtime is not None and len(self.reqs) * runtime.layout.block_tokens <= runtime.capacity.available_tokens():
         return True
     if orig(self, selected_indices):
@@ -78,7 +78,7 @@ def around_check_decode_mem(orig, self, selected_indices=None):
             return True
     if not runtime.demotion.enabled:
         return False
-    seqs = [req.kvc for req in self.reqs if req.kvc is not None]  # None: the request just ended
+    seqs = [req.kvc for req in self.reqs if req.kvc is not None]  # None: the request has just ended
     tokens = self.new_tokens_required_next_decode(selected_indices)
     return runtime.demotion.demote_running(seqs, tokens) and orig(self, selected_indices)
 

@@ -1,7 +1,7 @@
 """`server_args` and `entrypoints.engine`: the options of the plug-in, and the check of SGLang's version.
 
-`ServerArgs` is replaced past `registry.hook`, since a class has no parameters to record; `registry.verify` checks that
-the replacement is in force. Relies on SGLang 0.5.23:
+`ServerArgs` is replaced without `registry.hook`, because a class has no parameters to record; `registry.verify` checks
+that the replacement is in force. Relies on SGLang 0.5.23:
 - `class ServerArgs` (a struct; `prepare_server_args(argv)` reads the module global of that name);
 - `add_attention_backend_choices(choices)` appends to the list that argparse holds by reference;
 - `Engine.server_args_class`, a class attribute that the replacement of the module global does not reach.
@@ -19,11 +19,11 @@ ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
 
 class UnsupportedSGLang(RuntimeError):
-    """The installed SGLang is not the one that these hooks were written for."""
+    """The installed SGLang version is not the one that these hooks were written for."""
 
 
 def check_version() -> None:
-    """Refuse an SGLang version that the hooks do not know.
+    """Refuse SGLang versions other than the supported one.
 
     SGLang logs a plug-in's exception and continues without the plug-in. A command line that asked for it ends here
     instead, and an `Engine` gets the same sentence instead of `unexpected keyword argument`.

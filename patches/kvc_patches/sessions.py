@@ -1,7 +1,7 @@
-"""`session_controller.Session.create_req`: a request that a streaming session rejects is none of its turns.
+"""`session_controller.Session.create_req`: detaches a request that a streaming session rejects.
 
-SGLang lets it end as a turn, which tells the session that none is under way. A second one would then be accepted beside
-the first, and both share arrays of tokens, by which the prefix tree names blocks.
+In SGLang the rejected request ends like a turn, which tells the session that no turn is under way. A second turn would
+then be accepted while the first still runs, and both would share token arrays that the prefix tree uses as keys.
 """
 
 from __future__ import annotations

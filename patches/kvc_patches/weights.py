@@ -1,7 +1,7 @@
-"""`SchedulerWeightUpdaterManager.flush_cache_after_weight_update`: files belong to the weights that wrote their blocks.
+"""`SchedulerWeightUpdaterManager.flush_cache_after_weight_update`: keeps files apart by the weights that wrote them.
 
-An update of the weights may keep the cache. Its blocks are then of two sets of weights, and the disk tier neither
-writes nor reads until the cache is flushed.
+A weight update may keep the cache. The cache then mixes blocks of two sets of weights, and the disk tier neither writes
+nor reads until the cache is flushed.
 """
 
 from __future__ import annotations

@@ -39,18 +39,19 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         return self.capacity.available_tokens()
 
     def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int, **kwargs) -> int:
-        """`max_new_tokens`: a request's level decides what fits, and SGLang does not pass it here."""
+        """Return `max_new_tokens` unchanged: a request's quality decides what fits, and SGLang does not pass it
+        here."""
         return max_new_tokens
 
     def used_slots(self) -> int:
-        """Slots of all blocks that have an owner, and of the places in the gaps of running sequences. Only the leak
-        check reads this exact, virtual count."""
+        """Slots of all owned blocks, and of the places in the gaps of running sequences. Only the leak check reads this
+        exact, virtual count."""
         return (self.runtime.blocks.used_count + self.runtime.gap_blocks) * self.page_size
 
     @contextmanager
     def for_sequences(self, seqs: list[Sequence], lengths: list[int] | np.ndarray):
-        """Within: `alloc` and `alloc_extend` allocate for `seqs`, which SGLang does not pass, so that they hold
-        `lengths` tokens."""
+        """Context in which `alloc` and `alloc_extend` allocate for `seqs`, which SGLang does not pass, so that they
+        hold `lengths` tokens."""
         self._seqs, self._lengths = seqs, lengths
         try:
             yield
@@ -58,11 +59,12 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
             self._seqs = self._lengths = None
 
     def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
-        """Make room; within `for_sequences`, for the blocks that the sequences need, without SGLang's slack."""
+        """Make room. Inside `for_sequences`, this is the room for the blocks that the sequences need, without SGLang's
+        slack."""
         if self._seqs is None:
             return super().evict_to_free_tokens(tree_cache, num_tokens)
         if num_tokens * self.page_size <= self.available_size():
-            return None  # enough for a block of each new token
+            return None  # enough for one block per new token
         return super().evict_to_free_tokens(tree_cache, self.capacity.new_block_tokens(self._seqs, self._lengths))
 
     def alloc_extend(
@@ -95,6 +97,6 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         self.runtime.reset()
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Refuse slots: the radix cache frees blocks by id, also those that it does not take over."""
+        """Refuse slots: the radix cache frees blocks by id, including those that it does not take over."""
         if free_index.numel():
             raise RuntimeError("--kv-backend kvc frees blocks by id, through the radix cache, not by slots")

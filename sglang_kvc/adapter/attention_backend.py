@@ -17,7 +17,7 @@ from .pool import KvcPool
 
 
 def check_heads(layers, heads: int) -> None:
-    """RuntimeError, in one sentence, where a layer has other KV heads than the `heads` of the pool."""
+    """RuntimeError, in one sentence, if a layer's number of KV heads is not the pool's `heads`."""
     if found := {layer.tp_k_head_num for layer in layers} - {heads}:
         raise RuntimeError(
             f"this model's attention has {min(found)} KV heads on a rank where {heads} are stored, because SGLang does "
@@ -56,13 +56,13 @@ class KvcAttnBackend(AttentionBackend):
             self.runtime.store, policy.score_sampling, policy.fake_quant_format(policy.format_id_of(None)), **sizes
         )
         self.query_heads = sizes["query_heads"]
-        self.tokens = 0  # rows of the planned forward that are tokens; more may come, as padding
+        self.tokens = 0  # rows of the planned forward that are tokens; padding rows may follow
         self.runtime.windowed = bool(sizes["windows"])
         self.runtime.page_ops.gaps = ops.RowGaps(rows, self.runtime.store.device)
         if self.runtime.store.on_gpu and not runner.server_args.skip_server_warmup:
             kinds = {(m.sliding_window_size, m.logit_cap) for m in layers}
             compile_ahead(self.runtime, kinds=kinds, **sizes)
-        # Launches are not traced: compiled code calls them.
+        # Launches are not traced; compiled code calls them.
         self._layer = torch.compiler.disable(self._run) if runner.server_args.enable_torch_compile else self._run
 
     # ---- once per forward
@@ -90,14 +90,14 @@ class KvcAttnBackend(AttentionBackend):
 
     def _extend_snapshot(self, fb) -> Snapshot:
         p, lens = self.block_tokens, fb.seq_lens_cpu.tolist()
-        # Only the first slot of every block is read; the block's other slots follow from it.
+        # Only the first slot of every block is read; it determines the others.
         starts = self.req_to_token_pool.req_to_token[:, ::p]
         row_blocks = starts[fb.req_pool_indices, : -(-max(lens) // p)] // p
         extend = [int(n) for n in fb.extend_seq_lens_cpu]
         slots = fb.out_cache_loc[: sum(extend)]  # DP attention pads the tokens of a rank
         write = slots // p, slots % p
         seqs = self.runtime.sequences_of(fb.rids or [])
-        seqs += [None] * (len(lens) - len(seqs))  # an idle rank prefills a prompt of nobody
+        seqs += [None] * (len(lens) - len(seqs))  # an idle rank prefills a dummy prompt
         gaps = [0 if seq is None else seq.gap for seq in seqs]
         if any(gaps):
             self.runtime.page_ops.gaps.leave_out(row_blocks, fb.req_pool_indices)
@@ -127,7 +127,7 @@ class KvcAttnBackend(AttentionBackend):
         return out
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Do nothing: the attention's buffers are static and sized for every row."""
+        """Do nothing: the attention buffers are static and have room for every row."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -153,9 +153,9 @@ class KvcAttnBackend(AttentionBackend):
             )
         heads, dim = layer.tp_k_head_num, layer.qk_head_dim
         q, k, v = q.view(-1, layer.tp_q_head_num, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
-        # Where SGLang pads a prefill for its CUDA graph it cuts queries to the tokens along their first dim. In a model
-        # whose queries are [1, N, Hq, D] (Gemma 3) that is not the dim of tokens, and all rows must come back. DP
-        # attention pads keys and values, too.
+        # If SGLang pads a prefill for its CUDA graph, it cuts queries to the tokens along their first dim. In a model
+        # whose queries are [1, N, Hq, D] (Gemma 3) that is not the token dim, and all rows must be returned. DP
+        # attention also pads keys and values.
         tokens = min(k.shape[0], self.tokens)
         padding = q.shape[0] - tokens
         out = attend(

@@ -1,6 +1,6 @@
 """Records in a storage backend of SGLang (`--hicache-storage-backend`), in place of files.
 
-Backends keep pages of one size. A record and its header take as many pages as they need, each under a name of its own.
+Backends store pages of one size. A record and its header take as many pages as they need, each under its own name.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from ..cache.host_tier import HostTier
 
 logger = logging.getLogger("sglang_kvc")
-BY_ADDRESS = ("mooncake", "hf3fs", "nixl", "seaweedfs")  # move pages from and to the host pool's memory by themselves
-ALIGN = 8192  # of a page: both halves are multiples of what direct I/O wants
+BY_ADDRESS = ("mooncake", "hf3fs", "nixl", "seaweedfs")  # they copy from and to the host pool themselves
+ALIGN = 8192  # bytes; makes both halves of a page multiples of direct I/O's alignment
 
 
 class BackendStore:
     """A `BlockStore` in `backend`.
 
-    counts: numbers of pages that a record may take, each of which holds a unit of host memory.
-    The names of a record's pages say how many there are, so its size is known once they are found. A backend removes
-    nothing: a damaged record is left alone from then on. SGLang calls a backend from one thread that reads, one that
-    writes and one that asks, and so does this store; its threads copy and check records beside each other.
+    counts: possible numbers of pages of a record. A page holds one unit of host memory. The names of a record's pages
+    contain their number, so its size is known once they are found. A backend cannot remove a record, so a damaged one
+    is ignored from then on. Like SGLang, this store calls the backend from at most one reading, one writing and one
+    asking thread at a time. Its threads copy and check records in parallel.
     """
 
     threads, local, limit = 4, False, 0
@@ -54,11 +54,11 @@ class BackendStore:
         self.unit_bytes, self.identity = unit_bytes, identity
         self.bytes_written = self.bytes_read = self.damaged = 0
         self._written = 0  # records
-        self._counts = list(counts)  # the one that was found last comes first
+        self._counts = list(counts)  # most recently found first
         self._damaged: set[bytes] = set()
         self._failed = False  # one line is logged until something succeeds
         self._locks = {"read": threading.Lock(), "write": threading.Lock()}
-        self._spare: SimpleQueue[int] = SimpleQueue()  # first pages of parts of the pool that no thread uses
+        self._spare: SimpleQueue[int] = SimpleQueue()  # first pages of the parts of the pool that no thread uses
         for first in range(0, pool.page_num, max(counts)):
             self._spare.put(first)
         backend.register_mem_pool_host(pool)
@@ -66,7 +66,7 @@ class BackendStore:
 
     @classmethod
     def create(cls, name: str, extra: dict[str, Any], tier: HostTier, identity: bytes) -> BackendStore:
-        """The store in a backend that SGLang makes; `extra` is what `--hicache-storage-backend-extra-config` says."""
+        """A store in a backend that SGLang creates; `extra`: the values of `--hicache-storage-backend-extra-config`."""
         parallel, layout = get_parallel(), tier.layout
         formats = tier.runtime.store.block_formats
         pages = {f.pages or layout.record.pool.block_pages_bf16 for f in formats}
@@ -108,7 +108,7 @@ class BackendStore:
         """Not known without asking."""
 
     def names(self, key: bytes, count: int) -> list[str]:
-        """Names of the pages of a record that takes `count`."""
+        """Names of the pages of a record with `count` pages."""
         name = hashlib.blake2b(self.identity + key, digest_size=32).hexdigest()
         return [f"{name}-{count}-{i}" for i in range(count)]
 
@@ -118,9 +118,9 @@ class BackendStore:
         while len(sizes) < good:
             rest = keys[len(sizes) : min(good, len(sizes) + STORAGE_BATCH_SIZE)]
             for count in self._counts:
-                found = self._exist([self.names(key, count)[0] for key in rest])
-                if found > 0:
-                    sizes += [count * self.unit_bytes] * found
+                num_found = self._exist([self.names(key, count)[0] for key in rest])
+                if num_found > 0:
+                    sizes += [count * self.unit_bytes] * num_found
                     self._counts = [count, *(c for c in self._counts if c != count)]
                     break
             else:
@@ -128,7 +128,7 @@ class BackendStore:
         return sizes
 
     def _exist(self, names: list[str]) -> int:
-        """Pages that are there, from the first on."""
+        """Number of stored pages, from the first on."""
         try:
             return min(int(self.backend.batch_exists(names, None)), len(names))
         except Exception as error:
@@ -151,7 +151,7 @@ class BackendStore:
         return True
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
-        """Read a record of at most `record.nbytes` bytes, whole units."""
+        """Read a record of at most `record.nbytes` bytes, a whole number of units."""
         names = self.names(key, record.nbytes // self.unit_bytes)
         with self._pages(len(names)) as (indices, value):
             with self._locks["read"]:
@@ -160,18 +160,18 @@ class BackendStore:
                 self.bytes_read += value.nbytes
             head = value[:HEADER_BYTES].tobytes()
             size = record_size(head)
-            found: Stored | str = "its size is wrong"
+            stored: Stored | str = "its size is wrong"
             if 0 <= size <= record.nbytes:
                 record[:size] = value[HEADER_BYTES : HEADER_BYTES + size]
-                found = opened(self.identity, key, head, record[:size])
-        if isinstance(found, str):
-            self.forget(key, found)
+                stored = opened(self.identity, key, head, record[:size])
+        if isinstance(stored, str):
+            self.forget(key, stored)
             return None
-        return found
+        return stored
 
     @contextmanager
     def _pages(self, count: int) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        """Neighboring pages of the pool for one thread: their indices, int64 `[count]`, and their bytes."""
+        """Adjacent pages of the pool for one thread: their indices, int64 `[count]`, and their bytes."""
         first = self._spare.get()
         try:
             yield torch.arange(first, first + count), self.pool.value(first, count)
@@ -179,7 +179,7 @@ class BackendStore:
             self._spare.put(first)
 
     def _move(self, way: str, names: list[str], indices: torch.Tensor) -> bool:
-        """Move pages between the pool and the backend; whether all have been moved."""
+        """Move pages between the pool and the backend; returns whether all were moved."""
         try:
             if self.by_address:
                 move = self.backend.batch_get_v1 if way == "read" else self.backend.batch_set_v1
@@ -194,11 +194,11 @@ class BackendStore:
         return done
 
     def _fill(self, names: list[str], pages: list[torch.Tensor]) -> bool:
-        """Read into `pages`, views of the pool. A backend may give pages of its own instead."""
-        found: Any = self.backend.batch_get(names, pages)
-        if found is None or any(page is None for page in found):
+        """Read into `pages`, views of the pool. A backend may return its own tensors instead, which are copied."""
+        received: Any = self.backend.batch_get(names, pages)
+        if received is None or any(page is None for page in received):
             return False
-        for page, got in zip(pages, found, strict=True):
+        for page, got in zip(pages, received, strict=True):
             if got.data_ptr() != page.data_ptr():
                 page.copy_(got.view(torch.uint8).view(-1))
         return True
@@ -216,13 +216,13 @@ class BackendStore:
         self._damaged.add(key)
 
     def clear(self) -> None:
-        """Remove all that the backend has, also what it has of others."""
+        """Remove everything in the backend, including records of other servers."""
         self.backend.clear()
         self._damaged.clear()
 
 
 def settings(args: Any) -> dict[str, Any]:
-    """Settings of the backend in server arguments, without those of SGLang's own prefetching."""
+    """The backend's settings from server arguments, without those for SGLang's own prefetching."""
     text = args.hicache_storage_backend_extra_config
     extra = HybridCacheController.parse_storage_backend_extra_config(text)[0]
     if args.file_storage_path:

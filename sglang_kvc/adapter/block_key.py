@@ -6,8 +6,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
 class BlockKey(RadixKey):
-    """SGLang's key, whose child key is bytes instead of a tuple of Python ints: a fifth of the memory at 128 tokens per
-    block."""
+    """SGLang's key with bytes instead of a tuple of Python ints as child key, which takes a fifth of the memory at 128
+    tokens per block."""
 
     __slots__ = ()
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class DemotionQueue:
     """Nodes in the order (tier, last access): all blocks of the tree move down one tier before any moves down two.
 
-    A node enters when its lock ends and leaves when it is locked or evicted. One whose blocks are all at the floor, or
-    also in host memory, leaves when it reaches the top. A demotion thus costs logarithmic time a node.
+    A node enters when its lock ends and leaves when it is locked or evicted. A node leaves at the top of the heap if
+    all of its blocks are at the floor or also in host memory. A demotion takes logarithmic time per node.
     """
 
     def __init__(self, demotion: Demotion, component: BlockComponent):
@@ -35,7 +35,7 @@ class DemotionQueue:
         self.nodes.clear()
 
     def _rank(self, node: UnifiedTreeNode) -> tuple[float, float]:
-        """Nodes that have nothing to demote come last."""
+        """Rank of a node; nodes without a block to demote come last."""
         tier = self.demotion.tier_of(self.component.blocks_of(node)) if not node.backuped else 0
         return tier or float("inf"), node.last_access_time
 
@@ -45,6 +45,6 @@ class DemotionQueue:
         Within a node the last blocks move first: the first ones are the prefix of more prompts."""
         capacity = self.demotion.runtime.capacity
         while (pages := capacity.missing_pages(tokens)) > 0 and (node := self.nodes.next()) is not None:
-            # A node that is in host memory gives its pages without any loss.
+            # A node that is also in host memory can release its pages without loss.
             if node.backuped or not self.demotion.demote(self.component.blocks_of(node), pages):
                 self.nodes.discard(node)

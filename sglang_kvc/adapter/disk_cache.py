@@ -1,5 +1,5 @@
-"""The disk tier in SGLang's radix tree: finished prefixes are written behind host memory, and found again by their
-hashes.
+"""The disk tier in SGLang's radix tree: finished prefixes are written to a store behind host memory and found again by
+their hashes.
 
 The key of a block is SGLang's chained hash of its tokens, of all tokens before them and of the request's namespace.
 """
@@ -32,8 +32,8 @@ logger = logging.getLogger("sglang_kvc")
 
 @dataclass
 class _Fetched:
-    """Blocks of a prompt, behind the node `anchor`, that the store is asked for, and then on their way from it. `key`
-    holds their tokens. `host_lock` keeps the anchor in the tree; None: it was dropped."""
+    """A prompt's blocks behind the node `anchor`, which are looked up in the store and then read from it. `key` holds
+    their tokens. `host_lock` keeps the anchor in the tree; None: the anchor was dropped."""
 
     req: Any
     anchor: int
@@ -77,7 +77,7 @@ class DiskCache(HostCache):
 
     @property
     def _uses_disk(self) -> bool:
-        """False also where the cache has blocks of other weights than the present ones."""
+        """Also False if the cache has blocks of weights other than the present ones."""
         return self.disk is not None and not self.runtime.weights_changed
 
     def clear_storage_backend(self) -> bool:
@@ -109,7 +109,7 @@ class DiskCache(HostCache):
         return slots
 
     def _hashes(self, node) -> list[str]:
-        """One hash per block of `node`. A split of the node splits them."""
+        """One hash per block of `node`. Splitting the node splits them."""
         missing = []
         while node.hash_value is None and node is not self.tree_core.root_node:
             missing.append(node)
@@ -120,15 +120,16 @@ class DiskCache(HostCache):
         return missing[0].hash_value if missing else node.hash_value or []
 
     def back_up(self, node_id: int) -> None:
-        """Store the nodes on the path to `node_id` whose blocks are packed for good, so that they reach the disk."""
+        """Save the nodes on the path to `node_id` whose blocks will not be packed again, so that they reach the
+        disk."""
         if not self._uses_disk:
             return
         blocks = self.runtime.blocks
         for node in self._path(self.tree_core.node_by_id(node_id)):
             if node.backuped or node.evicted or node.write_through_pending_id is not None:
                 continue
-            mine = self.component.blocks_of(node)
-            waiting = (blocks.state[mine] == State.OPEN) & (blocks.window_count[mine] > 0)
+            ids = self.component.blocks_of(node)
+            waiting = (blocks.state[ids] == State.OPEN) & (blocks.window_count[ids] > 0)
             if not waiting.any():
                 self._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=True)
                 self.writing_check(write_back=True)
@@ -136,9 +137,11 @@ class DiskCache(HostCache):
     # ---- from the disk
 
     def fetch(self, req) -> bool:
-        """Begin or watch the fetch of records that continue what `req` hits; whether it waits for them.
+        """Begin or check the fetch of records that continue the cached prefix of `req`; returns whether the prompt
+        waits for them.
 
-        Each prompt looks once. Ranks look for records of their own and agree on how many all have.
+        There is one lookup per prompt. Each rank looks for its own records, and the ranks agree on the number that all
+        have.
         """
         if not self._uses_disk or req.kvc_private:
             return False
@@ -163,7 +166,7 @@ class DiskCache(HostCache):
         return True
 
     def _begin(self, fetched: _Fetched, sizes: list[int]) -> bool:
-        """Read the blocks, of which the store has records of `sizes` bytes; whether there are any."""
+        """Start reading the blocks, whose records have `sizes` bytes; returns whether there are any."""
         n, most = self._agreed(len(sizes)), []
         if n and fetched.host_lock is not None:
             most = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
@@ -178,7 +181,7 @@ class DiskCache(HostCache):
         return True
 
     def _fitting(self, sizes: list[int]) -> int:
-        """Records of these sizes, from the first on, that host memory has room for, after dropping others."""
+        """Number of records of these sizes, from the first on, that fit in host memory after dropping others."""
         tier, memory = self.host_tier, self.host_tier.memory
         ends = tier.units_of_bytes(sizes).cumsum()
         while len(ends) and memory.free_units < ends[-1]:
@@ -200,26 +203,26 @@ class DiskCache(HostCache):
     def _enter_fetched(self, fetched: _Fetched) -> None:
         """Give the blocks that were read to the tree. The prompt then hits them in host memory."""
         ids, p, tier = fetched.fetch.ids, self.page_size, self.host_tier
-        found = self._agreed(fetched.fetch.found) if fetched.host_lock is not None else 0
-        kept, spare = ids[:found], ids[found:]
-        if found:
+        num_found = self._agreed(fetched.fetch.found) if fetched.host_lock is not None else 0
+        kept, spare = ids[:num_found], ids[num_found:]
+        if num_found:
             tier.pages[kept] = self.runtime.reduce_max(torch.from_numpy(tier.pages[kept])).numpy()
-            key = fetched.key[: found * p]
+            key = fetched.key[: num_found * p]
             result = self.tree_core.insert_host(
-                fetched.anchor, key, self.component.slots_of(kept), fetched.hashes[:found]
+                fetched.anchor, key, self.component.slots_of(kept), fetched.hashes[:num_found]
             )
             self._apply_cache_actions(result.cache_actions)
             if self.reuse is not None:
                 self.reuse.find_again(fetched.req)
-            spare = np.concatenate((kept[: result.prefix_len // p], spare))  # known by now
+            spare = np.concatenate((kept[: result.prefix_len // p], spare))  # already in the tree
         if len(spare):
             tier.free(spare)
         if fetched.host_lock is not None:
             self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
 
     def _drop_subtree_no_host(self, node_id: int, tracker) -> bool:
-        """Drop a node that host memory has no room for. What is being read behind it is of no use then; its lock
-        would keep the node, and the eviction would never end."""
+        """Drop a node for which host memory has no room. Reads behind it become useless and lose their lock, which
+        would otherwise keep the node and never let the eviction end."""
         node = self.tree_core.node_by_id(node_id)
         for fetched in (*self.looking, *self.fetched):
             lock = fetched.host_lock
@@ -234,7 +237,7 @@ class DiskCache(HostCache):
 
     @ongoing_prefetch.setter
     def ongoing_prefetch(self, value) -> None:
-        """SGLang's reset makes it empty, and so does ours."""
+        """Always empty after a reset, as in SGLang."""
 
 
 def _keys(hashes: list[str]) -> list[bytes]:
@@ -242,7 +245,7 @@ def _keys(hashes: list[str]) -> list[bytes]:
 
 
 def weights_digest(model: torch.nn.Module) -> bytes:
-    """A digest of a sample of every parameter. Models of one architecture with other weights differ in it."""
+    """A digest of a sample of every parameter. It differs between models of one architecture with different weights."""
     samples = [p.detach().flatten()[:: max(1, p.numel() // 64)][:64] for p in model.parameters()]
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class EvictionQueue(set):
     """SGLang's set `evictable_device_leaves` with a heap over it, which finds the next leaf in logarithmic time.
 
-    Each entry of the heap is (priority, leaf), the lowest priority first. A leaf that is locked or evicted leaves its
-    entry behind, and a leaf that is used again keeps its old priority. A use may only raise
-    the priority, so both are noticed when the entry reaches the top.
+    Heap entries are (priority, leaf), lowest priority first. A leaf that is locked or evicted leaves a stale entry, and
+    a leaf that is used again keeps an old priority. A use can only raise the priority, so both are detected when the
+    entry reaches the top.
     """
 
     def __init__(self, priority: Callable[[UnifiedTreeNode], Any]):
@@ -50,8 +50,8 @@ class EvictionQueue(set):
 
 
 class ScannedLeaves(set):
-    """The same for policies in which the use of one leaf lowers the rank of others, like `tlru`. Finding the next leaf
-    looks at all of them, as SGLang's own tree does."""
+    """The same set for policies in which the use of one leaf lowers the rank of others, like `tlru`. It scans all
+    leaves for the next one, as SGLang's own tree does."""
 
     def __init__(self, priority: Callable[[UnifiedTreeNode], Any]):
         super().__init__()

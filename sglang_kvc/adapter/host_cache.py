@@ -1,8 +1,8 @@
 """The host tier in SGLang's radix tree: evicted nodes keep their blocks in host memory, and hits bring them back.
 
-SGLang's tree knows nodes with a host value (its hierarchical cache). A host value here is int64 `[len(key)]`: the slots
-of the node's stored blocks, as a device value names its blocks. SGLang's own controller, which copies K/V buffers, is
-never built.
+SGLang's tree supports nodes with a host value (its hierarchical cache). Here a host value is int64 `[len(key)]`, the
+slots of the node's stored blocks, just as a device value holds the slots of its blocks. SGLang's own controller, which
+copies K/V buffers, is never built.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FULL = ComponentType.FULL
 class Hit(Enum):
     """Progress of the stored blocks that a waiting prompt hits."""
 
-    LOADING = "loading"  # on their way; the prompt waits, others do not
-    NO_ROOM = "no room"  # they do not fit yet
-    NEVER = "never"  # they will not fit; the prompt is computed
+    LOADING = "loading"  # being copied; this prompt waits, others do not
+    NO_ROOM = "no room"  # the blocks do not fit yet
+    NEVER = "never"  # the blocks will not fit; the prompt is computed
 
 
 @dataclass
 class _Load:
-    """Blocks of the path to the node `anchor`, from the token `start` on, on their way to the device."""
+    """A load of the blocks on the path to the node `anchor`, from token `start` on."""
 
     anchor: int
     start: int
@@ -54,7 +54,7 @@ class _Load:
 
 
 class HostPool:
-    """What SGLang's metrics ask a host pool for, in tokens of the smallest storage format."""
+    """The attributes of a host pool that SGLang's metrics read, in tokens of the smallest storage format."""
 
     def __init__(self, tier: HostTier, block_tokens: int):
         self.tier, self.block_tokens = tier, block_tokens
@@ -68,7 +68,7 @@ class HostPool:
 
 
 class Controller(SimpleNamespace):
-    """What SGLang reads of its cache controller. Blocks move through the operation queue instead."""
+    """The attributes of a cache controller that SGLang reads. Blocks move through the operation queue instead."""
 
     write_policy = "write_back"
     enable_storage = False
@@ -97,7 +97,7 @@ class HostCache(UnifiedRadixCache):
         return self.components[FULL]
 
     def init_hicache(self, server_args, params) -> None:
-        """Called by SGLang, in place of its own host pools, where the hierarchical cache is on."""
+        """Called by SGLang if the hierarchical cache is on. SGLang's own host pools are not built."""
         self.runtime.attach_host_tier()
         tier = self.host_tier = self.runtime.host_tier
         self.cache_controller = Controller(mem_pool_host=SimpleNamespace(clear=lambda: None))
@@ -130,7 +130,7 @@ class HostCache(UnifiedRadixCache):
         return self.component.slots_of(self.host_tier.save(blocks))
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
-        """Acknowledge backups at once: the queue runs a save ahead of the release of its blocks."""
+        """Acknowledge backups at once, because the queue runs a save before the release of its blocks."""
         for node_id in list(self.ongoing_write_through):
             self._finish_write_through_ack(node_id)
 
@@ -145,16 +145,17 @@ class HostCache(UnifiedRadixCache):
     # ---- to the device
 
     def bring_back(self, req, *, room: Callable[[], float], others_run: bool) -> Hit:
-        """Begin or watch the load of the stored blocks that `req` hits (`req.best_match_node`).
+        """Begin or check the load of the stored blocks that `req` hits (`req.best_match_node`).
 
-        room: tokens of memory that no running or admitted request may need, asked for when the path is locked.
-        others_run: requests run whose end will free memory.
+        room: function that gives the tokens of memory that no running or admitted request may need. It is called when
+            the path is locked.
+        others_run: whether running requests will free memory when they end.
         """
         node_id, core = req.best_match_node, self.tree_core
         spec, _ = core.build_load_back_spec(node_id)
         ids = self.component.blocks_at(spec.host_indices)
         nodes = [core.node_by_id(n) for n in spec.nodes_to_load]
-        # On their way, for this prompt or, where the list is empty, a part of them for another.
+        # Already loading, for this prompt or, if the list is empty, in part for another prompt.
         if any(node.load_back_pending_id is not None for node in nodes) or not nodes:
             return Hit.LOADING
         receipts = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
@@ -169,7 +170,7 @@ class HostCache(UnifiedRadixCache):
         return Hit.LOADING
 
     def _make_room(self, ids: np.ndarray) -> bool:
-        """Evict until the stored blocks `ids` fit the device; whether they do. What is locked stays."""
+        """Evict unlocked blocks until the stored blocks `ids` fit on the device; returns whether they do."""
         capacity, pages = self.runtime.capacity, self.host_tier.pages_of(ids)
         if not capacity.reaches(pages, len(ids)):
             return False
@@ -188,14 +189,14 @@ class HostCache(UnifiedRadixCache):
         return out[::-1]
 
     def check_hicache_events(self) -> None:
-        """Called by the scheduler in every turn: enter the loads that have ended into the tree."""
+        """Called by the scheduler in every turn: enter finished loads into the tree."""
         arrived = self._agreed(self.host_tier.arrived()) if self.loads else 0
         for _ in range(arrived):
             self.host_tier.loading.popleft()
             self._enter(self.loads.pop(0))
 
     def _agreed(self, arrived: int) -> int:
-        """The least number over the tensor-parallel ranks, so that all trees change in the same turn."""
+        """The minimum of a number over the tensor-parallel ranks, so that all trees change in the same turn."""
         if self.tp_world_size == 1:
             return arrived
         count = torch.tensor(arrived)
@@ -203,8 +204,8 @@ class HostCache(UnifiedRadixCache):
         return int(count)
 
     def _enter(self, load: _Load) -> None:
-        """Give the loaded blocks to the nodes of the path. Meanwhile a node may have been split, or computed again by
-        another prompt; the loaded copies of its blocks are then freed."""
+        """Give the loaded blocks to the nodes of the path. A node may have been split in the meantime. If another
+        prompt has computed it again, the loaded copies of its blocks are freed."""
         core, blocks = self.tree_core, load.loading.blocks
         at, evicted, kept, spare = 0, [], [], []
         for node in self._path(core.node_by_id(load.anchor)):
@@ -229,10 +230,10 @@ class HostCache(UnifiedRadixCache):
 
     @property
     def loading_slots(self) -> int:
-        """Slots of the blocks on their way, which no node and no request owns."""
+        """Slots of blocks that are being loaded and that no node or request owns yet."""
         return sum(len(load.loading.blocks) for load in getattr(self, "loads", ())) * self.page_size
 
-    # ---- what SGLang asks for in the course of its own loads
+    # ---- methods that SGLang calls for its own loads
 
     @property
     def ongoing_load_back(self) -> dict:
@@ -240,10 +241,10 @@ class HostCache(UnifiedRadixCache):
 
     @ongoing_load_back.setter
     def ongoing_load_back(self, value) -> None:
-        """SGLang's reset makes it empty, and so does ours."""
+        """Always empty after a reset, as in SGLang."""
 
     def init_load_back(self, params):
-        """Load nothing: `bring_back` did before the prompt was admitted, or it is computed."""
+        """Load nothing: `bring_back` did so before the prompt was admitted, or the prompt is computed."""
         return 0, params.req.last_node
 
     def ready_to_load_host_cache(self) -> int:

@@ -54,13 +54,13 @@ class KvcRadixCache(DiskCache, StreamingCache):
         self.runtime.reset()
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Demote cold blocks, then drop unlocked leaves in the eviction policy's order, until the memory is free."""
+        """Demote cold blocks, then drop unlocked leaves in eviction order, until the memory is free."""
         return self.evict_for_alloc(params)
 
     def evict_for_alloc(self, params: EvictParams, *, allocation_reclaim_satisfied=None) -> EvictResult:
         capacity = self.runtime.capacity
         goal = capacity.eviction_goal(params.num_tokens)
-        if goal <= capacity.reachable_tokens():  # else every block that could be demoted is dropped
+        if goal <= capacity.reachable_tokens():  # otherwise every block that could be demoted would be dropped anyway
             self.component.demotions.make_room(goal)
         missing = goal - capacity.available_tokens()
         if missing <= 0:
@@ -103,8 +103,8 @@ class KvcRadixCache(DiskCache, StreamingCache):
         """Insert the full blocks of the first `up_to` tokens. The request then goes on in the tree's blocks.
 
         SGLang checkpoints a request after each chunk, after its prefill, and when it finishes. With
-        `--strip-thinking-cache` a finished request keeps its prompt; what it found beyond that in the tree stays there.
-        Blocks of a one-shot prompt never enter the tree.
+        `--strip-thinking-cache` a finished request inserts only its prompt; blocks beyond it that were already in the
+        tree stay there. Blocks of a one-shot prompt never enter the tree.
         """
         seq: Sequence = req.kvc
         up_to = max(up_to, req.kv.cache_protected_len)
@@ -125,16 +125,16 @@ class KvcRadixCache(DiskCache, StreamingCache):
                 self._take_back(req, up_to - probe)
 
     def _take_back(self, req, length: int) -> None:
-        """The next chunk of `req` begins behind its first `length` tokens."""
+        """Let the next chunk of `req` begin after its first `length` tokens."""
         self.runtime.cut(req.kvc, length)
         req.extend_end = req.already_computed = length
         req.kv.kv_allocated_len = req.kv.kv_committed_len = length
 
     def keep_retracted(self, req) -> None:
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
-        any others; what is left of them when the request resumes is a hit.
+        any others. Those that are left when the request resumes are a cache hit.
 
-        A one-shot prompt leaves nothing: it is computed again as a whole."""
+        A one-shot prompt inserts nothing and is computed again as a whole."""
         if self.disable or req.kvc is None or req.kvc.one_shot is not None:
             return
         req.refresh_fill_ids()
@@ -144,14 +144,14 @@ class KvcRadixCache(DiskCache, StreamingCache):
             self.reuse.interrupt(req)
 
     def _follow_tree(self, req, key: BlockKey) -> None:
-        """Insert the full blocks of `key`, and read those from the tree that it had already."""
+        """Insert the full blocks of `key`, and take over the blocks that the tree already had."""
         seq: Sequence = req.kvc
         key = key.page_aligned(self.page_size)
         inserted = self.insert(
             InsertParams(
                 key=key,
                 value=self.component.slots_of(seq.blocks[: len(key) // self.page_size]),
-                prev_prefix_len=len(key),  # the tree frees no duplicates: they are freed by id below
+                prev_prefix_len=len(key),  # the tree does not free duplicates: they are freed by id below
                 inserted_len=req.kv.cache_inserted_len,
                 priority=req.priority or 0,
                 session_id=req.session_id,
@@ -176,7 +176,8 @@ class KvcRadixCache(DiskCache, StreamingCache):
         """Do nothing: a request's blocks are freed by id when it is released."""
 
     def on_release(self, req, *, checkpointed: bool) -> None:
-        """End a request (finished, retracted or aborted): the tree keeps what it took over, the rest is freed.
+        """End a request (finished, retracted or aborted): the tree keeps the blocks that it took over, and the others
+        are freed.
 
         All blocks of a private request (`--kvc-trust salt`) are freed when it finishes, since no other request finds
         them. A retracted request has not finished and finds its blocks again."""

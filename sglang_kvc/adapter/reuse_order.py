@@ -1,5 +1,5 @@
-"""`--kvc-eviction reuse`: the order of eviction that expects sessions to come back. Each node of the tree knows the
-session that used it last, in `kvc_use`."""
+"""`--kvc-eviction reuse`: an eviction order based on when sessions are expected to return. `kvc_use` of a tree node
+holds the session that used it last."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class ReuseOrder(EvictionStrategy):
         self._mark(req.kvc_use, path)
 
     def find_again(self, req) -> None:
-        """More of the prompt of `req`, which waits, is in the tree."""
+        """More of the waiting prompt of `req` has entered the tree."""
         self._mark(req.kvc_use, self._match(req))
 
     def checkpoint(self, req) -> None:
-        """What `req` has computed is in the tree, up to `req.last_node`."""
+        """The computed tokens of `req` are in the tree, up to `req.last_node`."""
         self._mark(req.kvc_use, self.tree._path(self.tree.tree_core.node_by_id(req.last_node)))
 
     def interrupt(self, req) -> None:
@@ -59,15 +59,15 @@ class ReuseOrder(EvictionStrategy):
             self.sessions.end(req.kvc_use, self.now, req.kvc_last)
 
     def wait(self, queue: Iterable) -> None:
-        """Note the prompts that wait, and rank the blocks of those anew that no longer do: the queue of evictable
-        leaves notices higher ranks alone."""
+        """Set the waiting prompts, and re-rank the blocks of those that no longer wait, because the queue of evictable
+        leaves only detects higher ranks."""
         for use in self.sessions.wait(req.kvc_use for req in queue if hasattr(req, "kvc_use")):
             self._rank_again(use)
 
     def _rank_again(self, use: Use) -> None:
         core, node = self.tree.tree_core, use.leaf
         if node is None or node.component_data[FULL].lock_ref:
-            return  # the request runs; the leaf is queued anew when it is unlocked
+            return  # the request runs; the leaf is queued again when it is unlocked
         while node is not None and node is not core.root_node:
             for leaves in (core.evictable_device_leaves, core.evictable_host_leaves):
                 if node in leaves and use_of(node) is use:
@@ -76,7 +76,7 @@ class ReuseOrder(EvictionStrategy):
 
     @staticmethod
     def _mark(use: Use, path: list) -> None:
-        """The session `use` uses the nodes of `path`."""
+        """Record that the session `use` uses the nodes of `path`."""
         for node in path:
             node.kvc_use = use
         if path:
@@ -86,6 +86,6 @@ class ReuseOrder(EvictionStrategy):
         """Nodes of the tree that hold the first tokens of `req`."""
         tree = self.tree
         key = BlockKey(req.origin_input_ids + req.output_ids, req.extra_key, cache_salt=req.cache_salt)
-        found = tree.tree_core.match_prefix(MatchPrefixParams(key=key))
-        tree._apply_cache_actions(found.cache_actions)
-        return tree._path(tree.tree_core.node_by_id(found.best_match_node))
+        match = tree.tree_core.match_prefix(MatchPrefixParams(key=key))
+        tree._apply_cache_actions(match.cache_actions)
+        return tree._path(tree.tree_core.node_by_id(match.best_match_node))

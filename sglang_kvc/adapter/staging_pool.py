@@ -1,4 +1,4 @@
-"""Host memory between records and a storage backend of SGLang, in the shape in which backends know host pools."""
+"""Host memory between records and a storage backend of SGLang, with the interface of SGLang's host pools."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class StagingPool:
     """`num_pages` pages of `page_bytes` bytes, uint8 `[num_pages, 2, page_bytes / 2]`.
 
-    It stands for a host pool of layout `page_first` with pages of one token: the halves of a page are what backends
-    call its K and its V, and an index is the number of a page. Neighboring pages are one piece of memory.
+    It imitates a host pool of layout `page_first` with pages of one token: the halves of a page take the places of K
+    and V, and an index is a page number. Adjacent pages are contiguous in memory.
     """
 
     layout, page_size, dtype, pin_memory, allocator = "page_first", 1, torch.uint8, False, None
@@ -20,14 +20,14 @@ class StagingPool:
     def __init__(self, num_pages: int, page_bytes: int):
         self.size = self.logical_size = self.page_num = num_pages
         self.size_per_token = page_bytes
-        memory = mmap.mmap(-1, num_pages * page_bytes)  # aligned for direct I/O, and zero
+        memory = mmap.mmap(-1, num_pages * page_bytes)  # aligned for direct I/O, and zero-filled
         self.kv_buffer = torch.frombuffer(memory, dtype=torch.uint8).view(num_pages, 2, page_bytes // 2)
 
     def value(self, first: int, n: int) -> np.ndarray:
         """The bytes of `n` pages from `first` on, uint8 `[n * page_bytes]`."""
         return self.kv_buffer[first : first + n].numpy().reshape(-1)
 
-    # ---- what backends ask a host pool for
+    # ---- the interface of a host pool that backends use
 
     def get_size_per_token(self) -> int:
         return self.size_per_token

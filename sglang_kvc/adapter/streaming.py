@@ -1,6 +1,6 @@
 """Streaming sessions over the prefix tree: a turn that ends leaves its full blocks there, and the next turn hits them.
 
-SGLang's own sessions keep the row of a turn for the next one. They would own blocks between turns, and a turn would
+SGLang's own sessions keep the row of a turn for the next turn, so they would own blocks between turns, and a turn would
 start inside a block. Here a turn is a request like any other. The last block, which is not full, is computed again.
 """
 
@@ -25,15 +25,15 @@ class StreamingCache(UnifiedRadixCache):
     """The part of `KvcRadixCache` that serves `--enable-streaming-session`."""
 
     def maybe_hand_to_session(self, req: Req) -> None:
-        """Do nothing: no session takes the row of a request."""
+        """Do nothing: a session never takes over the row of a request."""
 
     def claim_kv_row(self, req: Req) -> bool:
         return False
 
     def register_session(self, req: Req) -> None:
-        """A request of a session has finished: the session's blocks are evicted after all others until it is closed.
+        """Register the session of a finished request: its blocks are evicted after all others until it is closed.
 
-        SGLang passes over streaming sessions here, which own their KV there."""
+        SGLang skips streaming sessions here, because they own their KV."""
         turn = req
         if streams(req):
             turn = SimpleNamespace(
@@ -43,8 +43,8 @@ class StreamingCache(UnifiedRadixCache):
 
     @staticmethod
     def end_turn(req: Req) -> None:
-        """Tell the session that its turn has ended. A turn that was aborted is forgotten, and the next one goes on
-        behind the last that was answered. A retracted turn has not ended."""
+        """Tell the session that its turn has ended. An aborted turn is forgotten, and the next turn continues after the
+        last answered one. A retracted turn has not ended."""
         if not streams(req) or not req.finished():
             return
         if isinstance(req.finished_reason, FINISH_ABORT):

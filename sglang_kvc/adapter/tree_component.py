@@ -1,4 +1,5 @@
-"""Component of SGLang's unified tree that holds blocks. It tells the ledger what is idle and frees blocks by id."""
+"""Component of SGLang's unified tree that holds blocks. It tells the ledger which blocks are idle and frees blocks by
+id."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class BlockComponent(FullComponent):
         """Block ids, int64, of the slots of whole blocks."""
         return slots.numpy()[:: self.block_tokens] // self.block_tokens
 
-    # ---- what is evictable
+    # ---- evictable blocks
 
     def commit_insert_component_data(self, node, is_new_leaf, params, result, cache_actions) -> None:
         if is_new_leaf:
@@ -88,7 +89,7 @@ class BlockComponent(FullComponent):
         data = node.component_data[self.component_type]
         if EvictLayer.DEVICE in target:
             self.demotions.discard(node)
-        elif data.lock_ref == 0 and data.value is not None:  # the device copy is the only one again
+        elif data.lock_ref == 0 and data.value is not None:  # only the device copy is left
             self.demotions.add(node)
         return freed
 
@@ -107,7 +108,7 @@ class BlockComponent(FullComponent):
         self._queue_again(leaf)
 
     def _queue_again(self, leaf) -> None:
-        """Enter the lower rank of a leaf whose session ended."""
+        """Enter a leaf again, with a lower rank, when its session has ended."""
         queue = self.tree_core.evictable_device_leaves
         if leaf in queue:
             queue.add(leaf)
@@ -122,7 +123,7 @@ class BlockComponent(FullComponent):
         return None if leaf is None else leaf.id
 
     def _evict_device_end(self) -> None:
-        """Do nothing: the queue outlives a walk."""
+        """Do nothing: the queue persists between evictions."""
 
     # ---- host memory
 

@@ -1,6 +1,6 @@
-"""What the disk tier asks of a place that keeps records, and the header that every record has there.
+"""The interface of a record store behind host memory, and the header of every record in it.
 
-A record is served only if it was written for the same model, settings and key, and if every byte is as it was written.
+A record is served only if it was written for the same model, settings and key, and no byte has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADER_BYTES = _FIELDS.size + CHECKSUM_BYTES
 
 @dataclass(frozen=True)
 class Stored:
-    """What a header says of the block: its storage format, its pages, and the position of its first token."""
+    """The block's facts in a record header: storage format, pages, and position of the first token."""
 
     format_id: int
     pages: int
@@ -31,12 +31,12 @@ class Stored:
 
 
 class BlockStore(Protocol):
-    """A place for records, each under a key (32 bytes) that names a block by the tokens up to its end.
+    """A store of records. A key (32 bytes) names a block by all tokens up to its end.
 
-    identity: 32 bytes that name model, weights, layout and settings. Records of another identity are never read.
-    threads: number of threads that may read at a time, and of as many that may write beside them.
-    local: whether `find` answers at once; else one more thread asks, beside them.
-    num_bytes, limit: bytes that are kept, and the most; limit 0 where the store does not say.
+    identity: 32 bytes that name model, weights, layout and settings. Records with another identity are never read.
+    threads: number of threads that may read at a time, and as many more may write.
+    local: whether `find` answers at once. Otherwise one more thread may call it at the same time.
+    num_bytes, limit: bytes stored, and their maximum; limit is 0 if unknown.
     """
 
     identity: bytes
@@ -51,26 +51,26 @@ class BlockStore(Protocol):
     def num_bytes(self) -> int: ...
 
     def __len__(self) -> int:
-        """Records that are kept."""
+        """Number of stored records."""
 
     def of(self, identity: bytes) -> BlockStore:
-        """The store of another identity in the same place; this one if it is the same."""
+        """The store of another identity in the same place; this store if the identity is the same."""
 
     def record_bytes(self, key: bytes) -> int | None:
-        """Bytes of the record of `key`, if it is known at once that it is there."""
+        """Bytes of the record of `key`, None if it is not stored or a lookup would take time."""
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Bytes, at least, of the records of `keys`, up to the first one that is not there."""
+        """Bytes of the records of `keys` up to the first missing one. A store may round them up."""
 
     def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
-        """Keep `record`, uint8; returns whether it is there. A failure costs the record alone."""
+        """Store `record`, uint8; returns whether it is stored. A failure loses only this record."""
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
-        """Read the record of `key` into `record`, uint8, of the size that `find` gave. None if it is not there, or not
-        as written."""
+        """Read the record of `key` into `record`, uint8, of the size that `find` gave. None if it is missing or
+        damaged."""
 
     def forget(self, key: bytes, why: str) -> None:
-        """Never serve the record of `key`, which is not as it was written."""
+        """Never serve the record of `key` again, because it is damaged."""
 
     def clear(self) -> None:
         """Remove all records of this identity."""
@@ -88,7 +88,8 @@ def record_size(header: bytes) -> int:
 
 
 def opened(identity: bytes, key: bytes, header: bytes, record: np.ndarray) -> Stored | str:
-    """What a whole header says of `record`, uint8; or a text, why they are not what was written for `key`."""
+    """The facts in the header of `record`, uint8; or, if header and record were not written for `key`, a text with the
+    reason."""
     fields = header[: _FIELDS.size]
     magic, version, whose, name, format_id, pages, start, size = _FIELDS.unpack(fields)
     if (magic, version, whose, name, size) != (MAGIC, VERSION, identity, key, record.nbytes):

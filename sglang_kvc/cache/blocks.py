@@ -14,8 +14,8 @@ from .sequence_table import SequenceTable
 class State:
     """State of a block: FREE -> OPEN (bf16, being filled or inside a window) -> PACKED at format id 1, 2, ... -> FREE.
 
-    It is the state after all queued operations have run, the only one that the CPU reasons about. Plain ints: numpy
-    compares an array with a member of an `IntEnum` several times slower.
+    It is the state after all queued operations have run; the CPU knows no other. The states are plain ints, because
+    numpy compares arrays with members of an `IntEnum` several times more slowly.
     """
 
     FREE = 0
@@ -29,10 +29,10 @@ class Blocks:
     * `ref_count[b]`: running requests whose sequence contains block b.
     * `window_count[b]`: running requests whose recent window (or unfinished part) contains block b. A block is
       compacted only at 0, so of several sharers the one with the latest window decides.
-    * `generation[b]`: rises at every free, so that a late page count is told from one of the block's successor.
+    * `generation[b]`: rises at every free, so that a late page count is not taken for one of the block's next owner.
     * `start[b]`: position in the sequence of the block's first token.
-    * `num_tokens[b]`: tokens written or about to be. Those of a one-shot prompt are divided over the blocks that are
-      left of it.
+    * `num_tokens[b]`: tokens written or about to be. The tokens of a one-shot prompt are divided among its remaining
+      blocks.
 
     `sequences` holds records of the running sequences.
     """
@@ -71,7 +71,7 @@ class Blocks:
         return np.flatnonzero(self.state[ids] == State.OPEN).tolist() if ids else []
 
     def take(self, n: int, starts: list[int]) -> list[int]:
-        """Take `n` ids, oldest freed first, which are OPEN from here on. `starts`: positions of their first tokens."""
+        """Take `n` ids, oldest freed first, and make them OPEN. `starts`: positions of their first tokens."""
         ids = [self._free.popleft() for _ in range(n)]
         blocks = np.array(ids, dtype=np.int64)
         self.state[blocks] = State.OPEN

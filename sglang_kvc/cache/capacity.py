@@ -38,8 +38,8 @@ class Capacity:
     block_formats: tuple[BlockFormat, ...]
     policy: Policy
     window: int
-    most_whole: int = 0  # tokens of a sequence that are packed whole at a time, until they are planned
-    _exact_need: int | None = None  # set within `exact_need`
+    most_whole: int = 0  # maximum tokens of a sequence in blocks that are packed whole and not planned yet
+    _exact_need: int | None = None  # set inside `exact_need`
     _full_at: int = 0  # reachable tokens at the last refusal
 
     # ---- room
@@ -90,8 +90,8 @@ class Capacity:
     def growth_tokens(self, tokens: float, format_id: int, open_tokens: int) -> float:
         """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`.
 
-        One more block and the rest of the window stay uncompressed; what leaves the window is packed, and with a lag
-        packed whole before it is planned.
+        One more block and the rest of the window stay uncompressed. Blocks that leave the window are packed, and with a
+        lag first packed whole.
         """
         first = self.layout.block_tokens + max(0, self.window - open_tokens)
         if tokens <= first:
@@ -101,8 +101,8 @@ class Capacity:
         return first + packed + self.packed_tokens(tokens - first - whole, format_id)
 
     def running_tokens(self, seq: Sequence | None, tokens: float, format_id: int) -> float:
-        """Memory that a running request needs to grow by `tokens`. `seq` is None where it just ended: SGLang still
-        counts it."""
+        """Memory that a running request needs to grow by `tokens`. `seq` is None if the request has just ended, because
+        SGLang still counts it."""
         open_tokens = seq.open_tokens() if self.window and seq is not None else self.window
         return self.growth_tokens(tokens, format_id, open_tokens)
 
@@ -116,12 +116,13 @@ class Capacity:
 
     @property
     def packs_whole_prompts(self) -> bool:
-        """Whether a chunked prompt is packed only at its end: attention by its later tokens decides what is kept."""
+        """Whether a chunked prompt is packed only at its end, because attention from its later tokens decides what is
+        kept."""
         return self.policy.scope == SEQUENCE
 
     @cached_property
     def one_shot(self) -> OneShotRoom:
-        """What one-shot prompts need."""
+        """Memory needs of one-shot prompts."""
         return OneShotRoom(self)
 
     def prompt_tokens(
@@ -129,9 +130,9 @@ class Capacity:
     ) -> float:
         """Memory that a prompt of `new` uncached tokens with an answer of `answer` needs at most.
 
-        Where chunks are packed one by one, two of them and the window are uncompressed at a time: a chunk is packed
-        when the CPU has its result, which is after the launch of the next. `chunk` is None where prompts are whole.
-        `budget`: that of a one-shot prompt.
+        If chunks are packed one by one, two chunks and the window are uncompressed at a time, because a chunk is packed
+        when the CPU has its result, after the launch of the next chunk. `chunk` is None without chunked prefill.
+        `budget`: the budget of a one-shot prompt.
         """
         if budget is not None:
             return self.one_shot.need(budget, new, answer, format_id, chunk)
@@ -139,11 +140,11 @@ class Capacity:
         return whole + self.growth_tokens(new - whole + answer, format_id, whole)
 
     def longest_request(self, format_id: int, chunk: int | None) -> int:
-        """Tokens of the longest request, with its answer, that an empty server admits, however they are divided.
+        """Tokens of the longest request that an empty server admits, however they are divided into prompt and answer.
 
-        SGLang admits a request with one page beside it, and a page here is a block. Where chunks are packed one by one,
-        the request may be longer than all memory is uncompressed. A cached prefix of it then makes the free memory a
-        broken number of blocks, which is rounded down.
+        SGLang admits a request only if one more page is free, and a page here is a block. If chunks are packed one by
+        one, the request may be longer than all memory holds uncompressed. A cached prefix then leaves a fractional
+        number of free blocks, which is rounded down.
         """
         p = self.layout.block_tokens
         room = self.sizing.capacity_tokens - p - 2
@@ -153,8 +154,8 @@ class Capacity:
         return max(1, min(room, (self.blocks.num_blocks - 3) * p))
 
     def prompt_ever_fits(self, new: int, format_id: int, chunk: int | None, budget: Budget | None = None) -> bool:
-        """Whether an empty server admits a prompt of `new` tokens. SGLang asks for one block more and for less than
-        all."""
+        """Whether an empty server admits a prompt of `new` tokens. SGLang asks for one more block and for less than all
+        memory."""
         need = self.prompt_tokens(new, 0, format_id, chunk, budget) + self.layout.block_tokens
         return need < self.sizing.capacity_tokens
 
@@ -162,8 +163,8 @@ class Capacity:
         """Tokens that the next chunk of a prompt may draw from the reserve for answers; None: the chunk waits.
 
         `need`: tokens of its new blocks. `shortage`: tokens that SGLang would cut from it to keep the reserve. A chunk
-        draws on the reserve only until it is packed, so it stays whole while each of `running` requests still finds a
-        block. `waits_whole`: it is packed when its prompt is complete.
+        draws on the reserve only until it is packed, so it is not cut while each of the `running` requests can still
+        get a block. `waits_whole`: the chunk is packed only when its prompt is complete.
         """
         room = self.reachable_tokens()
         if need > room:
@@ -171,7 +172,7 @@ class Capacity:
         whole = need + running * self.layout.block_tokens <= room
         return max(0, shortage) if whole and not (waits_whole or self.packs_whole_prompts) else 0
 
-    # ---- staging: cached blocks that running windows keep uncompressed, fake-quantized for the queries of a prefill
+    # ---- staging: fake-quantized copies of cached blocks that running windows keep uncompressed
 
     def staged_tokens(self, prefix: np.ndarray, format_id: int) -> int:
         """Tokens that a prompt at `format_id` stages behind the cached blocks `prefix` (int64): those of uncompressed
@@ -196,7 +197,7 @@ class Capacity:
 
     @contextlib.contextmanager
     def exact_need(self, tokens: int) -> Iterator[None]:
-        """Within: an eviction makes room for `tokens` and no more, whatever slack its caller asks for."""
+        """Context in which an eviction makes room for exactly `tokens`, without the slack that its caller asks for."""
         self._exact_need = tokens
         try:
             yield
@@ -213,6 +214,6 @@ class Capacity:
         self._full_at = self.reachable_tokens()
 
     def has_room_again(self) -> bool:
-        """Whether at least a block came free since the last refusal. Each refusal raises the mark, so the scheduler
-        does not go through its queue in every step."""
+        """Whether at least one block became free since the last refusal. Each refusal raises the mark, so the scheduler
+        does not scan its queue in every step."""
         return self.reachable_tokens() >= self._full_at + self.layout.block_tokens

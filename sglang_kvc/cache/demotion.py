@@ -19,7 +19,7 @@ class Demotion:
     """Which blocks may move to a lower format, and the queueing of moves. Nothing here asks the device.
 
     lower: int64 `[formats]`, the format id that blocks at each format id move to, 0 for none. Formats that requests
-    name have none, so a block's format id says whether it may move.
+    name have no lower one, so a block's format id says whether it may move.
     """
 
     def __init__(self, runtime: Runtime):
@@ -31,8 +31,8 @@ class Demotion:
 
     def tier_of(self, ids: np.ndarray) -> int:
         """The highest format id at which some of the blocks `ids` may move; 0: none may."""
-        mine = self._movable(ids)
-        return int(self.runtime.blocks.format_id[mine].min()) if len(mine) else 0
+        movable = self._movable(ids)
+        return int(self.runtime.blocks.format_id[movable].min()) if len(movable) else 0
 
     def _movable(self, ids: np.ndarray) -> np.ndarray:
         blocks = self.runtime.blocks
@@ -40,26 +40,26 @@ class Demotion:
         return ids[packed & (self.lower[blocks.format_id[ids]] > 0)]
 
     def demote(self, ids: np.ndarray, pages: int) -> int:
-        """Move blocks of `ids` (distinct) that are at their highest tier one step down: the last ones, as many as win
-        `pages` pages; returns the pages won."""
+        """Move blocks one step down: among `ids` (distinct), those at the highest tier, the last ones first, until
+        `pages` pages are freed. Returns the number of freed pages."""
         tier = self.tier_of(ids)
         if not tier or pages <= 0:
             return 0
         to = int(self.lower[tier])
-        mine = self._movable(ids)
-        mine = mine[self.runtime.blocks.format_id[mine] == tier]
-        won = int(self.pages[tier] - self.pages[to])
-        needed = -(-pages // won)
-        due = mine[-needed:]
+        movable = self._movable(ids)
+        movable = movable[self.runtime.blocks.format_id[movable] == tier]
+        freed = int(self.pages[tier] - self.pages[to])
+        needed = -(-pages // freed)
+        due = movable[-needed:]
         self.runtime.demote(due, to)
-        return won * len(due)
+        return freed * len(due)
 
     def demote_running(self, seqs: Iterable[Sequence], tokens: int) -> bool:
         """Move blocks of running requests until `tokens` more tokens can be taken, highest tier first; whether any
-        moved. A one-shot request chose what it keeps, and keeps it."""
+        moved. Blocks of one-shot requests never move."""
         seqs = [seq for seq in seqs if seq.one_shot is None]
         ids = np.unique(np.array([b for seq in seqs for b in seq.blocks[: seq.window_start]], dtype=np.int64))
         capacity, moved = self.runtime.capacity, False
-        while won := self.demote(ids, capacity.missing_pages(tokens)):
-            moved |= won > 0
+        while self.demote(ids, capacity.missing_pages(tokens)):
+            moved = True
         return moved

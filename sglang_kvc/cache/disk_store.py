@@ -1,4 +1,4 @@
-"""Files of the disk tier, one record each. A file that is not as it was written is removed and logged."""
+"""Files of the disk tier, one record each. A damaged file is removed and logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .block_store import HEADER_BYTES, Stored, header, opened
 logger = logging.getLogger("sglang_kvc")
 
 SUFFIX = ".kvc"
-FREE_PART = 0.8  # of the space that is free or holds its files, where no size is given
+FREE_PART = 0.8  # share of the space that is free or already used by its files, if no size is given
 
 
 class DiskStore:
@@ -31,7 +31,7 @@ class DiskStore:
 
     def __init__(self, folder: str | Path, identity: bytes, limit: int | None = None):
         self.folder = Path(folder) / identity.hex()[:16]
-        with contextlib.suppress(OSError):  # a write tries again, and says so
+        with contextlib.suppress(OSError):  # the first write tries again and logs the error
             self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = identity
         self.bytes_written = self.bytes_read = self.damaged = 0
@@ -42,10 +42,10 @@ class DiskStore:
         self.num_bytes = sum(self._sizes.values())
         free = shutil.disk_usage(folder).free + self.num_bytes
         self.limit = int(free * FREE_PART) if limit is None else limit
-        self._make_room()  # the server before may have had more
+        self._make_room()  # an earlier server may have had a higher limit
 
     def of(self, identity: bytes) -> DiskStore:
-        """The store of another identity in the same folder; this one if it is the same."""
+        """The store of another identity in the same folder; this store if the identity is the same."""
         return self if identity == self.identity else DiskStore(self.folder.parent, identity, self.limit)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class DiskStore:
         return self.folder / name[:2] / (name + SUFFIX)
 
     def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
-        """Write `record`, uint8; returns whether it is there. A full or broken disk costs the file alone."""
+        """Write `record`, uint8; returns whether it is stored. A full or broken disk loses only this file."""
         size, written = HEADER_BYTES + record.nbytes, False
         with self._lock:
             if key in self._sizes:
@@ -98,7 +98,7 @@ class DiskStore:
         return written
 
     def _make_room(self) -> bool:
-        """Remove old files until those that are there and those that are being written fit; whether they do."""
+        """Remove old files until the others, including those being written, fit. Returns whether they do."""
         while True:
             with self._lock:
                 if self.num_bytes <= self.limit:
@@ -131,8 +131,8 @@ class DiskStore:
             _remove(self.path(key))
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
-        """Read a record of `record.nbytes` bytes into `record`, uint8. None if it is not there, or not as written; then
-        the file is gone."""
+        """Read a record of `record.nbytes` bytes into `record`, uint8. None if the file is missing or damaged; a
+        damaged file is removed."""
         path = self.path(key)
         try:
             with open(path, "rb", buffering=0) as file:
@@ -147,18 +147,18 @@ class DiskStore:
             self.forget(key, error.strerror or type(error).__name__)
             return None
         whole = len(head) == HEADER_BYTES and got == record.nbytes and not longer
-        found = opened(self.identity, key, head, record) if whole else "its size is wrong"
-        if isinstance(found, str):
-            self.forget(key, found)
+        stored = opened(self.identity, key, head, record) if whole else "its size is wrong"
+        if isinstance(stored, str):
+            self.forget(key, stored)
             return None
         with self._lock:
             self.bytes_read += HEADER_BYTES + got
             if key in self._sizes:
                 self._sizes.move_to_end(key)
-        return found
+        return stored
 
     def forget(self, key: bytes, why: str) -> None:
-        """Remove the file of `key`, which is not as it was written."""
+        """Remove the file of `key`, which is damaged."""
         path = self.path(key)
         logger.warning("kvc: %s is not used (%s) and removed", path, why)
         with self._lock:
@@ -174,7 +174,7 @@ def _remove(path: Path) -> None:
 
 def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:
     """Key and size of every file in `folder`, least recently changed first. Unfinished files are removed."""
-    found = []
+    entries = []
     for part in folder.iterdir() if folder.is_dir() else ():
         for entry in os.scandir(part) if part.is_dir() else ():
             name, dot, suffix = entry.name.partition(".")
@@ -185,8 +185,8 @@ def sorted_files(folder: Path) -> Iterator[tuple[bytes, int]]:
             if dot + suffix == SUFFIX and len(key) == 32:
                 with contextlib.suppress(FileNotFoundError):  # another server of this folder removed it
                     status = entry.stat()
-                    found.append((status.st_mtime, key, status.st_size))
+                    entries.append((status.st_mtime, key, status.st_size))
             elif entry.name.startswith("."):
                 _remove(Path(entry.path))
-    for _, key, size in sorted(found):
+    for _, key, size in sorted(entries):
         yield key, size

@@ -1,6 +1,6 @@
-"""Disk tier: stored blocks are written to a store behind host memory, and read back where no tier above has them.
+"""Disk tier: stored blocks are written to a store behind host memory, and read back if no faster tier has them.
 
-The store is written and read by threads of its own. The scheduler's thread only starts them and looks what has ended.
+Separate threads write and read the store. The scheduler's thread only starts them and checks which have ended.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .block_store import BlockStore, Stored
 if TYPE_CHECKING:
     from .host_tier import HostTier
 
-MOST_WRITES = 256  # blocks on their way to the disk
-LOOK_SECONDS = 2.0  # that a prompt waits for the answer whether its blocks are there
+MOST_WRITES = 256  # limit of writes under way
+LOOK_SECONDS = 2.0  # a prompt waits at most this long for a lookup
 
 
 @dataclass
 class Fetch:
-    """Records on their way from the store to the stored blocks `ids` of host memory.
+    """Reads under way, from the store into the stored blocks `ids` of host memory.
 
     The reads begin when all saves below the number `after` have ended, since those may write to the same memory."""
 
@@ -41,13 +41,13 @@ class Fetch:
 
     @property
     def found(self) -> int:
-        """Blocks from the first on whose records were right."""
+        """Number of blocks, from the first on, whose records were intact."""
         wrong = (i for i, read in enumerate(self.reads) if read.result() is None)
         return next(wrong, len(self.reads))
 
 
 class Look:
-    """The question how many records of a prompt the store has, which is given up after a time."""
+    """A lookup of the number of a prompt's records in the store, which is given up after `LOOK_SECONDS`."""
 
     def __init__(self, answer: Future[list[int]]):
         self.answer, self.until = answer, time.monotonic() + LOOK_SECONDS
@@ -58,7 +58,7 @@ class Look:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the records, from the first on; none if there was no answer."""
+        """Bytes of the records, from the first on; empty if there was no answer."""
         return self.answer.result() if self.answer.done() else []
 
 
@@ -88,7 +88,7 @@ class DiskTier:
         )
 
     def poll(self) -> None:
-        """Begin reads and writes, and end writes. Called by the scheduler in every turn."""
+        """Start reads and writes, and collect finished writes. The scheduler calls this in every turn."""
         while self._fetches and self._fetches[0].after <= self.tier.transfers.num_saved():
             fetch = self._fetches.popleft()
             parts = zip(fetch.ids.tolist(), fetch.keys, fetch.sizes)
@@ -117,7 +117,7 @@ class DiskTier:
     # ---- from the disk
 
     def known(self, keys: Sequence[bytes]) -> list[int]:
-        """Bytes of the records of `keys`, up to the first one that is not there. Asks the store, which may wait."""
+        """Bytes of the records of `keys`, up to the first missing one. Asks the store, which may wait."""
         tier, sizes = self.tier, self.store.find(keys)
         least, most = tier.layout.record.num_bytes(0), tier.units.shape[1] * tier.layout.unit_bytes
         for n, (key, size) in enumerate(zip(keys, sizes)):
@@ -127,7 +127,7 @@ class DiskTier:
         return sizes
 
     def look(self, keys: Sequence[bytes]) -> Look:
-        """`known`, without waiting. While the store has not answered in time, nothing else is asked."""
+        """Start `known` in a thread. While an earlier lookup is overdue, nothing is asked and the result is empty."""
         while self._looks and self._looks[0].answer.done():
             self._looks.popleft()
         if not (self._looks and self._looks[0].finished):
@@ -139,8 +139,8 @@ class DiskTier:
         return Look(nothing)
 
     def fetch(self, keys: Sequence[bytes], sizes: Sequence[int], room: Sequence[int]) -> Fetch:
-        """Read the records of `keys`, which have `sizes` bytes, into room for records of `room` bytes. The caller
-        has seen that host memory has it."""
+        """Read the records of `keys`, which have `sizes` bytes, into host memory for records of `room` bytes. The
+        caller has checked that it is free."""
         fetch = Fetch(self.tier.reserve(room), list(keys), list(sizes), self.tier.transfers.num_queued)
         self._fetches.append(fetch)
         return fetch
@@ -162,7 +162,7 @@ class DiskTier:
     # ---- records
 
     def synchronize(self) -> None:
-        """Wait for all records that are under way; what waits is forgotten."""
+        """Wait for all writes under way, and forget everything that has not begun."""
         self._waiting.clear()
         self._fetches.clear()
         wait(self._writing)

@@ -11,8 +11,8 @@ import torch
 class HostMemory:
     """`num_units` units of `unit_bytes` bytes, `data` uint8 `[num_units, unit_bytes]`.
 
-    A record takes whole units, which need not be neighbors. Units are handed out in the order in which they were freed,
-    so units that were freed together mostly lie side by side, and one copy moves many of them.
+    A record takes whole units, which need not be neighbors. Units are handed out in the order in which they were freed.
+    Units that were freed together are therefore mostly adjacent, and one copy moves many of them.
     """
 
     def __init__(self, num_bytes: int, unit_bytes: int, *, page_locked: bool):
@@ -31,7 +31,7 @@ class HostMemory:
         return len(self._free)
 
     def take(self, n: int) -> np.ndarray:
-        """`n` units, int64; the caller has seen that they are free."""
+        """`n` units, int64; the caller has checked that they are free."""
         return np.array([self._free.popleft() for _ in range(n)], dtype=np.int64)
 
     def give_back(self, units: np.ndarray) -> None:
@@ -39,10 +39,10 @@ class HostMemory:
 
 
 def _lock_pages(data: torch.Tensor) -> None:
-    """Lock the pages of `data`, so that the GPU copies from and to it by itself.
+    """Page-lock `data`, so that the GPU can copy from and to it directly.
 
-    Several threads write the pages first. Page-locked memory that nobody has touched is mapped by one thread, which
-    takes 0.7 s for each GiB.
+    Several threads first write the pages. Without that, the driver would map untouched memory in one thread, which
+    takes 0.7 s per GiB.
     """
     data.fill_(0)
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)

@@ -1,4 +1,4 @@
-"""Host tier: CPU records of the blocks that are kept in host memory, and of those that are on their way."""
+"""Host tier: CPU records of blocks in host memory, and of blocks being copied."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class HostTier:
-    """Blocks in host memory, as records in the bytes that they have on the device.
+    """Blocks in host memory, as records with the bytes that they have on the device.
 
-    A stored block has an id, the number of its first unit. Page state changes in the operation queue alone: a save is
-    queued ahead of the release of its block, and a load takes pages like any other operation.
+    A stored block has an id, the number of its first unit. Page state changes only through the operation queue: a save
+    is queued before the release of its block, and a load takes pages like any other operation.
     """
 
     def __init__(self, runtime: Runtime, num_bytes: int):
@@ -55,7 +55,7 @@ class HostTier:
     def save(self, blocks: np.ndarray) -> np.ndarray:
         """Queue copies of `blocks` (packed or full, in no window); returns the ids of the stored blocks, int64 `[n]`.
 
-        The caller has seen that `units_of(blocks)` are free.
+        The caller has checked that `units_of(blocks)` units are free.
         """
         records, needed = self.runtime.blocks, self.units_of(blocks)
         ids = self._take(needed)
@@ -92,7 +92,7 @@ class HostTier:
         return -(-np.asarray(sizes, dtype=np.int64) // self.layout.unit_bytes)
 
     def reserve(self, sizes: Sequence[int]) -> np.ndarray:
-        """Ids of stored blocks for records of these sizes, which the caller fills. It has seen that they fit.
+        """Ids of stored blocks for records of these sizes, which the caller fills. It has checked that they fit.
 
         Saves that are queued or under way may still write these units; the caller waits for them."""
         return self._take(self.units_of_bytes(sizes))
@@ -104,8 +104,8 @@ class HostTier:
         return int(self.pages[ids].sum())
 
     def load(self, ids: np.ndarray) -> Loading:
-        """Queue the way back of the stored blocks `ids`, which keep their records. The caller has seen that
-        `pages_of(ids)` pages and as many block ids are free. The new blocks belong to the caller from here on."""
+        """Queue loads of the stored blocks `ids`, which keep their records. The caller has checked that `pages_of(ids)`
+        pages and enough block ids are free. It owns the new blocks."""
         runtime = self.runtime
         blocks = np.array(runtime.blocks.take(len(ids), self.start[ids].tolist()), dtype=np.int64)
         runtime.blocks.format_id[blocks] = self.format_id[ids]
@@ -123,7 +123,7 @@ class HostTier:
         return loading
 
     def arrived(self) -> int:
-        """Loads at the head of the line that have ended."""
+        """Loads that have ended, oldest first, up to the first one still under way."""
         n = 0
         for loading in self.loading:
             if not loading.finished:
@@ -134,7 +134,7 @@ class HostTier:
     # ---- records
 
     def free(self, ids: np.ndarray) -> None:
-        self.generation[ids] += 1  # before anything may write to the units: a thread that copies a record looks at it
+        self.generation[ids] += 1  # before anything may write to the units: a thread that copies a record checks it
         self.stored -= len(ids)
         units = self.units[ids]
         self.memory.give_back(units[units >= 0])

@@ -1,4 +1,4 @@
-"""The identity of a server's blocks: all that their content depends on besides their tokens."""
+"""The identity of a server's blocks: everything besides their tokens that their content depends on."""
 
 from __future__ import annotations
 

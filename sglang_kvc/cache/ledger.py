@@ -45,12 +45,12 @@ class Ledger:
         self.idle_total += int(pages.dot(self.idle[blocks]))
 
     def take(self, blocks: np.ndarray, pages: int) -> None:
-        """Charge each of `blocks`, which were free, with `pages`."""
+        """Charge each of `blocks`, which were free, `pages` pages."""
         self.charge[blocks] = pages
         self.total += pages * len(blocks)
 
     def set_idle(self, blocks: np.ndarray, idle: bool) -> None:
-        """Mark `blocks` as evictable or not. Blocks that are marked so already do not change."""
+        """Mark `blocks` as evictable or not. Blocks that already have this mark do not change."""
         change = blocks[self.idle[blocks] != idle]
         pages = int(self.charge[change].sum())
         sign = 1 if idle else -1

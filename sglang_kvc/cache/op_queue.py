@@ -37,9 +37,10 @@ class Compact:
 
     starts: position of each block's first token.
     lengths: length N of the sequence whose window the block left while decoding, 0 in the prompt phase.
-    generations: generation of each block when this was queued. The block may be freed and taken anew before it runs.
-    groups: `[g, 2]`, blocks and pages of each run of blocks that compete for pages; none: each is planned alone. Some
-        of a group were moved before, and are at `to_format` already, which has the same pages.
+    generations: generation of each block when this was queued. The block may be freed and taken again before the
+        compact runs.
+    groups: `[g, 2]`, number of blocks and of pages of each run of blocks that compete for pages. Empty: every block is
+        planned alone. Blocks of a group that were planned before are already at `to_format`, which has the same pages.
     """
 
     blocks: np.ndarray
@@ -61,8 +62,8 @@ class Save:
 
 @dataclass(frozen=True)
 class Load:
-    """Give `blocks[n]` pages at `format_id`, and fill them from `units[n, k]` of the host memory. `loading` tells when
-    they are there."""
+    """Give `blocks[n]` pages at `format_id`, and fill them from `units[n, k]` of the host memory. `loading` says when
+    the copies have ended."""
 
     blocks: np.ndarray
     format_id: int
@@ -74,11 +75,11 @@ class Load:
 class PackPrompt:
     """Pack the tokens that a one-shot prompt keeps into a few blocks, and free the others.
 
-    blocks: all blocks that hold tokens of the prompt. The first `packed` of them were packed while it came in, the
-        others are uncompressed; the last one may be part-filled.
-    full: number of full ones.
-    tokens: that they hold.
-    into: blocks of the result, each one of `blocks` or one without pages.
+    blocks: all blocks that hold tokens of the prompt. The first `packed` of them were packed during the prefill, the
+        others are uncompressed. The last one may be partly filled.
+    full: number of full blocks.
+    tokens: tokens in the full blocks.
+    into: blocks of the result. Each is one of `blocks` or has no pages.
     row: row of `req_to_token`, which has a gap of `gap` places behind `into` from then on.
     """
 
@@ -96,13 +97,13 @@ class PackPrompt:
 
 @dataclass(frozen=True)
 class Thin:
-    """Pack uncompressed blocks of a one-shot prompt: every head keeps its best tokens in fewer blocks. The others are
-    freed.
+    """Pack uncompressed blocks of a one-shot prompt: every head keeps its best tokens in fewer blocks. The other blocks
+    are freed.
 
     blocks: all blocks that hold tokens of the prompt, in order. The first `packed` of them were packed before, the
         `count` behind them are packed now, and the rest stays uncompressed.
-    tokens: that they hold, with the probe at the end.
-    into: blocks of the result, each one of those that are packed now or one without pages.
+    tokens: tokens in all blocks, including the probe at the end.
+    into: blocks of the result. Each is one of those that are packed now or has no pages.
     row: row of `req_to_token`, which has a gap of `gap` places behind the packed blocks from then on.
     """
 
@@ -119,7 +120,7 @@ class Thin:
 
 @dataclass(frozen=True)
 class EndGap:
-    """Forget the gap of `row`, whose request ended after all its `blocks` were released."""
+    """Forget the gap of `row`. Its request has ended and all of its `blocks` were released."""
 
     row: int
     blocks: np.ndarray
@@ -130,7 +131,7 @@ Op = Take | Release | Compact | Save | Load | PackPrompt | Thin | EndGap
 
 @dataclass
 class _Merge:
-    """Operations of one kind that run as one; `blocks` holds the ids of all their blocks."""
+    """Operations of one kind that run as one. `blocks` holds the ids of all their blocks."""
 
     ops: list[Op]
     blocks: set[int]

@@ -41,7 +41,7 @@ class PageOps:
     def __init__(self, store: PageStore, policy: Policy, reserve_pages: int):
         self.store, self.policy, self.reserve_pages = store, policy, reserve_pages
         self._sampling = policy.score_sampling
-        self.transfers: Transfers | None = None  # of the host tier, if there is one
+        self.transfers: Transfers | None = None  # None without a host tier
         self.gaps = ops.RowGaps(0, store.device)  # replaced by one with the rows of `req_to_token`
 
     def run(self, op: Op, step: int) -> list[PendingCounts]:
@@ -65,7 +65,7 @@ class PageOps:
         return []
 
     def _pack_prompt(self, op: PackPrompt) -> None:
-        """Rank the tokens of each layer, let the pages of all heads compete, and pack what wins."""
+        """Rank the tokens of each layer, let the pages of all heads compete, and pack the winners."""
         store, layout, plan, p = self.store, self.store.layout, op.plan, self.store.layout.block_tokens
         blocks, page_tokens = self._to_device(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
         best, worth = [], []
@@ -85,8 +85,8 @@ class PageOps:
         self.gaps.open(op.row, plan.kept_blocks, op.gap)
 
     def _thin(self, op: Thin) -> None:
-        """Let every head keep its best tokens, as many as the blocks `into` hold, by the attention of the probe. The
-        first tokens of the prompt stay for the last competition."""
+        """Let every head keep as many of its best tokens as the blocks `into` hold, by the attention of the probe. The
+        first tokens of the prompt always stay, for the final competition."""
         store, layout, p = self.store, self.store.layout, self.store.layout.block_tokens
         blocks, into = self._to_device(op.blocks), self._to_device(op.into)
         fmt, end, best = store.block_formats[op.to_format].high, op.packed + op.count, []
@@ -124,8 +124,8 @@ class PageOps:
             evidence = self._evidence(op, slice(first, first + count))
             tiers = self.policy.compete(evidence, target, pages)
             for at in range(0, count, wave):
-                some = slice(at, min(at + wave, count))
-                yield slice(first + at, first + some.stop), evidence.blocks[some], tiers[some]
+                part = slice(at, min(at + wave, count))
+                yield slice(first + at, first + part.stop), evidence.blocks[part], tiers[part]
             first += count
         whole = self.policy.keeps_all or op.to_format == self.policy.whole_format
         for at in range(first, n, wave):  # without groups

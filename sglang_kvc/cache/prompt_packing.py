@@ -1,4 +1,4 @@
-"""The CPU side of packing a one-shot prompt: what is queued, and what the records say from then on."""
+"""The CPU side of packing a one-shot prompt: the queued operations and the resulting records."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def queue_segments(runtime: Runtime, seq: Sequence, length: int) -> None:
-    """Queue the segments of a one-shot prompt that are complete now that `length` tokens of it are written, and behind
-    them a probe, unless it is uncompressed until it is complete."""
+    """Queue the complete segments of a one-shot prompt, of which `length` tokens and then a probe are written. Nothing
+    is queued if the prompt stays uncompressed until it is complete."""
     block_tokens, prompt, segment = runtime.layout.block_tokens, seq.one_shot, thinning.SEGMENT
     assert prompt is not None
     # The last queries' own tokens are never dropped.
@@ -50,7 +50,7 @@ def queue_segments(runtime: Runtime, seq: Sequence, length: int) -> None:
 
 
 def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
-    """Queue the full blocks of a one-shot prompt, now that it and `length` tokens in total are written."""
+    """Queue the full blocks of a complete one-shot prompt; `length` tokens in total are written."""
     block_tokens, prompt = runtime.layout.block_tokens, seq.one_shot
     assert prompt is not None
     first, full = seq.window_start, seq.prompt // block_tokens
@@ -72,8 +72,8 @@ def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
         plan = replace(plan, kept_blocks=kept_blocks, pages=min(plan.pages, most))
     packed = seq.blocks[: prompt.first if prompt.dropped else first]
     blocks = np.asarray(packed + seq.blocks[first : -(-seq.prompt // block_tokens)], dtype=np.int64)
-    mine = np.asarray(seq.blocks[:full], dtype=np.int64)
-    kept, dropped = mine[: plan.kept_blocks], mine[plan.kept_blocks :]
+    full_blocks = np.asarray(seq.blocks[:full], dtype=np.int64)
+    kept, dropped = full_blocks[: plan.kept_blocks], full_blocks[plan.kept_blocks :]
     dropped = dropped[dropped != SCRATCH_BLOCK]
     stored, gap = len(packed) + full - first, full - plan.kept_blocks
     tokens = seq.prompt - (full - stored) * block_tokens
@@ -88,8 +88,8 @@ def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
 
 
 def _store(runtime: Runtime, blocks: np.ndarray, format_id: int, pages: int, tokens: int) -> None:
-    """Record that packed `blocks` hold `pages` pages in total, which stand for `tokens` tokens. How many each holds may
-    depend on the data, but they live and die together."""
+    """Record that packed `blocks` hold `pages` pages in total, which stand for `tokens` tokens. The pages of each may
+    depend on the data, but all of the blocks are freed together."""
     runtime.ledger.set(blocks, _shares(pages, len(blocks)))
     runtime.blocks.num_tokens[blocks] = _shares(tokens, len(blocks))
     runtime.blocks.state[blocks] = State.PACKED
@@ -109,5 +109,5 @@ def _drop(runtime: Runtime, blocks: np.ndarray) -> None:
 
 
 def _shares(total: int, parts: int) -> np.ndarray:
-    """`total` in `parts` whole numbers, int64 `[parts]`, that differ by at most one."""
+    """`total` split into `parts` integers, int64 `[parts]`, that differ by at most one."""
     return np.diff(np.arange(parts + 1, dtype=np.int64) * total // parts)

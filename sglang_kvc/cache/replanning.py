@@ -1,4 +1,4 @@
-"""Which packed blocks of running sequences are planned again, and when. The length of a sequence alone decides.
+"""Re-planning: when packed blocks of running sequences are planned again. The length of a sequence alone decides.
 
 With `--kvc-lag`, a block is packed whole when it leaves the window, and planned when `lag` tokens follow it, or when
 its last request ends. By then `EVIDENCE` decode queries have read it.
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .sequence import Sequence
 
-TURNS = 16  # parts of a block's time; each has one turn, which is enough for 2^16 blocks behind the window
-COMPETE_EVERY = 4  # blocks by which an answer grows between two plans of it
+TURNS = 16  # turns per block of growth; 16 suffice for 2^16 blocks behind the window
+COMPETE_EVERY = 4  # growth of an answer, in blocks, between two plans
 
 
 def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.ndarray:
-    """Place of the packed block of each sequence to plan again now that `lengths` tokens are written (int64 `[n]`); -1:
-    none.
+    """Index of the packed block to plan again in each sequence, now that `lengths` tokens are written (int64 `[n]`);
+    -1: none.
 
-    Block b leaves the window, or the lag, when b + 1 blocks lie behind it. It has its turns when 2 (b + 1), 4 (b + 1)
-    and so on do: a plan's thresholds and the attention that a token receives go by the length, so a small growth
-    changes little. All turns of n blocks together are fewer than n. Turns at one block boundary are spread over the
-    steps behind it, since requests of one length reach it together. Only the length decides, so the same sequence is
-    packed alike whatever runs beside it.
+    Block b leaves the window, or the lag, when b + 1 blocks lie behind the window. It is planned again when that number
+    reaches 2 (b + 1), 4 (b + 1) and so on. Thresholds and attention scores depend on the length, so a small growth
+    changes little. n blocks have fewer than n turns in total. The k-th turns of a block boundary come k * P / 16 tokens
+    after it, so one step plans at most one block per request. Only the length decides, so other running requests do not
+    change how a sequence is packed.
     """
     behind, past = np.divmod(lengths - window, block_tokens)
     turn, early = np.divmod(past, max(1, block_tokens // TURNS))
@@ -37,9 +37,9 @@ def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.
 
 
 class Replanning:
-    """What one server queues for packed blocks.
+    """Queues re-plans of packed blocks.
 
-    lag: tokens that follow a block when it is planned: those of the window, or of a longer `--kvc-lag`.
+    lag: number of tokens that follow a block when it is planned: the window, or a longer `--kvc-lag`.
     planned_again: whether planned blocks are planned again as their sequence doubles.
     """
 
@@ -52,13 +52,13 @@ class Replanning:
 
     @property
     def most_whole(self) -> int:
-        """Tokens of a sequence that are packed whole at a time."""
+        """Maximum tokens of a sequence in blocks that are packed whole."""
         if not self.whole_format:
             return 0
         return self.lag + (COMPETE_EVERY * self.block_tokens if self.answer_format else 0)
 
     def young(self, seq: Sequence, length: int) -> int:
-        """First place from which on blocks that leave the window are packed whole, at `length` written tokens."""
+        """Index of the first block that is packed whole when it leaves the window, at `length` written tokens."""
         if not self.whole_format or seq.format_id != 1:
             return len(seq.blocks)
         return seq.prompt // self.block_tokens if self.answer_format else max(0, length - self.lag) // self.block_tokens
@@ -70,7 +70,8 @@ class Replanning:
         return left[:first_young], left[first_young:]
 
     def queue_turns(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
-        """Queue what is due when the next decode step of `seqs`, of which `lengths` tokens are written, is prepared."""
+        """Queue the re-plans that are due before the next decode step of `seqs`, of which `lengths` tokens are
+        written."""
         if self.whole_format:
             behind, past = np.divmod(lengths - self.lag, self.block_tokens)
             turns = np.flatnonzero((past == 0) & (behind > 0))
@@ -86,19 +87,19 @@ class Replanning:
             self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
 
     def queue_ended(self, ids: list[int] | np.ndarray, length: int) -> None:
-        """Queue those of the blocks `ids` of a request that ended which are whole and in no other request."""
+        """Queue plans for the blocks `ids` of an ended request that are still whole and that no other request uses."""
         if self.whole_format:
             self._queue(ids, self.whole_format, 0, length)
 
     def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:
-        """Queue those of `ids` that are packed and in use by one sequence alone to be planned again; returns how many.
-        `length` is that of the sequence, or of each block's."""
+        """Queue re-plans for those of `ids` that are packed and used by one sequence only; returns how many. `length`
+        is that of the sequence, or of each block's."""
         sources = [source for source, to in self.runtime.policy.moves if to == 1]
         return sum(self._queue(ids, source, 1, length) for source in sources)
 
     def _queue(self, ids: list[int] | np.ndarray, from_format: int, users: int, length: int | np.ndarray) -> int:
-        """Queue those of `ids` that are packed at `from_format` and in use by `users` sequences, to be planned; returns
-        how many."""
+        """Queue plans for those of `ids` that are packed at `from_format` and used by `users` sequences; returns how
+        many."""
         ids, blocks = np.asarray(ids, dtype=np.int64), self.runtime.blocks
         due = (blocks.state[ids] == State.PACKED) & (blocks.format_id[ids] == from_format)
         due &= (blocks.ref_count[ids] == users) & (blocks.window_count[ids] == 0)
@@ -106,8 +107,8 @@ class Replanning:
         return self.runtime.queue_move(ids[due], from_format=from_format, to_format=1, lengths=lengths)
 
     def _compete(self, seq: Sequence, length: int, behind: int) -> None:
-        """Queue the answer's blocks among the first `behind` ones to be planned together, each time that
-        `COMPETE_EVERY` more have come. No other request knows them: the tree takes over an answer at its end."""
+        """Each time that `COMPETE_EVERY` more blocks are behind the lag, queue one plan of all of the answer's blocks
+        there, up to index `behind`. No other request uses them, because the tree takes over an answer at its end."""
         first = seq.prompt // self.block_tokens
         planned, layout, policy = behind - first, self.runtime.layout, self.runtime.policy
         if seq.format_id != 1 or planned <= 0 or planned % COMPETE_EVERY:

@@ -1,6 +1,6 @@
-"""Expected reuse: in which order sessions lose their blocks, by when a prompt is expected to need them.
+"""Expected reuse: the eviction order of sessions, by when a prompt is expected to need their blocks.
 
-Time is counted in forwards. All tensor-parallel ranks agree on it, and not on the clock.
+Time is counted in forwards, because tensor-parallel ranks agree on their number but not on the clock.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-GAIN = 0.25  # weight of a session's last pause in its typical one
+GAIN = 0.25  # weight of a session's last pause in its typical pause
 PRIOR_GAIN = 1 / 512  # and in the typical pause of all sessions
-FIRST_PAUSE = 1000  # forwards; of a server that has seen none
+FIRST_PAUSE = 1000  # forwards; a server's typical pause before it has seen one
 
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """What is known of one session.
+    """The state of one session.
 
     log_pause: running mean of the logarithms of its pauses.
     prompt: tokens of its last prompt.
-    ended: forwards when its last request ended.
-    busy: a request of it waits or runs.
-    place: number of its waiting prompt in the order of arrival; None where none waits.
-    over: its client said that no prompt continues the last one.
+    ended: number of forwards when its last request ended.
+    busy: one of its requests waits or runs.
+    place: arrival number of its waiting prompt; None if none waits.
+    over: its client said that no prompt will continue the last one.
     leaf: last node of the tree that its last prompt found or left.
     """
 
@@ -38,12 +38,12 @@ class Use:
     leaf: Any = None
 
     def rank(self) -> tuple[int, float]:
-        """Rank of the session's blocks, the lowest evicted first: what no prompt will need, then the least chance of a
-        next prompt, then what prompts wait for, the last in line first.
+        """Rank of the session's blocks; the lowest is evicted first. Finished sessions come first, then paused ones by
+        the chance of a next prompt, then sessions with a waiting prompt, the last in line first.
 
-        A session's pauses are taken as exponential, with a rate that has a gamma prior. After a silence of s forwards
-        the rate of its return is proportional to 1 / (b + s), for its typical pause b. The order by that rate is the
-        order of `ended - b`, which does not change while sessions are silent.
+        Pauses are modeled as exponential, with a gamma prior on the rate. After a pause of s forwards, the rate of
+        return is proportional to 1 / (b + s), where b is the session's typical pause. The order by that rate is the
+        order of `ended - b`, which does not change during a pause.
         """
         if self.place is not None:
             return 1, -self.place
@@ -53,7 +53,7 @@ class Use:
 
 
 def use_of(node: Any) -> Use | None:
-    """The session that used a node of the tree last, if it is known."""
+    """The session that last used a node of the tree, if known."""
     return getattr(node, "kvc_use", None)
 
 
@@ -71,10 +71,10 @@ class Sessions:
     places: Iterator[int] = field(default_factory=itertools.count)
 
     def arrive(self, before: Use | None, prompt: int, cached: int, now: int) -> Use:
-        """The session of a prompt of `prompt` tokens, which finds `cached` tokens that `before` used last.
+        """The session of a prompt of `prompt` tokens that hits `cached` tokens, last used by `before`.
 
-        It is the session `before` if the prompt continues, up to one block, that session's last one, and no request of
-        the session waits or runs.
+        It is `before` if the prompt continues that session's last prompt, up to one block, and no request of the
+        session waits or runs. Otherwise it is a new one.
         """
         if before is None or before.busy or cached < before.prompt - self.block_tokens:
             before = Use(self.log_pause)
@@ -87,7 +87,7 @@ class Sessions:
         return before
 
     def wait(self, uses: Iterable[Use]) -> list[Use]:
-        """Note whose prompts wait; returns the sessions that no longer do."""
+        """Set the sessions whose prompts wait; returns those whose prompts no longer wait."""
         waiting = dict.fromkeys(uses)
         gone = [use for use in self.waiting if use not in waiting]
         for use in gone:

@@ -58,7 +58,7 @@ def install(runtime: Runtime | None) -> None:
 class Phase(Enum):
     """Event at which written tokens are reported."""
 
-    CHUNK = "chunk"  # a part of the prompt is prefilled, more of it follows
+    CHUNK = "chunk"  # a part of the prompt is prefilled, and more follows
     PREFILL = "prefill"  # the prompt is prefilled
     END = "end"  # the request ends: finished, aborted or retracted
 
@@ -67,11 +67,11 @@ class Phase(Enum):
 class Runtime:
     """See the module docstring. All block ids that cross its interface are CPU ints or numpy arrays.
 
-    step: forwards launched; stamps page counts that are on their way.
-    processed: forwards whose results the CPU has processed.
+    step: number of launched forwards; stamps page counts that are on their way.
+    processed: number of forwards whose results the CPU has processed.
     extending: id and sequence of every request in the extend batch allocated last, in order, which the next extend
-        forward runs. Requests may share an id. Those that decode come last in a mixed batch, and may be a whole batch
-        where decode steps run as prefills.
+        forward runs. Requests may share an id. In a mixed batch, decoding requests come last. If decode steps run as
+        prefills, all may be decoding.
     reduce_max: reduces a vector of page counts to its maximum over the tensor-parallel ranks (identity on one rank).
     """
 
@@ -90,12 +90,12 @@ class Runtime:
     extending: list[tuple[str, Sequence]] = field(default_factory=list)
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     host_tier: HostTier | None = None
-    gap_blocks: int = 0  # places of all running sequences that have no block
+    gap_blocks: int = 0  # places without a block, over all running sequences
     decodes_as_extend: bool = False  # whether decode steps may run as prefills of one token (DP attention)
     windowed: bool = False  # whether the model has layers with sliding windows
     weights_changed: bool = False  # since the last reset
-    released: bool = False  # the memory of the page store is given back, and nothing may touch it
-    weights: Callable[[], bytes] = lambda: b""  # names the weights, and the rank's heads and layers
+    released: bool = False  # the page store's memory is released, and nothing may touch it
+    weights: Callable[[], bytes] = lambda: b""  # identifies the weights and the rank's heads and layers
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
     def __post_init__(self) -> None:
@@ -122,9 +122,10 @@ class Runtime:
         return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
 
     def new_one_shot(self, budget: Budget, tokens: int, format_id: int = 1, chunk: int | None = None) -> Sequence:
-        """The record of a request with a budget for its prompt of `tokens` tokens, which comes in chunks of `chunk`.
+        """The record of a request with a budget for its prompt of `tokens` tokens, which is prefilled in chunks of
+        `chunk`.
 
-        It starts with no cached token."""
+        It starts without cached tokens."""
         seq = Sequence.admit(self.blocks, self.layout.block_tokens, self.config.window, NO_BLOCKS, 0, format_id=0)
         stays = self.capacity.one_shot.stays(budget, tokens, format_id, chunk) or WHOLE
         reserved = held_blocks(stays, tokens // self.layout.block_tokens)
@@ -146,9 +147,10 @@ class Runtime:
         return True
 
     def grow_by_one(self, seqs: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
-        """Take the blocks that `seqs` need for one token more, all or none. lengths: int64 `[n]`, that token included.
+        """Take the blocks that `seqs` need for one more token, all or none. lengths: int64 `[n]`, including that token.
 
-        Each sequence must hold one token less. Returns the slot of each new token, int64 `[n]`; None: they do not fit.
+        Each sequence must hold one token less. Returns the slot of each new token, int64 `[n]`, or None if they do not
+        fit.
         """
         p, table = self.layout.block_tokens, self.blocks.sequences
         rows = table.rows_of(seqs)
@@ -170,20 +172,20 @@ class Runtime:
     ) -> None:
         """Queue the blocks that are due for packing now that `length` tokens of `seq` are written.
 
-        This and `tokens_decoded` are the one rule for when a block is packed:
+        This and `tokens_decoded` are the only rule for when a block is packed:
 
-        * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). After a chunk none, where
-          the policy plans a prompt as a whole.
+        * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). None after a chunk if the
+          policy plans a prompt as a whole.
         * A decode step: blocks that left the window since the last step, planned by N = `length`. With overlap
           scheduling the first step is prepared before the result of the prefill is processed; up to the prompt's length
           N = 0. Where the policy plans again, also the packed blocks whose turn it is.
-        * END: the full blocks that the tree keeps, `kept`; the window is gone. `length` is 0 where nothing was
+        * END: the full blocks that the tree keeps, `kept`, including those of the window. `length` is 0 if nothing was
           generated.
 
         With a lag, packing and planning are two events (`replanning`).
 
-        A one-shot prompt is packed as a whole, by the first event behind it, and if it does not fit uncompressed, also
-        in segments, after each chunk; its answer goes by these rules.
+        A one-shot prompt is packed as a whole by the first event after its end. If it does not fit uncompressed,
+        segments are also packed after each chunk. Its answer follows the rules above.
         """
         if phase is Phase.END:
             self.queue_due(kept, seq.format_id, length)
@@ -199,10 +201,10 @@ class Runtime:
             self.queue_due(young, self.policy.whole_format)
 
     def tokens_decoded(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
-        """Queue the blocks that are due for packing when the next decode step of `seqs`, of which `lengths` tokens are
-        written (int64 `[n]`), is prepared. See `tokens_written`.
+        """Queue the blocks that are due for packing before the next decode step of `seqs`, of which `lengths` tokens
+        are written (int64 `[n]`). See `tokens_written`.
 
-        Costs a few operations for any number of sequences, and more for those whose window moves."""
+        Takes a few operations for any number of sequences, and more for each sequence whose window moves."""
         table = self.blocks.sequences
         left: dict[int, dict[int, int]] = defaultdict(dict)  # N of each block, by format
         for i in (lengths >= table.due[table.rows_of(seqs)]).nonzero()[0].tolist():
@@ -212,7 +214,7 @@ class Runtime:
                 continue
             n = length if length > seq.prompt else 0
             for format_id, ids in zip((seq.format_id, self.policy.whole_format), self.replanning.slide(seq, length)):
-                for block in ids:  # if sharers leave a block together, the last one decides
+                for block in ids:  # if several sequences leave a shared block in one step, the last one decides
                     left[format_id].pop(block, None)
                     left[format_id][block] = n
         for format_id, blocks in left.items():
@@ -220,8 +222,8 @@ class Runtime:
         self.replanning.queue_turns(seqs, lengths)
 
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
-        """The sequence of each request of a prefill; None for those of the engine's own warm-up, which no scheduler
-        allocated. RuntimeError if some of them, but not these in this order, were allocated last."""
+        """The sequence of each request of a prefill; None for requests of the engine's own warm-up, which no scheduler
+        allocated. RuntimeError if the last allocation was for other requests or in another order."""
         known = [rid for rid, _ in self.extending]
         if rids == known:
             return [seq for _, seq in self.extending]
@@ -233,8 +235,8 @@ class Runtime:
         return [None] * len(rids)
 
     def fake_quant_format(self, seqs: list[Sequence | None]) -> list[Format | None]:
-        """For each request the format in which its queries see full blocks fake-quantized; None: unchanged, as in a
-        decode step."""
+        """The format in which each request's queries see full blocks fake-quantized; None: unchanged, as in a decode
+        step."""
         default = self.policy.format_id_of(None)  # a warm-up asks for no level
         return [
             None if seq is not None and seq.decoding
@@ -244,7 +246,8 @@ class Runtime:
 
     @property
     def salt_only(self) -> bool:
-        """Whether blocks carry the attention of other requests and are shared only between requests of one salt."""
+        """Whether blocks depend on other requests' attention and are shared only between requests with the same
+        salt."""
         return self.policy.scope == SEQUENCE and self.config.isolates_salts
 
     # ---- blocks (scheduler side)
@@ -271,8 +274,8 @@ class Runtime:
         self.log.push(Release(array))
 
     def queue_due(self, ids: list[int] | np.ndarray, format_id: int = 1, length: int | np.ndarray = 0) -> int:
-        """Queue for `format_id` those of the full blocks `ids` that are uncompressed and in no window; returns how
-        many.
+        """Queue those of the full blocks `ids` that are uncompressed and in no window to be packed at `format_id`;
+        returns how many.
 
         `length` is N of the sequence, or of each block's, while it decodes, 0 in the prompt phase.
         """
@@ -285,7 +288,7 @@ class Runtime:
         return self.queue_move(array[due], from_format=0, to_format=format_id, lengths=length[due])
 
     def cut(self, seq: Sequence, length: int) -> None:
-        """Forget what is written of `seq` behind the first `length` tokens, in blocks that are its alone."""
+        """Drop all tokens of `seq` after the first `length`; their blocks must be private."""
         self.free(seq.cut(length))
 
     def free_sequence(self, seq: Sequence) -> None:
@@ -335,13 +338,13 @@ class Runtime:
             self.store.reset()
 
     def release(self) -> None:
-        """Touch the page store no more, because its memory is given back (`--enable-memory-saver`). Nothing is running,
-        and a reset follows."""
+        """Stop touching the page store, because its memory is about to be released (`--enable-memory-saver`). Nothing
+        is running, and a reset follows."""
         self.page_ops.synchronize()
         self.released = True
 
     def resume(self) -> None:
-        """Start with an empty page store: its memory is back, at the same addresses, with any content."""
+        """Start with an empty page store, whose memory is back at the same addresses with undefined content."""
         self.store.erase()
         self.page_ops.synchronize()
         self.released = False
@@ -361,7 +364,8 @@ class Runtime:
             self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
 
     def harvest(self, step: int) -> None:
-        """Enter the page counts of compactions that ran before forward `step`, whose results the CPU has processed.
+        """Enter the page counts of compactions up to those at the start of forward `step`, whose results the CPU has
+        processed.
 
         Counts of blocks that were freed in the meantime are dropped: their generation has moved on.
         """
@@ -385,7 +389,7 @@ class Runtime:
 
     @property
     def overcharged(self) -> bool:
-        """Whether settling may free memory: page counts are on their way, or compactions that yield some are queued."""
+        """Whether settling may free memory: page counts are on their way, or a queued compaction will yield some."""
         return self._open_queued or bool(self.pending)
 
     def settle(self) -> None:

@@ -27,19 +27,19 @@ def extend_each(seqs: list[Sequence], rows: np.ndarray, ids: list[int]) -> None:
 class Sequence:
     """Blocks of a request in order; the radix tree owns the first `shared` of them, which the request locks.
 
-    records: the records of all blocks, where this sequence counts itself in.
+    records: the records of all blocks, including this sequence's ref counts.
     row: its row of `records.sequences`, where `length` lies.
     block_tokens: P.
     window: tokens of the recent window.
     blocks: block ids.
     window_start: index of the first block that lies in the window or is not full. Blocks from there on stay
         uncompressed.
-    format_id: storage of the blocks before the window, by the request's level. 0: none is ever compacted.
+    format_id: format of the blocks before the window, from the request's quality. 0: blocks are never compacted.
     prompt: tokens prefilled.
     packed: blocks from `window_start` on that were packed when the request found them in the tree. A block's state
         does not change while it lies in a window.
-    one_shot: the record of a request with a budget for its whole prompt, which shares no block. Places of its gap name
-        the scratch block.
+    one_shot: the record of a request with a budget for its whole prompt, which shares no block. `blocks` names the
+        scratch block at places of its gap.
     """
 
     records: Blocks
@@ -82,8 +82,7 @@ class Sequence:
         self.records.window_count[ids] += 1
 
     def fill(self, length: int) -> None:
-        """Record that `length` tokens are written or about to be; full blocks before the earlier length do not
-        change."""
+        """Record that `length` tokens are written or about to be. Blocks that were already full do not change."""
         p, num_tokens = self.block_tokens, self.records.num_tokens
         for i in range(self.length // p, len(self.blocks)):
             num_tokens[self.blocks[i]] = min(p, length - i * p)
@@ -106,26 +105,26 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether the forward that was allocated last decodes a token; else it prefills."""
+        """Whether the last allocated forward decodes a token; otherwise it prefills."""
         return self.length > self.prompt
 
     @property
     def waits_whole(self) -> bool:
-        """Whether its prompt is one-shot and not packed yet."""
+        """Whether its prompt is a one-shot prompt that is not packed yet."""
         return self.one_shot is not None and not self.one_shot.packed
 
     @property
     def gap(self) -> int:
-        """Places without tokens: the request stores more tokens in fewer blocks before them."""
+        """Number of places without tokens; the kept tokens lie in the blocks before them."""
         return 0 if self.one_shot is None else self.one_shot.dropped
 
     @property
     def missing(self) -> int:
-        """Places without blocks, the last ones of the gap."""
+        """Number of places without blocks, at the end of the gap."""
         return 0 if self.one_shot is None else self.one_shot.dropped - self.one_shot.held
 
     def probe_tokens(self, first: int, end: int, tokens: int) -> int:
-        """As `thinning.probe_tokens`, of its prompt."""
+        """`thinning.probe_tokens` of its prompt."""
         return probe_tokens(0 if self.one_shot is None else self.one_shot.stays, first, end, tokens)
 
     def owned(self) -> list[int]:
@@ -137,7 +136,7 @@ class Sequence:
 
     def open_gap(self, first: int, end: int, held: int = 0) -> None:
         """Places `first` .. `end` - 1, which lie before the window, hold no tokens from now on. The first `held` of
-        them keep their blocks, for tokens that come; the others are forgotten."""
+        them keep their blocks for later tokens; the other places have no blocks."""
         self.blocks[first + held : end] = [SCRATCH_BLOCK] * (end - first - held)
         prompt = self.one_shot
         prompt.first, prompt.dropped, prompt.held = first, end - first, held  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Arrays of the running sequences. A decode step reads and updates all of them in a few operations."""
+"""Arrays over the running sequences, so that a decode step reads and updates all of them in a few operations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 if TYPE_CHECKING:
     from .sequence import Sequence
 
-ROWS = 256  # rows that are added at a time
+ROWS = 256  # rows added at a time
 
 
 class SequenceTable:
     """One row per running sequence, in numpy arrays int64 `[rows]`. A sequence has its row from admission to release,
-    and enters what changes.
+    and writes its changes there.
 
     * `length[r]`: tokens written or about to be.
     * `room[r]`: tokens that its blocks hold.
@@ -45,8 +45,9 @@ class SequenceTable:
         self._reqs = []
 
     def of(self, reqs: list) -> list[Sequence]:
-        """The sequences `req.kvc` of running requests, which the caller does not change. Most steps have the requests
-        of the step before; then they have their sequences, too, if none was admitted or released in between."""
+        """The sequences `req.kvc` of running requests; the caller must not change the list. Most steps have the
+        requests of the step before. Their sequences are then the same, too, unless one was admitted or released in
+        between."""
         if reqs != self._reqs:
             self._reqs, self._seqs = list(reqs), [req.kvc for req in reqs]
         return self._seqs

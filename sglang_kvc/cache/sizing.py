@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ..options.config import KvcConfig
     from ..policies import Policy
 
-# Most blocks that may share the memory of one uncompressed block, and that are taken to share it where their size is
-# open. It bounds the tables, which cost bytes even for empty heads.
+# Most blocks that may share the memory of one uncompressed block, also the assumption if the packed size is
+# unknown. It bounds the tables, which cost bytes even for empty heads.
 MAX_BLOCK_RATIO, OPEN_BLOCK_RATIO = 16.0, 8.0
 # Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
 RESERVE_PART = 1 / 32
@@ -34,8 +34,8 @@ RESERVE_PART = 1 / 32
 UNIT_ALIGN = 4096
 # Buffers of blocks on their way to the host, and of those on their way back: one is filled while another is emptied.
 SAVE_BUFFERS, LOAD_BUFFERS = 3, 2
-# Most bytes of a buffer, and its most part of the pool. A copy of 16 MiB reaches the rate of the bus; larger ones are
-# fewer, and each costs the scheduler's thread some 0.1 ms.
+# Maximum bytes of a buffer, and its maximum share of the pool. A copy of 16 MiB reaches the bus's rate. Larger copies
+# are fewer, and each costs the scheduler's thread about 0.1 ms.
 BUFFER_BYTES, BUFFER_PART = 48 << 20, 1 / 160
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
@@ -59,7 +59,8 @@ def make_layout(config: KvcConfig, policy: Policy, *, layers: int, heads: int, h
 
 
 def _page_of(formats: list[Format], tokens: int, **options) -> int:
-    """Bytes of a page of `tokens` tokens in the first format, or of the fewest more at which every format holds one."""
+    """Bytes of a page of `tokens` tokens in the first format, or of the smallest larger number that lets every format
+    hold one."""
     while True:
         size = page_bytes_for(formats[0], tokens, **options)
         pages = [PageLayout(f, options["head_dim"], size, options["has_scores"]) for f in formats]
@@ -76,7 +77,7 @@ class Sizing:
     reserve_pages: pages that only compactions draw on.
     capacity_tokens: tokens that fit uncompressed. SGLang takes it for its number of tokens.
     staged_tokens: most tokens of uncompressed cached blocks that the prompts of one prefill may stage fake-quantized,
-        beyond the first prompt. 0: no limit, since nothing is staged.
+        beyond the first prompt. 0: no limit, because nothing is staged.
     """
 
     num_bytes: int
@@ -95,8 +96,8 @@ def size_server(
     num_bytes: int, config: KvcConfig, policy: Policy, layout: PoolLayout, block_formats: tuple[BlockFormat, ...],
     itemsize: int
 ) -> Sizing:
-    """Size the pool in the memory beside the staged rows of one layer and the buffers of the host tier. `itemsize`:
-    bytes of an uncompressed number.
+    """Size the pool in the memory left by the staged rows of one layer and the buffers of the host tier. `itemsize`:
+    bytes of an uncompressed element.
 
     Staged tokens never exceed those that fill all memory uncompressed, so staging takes at most 1 / L of it.
     """
@@ -121,9 +122,9 @@ class HostLayout:
     """Geometry of the host tier.
 
     record: bytes of a block in host memory.
-    unit_bytes: host memory is handed out in units of this size. Where all records have known sizes, it is the smallest
-        one, or the part of it (down to a quarter) of which they fill whole units best. Else it is a quarter of the
-        largest record of the smallest storage format.
+    unit_bytes: host memory is handed out in units of this size. If all records have known sizes, it is the smallest
+        record or a fraction of it (down to a quarter), whichever wastes least. Otherwise it is a quarter of the largest
+        record of the smallest storage format.
     buffer_bytes: size of one buffer between pages and host memory, at least one uncompressed block.
     """
 
@@ -139,7 +140,7 @@ class HostLayout:
         units = [align_up(-(-min(sizes) // parts), UNIT_ALIGN) for parts in ((1, 2, 3, 4) if exact else (4,))]
 
         def cost(unit: int) -> float:
-            """Bytes of all units over those of the records; a smaller unit must save 3 % of a record."""
+            """Bytes of all units relative to those of the records; a smaller unit must save 3 % of a record."""
             return sum(-(-size // unit) * unit / size for size in sizes) + 0.03 * units.index(unit)
 
         unit = min(units, key=cost)

@@ -1,4 +1,4 @@
-"""Device side of the host tier: copies of records between the page store and host memory, on streams of their own."""
+"""Device side of the host tier: copies of records between the page store and host memory, on separate streams."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .sizing import LOAD_BUFFERS, SAVE_BUFFERS, HostLayout
 
 @dataclass
 class Loading:
-    """Blocks on their way from the host to the device.
+    """A load under way: blocks being copied from the host to the device.
 
-    queued: operations that have not been launched. events: CUDA events at the ends of the others (none on the CPU,
-    where a load ends at once). kept: tensors that a stream still reads.
+    queued: number of operations that are not launched yet. events: CUDA events at the ends of the launched ones (none
+    on the CPU, where a load ends at once). kept: tensors that a stream still reads.
     """
 
     blocks: np.ndarray
@@ -37,9 +37,9 @@ class Loading:
 class Transfers:
     """Saves and loads in the order in which the operation queue runs them, called on the forward stream.
 
-    A save copies records into a buffer on the forward stream, which is fast, and from there to the host on a stream of
-    its own. Its blocks may therefore be released right behind it. The forward stream waits only where all buffers are
-    still on their way. A load takes pages on the forward stream. One stream copies records into buffers, and another
+    A save copies records into a buffer on the forward stream, which is fast. A separate stream copies them from there
+    to the host. The blocks may therefore be released right after the save. The forward stream waits only if all buffers
+    are still in use. A load takes pages on the forward stream. One stream copies records into buffers, and another
     moves them from there into the pages. Before the CPU has seen the end of the load, no forward reads the blocks, and
     they are not released.
     """
@@ -50,20 +50,20 @@ class Transfers:
         if self.on_gpu:
             self.save_stream, self.load_stream, self.move_stream = (torch.cuda.Stream(store.device) for _ in range(3))
         self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
-        # Event, first units and number of each save that may not have ended.
+        # Event, first units and number of each save that may still run.
         self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
         self.num_queued = self.num_launched = 0  # save operations since start
         self.bytes_saved = self.bytes_loaded = 0
 
     def _buffers(self, n: int) -> deque[tuple[torch.Tensor, Any, Any]]:
-        """Buffers that are used in turn, each with the events of its last filling and of its last emptying."""
+        """Buffers that are used in turn, each with the events of the last time it was filled and emptied."""
         new = torch.cuda.Event if self.on_gpu else lambda: None
         size, device = self.layout.buffer_bytes, self.store.device
         n = n if self.on_gpu else 1
         return deque((torch.empty(size, dtype=torch.uint8, device=device), new(), new()) for _ in range(n))
 
     def _rows(self, buffer: torch.Tensor, units_each: int) -> torch.Tensor:
-        """`buffer` as records of `units_each` units, uint8 `[n, bytes]`."""
+        """`buffer` viewed as records of `units_each` units, uint8 `[n, bytes]`."""
         stride = units_each * self.memory.unit_bytes
         n = len(buffer) // stride
         return buffer[: n * stride].view(n, stride)
@@ -102,18 +102,18 @@ class Transfers:
         self.num_launched += 1
 
     def queued(self) -> int:
-        """Number of a save that is queued now."""
+        """Count one more queued save; returns its number."""
         self.num_queued += 1
         return self.num_queued - 1
 
     def num_saved(self) -> int:
-        """All saves below this number have ended."""
+        """A number below which all saves have ended."""
         while self.saving and self.saving[0][0].query():
             self.saving.popleft()
         return self.saving[0][2] if self.saving else self.num_launched
 
     def _wait_saved(self, first_units: np.ndarray) -> None:
-        """Wait on the host until the records at `first_units` are there."""
+        """Make the host wait until the records at `first_units` are complete."""
         self.num_saved()
         for ended, units, _ in self.saving:
             if np.isin(first_units, units).any():
@@ -172,11 +172,11 @@ class Transfers:
         """Token counts int16 `[n, L, H, 2]` of records that are in host memory, by their first units."""
         pool, at = self.store.layout, self.layout.record.offsets["counts"]
         size = 4 * pool.layers * pool.heads
-        found = self.memory.data[:, at : at + size].numpy()[first_units]
-        return found.view(np.int16).reshape(len(first_units), pool.layers, pool.heads, 2)
+        count_bytes = self.memory.data[:, at : at + size].numpy()[first_units]
+        return count_bytes.view(np.int16).reshape(len(first_units), pool.layers, pool.heads, 2)
 
     def synchronize(self) -> None:
-        """Wait for all copies; what is queued is forgotten."""
+        """Wait for all copies, and forget queued ones."""
         self.num_launched = self.num_queued
         if self.on_gpu:
             for stream in (self.save_stream, self.load_stream, self.move_stream):

@@ -13,8 +13,8 @@
 | `head_retrieval`       | `[L, H]`         | attention of a KV head to what it has read before                   |
 | `gate_*`               |                  | trained gates, see `policies/scorers/gate.py`                       |
 
-Read as fp32. A file may lack tensors that nothing asks for. `sglang-kvc calibrate` writes all of them except gates, and
-its findings in the metadata (`verdicts.py`).
+Tensors are read as fp32. A file may lack tensors that no policy needs. `sglang-kvc calibrate` writes all of them except
+gates, and its findings in the metadata (`verdicts.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from safetensors import SafetensorError, safe_open
 from kvc_kernels.layout import PoolLayout
 
 Calibration = Mapping[str, torch.Tensor]
-# Read by the CPU, which counts pages before any score is known.
+# Read on the CPU, which counts pages before any score is known.
 BY_LAYER = ("importance_retention", "attention_entropy", "attention_shift", "attention_variance")
 _QUERIES = {"query_mean": 3, "query_covariance": 4, "query_samples": 4}  # their dimensions
 _GATES = ("gate_in", "gate_in_bias", "gate_out", "gate_out_bias")
-# Hold all heads of the model, of which a tensor-parallel rank does not know its own.
+# These hold all heads of the model; a tensor-parallel rank does not know which heads are its own.
 BY_HEAD = (*_QUERIES, "head_retrieval", *_GATES)
 
 

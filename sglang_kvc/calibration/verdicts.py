@@ -54,7 +54,7 @@ class Findings:
 
 
 class _TokenKeys(Exception):
-    """The file judges keys that are quantized per token."""
+    """The file has verdicts for keys quantized per token."""
 
 
 def _from_version_1(record: dict[str, Any]) -> dict[str, Any]:

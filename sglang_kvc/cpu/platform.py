@@ -3,14 +3,14 @@
 SGLang's CPU engine needs a build of its kernels that no package registry ships. An out-of-tree platform does not.
 Entry point of group `sglang.srt.platforms`; written against SGLang 0.5.23: `CpuDeviceMixin`, `SRTPlatform`.
 
-SGLang asks every installed platform, so this one takes over only if both hold:
+SGLang asks every installed platform. This one takes over only if both conditions hold:
 
 * `--kv-backend` is given, on the command line or in the file of `--config`. `--kv-backend default` also counts: it
   serves stock SGLang on such a machine.
 * There is no accelerator, no platform of another package, and no `SGLANG_USE_CPU_ENGINE=1`.
 
 `SGLANG_PLATFORM=kvc_cpu`, SGLang's way to choose a platform, asks for it without a command line (a Python `Engine`) and
-overrides both rules.
+overrides both conditions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def activate() -> str | None:
 
 
 def _has_accelerator() -> bool:
-    import torch  # late: SGLang asks on every start, most often without --kv-backend
+    import torch  # late import: SGLang asks at every start, mostly without --kv-backend
 
     modules = (getattr(torch, name, None) for name in ACCELERATORS)
     return (

@@ -1,4 +1,4 @@
-"""The platform class. `platform.activate` is another module, so that asking imports nothing of SGLang."""
+"""The platform class. `platform.activate` is in another module, so that asking it does not import SGLang."""
 
 from __future__ import annotations
 

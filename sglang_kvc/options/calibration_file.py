@@ -1,5 +1,5 @@
-"""Settings and refusals that come from the file of `--kvc-calibration`: defaults the user did not give, formats that
-break the model, a file of another model."""
+"""Defaults and refusals from the file of `--kvc-calibration`: settings that the user did not give, formats that break
+the model, a file of another model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALIBRATE = "make one with sglang-kvc calibrate"
 
 
 def findings_of(path: str) -> Findings | None:
-    """Findings in the file, None where it holds tensors alone. `ConfigError` when it cannot be read."""
+    """Findings in the file, None if it holds only tensors. `ConfigError` when it cannot be read."""
     try:
         return read(path)
     except ValueError as e:
@@ -44,7 +44,7 @@ def defaults_of(policy: str, options: dict[str, Any], given: dict[str, Any]) -> 
 
 
 def check_verdicts(config: KvcConfig) -> None:
-    """`ConfigError` for a format that the file saw break the model, and for a file that decides nothing."""
+    """`ConfigError` for a format that breaks the model according to the file, and for a file without effect."""
     if config.calibration is None:
         return
     findings = findings_of(config.calibration)
@@ -72,7 +72,8 @@ def _check_formats(config: KvcConfig, findings: Findings) -> None:
 
 
 def check_identity(config: KvcConfig, identity: Identity | None) -> None:
-    """`ConfigError` for the file of a model other than `identity`. None passes, and so does a file without findings."""
+    """`ConfigError` for the file of a model other than `identity`. An `identity` of None passes, and so does a file
+    without findings."""
     findings = findings_of(config.calibration) if config.calibration else None
     if findings is not None and identity is not None and findings.identity != identity:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The command line of this process, for code that decides before SGLang parses its arguments.
+"""The command line of this process, for code that runs before SGLang parses its arguments.
 
 SGLang spawns its scheduler processes, and Python gives them the command line of the server.
 """

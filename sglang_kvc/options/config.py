@@ -1,4 +1,4 @@
-"""`KvcConfig`: the settings of one server. Knows nothing of SGLang; `resolve` makes it from server arguments."""
+"""`KvcConfig`: the settings of one server, independent of SGLang. `resolve` creates it from server arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KvcConfig:
     memory: int | None = None  # bytes of the page pool; None: sized by SGLang
     host_memory: int = 0  # bytes of host memory, on each rank, for blocks that leave the pool
     disk: str | None = None  # folder for blocks behind host memory
-    disk_size: int | None = None  # bytes of its files; None: most of what is free
+    disk_size: int | None = None  # maximum bytes of its files; None: most of the free space
     storage: str | None = None  # SGLang's name of a storage backend for blocks behind host memory, in place of `disk`
     eviction: str = RADIX  # which blocks are evicted first: by SGLang's --radix-eviction-policy, or by expected reuse
     budget: Budget | None = None
@@ -48,7 +48,7 @@ class KvcConfig:
     trust: str = ALL  # which requests share blocks that depend on one request's queries: all, or those of one salt
     allow_lossless: bool = True  # whether single requests may ask for an uncompressed cache
     allow_one_shot: bool = True  # whether single requests may ask for a budget of their whole prompt
-    lag: int = 0  # tokens behind a block, packed whole until then, at which it is planned; 0: those of the window
+    lag: int = 0  # number of tokens that follow a block, packed whole, when it is planned; 0: those of the window
 
     @property
     def isolates_salts(self) -> bool:
@@ -57,7 +57,7 @@ class KvcConfig:
 
     @property
     def behind_host(self) -> str | None:
-        """The option that gives blocks a place behind host memory."""
+        """The option that stores blocks behind host memory."""
         return "--kvc-disk" if self.disk else "--hicache-storage-backend" if self.storage else None
 
     @property
@@ -67,7 +67,7 @@ class KvcConfig:
         return tuple(FORMATS[n] for n in names if FORMATS[n].packed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings by name, JSON-ready; parsed ones as the text that gives them."""
+        """Settings by name, JSON-ready; parsed values as their text."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
     def summary(self) -> str:

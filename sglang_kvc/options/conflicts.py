@@ -1,7 +1,7 @@
 """Combinations of server arguments and settings that cannot be served together, one check each.
 
 Each raises `ConfigError` with one sentence: what, why, and what to do instead. `unsupported_args` has the arguments
-that are refused whatever the others are.
+that are always refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_kvc.policies import make_policy
 
 
 def check_conflicts(args: Any, config: KvcConfig) -> None:
-    """Raise at the first combination that the arguments and settings alone show."""
+    """Raise at the first conflict that shows in the arguments and settings alone."""
     if args.page_size not in (None, config.block_size):
         raise ConfigError(
             f"--page-size {args.page_size} contradicts the block size {config.block_size}, because SGLang's page is "
@@ -52,7 +52,7 @@ def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
 
 
 def check_eviction(config: KvcConfig, args: Any) -> None:
-    """Refuse an order of eviction that nothing would follow, or a second one."""
+    """Refuse an eviction order without effect, and two contradicting orders."""
     if config.eviction != REUSE:
         return
     if args.disable_radix_cache:
@@ -68,7 +68,7 @@ def check_eviction(config: KvcConfig, args: Any) -> None:
 
 
 def host_memory_of(args: Any) -> str:
-    """`--kvc-host-memory` as `--enable-hierarchical-cache` gives it."""
+    """The value of `--kvc-host-memory` that follows from `--enable-hierarchical-cache`."""
     if args.hicache_size > 0 and args.hicache_host_memory_mode == "cache":
         return f"{args.hicache_size}GB"
     raise ConfigError(
@@ -78,7 +78,7 @@ def host_memory_of(args: Any) -> str:
 
 
 def check_host_memory(config: KvcConfig, disable_radix_cache: bool) -> None:
-    """Refuse host memory where no block would ever go there."""
+    """Refuse host memory that no block would ever use."""
     if config.host_memory and disable_radix_cache:
         raise ConfigError(
             "--kvc-host-memory has no effect with --disable-radix-cache, because it keeps blocks of the prefix cache; "
@@ -109,7 +109,7 @@ def check_disk(config: KvcConfig) -> None:
 
 
 def check_storage(config: KvcConfig) -> None:
-    """Refuse a storage backend that would get no blocks, or beside files."""
+    """Refuse a storage backend that would get no blocks, or together with files."""
     if config.storage is None:
         return
     if config.disk is not None:
@@ -152,11 +152,11 @@ def check_streaming(args: Any) -> None:
 
 
 def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
-    """Refuse to release memory that cannot be released, or that the names of records depend on."""
+    """Refuse the memory saver if memory cannot be released, or if names of records depend on it."""
     if on and cpu:
         raise ConfigError(
-            "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases memory of a GPU "
-            "alone; drop it, or use --device cuda."
+            "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases only GPU "
+            "memory; drop it, or use --device cuda."
         )
     if on and config.behind_host:
         raise ConfigError(
@@ -166,7 +166,7 @@ def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
 
 
 def check_experts(config: KvcConfig, returned: bool) -> None:
-    """Refuse host memory where SGLang keeps the experts of a token by its slot."""
+    """Refuse host memory if SGLang stores the experts of a token by its slot."""
     if returned and config.host_memory:
         raise ConfigError(
             "--enable-return-routed-experts cannot be served with --kvc-host-memory, because experts are kept by slot, "

@@ -1,4 +1,4 @@
-"""`ModelFacts` from SGLang's objects: from the model's config first, from the built model later.
+"""`ModelFacts` from SGLang's objects: first from the model's config, later from the built model.
 
 Written against SGLang 0.5.23: `ModelConfig` (configs/model_config.py) and `KVCacheConfigurator`
 (mem_cache/kv_cache_configurator.py).
@@ -66,7 +66,7 @@ def from_model_config(mc: Any) -> ModelFacts:
     return ModelFacts(
         name=architectures[0],
         mla=mc.attention_arch == AttentionArch.MLA,
-        # Even if an option puts all layers into one pool: the layers of these models differ in more than a window.
+        # This holds even if an option puts all layers into one pool, because these layers differ in more than a window.
         hybrid_swa=bool(mc.is_hybrid_swa) or is_hybrid_swa_model(list(architectures), mc.hf_text_config),
         windows="sliding_attention" in (getattr(mc.hf_text_config, "layer_types", None) or ()),
         # A looped model runs its layers again over the keys and values of the first pass.

@@ -1,7 +1,7 @@
-"""What a request says of the prompts after it, in SGLang's `custom_params`.
+"""Hints of a request about later prompts, in SGLang's `custom_params`.
 
-`{"kvc_done": true}` says that none continues it. `--kvc-eviction reuse` then evicts its blocks first; other orders do
-not look at it.
+`{"kvc_done": true}` says that no prompt continues it. `--kvc-eviction reuse` then evicts its blocks first; other orders
+ignore it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DONE = "kvc_done"
 
 
 def is_last(custom_params: Any) -> bool:
-    """Whether the request says that no prompt continues it. ValueError for what is neither true nor false."""
+    """Whether the request says that no prompt continues it. ValueError for a value other than true and false."""
     value = custom_params.get(DONE) if isinstance(custom_params, dict) else None
     if value is None or isinstance(value, bool):
         return bool(value)

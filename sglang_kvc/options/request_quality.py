@@ -25,12 +25,13 @@ def offered(config: KvcConfig) -> tuple[str, ...]:
     """Levels that requests to this server may ask for. `one_shot.PREFIX` stands for all budgets."""
     packs = POLICIES[config.policy].keeps_all and FORMATS[config.high].packed and not config.window
     whole = [one_shot.PREFIX] if config.allow_one_shot and packs else []
-    named = [*config.levels, *([config.high] if config.floor else [])]  # with a floor, `high` is a promise of its own
+    # With a floor, blocks of a request that names `high` keep it.
+    named = [*config.levels, *([config.high] if config.floor else [])]
     return (*([LOSSLESS] if config.allow_lossless else []), *whole, *named)
 
 
 def asks(custom_params: Any) -> bool:
-    """Whether a request gives a level, or anything that is not an object."""
+    """Whether a request gives a level, or custom parameters that are not an object."""
     if isinstance(custom_params, dict):
         return custom_params.get(PARAMETER) is not None
     return custom_params is not None
@@ -53,8 +54,8 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
         if one_shot.PREFIX not in offered:
             raise ValueError(
                 f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which this server does not offer, because it '
-                f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and no "
-                f"--kvc-allow-one-shot false; leave it out for what the server was started with."
+                f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and "
+                f"--kvc-allow-one-shot true; leave it out for the server's default."
             )
         return str(one_shot.Budget.parse(level))
     if isinstance(level, str) and level in offered:
@@ -66,23 +67,24 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
     choices = [written.get(name, f'"{name}"') for name in (*offered, *([default] if default else []))]
     give = f"give {', '.join(choices)}, or " if choices else ""
     raise ValueError(
-        f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}leave it out for what the server '
-        f"was started with."
+        f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}leave it out for the '
+        f"server's default."
     )
 
 
 def is_one_shot(level: Any) -> bool:
-    """Whether a level asks, well or badly, for a budget of the whole prompt."""
+    """Whether a level asks, correctly or not, for a budget of the whole prompt."""
     return isinstance(level, str) and level.strip().lower().startswith(one_shot.PREFIX)
 
 
 def level(req: Any) -> str | None:
-    """The level that SGLang's request asked for; None for a request that never passed its queue."""
+    """The level that SGLang's request asked for; None for a request that never entered SGLang's queue."""
     return getattr(req, "kvc_level", None)
 
 
 def salted(req: Any) -> bool:
-    """Whether SGLang's request brought a `cache_salt` or `extra_key`; SGLang appends the id of its LoRA adapter."""
+    """Whether SGLang's request has a `cache_salt` or `extra_key`, to which SGLang appends the id of its LoRA
+    adapter."""
     return (req.extra_key or "") != (req.lora_id or "")
 
 

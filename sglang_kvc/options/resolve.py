@@ -1,4 +1,5 @@
-"""Server arguments to a `KvcConfig`: text to values, the policy's defaults, and a validation of the result."""
+"""Conversion of server arguments to a `KvcConfig`: parses text, fills in the policy's defaults, and validates the
+result."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from sglang_kvc.policies.scorers import Scorer
 
 
 def resolve_config(args: Any) -> KvcConfig:
-    """Settings from the `kvc_*` attributes of `args` (a ServerArgs); None means "not given". `ConfigError` at the
-    first one that cannot be served."""
+    """Settings from the `kvc_*` attributes of `args` (a ServerArgs); None means "not given". `ConfigError` at the first
+    setting that cannot be served."""
     given = {f.name: getattr(args, "kvc_" + f.name, None) for f in fields(KvcConfig)}
     given["storage"] = getattr(args, "hicache_storage_backend", None)
     given = {name: _parsed(name, value) for name, value in given.items() if value is not None}
@@ -45,12 +46,12 @@ def resolve_config(args: Any) -> KvcConfig:
 
 
 def policy_options(policy: str) -> dict[str, Any]:
-    """Settings that a policy reads, with its own defaults: the fields of its dataclass."""
+    """Settings that a policy reads, with its defaults: the fields of its dataclass."""
     return {f.name: f.default for f in fields(POLICIES[policy])}
 
 
 def _check_unread(policy: str, given: dict[str, Any]) -> None:
-    """Refuse an option that the policy does not read: ignoring it would hide a mistake."""
+    """Refuse an option that the policy does not read, because ignoring it would hide a mistake."""
     for option in given:
         readers = [name for name in POLICIES if option in policy_options(name)]
         if readers and policy not in readers:
@@ -62,7 +63,8 @@ def _check_unread(policy: str, given: dict[str, Any]) -> None:
 
 
 def _uncompressed(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a server that packs nothing: every policy is then `quantise`, since none has anything to decide."""
+    """Settings of a server that packs nothing. The policy is then always `quantise`, because there is nothing to
+    decide."""
     for option in sorted((set(policy_options(given["policy"])) - set(policy_options("quantise"))) & set(given)):
         raise ConfigError(
             f"{flag(option)} has no effect with {flag('high')} {BF16.name}, which compresses and drops nothing; "
@@ -116,7 +118,7 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _text(parse: Callable[[str], Any], kind: type) -> Callable[[str, Any], Any]:
-    """A parser of text and numbers; a value of `kind` is parsed already."""
+    """A parser of text and numbers. A value of type `kind` is already parsed."""
 
     def parsed(name: str, value: Any) -> Any:
         if isinstance(value, kind):

@@ -1,8 +1,9 @@
 """`KvcServerArgs`: SGLang's server arguments plus `--kv-backend` and the `--kvc-*` options.
 
-Server arguments are pickled into child processes, which unpickle them before any plugin is loaded. So importing this
-module suffices for that, and changes nothing else. Written against SGLang 0.5.23: `ServerArgs.resolve_once(self)`,
-`ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`. `start` checks the arguments.
+Server arguments are pickled into child processes, which unpickle them before any plugin is loaded. Importing this
+module must therefore suffice to unpickle them, and must change nothing else. Written against SGLang 0.5.23:
+`ServerArgs.resolve_once(self)`, `ServerArgs.from_cli_args(cls, args)`, `A`/`Arg`/`NS` of `arg_groups.arg_utils`.
+`start` checks the arguments.
 """
 
 import sys
@@ -26,7 +27,7 @@ def _backend(text: str) -> str:
 
 
 def _number(text: str) -> int | float | str:
-    """A number if it is one. `resolve_config` refuses other text with the option's name, which argparse would not."""
+    """A number if `text` is one. `resolve_config` refuses other text and names the option, which argparse would not."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -45,7 +46,8 @@ def _option(help: str, *, number: bool = False) -> Arg:
 
 
 class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-arg]  # mypy does not read SGLang
-    """None means "not given": the defaults are in `KvcConfig` and the policies, because some depend on the policy."""
+    """None means "not given". The defaults are in `KvcConfig` and in the policies, because some depend on the
+    policy."""
 
     kv_backend: A[
         str,
@@ -278,14 +280,14 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_disk_size: A[
         str | None,
         _option(
-            "Most bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of what is free or holds its "
+            "Maximum bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of what is free or holds its "
             "files at start."
         ),
         NS("memory"),
     ] = None
 
     def resolve_once(self) -> None:
-        """Check before SGLang's resolution, so that it sees our values, and after it, when the model is known."""
+        """Check before SGLang's resolution, which then sees our values, and again after it, when the model is known."""
         if getattr(self, "_resolution_finished", False):
             return
         try:
@@ -305,7 +307,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
 
     @classmethod
     def from_cli_args(cls, args):
-        """A record whose resolution ends the process with one sentence, not a traceback, when it cannot be served."""
+        """Arguments whose resolution ends the process with one sentence instead of a traceback if they cannot be
+        served."""
         made = super().from_cli_args(args)
         made._from_command_line = True
         return made

@@ -1,7 +1,7 @@
 """Checks of a server's arguments when it starts: before SGLang resolves them, and after it, when the model is known.
 
 Written against SGLang 0.5.23: `resolving_view`, `declare_resolution` and `post_capture_kv_sizing_planned` of
-`arg_groups.overrides`. The arguments hold what the user said; `resolving_view` reads what SGLang made of them.
+`arg_groups.overrides`. The arguments hold the user's values; `resolving_view` reads SGLang's resolved ones.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from sglang_kvc.options.validate import check_pool, wasted_levels
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 or more sizes tables for requests that never come
+MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 or more would size tables for requests that never come
 MAX_RUNNING_REQUESTS_CPU = 32
-# New tokens of the largest prefill CUDA graph. A graph saves host time, which larger prefills hide anyway, and pads to
+# New tokens of the largest prefill CUDA graph. A graph saves host time, which larger prefills hide anyway, but pads to
 # the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
 MAX_PREFILL_GRAPH = 2048
-MEMORY_CPU = "1GB"  # SGLang's default takes most of the machine's memory
+MEMORY_CPU = "1GB"  # SGLang's default would take most of the machine's memory
 
 
 def prepare(args: Any) -> None:
@@ -70,7 +70,7 @@ def prepare(args: Any) -> None:
     args.enable_session_radix_cache |= args.enable_streaming_session  # their blocks are evicted last
     args.enable_hierarchical_cache = config.host_memory > 0
     if config.host_memory:
-        # A size of SGLang's own pool, which is never built, keeps it from sizing one by what is free.
+        # A given size for SGLang's own pool, which is never built, keeps SGLang from sizing one by free memory.
         args.hicache_size = max(1, round(config.host_memory / 1e9))
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
@@ -80,8 +80,8 @@ def prepare(args: Any) -> None:
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True
-        args.enable_torch_compile = False  # SGLang compiles a CPU's forward for kernels that are not installed
-        args.sleep_on_idle = True  # a waiting scheduler would spin on a core that also computes
+        args.enable_torch_compile = False  # SGLang would compile for CPU kernels that are not installed
+        args.sleep_on_idle = True  # a waiting scheduler would otherwise spin on a core that also computes
         args.cuda_graph_backend_decode = args.cuda_graph_backend_prefill = "disabled"
         if args.kvc_memory is None and args.mem_fraction_static is None and args.max_total_tokens is None:
             args.kvc_memory = MEMORY_CPU
@@ -120,7 +120,7 @@ def verify(args: Any) -> None:
 
 
 def _check_storage(args: Any) -> None:
-    """Refuse settings of a storage backend that cannot be read, and a class of the user's that cannot be loaded."""
+    """Refuse storage-backend settings that cannot be read, and a user's class that cannot be loaded."""
     # Late: few servers have a storage backend.
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.storage import StorageBackendFactory
@@ -155,8 +155,8 @@ def _on_cpu(args: Any) -> bool:
 
 
 def _check_platform() -> None:
-    """SGLang chooses its platform when it is imported, before it knows the keywords of an `Engine`."""
-    # Late: importing the name would choose the platform.
+    """Refuse a machine without an accelerator if SGLang, when it was imported, did not choose the CPU platform."""
+    # Late import: importing the name would choose the platform.
     from sglang.srt.platforms import current_platform
     from sglang.srt.platforms.interface import SRTPlatform
 

@@ -1,5 +1,5 @@
-"""Warnings of a server's start: arguments and environment variables that have no effect, and a policy that lets one
-request decide what others read."""
+"""Warnings at a server's start: arguments and environment variables without effect, and a policy that lets one request
+decide what others read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HICACHE_IGNORED = {
 
 
 def trust_warning(config: KvcConfig) -> str | None:
-    """A sentence if requests read blocks whose content another request's attention scores decided, else None."""
+    """A sentence if requests read blocks whose content depends on another request's attention scores, else None."""
     if config.trust != ALL or make_policy(config).scope != SEQUENCE:
         return None
     return (
@@ -44,7 +44,7 @@ def ignored_warnings(args: Any, *, cpu: bool) -> list[str]:
             "--hicache-storage-prefetch-policy is ignored: a prompt waits for its blocks that are being read."
         )
     if args.enable_torch_compile and cpu:
-        warnings.append("--enable-torch-compile is ignored on a CPU: SGLang compiles for kernels of its own CPU build.")
+        warnings.append("--enable-torch-compile is ignored on a CPU: SGLang would compile for its own CPU kernels.")
     if args.enable_return_indexer_topk:
         warnings.append("--enable-return-indexer-topk is ignored: models with an indexer are not served.")
     return warnings

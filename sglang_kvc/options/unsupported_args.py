@@ -1,8 +1,8 @@
 """Server arguments that cannot be served with the compressed cache, as a table. `conflicts` has the combinations of
 arguments, `unsupported_models` the models.
 
-A refusal is one sentence: what, why, and what to do instead. It is raised before anything starts if the arguments or
-the model's config file show it.
+A refusal is one sentence: what, why, and what to do instead. If the arguments or the model's config file show the
+problem, it is raised before anything starts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BUFFERS = "it reads K/V buffers that exist only in the stock cache"
 _WHOLE = "a rank must hold all blocks of a sequence"
 _ATTENTION = "only its own attention backend can read packed pages"
 _BETWEEN = "attention over the pages runs between the captured parts of a prefill, not in them"
-# That keep any bytes, and use of a host pool only what `adapter/staging_pool.py` has.
+# Backends that store arbitrary bytes and need no more of a host pool than `adapter/staging_pool.py` has.
 STORAGE_BACKENDS = ("file", "mooncake", "hf3fs", "nixl", "seaweedfs", "dynamic")
 PREFILL_GRAPHS = ("breakable", "disabled")  # SGLang's prefill CUDA graph backends that can be served
 
@@ -68,7 +68,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "hicache_storage_backend",
         _other_than(*STORAGE_BACKENDS, None),
         "--hicache-storage-backend {}",
-        "it keeps no bytes, expects K/V buffers of the stock cache, or was never tried with blocks",
+        "it keeps no bytes, expects K/V buffers of the stock cache, or is untested with blocks",
         f"give {listed(STORAGE_BACKENDS)}, or --kvc-disk with a folder",
     ),
     Refusal("enable_lmcache", _on, "--enable-lmcache", _BUFFERS),
@@ -90,7 +90,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "enable_two_batch_overlap",
         _on,
         "--enable-two-batch-overlap",
-        "each half of a batch would attend with a backend of its own, and a forward has one snapshot of its blocks",
+        "each half of a batch would have its own attention backend, but a forward has one snapshot of its blocks",
     ),
     Refusal("enable_pdmux", _on, "--enable-pdmux", "pages may be written by one stream only"),
     Refusal("dllm_algorithm", _on, "--dllm-algorithm {}", "a diffusion model rewrites tokens that are already packed"),
@@ -148,7 +148,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "dwdp_size",
         _above_one,
         "--dwdp-size {}",
-        "it shares the weights of experts between ranks, which was never tried with the cache",
+        "it shares expert weights between ranks, which is untested with the cache",
         "use --tp-size or --dp-size",
     ),
     Refusal("kv_canary", _other_than("none", None), "--kv-canary {}", _BUFFERS),
@@ -198,7 +198,7 @@ def _prefill_graph(graph_config: Any) -> str | None:
 
 
 def check_capability(capability: tuple[int, int]) -> None:
-    """Refuse GPUs that lack the instructions of packing. Called in a scheduler process, which has its GPU."""
+    """Refuse GPUs that lack the instructions for packing. Called in a scheduler process, which has a GPU."""
     if capability < MIN_CAPABILITY:
         at_least = ".".join(map(str, MIN_CAPABILITY))
         raise ConfigError(
@@ -209,7 +209,7 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def check_pool_sizing(after_capture: bool) -> None:
-    """Refuse SGLang's plan to size the pool after it has captured CUDA graphs. It may be the default of a model."""
+    """Refuse SGLang's option to size the pool after capturing CUDA graphs, which may be a model's default."""
     if after_capture:
         raise ConfigError(
             f"{AFTER_CAPTURE}=1 cannot be served with --kv-backend kvc, because the page pool is sized before CUDA "

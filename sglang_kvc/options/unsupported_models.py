@@ -133,7 +133,7 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
 
 def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
     """Raise at the first trait of the model that cannot be served, and for a calibration file or a page size that does
-    not fit it."""
+    not fit the model."""
     for refusal in MODEL_REFUSALS:
         if refusal.when(facts):
             raise refusal.error(facts.name)

@@ -1,4 +1,4 @@
-"""Checks of a `KvcConfig`: its settings alone, and what the model's geometry makes of them.
+"""Checks of a `KvcConfig`: of its settings alone, and together with the model's geometry.
 
 Each raises `ConfigError` with one sentence: what, why, and what to do instead.
 """
@@ -20,7 +20,7 @@ from sglang_kvc.policies.ladder import is_below
 BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
 PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
 WINDOW_MAX = 1 << 20
-MIN_KEY_BITS = 128  # of a token's key: tensor cores multiply 16 bytes of codes at a time
+MIN_KEY_BITS = 128  # minimum bits of a token's key codes: tensor cores multiply 16 bytes at a time
 MEMORY_MIN = 1 << 20  # less than a megabyte is a wrong unit, not a size
 
 
@@ -131,7 +131,7 @@ def _check_policy_settings(c: KvcConfig) -> None:
 
 
 def _check_lag(c: KvcConfig) -> None:
-    """A lag is longer than the window, long enough to gather evidence, and of use to the policy."""
+    """A lag must be longer than the window, long enough for `EVIDENCE` queries, and of use to the policy."""
     if c.lag == 0:
         return
     if c.lag % EVIDENCE or not c.window < c.lag <= WINDOW_MAX:

@@ -1,4 +1,4 @@
-"""Policies: which tokens a packed block keeps, and at which precision. Tensor work is in `kvc_kernels`.
+"""Policies: the choice of tokens that a packed block keeps, and of their precision. Tensor work is in `kvc_kernels`.
 
 * `base.py`: `Policy`, and the `Evidence` that a plan may look at.
 * `quantise.py`, `prune.py`: the two recommended policies; `presets.py` has compositions of them under short names.

@@ -1,7 +1,8 @@
-"""`Share`: how a block's pages are allocated among its layers and heads. `SHARES` lists all.
+"""`Share`: allocation of a block's pages to its layers and heads. `SHARES` lists all shares.
 
-The block format gives the number of pages, which the CPU knows before any score. A share says who competes for them:
-all heads of all layers, the heads of a layer, or nobody (each head keeps its best tokens in pages given in advance).
+The block format gives the number of pages, which the CPU knows before any score. A share says which heads compete for
+them: all heads of all layers, the heads of a layer, or none (each head keeps its best tokens in a fixed number of
+pages).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ByLayer(Share):
             raise ValueError("floor is a share from 0 to 1")
 
     def weights(self, layers: int, average: float, most: int, calibration: Calibration | None) -> Sequence[float]:
-        """A weight for each layer, when layers have `average` pages on average and can use at most `most`."""
+        """A weight for each layer. Layers have `average` pages on average and can use at most `most`."""
         return [1.0] * layers
 
     def plan(self, scores, pages, page_tokens, floor, calibration) -> torch.Tensor:
@@ -160,11 +161,11 @@ class Variance(Tilted):
         return ("attention_variance",)
 
     def weights(self, layers, average, most, calibration) -> Sequence[float]:
-        # A layer without variance weighs little, or much, but something finite.
-        found = [max(x, 1e-12) for x in calibration["attention_variance"].tolist()]
-        found = [1 / x for x in found] if self.inverse else found
-        unit = (1 - self.even) * average * layers / sum(found)
-        return [self.even * average + unit * x for x in found]
+        # A layer without variance gets a very small or very large weight, but a finite one.
+        variances = [max(x, 1e-12) for x in calibration["attention_variance"].tolist()]
+        variances = [1 / x for x in variances] if self.inverse else variances
+        unit = (1 - self.even) * average * layers / sum(variances)
+        return [self.even * average + unit * x for x in variances]
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class Xkv(ByLayer):
         return _best_allocation(calibration["importance_retention"], average / most)
 
 
-# A tensor is equal to itself alone here, and `calibration.tensors.load` returns the same one for the same file.
+# Tensors are compared by identity here; `calibration.tensors.load` returns the same one for the same file.
 @functools.lru_cache(maxsize=16)
 def _best_allocation(curves: torch.Tensor, kept: float) -> list[int]:
     layers, units = curves.shape

@@ -1,4 +1,4 @@
-"""`Policy`: which tokens a block keeps and how; `Evidence`: the inputs of a plan."""
+"""`Policy`: the choice of tokens that a block keeps, and of their tiers. `Evidence`: the inputs of a plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 BLOCK, SEQUENCE = "block", "sequence"
 LOSSLESS = "lossless"  # request quality: uncompressed
-EVIDENCE = 64  # decode queries that have read a block before a policy with a lag plans it
+EVIDENCE = 64  # minimum decode queries that read a block before a policy with a lag plans it
 
 
 def with_evidence(sampling: ops.ScoreSampling | None, lag: int) -> ops.ScoreSampling | None:
-    """`sampling` with enough decode steps that `EVIDENCE` of them are sampled in `lag` tokens; 0 changes nothing."""
+    """`sampling` with a decode stride at which `EVIDENCE` steps are sampled in `lag` tokens; a `lag` of 0 changes
+    nothing."""
     if sampling is None or not lag:
         return sampling
     most = max(s for s in STRIDES if s == 1 or s * EVIDENCE <= lag)
@@ -30,7 +31,7 @@ def with_evidence(sampling: ops.ScoreSampling | None, lag: int) -> ops.ScoreSamp
 
 @dataclass(frozen=True)
 class Evidence:
-    """Inputs of a plan of n blocks at `from_format`. Tensors are made when asked for.
+    """Inputs of a plan of n blocks at `from_format`. Tensors are computed on demand.
 
     `blocks`, `starts` and `lengths` are int64 `[n]`: block ids, positions of their first tokens, and the length N of
     the sequence that pushed the block out of its window while generating (0: the prompt did). `sampling` says which
@@ -96,14 +97,14 @@ class Policy:
     name: ClassVar[str]
     scope: ClassVar[str] = BLOCK
     # Whether every token of a block is kept, in one format, so that its index in the block gives its position.
-    # Then its plan is None, and a compaction does not ask for it.
+    # Then a compaction does not ask for its plan, which is None.
     keeps_all: ClassVar[bool] = False
     # Default number of latest tokens of a running sequence that stay uncompressed.
     default_window: ClassVar[int] = 64
     # Least tokens of a page in the first format. Small pages let heads differ finely, large pages are read faster.
     # None: the size that wastes least.
     page_tokens: ClassVar[int | None] = None
-    # Whether this is a composition under its own name. Messages suggest what it is composed of instead.
+    # Whether this is a preset, a composition under its own name. Messages suggest its base policy instead.
     preset: ClassVar[bool] = False
 
     @property
@@ -168,11 +169,11 @@ class Policy:
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor | None:
         """Tiers int8 `[n, L, H, P]` of the blocks at `block_format`, never above their present tiers. None: every token
-        high, which moves faster than a tensor of that value."""
+        high, which is faster than a tensor of 2s."""
         raise NotImplementedError
 
     def answer_pages(self, layout: PoolLayout, planned: int, whole: int) -> int:
-        """Pages that `planned` blocks of an answer keep together, beside `whole` later ones that are packed whole."""
+        """Total pages of `planned` blocks of an answer, given `whole` later blocks that are packed whole."""
         raise NotImplementedError
 
     def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int) -> torch.Tensor:

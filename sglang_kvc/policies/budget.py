@@ -1,4 +1,4 @@
-"""`Budget`: how small packed blocks shall be, as a ratio to bf16 (`4x`) or in bytes per token."""
+"""`Budget`: target size of packed blocks, as a ratio to bf16 (`4x`) or in bytes per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ladder: formats that a cold block moves down, and what it wins at each step."""
+"""The ladder: the list of formats through which a cold block moves down."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def steps(high: str, floor: str | None) -> tuple[str, ...]:
 
 
 def next_lower(block_formats: Sequence[BlockFormat], ladder: Sequence[int]) -> tuple[int, ...]:
-    """For every format id the one that its cold blocks move to, 0 for none. `ladder`: format ids of the ladder, high
-    first. A step that saves no pages is passed over.
+    """The format id that cold blocks of every format id move to, 0 for none. `ladder`: format ids of the ladder, high
+    first. A step that saves no pages is skipped.
     """
     out = [0] * len(block_formats)
     for i, high in enumerate(ladder):

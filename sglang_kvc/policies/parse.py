@@ -1,4 +1,4 @@
-"""Settings of a policy as a user writes them: text to values, and back for logs."""
+"""Conversion of a policy's settings from text to values, and back for logs."""
 
 from __future__ import annotations
 

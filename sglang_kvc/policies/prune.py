@@ -20,7 +20,7 @@ from .budget import Budget, compression, token_bytes
 from .parse import parse_part
 from .scorers import SCORERS, KeyDiff, Scorer
 
-LEAST = 0.75  # share of their budget that planned blocks of an answer keep at least: what is dropped stays dropped
+LEAST = 0.75  # planned blocks of an answer keep this share of their budget: dropped tokens cannot come back
 
 
 def parse_scorer(text: str) -> Scorer:
@@ -44,8 +44,8 @@ class Prune(Policy):
     With `lag`, blocks of an answer are packed whole and planned together: heads, layers and blocks compete for the
     pages of the whole answer (KV-Compress, equation 20), and a head may keep nothing of a block.
 
-    Elsewhere every head keeps a page. Of a sequence's first block the first `sinks` tokens stay, high, whatever their
-    score. `scorer`, `share` and `budget` may also be given as text, like `snapkv:window=64`.
+    Otherwise every head keeps at least one page. The first `sinks` tokens of a sequence always stay, in the high
+    format. `scorer`, `share` and `budget` may also be given as text, like `snapkv:window=64`.
     """
 
     name: ClassVar[str] = "prune"
@@ -115,7 +115,7 @@ class Prune(Policy):
             if self.block_pages(layout, pages) <= allowed:
                 return pages
         if self.lag and allowed > 0:
-            return least  # of a prompt; answers meet the budget
+            return least  # a prompt's; answers meet the budget
         fewest = self.block_pages(layout, least)
         best = f"{math.floor(100 * compression(layout, fewest)) / 100}x"
         if self.budget.ratio is None:
@@ -127,7 +127,7 @@ class Prune(Policy):
         )
 
     def block_pages(self, layout: PoolLayout, high_pages: int) -> int:
-        """Most pages of a block with `high_pages` high ones."""
+        """Maximum pages of a block with `high_pages` high pages."""
         if self.low is None:
             return high_pages
         high, low = (layout.page(FORMATS[f]).tokens for f in (self.high, self.low))
@@ -147,8 +147,8 @@ class Prune(Policy):
         return (bottom, BlockFormat(high, low, pages=pages, exact=low is None), *late)
 
     def answer_pages(self, layout: PoolLayout, planned: int, whole: int) -> int:
-        """Those of the budget for all of these blocks that the whole ones leave, but no less than `LEAST` of the budget
-        for the planned ones."""
+        """The budget of all these blocks less the pages of the whole ones, but at least the share `LEAST` of the
+        planned blocks' budget."""
         most = layout.block_pages(FORMATS[self.high])
         each = self.keep * most if self.budget is None else min(most, self.budget.pages(layout))
         return int(max(each * (planned + whole) - most * whole, LEAST * each * planned))
@@ -174,13 +174,13 @@ class Prune(Policy):
         return tiers if block_format.low is None else tiers.clamp(min=LOW)
 
     def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int) -> torch.Tensor:
-        """Blocks are taken for more heads of their layer, so that a share divides the pages as it does within a block.
-        A score that grows with the queries behind a block is divided by their number."""
+        """The blocks' heads are treated as heads of one block, so that a share divides the pages as within a block. A
+        score that grows with the number of queries is divided by that number."""
         layout, stats = evidence.layout, self.statistics(evidence)
         scores = self.scorer.score(replace(evidence, calibration=stats))
         if self.scorer.sums:
             scores = scores / evidence.query_counts()
-        scores = self._protected(scores, evidence)  # of a prompt that is shorter than a block
+        scores = self._protected(scores, evidence)  # sinks of a prompt that is shorter than a block
         stored = evidence.tiers() == HIGH
         rows = scores.masked_fill(~stored, -torch.inf).transpose(0, 1)  # [L, n, H, P]
         tiers = self.share.plan(rows.flatten(1, 2)[None], pages, layout.page(block_format.high).tokens, 0, stats)

@@ -17,7 +17,7 @@ class Quantise(Policy):
     """`high` is the packed format; "bf16" compresses nothing (the uncompressed baseline: same layout, exact values).
 
     Prefill attends to earlier blocks fake-quantized, and with a window of 0 so does decode. A block's content is then a
-    function of the tokens up to its end, whichever of them came from the prefix cache.
+    function of the tokens up to its end, however many came from the prefix cache.
     """
 
     name: ClassVar[str] = "quantise"
@@ -35,8 +35,8 @@ class Quantise(Policy):
 
     @property
     def _named(self) -> tuple[str, ...]:
-        """Formats that a request may name. With a floor a named `high` is another one than the server's own: it never
-        moves down."""
+        """Formats that a request may name. With a floor, a named `high` is a separate block format, which never moves
+        down."""
         return (*self.levels, *([self.high] if self.floor else []))
 
     def formats(self) -> list[str]:
@@ -44,7 +44,7 @@ class Quantise(Policy):
 
     def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
         """Uncompressed, the server's format and those below it, and the formats that requests name. Equal formats under
-        two ids differ in what becomes of a cold block."""
+        two ids differ in whether cold blocks move down."""
         packed = (FORMATS[name] for name in self.formats())
         return (
             BlockFormat(BF16, pages=layout.block_pages_bf16),

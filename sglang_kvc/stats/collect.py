@@ -88,7 +88,7 @@ def _stats(runtime: Runtime, counted: PackedTokens | None) -> KvcStats:
 
     block_formats = runtime.store.block_formats
     by_format = dict.fromkeys(map(format_name, block_formats), 0)
-    for i, block_format in enumerate(block_formats):  # formats may share a name
+    for i, block_format in enumerate(block_formats):  # several formats may share a name
         by_format[format_name(block_format)] += int((blocks.format_id[used] == i).sum())
     tokens = int(blocks.num_tokens[used].sum())
     tiers, occupancy = ({}, None) if counted is None else _tiers(runtime, counted, tokens)

@@ -19,7 +19,7 @@ TIMEOUT_S = 30
 
 
 class InspectError(RuntimeError):
-    """No statistics can be shown; the message says why and what to do."""
+    """Statistics cannot be shown; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ class KvcStats:
 
     config: str  # `KvcConfig.summary()`
     scope: str  # "block" or "sequence": what a block's content depends on
-    bf16_token_bytes: int  # K and V of one token uncompressed, all layers and local heads
+    bf16_token_bytes: int  # bytes of one uncompressed token's K and V, all layers and local heads
     page_bytes: int
     pages_total: int
     pages_free: int
     tokens: int  # resident tokens, pruned ones included
-    bytes: int  # of their blocks: pages, scales and table rows
+    bytes: int  # bytes of their blocks: pages, scales and table rows
     packed_tokens: int
     packed_bytes: int
     blocks_by_format: dict[str, int] = field(default_factory=dict)  # "bf16", "k4v4", "k8v4+k4v2" -> blocks
@@ -36,17 +36,17 @@ class KvcStats:
     compaction_ms: float = 0.0
     evicted_blocks: int = 0
     demoted_blocks: int = 0  # moves to a lower format since start
-    host_bytes: int = 0  # of host memory in use
+    host_bytes: int = 0  # bytes of host memory in use
     host_bytes_total: int = 0  # 0: there is no host tier
     host_blocks: int = 0  # blocks in host memory
-    host_saved_bytes: int = 0  # copied to the host since start
-    host_loaded_bytes: int = 0  # copied back since start
-    disk_bytes: int = 0  # of files; of a storage backend, what this server wrote
+    host_saved_bytes: int = 0  # bytes copied to the host since start
+    host_loaded_bytes: int = 0  # bytes copied back since start
+    disk_bytes: int = 0  # bytes of files; with a storage backend, bytes that this server wrote
     disk_bytes_total: int = 0  # 0: there is no disk tier, or a storage backend
-    disk_blocks: int = 0  # blocks in files; of a storage backend, what this server wrote
+    disk_blocks: int = 0  # blocks in files; with a storage backend, blocks that this server wrote
     disk_written_bytes: int = 0  # since start
     disk_read_bytes: int = 0  # since start
-    disk_damaged: int = 0  # records that were not as written, since start
+    disk_damaged: int = 0  # damaged records since start
 
     @property
     def ratio_body(self) -> float | None:
@@ -80,7 +80,7 @@ class KvcStats:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> KvcStats:
         """Inverse of `to_dict`. Drops derived figures and unknown fields, and makes text printable, because `data` may
-        come from any server. TypeError or ValueError for a number that is none."""
+        come from any server. TypeError or ValueError for a value that should be a number but is not."""
         return cls(**{f.name: _READ[str(f.type)](data[f.name]) for f in fields(cls) if f.name in data})
 
     def log_line(self) -> str:

@@ -14,7 +14,7 @@ from ..layout import BF16, PoolLayout
 from ..store import PageStore
 
 
-# Decode passes blocks and offsets as slices of one tensor, prefill as two tensors. Both share one compiled kernel.
+# Decode passes blocks and offsets as slices of one tensor, prefill as two tensors. They must share one compiled kernel.
 @triton.jit(do_not_specialize=["head0"], do_not_specialize_on_alignment=["blocks", "offsets"])
 def _append_kernel(
     pages, table, blocks, offsets, k, v, like, head0, k_stride_n, k_stride_h, v_stride_n, v_stride_h,

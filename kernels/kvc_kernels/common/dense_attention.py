@@ -1,7 +1,7 @@
-"""Attention over dense rows in plain torch: what the references of decode and extend share.
+"""Attention over dense rows in plain torch, shared by the references of decode and extend.
 
 A request whose tokens are all uncompressed goes through `scaled_dot_product_attention` in the form that SGLang's
-torch_native backend uses, and gives the same bits.
+torch_native backend uses, and returns the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One name for an operation on every device: plain torch on the CPU, kernels on a GPU."""
+"""Dispatch of an operation by device: plain torch on the CPU, kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _module = functools.cache(importlib.import_module)
 
 
 def dispatch(reference: Operation, kernel: str) -> Operation:
-    """`reference`, or `kernel` where the page store that is the first argument uses kernels.
+    """Return an operation that calls `kernel` if its first argument, a page store, uses kernels, and `reference`
+    otherwise.
 
     `reference` is a function, or a class with `plan` and `run`, in plain torch. `kernel` names its counterpart as
-    "folder.module:name" in `kvc_kernels`, which takes the same arguments as far as the engine passes them. That module
-    is imported at the first call that needs it, so the CPU never imports triton here. `operation.on(store)` is the one
-    of the two that serves a store, for callers that ask once; `operation.reference` is for tests that compare both.
+    "folder.module:name" in `kvc_kernels`; it accepts all arguments that the engine passes. Its module is imported at
+    the first call that needs it, so on the CPU triton is never imported here. `operation.on(store)` returns the
+    implementation for a store, for callers that keep it; `operation.reference` is for tests that compare both.
     """
     module, _, name = f"kvc_kernels.{kernel}".partition(":")
 

@@ -1,4 +1,4 @@
-"""Format classes: what a kernel is compiled for, one record per format and side of the block table."""
+"""Format classes: the constants that a kernel is compiled for, one record per format and side of the block table."""
 
 from __future__ import annotations
 

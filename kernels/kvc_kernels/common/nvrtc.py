@@ -1,4 +1,4 @@
-"""CUDA C++ at run time: NVRTC, which torch ships, compiles it without nvcc or headers, and the driver launches it."""
+"""CUDA C++ at run time: torch's NVRTC compiles it without nvcc or headers, and the driver launches it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _nvrtc() -> ctypes.CDLL:
     major = torch.version.cuda.split(".")[0]
     try:
         return _library(f"libnvrtc.so.{major}")
-    except OSError:  # not on the loader's path before torch has used it
+    except OSError:  # not on the loader's path until torch has used it
         import nvidia
 
         # Packages of CUDA 13 share a folder, those of CUDA 12 have one each.
@@ -37,7 +37,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 @cache
 def available() -> bool:
-    """Whether the compiler is there; it comes with torch's own CUDA packages."""
+    """Whether the compiler is available; it comes with torch's CUDA packages."""
     try:
         _nvrtc()
     except (OSError, ImportError) as error:
@@ -90,7 +90,7 @@ class Module:
         _check(self.driver, self.driver.cuModuleLoadData(ctypes.byref(self.handle), cubin), "cuModuleLoadData")
 
     def integer(self, name: str) -> int:
-        """A constant of the module."""
+        """The value of a constant of the module."""
         address, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
         code = self.driver.cuModuleGetGlobal_v2(
             ctypes.byref(address), ctypes.byref(size), self.handle, name.encode()
@@ -112,8 +112,8 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """A kernel of `module` with one argument, a struct by value. `early`: its blocks may start before the preceding
-    kernel ends, and wait for it themselves (griddepcontrol.wait).
+    """A kernel of `module` with one argument, a struct by value. `early`: its thread blocks may start before the
+    preceding kernel ends, and wait for it themselves (griddepcontrol.wait).
     """
 
     def __init__(self, module: Module, function: str, *, shared: int = 0, early: bool = False):

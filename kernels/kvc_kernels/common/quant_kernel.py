@@ -1,4 +1,5 @@
-"""The arithmetic of `quant` for kernels, bit for bit: grids of ranges, and codes without a division per element."""
+"""The arithmetic of `quant` for kernels, bit for bit: scales and zeros of ranges, and codes without a division per
+element."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def quotient(a, less, inverse):
 
 @triton.jit
 def lesser(a, b):
-    """Elementwise minimum. `tl.minimum` widens bf16 and keeps it wide; this takes two 16-bit numbers at a time."""
+    """Elementwise minimum of 16-bit numbers, two at a time. `tl.minimum` would widen bf16."""
     if FUSED and a.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.bfloat16, True, 2)
     elif FUSED and a.dtype == tl.float16:

@@ -1,4 +1,4 @@
-"""Copies of host numbers on the device, without waiting for it."""
+"""Copies host numbers to the device without waiting for it."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def compact_triton(
 ) -> torch.Tensor:
     """`compact` with the same bytes, in a fixed number of launches for all layers, heads and blocks.
 
-    `tiers=None` means that everything is kept. A tensor that says so could only be recognized by waiting for the
-    device.
+    `tiers=None` means that every token is kept. With a tensor, the host could only know this by waiting for the device.
     """
     layout = store.layout
     to, source, n = store.block_formats[to_format], store.block_formats[from_format], blocks.numel()
@@ -71,7 +70,7 @@ def _pack_constants(store: PageStore, to_format: int, whole: bool) -> tuple[tupl
 def _pack(
     store: PageStore, blocks: torch.Tensor, to_format: int, tiers: torch.Tensor | None, source: BlockFormat
 ) -> torch.Tensor:
-    """Pack uncompressed heads. Without tiers the kernel reads no per-token tiers and reads keys once."""
+    """Pack uncompressed heads. Without tiers the kernel reads keys only once."""
     whole = tiers is None
     constants, options = _pack_constants(store, to_format, whole)
     ids, page_counts, old, pages = exchange_pages(store, blocks, to_format, tiers=tiers)

@@ -1,6 +1,6 @@
-"""Packing of the tokens that a prompt, or a part of one, keeps: gathered from all of its blocks into a few.
+"""Packing of the kept tokens of a prompt or of a part of it, gathered from all of its blocks into a few.
 
-Plain torch on every device; nothing here waits for one.
+Plain torch on every device, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def pack_kept(
     ids of the result, each one of `blocks` or one without pages; by default the first d of `blocks`. `best` int32
     `[L, H, d * P]`: token indices among the n * P, best first. `pages` int64 `[L, H]`: whole pages of the high format
     that a head keeps, at most those of d blocks. A head's tokens are stored in the order of their positions, block
-    after block, so that its last blocks may hold none. Each block has a key header over the tokens that it receives.
-    Tokens of a page divide P, and the format has no low tier.
+    after block, so its last blocks may be empty. Each block has a key header over the tokens that it receives. Tokens
+    of a page divide P, and the format has no low tier.
 
     The rows of some heads are read before their pages return to the ring, and written to pages taken after that, so
     no page beyond those of `blocks` is needed.
@@ -43,7 +43,7 @@ def pack_kept(
     per_block, rows, device = p // page.tokens, layout.layers * layout.heads, store.device
     into = blocks[:d] if into is None else into
     source = store.table[blocks].flatten(1, 2)  # [n, L * H, E]
-    # Pages of a head are the first entries of its rows: a packed block has fewer.
+    # A head's pages are the first entries of its rows; a packed block has fewer of them.
     held = torch.where(torch.arange(n, device=device) < packed, per_block, entries)
     best, pages = best.reshape(rows, d * p), pages.reshape(rows)
     table = torch.full((d, rows, entries), SCRATCH_PAGE, dtype=torch.int32, device=device)
@@ -117,7 +117,7 @@ def _rows(
     coded = _dequantise(store, page, at_page, place % page.tokens, header)
     if packed == ids.shape[0]:
         return coded
-    # Where a block has the other format, these are bytes without a meaning.
+    # If a block has the other format, these bytes are meaningless.
     mine = (of < packed).unsqueeze(-1)
     return tuple(torch.where(mine, a, b) for a, b in zip(coded, rows))
 

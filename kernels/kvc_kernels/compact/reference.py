@@ -1,7 +1,7 @@
 """Compaction in plain torch: take pages, gather, quantize, pack, rewrite the table, recycle the source pages.
 
-The bytes written are a pure function of a block's own rows, its tiers and the target storage format. No page id and no
-neighboring block enters, so equal prefixes give equal bytes wherever and whenever they are packed.
+The bytes written are a pure function of a block's own rows, its tiers and the target storage format. They do not depend
+on page ids or other blocks, so equal prefixes give equal bytes, wherever and whenever they are packed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _flat_slots(rows: PageRows) -> PageRows:
 
 
 def read_tiers(store: PageStore, tiers: list[TierSlots]) -> list[_Source]:
-    """Codes and metas of the tiers' slots; slots that are not valid are undefined."""
+    """Codes and metas of the tiers' slots; invalid slots are undefined."""
     return [
         _Source(t.page.format, _flat_slots(read_page(t.page, _gather_pages(store, t.ids), store.dtype))) for t in tiers
     ]

@@ -1,4 +1,4 @@
-"""Writes of packing and repacking to a page, except key codes: values, scores, positions, slack."""
+"""Writes to a page that packing and repacking share: values, scores, positions and slack, but not key codes."""
 
 # ruff: noqa: RUF005  (the compiler knows no unpacking inside tuples)
 from __future__ import annotations

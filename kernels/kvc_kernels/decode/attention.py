@@ -1,8 +1,8 @@
 """Decode attention over mixed-precision pages: `plan` once per step, then one launch and a merge per layer.
 
 A program (CTA) takes one (work item, KV head). A work item is a KV split: a run of blocks of one request in one format
-class, a format and its side of the block table. Every program thus knows its precision at compile time, and a layer's
-bf16 tails, high pages and low pages share one launch. Partial results are merged by log-sum-exp.
+class, a format and its side of the block table. Every program therefore knows its precision at compile time, and a
+layer's bf16 tails, high pages and low pages share one launch. Partial results are merged by log-sum-exp.
 """
 
 
@@ -95,7 +95,7 @@ class DecodeAttention:
     def _choose_engine(self) -> str:
         engine, store = self.tuning.engine, self.store
         if engine == "auto":
-            # Gluon is chosen where it is measured to be faster. With 8-bit keys in one tier, Triton is.
+            # Gluon is used where it was measured to be faster. With 8-bit keys in a single tier, Triton is faster.
             packed = [r for r in store.block_formats if r.high.packed]
             faster = all(r.low is not None or r.high.key_bits <= 4 for r in packed)
             fits = self.group <= 8 and store.layout.head_dim == 128
@@ -114,7 +114,7 @@ class DecodeAttention:
         return engine
 
     def _describe(self, fmt: Format, side: int) -> FormatClass:
-        """The class of one format and side, with the tile that suits its bytes per token."""
+        """The class of one format and side, with a tile chosen by its bytes per token."""
         page, tune = self.store.layout.page(fmt), self.tuning
         t, token_bytes = page.tokens, page.key_row_bytes + page.value_row_bytes
         # With 256 features, tiles of 64 tokens exceed the registers.
@@ -188,8 +188,9 @@ class DecodeAttention:
     ) -> None:
         """Read the step's blocks: int32 `row_blocks[B, NB]`, `seq_lens[B]`. Allocates nothing, does not sync.
 
-        With `query_rows`: request b has the queries `starts[b]` to `starts[b + 1]` (int32 `[B + 1]`), its last tokens,
-        which lie in its last, uncompressed block. Query n belongs to request `owners[n]` (int32 `[N]`).
+        With `query_rows`: request b has the queries `starts[b]` to `starts[b + 1]` (int32 `[B + 1]`). They belong to
+        its last tokens, which lie in its last, uncompressed block. Query n belongs to request `owners[n]` (int32
+        `[N]`).
         """
         if self.query_rows:
             self._starts, self._owners = starts, owners

@@ -29,9 +29,9 @@ def _list_tiles(
     words int64 `[tiles]`: block << 32 | j << 24 | first token << 12 | tokens of the block, j the place in the chunk.
     tile_pages int32 `[tiles, SPAN]`: ids of the pages that a tile touches.
 
-    The tile loop is thus flat over blocks of ragged lengths, and no load in it waits for another load. WINDOWED:
-    entries also have the first visible token at bit 16, and tiles before it are left out. ENDED: a tile without tokens
-    ends the list, because loops run by several warps read further ahead.
+    The tile loop is therefore a single loop over blocks of ragged lengths, and no load in it waits for another load.
+    WINDOWED: entries also have the first visible token at bit 16, and tiles before it are left out. ENDED: a tile
+    without tokens ends the list, because loops run by several warps read further ahead.
     """
     j = tl.arange(0, CHUNK)
     e = tl.load(entries + j, mask=j < n, other=0)

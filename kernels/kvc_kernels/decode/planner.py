@@ -15,7 +15,7 @@ PLAIN_COST = 2.0  # cost of a bf16 token in units of a packed token
 MIN_BLOCK_COST = 32.0  # a nearly empty block costs about as much as 32 tokens
 
 
-# Decode steps and prefills of every size share one compiled kernel: no address or stride may select another.
+# Decode steps and prefills of every size share one compiled kernel, so no address or stride may select another.
 @triton.jit(do_not_specialize=["NB", "row_stride"], do_not_specialize_on_alignment=["row_blocks", "seq_lens", "skip"])
 def _split_kernel(
     row_blocks, row_stride, seq_lens, format_id, class_masks, skip, lists, sizes,
@@ -150,7 +150,7 @@ class DecodePlan:
                 tokens[c].append(share)
         formats = [f for f, _ in self.classes]
         self.class_masks = torch.tensor(format_class_masks(store), dtype=torch.int32, device=dev)
-        # A tile takes about the same time in every packed format, and a few tokens take as long as half a tile.
+        # A tile takes about the same time in every packed format, and a few tokens take half as long as a full tile.
         cost = [max(PLAIN_COST * t if f is BF16 else t, MIN_BLOCK_COST) for f, t in zip(formats, map(max, tokens))]
         self.weights = torch.tensor(cost, dtype=torch.float32, device=dev)
 

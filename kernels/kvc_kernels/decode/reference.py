@@ -26,12 +26,12 @@ def decode_attention(
     seq_lens_cpu: list[int] | None = None,
     window: int = -1,
 ) -> torch.Tensor:
-    """One query a request: `q[B, Hq, D]` against `row_blocks[B, NB]` (block ids) -> `[B, Hq, D]` in q's dtype.
+    """One query per request: `q[B, Hq, D]` against `row_blocks[B, NB]` (block ids) -> `[B, Hq, D]` in q's dtype.
 
-    `seq_lens[B]` counts the new token, whose K/V were appended before. `seq_lens_cpu` is the same as a list and saves
-    a read back. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With `sampling`
-    the probabilities of the steps that it samples are added to the tokens' scores. `window` >= 0: a query sees its own
-    token and `window` tokens before it; for blocks that keep every token, and without `sampling`.
+    `seq_lens[B]` counts the new token, whose K/V were appended before. `seq_lens_cpu` is the same as a list, which
+    saves a copy to the host. `scale` multiplies the logits, then `logit_cap` > 0 caps them as cap * tanh(x / cap). With
+    `sampling` the probabilities of the steps that it samples are added to the tokens' scores. `window` >= 0: a query
+    sees its own token and `window` tokens before it; for blocks that keep every token, and without `sampling`.
     """
     lens = seq_lens.tolist() if seq_lens_cpu is None else seq_lens_cpu
     p = store.layout.block_tokens

@@ -1,4 +1,4 @@
-"""Rows of `req_to_token` with a gap: places of a sequence whose tokens moved into fewer blocks before them."""
+"""Gaps in rows of `req_to_token`: places of a sequence whose tokens were moved into fewer blocks before them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ class RowGaps:
     """A gap for each row: its first block and its number of blocks, int32 `[R, 2]` on the device.
 
     Attention needs no positions, so a snapshot closes a gap: the request's blocks follow each other, and its length is
-    shorter by the gap. `open` and `close` run in the order of the operation queue, so that a row's next owner
-    never meets the gap of the last one.
+    shorter by the gap. `open` and `close` run in the order of the operation queue, so the next owner of a row never
+    sees the previous owner's gap.
     """
 
     def __init__(self, rows: int, device: torch.device):
         self.table = torch.zeros((rows, 2), dtype=torch.int32, device=device)
-        self.rows: set[int] = set()  # with a gap
+        self.rows: set[int] = set()  # rows with a gap
 
     def open(self, row: int, first: int, blocks: int) -> None:
-        """Let `blocks` blocks of a row be missing, from the block at place `first` on."""
+        """Open a gap of `blocks` blocks in a row, from the block at place `first` on."""
         if blocks:
             self.table[row, 0].fill_(first)
             self.table[row, 1].fill_(blocks)

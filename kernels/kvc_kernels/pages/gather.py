@@ -158,7 +158,7 @@ def _field(packed: torch.Tensor, bits: int, j: int) -> torch.Tensor:
 def _add_scores(store: PageStore, page: PageLayout, ids: torch.Tensor, scores: torch.Tensor, worst: bool) -> None:
     words = segment(page, store.pages, "scores", torch.float32)
     ids, scores = ids.flatten(), scores.reshape(-1, page.tokens)
-    if worst:  # the scratch page may come more than once, and nobody reads it
+    if worst:  # the scratch page may occur more than once, and nothing reads it
         words[ids] = torch.maximum(words[ids], scores)
     else:
         words.index_add_(0, ids, scores)
@@ -206,7 +206,7 @@ def request_parts(store: PageStore, layer: int, blocks: torch.Tensor, format_ids
     uncompressed one.
 
     Only the last block may be part-filled, and then it is uncompressed. A free block (format id -1) belongs to a
-    request that ended while its last step was in flight; it is read as scratch.
+    request that ended while its last step was in flight. It is read as if it were scratch.
     """
     format_ids = [max(r, 0) for r in format_ids]
     kinds = sorted(set(format_ids), reverse=True)

@@ -18,10 +18,10 @@ from ..store import PageStore
 
 
 class Exchange(NamedTuple):
-    """Pages that m rows got and gave; E entries per table row. A release has neither `ids` nor `old`."""
+    """Pages taken and returned by m rows; E entries per table row. A release has neither `ids` nor `old`."""
 
     ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 behind them
-    page_counts: torch.Tensor  # int64 [4, m]: their number, high and low; the number of pages given, high and low
+    page_counts: torch.Tensor  # int64 [4, m]: number of pages taken, high and low, and returned, high and low
     old: torch.Tensor | None  # int32 [m, E]: the table rows before
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
 

@@ -1,1 +1,1 @@
-"""Blocks as records: bytes that name no page, to be kept outside the pool and brought back."""
+"""Blocks as records: bytes without page ids, which can be stored outside the pool and brought back."""

@@ -12,14 +12,14 @@ from ..store import PageStore
 from .reference import Places
 
 CHUNK = 2048  # words of 4 bytes that a program moves at a time
-# A program is one warp, which takes the place of one CTA of decode attention where both run.
+# A program is one warp, so it takes the place of one decode CTA if both kernels run.
 WARPS = 1
 
 
 @triton.jit
 def _copy_words(source, target, WORDS: tl.constexpr, CHUNK: tl.constexpr, REST: tl.constexpr):
-    """Copy WORDS words. What is left of them behind the whole chunks, at most REST (a power of two), is read first, so
-    that a program rarely waits for memory twice."""
+    """Copy WORDS words. The remainder after whole chunks, at most REST words (a power of two), is read first, so that a
+    program rarely waits for memory twice."""
     FULL: tl.constexpr = WORDS // CHUNK * CHUNK
     last = FULL + tl.arange(0, REST)
     if WORDS > FULL:
@@ -43,8 +43,8 @@ def _copy_records_kernel(
     places in the block's record, or back; with a block's first head also the query count.
 
     All in words of 4 bytes: pages `[num_pages, PAGE]`, headers `[num_blocks, ROWS, HEADER]`, counts
-    `[num_blocks, ROWS]`, records `stride` apart. ids, places int64 `[n, ROWS * ENTRIES]`. Counts are not read back:
-    the blocks have them since their pages were taken.
+    `[num_blocks, ROWS]`, records `stride` apart. ids, places int64 `[n, ROWS * ENTRIES]`. Counts are not read back,
+    because the blocks got them when their pages were taken.
     """
     entry = tl.arange(0, SIDE)
     row = tl.program_id(0).to(tl.int64)

@@ -1,6 +1,6 @@
 """Blocks to records and back, in plain torch. `layout.RecordLayout` has the bytes of a record.
 
-A record holds exactly what the pages hold, so a block that comes back has the bytes that it had.
+A record holds exactly the bytes of the pages, so a block comes back unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def write_meta(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) ->
 
 
 def read_meta(store: PageStore, blocks: torch.Tensor, records: torch.Tensor) -> None:
-    """Read what `write_meta` wrote, but for the counts, which the blocks have since their pages were taken."""
+    """Read the segments that `write_meta` wrote, except the counts, which the blocks got when their pages were
+    taken."""
     layout, g = RecordLayout(store.layout), store.layout
     query_count = record_segment(layout, records, "query_count", torch.int32, (1,)).squeeze(1)
     store.query_counts.index_copy_(0, blocks, query_count)
@@ -66,7 +67,7 @@ def record_places(store: PageStore, blocks: torch.Tensor) -> Places:
 def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: torch.Tensor) -> None:
     """Give `blocks[n]` (distinct, free) pages of format `format_id` for token counts int16 `[n, L, H, 2]`.
 
-    The pages are read by nobody until `read_records` has filled them.
+    Nothing reads the pages until `read_records` has filled them.
     """
     blocks = blocks.long()
     if not blocks.numel():
@@ -84,8 +85,8 @@ def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: 
 
 
 def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
-    """Write `blocks[n]` (taken, full), with their `places`, to uint8 `records` `[n, bytes]`. What lies behind the pages
-    stays unchanged."""
+    """Write `blocks[n]` (taken, full), with their `places`, to uint8 `records` `[n, bytes]`. Bytes behind the pages
+    stay unchanged."""
     blocks = blocks.long()
     write_meta(store, blocks, records)
     row, entry = (places.places >= 0).nonzero(as_tuple=True)

@@ -52,7 +52,7 @@ def _paid(x, b, c, lse, cap, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUC
 
 @triton.jit
 def _collected(before, paid, REDUCE: tl.constexpr, COUNTS: tl.constexpr):
-    """Scores after a query that counts COUNTS times, or once where the largest counts."""
+    """Scores after a query that counts COUNTS times, or once if the largest probability counts."""
     return tl.maximum(before, paid) if REDUCE == "worst" else before + paid * COUNTS
 
 
@@ -211,7 +211,7 @@ def _step_kernel(
         block_word = tl.load(listed + following)
         request_word = tl.load(listed + capacity + following)
         for r in range(first_request, last_request + 1):
-            # Requests share a block in the same place. A place behind a request's end holds an arbitrary block id.
+            # Requests that share a block have it in the same place. Behind a request's end, block ids are arbitrary.
             holds = r == first_request
             if r > first_request:
                 reaches = tl.load(requests + r * 4) > place * P

@@ -101,7 +101,7 @@ def _attention_scores(
     REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
 ):
     """fp32 `[TILE]`: scores from all of the requests first .. last whose block in place j is `block`. A query counts
-    STRIDE times, or once where the largest counts.
+    STRIDE times, or once if the largest probability counts.
     """
     total = tl.zeros([TILE], tl.float32)
     for r in range(first, last + 1):

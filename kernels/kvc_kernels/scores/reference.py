@@ -1,4 +1,5 @@
-"""Attention scores in plain torch: sums of attention probabilities per cached token, collected while queries are alive.
+"""Attention scores in plain torch: sums of attention probabilities per cached token, collected while queries are
+available.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def collect_decode(
     scale: float,
     logit_cap: float = 0.0,
 ) -> None:
-    """Add what the queries `q[B, Hq, D]` of a decode step pay to the tokens' scores, in the steps that are sampled.
+    """Add the attention of a decode step's queries `q[B, Hq, D]` to the tokens' scores, for requests whose step is
+    sampled.
 
     `row_blocks` int64 `[B, NB]`, `seq_lens[B]` with the new token counted.
     """
@@ -171,7 +173,7 @@ def collect_prefill(
     scale: float,
     logit_cap: float = 0.0,
 ) -> None:
-    """Add what the new queries `q[N, Hq, D]` pay to the tokens' scores; arguments as in `extend_attention`."""
+    """Add the attention of the new queries `q[N, Hq, D]` to the tokens' scores; arguments as in `extend_attention`."""
     p, at = store.layout.block_tokens, 0
     for i, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
         if not new:
@@ -207,7 +209,7 @@ class ReferenceScores:
         self._collect, self._lists = collect_decode, (row_blocks[:, :columns].long(), lens)
 
     def add(self, layer: int, q: torch.Tensor, lse: None = None, *, scale: float, logit_cap: float = 0.0) -> None:
-        """Add what the sampled queries of `q[N, Hq, D]` pay to the scores of all stored tokens."""
+        """Add the attention of the sampled queries of `q[N, Hq, D]` to the scores of all stored tokens."""
         self._collect(self.store, layer, q, *self._lists, self.sampling, scale=scale, logit_cap=logit_cap)
 
 
@@ -221,7 +223,7 @@ def count_queries(
     """Update the query counts once per forward: query_counts[block] += counted queries behind the block's last token.
 
     `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step;
-    all on the store's device. One query in a stride is looked at and counts for all.
+    all on the store's device. One query per stride is sampled and counts for all of them.
     """
     decoding = extend_lens is None
     stride = sampling.decode_stride if decoding else sampling.stride

@@ -10,7 +10,7 @@ import torch
 
 
 def apportion(weights: Sequence[float], total: int, least: int, most: int) -> list[int]:
-    """Integers in `least`..`most` that add up to `total`, as nearly in proportion to `weights` as that allows.
+    """Integers in `least`..`most` that add up to `total`, as nearly proportional to `weights` as possible.
 
     Webster's method above the floor: the next unit goes to the largest weight / (have + 1/2), ties to the smallest
     count. ValueError if `total` cannot be met.
@@ -37,8 +37,8 @@ def spread(total: int, n: int) -> list[int]:
 def pyramid(layers: int, average: float, most: float, beta: float) -> list[float]:
     """Units of each layer on PyramidKV's straight line, from the first layer to the last; their mean is `average`.
 
-    The last layer gets average / beta, the first 2 * average - average / beta. If a layer cannot use that much, the
-    first gets `most` and the last keeps the mean. beta 1 is uniform.
+    The last layer gets average / beta, the first 2 * average - average / beta. If a layer cannot use that many, the
+    first gets `most`, and the last gets the number that keeps the mean. beta 1 is uniform.
     """
     last = average / beta
     first = 2 * average - last

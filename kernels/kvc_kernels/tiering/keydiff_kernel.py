@@ -1,7 +1,7 @@
 """`keydiff` of whole uncompressed blocks in one launch, for all layers and heads.
 
-In plain torch it takes 25 launches per layer, 800 for a block of a model of 32 layers: about the host time of a decode
-step. A head's sums have a fixed order, so its scores do not depend on the other blocks of the launch.
+In plain torch it takes 25 launches per layer, 800 for a block of a model of 32 layers: about as much host time as a
+decode step. A head's sums have a fixed order, so its scores do not depend on the other blocks of the launch.
 """
 
 from __future__ import annotations

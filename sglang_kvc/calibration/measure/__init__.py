@@ -1,4 +1,5 @@
-"""`sglang-kvc calibrate`: measures on a text what compression does to one model, and writes a calibration file.
+"""`sglang-kvc calibrate`: measures on a text how compression changes one model's predictions, and writes a calibration
+file.
 
 Needs torch and transformers, not SGLang.
 """

@@ -30,8 +30,8 @@ def by_block(
 ) -> torch.Tensor:
     """Attention to earlier blocks fake-quantized and to the query's own block unquantized, in blocks of `block` tokens.
 
-    `fake_quantize` None: to all blocks unquantized, with the same order of sums, so that two passes differ in the rows
-    alone.
+    `fake_quantize` None: attention to all blocks unquantized, with the same order of sums, so that two passes differ
+    only in the rows.
     """
     p, n = block, q.shape[1]
     whole = n // p

@@ -18,7 +18,7 @@ def attention_scores(q: torch.Tensor, k: torch.Tensor, scale: float, ends: tuple
     for end in ends:
         while at < end:
             rows = min(step, end - at)
-            # Later tokens are masked; not computing them saves half of the work.
+            # Later tokens are masked; skipping them saves half of the work.
             w = query_weights(q[:, at : at + rows], k[:, : at + rows], None, 0, rows, scale, 0.0)
             w.diagonal(at, dim1=-2, dim2=-1).zero_()
             total[..., : at + rows] += w.sum(-2)

@@ -15,14 +15,14 @@ from transformers import AttentionInterface
 NAME = "kvc_calibrate"
 # layer, q [Hq, n, D], k [H, n, D], v [H, n, D], scale -> output [Hq, n, D]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-# Arguments of transformers with which attention is not softmax(q.k) over all earlier tokens.
+# Arguments of transformers' attention that make it differ from softmax(q.k) over all earlier tokens.
 _OTHER_KINDS = ("sliding_window", "softcap", "s_aux")
 
 _active: list[Attend] = []
 
 
 class CalibrateError(RuntimeError):
-    """Nothing can be calibrated; the message says why and what to do."""
+    """The model cannot be calibrated; the message says why and what to do."""
 
 
 def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -38,7 +38,8 @@ def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs)
 
 @contextlib.contextmanager
 def attending(model: torch.nn.Module, attend: Attend) -> Iterator[None]:
-    """Within it, `attend` replaces every attention layer of `model`, for batches of one sequence without a cache."""
+    """Context in which `attend` replaces every attention layer of `model`, for batches of one sequence without a
+    cache."""
     AttentionInterface.register(NAME, _dispatch)
     config = model.config
     before = config._attn_implementation

@@ -10,7 +10,7 @@ KL(exact || packed). By Pinsker's inequality, the probability that moves to othe
 | `breaks` | mean > 0.2 nats                       | a third of the probability may move at every token                |
 | `loses`  | between                               | easy tasks and short contexts survive it                          |
 
-The NLL alone does not suffice: predictions can change and stay as good on average.
+The NLL alone does not suffice, because predictions can change and stay as good on average.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .progress import Progress
 
 OK_MEAN, OK_P99, BREAKS_MEAN = 0.02, 0.2, 0.2  # nats per token
 PACKED = tuple(name for name, fmt in FORMATS.items() if fmt.packed)
-ROWS = 128  # predictions that are compared at a time: [ROWS, V] in fp32
+ROWS = 128  # predictions compared at a time: [ROWS, V] in fp32
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class FormatResult:
-    """A format and key mode: bytes per token of a packed block, all metadata included, and its effect."""
+    """A format, its bytes per token of a packed block with all metadata, and its effect."""
 
     format: str
     token_bytes: float

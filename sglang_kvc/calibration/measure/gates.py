@@ -27,14 +27,14 @@ from .capture import CalibrateError, run
 from .command import load
 from .queries import rotary_frequencies, unrotate
 
-PIECE, END = 1024, 128  # tokens of a piece, and those at its end that too few queries follow
-LEAST = 1e-6  # smaller attention counts as this much
+PIECE, END = 1024, 128  # tokens of a piece, and tokens at its end that are left out because too few queries follow
+LEAST = 1e-6  # lower bound of attention, for its logarithm
 BATCH, RATE = 256, 3e-3
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokens with what they are worth: `rows` fp16 `[L * H, n, 2D]`, `targets` fp32 `[L * H, n]`."""
+    """Training examples: `rows` fp16 `[L * H, n, 2D]`, `targets` fp32 `[L * H, n]`."""
 
     rows: torch.Tensor
     targets: torch.Tensor
@@ -67,7 +67,8 @@ def collect(model: torch.nn.Module, ids: torch.Tensor, frequencies: torch.Tensor
 def train(examples: Examples, hidden: int, steps: int) -> tuple[torch.Tensor, ...]:
     """Weights, biases, output weights and output biases of L * H gates of `hidden` units: arguments of `gate_scores`.
 
-    Adam on a smooth L1 loss. Features are standardized for the training, and the weights take that back.
+    Adam on a smooth L1 loss. Features are standardized for the training; the returned weights apply to the original
+    features.
     """
     heads, n, width = examples.rows.shape
     generator = torch.Generator().manual_seed(0)
@@ -121,26 +122,27 @@ def gates(
     pieces = [ids[i : i + PIECE] for i in range(0, len(ids) - PIECE + 1, PIECE)]
     if len(pieces) < 2:
         raise CalibrateError(f"gates need {2 * PIECE} tokens of text, and this one has {len(ids)}; give a longer one")
-    found = [collect(model, piece, frequencies) for piece in pieces]
-    text = Examples(torch.cat([x.rows for x in found[:-1]], 1), torch.cat([x.targets for x in found[:-1]], 1))
+    examples = [collect(model, piece, frequencies) for piece in pieces]
+    text = Examples(torch.cat([x.rows for x in examples[:-1]], 1), torch.cat([x.targets for x in examples[:-1]], 1))
     trained = train(text, hidden, steps)
     layers = model.config.get_text_config().num_hidden_layers
     names = ("gate_in", "gate_in_bias", "gate_out", "gate_out_bias")
     tensors = {name: x.unflatten(0, (layers, -1)).cpu().contiguous() for name, x in zip(names, trained)}
-    return {**tensors, "rotary_frequencies": frequencies}, correlation(trained, found[-1])
+    return {**tensors, "rotary_frequencies": frequencies}, correlation(trained, examples[-1])
 
 
 def add_tensors(path: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Write `tensors` into the calibration file at `path`, which keeps its others and its findings; made if absent."""
-    held: dict[str, torch.Tensor] = {}
+    """Write `tensors` into the calibration file at `path`, which keeps its other tensors and its findings. A missing
+    file is created."""
+    present: dict[str, torch.Tensor] = {}
     metadata = None
     if Path(path).exists():
         try:
             with safe_open(path, framework="pt") as file:
-                held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+                present, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
         except (OSError, SafetensorError) as e:
             raise CalibrateError(f"--calibration {path} cannot be read ({e}); give another file") from None
-    Path(path).write_bytes(save({**held, **tensors}, metadata=metadata))
+    Path(path).write_bytes(save({**present, **tensors}, metadata=metadata))
 
 
 def main(argv: list[str] | None = None) -> int:

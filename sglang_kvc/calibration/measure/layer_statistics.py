@@ -13,11 +13,11 @@ from torch.nn.functional import avg_pool1d
 from kvc_kernels import ops
 from kvc_kernels.common.softmax import query_weights
 
-WINDOW, POOL = 8, 7  # XKV: last queries of a prompt, and tokens of an average
+WINDOW, POOL = 8, 7  # XKV: number of last queries of a prompt, and of tokens in an average
 CAKE_WINDOW = 32  # last queries of a prompt for entropy and shift
 UNITS = 256  # points of a retention curve
 PREFIXES = 4  # prompts: the first quarter of the text, the first half, ...
-NEAR = 4  # tokens on both sides of the one that a retrieval head should find
+NEAR = 4  # tokens on each side of the one that a retrieval head should find
 
 
 def window_attention(q: torch.Tensor, k: torch.Tensor, scale: float, end: int, window: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ class LayerStatistics:
 
 
 def head_retrieval(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """How well each KV head finds what it has read before, fp32 `[H]`, on a text that is repeated once.
+    """Retrieval score of each KV head, fp32 `[H]`, on a text that is repeated once.
 
     The mean, over the queries of the second copy and the query heads of a KV head, of the attention to the `NEAR`
     tokens on both sides of the query's successor in the first copy. q `[Hq, 2m, D]`, k `[H, 2m, D]`.

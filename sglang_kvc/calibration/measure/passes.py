@@ -23,9 +23,9 @@ from .queries import QueryStatistics, rotary_frequencies, same_before_rotation, 
 from .thresholds import Prompt, ThresholdResult
 
 BLOCK = 128
-MAX_SCORED = 1024  # predictions that are compared; their logits are in memory twice
+MAX_SCORED = 1024  # number of compared predictions; their logits are in memory twice
 MIN_BLOCKS = 4
-REPEATED = 512  # tokens of the text that are read twice, to see which heads find what they have read
+REPEATED = 512  # tokens of the text that are read twice, to find the retrieval heads
 
 
 @dataclass
@@ -52,14 +52,14 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         tensors = {name: x.contiguous() for name, x in self.tensors.items()}
-        # Not `save_file`: only its user can read the file, and a server may run as another user.
+        # Not `save_file`, whose file only its owner can read: a server may run as another user.
         Path(path).write_bytes(save(tensors, metadata=self.findings().metadata()))
 
 
 def calibrate(
     model: torch.nn.Module, ids: torch.Tensor, *, block: int = BLOCK, progress: Progress | None = None
 ) -> Calibration:
-    """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError for a text too short.
+    """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError if the text is too short.
 
     Peak memory beside the model: the text's K and V, one layer's attention, and the logits of `MAX_SCORED` tokens.
     """
@@ -99,10 +99,10 @@ def calibrate(
     results = formats.measure(model, ids, scored, exact, shape, block, progress)
     del exact
     chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
-    found = retrieval(model, ids[: min(REPEATED, n // 2)], shape, progress)
+    per_head = retrieval(model, ids[: min(REPEATED, n // 2)], shape, progress)
 
     progress.end()
-    tensors = {**queries.tensors(), **statistics.tensors(), "head_retrieval": found}
+    tensors = {**queries.tensors(), **statistics.tensors(), "head_retrieval": per_head}
     if frequencies is not None:
         tensors |= {"rotary_frequencies": frequencies, "query_samples": queries.samples()}
     settings = {
@@ -120,12 +120,12 @@ def retrieval(
     model: torch.nn.Module, ids: torch.Tensor, shape: tuple[int, int, int], progress: Progress
 ) -> torch.Tensor:
     """`head_retrieval` of every layer on `ids` `[m]` and their repetition, fp32 `[L, H]`."""
-    found = torch.empty(shape[:2])
+    per_head = torch.empty(shape[:2])
 
     def attend(layer, q, k, v, scale):
-        found[layer] = head_retrieval(q, k, scale).cpu()
+        per_head[layer] = head_retrieval(q, k, scale).cpu()
         progress.step("retrieval", layer, shape[0])
         return causal(q, k, v, scale)
 
     run(model, torch.cat((ids, ids)), attend, torch.zeros(1, dtype=torch.int64, device=ids.device))
-    return found
+    return per_head

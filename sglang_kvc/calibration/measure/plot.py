@@ -13,7 +13,7 @@ from .formats import BREAKS_MEAN, OK_MEAN
 if TYPE_CHECKING:
     from .passes import Calibration
 
-SHOWN = (0.05, 0.25, 0.5)  # shares of the tokens kept, for which layer shares are drawn
+SHOWN = (0.05, 0.25, 0.5)  # fractions of kept tokens for which layer shares are drawn
 MIN_KL = 1e-5  # nats; smaller values are drawn here, on a logarithmic axis
 
 

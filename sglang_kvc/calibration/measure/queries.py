@@ -36,7 +36,7 @@ def same_before_rotation(
     """Whether `frequencies` undo this model's rotation, judged by the first layer's keys `k` `[H, n, D]`.
 
     Before rotation these keys depend on the token alone, so a token that comes twice in `ids` `[n]` must have equal
-    keys. (Some models pair features differently.) False if no token repeats.
+    keys. (Some models pair features differently.) False if no token occurs twice.
     """
     plain = unrotate(k, frequencies)
     order = ids.sort(stable=True).indices

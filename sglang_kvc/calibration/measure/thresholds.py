@@ -4,8 +4,8 @@ The first three quarters of the text are a prompt, whose tokens are stored high,
 scores from the prompt's later queries, as the policy `leankv` does. The rest is read behind that prompt, and its
 predictions are compared with those behind the exact prompt. alpha_high is the largest of 1 .. 5 whose mean KL, with
 nothing pruned, is at most `LOSS`, the limit for a format to be ok. With it, alpha_low is the largest of 0.02 .. 0.1
-that adds at most `PRUNING_LOSS`: little, because predictions hardly show a missing token until it is asked for. If none
-qualifies, the threshold is 0, the paper's "never": all high, or nothing pruned.
+that adds at most `PRUNING_LOSS`. This limit is small, because predictions hardly show a missing token until it is
+needed. If no value qualifies, the threshold is 0: all tokens high, or none pruned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Systems as their papers describe them: LeanKV, H2O, SnapKV, KV-Compress, DefensiveKV, CompressKV, and presets that
-are named after papers.
+"""Methods as their papers describe them: LeanKV, H2O, SnapKV, KV-Compress, DefensiveKV, CompressKV, ARKV, and presets
+named after papers.
 
-Available, but not recommended. They keep tokens by the attention scores of the request that fills a block, and later
-requests with the same prefix ask for other tokens. docs/quality.md compares them with `quantise` and `quota`.
+They are available but not recommended. They keep tokens by the attention scores of the request that fills a block, but
+later requests with the same prefix need other tokens. docs/quality.md compares them with `quantise` and `quota`.
 """

@@ -1,4 +1,4 @@
-"""CompressKV (arXiv 2508.02401): the heads that retrieve decide which tokens a layer keeps."""
+"""CompressKV (arXiv 2508.02401): retrieval heads decide which tokens a layer keeps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..scorers.base import Scorer, check_pool
 class CompressKV(Scorer):
     """`s_i = sum_{h in C_l} pool_{|t-i| <= pool/2} sum_{j > L-w} A_hjt`, the same for all heads of layer l.
 
-    C_l are the `heads` KV heads of the layer with the largest `head_retrieval` in the calibration file: the attention
-    that they pay, in a text that is repeated, to what followed their token before. w = 8 and mean pooling over 5 tokens
-    are the settings of the paper's code.
+    C_l are the `heads` KV heads of the layer with the largest `head_retrieval` in the calibration file: in a repeated
+    text, their attention to the tokens that followed the query's token the first time. w = 8 and mean pooling over 5
+    tokens are the settings of the paper's code.
 
     Assumed: KV heads are chosen, with all query heads of their groups, where the paper chooses 4 query heads a layer.
     Retrieval is measured on repeated text, where the paper sums the attention of generated answers to the whole of a
@@ -49,5 +49,5 @@ class CompressKV(Scorer):
         scores = ops.pool_scores(evidence.attention_scores(), self.pool, "mean")
         retrieval = evidence.calibration["head_retrieval"]  # [L, H]
         chosen = retrieval.topk(min(self.heads, retrieval.shape[1]), dim=-1).indices
-        mine = torch.zeros_like(retrieval).scatter_(1, chosen, 1.0)
-        return (scores * mine.unsqueeze(-1)).sum(2, keepdim=True).expand_as(scores)
+        is_chosen = torch.zeros_like(retrieval).scatter_(1, chosen, 1.0)
+        return (scores * is_chosen.unsqueeze(-1)).sum(2, keepdim=True).expand_as(scores)

@@ -1,4 +1,4 @@
-"""DefensiveKV (arXiv 2510.13334): a token is worth what the query that needs it most pays to it."""
+"""DefensiveKV (arXiv 2510.13334): a token's score is the largest attention that any query pays to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DefensiveKV(Scorer):
     """`s_i = max(m_i, mean_t m_t) |v_i|` with `m_i = pool_{|t-i| <= pool/2} max_{j > L-w} max_h A_hjt`.
 
     The worst case over the last w queries and the query heads of a KV head takes the place of their mean, and no token
-    is worth less than the mean worst case, which corrects for the few queries that were seen. `values` false leaves out
+    is worth less than the mean worst case, which corrects for the small number of queries. `values` false leaves out
     the norm of the value. w = 32 and mean pooling over 5 tokens are the settings of the paper's code.
 
     Assumed: the mean and pooling see the block alone, and pooling follows the maximum, where the paper pools every

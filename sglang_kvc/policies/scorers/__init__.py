@@ -1,6 +1,6 @@
 """Scorers. Adding one takes a file in this folder and a line in `SCORERS`.
 
-Those of `published/` collect attention scores, and are not recommended; see there.
+Scorers of `published/` collect attention scores and are not recommended; see there.
 """
 
 from ..published.compresskv import CompressKV

@@ -1,4 +1,4 @@
-"""`Scorer`: how important each token is for each head."""
+"""`Scorer`: the importance of each token for each head."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Scorer(Part):
     """
 
     name: ClassVar[str]
-    # Whether scores grow with the number of queries that were seen.
+    # Whether scores grow with the number of counted queries.
     sums: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _ = self.sampling  # refuses settings that make no sense
+        _ = self.sampling  # refuses invalid settings
 
     @property
     def sampling(self) -> ops.ScoreSampling | None:
@@ -60,5 +60,5 @@ class RowScorer(Scorer):
 
 
 def check_pool(size: int, kind: str = "max") -> None:
-    """ValueError for a pooling that does not exist."""
+    """ValueError for an unknown kind of pooling."""
     ops.pool_scores(torch.zeros(1, 1), size, kind)

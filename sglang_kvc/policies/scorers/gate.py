@@ -1,4 +1,4 @@
-"""A trained gate rates tokens by their keys and values (Locret, arXiv 2410.01805)."""
+"""Trained gates that rate tokens by their keys and values (Locret, arXiv 2410.01805)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Gate(RowScorer):
 
     The calibration file holds `gate_in` `[L, H, F, 2D]` (W1), `gate_in_bias` `[L, H, F]`, `gate_out` `[L, H, F]` (w2)
     and `gate_out_bias` `[L, H]`. k_i is the key before its rotary embedding, which `rotary_frequencies` undo. Any
-    training serves; `python -m sglang_kvc.calibration.measure.gates` trains on the largest attention that later queries
-    of a text pay to a token, which Locret calls its causal importance.
+    training method will do; `python -m sglang_kvc.calibration.measure.gates` trains on the largest attention that later
+    queries of a text pay to a token, which Locret calls its causal importance.
 
     Assumed: the gate reads key and value. Locret's also reads the token's query, and other gates read hidden states
     (TRIM-KV, Attention-Gate); neither is stored in the cache.

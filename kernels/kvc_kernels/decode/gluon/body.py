@@ -112,7 +112,7 @@ def zero_products(
 ):
     """qz fp32 `[CHUNK, NQ]` = factor * q . zero of each block's header, by a small MMA whose rows are the blocks."""
     NF: gl.constexpr = 8 // KB
-    ROWS: gl.constexpr = 16  # more would take more registers than the tile loop has
+    ROWS: gl.constexpr = 16  # more would need more registers than the tile loop has
     layout: gl.constexpr = header_rows_layout(ROWS, DK)
     for first in range(0, n, ROWS):
         start = hidden_zero(n)
