@@ -1,21 +1,21 @@
-"""Agents in a closed loop, on servers with equal KV memory: what is answered from the cache, and how long a step takes.
+"""Agents in a closed loop, on servers with equal KV memory: prefix-cache hit rate and time of a step.
 
     python -m bench.e2e.agents --model <folder> --load-format dummy       # on a GPU: stock bf16 and fp8, ours
     ... --hicache-gib 64         # also stock fp8 with SGLang's hierarchical cache, in 64 GB of the host's memory
-    ... --only bf16 --append     # adds to the result file; points that it holds are not measured again
-    ... --data FILE              # of `python -m bench.quality.fetch tasks`, where there is no network
+    ... --only bf16 --append     # adds to the result file; existing points are not measured again
+    ... --data FILE              # of `python -m bench.quality.fetch tasks`, for machines without a network
     python -m bench.e2e.agents --curve 4,16 --join 1 --seconds 20 --tokens 10000    # CPU engine, a tiny model
 
-A session is one or more dialogues of BFCL's multi-turn problems with long results: a system prompt with its functions,
-which sessions share, then what a user asks for and what the functions return. Each step sends the whole history, gets
-an answer as long as the dialogue's call and a thought of `--think` tokens, and keeps what the model really said. Then
-the function takes a while, exponentially distributed around `--pause` seconds with a fixed seed, in which no request
-holds the session's blocks. Random weights do: what counts are lengths.
+A session is one or more dialogues of BFCL's multi-turn problems with long results: a shared system prompt with
+functions, then user messages and results of functions. Each step sends the whole history and gets an answer as long as
+the dialogue's call plus a thought of `--think` tokens; the model's actual answer becomes part of the history. Then the
+function runs for a time that is exponentially distributed around `--pause` seconds, with a fixed seed. Meanwhile no
+request holds the session's blocks. Random weights suffice, because only lengths matter.
 
-For each number in `--curve`, that many agents run at a time, each one session after the other, from an empty cache. An
-agent begins somewhere in its first session, so that histories are as long as in the middle of a run. What is measured
-are the steps that end within `--seconds` after every agent has had its first answer; the time before that is `ramp_s`,
-and steps that are under way at the end are aborted.
+For each number in `--curve`, that many agents run at a time from an empty cache, each one session after the other. An
+agent begins somewhere in its first session, so that histories have typical lengths. The measured steps are those that
+end within `--seconds` after every agent has had its first answer; the time before that is `ramp_s`. Unfinished steps
+are aborted at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bench.quality import fetch, taskdata
 from bench.quality.calls import INTRO, RESULT, described
 
 NAME, SEED = "e2e/agents", 3
-KEPT = ("join", "think", "read", "longest", "pause", "seconds")  # options that say what the sessions are
+KEPT = ("join", "think", "read", "longest", "pause", "seconds")  # options that define the sessions
 RAMP = 240  # seconds until every agent has had its first answer, at most
 
 
@@ -48,7 +48,7 @@ RAMP = 240  # seconds until every agent has had its first answer, at most
 class Step:
     sent: tuple[int, ...]  # tokens behind the history
     answer: int  # tokens
-    parts: Counter  # kind of text -> tokens, of both; what the chat template writes is in none
+    parts: Counter  # kind of text -> tokens, of both, without the text of the chat template
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Seen:
 
     prompt: int
     cached: int
-    repeated: int  # prompt tokens that this session, or one with the same system prompt, sent or got before
+    repeated: int  # prompt tokens that this session, or one with the same system prompt, sent or received earlier
     answer: int
     seconds: float
     ended: float  # time.monotonic()
@@ -76,8 +76,8 @@ class Seen:
 
 
 def template(tok) -> tuple[str, str, str, str]:
-    """What the chat template writes around messages: before the system prompt, between it and a user's first message,
-    between an answer and a user's next one, and between that and the next answer."""
+    """Text of the chat template around messages: before the system prompt, between it and the first user message,
+    between an answer and the next user message, and between that and the next answer."""
     marks = ["@@system@@", "@@first@@", "@@answer@@", "@@next@@"]
     roles = ["system", "user", "assistant", "user"]
     messages = [{"role": r, "content": m} for r, m in zip(roles, marks)]
@@ -92,8 +92,8 @@ def template(tok) -> tuple[str, str, str, str]:
 class Sessions:
     """Numbered sessions of `a.join` dialogues with the same functions; the same arguments, the same sessions.
 
-    A session ends early where its history would be longer than `a.longest` tokens. It begins with its number, so that
-    no two have more than the system prompt in common although dialogues repeat.
+    A session ends early if its history would exceed `a.longest` tokens. It begins with its number, so that sessions
+    share no more than the system prompt although dialogues repeat.
     """
 
     def __init__(self, data: dict, essays: str, tok, a: argparse.Namespace):
@@ -135,7 +135,7 @@ class Sessions:
                 returned, filler = ids(f"{after}{RESULT}{result}\n"), self.filler(draw)
                 sent += [*returned, *filler, *ids(answer)]
                 parts += Counter(results=len(returned), filler=len(filler))
-            ask((0,))  # a token of an answer that says that nothing is left to do
+            ask((0,))  # answer tokens for a message that nothing is left to do
             sent += ids(after)
         totals = itertools.accumulate(len(step.sent) + step.answer for step in steps)
         fitting = [step for step, total in zip(steps, totals) if total <= self.a.longest]
@@ -148,7 +148,7 @@ class Sessions:
         return tuple(itertools.islice(itertools.cycle(self.pages), at, at + length))
 
     def account(self, agents: int) -> dict:
-        """What the first sessions of `agents` agents consist of: shares of tokens by kind of text, and lengths."""
+        """Composition of the first sessions of `agents` agents: shares of tokens by kind of text, and lengths."""
         some = [self.session(i) for i in range(agents)]
         parts: Counter = sum((step.parts for s in some for step in s.steps), Counter())
         lengths = [s.tokens for s in some]
@@ -172,7 +172,7 @@ class Load:
         self.seen: list[Seen] = []
 
     def run(self, seconds: float, ramp: float = RAMP) -> dict:
-        """Live, and say what the steps did that ended in the `seconds` behind the ramp-up.
+        """Run the agents, and summarize the steps that ended in the `seconds` after the ramp-up.
 
         Raises:
             RuntimeError: some agent had no answer after `ramp` seconds.
@@ -184,7 +184,7 @@ class Load:
             ready = self.all_ran.wait(ramp)
             measured = time.monotonic()
             if ready:
-                self.over.wait(seconds)  # set early where an agent failed
+                self.over.wait(seconds)  # set early if an agent failed
             ended = time.monotonic()
             self.over.set()
             self.client.post("/abort_request", {"abort_all": True})
@@ -281,9 +281,8 @@ def servers(a: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
-    """What comes from the cache, and steps a second over stock's, at each point of the curve; of the first format. None
-    where servers capture no prefills, which is not their default, and none on a CPU, where stock attends in plain
-    torch."""
+    """Hit rate and speedup in steps per second over stock at each point of the curve, for the first format. No scores
+    if servers do not capture prefills, which is not the default, or on a CPU, where stock attends in plain torch."""
     if a.no_prefill_graphs or not common.has_gpu():
         return {}
     out, mine = {}, f"kvc_{a.formats.split(',')[0]}"
@@ -327,7 +326,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--longest", type=int, default=65536, help="tokens of a history; a session ends before it has more")
     p.add_argument("--pause", type=float, default=2.0, help="mean seconds between an answer and the next step")
     p.add_argument("--hicache-gib", type=int, default=0, help="host memory of stock fp8's second tier; 0: none")
-    p.add_argument("--data", type=Path, help="file of `bench.quality.fetch tasks`; default: made anew")
+    p.add_argument("--data", type=Path, help="file of `bench.quality.fetch tasks`; default: a new one")
     a = small.arguments(p, argv, tokens=120_000, name=NAME)
     a.curve = [int(n) for n in a.curve.split(",")]
     return a
@@ -351,7 +350,7 @@ def main() -> None:
                 before = server.log.read_text(errors="replace").count("Retract requests")
                 row = Load(server.client, made, agents, a.pause).run(a.seconds)
                 after = server.log.read_text(errors="replace").count("Retract requests")
-                numbers |= serving.earlier(a)  # another GPU's call may have added to it
+                numbers |= serving.earlier(a)  # a call on another GPU may have added to it
                 row |= {"retractions": after - before, "options": options, "command": common.command_line()}
                 numbers[f"{name}.a{agents}"] = row
                 print(table({f"{name}.a{agents}": row}), flush=True)

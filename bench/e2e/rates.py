@@ -3,8 +3,8 @@
     python -m bench.e2e.rates --model <folder> --load-format dummy [--rates 1,2,4,8,16,32,64]
 
 64 requests of 4096 tokens that generate 512 each. Memory for 30,000 bf16 tokens holds 6 of them uncompressed. One
-server of ours serves every rate, because a request chooses it; stock bf16 stands beside it. Options and figures are
-those of `bench.e2e.serving`. Random weights prove speed, never quality.
+server with this plug-in serves every rate, because requests choose it; stock bf16 is the baseline. Options and figures
+are those of `bench.e2e.serving`. Random weights prove speed, never quality.
 """
 
 from __future__ import annotations

@@ -1,25 +1,26 @@
-"""End to end: output tokens/s of the compressed cache beside stock bf16 and fp8, same machine, same KV memory, one run.
+"""End to end: output tokens/s of the compressed cache, stock bf16 and stock fp8 on one machine, with equal KV memory,
+in one run.
 
     python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
     python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # the constrained runs alone
     ... --stock-backends fa3,fa3:128,flashinfer   # stock servers with each; scores take the fastest of them
-    ... --repeat 5           # each load five times; figures are medians, with the least and the most beside them
-    ... --together           # start all servers at once, where the GPU holds them: one is loaded, the others idle
+    ... --repeat 5           # each load five times; figures are medians with minimum and maximum
+    ... --together           # start all servers at once, if the GPU has room; one is loaded at a time
     ... --also "h2o: --kvc-policy prune --kvc-scorer h2o --kvc-budget 4x"   # a further server of ours, kvc_h2o
     ... --profile FOLDER     # a trace of ten decode steps of each server, and its kernels in the result file
 
 Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
-By default SGLang captures prefills in CUDA graphs, too, broken at each attention, and so does ours. That takes time at
-the start and saves host time, which counts where few tokens are new; `--no-prefill-graphs` turns it off for all
-servers, and makes no score.
+By default stock SGLang and our server also capture prefills in CUDA graphs, broken at each attention. That takes time
+at start and saves host time, which matters when few tokens are new. `--no-prefill-graphs` turns it off for all servers;
+such runs give no score.
 
-Unconstrained: loads that leave memory to spare. Where `--tokens` hold all requests that is the same server; where they
-do not, bf16 gets one with more (all memory, or `--free-tokens`), and ours stays as it is. Load comes from SGLang's own
+Unconstrained: loads with ample memory. If `--tokens` hold all requests, this is the same server. Otherwise bf16 gets a
+server with more memory (all of it, or `--free-tokens`), and our server stays the same. Load comes from SGLang's own
 generator (random token ids). Random weights prove speed, never quality.
 
-The result file is written after every load. `--append` goes on with the file of an earlier call on the same commit and
-device: loads that it holds often enough are not repeated, so that a call which was cut off can be made again, and
-`--only NAMES` adds servers. Calls on several GPUs at a time may share one file.
+The result file is written after every load. `--append` continues the file of an earlier call on the same commit and
+device. Loads that it already has often enough are not repeated, so an interrupted call can be repeated, and
+`--only NAMES` adds servers. Concurrent calls on several GPUs may share one file.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ FIGURES = {
     "itl_ms_p99": r"P99 ITL \(ms\):\s+([\d.]+)",
     "duration_s": r"Benchmark duration \(s\):\s+([\d.]+)",
 }
-RUNNING = ("running_median", "running_most")  # requests that decode at once, by the server's log
-FREE = f"{arms.BF16}_free"  # stock with memory to spare where `--tokens` do not hold a load
-DECODE_WAIT = 300  # seconds until all prompts of a traced load decode, at most
+RUNNING = ("running_median", "running_most")  # concurrently decoding requests, from the server's log
+FREE = f"{arms.BF16}_free"  # stock with ample memory, if `--tokens` do not hold a load
+DECODE_WAIT = 300  # maximum seconds until all prompts of a traced load decode
 LEAST_PROMPTS = 8
-TRACE_OUTPUT = 256  # least tokens of a traced request: the log's second word, then the traced steps
+TRACE_OUTPUT = 256  # minimum tokens of a traced request: until the log's second report, and the traced steps
 
 
 BACKENDS_HELP = "of stock's attention, separated by commas; fa3:128 has pages of 128 tokens; default: SGLang's own"
@@ -80,11 +81,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--input", type=int, default=4096)
     p.add_argument("--output", type=int, default=512)
     p.add_argument("--prompts", type=int, default=64)
-    p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
-    p.add_argument("--also", action="append", default=[], metavar="NAME: OPTIONS", help="a further server of ours")
+    p.add_argument("--formats", default="k4v4", help="formats of our servers, separated by commas")
+    p.add_argument("--also", action="append", default=[], metavar="NAME: OPTIONS", help="an additional server of ours")
     p.add_argument("--concurrency", default="1,8,64", help="of the runs with memory to spare; empty: none")
     p.add_argument("--stock-backends", default="", help=BACKENDS_HELP)
-    p.add_argument("--repeat", type=int, default=1, help="times that each load runs")
+    p.add_argument("--repeat", type=int, default=1, help="number of runs of each load")
     p.add_argument("--no-prefill-graphs", action="store_true", help="no server captures prefills")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
     p.add_argument("--server-args", default="", help="more options for every server")
@@ -108,7 +109,7 @@ def arguments(argv: list[str] | None = None, given: argparse.ArgumentParser | No
 
 
 def named(bench: str) -> str:
-    """Each card has a result file of its own."""
+    """The result file's name; each card has its own file."""
     return f"{bench}_{card(device_name())}"
 
 
@@ -152,7 +153,7 @@ def load(
     command += ["--tokenizer", a.model, "--dataset-name", "random-ids", "--random-range-ratio", "1.0"]
     command += ["--random-input-len", str(input or a.input), "--random-output-len", str(output)]
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(seed + concurrency)]
-    # No request ahead of the load: it would be the load's first prompt, and leave it in the cache.
+    # No warm-up request: it would be the load's first prompt, and leave it in the cache.
     command += ["--warmup-requests", "0", "--output-file", str(server.log.parent / "load.jsonl")]
     if quality:  # SGLang's generator replaces the whole object
         sampling = {"temperature": 0, "max_new_tokens": output, "ignore_eos": True, "custom_params": {"kvc": quality}}
@@ -167,16 +168,18 @@ def load(
 
 
 def running(log: Path, skip: int) -> dict[str, float]:
-    """How many requests decoded at once, by what the log says every 40 steps behind its first `skip` characters."""
+    """Number of concurrently decoding requests, from the log after its first `skip` characters, which reports it every
+    40 steps."""
     found = re.findall(r"Decode batch.*#running-req: (\d+),", log.read_text(errors="replace")[skip:])
     counts = [int(n) for n in found] or [0]
     return dict(zip(RUNNING, (statistics.median(counts), max(counts)), strict=True))
 
 
 def when_decoding(log: Path, skip: int, requests: int, over: threading.Event) -> None:
-    """Wait until `requests` run in decode steps, by what the server's log says behind its first `skip` characters.
+    """Wait until `requests` requests decode, from the server's log after its first `skip` characters.
 
-    It says so every 40 steps. The first time may be while the last prompts are computed, the second cannot.
+    The log reports every 40 steps. At the first report the last prompts may still be prefilled; at the second they
+    cannot.
     """
     until = time.monotonic() + DECODE_WAIT
     while time.monotonic() < until and not over.is_set():
@@ -188,9 +191,9 @@ def when_decoding(log: Path, skip: int, requests: int, over: threading.Event) ->
 
 
 def trace(server: Server, a: argparse.Namespace, name: str) -> dict:
-    """Ten steps that decode `a.prompts` requests, as a torch trace in `a.profile`; returns what it says in short.
+    """Ten steps that decode `a.prompts` requests, as a torch trace in `a.profile`; returns its summary.
 
-    The prompts are as long as in the measured runs, or as fit the smallest server's memory all at once.
+    The prompts are as long as in the measured runs, or shorter so that all fit into the smallest server's memory.
     """
     folder, mark, steps = Path(a.profile).resolve(), str(int(time.time())), 10
     output = max(a.output, TRACE_OUTPUT)
@@ -219,7 +222,7 @@ def trace(server: Server, a: argparse.Namespace, name: str) -> dict:
 
 
 def earlier(a: argparse.Namespace) -> dict[str, dict]:
-    """The numbers of an earlier call; refused where they are of another commit or device."""
+    """The numbers of an earlier call; refused if they are of another commit or device."""
     path = RESULTS / f"{a.name}.json"
     if not (a.append and path.exists()):
         return {}
@@ -231,7 +234,7 @@ def earlier(a: argparse.Namespace) -> dict[str, dict]:
 
 
 def table(numbers: dict[str, dict]) -> str:
-    """The runs side by side."""
+    """Table of the runs."""
     numbers = {name: run for name, run in numbers.items() if "profile" not in run}
     columns = [c for c in (*FIGURES, *RUNNING) if any(c in n for n in numbers.values())]
     lines = [f"{'run':24}" + "".join(f"{c:>16}" for c in columns)]
@@ -241,7 +244,7 @@ def table(numbers: dict[str, dict]) -> str:
 
 
 def missing(numbers: dict, a: argparse.Namespace, name: str, concurrencies: list[int]) -> list[int]:
-    """The loads of a server that `numbers` does not hold `--repeat` times."""
+    """The loads of a server that `numbers` has fewer than `--repeat` times."""
     return [c for c in concurrencies if len(numbers.get(f"{name}.c{c}", {}).get("runs", [])) < a.repeat]
 
 
@@ -251,7 +254,7 @@ def summary(runs: list[dict[str, float]]) -> dict:
 
 
 def keep(numbers: dict, a: argparse.Namespace, *, quiet: bool = True) -> None:
-    """Write the result file, with what a call on another GPU may have added to it meanwhile."""
+    """Write the result file, merged with results that calls on other GPUs have added."""
     numbers |= {name: run for name, run in earlier(a).items() if name not in numbers}
     write_result(a.name, numbers, scores=a.score(numbers, a), quiet=quiet)
 
@@ -286,7 +289,7 @@ def measure(
 
 
 def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
-    """The scoreboard's ratios, of the first format; none of another load or of servers with options of their own."""
+    """The scoreboard's ratios for the first format; none for other loads or for servers with extra options."""
     usual, fields = arguments(["--model", a.model]), ("tokens", "input", "output", "prompts", "server_args")
     if any(getattr(a, f) != getattr(usual, f) for f in (*fields, "no_prefill_graphs")):
         return {}
@@ -316,7 +319,7 @@ UNITS = {"output_tok_s": "x output tok/s", "ttft_ms_median": "x median time to f
 
 
 def ratio(mine: dict, stock: dict, figure: str) -> Score:
-    """Median over median; `low` and `high` are what the runs of both allow."""
+    """Ratio of medians; `low` and `high` are its limits over the runs of both."""
     x, y = ([run[figure] for run in side["runs"]] for side in (mine, stock))
     return Score(
         mine[figure] / stock[figure], UNITS[figure], arms.described(stock["options"]), n=min(len(x), len(y)),

@@ -14,11 +14,11 @@ from bench.tiny import tiny_model
 def arguments(p: argparse.ArgumentParser, argv: list[str] | None, *, tokens: int, name: str) -> argparse.Namespace:
     """Parse the options of `p` and the common ones, with `bench.e2e.serving`'s defaults for the rest."""
     p.add_argument("--tokens", type=int, default=tokens, help="bf16 tokens whose memory every server gets")
-    p.add_argument("--formats", default="k4v4", help="formats of ours, separated by commas")
+    p.add_argument("--formats", default="k4v4", help="formats of our servers, separated by commas")
     p.add_argument("--stock-backends", default="", help=serving.BACKENDS_HELP)
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; empty: all")
     p.add_argument("--no-prefill-graphs", action="store_true", help="no server captures prefills")
-    p.add_argument("--model", help="default: a tiny one, made anew")
+    p.add_argument("--model", help="default: a new tiny one")
     p.add_argument("--load-format", default="auto")
     p.add_argument("--server-args", default="", help="more options for every server")
     p.add_argument("--append", action="store_true", help="go on with the result file of an earlier call")

@@ -1,19 +1,19 @@
-"""Compaction of a prompt's blocks in all layers and heads: the kernel, its plan, and plain torch beside it.
+"""Compaction of a prompt's blocks in all layers and heads: the kernel, its plan, and plain torch.
 
     python -m bench.kernels.compaction [--tokens 16384] [--layers 32] [--formats k4v4,k8v4+k4v2] [--seconds 220]
 
-8 KV heads, head_dim 128. The floor is every K/V row read once and every packed byte written once, at copy bandwidth.
-The share of prefill is that of a whole prompt's blocks in the prefill of an 8B-shaped model (`layer.py`); the share of
-decoding that of `--batch` requests at `--context` tokens, each of which fills a block in as many steps as it has
-tokens, every one moved by a launch of its own.
+8 KV heads, head_dim 128. The roofline reads every K/V row once and writes every packed byte once, at copy bandwidth.
+The share of prefill relates a whole prompt's blocks to the prefill of an 8B-shaped model (`layer.py`). The share of
+decoding is for `--batch` requests at `--context` tokens, each of which fills one block per block length of steps; each
+block is moved by its own launch.
 
-`ms` is the device's time while the host runs ahead of it, as overlap scheduling has it: the device is kept busy until
-all launches are queued. `launch_ms` is what the host takes for them. Prefill and decode step are modelled: matrix
-products and attention of a layer, times the number of layers.
+`ms` is the device's time while the host runs ahead of it, as with overlap scheduling: the device is kept busy until all
+launches are queued. `launch_ms` is the host's time for them. Prefill and decode step are modeled: matrix products and
+attention of a layer, times the number of layers.
 
-Of two tiers also: `again_ms`, a move of packed blocks that takes some tokens down a tier, and `plan_ms`, LeanKV's plan
-of uncompressed and of packed blocks, each with the host's launches. While generating, a block that fills costs a plan
-and a move, and at most once more on average a plan and a move of a packed one (`places_to_replan`).
+Two-tier formats also have `again_ms`, a move of packed blocks that takes some tokens down a tier, and `plan_ms`,
+LeanKV's plan of uncompressed and of packed blocks, each with the host's launches. During generation, a full block costs
+one plan and move, and on average at most one more of a packed block (`places_to_replan`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from .common import (
 )
 
 HEADS, DIM = 8, 128
-AHEAD_CYCLES = 20_000_000  # some 10 ms, in which the host queues what is measured
+AHEAD_CYCLES = 20_000_000  # about 10 ms, in which the host queues the measured work
 
 
 def build(names: str, layers: int, blocks: int, block_tokens: int, device: str = "cuda"):
     """A store with `blocks` full uncompressed blocks of random rows; scored where there are two tiers.
 
-    Pages are those that a server would choose. Tiers are None where everything is kept, as its policy says then.
+    Pages are those that a server would choose. Tiers are None if everything is kept, as the server's policy would
+    return.
     """
     from kvc_kernels.store import PageStore
 
@@ -130,7 +131,7 @@ def plan_time(store, ids, args) -> float:
 
 
 def tiered(store, ids, tiers) -> dict[str, float]:
-    """What blocks of two tiers cost beside their first move. The blocks are packed afterwards."""
+    """Times of two-tier blocks other than their first move. The blocks are packed afterwards."""
     from kvc_kernels import ops
     from kvc_kernels.compact.launch import compact_triton
     from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton

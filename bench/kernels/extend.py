@@ -1,14 +1,13 @@
-"""Prefill attention over a long cached prefix in packed pages, beside stock kernels over bf16 pages of the same
-lengths.
+"""Prefill attention over a long cached prefix in packed pages, and stock kernels over bf16 pages of the same lengths.
 
     python -m bench.kernels.extend [--prefix 102400] [--new 1,4,8,16,64,1024] [--format k4v4] [--block 128]
         [--seconds 220] [--stock "fa3 page 128,.."]
 
 One layer of 8 KV heads, GQA 4, head_dim 128. Stock is FlashAttention 3, SGLang's default on Hopper, and FlashInfer, in
 the forms of `STOCK`; the fastest counts, and the score names it. Every variant is checked against float64 on a short
-prefix first, with fresh random inputs. Then few new tokens, as a hit leaves them, where the host's time to launch a
-layer counts, too; several requests at once (`BATCHES`), a prompt without a prefix, seen exactly and fake-quantized,
-heads of other dimensions (`HEAD_DIMS`), and what collecting attention adds to a prefill of `--score` tokens.
+prefix first, with fresh random inputs. Further cases: few new tokens after a cache hit, where the host's launch time
+also matters; several requests at once (`BATCHES`); a prompt without a prefix, exact and fake-quantized; other head
+sizes (`HEAD_DIMS`); and the cost of collecting attention in a prefill of `--score` tokens.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ def fresh_prompt(new: int) -> list[dict]:
     for name, options in {**ours, **more, "fake-quantized, triton": dict(dense="none", fake_quant_format=fmt)}.items():
         op = ExtendAttention(store, query_heads=HEADS * GROUP, **options)
         if op.ragged is None and options.get("dense") != "none":
-            continue  # this machine lacks the library, and the kernels would be timed under its name
+            continue  # without the library, other kernels would be timed under its name
         op.plan(blocks, [0], [new])
         ms = timed(lambda op=op: op.run(0, q, k, v, scale=SCALE))
         rows.append(dict(case="no prefix", prefix=0, new=new, name=name, ms=ms))
@@ -211,7 +210,7 @@ def fresh_prompt(new: int) -> list[dict]:
 
 
 def collecting(tokens: int) -> list[dict]:
-    """What adding up attention scores costs in a prompt of `tokens`, beside one layer's prefill."""
+    """Cost of collecting attention scores in a prompt of `tokens` tokens, relative to one layer's prefill."""
     from kvc_kernels.layout import PoolLayout
     from kvc_kernels.scores.prefill_kernel import AttentionScores
     from tests.support.random_store import random_store
@@ -255,8 +254,8 @@ def sampled_step(batch: int, tokens: int):
 
 
 def collecting_steps(batch: int, tokens: int) -> list[dict]:
-    """The same while generating, one decode step: every step of every request is looked at, or those that
-    `ScoreSampling` samples, one request in DECODE_STRIDE here."""
+    """The same cost in one decode step, if all requests are sampled, or only those that `ScoreSampling` samples, here
+    one in DECODE_STRIDE."""
     from kvc_kernels.decode.attention import DecodeAttention
     from kvc_kernels.scores.prefill_kernel import AttentionScores
 
@@ -358,7 +357,7 @@ def head_dims(fmt: str) -> list[dict]:
 
 
 def few_new(work: Workload, good: set[str], names: Sequence[str]) -> list[dict]:
-    """What a hit leaves to compute: each of our kernels that takes so few, and stock over bf16 pages."""
+    """Few new tokens after a hit: each of our kernels that supports them, and stock over bf16 pages."""
     out = []
     for new in FEW:
         made = {}

@@ -1,8 +1,8 @@
-"""Host time of a forward: the plan, and the launches of all layers without the kernels, which are not run.
+"""Host time of a forward: the plan, and the launches of all layers. Kernels are not run.
 
 `python -m bench.kernels.host_time [OUT]`; needs no GPU. Two forwards of a model of 32 layers: a warm prompt of 5 new
-tokens behind 4096 cached ones, and a decode step of 64 requests. CPU time of the scheduler's thread: what is left of it
-when the launches themselves, FlashInfer and CUDA are taken out is this project's own Python, and torch's.
+tokens behind 4096 cached ones, and a decode step of 64 requests. The figure is CPU time of the scheduler's thread
+without the launches themselves, FlashInfer and CUDA: the Python of this project and of torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPEATS = 60
 
 
 def make_backend(**options) -> KvcAttnBackend:
-    """The backend of a server with a small pool on the CPU, as if that were a GPU."""
+    """The backend of a server with a small pool on the CPU, which it treats as a GPU."""
     runtime = build_runtime(
         KvcConfig(block_size=P, **options), num_bytes=256 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM,
         dtype=torch.bfloat16, device="cpu",

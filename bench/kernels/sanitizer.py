@@ -2,13 +2,12 @@
 
     python -m bench.kernels.sanitizer [--tools memcheck,racecheck] [--seconds 540] [--jobs 16] [--again] [tests/..]
 
-Only kernels of ours are watched (`--kernel-name`): those of torch, cuDNN and FlashInfer are not ours to change, and
-watching them takes most of the time. So that silence means something, each tool first has to find an error planted in a
-kernel that bears a name of ours. Files whose tests take longest come first, a process a test. Tests that the time did
-not suffice for are open; the next run goes on with those, with tests whose file or whose kernels have changed since,
-and with those that had errors, as what launches a kernel may be elsewhere; with all of them if told `--again`. Each row
-has its commit and device. A test that fails while the tool finds nothing failed by its values. A run over some files
-alone makes no score.
+Only our kernels are watched (`--kernel-name`), because watching those of torch, cuDNN and FlashInfer takes most of the
+time. To prove that it works, each tool must first find an error planted in a kernel with one of our names. Files with
+the longest tests come first, one process per test. Tests that did not run in time are open. The next run continues with
+open tests, with tests whose file or kernels have changed, and with tests that had errors; with `--again` it repeats
+all. Each row has its commit and device. A test that fails without a finding of the tool failed by its values. A run
+over selected files makes no score.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from .common import RESULTS, Results
 
 KERNELS = ROOT / "kernels" / "kvc_kernels"
 PLANTED = Path(__file__).with_name("planted.py")
-CHUNK = 6  # tests a process, at most: enough to share what is imported and compiled
-# Each compiles every kernel and takes minutes under a tool: last, they would not end.
+CHUNK = 6  # maximum tests per process, enough to share imports and compiled kernels
+# Each compiles every kernel and takes minutes under a tool; if they ran last, they would not finish.
 FAKE_QUANT = "tests/kernels/extend/test_gpu_fake_quant.py"
 LONGEST = ("tests/engine/test_gpu_warm_up.py", "tests/runtime/test_gpu.py", FAKE_QUANT)
-REPEATS = "8"  # of what tests launch again and again, to see whether it ever differs: a tool looks at each launch
-LEAST_SECONDS = 45  # of a process that is worth starting
+REPEATS = "8"  # for tests that repeat launches to look for differences, because a tool checks each launch
+LEAST_SECONDS = 45  # minimum seconds left to start a process
 TOOLS = ("memcheck", "racecheck")
 
 
@@ -62,7 +61,7 @@ def collect(paths: list[str]) -> list[str]:
 
 @cache
 def sources(file: str) -> str:
-    """A digest of what is watched: our kernels, with all that launches them there, and the tests in `file`."""
+    """A digest of our kernels, of the code beside them that launches them, and of the tests in `file`."""
     digest = hashlib.sha256()
     for path in [*sorted(p for p in KERNELS.rglob("*") if p.is_file() and p.suffix != ".pyc"), ROOT / file]:
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -80,7 +79,7 @@ def visible_gpus() -> list[str]:
 
 
 def read_log(text: str) -> list[dict]:
-    """Of each test that a process ended: id, outcome, the errors reported while it ran, and why it failed if it did."""
+    """For each test that a process finished: id, outcome, reported errors, and the reason of a failure."""
     found, test, errors = [], None, []
     lines = iter(text.splitlines())
     for line in lines:
@@ -108,7 +107,7 @@ class Sanitizer:
         self.watch = [x for name in kernel_names() for x in ("--kernel-name", f"kns={name}")]
 
     def run(self, tool: str, *command: str) -> str:
-        """What the tool and the command print until they or the time end."""
+        """Output of the tool and the command until they end or time runs out."""
         whole = [self.program, "--tool", tool, *self.watch, "--print-limit", "20", sys.executable, *command]
         with tempfile.TemporaryFile("w+") as out:
             gpu = self.gpus[next(self.turn) % len(self.gpus)]

@@ -1,10 +1,10 @@
-"""Bytes that decode attention has to fetch, by sectors of memory, beside those that are stored. Needs no GPU.
+"""Bytes of the memory sectors that decode attention fetches, and stored bytes. Needs no GPU.
 
     python -m bench.kernels.sectors
 
 A GPU fetches whole sectors of 32 bytes. Keys lie token by token, so a part-filled tile costs its tokens; a value row
 holds one feature pair of all tokens of a page, so a page whose last run of 16 tokens is not begun may still be fetched
-whole. Time of a ragged format goes by these bytes; `of_copy` of the other scripts counts the stored ones.
+whole. The time of a ragged format depends on these bytes; `of_copy` of the other scripts counts the stored ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def touched(pieces: list[tuple[int, int]]) -> int:
 
 
 def of_count(w: Workload, side: int, count: int, *, key_rows: bool = True) -> int:
-    """Bytes for `count` tokens of one block, head and tier. `key_rows`: keys are left out one by one, not in runs."""
+    """Bytes for `count` tokens of one block, head and tier. `key_rows`: keys are skipped one by one, not in runs."""
     layout = w.layout()
     page = layout.page(w.formats[side])
     total = 0

@@ -91,7 +91,7 @@ def graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 class Work:
-    """What runs beside, in one store."""
+    """Work that runs during a load, in its own store."""
 
     def __init__(self):
         self.store, self.rows, self.lens, _ = Workload("k4v4", block_tokens=P, batch=REQUESTS, tokens=TOKENS).build()

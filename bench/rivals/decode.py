@@ -1,4 +1,4 @@
-"""Decode attention of other projects beside ours, in one run, each checked against float64 over what it stores.
+"""Decode attention of other projects and ours in one run, each checked against float64 over its stored tokens.
 
     python -m bench.rivals.decode --oscar CHECKOUT --diffkv CHECKOUT [--shapes 64x8192,16x32768] [--seconds 300]
 
@@ -30,8 +30,8 @@ DIFFKV = {
     "k8v8": ((8, 8), (8, 8)), "k8v4": ((8, 4), (8, 4)), "k4v4": ((4, 4), (4, 4)), "k4v2": ((4, 2), (4, 2)),
     "mix": ((8, 4), (4, 2)),
 }  # fmt: skip
-CHECKED = 9000  # tokens of the check: so many that DiffKV cuts a request into parts, as in what is timed
-WRONG = 0.02  # relative error that no correct kernel has here: outputs, and parts of them, are bf16
+CHECKED = 9000  # tokens of the check; enough that DiffKV splits a request into parts, as in the timed runs
+WRONG = 0.02  # bound of the relative error of a correct kernel; outputs and partial outputs are bf16
 COLUMNS = {"kernel": "", "store": "", "batch": "", "tokens": "", "ms": ".4f", "of_copy": ".1%", "error": ".4f"}
 COLUMNS["parts"] = ""
 
@@ -90,7 +90,7 @@ def rivals(args: argparse.Namespace) -> list[tuple[str, str, Callable, tuple]]:
 
 
 def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
-    """How many times as fast ours is: of OSCAR's 2 bits with each of our formats, of DiffKV's with the same one."""
+    """Speedup of our kernel: each of our formats over OSCAR's 2 bits, and equal formats over DiffKV."""
     times = {(r["kernel"], r["store"], r["batch"], r["tokens"]): r["ms"] for r in rows if "ms" in r}
     out: dict[str, tuple[float, str]] = {}
     for store in OURS:

@@ -33,7 +33,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ m.def("run", &{name}); }}
 
 
 def source(text: str, high: tuple[int, int], low: tuple[int, int], group: int) -> str:
-    """What to compile, from its file: the launcher of one format, with the other GQA groups left out, and a binding."""
+    """Source to compile, from DiffKV's file: the launcher of one format, without the other GQA groups, and a
+    binding."""
     if CUT not in text:
         raise SystemExit("error: DiffKV's kernel file is not the one of commit 6cf5d20")
     head = text[: text.index(CUT)]
@@ -64,7 +65,7 @@ def load(checkout: Path, high: tuple[int, int], low: tuple[int, int], group: int
 
 @dataclass(frozen=True)
 class Page:
-    """Where things lie in a page of `tokens` tokens, in units of 16 bits."""
+    """Layout of a page of `tokens` tokens, in units of 16 bits."""
 
     key_bits: int
     value_bits: int

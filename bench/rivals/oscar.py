@@ -67,7 +67,7 @@ class Case:
         self.split(self.splits)
 
     def split(self, splits: int) -> None:
-        """Cut the packed tokens of each request into at most so many parts."""
+        """Split the packed tokens of each request into at most this many parts."""
         self.splits = splits
         whole = (self.batch, self.heads * self.group, EXACT_SPLITS + splits)
         self.part_o = torch.empty((*whole, self.dim), dtype=torch.float32, device=self.device)

@@ -1,4 +1,4 @@
-"""Decode attention in float64 over what a case says that it stores."""
+"""Decode attention in float64 over the stored tokens of a case."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def options(cache: str, args: argparse.Namespace) -> list[str]:
 
 
 def pack(a: Answer) -> dict:
-    """What a recording keeps of an answer."""
+    """The part of an answer that a recording keeps."""
     top = [[x for t, lp in position.items() for x in (t, round(lp, DIGITS))] for position in a.top]
     return {"ids": a.ids, "logprobs": [round(x, DIGITS) for x in a.logprobs], "top": top}
 
@@ -73,7 +73,7 @@ def ask(cache: str, args: argparse.Namespace, asked: list[list[int]]) -> dict[st
 
 
 def warm_same(caches: dict[str, list]) -> str:
-    """How many warm answers have the tokens of the cold ones, on one device."""
+    """Number of warm answers that equal the cold ones, on one device."""
     pairs = [(a["ids"], b["ids"]) for a, b in zip(caches["cold"], caches["warm"]) if b]
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 

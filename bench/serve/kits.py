@@ -8,9 +8,9 @@ alive, its log free of errors, and, once flushed, every page free again: the rad
 codes. Results are added to those of earlier runs with the same settings. `--quick` asks for fewer nodes, clients and
 tokens. On a CPU several kits run with smaller numbers than their defaults; the result file lists them.
 
-Several formats are served at the same time, each by a process and servers of its own. On a GPU the kits are
-those of `GPU_KITS`, servers have overlap scheduling and CUDA graphs, and the share of kits that pass is the
-score `kits.gpu.<format>`, once all of them ran at one commit with the default numbers.
+Several formats are served at the same time, each by its own process and servers. On a GPU the kits are those of
+`GPU_KITS`, servers have overlap scheduling and CUDA graphs, and the share of kits that pass is the score
+`kits.gpu.<format>`, once all of them ran at one commit with the default numbers.
 
 The model is the demo model. Without a network, copy its folder to another machine and name the folder above
 it in SGLANG_KVC_CACHE (`python -m sglang_kvc.demo.model` prints where it is here).
@@ -145,7 +145,7 @@ def mixin(
 
 
 def kl(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
-    """Log-probabilities of a generated answer, cached against computed anew."""
+    """Log-probabilities of a generated answer, cached and recomputed."""
     from sglang.test import kl_test_utils
 
     # The kit's samples come from a hub; ours are long prose. Its threshold is the caller's.

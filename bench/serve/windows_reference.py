@@ -47,7 +47,7 @@ class Attention:
 
 
 class Reference:
-    """The model in `folder` with an `Attention` of ours."""
+    """The model in `folder` with this module's `Attention`."""
 
     def __init__(self, folder: Path):
         from transformers import AttentionInterface, AutoModelForCausalLM
@@ -66,7 +66,7 @@ class Reference:
             return hidden.float() @ self.model.lm_head.weight.float().T
 
     def apart(self, ids: list[int], tokens: int) -> dict[str, float]:
-        """How far the log-probabilities of a greedy answer of so many tokens move, on average."""
+        """Mean difference of the log-probabilities of a greedy answer of this many tokens."""
         given = len(ids)
         for _ in range(tokens):
             ids = [*ids, int(self.logits(ids, 1).argmax())]

@@ -76,7 +76,7 @@ class Capacity:
         return blocks * self.layout.block_tokens
 
     def missing_pages(self, tokens: int) -> int:
-        """Pages to free so that blocks of `tokens` tokens can be taken, whatever block ids are free."""
+        """Pages to free so that blocks of `tokens` tokens can be taken, regardless of free block ids."""
         return -(-tokens // self.layout.block_tokens) * self.layout.block_pages_bf16 - self.ledger.free
 
     # ---- growth

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Demotion:
-    """Which blocks may move to a lower format, and the queueing of moves. Nothing here asks the device.
+    """Chooses blocks that may move to a lower format, and queues the moves. Nothing here asks the device.
 
     lower: int64 `[formats]`, the format id that blocks at each format id move to, 0 for none. Formats that requests
     name have no lower one, so a block's format id says whether it may move.

@@ -122,8 +122,7 @@ class Runtime:
         return Sequence.admit(self.blocks, p, window, prefix_blocks, length, format_id)
 
     def new_one_shot(self, budget: Budget, tokens: int, format_id: int = 1, chunk: int | None = None) -> Sequence:
-        """The record of a request with a budget for its prompt of `tokens` tokens, which is prefilled in chunks of
-        `chunk`.
+        """The record of a request with a budget for its prompt of `tokens` tokens, in chunks of `chunk` tokens.
 
         It starts without cached tokens."""
         seq = Sequence.admit(self.blocks, self.layout.block_tokens, self.config.window, NO_BLOCKS, 0, format_id=0)
@@ -149,8 +148,7 @@ class Runtime:
     def grow_by_one(self, seqs: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
         """Take the blocks that `seqs` need for one more token, all or none. lengths: int64 `[n]`, including that token.
 
-        Each sequence must hold one token less. Returns the slot of each new token, int64 `[n]`, or None if they do not
-        fit.
+        Each sequence must hold one token less. Returns each new token's slot, int64 `[n]`; None if they do not fit.
         """
         p, table = self.layout.block_tokens, self.blocks.sequences
         rows = table.rows_of(seqs)
@@ -246,8 +244,7 @@ class Runtime:
 
     @property
     def salt_only(self) -> bool:
-        """Whether blocks depend on other requests' attention and are shared only between requests with the same
-        salt."""
+        """Whether blocks depend on a request's attention and are shared only among requests with one salt."""
         return self.policy.scope == SEQUENCE and self.config.isolates_salts
 
     # ---- blocks (scheduler side)
@@ -274,8 +271,8 @@ class Runtime:
         self.log.push(Release(array))
 
     def queue_due(self, ids: list[int] | np.ndarray, format_id: int = 1, length: int | np.ndarray = 0) -> int:
-        """Queue those of the full blocks `ids` that are uncompressed and in no window to be packed at `format_id`;
-        returns how many.
+        """Queue those of the full blocks `ids` that are open and in no window, to be packed at `format_id`; returns how
+        many.
 
         `length` is N of the sequence, or of each block's, while it decodes, 0 in the prompt phase.
         """

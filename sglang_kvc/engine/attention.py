@@ -67,7 +67,7 @@ class Attention:
     ):
         """`fake_quant_format`: format in which queries of a prompt see full blocks before their own fake-quantized,
         None for exact. `max_batch` requests of `max_blocks` blocks each. `windows`: sliding windows of the model's
-        layers, without -1; each has a plan of its own."""
+        layers, without -1; each has its own plan."""
         self.store, self.sampling, self.fake_quant_format = store, sampling, fake_quant_format
         self.append = ops.append.on(store)  # type: ignore[attr-defined]  # once for all layers
         self.decoders = {

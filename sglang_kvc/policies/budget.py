@@ -50,5 +50,5 @@ def token_bytes(layout: PoolLayout, pages: int) -> float:
 
 
 def compression(layout: PoolLayout, pages: int) -> float:
-    """How many times smaller a packed block of `pages` pages is than its K and V in 16 bits."""
+    """Compression ratio of a packed block of `pages` pages to its K and V in 16 bits."""
     return 4 * layout.layers * layout.heads * layout.head_dim / token_bytes(layout, pages)

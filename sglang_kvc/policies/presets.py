@@ -22,7 +22,7 @@ def preset(
     page_tokens: int | None = None,
     **defaults: Any,
 ) -> type[Policy]:
-    """`base` with other defaults, under a name of its own."""
+    """`base` with other defaults, under its own name."""
     window = base.default_window if window is None else window
     namespace = {"name": name, "default_window": window, "page_tokens": page_tokens, "preset": True}
     namespace |= {"__doc__": doc, "__module__": __name__}
