@@ -71,7 +71,7 @@ def _bring_back(adder, req):
     While the blocks are being read, the prompt is skipped and later prompts are admitted."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    from sglang_kvc.adapter.host_cache import Hit
+    from sglang_kvc.adapter.tree_host import Hit
 
     if adder.tree_cache.fetch(req):
         return AddReqResult.CONTINUE

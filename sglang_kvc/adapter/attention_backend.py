@@ -12,8 +12,8 @@ from ..cache.one_shot import WINDOW
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
-from .disk_cache import weights_digest
 from .pool import KvcPool
+from .tree_disk import weights_digest
 
 
 def check_heads(layers, heads: int) -> None:

@@ -14,12 +14,12 @@ from ..cache.runtime import NO_BLOCKS, Phase, Runtime
 from ..cache.sequence import Sequence
 from ..options.config import REUSE
 from .block_key import BlockKey
-from .disk_cache import DiskCache
-from .eviction_queue import EvictionQueue, ScannedLeaves
-from .host_cache import FULL
-from .reuse_order import ReuseOrder
 from .streaming import StreamingCache
 from .tree_component import BlockComponent
+from .tree_disk import DiskCache
+from .tree_eviction import EvictionQueue, ScannedLeaves
+from .tree_host import FULL
+from .tree_reuse import ReuseOrder
 
 
 class KvcRadixCache(DiskCache, StreamingCache):

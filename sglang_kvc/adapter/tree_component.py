@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 
 from ..cache.reuse import use_of
-from .demotion_queue import DemotionQueue
+from .tree_demotion import DemotionQueue
 
 if TYPE_CHECKING:
     from ..cache.runtime import Runtime

@@ -11,8 +11,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches import weights
 from sglang_kvc.adapter.block_key import BlockKey
-from sglang_kvc.adapter.disk_cache import _Fetched
-from sglang_kvc.adapter.eviction_queue import EvictionQueue
+from sglang_kvc.adapter.tree_disk import _Fetched
+from sglang_kvc.adapter.tree_eviction import EvictionQueue
 from sglang_kvc.cache.block_store import Stored
 from sglang_kvc.cache.disk_store import DiskStore
 from sglang_kvc.cache.disk_tier import DiskTier, Fetch

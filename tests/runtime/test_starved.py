@@ -225,7 +225,7 @@ def _server(
                 tier._readers, tier._writers, tier._lookers = threads = [Threads(disk_draw) for _ in range(3)]
         if peer is not None:
             peer.join(server)
-        for name in ("cache.disk_tier", "adapter.disk_cache"):
+        for name in ("cache.disk_tier", "adapter.tree_disk"):
             stack.enter_context(patch(f"sglang_kvc.{name}.wait", lambda tasks: _wait(tasks, threads)))
         client = Starved(server, seed, threads)
         for half in range(2):
@@ -318,7 +318,7 @@ def test_tiers_that_are_off_run_nothing(monkeypatch):
     nothing."""
     monkeypatch.setattr("tests.runtime.overlap.check_records", lambda server: None)
     runtime, calls = make_runtime(high="k4v4", window=0), Counter()
-    tiers = ("host_tier.py", "host_cache.py", "transfers.py", "host_memory.py", "disk_tier.py", "disk_cache.py")
+    tiers = ("host_tier.py", "tree_host.py", "transfers.py", "host_memory.py", "disk_tier.py", "tree_disk.py")
 
     def count(frame, event, arg) -> None:
         if event == "call" and frame.f_code.co_filename.endswith(tiers):

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 
 from ..cache.reuse import Sessions, Use, use_of
 from .block_key import BlockKey
-from .host_cache import FULL
+from .tree_host import FULL
 
 if TYPE_CHECKING:
     from .radix_cache import KvcRadixCache

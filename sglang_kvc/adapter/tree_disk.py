@@ -25,7 +25,7 @@ from ..cache.identity import identity
 from ..options.request_quality import is_private
 from .backend_store import BackendStore, settings
 from .block_key import BlockKey
-from .host_cache import HostCache
+from .tree_host import HostCache
 
 logger = logging.getLogger("sglang_kvc")
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..cache.host_tier import HostTier
     from ..cache.runtime import Runtime
     from ..cache.transfers import Loading
-    from .reuse_order import ReuseOrder
     from .tree_component import BlockComponent
+    from .tree_reuse import ReuseOrder
 
 logger = logging.getLogger("sglang_kvc")
 FULL = ComponentType.FULL
