@@ -79,6 +79,17 @@ class Session:
         return made
 
 
+def compared(reference: Session, ours: Session) -> list[dict]:
+    """A row for each prompt, which both must have asked."""
+    assert [p.ids for p in reference.asked] == [p.ids for p in ours.asked]
+    rows = []
+    for prompt in ours.asked:
+        a, b = reference.answers[prompt.name], ours.answers[prompt.name]
+        head = {"name": prompt.name, "kind": prompt.kind, "prompt_tokens": a.prompt_tokens}
+        rows.append({**head, "cached": [a.cached_tokens, b.cached_tokens], **match(a, b).to_dict()})
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -103,12 +114,7 @@ def main() -> int:
         ours.run(singles, dialogues, texts)
         errors = server.errors()
 
-    assert [p.ids for p in reference.asked] == [p.ids for p in ours.asked]
-    rows = []
-    for prompt in ours.asked:
-        a, b = reference.answers[prompt.name], ours.answers[prompt.name]
-        head = {"name": prompt.name, "kind": prompt.kind, "prompt_tokens": a.prompt_tokens}
-        rows.append({**head, "cached": [a.cached_tokens, b.cached_tokens], **match(a, b).to_dict()})
+    rows = compared(reference, ours)
     same = [r for r in rows if r["same"]]
     apart = [r for r in rows if not r["same"]]
     far = [r for r in apart if not r["tie"]]

@@ -30,7 +30,7 @@ def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
 
 
 def pictures(results: Path) -> list[str]:
-    """What `bench.e2e.plot` drew, of each card."""
+    """Pictures that `bench.e2e.plot` drew for each card."""
     titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory",
               "agent_replay": "Recorded coding agents"}  # fmt: skip
     found = [(title, f"{bench}_{which}.png", name) for which, name in CARDS.items() for bench, title in titles.items()]

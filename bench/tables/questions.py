@@ -21,7 +21,7 @@ against stock SGLang in bf16 of the same run, in points; KL is in nats per token
 
 
 def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """What is recommended against bf16, a line for each model and preset; and the names of the figures in it."""
+    """Points that presets lose against bf16, a row for each model and preset; and the names of the figures shown."""
     columns = {"ratio_body": "compression"}
     columns |= {"all.delta": "all tasks"} | {f"{task}.delta": name for task, name in QUESTIONS.items()}
     columns |= {"kl_p99": "KL p99"}
@@ -57,7 +57,7 @@ def one_shot(board: dict[str, dict]) -> tuple[list[str], set[str]]:
 
 
 def long_contexts(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """What presets lose in long contexts, a row for each model and preset."""
+    """Points that presets lose in long contexts, a row for each model and preset."""
     columns = {"ratio_body": "compression", **{f"{t}.delta": q for t, q in QUESTIONS.items()}, "kl_p99": "KL p99"}
     found = {n for n in board if n.startswith("quality.32k.")}
     columns = {c: title for c, title in columns.items() if any(n.endswith(f".{c}") for n in found)}
