@@ -44,6 +44,8 @@ def build(store, group: int, rows: int, capped: bool, path: Path) -> ctypes.CDLL
     [  # size: of a page that holds so many tokens of such a format
         ("k4v4", ("k4v4", 64), [16, 5], 4, {}),
         ("k4v4", ("k4v4", 48), [7, 8], 4, {}),
+        ("k4v4", ("k4v4", 32), [16, 8], 4, {}),
+        ("k8v4", ("k8v4", 16), [6, 8], 4, {}),
         ("k4v4", ("k4v4", 128), [5, 6], 5, dict(capped=True)),
         ("k8v8", ("k8v8", 64), [9, 16], 4, dict(dtype=torch.float16)),
         ("k8v4+k4v8", ("k8v4", 48), [12, 3], 3, {}),

@@ -10,16 +10,23 @@ static_assert(QUERIES == 32 || QUERIES == 64, "query rows that are multiplied");
 
 __host__ __device__ constexpr int page_end(Class c) { return c.key_bits == 16 ? 0 : c.value_meta + 4 * c.tokens; }
 
-__host__ __device__ constexpr int most_page_bytes() {
+// Pages that are one entry of the ring, and bytes from one to the next: the same bytes of two pages lie in different banks.
+__host__ __device__ constexpr int pages_of_entry(Class c) { return c.tokens < TILE && TILE % c.tokens == 0 ? TILE / c.tokens : 1; }
+__host__ __device__ constexpr int page_pitch(Class c) { return (page_end(c) + 127) / 128 * 128 + 2 * c.tokens; }
+
+__host__ __device__ constexpr int most_entry_bytes() {
   int most = 0;
-  for (const Class& c : CLASSES) most = page_end(c) > most ? page_end(c) : most;
+  for (const Class& c : CLASSES) {
+    const int bytes = (pages_of_entry(c) - 1) * page_pitch(c) + page_end(c);
+    if (c.key_bits < 16 && bytes > most) most = bytes;
+  }
   return most;
 }
 
 // --- shared memory -------------------------------------------------------------------------------------------------
 
 constexpr int HALF_Q = QUERIES * 128, P_BYTES = QUERIES * 128;
-constexpr int HEADER_AT = (most_page_bytes() + 127) / 128 * 128, STAGE_BYTES = HEADER_AT + 4 * DIM;
+constexpr int HEADER_AT = (most_entry_bytes() + 127) / 128 * 128, STAGE_BYTES = HEADER_AT + 4 * DIM;
 constexpr int SUM_PITCH = DIM + 4;  // floats; so that neither order of access has bank conflicts
 constexpr int SUMS_BYTES = QUERIES * SUM_PITCH * 4;
 constexpr int SHARED_LIMIT = 227 * 1024, LISTED = 256;  // pages listed at a time

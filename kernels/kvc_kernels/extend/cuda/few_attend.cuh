@@ -128,7 +128,7 @@ struct Cursor {
     for_class(word.x, [&]<int C>() {
       constexpr Class c = CLASSES[C];
       if constexpr (c.key_bits < 16) {
-        load_keys<c.key_bits>(k, s.page(stage) + at * (16 * c.key_bits), s.page(stage) + HEADER_AT);
+        load_keys<C>(k, s.page(stage), at, s.page(stage) + HEADER_AT);
         dense = false;
       }
     });
@@ -142,8 +142,7 @@ struct Cursor {
     for_class(word.x, [&]<int C>() {
       constexpr Class c = CLASSES[C];
       if constexpr (c.key_bits < 16) {
-        const u32 page = s.page(stage);
-        load_values<c.value_bits, c.tokens>(v, page + c.value_codes + at, page + c.value_meta + 2 * at, live);
+        load_values<C>(v, s.page(stage), at, live);
         dense = false;
       }
     });

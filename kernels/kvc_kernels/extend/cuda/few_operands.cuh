@@ -50,11 +50,13 @@ __device__ __forceinline__ u32 nibbles(u32 x) {
   return (HALF ? x : x << 4) & 0xF0F0F0F0;
 }
 
-// `codes`: of the first token, rows of 16 * BITS bytes. `header`: fp16 [2, 128], scale on the 8-bit grid and zero.
-template <int BITS>
-__device__ __forceinline__ void load_keys(u32 (&k)[32], u32 codes, u32 header) {
+// Token `at` and those behind it, of class C. `page`: the first one; `header`: fp16 [2, 128], scale on the 8-bit grid and zero.
+template <int C>
+__device__ __forceinline__ void load_keys(u32 (&k)[32], u32 page, int at, u32 header) {
+  constexpr int BITS = CLASSES[C].key_bits, T = CLASSES[C].tokens;
   const Lane t;
-  codes += t.token(0) * (16 * BITS) + t.g * 16;
+  u32 codes = page + (at + t.token(0)) * (16 * BITS) + t.g * 16;
+  if constexpr (pages_of_entry(CLASSES[C]) > 1) codes += t.r / 2 * 16 / T * (page_pitch(CLASSES[C]) - T * 16 * BITS);
   header += t.g * 32;
   u32 x[2][4];
 #pragma unroll
@@ -78,13 +80,15 @@ __device__ __forceinline__ void load_keys(u32 (&k)[32], u32 codes, u32 header) {
   }
 }
 
-// `codes`: of the first token, rows of T bytes. `meta`: its scale, fp16 [2, T]. `live` tokens are there: what lies behind
-// them may spell NaN, which survives p = 0.
-template <int BITS, int T>
-__device__ __forceinline__ void load_values(u32 (&v)[2][16], u32 codes, u32 meta, int live) {
+// The same. `live` tokens are there: what lies behind them may spell NaN, which survives p = 0.
+template <int C>
+__device__ __forceinline__ void load_values(u32 (&v)[2][16], u32 page, int at, int live) {
+  constexpr int BITS = CLASSES[C].value_bits, T = CLASSES[C].tokens;
   const Lane t;
-  codes += (t.warp * 16 + t.r) * T + t.g * 16;
-  meta += t.g * 32;
+  at += t.g * 16;
+  if constexpr (pages_of_entry(CLASSES[C]) > 1) page += at / T * page_pitch(CLASSES[C]), at %= T;
+  const u32 codes = page + CLASSES[C].value_codes + (t.warp * 16 + t.r) * T + at;
+  const u32 meta = page + CLASSES[C].value_meta + at * 2;
   u32 s[8], z[8];
   load_scales<BITS, false>(meta, meta + 2 * T, s, z);
   if (live < TILE) {

@@ -1,7 +1,7 @@
 // The warp that lists the pages of a CTA and copies them, whole, into the ring.
 //
-// What the ring holds, by `words`: mark, tokens, first token, block. A packed page is one entry; of rows in the model's
-// dtype (marks of classes of 16 bits, NEW_TOKENS) an entry is 64 tokens, which the other warps read for themselves.
+// What the ring holds, by `words`: mark, tokens, first token, block. An entry is a packed page, or those that 64 tokens fill; of
+// rows in the model's dtype (marks of classes of 16 bits, NEW_TOKENS) 64 tokens, which the other warps read for themselves.
 #pragma once
 
 struct Ring {
@@ -28,24 +28,23 @@ struct Ring {
     for (int first = 0; first < tokens; first += TILE) put_mark(mark, min(tokens - first, TILE), first, block);
   }
 
+  // The pages of `tokens` tokens. Of the last one, keys that do not exist are left out.
   template <int C>
-  __device__ __forceinline__ void put_page(const Arguments& a, int page, int tokens, int block) {
+  __device__ __forceinline__ void put_pages(const Arguments& a, const int* pages, int tokens, int block) {
     constexpr Class c = CLASSES[C];
+    constexpr int KEY_BYTES = c.key_bits * DIM / 8, REST = page_end(c) - c.value_codes;
     const int stage = next();
     if (threadIdx.x == 0) {
       s.words()[stage] = make_int4(C, tokens, 0, block);
-      const u8* from = a.pages + static_cast<i64>(page) * PAGE_BYTES;
-      const u32 to = s.page(stage), bar = s.full(stage);
-      constexpr int REST = page_end(c) - c.value_codes;
-      const u32 keys = tokens == c.tokens ? c.value_codes : tokens * (c.key_bits * DIM / 8);
-      barrier_expect(bar, keys + REST + 4 * DIM);
-      if (tokens == c.tokens) {
-        copy_run(to, from, page_end(c), bar);
-      } else {
-        copy_run(to, from, keys, bar);
-        copy_run(to + c.value_codes, from + c.value_codes, REST, bar);
+      const u32 bar = s.full(stage), whole = tokens / c.tokens, part = tokens % c.tokens;
+      barrier_expect(bar, whole * page_end(c) + (part ? part * KEY_BYTES + REST : 0) + 4 * DIM);
+      for (u32 i = 0; i * c.tokens < tokens; i++) {
+        const u8* from = a.pages + static_cast<i64>(pages[i]) * PAGE_BYTES;
+        const u32 to = s.page(stage) + i * page_pitch(c);
+        copy_run(to, from, i < whole ? page_end(c) : part * KEY_BYTES, bar);
+        if (i == whole) copy_run(to + c.value_codes, from + c.value_codes, REST, bar);
       }
-      copy_run(to + HEADER_AT, a.headers + block_head(a, block) * (4 * DIM), 4 * DIM, bar);
+      copy_run(s.page(stage) + HEADER_AT, a.headers + block_head(a, block) * (4 * DIM), 4 * DIM, bar);
     }
     __syncwarp();
   }
@@ -86,8 +85,9 @@ __device__ __forceinline__ void copy_class(const Arguments& a, const Shared& s, 
       __syncwarp();
       for (int b = 0; b < n; b++) {
         const int its_block = __shfl_sync(~0u, block, b), its_count = __shfl_sync(~0u, count, b);
-        for (int page = 0; page * c.tokens < its_count; page++) {
-          ring.put_page<C>(a, s.list()[b * MOST + page], min(its_count - page * c.tokens, c.tokens), its_block);
+        for (int page = 0; page * c.tokens < its_count; page += pages_of_entry(c)) {
+          const int tokens = min(its_count - page * c.tokens, pages_of_entry(c) * c.tokens);
+          ring.put_pages<C>(a, s.list() + b * MOST + page, tokens, its_block);
         }
       }
     }
