@@ -73,11 +73,11 @@ class WideExtend(ExtendAttention):
 class CudaKernel:
     """Notes which it is where a kernel in CUDA C++ would be launched."""
 
-    def __init__(self, text, launched):
-        self.text, self.launched = text, launched
+    def __init__(self, source, text, launched):
+        self.source, self.text, self.launched = source, text, launched
 
     def launch(self, programs, threads, arguments):
-        self.launched.add(("extend.cu", self.text, ""))
+        self.launched.add((self.source, self.text, ""))
 
 
 def assert_one_writer(rows, tokens):
@@ -118,7 +118,7 @@ def hopper(launched, monkeypatch):
     monkeypatch.setattr(dense_flashinfer, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(dense_flashinfer.RaggedPrefill, "available", lambda device: True)
     monkeypatch.setattr(hopper_module, "supports", lambda store: True)
-    monkeypatch.setattr(hopper_module, "_kernels", lambda text, device: 2 * (CudaKernel(text, launched),))
+    monkeypatch.setattr(hopper_module, "_kernels", lambda *names: 2 * (CudaKernel(*names[:2], launched),))
     monkeypatch.setattr(extend_module, "ExtendAttention", partial(WideExtend, hopper=True))
     monkeypatch.setattr(
         DecodeAttention, "_choose_engine",

@@ -218,6 +218,7 @@ class ExtendAttention:
             dtype=store.dtype,
         )  # fmt: skip
         dev = store.device
+        self._few_rows = self._hopper is not None and hopper_module.supports_few(self._classes)
         self._staged = None
         if fake_quant_format is not None:
             self._staged = StagedExtend(store, fake_quant_format, self.ragged, query_heads=query_heads)
@@ -298,7 +299,9 @@ class ExtendAttention:
                 return ExtendSteps("unpacked", "paged" if staged else "ragged", staged)
         if self._hopper is not None and not staged_beside_pages:
             widest = max(extend_lens, default=0) * self.group
-            return ExtendSteps("hopper", new, staged, rows=256 if widest > 128 else 128)
+            few = self._few_rows and widest <= hopper_module.FEW_ROWS
+            rows = hopper_module.FEW_ROWS if few else 256 if widest > 128 else 128
+            return ExtendSteps("hopper", new, staged, rows=rows)
         return ExtendSteps("triton", new, staged, rows=self.tuning.rows)
 
     def _reserve(self) -> None:

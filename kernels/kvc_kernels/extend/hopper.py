@@ -22,6 +22,10 @@ MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
 STAGES = 3  # unpacked tiles in flight
 # Registers of a thread that multiplies and of one that unpacks, by query rows; twice their sum is 512.
 REGISTERS = {256: (208, 48), 128: (168, 88)}
+FEW_ROWS = 64  # query rows at most of `extend/cuda/few.cu`, and those of its partial results
+FEW_TIERS = (32, 64)  # query rows that it multiplies
+FEW_REGISTERS = (232, 40)  # of a thread that multiplies and of one that copies
+FEW_PAGE_BYTES = 40 * 1024  # of a page at most, so that four fit beside its other shared memory
 
 
 class Arguments(ctypes.Structure):
@@ -54,13 +58,23 @@ def supports(store: PageStore) -> bool:
     return store.layout.head_dim == 128 and store.layout.block_tokens <= MOST_BLOCK_TOKENS and available()
 
 
+def supports_few(classes: tuple[FormatClass, ...]) -> bool:
+    """Whether `extend/cuda/few.cu` knows these classes: codes of 4 and 8 bits, and rows in the model's dtype."""
+    packed = [c for c in classes if c.key_bits < 16]
+    return all(c.key_bits in (4, 8) and c.value_bits in (4, 8) and c.used_bytes <= FEW_PAGE_BYTES for c in packed)
+
+
 def constants(store: PageStore, group: int, classes: tuple[FormatClass, ...], rows: int, capped: bool) -> str:
-    """Constants with which `extend/cuda/extend.cu` is compiled."""
+    """Constants with which `extend/cuda/extend.cu` is compiled, or `few.cu` for `rows` of FEW_TIERS."""
     g = store.layout
     numbers = dict(
         H=g.heads, G=group, LH=g.layers * g.heads, E=g.head_pages_bf16, P=g.block_tokens, PAGE_BYTES=g.page_bytes,
-        GROUPS=rows // 128, STAGES=STAGES, ATTEND_REGISTERS=REGISTERS[rows][0], UNPACK_REGISTERS=REGISTERS[rows][1],
     )  # fmt: skip
+    if rows in FEW_TIERS:
+        numbers |= dict(QUERIES=rows, ATTEND_REGISTERS=FEW_REGISTERS[0], PAGE_REGISTERS=FEW_REGISTERS[1])
+    else:
+        attend, unpack = REGISTERS[rows]
+        numbers |= dict(GROUPS=rows // 128, STAGES=STAGES, ATTEND_REGISTERS=attend, UNPACK_REGISTERS=unpack)
     flags = dict(CAPPED=capped, MODEL_BF16=store.dtype == torch.bfloat16)
     listed = ", ".join("{" + ", ".join(map(str, c)) + "}" for c in classes)
     return "\n".join([
@@ -71,9 +85,9 @@ def constants(store: PageStore, group: int, classes: tuple[FormatClass, ...], ro
 
 
 @cache
-def _kernels(text: str, device: torch.device) -> tuple[Kernel, Kernel]:
+def _kernels(source: str, text: str, device: torch.device) -> tuple[Kernel, Kernel]:
     """(attention over KV splits, merge of their states); compiled at first use, in about two seconds."""
-    module = Module("extend.cu", text)
+    module = Module(source, text)
     return Kernel(module, "extend", shared=module.integer("shared_bytes")), Kernel(module, "merge", early=True)
 
 
@@ -93,13 +107,15 @@ class HopperExtend:
     def kernels(self, rows: int, capped: bool) -> tuple[Kernel, Kernel]:
         if (rows, capped) not in self._kernels:
             text = constants(self.store, self.group, self.classes, rows, capped)
-            self._kernels[rows, capped] = _kernels(text, self.store.device)
+            source = "few.cu" if rows in FEW_TIERS else "extend.cu"
+            self._kernels[rows, capped] = _kernels(source, text, self.store.device)
         return self._kernels[rows, capped]
 
     def launch(
         self, plan, rows: int, layer: int, q, k, v, out, lse, new_state, part_o, part_lse, scale, logit_cap
     ) -> None:
-        """Launch for `rows` query rows per CTA, 128 or 256; `part_o` fp16, other arguments as in `ExtendAttention`."""
+        """Launch for `rows` query rows per CTA: FEW_ROWS, 128 or 256. `part_o` is fp16; other arguments are as in
+        `ExtendAttention`."""
         store = self.store
         q, k, v = _rows(q), _rows(k), _rows(v)
         new_o, new_lse = new_state or (None, None)
@@ -116,8 +132,10 @@ class HopperExtend:
         for name, x in (("q", q), ("k", k), ("v", v)):
             setattr(a, f"{name}_stride_n", x.stride(0) * x.element_size())
             setattr(a, f"{name}_stride_h", x.stride(1) * x.element_size())
-        attend, merge = self.kernels(rows, logit_cap > 0)
-        attend.launch(plan.n_items * store.layout.heads, 512, a)
+        few = rows == FEW_ROWS
+        tier = min(n for n in FEW_TIERS if n >= plan.most_rows) if few else rows
+        attend, merge = self.kernels(tier, logit_cap > 0)
+        attend.launch(plan.n_items * store.layout.heads, 384 if few else 512, a)
         if plan.n_merges:
             b = MergeArguments(a.part_o, a.part_lse, plan.merges.data_ptr(), a.out, a.out_lse)
             merge.launch(plan.n_merges * store.layout.heads * rows // MERGE_WARPS, 32 * MERGE_WARPS, b)

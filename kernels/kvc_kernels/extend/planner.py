@@ -80,7 +80,7 @@ class ExtendPlan:
         self.max_blocks = max_blocks or 0
         self.classes = format_tiers(store)
         self.class_masks = torch.tensor(format_class_masks(store), dtype=torch.int32, device=store.device)
-        self.n_items = self.n_merges = self.n_slots = 0
+        self.n_items = self.n_merges = self.n_slots = self.most_rows = 0
 
     def update(
         self,
@@ -117,6 +117,7 @@ class ExtendPlan:
             start += new
         items.sort(key=lambda item: item[4] - item[5])
         self.n_items, self.n_merges, self.n_slots = len(items), len(merges), slots
+        self.most_rows = max(extend_lens, default=0) * self.group
         flat = [x for row in items for x in row] + [x for row in merges for x in row] + list(prefix_lens)
         flat += [int(x) for x in skip_full or [False] * len(prefix_lens)]
         whole = upload(flat, store.device)

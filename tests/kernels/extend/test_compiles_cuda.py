@@ -70,8 +70,28 @@ def test_extend(spec, options, tmp_path):
     assert called and all(n <= unpack for n in called.values()), called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "struct, source", [(extend.Arguments, "extend.cu"), (extend.MergeArguments, "extend_merge.cuh")]
+    "spec, options",
+    [
+        ("k4v4", dict(rows=64)),
+        ("k4v4", dict(rows=32)),
+        ("k8v8", dict(rows=64, dtype=torch.float16)),
+        ("k8v4+k4v8", dict(rows=64, capped=True)),
+        ("", dict(rows=64, page=4096)),
+    ],
+)
+def test_few(spec, options, tmp_path):
+    cubin, said = nvrtc.compile_source("few.cu", kernel_constants(spec, **options))
+    assert "serialized" not in said
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    assert spills and not max(spills), said
+    most = registers(cubin, tmp_path / "few.cubin")
+    assert most[".text.extend"] <= extend.FEW_REGISTERS[0], most
+
+
+@pytest.mark.parametrize(
+    "struct, source", [(extend.Arguments, "extend_arguments.cuh"), (extend.MergeArguments, "extend_merge.cuh")]
 )
 def test_arguments_are_those_of_the_kernel(struct, source):
     text = (nvrtc.SOURCES / source).read_text()

@@ -28,7 +28,7 @@ GROUP, NEW = 3, 150
 def build(store: extend.PageStore, rows: int, path: Path) -> ctypes.CDLL:
     op = ExtendAttention(store, query_heads=GROUP * store.layout.heads, dense="none")
     (path / "constants.h").write_text(extend.constants(store, GROUP, op._classes, rows, False))
-    for name in ("extend.cu", "extend_tiles.cuh", "unpack.cuh"):
+    for name in ("extend.cu", "extend_arguments.cuh", "extend_tiles.cuh", "unpack.cuh"):
         shutil.copy(SOURCES / name, path)
     for source in HERE.iterdir():
         shutil.copy(source, path)

@@ -27,8 +27,8 @@ FORMAT_IDS = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
 TOLERANCE = 0.02  # of one output row over the mean norm; bf16 outputs alone round by 0.004
 
 
-def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **options):
-    """(worst row's error, output) of one plan and run on poisoned memory."""
+def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, sms=0, **options):
+    """(worst row's error, output) of one plan and run on poisoned memory. `sms`: processors to cut prefixes for."""
     from kvc_kernels.extend.attention import ExtendAttention
 
     heads = store.layout.heads
@@ -36,6 +36,7 @@ def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, **option
     print("seed", seed)
     q, k, v = inputs(store, group, sum(new), store.dtype, seed=seed, device="cuda")
     op = ExtendAttention(store, query_heads=heads * group, max_blocks=16, **options)
+    op._sms = sms or op._sms
     op.plan(ROWS[: len(new)].int().cuda(), prefix, new)
     for buffer in (op._part_o, op._part_lse):
         buffer.fill_(torch.nan)
@@ -95,6 +96,25 @@ def test_hopper(form, group, new):
     worst, _ = run(store, group, new, hopper=True)
     # Random 8-bit codes spell keys so large that logits of 50 come up, and in fp16 those are off by 0.02.
     assert worst < (1.5 if form == "k8v8" else 1) * TOLERANCE
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "form, group, new",
+    [
+        ("k4v4", 4, [16, 5, 1, 9]),
+        ("k4v4", 7, [4, 2, 1, 3]),
+        ("k8v8", 1, [64, 33, 1, 20]),
+        ("k8v4", 3, [12, 3, 1, 9]),
+        ("k4v8", 4, [16, 16, 16, 16]),
+        ("plain", 4, [13, 3, 1, 9]),
+    ],
+)
+@pytest.mark.parametrize("sms", [1, 132])
+def test_hopper_few_rows(form, group, new, sms):
+    store = case(form, group)
+    worst, _ = run(store, group, new, sms=sms, hopper=True, dense="none")
+    assert worst < TOLERANCE
 
 
 @needs_hopper

@@ -5,23 +5,12 @@
 // spilling accumulators here (it places the first at R24 and wants the others behind it): nothing is loaded into `Rows`,
 // no product is in flight across the loop's end, and accumulators are pinned where products have been waited for.
 #pragma once
+#include "extend_rows.cuh"
 
-constexpr float NOTHING = -1.0e30f;  // log-sum-exp of no token
 // The maximum that a row's exponents are relative to is only raised when a thread's 16 probabilities of it come to more
 // than this: fp16 holds such numbers as exactly as those below 1, and most tiles need no maximum, no reduction across
 // threads, and no product of what was summed before.
 constexpr float MOST_SUM = 1024.0f;
-
-// What a thread holds of 64 rows: of rows r and r + 8, of every eight features two.
-struct Rows {
-  float o[64];
-  float m[2], l[2];  // maximum and sum; the latter is this thread's share
-
-  __device__ __forceinline__ Rows() : m{NOTHING, NOTHING}, l{0.0f, 0.0f} {
-#pragma unroll
-    for (float& y : o) y = 0.0f;
-  }
-};
 
 // GROUPS times 64 query rows from `first` on, as fp16, each group as two halves of features. All are asked for before one
 // is waited for.
@@ -117,68 +106,6 @@ __device__ __forceinline__ void softmax(
   }
   x.l[0] += sum[0];
   x.l[1] += sum[1];
-}
-
-// Place of a query row of the request in the output: the number of its head's vector.
-__device__ __forceinline__ i64 output_row(const Item& item, int row) {
-  return static_cast<i64>(item.start + row / G) * (H * G) + cta_head() * G + row % G;
-}
-
-// What the new tokens gave elsewhere is added to the sums.
-__device__ __forceinline__ void add_new(const Arguments& a, const Item& item, int row, Rows& x) {
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    if (row + 8 * j >= item.rows) continue;
-    const i64 place = output_row(item, row + 8 * j);
-    const float lse = a.new_lse[place], top = fmaxf(x.m[j], lse);
-    const float keep = exp2_fast(x.m[j] - top), weight = lse > NOTHING ? exp2_fast(lse - top) : 0.0f;
-    x.m[j] = top;
-    x.l[j] = x.l[j] * keep + weight;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const u32 y = __ldg(reinterpret_cast<const u32*>(a.new_o + (place * DIM + i * 8 + threadIdx.x % 4 * 2) * 2));
-      float &low = x.o[i * 4 + j * 2], &high = x.o[i * 4 + j * 2 + 1];
-      low = low * keep + weight * model_float<MODEL_BF16>(y);
-      high = high * keep + weight * model_float<MODEL_BF16>(y >> 16);
-    }
-  }
-}
-
-// What the sums come to, to the output or, with other parts to merge, to `part_o`, which has 64 rows in the order in which
-// threads hold them (`merge` knows it): whole sectors are written, and few instructions do it. That counts: they run once,
-// so each has to be fetched first.
-__device__ __forceinline__ void store_rows(const Arguments& a, const Item& item, int row, Rows& x) {
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    x.l[j] += __shfl_xor_sync(~0u, x.l[j], 1);
-    x.l[j] += __shfl_xor_sync(~0u, x.l[j], 2);
-  }
-  if (a.new_o && item.from == 0) add_new(a, item, row, x);
-  const int part = item.slot < 0 ? 0 : (item.slot * H + cta_head()) * ROWS + row - item.first;  // its place in part_lse
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const bool some = x.l[j] > 0.0f;
-    const float lse = some ? x.m[j] + log2_fast(x.l[j]) : NOTHING, over = some ? reciprocal(x.l[j]) : 1.0f;
-    u32 y[16];
-    if (item.slot >= 0) {
-#pragma unroll
-      for (int i = 0; i < 16; i++) y[i] = halves(x.o[i * 4 + j * 2] * over, x.o[i * 4 + j * 2 + 1] * over);
-      u8* to = a.part_o + (static_cast<i64>(part / 64 * 8 + j) * 128 + threadIdx.x % 128) * 16;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        *reinterpret_cast<uint4*>(to + i * (2 * 128 * 16)) = make_uint4(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
-      }
-      if (threadIdx.x % 4 == 0) a.part_lse[part + 8 * j] = lse;
-    } else if (row + 8 * j < item.rows) {
-      const i64 place = output_row(item, row + 8 * j);
-#pragma unroll
-      for (int i = 0; i < 16; i++) {
-        y[i] = model_pair_of<MODEL_BF16>(x.o[i * 4 + j * 2] * over, x.o[i * 4 + j * 2 + 1] * over);
-        *reinterpret_cast<u32*>(a.out + (place * DIM + i * 8 + threadIdx.x % 4 * 2) * 2) = y[i];
-      }
-      if (threadIdx.x % 4 == 0 && a.out_lse) a.out_lse[place] = lse;
-    }
-  }
 }
 
 // s = q k^T, begun.

@@ -20,6 +20,11 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
+// Arrives, and has the phase wait for so many bytes of `copy_run`, too.
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
 // Returns once the phase of this parity is over; the phase before the first counts as over with parity 1.
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
   asm volatile(
@@ -41,6 +46,22 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and whether any of them says so.
+__device__ __forceinline__ bool barrier_any(int id, int threads, u32 x) {
+  u32 y;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "barrier.cta.red.or.pred q, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(y)
+      : "r"(id), "r"(threads), "r"(x)
+      : "memory");
+  return y;
+}
+
 // What ordinary stores wrote to shared memory is seen by wgmma behind the next barrier.
 __device__ __forceinline__ void fence_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -52,6 +73,13 @@ __device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepc
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// `bytes` (a multiple of 16) in one piece; they count towards what `bar` expects.
+__device__ __forceinline__ void copy_run(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -72,6 +100,22 @@ __device__ __forceinline__ void load8(u32 from, u32& a, u32& b) {
 __device__ __forceinline__ void load16(u32 from, u32 (&x)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
+}
+
+// Four 8x8 matrices of halves, as a product leaves them in registers, to shared memory, transposed: lane i has the address
+// of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// The reverse.
+__device__ __forceinline__ void load_transposed(u32 from, u32& a, u32& b, u32& c, u32& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                : "r"(from)
                : "memory");
 }
@@ -127,6 +171,18 @@ __device__ __forceinline__ u32 halves(float low, float high) {
   u32 d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
+}
+
+__device__ __forceinline__ u32 bfloats(float low, float high) {  // two in bf16
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+__device__ __forceinline__ float float_of(u32 x) {  // the lower half
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<unsigned short>(x)));
+  return y;
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -203,4 +259,32 @@ __device__ __forceinline__ void product_64x128(float (&c)[64], u32 a0, u32 a1, u
       "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;\n"
       : F16(c, 0), F16(c, 16), F16(c, 32), F16(c, 48)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}
+
+// c[64, N] (+)= a[64, 16] b[N, 16]^T; a in registers, b in shared memory; `add`: to what c holds.
+__device__ __forceinline__ void product(float (&c)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+      "}"
+      : F16(c, 0), F16(c, 16)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ void product(float (&c)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
+      "}"
+      : F16(c, 0)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
 }

@@ -180,17 +180,13 @@ __device__ __forceinline__ u32 model_pair(u32 x) {
 template <bool BF16>
 __device__ __forceinline__ float model_float(u32 x) {
   if constexpr (BF16) return __uint_as_float(x << 16);
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<unsigned short>(x)));
-  return y;
+  return float_of(x);
 }
 
 template <bool BF16>
 __device__ __forceinline__ u32 model_pair_of(float low, float high) {
   if constexpr (!BF16) return halves(low, high);
-  u32 x;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-  return x;
+  return bfloats(low, high);
 }
 
 // Rows of keys -> a tile; `row_at(token)` points to a token's 128 features, `live` tokens (one at least) are there. A

@@ -1,5 +1,5 @@
-// Takes the place of extend/cuda/hopper.cuh for a C++ compiler of the host: 256 unpacking threads and one that takes their tiles
-// run in turn on stacks of their own, and change where they wait. What shared memory held before is NaN.
+// Takes the place of extend/cuda/hopper.cuh for a C++ compiler of the host: HOST_WARPS warps, and for `extend.cu` one thread that
+// takes their tiles, run in turn on stacks of their own, and change where they wait. What shared memory held before is NaN.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -38,7 +38,10 @@ inline float fmaxf(float a, float b) { return a > b ? a : b; }
 
 // --- threads -----------------------------------------------------------------------------------------------------
 
-constexpr int THREADS = 257;
+#ifndef HOST_WARPS
+#define HOST_WARPS 8
+#endif
+constexpr int LANES = HOST_WARPS * 32, THREADS = HOST_WARPS == 8 ? LANES + 1 : LANES;
 alignas(1024) u8 memory[228 << 10];
 struct { u32 x; } threadIdx, blockIdx;
 
@@ -62,7 +65,7 @@ inline void change() {
 }
 
 struct Meeting { int threads = 0; u64 round = 0; };
-Meeting meetings[9];
+Meeting meetings[HOST_WARPS + 1];
 
 inline void meet(Meeting& m, int all) {
   const u64 round = m.round;
@@ -71,13 +74,13 @@ inline void meet(Meeting& m, int all) {
   while (m.round == round) change();
 }
 
-inline void __syncthreads() { meet(meetings[8], THREADS); }
-inline void __syncwarp() { if (threadIdx.x < 256) meet(meetings[threadIdx.x / 32], 32); }
+inline void __syncthreads() { meet(meetings[HOST_WARPS], THREADS); }
+inline void __syncwarp() { if (threadIdx.x < LANES) meet(meetings[threadIdx.x / 32], 32); }
 
-inline int shuffled[256];
+inline int shuffled[LANES];
 inline int from_lane(int x, int lane) {
   const int self = threadIdx.x;
-  if (self >= 256) return x;
+  if (self >= LANES) return x;
   shuffled[self] = x;
   __syncwarp();
   const int y = shuffled[self / 32 * 32 + lane];
@@ -154,3 +157,11 @@ inline u32 halves(float low, float high) { return pair(low, high); }
 inline u32 fma2(u32 a, u32 b, u32 c) { return pair(half(a) * half(b) + half(c), half(a >> 16) * half(b >> 16) + half(c >> 16)); }
 inline u32 add2(u32 a, u32 b) { return pair(half(a) + half(b), half(a >> 16) + half(b >> 16)); }
 inline u32 mul2(u32 a, u32 b) { return pair(half(a) * half(b), half(a >> 16) * half(b >> 16)); }
+inline float float_of(u32 x) { return half(x); }
+inline u32 bfloats(float low, float high) {
+  const auto bits = [](float x) {
+    const u32 y = std::bit_cast<u32>(x);
+    return y + 0x7FFF + (y >> 16 & 1) >> 16;
+  };
+  return bits(low) | bits(high) << 16;
+}
