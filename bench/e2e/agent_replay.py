@@ -1,7 +1,7 @@
 """Recorded coding agents in a closed loop at any OpenAI-compatible server: time to first token over their number.
 
     python -m bench.e2e.agent_replay TRACES.json.gz --url http://127.0.0.1:30000 --server mine    # a running server
-    ... --arm kvc --model <folder> --load-format dummy --memory 55GB     # starts the server; --list-arms shows how
+    ... --arm kvc,stock_fp8 --model <folder> --load-format dummy --tokens 420000   # starts them in turn; --list-arms
     ... --curve 16,32,48,64 --seconds 600 --time-scale 0.5 --append      # adds to the result file
     ... --until-missed                                  # ends the curve behind the first number that misses a target
     python -m bench.e2e.agent_replay --plot                             # the result file as a picture
@@ -346,10 +346,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("traces", type=Path, nargs="?")
     p.add_argument("--url", help="of a running server")
-    p.add_argument("--arm", help="server to start instead; see --list-arms")
+    p.add_argument("--arm", help="servers to start instead, one after the other, separated by commas; see --list-arms")
     p.add_argument("--list-arms", action="store_true", help="print the command of each server")
     p.add_argument("--plot", action="store_true", help="draw the result file and end")
-    p.add_argument("--server", default="", help="name of the server in the results; default: the arm, or `server`")
+    p.add_argument("--server", default="", help="name in the results of the server at --url; default: `server`")
     p.add_argument("--model", help="for --arm; default: the demo model")
     p.add_argument("--load-format", default="auto")
     p.add_argument("--server-args", default="", help="more options for every arm")
@@ -370,7 +370,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     a.name = a.name or named(NAME)
     if not (a.list_arms or a.plot) and (a.traces is None or bool(a.url) == bool(a.arm)):
         p.error("give the traces, and either --url or --arm")
-    a.server = a.server or a.arm or "server"
+    if unknown := {*(a.arm or "").split(",")} - {"", *arms(a)}:
+        p.error(f"--arm knows {', '.join(arms(a))}, not {', '.join(sorted(unknown))}")
+    a.server = a.server or "server"
     return a
 
 
@@ -386,8 +388,11 @@ def main() -> None:
     sessions = [scaled(s, a.length_scale, a.time_scale) for s in sessions]
     if a.url:
         return measure(a, a.url.rstrip("/"), sessions)
-    with common.Server([*arms(a)[a.arm], "--load-format", a.load_format], model=a.model) as server:
-        measure(a, server.client.url, sessions, server.args)
+    for arm in a.arm.split(","):
+        with common.Server([*arms(a)[arm], "--load-format", a.load_format], model=a.model) as server:
+            a.server = arm
+            measure(a, server.client.url, sessions, server.args)
+        a.append = True  # the next arm keeps the rows of this one
     return None
 
 

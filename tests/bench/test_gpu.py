@@ -38,9 +38,10 @@ def test_one_that_is_out_of_time_is_interrupted(handler, tmp_path, capsys, reque
 @pytest.mark.slow
 def test_every_step_is_there():
     """Each is a module that knows the options it is given, and its result is where the scoreboard looks."""
-    without = [s.name for s in gpu.steps(Namespace(model="", load_format="auto", data="", stock_backends="fa3"))]
+    nothing = Namespace(model="", load_format="auto", data="", traces="", stock_backends="fa3")
+    without = [s.name for s in gpu.steps(nothing)]
     assert "serving" not in without and "decode" in without
-    chosen = gpu.steps(Namespace(model="m", load_format="dummy", data="d", stock_backends="fa3"))
+    chosen = gpu.steps(Namespace(model="m", load_format="dummy", data="d", traces="t", stock_backends="fa3"))
     assert [s.kind for s in chosen] == sorted(s.kind for s in chosen)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     for step in chosen:
