@@ -18,7 +18,7 @@ WORKSPACE_BYTES = 128 << 20  # at least: what FlashInfer asks for
 def workspace_bytes(multiprocessors: int, group: int, head_dim: int) -> int:
     """Bytes for FlashInfer's partial results, whatever it plans.
 
-    Its kernel for GPUs other than Hopper cuts long lists of keys so that two programs run on each multiprocessor, and
+    Its kernel for GPUs other than Hopper splits long lists of keys so that two programs run on each multiprocessor, and
     keeps an fp32 row and a log-sum-exp for each query of every program's tile, of as many query heads as share a KV
     head (`PrefillPlan` in its `scheduler.cuh`). It raises in the middle of a forward where that does not fit.
     """

@@ -50,7 +50,7 @@ def paged_prefill(ragged, device: torch.device, page: int, *, window: int = -1):
 
 
 def _tried(what: str, make: Callable, run: Callable):
-    """What `make` returns, after one run, so that compilation takes time at start-up and not in the first request."""
+    """Result of `make` after one run, so that it compiles at start-up and not in the first request."""
     try:
         made = make()
         run(made)

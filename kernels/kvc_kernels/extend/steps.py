@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ExtendSteps:
-    """Which engine attends to which tokens, and how the results are merged.
+    """The engines of one forward: one for each part of the tokens, and the merge of their results.
 
     `prefix`: engine of the tokens that are read from pages.
     - "triton": the Triton kernel over pages of any format; "hopper": the CUDA C++ kernel.
@@ -32,7 +32,7 @@ class ExtendSteps:
 
     @property
     def merge(self) -> Literal["kernel", "passes"] | None:
-        """How the states of prefix and new tokens become one. "kernel": the kernel over pages starts from the state of
+        """Merge of the states of prefix and new tokens. "kernel": the kernel over pages starts from the state of
         the new tokens; "passes": each pass over unpacked blocks is merged into it; None: there is one state only."""
         if self.prefix is None or self.new == "prefix":
             return None

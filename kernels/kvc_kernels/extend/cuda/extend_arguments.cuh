@@ -1,5 +1,5 @@
-// What the kernels over pages take, and what one CTA does. Constants in capitals that are not defined here come from
-// `extend/hopper.py`.
+// Arguments of the kernels over pages, and the work item of a CTA. `extend/hopper.py` defines the constants in capitals that
+// are not defined here.
 #pragma once
 #include "unpack.cuh"
 
@@ -34,7 +34,7 @@ struct Arguments {
   float factor, inner, cap_factor;
 };
 
-// What one CTA does; see ExtendPlan. It is read again wherever it is needed: in the loops over tiles registers are
+// The work item of a CTA; see ExtendPlan. It is read again wherever it is needed: in the loops over tiles registers are
 // worth more than these loads.
 struct Item {
   int request, start, first, rows, from, to, of, slot;

@@ -1,9 +1,9 @@
-// 64 query rows as a warpgroup holds their sums, and where their results go.
+// The sums of 64 query rows in the registers of a warpgroup, and how their results are stored.
 #pragma once
 
 constexpr float NOTHING = -1.0e30f;  // log-sum-exp of no token
 
-// What a thread holds of 64 rows: of rows r and r + 8, of every eight features two.
+// The part of a thread: rows r and r + 8, two of every eight features.
 struct Rows {
   float o[64];
   float m[2], l[2];  // maximum and sum; the latter is this thread's share
@@ -19,7 +19,7 @@ __device__ __forceinline__ i64 output_row(const Item& item, int row) {
   return static_cast<i64>(item.start + row / G) * (H * G) + cta_head() * G + row % G;
 }
 
-// What the new tokens gave elsewhere is added to the sums.
+// Adds the state of the new tokens, computed by another kernel.
 __device__ __forceinline__ void add_new(const Arguments& a, const Item& item, int row, Rows& x) {
 #pragma unroll
   for (int j = 0; j < 2; j++) {
@@ -39,9 +39,9 @@ __device__ __forceinline__ void add_new(const Arguments& a, const Item& item, in
   }
 }
 
-// What the sums come to, to the output or, with other parts to merge, to `part_o`, which has 64 rows in the order in which
-// threads hold them (`merge` knows it): whole sectors are written, and few instructions do it. That counts: they run once,
-// so each has to be fetched first.
+// Stores the results to the output, or to `part_o` if other KV splits are merged with them. `part_o` has 64 rows in the order
+// of the threads (`merge` knows it), so few instructions write whole sectors. Few matter here: each runs once, and its fetch
+// is not hidden.
 __device__ __forceinline__ void store_rows(const Arguments& a, const Item& item, int row, Rows& x) {
 #pragma unroll
   for (int j = 0; j < 2; j++) {

@@ -1,19 +1,20 @@
 // A multiplying warpgroup: every second page of the CTA, against all of its query rows.
 //
-// While the tensor cores do the output of a tile the warps unpack the next one's keys, and its values while they do its
-// logits. Nothing is in flight across the end of the loop; otherwise ptxas serializes the products.
+// While the tensor cores compute the output of a tile, the warps unpack the keys of the next tile; while they compute its
+// logits, the warps unpack its values. No product is in flight across the end of the loop, because ptxas would then
+// serialize the products.
 #pragma once
 
-constexpr int PAIRS = QUERIES / 8;  // pairs of neighboring query rows of which a thread has logits
-// Probabilities are relative to 2^5 times a maximum. It is raised when one comes to 2, which a single bit says in fp16.
+constexpr int PAIRS = QUERIES / 8;  // pairs of neighboring query rows whose logits a thread holds
+// Probabilities are relative to 2^5 times a maximum, which is raised when one reaches 2. That sets a single bit in fp16.
 constexpr float ABOVE = 5.0f;
 constexpr u32 TWO_OR_MORE = both(0x4000);
 
-// What a thread holds: of query rows 8 i + 2 g, 8 i + 2 g + 1 their maxima, its share of their sums, and outputs.
+// The state of a thread, for query rows 8 i + 2 g and 8 i + 2 g + 1: maxima, partial sums of probabilities, and outputs.
 struct Sums {
-  float o[2][QUERIES / 2];  // a half of the features each
+  float o[2][QUERIES / 2];  // one half of the features each
   float m[2 * PAIRS];
-  u32 l[PAIRS];  // fp16; a thread sees a 32nd of the tokens
+  u32 l[PAIRS];  // fp16; a thread sees one token in 32
 
   __device__ __forceinline__ Sums() {
 #pragma unroll
@@ -25,7 +26,7 @@ struct Sums {
   }
 };
 
-// Query rows as fp16, as two halves of features, in the order of `few_operands.cuh`.
+// Copies the query rows as fp16, in two halves of the features, in the feature order of `few_operands.cuh`.
 __device__ __forceinline__ void load_queries(const Arguments& a, u32 to) {
   const Item item(a);
   const int thread = threadIdx.x % 128, half = thread % 2, at = thread / 2, row = item.first + at;
@@ -47,7 +48,8 @@ __device__ __forceinline__ void load_queries(const Arguments& a, u32 to) {
   for (int i = 0; i < 8; i++) store16(to + half * HALF_Q + swizzled(at, i), x[i], x[8 + i], x[16 + i], x[24 + i]);
 }
 
-// What a query does not see becomes -infinity. `seen`: tokens of the tile; which new token is its first, or EVERYONE.
+// Sets the logits of tokens that a query does not see to -infinity. `seen`: tokens in the tile; number of its first new
+// token, or EVERYONE.
 __device__ __forceinline__ void mask(float (&s)[QUERIES / 2], const Arguments& a, int2 seen) {
   const Lane t;
   const int first = seen.y >= 0 ? Item(a).first : 0;
@@ -74,7 +76,7 @@ __device__ __forceinline__ void store_probabilities(const u32 (&p)[2 * PAIRS], u
   fence_for_products();
 }
 
-// Maxima of all tokens of the tile, and what was summed before scaled to them.
+// Raises the maxima to those of all tokens of the tile, and rescales the sums.
 __device__ __forceinline__ void raise(const float (&s)[QUERIES / 2], Sums& x, float* tops, float factor, int barrier) {
   const Lane t;
 #pragma unroll
@@ -122,7 +124,7 @@ struct Cursor {
     word = s.words()[stage];
   }
 
-  // Behind the last tokens, what was left in the ring by others: nobody looks at the products.
+  // After the last tile, this unpacks old contents of the ring; the products are not used.
   __device__ __forceinline__ void keys(u32 (&k)[32], const Arguments& a, const Shared& s) const {
     bool dense = word.x != END;
     for_class(word.x, [&]<int C>() {
@@ -135,7 +137,7 @@ struct Cursor {
     if (dense) load_dense_keys(k, a, word);
   }
 
-  // Also goes on to the next tile; -> `seen` of this one, less than 0 tokens behind the last.
+  // Advances to the next tile. Returns `seen` of this tile; its token count is negative after the last tile.
   __device__ __forceinline__ int2 values(u32 (&v)[2][16], const Arguments& a, const Shared& s, u32 room, int barrier) {
     bool dense = word.x != END;
     const int live = min(word.y - at, TILE);
@@ -181,7 +183,7 @@ __device__ __forceinline__ void begin_output(Sums& x, const u32 (&v)[2][16], u32
   products_commit();
 }
 
-// Both warpgroups' sums -> one, and from there to where they belong.
+// Adds up the sums of both warpgroups and stores the results.
 __device__ __forceinline__ void finish(const Arguments& a, const Shared& s, int warpgroup, Sums& x) {
   const Lane t;
   float *mine = s.tops(warpgroup), *sums = s.sums();
@@ -199,7 +201,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Shared& s, int 
       if (t.warp == 0) *reinterpret_cast<float2*>(s.maxima(warpgroup) + query) = make_float2(x.m[2 * i], x.m[2 * i + 1]);
     }
   }
-  named_barrier(3, 256);  // and nobody reads the ring any more
+  named_barrier(3, 256);  // from here on no thread reads the ring
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
     const int query = i * 8 + t.g * 2;
@@ -234,7 +236,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Shared& s, int 
       y.o[i * 4 + j * 2] = z.x, y.o[i * 4 + j * 2 + 1] = z.y;
     }
     y.m[j] = fmaxf(m0, m1);
-    const float* l = s.tops(0) + t.g * QUERIES + row + 8 * j;  // of warp g of either
+    const float* l = s.tops(0) + t.g * QUERIES + row + 8 * j;  // of warp g of both warpgroups
     y.l[j] = l[0] * exp2_fast(m0 - y.m[j]) + l[4 * QUERIES] * exp2_fast(m1 - y.m[j]);
   }
   store_rows(a, item, item.first + row, y);

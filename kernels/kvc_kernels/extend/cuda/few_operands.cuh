@@ -1,17 +1,17 @@
 // Keys and values of 64 tokens as the operand that wgmma takes from registers, fp16.
 //
-// A thread (warp w, lane 4 r + g) has of the products' operand A rows 16 w + r and 16 w + 8 + r, and of every 16 columns
-// 2 g, 2 g + 1, 2 g + 8, 2 g + 9. Rows of K and columns of V^T are tokens, columns of K features; of both, number
-// 16 j + 8 h + 2 g + e stands for token or feature 16 g + 4 j + 2 h + e (of each half of the features). So 16 bytes of
-// codes are what a thread needs, in the order in which it needs them. Queries have their features in the same order
-// (`load_queries`), and the logits leave their product in the order of V^T's columns.
+// The thread in lane 4 r + g of warp w holds rows 16 w + r and 16 w + 8 + r of operand A, and columns 2 g, 2 g + 1, 2 g + 8 and
+// 2 g + 9 of every 16. Rows of K and columns of V^T are tokens; columns of K are features. Index 16 j + 8 h + 2 g + e of the
+// operand stands for token or feature 16 g + 4 j + 2 h + e (within each half of the features). One 16-byte load of codes
+// then gives a thread its elements in the order of use. Queries have their features in the same order (`load_queries`),
+// and the product of the logits delivers them in the order of V^T's columns.
 #pragma once
 
-// Keys are 2^-12 and values 2^-10 of what they stand for. A code is then a subnormal number times a scale that fits fp16 (as
-// long as codes span less than 3840 resp. 960), exact but for the rounding of the result.
+// Unpacked keys are scaled by 2^-12 and values by 2^-10. A code is then a subnormal number, and its scale fits fp16 as long as
+// the codes of a channel span less than 3840 and those of a token less than 960. Only the result is rounded.
 constexpr float KEY_UNIT = 4096.0f, VALUE_UNIT = 1024.0f;
 
-// Of values and of keys: 1, and what scales of 4 and of 8 bits are multiplied by. Those of keys are on the 8-bit grid.
+// For values and for keys: 1, and the factors of 4-bit and 8-bit scales. Scales of keys are on the 8-bit grid.
 constexpr u32 ONE[] = {both(0x1400), both(0x0C00)};      // 2^-10, 2^-12
 constexpr u32 NIBBLES[] = {both(0x6400), both(0x6C40)};  // 2^10, 17 * 2^8: a nibble is in bits 4..7
 constexpr u32 BYTES[] = {both(0x7400), both(0x6C00)};    // 2^14, 2^12
@@ -23,7 +23,7 @@ struct Lane {
   __device__ __forceinline__ int token(int h) const { return r / 2 * 16 + warp * 4 + h * 2 + r % 2; }  // of a logit
 };
 
-// Four codes, bytes or the upper half of each, times scale plus zero -> two words.
+// Two words of four codes (bytes, or their upper halves) times scale plus zero.
 __device__ __forceinline__ void four(u32 x, u32& low, u32& high, const u32* s, const u32* z) {
   low = fma2(bytes_of<0x4140>(x, 0), s[0], z[0]);
   high = fma2(bytes_of<0x4342>(x, 0), s[1], z[1]);
@@ -50,7 +50,8 @@ __device__ __forceinline__ u32 nibbles(u32 x) {
   return (HALF ? x : x << 4) & 0xF0F0F0F0;
 }
 
-// Token `at` and those behind it, of class C. `page`: the first one; `header`: fp16 [2, 128], scale on the 8-bit grid and zero.
+// Unpacks the keys of token `at` and those after it, class C. `page`: the first page; `header`: fp16 [2, 128], scale on the
+// 8-bit grid and zero.
 template <int C>
 __device__ __forceinline__ void load_keys(u32 (&k)[32], u32 page, int at, u32 header) {
   constexpr int BITS = CLASSES[C].key_bits, T = CLASSES[C].tokens;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void load_keys(u32 (&k)[32], u32 page, int at, u32 he
   }
 }
 
-// The same. `live` tokens are there: what lies behind them may spell NaN, which survives p = 0.
+// The same for values. Only `live` tokens exist; the bytes after them may be NaN, which p = 0 does not remove.
 template <int C>
 __device__ __forceinline__ void load_values(u32 (&v)[2][16], u32 page, int at, int live) {
   constexpr int BITS = CLASSES[C].value_bits, T = CLASSES[C].tokens;
@@ -118,10 +119,10 @@ __device__ __forceinline__ void load_values(u32 (&v)[2][16], u32 page, int at, i
 
 // --- rows in the model's dtype: new tokens, blocks that were never packed ------------------------------------------
 
-// Token -> its row of keys or values, in device memory.
+// Maps a token to its row of keys or values in device memory.
 struct Row {
   const u8* base;
-  i64 stride;        // new tokens are one after the other
+  i64 stride;        // of new tokens, which are contiguous
   const int* pages;  // null: new tokens
   int page_tokens, first;
 
@@ -158,7 +159,7 @@ __device__ __forceinline__ void load_dense_keys(u32 (&k)[32], const Arguments& a
   }
 }
 
-// Through `room`, 64 rows of 128 bytes that the warpgroup is done with: half of the features at a time.
+// Transposes through `room`, 64 rows of 128 bytes that the warpgroup no longer needs, one half of the features at a time.
 __device__ __forceinline__ void load_dense_values(u32 (&v)[2][16], const Arguments& a, int4 word, u32 room, int barrier) {
   const Lane t;
   const Row row = rows_of<false>(a, word);
@@ -178,7 +179,7 @@ __device__ __forceinline__ void load_dense_values(u32 (&v)[2][16], const Argumen
     named_barrier(barrier, 128);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      // Matrix i / 8 of lane i: which eight features, which eight tokens.
+      // Lane i addresses matrix i / 8: eight features of eight tokens.
       const int i = lane % 8, its_token = i / 2 * 16 + j * 4 + lane / 16 * 2 + i % 2, chunk = t.warp * 2 + lane / 8 % 2;
       u32* to = v[half] + 4 * j;
       load_transposed(room + swizzled(its_token, chunk), to[0], to[1], to[2], to[3]);

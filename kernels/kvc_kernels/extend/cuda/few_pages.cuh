@@ -1,14 +1,15 @@
 // The warp that lists the pages of a CTA and copies them, whole, into the ring.
 //
-// What the ring holds, by `words`: mark, tokens, first token, block. An entry is a packed page, or those that 64 tokens fill; of
-// rows in the model's dtype (marks of classes of 16 bits, NEW_TOKENS) 64 tokens, which the other warps read for themselves.
+// `words` describes an entry of the ring: mark, tokens, first token, block. An entry holds one packed page, or as many small
+// pages as make 64 tokens. For rows in the model's dtype (classes of 16 bits, NEW_TOKENS) it holds nothing: it stands for 64
+// tokens, which the other warps read from device memory.
 #pragma once
 
 struct Ring {
   const Shared& s;
-  int at = 0;  // entries so far
+  int at = 0;  // number of entries so far
 
-  // The place of the next entry, empty; every lane waits.
+  // Waits in all lanes for an empty stage and returns it.
   __device__ __forceinline__ int next() {
     const int stage = at % STAGES, parity = at / STAGES & 1 ^ 1;
     at++;
@@ -28,7 +29,7 @@ struct Ring {
     for (int first = 0; first < tokens; first += TILE) put_mark(mark, min(tokens - first, TILE), first, block);
   }
 
-  // The pages of `tokens` tokens. Of the last one, keys that do not exist are left out.
+  // Copies the pages of `tokens` tokens. Key rows after the last token are left out.
   template <int C>
   __device__ __forceinline__ void put_pages(const Arguments& a, const int* pages, int tokens, int block) {
     constexpr Class c = CLASSES[C];
@@ -70,7 +71,7 @@ __device__ __forceinline__ void copy_class(const Arguments& a, const Shared& s, 
         block = __ldg(list + at + lane) >> 32;
         count = a.counts[block_head(a, block) * 2 + c.side];
       }
-      __syncwarp();  // everyone has read the list before
+      __syncwarp();  // all lanes have read the previous list
       for (int i = 0; i < n * MOST; i += 32) {
         const int mine = i + lane, from = min(mine / MOST, 31), page = mine % MOST;
         const int its_block = __shfl_sync(~0u, block, from), its_count = __shfl_sync(~0u, count, from);
