@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,13 +21,13 @@ import torch
 
 from kvc_kernels.extend.few_tokens import TIERS as FEW_ROWS
 from kvc_kernels.extend.unpacked import LEAST_NEW
-from kvc_kernels.scores.reference import DECODE_STRIDE, ScoreSampling
+from kvc_kernels.scores.reference import DECODE_STRIDE
 
-from .common import RESULTS, Budget, Results, Workload, choose_page_bytes, copy_bandwidth, table, time_graph
+from .collecting import collecting, collecting_steps
+from .common import RESULTS, Budget, Results, Workload, copy_bandwidth, table
+from .extend_stock import DIM, GROUP, HEADS, SCALE, STOCK, fa3_paged, new_rows, stock
+from .timing import host_us, matmul_rate, timed
 
-STOCK = ("fa3 page 1", "fa3 page 128", "flashinfer fa2 page 16", "flashinfer fa3 page 1")
-HEADS, GROUP, DIM = 8, 4, 128
-SCALE = 1 / math.sqrt(DIM)
 BATCHES = {  # name -> cached tokens of each request
     "16 x 2K": [2048] * 16,
     "16 of 2K to 26K": [2560 * (1 + i * 7 % 10) for i in range(16)],
@@ -37,100 +36,6 @@ BATCHES = {  # name -> cached tokens of each request
 HEAD_DIMS = (64, 256)  # the CUDA kernel takes heads of 128 alone
 HEAD_DIM_CASES = ((102400, 1024), (16384, 2048))  # (cached, new) tokens
 FEW, HIT = (1, 5, 32), 4352  # new tokens behind a hit, and tokens of the hit
-# queries of a prompt
-SAMPLINGS = {"window 64": ScoreSampling(64), "all": ScoreSampling(), "one in 16": ScoreSampling(stride=16)}
-
-
-def matmul_rate() -> float:
-    """Operations a second of a large bf16 product."""
-    a, b = torch.randn((2, 8192, 8192), device="cuda", dtype=torch.bfloat16)
-    return 2 * 8192**3 / (time_graph(lambda _: a @ b, inner=3) * 1e-3)
-
-
-def timed(fn) -> float:
-    """Median milliseconds; from a CUDA graph where the function can be captured, else from events."""
-    try:
-        return time_graph(lambda _: fn(), inner=5)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(9):
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            for _ in range(5):
-                fn()
-            b.record()
-            b.synchronize()
-            times.append(a.elapsed_time(b) / 5)
-        return sorted(times)[4]
-
-
-def host_us(fn, calls: int = 100) -> float:
-    """Median microseconds of the host's thread in a call of `fn`, while the device keeps up or lags."""
-    fn()
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        times.append((time.perf_counter() - began) / calls * 1e6)
-    torch.cuda.synchronize()
-    return sorted(times)[3]
-
-
-def new_rows(n: int, dim: int = DIM):
-    qkv = torch.randn((n, (GROUP + 2) * HEADS, dim), device="cuda", dtype=torch.bfloat16)
-    return qkv.split((GROUP * HEADS, HEADS, HEADS), 1)
-
-
-def flashinfer_paged(backend: str, page: int, prefixes: list[int], new: list[int]):
-    """A closure that attends each request's new tokens over its prefix and themselves in randomly placed bf16 pages."""
-    import flashinfer
-
-    def starts(x):
-        return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-    totals = [p + n for p, n in zip(prefixes, new)]
-    pages = [-(-n // page) for n in totals]
-    cache = torch.randn((sum(pages), 2, page, HEADS, DIM), device="cuda", dtype=torch.bfloat16)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", backend=backend
-    )
-    wrapper.plan(
-        starts(new),
-        starts(pages),
-        torch.randperm(sum(pages), device="cuda").int(),
-        torch.tensor([(n - 1) % page + 1 for n in totals], dtype=torch.int32),
-        HEADS * GROUP, HEADS, DIM, page, causal=True, sm_scale=SCALE, q_data_type=torch.bfloat16,
-        kv_data_type=torch.bfloat16,
-    )  # fmt: skip
-    q = new_rows(sum(new))[0].contiguous()
-    return lambda: wrapper.run(q, cache)
-
-
-def fa3_paged(page: int, prefixes: list[int], new: list[int], dim: int = DIM):
-    """The same by the FlashAttention 3 that SGLang's `fa3` backend calls."""
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
-
-    totals = [p + n for p, n in zip(prefixes, new)]
-    pages = [-(-n // page) for n in totals]
-    k, v = torch.randn((2, sum(pages), page, HEADS, dim), device="cuda", dtype=torch.bfloat16)
-    table = torch.zeros((len(new), max(pages)), dtype=torch.int32, device="cuda")
-    for row, some in zip(table, torch.randperm(sum(pages), device="cuda").int().split(pages)):
-        row[: len(some)] = some
-    q = new_rows(sum(new), dim)[0].contiguous()
-    starts = torch.tensor([0, *new], device="cuda").cumsum(0).int()
-    lens = torch.tensor(totals, dtype=torch.int32, device="cuda")
-    lengths = dict(cache_seqlens=lens, cu_seqlens_q=starts, max_seqlen_q=max(new))
-    return lambda: flash_attn_with_kvcache(q, k, v, page_table=table, **lengths, softmax_scale=dim**-0.5, causal=True)
-
-
-def stock(name: str, prefixes: list[int], new: list[int]):
-    """A closure of the stock kernel with this name of `STOCK`."""
-    library, *form = name.split()
-    page = int(form[-1])
-    return fa3_paged(page, prefixes, new) if library == "fa3" else flashinfer_paged(form[0], page, prefixes, new)
 
 
 def variants():
@@ -207,76 +112,6 @@ def fresh_prompt(new: int) -> list[dict]:
         ms = timed(lambda op=op: op.run(0, q, k, v, scale=SCALE))
         rows.append(dict(case="no prefix", prefix=0, new=new, name=name, ms=ms))
     return rows
-
-
-def collecting(tokens: int) -> list[dict]:
-    """Cost of collecting attention scores in a prompt of `tokens` tokens, relative to one layer's prefill."""
-    from kvc_kernels.layout import PoolLayout
-    from kvc_kernels.scores.prefill_kernel import AttentionScores
-    from tests.support.random_store import random_store
-
-    from . import layer
-
-    base = Workload("k8v4+k4v2", block_tokens=128)
-    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, has_scores=True)
-    layout = PoolLayout(1, HEADS, DIM, 128, page, True)
-    n = tokens // 128
-    counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
-    store = random_store(layout, base.block_formats(), torch.zeros(n, dtype=torch.int64), counts, device="cuda")
-    blocks = (1 + torch.randperm(n)).int().cuda()[None]
-    q = torch.randn((tokens, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
-    lse = torch.full((tokens, HEADS * GROUP), 20.0, device="cuda")
-    rows = [dict(case="score", name="prefill of one layer", new=tokens, ms=layer.prefill_ms(tokens))]
-    for name, sampling in SAMPLINGS.items():
-        op = AttentionScores(store, query_heads=HEADS * GROUP, sampling=sampling)
-        op.plan(blocks, [0], [tokens])
-        ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
-        rows.append(dict(case="score", name=name, new=tokens, ms=ms))
-    return rows
-
-
-def sampled_step(batch: int, tokens: int):
-    """(store, blocks `[B, NB]`, lengths `[B]`, queries) of a decode step of `batch` requests of about `tokens` in k4v4,
-    all with their own length."""
-    from kvc_kernels.layout import PoolLayout
-    from tests.support.random_store import random_store
-
-    base = Workload("k4v4", block_tokens=128)
-    page = choose_page_bytes(base.formats, head_dim=DIM, block_tokens=128, has_scores=True, whole=True)
-    layout = PoolLayout(1, HEADS, DIM, 128, page, True)
-    n = batch * (tokens // 128 + 1)
-    counts = torch.zeros((n, 1, HEADS, 2), dtype=torch.int64)
-    counts[..., 0] = 128
-    store = random_store(layout, base.block_formats(), torch.ones(n, dtype=torch.int64), counts, device="cuda")
-    rows = (1 + torch.randperm(n)).int().cuda().view(batch, -1)
-    lens = (tokens - torch.arange(batch)).int().cuda()
-    return store, rows, lens, torch.randn((batch, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
-
-
-def collecting_steps(batch: int, tokens: int) -> list[dict]:
-    """The same cost in one decode step, if all requests are sampled, or only those that `ScoreSampling` samples, here
-    one in DECODE_STRIDE."""
-    from kvc_kernels.decode.attention import DecodeAttention
-    from kvc_kernels.scores.prefill_kernel import AttentionScores
-
-    from . import layer
-
-    store, rows, lens, q = sampled_step(batch, tokens)
-    attend = DecodeAttention(store, max_batch=batch, max_blocks=rows.shape[1], query_heads=HEADS * GROUP)
-    attend.plan(rows, lens)
-    lse = torch.empty((batch, HEADS * GROUP), device="cuda")
-    ms = timed(lambda: attend.run(0, q, scale=SCALE, lse=lse))
-    whole = [("attention", ms), ("one layer", ms + layer.products_ms(batch))]
-    out = [dict(case="score decode", name=name, prefix=tokens, new=batch, ms=ms) for name, ms in whole]
-    for stride in (1, DECODE_STRIDE):
-        sampling = ScoreSampling(reduce="sum", power=2, decode_stride=stride)
-        op = AttentionScores(
-            store, query_heads=HEADS * GROUP, sampling=sampling, max_batch=batch, max_blocks=rows.shape[1]
-        )
-        op.plan_decode(rows, lens)
-        ms = timed(lambda op=op: op.add(0, q, lse, scale=SCALE))
-        out.append(dict(case="score decode", name=f"one step in {stride}", prefix=tokens, new=batch, ms=ms))
-    return out
 
 
 def baselines(prefixes: list[int], new: list[int], names: Sequence[str]) -> dict[str, float]:

@@ -17,9 +17,9 @@ from kvc_kernels.scores.decode_kernel import StepTuning
 from kvc_kernels.scores.prefill_kernel import AttentionScores
 from kvc_kernels.scores.reference import ScoreSampling
 
-from . import extend
+from . import collecting, extend
 from .common import RESULTS, Results, time_graph
-from .extend import GROUP, HEADS, SCALE
+from .extend_stock import GROUP, HEADS, SCALE
 
 BATCH, TOKENS, STRIDES = 64, 8192, (1, 16, 32)
 TUNINGS = (
@@ -43,9 +43,9 @@ def main() -> None:
     parser.add_argument("--out", default=str(RESULTS / "score_steps.json"))
     args = parser.parse_args()
     results = Results(args.out)
-    results.add(*extend.collecting_steps(BATCH, TOKENS))
+    results.add(*collecting.collecting_steps(BATCH, TOKENS))
     results.score(extend.scores(results.rows))
-    store, rows, lens, q = extend.sampled_step(BATCH, TOKENS)
+    store, rows, lens, q = collecting.sampled_step(BATCH, TOKENS)
     lse = torch.full((BATCH, HEADS * GROUP), 20.0, device="cuda")
     first = None
     for tuning in TUNINGS:
