@@ -13,14 +13,16 @@ except Exception:  # not installed, or broken by the versions around it: the Tri
     BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper = None
 
 WORKSPACE_BYTES = 128 << 20  # at least: what FlashInfer asks for
+# Its kernel for all cards. Its other one, for Hopper, has a race in its epilogue, and FlashAttention 3 serves Hopper.
+BACKEND = "fa2"
 
 
 def workspace_bytes(multiprocessors: int, group: int, head_dim: int) -> int:
     """Bytes for FlashInfer's partial results, whatever it plans.
 
-    Its kernel for GPUs other than Hopper splits long lists of keys so that two programs run on each multiprocessor, and
-    keeps an fp32 row and a log-sum-exp for each query of every program's tile, of as many query heads as share a KV
-    head (`PrefillPlan` in its `scheduler.cuh`). It raises in the middle of a forward where that does not fit.
+    Its kernel splits long lists of keys so that two programs run on each multiprocessor. It keeps an fp32 row and a
+    log-sum-exp for each query of every program's tile, for all query heads that share a KV head (`PrefillPlan` in its
+    `scheduler.cuh`), and raises in the middle of a forward if these do not fit.
     """
     tile = 128 if head_dim < 256 else 64
     return max(WORKSPACE_BYTES, 2 * multiprocessors * group * tile * (head_dim + 1) * 4 + (1 << 20))
@@ -54,7 +56,7 @@ class RaggedPrefill:
     def __init__(self, device: torch.device, *, query_heads: int, heads: int, head_dim: int, dtype: torch.dtype):
         self.heads, self.dtype, self.device = (query_heads, heads, head_dim), dtype, device
         workspace = make_workspace(device, *self.heads)
-        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=BACKEND)
         self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
 
@@ -111,7 +113,7 @@ class StagedPrefill:
         if workspace is None:
             workspace = make_workspace(device, *self.heads)
         self.workspace = workspace
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=BACKEND)
         self.copy = StagingCopy()
         self.planned: tuple[float, float] | None = None
 
