@@ -1,4 +1,4 @@
-"""What must hold after every forward and every turn of the scheduler, recounted from scratch."""
+"""Invariants that hold after every forward and every turn of the scheduler, recounted from scratch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .model import P, pages_held
 
 
 def check_device(runtime, reqs: Iterable = ()) -> None:
-    """Behind a flush: every page is in one place, and the ledger charges no block less than it holds. Of the one-shot
-    prompts among the running `reqs` it charges exactly what all blocks together hold."""
+    """After a flush every page is in one place, and the ledger charges each block at least what it holds. For the
+    one-shot prompts among the running `reqs` the charge equals what all their blocks hold together."""
     ops.check_invariants(runtime.store)
     held, charge = pages_held(runtime.store), runtime.ledger.charge
     alone = np.arange(len(held)) > 0
@@ -35,13 +35,13 @@ def check_device(runtime, reqs: Iterable = ()) -> None:
 
 
 def kept_blocks(req) -> list[int]:
-    """The blocks that hold what a one-shot prompt keeps, once it is packed and has dropped something."""
+    """The blocks that hold the kept tokens of a one-shot prompt that has been packed and has dropped tokens."""
     seq = req.kvc
     return [] if seq is None or seq.one_shot is None else seq.blocks[: seq.one_shot.first]
 
 
 def check_reads(server, reqs: list) -> None:
-    """What the requests read in this forward: their rows name their blocks, which store their tokens."""
+    """Check what the requests read in this forward: their rows name their blocks, which store their tokens."""
     runtime, blocks = server.runtime, {}
     for req in reqs:
         n = req.kv.kv_committed_len
@@ -75,7 +75,7 @@ def check_reads(server, reqs: list) -> None:
 
 
 def check_tree(server) -> None:
-    """All that the tree keeps, with nothing queued: each node stores the tokens of the path to it, on the device and in
+    """Check the whole tree while nothing is queued: each node stores the tokens of the path to it, on the device and in
     host memory."""
     runtime, component = server.runtime, server.tree_cache.component
     blocks, stored, stack = {}, {}, [(server.tree_cache.root_node, [])]
@@ -97,7 +97,7 @@ def check_tree(server) -> None:
 
 
 def check_files(server) -> tuple[int, int]:
-    """Nothing is under way any more. Returns the numbers of bytes written and read."""
+    """Check that no transfer is in progress. Returns the numbers of bytes written and read."""
     tree, tier = server.tree_cache, server.runtime.host_tier
     tier.disk.synchronize()
     assert not tree.fetched and not tier.disk.store.damaged
@@ -126,7 +126,7 @@ def unpacked_records(tier, stored: list[int]) -> tuple[PageStore, list[int]]:
 
 
 def check_records(server) -> None:
-    """The CPU's records: owners, ref counts, windows, charges, and SGLang's leak equation."""
+    """Check the CPU's records: owners, reference counts, windows, charges, and SGLang's leak equation."""
     runtime, tree = server.runtime, server.tree_cache
     blocks, ledger = runtime.blocks, runtime.ledger
     holding = [r for r in server.requests.values() if getattr(r, "kvc", None) is not None]
@@ -170,7 +170,8 @@ def check_records(server) -> None:
 
 
 def _check_stored(tier, stored: list[int]) -> None:
-    """Each unit of the host memory is free or belongs to one stored block, which is the tree's or comes from a file."""
+    """Check that each unit of host memory is free or belongs to one stored block, which the tree holds or a file is
+    being read into."""
     assert len(set(stored)) == len(stored) == tier.stored, "a stored block has two owners, or none"
     units = tier.units[stored]
     used = units[units >= 0].tolist()
