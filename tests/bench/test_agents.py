@@ -73,11 +73,11 @@ def text(ids):
 
 @pytest.mark.parametrize("join", [1, 2])
 def test_sessions_are_reproducible_and_share_tool_prompts(join):
-    some = [made("--join", str(join)).session(i) for i in range(8)]
-    assert some == [made("--join", str(join)).session(i) for i in range(8)]
-    assert all(len(s.steps) == STEPS * join for s in some)
+    sessions = [made("--join", str(join)).session(i) for i in range(8)]
+    assert sessions == [made("--join", str(join)).session(i) for i in range(8)]
+    assert all(len(s.steps) == STEPS * join for s in sessions)
     heads = {}
-    for i, s in enumerate(some):
+    for i, s in enumerate(sessions):
         assert heads.setdefault(s.functions, s.steps[0].sent[: s.head]) == s.steps[0].sent[: s.head]
         first = text(s.steps[0].sent)
         assert first.startswith("<system>") and first.endswith("</><assistant>")
@@ -86,7 +86,7 @@ def test_sessions_are_reproducible_and_share_tool_prompts(join):
         assert s.steps[0].answer == 3 + len("ls_0(0)") + 1 and s.steps[1].answer == 3 + 2
     assert len(heads) == 3 and len({len(h) for h in heads.values()}) == 3
     # Dialogues repeat after four sessions, but each session's text is unique from its first message on.
-    assert common_prefix(some[0].steps[0].sent, some[4].steps[0].sent) < some[0].head + len("Session 4")
+    assert common_prefix(sessions[0].steps[0].sent, sessions[4].steps[0].sent) < sessions[0].head + len("Session 4")
 
 
 def test_filler_tokens_are_counted():
@@ -149,7 +149,7 @@ def row(steps_s, share=0.5, options=("--attention-backend", "fa3")):
     return dict.fromkeys(agents.COLUMNS, 1.0) | {"steps_s": steps_s, "from_cache": share, "options": list(options)}
 
 
-def test_scores_take_the_fastest_stock_server(monkeypatch):
+def test_scores_take_fastest_stock_server(monkeypatch):
     a = made("--curve", "2,4").a
     slow = ("--attention-backend", "flashinfer")
     numbers = {"kvc_k4v4.a4": row(6.0, 0.9), "bf16.a4": row(1.0), "bf16_flashinfer.a4": row(2.0, options=slow)}

@@ -34,7 +34,7 @@ def run(*speeds, ttft=1000.0, options="--attention-backend fa3"):
     return {"options": options.split(), **serving.summary(runs)}
 
 
-def test_scores_take_the_fastest_stock_server():
+def test_scores_take_fastest_stock_server():
     a = arguments("--quick")
     fp8 = "--kv-cache-dtype fp8_e4m3 --attention-backend fa3"
     numbers = {"bf16.c64": run(900.0), "bf16_flashinfer.c64": run(1000.0, options="--attention-backend flashinfer")}
@@ -51,7 +51,7 @@ def test_scores_take_the_fastest_stock_server():
     assert len(serving.table(numbers).splitlines()) == 6
 
 
-def test_long_answers_and_rates_take_the_fastest_stock_server():
+def test_long_answers_and_rates_take_fastest_stock_server():
     numbers = {"bf16.c64": run(900.0), "bf16_fa3_p128.c64": run(1000.0), "fp8_e4m3.c64": run(5000.0)}
     numbers |= {"kvc_k4v4.c64": run(2500.0), "kvc_kv-compress-8x.c64": run(3000.0)}
     found = long_answers.scores(numbers, arguments("--quick"))

@@ -56,12 +56,12 @@ def test_blocks_are_counted_once(order, host, monkeypatch):
 
 
 def test_unbounded_cache_hits_every_earlier_token():
-    some = sessions()
+    all_sessions = sessions()
     endless = replace(SMALL, memory=1e6)
-    found = Simulation(some, endless, ORDERS["lru"], QUEUES["fcfs"], agents=4).run(0, 3000)
+    found = Simulation(all_sessions, endless, ORDERS["lru"], QUEUES["fcfs"], agents=4).run(0, 3000)
     assert found.again == 0 and found.device > 0 and found.host == 0
     # Hits are whole blocks, including tools that other sessions brought in.
-    assert found.device / found.prompt >= traces.endless_share(some) - 0.02
+    assert found.device / found.prompt >= traces.endless_share(all_sessions) - 0.02
     assert max(found.first_token) < 10
 
 
@@ -98,10 +98,10 @@ def chains(**fields):
 )
 def test_order_evicts_expected_chain_first(order, fields, first):
     cache = Cache(3, 0, ORDERS[order])
-    some = chains(**fields)
-    cache.chains, cache.device = dict.fromkeys(some), 3
+    candidates = chains(**fields)
+    cache.chains, cache.device = dict.fromkeys(candidates), 3
     assert cache.make_room(1, now=100.0)
-    assert [c.device for c in some] == [int(i != first) for i in range(3)]
+    assert [c.device for c in candidates] == [int(i != first) for i in range(3)]
 
 
 def test_parent_is_evicted_after_its_child():

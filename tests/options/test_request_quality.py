@@ -62,7 +62,7 @@ def serve(parse, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options, own",
+    "options, default_format",
     [
         ("", "k4v4"),
         ("--kvc-high k8v4", "k8v4"),
@@ -71,9 +71,9 @@ def serve(parse, monkeypatch):
         ("--kvc-high K4V4 --kvc-levels k8v4", "k4v4"),
     ],
 )
-def test_name_of_default_format_equals_no_level(serve, options, own):
+def test_name_of_default_format_equals_no_level(serve, options, default_format):
     ask = serve(*options.split())
-    assert ask(own) is None and ask(None) is None
+    assert ask(default_format) is None and ask(None) is None
     assert ask("lossless") == "lossless"
     with pytest.raises(ValueError, match="'k2v2', which is not"):
         ask("k2v2")

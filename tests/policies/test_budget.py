@@ -115,5 +115,5 @@ def test_page_size_grows_until_it_holds_uncompressed_tokens():
 def test_given_page_size_is_used():
     config = resolve_config(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     policy = make_policy(config)
-    own = replace(config, page_bytes=4352)
-    assert make_layout(own, policy, layers=24, heads=2, head_dim=64).page_bytes == 4352
+    with_page_size = replace(config, page_bytes=4352)
+    assert make_layout(with_page_size, policy, layers=24, heads=2, head_dim=64).page_bytes == 4352

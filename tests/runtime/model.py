@@ -211,11 +211,11 @@ class ToyServer:
     def check_rows(self, req: Request) -> None:
         tokens = list(req.origin_input_ids + req.output_ids)
         for i, block in enumerate(req.kvc.blocks):
-            mine = tokens[i * P : (i + 1) * P]
+            block_tokens = tokens[i * P : (i + 1) * P]
             assert self.rows.req_to_token[req.kv.req_pool_idx, i * P] == block * P
             if req.kvc_level == LOSSLESS:
                 assert int(self.runtime.store.format_id[block]) == 0
-            want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(mine))]))
+            want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(block_tokens))]))
             got, _, tier = ops.load_dense(self.runtime.store, 0, torch.tensor([block]))
             if isinstance(self.runtime.policy, Prune) and self.runtime.store.format_id[block] > 0:
                 continue  # tokens are chosen without positions: the page does not tell which row is which
@@ -225,8 +225,8 @@ class ToyServer:
             tolerance = 0.0 if not block_format.high.packed else 0.1 + 7.5 / (2**bits - 1)
             if self.runtime.demotion.enabled and bits < 4:
                 tolerance += 0.6  # it may have had 4 bits before
-            kept = tier[0, :, : len(mine)] > 0
-            error = (got[0, :, : len(mine)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)
+            kept = tier[0, :, : len(block_tokens)] > 0
+            error = (got[0, :, : len(block_tokens)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)
             assert not kept.any() or error[kept].max() <= tolerance
 
 

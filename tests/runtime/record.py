@@ -89,14 +89,14 @@ def check(
     format_ids = store.format_id[ids]
     assert (format_ids >= 0).all(), f"free blocks are read: {ids[format_ids < 0].tolist()}"
     for format_id in sorted(set(format_ids.tolist())):
-        mine = ids[format_ids == format_id]
-        counts = torch.tensor([len(blocks[b]) for b in mine.tolist()])
+        selected = ids[format_ids == format_id]
+        counts = torch.tensor([len(blocks[b]) for b in selected.tolist()])
         live = torch.arange(P) < counts[:, None]
         assert format_id == 0 or live.all(), "a block is packed before it is full"
-        want = rows(np.stack([np.resize(blocks[b], P) for b in mine.tolist()]))
+        want = rows(np.stack([np.resize(blocks[b], P) for b in selected.tolist()]))
         want = want.permute(2, 3, 0, 4, 1, 5)  # [K or V, L, n, H, P, D]
         for layer in range(L):
-            k, v, tier = ops.load_dense(store, layer, mine, format_id)
+            k, v, tier = ops.load_dense(store, layer, selected, format_id)
             assert not keeps_all or (tier == 2).all(), "a token is gone"
             _check_rows(store, format_id, (k, v), tier * live[:, None], want[:, layer], ladder)
 
@@ -159,7 +159,7 @@ def _places(keys: torch.Tensor, want: torch.Tensor, tier: torch.Tensor) -> torch
     has its tokens in order, and no token is stored twice."""
     place = torch.cdist(keys, want).argmin(-1)
     for name in (1, 2):
-        mine = torch.where(tier == name, place, -1)
-        last = torch.cat((torch.full_like(mine[..., :1], -1), mine.cummax(-1).values[..., :-1]), -1)
-        assert ((mine > last) | (tier != name)).all(), "stored tokens are out of order, or doubled"
+        tier_places = torch.where(tier == name, place, -1)
+        last = torch.cat((torch.full_like(tier_places[..., :1], -1), tier_places.cummax(-1).values[..., :-1]), -1)
+        assert ((tier_places > last) | (tier != name)).all(), "stored tokens are out of order, or doubled"
     return place

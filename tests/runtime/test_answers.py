@@ -36,13 +36,13 @@ def page_tokens(runtime) -> int:
 # ---- when
 
 
-@pytest.mark.parametrize("own", STRIDES)
+@pytest.mark.parametrize("policy_stride", STRIDES)
 @pytest.mark.parametrize("lag", [EVIDENCE * n for n in (1, 2, 3, 8, 13, 32, 100)])
-def test_enough_queries_are_sampled_before_block_is_planned(lag, own):
-    stride = with_evidence(ScoreSampling(decode_stride=own), lag).decode_stride
-    assert stride <= own and sum((i + 1) % stride == 0 for i in range(P, P + lag)) >= EVIDENCE
+def test_enough_queries_are_sampled_before_block_is_planned(lag, policy_stride):
+    stride = with_evidence(ScoreSampling(decode_stride=policy_stride), lag).decode_stride
+    assert stride <= policy_stride and sum((i + 1) % stride == 0 for i in range(P, P + lag)) >= EVIDENCE
     # No more steps are sampled than necessary, because each costs time.
-    assert stride == own or 2 * stride not in STRIDES or lag // (2 * stride) < EVIDENCE
+    assert stride == policy_stride or 2 * stride not in STRIDES or lag // (2 * stride) < EVIDENCE
 
 
 @pytest.mark.parametrize("prompt", [1, 3 * P + 5, 4 * P])

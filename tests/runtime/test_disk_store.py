@@ -49,15 +49,15 @@ def test_record_round_trips_within_and_across_servers(tmp_path):
 
 
 def test_files_of_another_model_are_ignored_and_kept(tmp_path):
-    mine, theirs = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER)
-    mine.write(key_of(1), STORED, record_of(1))
-    assert not len(DiskStore(tmp_path, OTHER)) and read(theirs, key_of(1))[0] is None
+    store, other_store = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER)
+    store.write(key_of(1), STORED, record_of(1))
+    assert not len(DiskStore(tmp_path, OTHER)) and read(other_store, key_of(1))[0] is None
     # A file of another model is copied to the right name.
-    theirs.path(key_of(1)).parent.mkdir(exist_ok=True)
-    os.link(mine.path(key_of(1)), theirs.path(key_of(1)))
+    other_store.path(key_of(1)).parent.mkdir(exist_ok=True)
+    os.link(store.path(key_of(1)), other_store.path(key_of(1)))
     assert read(DiskStore(tmp_path, OTHER), key_of(1))[0] is None
-    assert read(mine, key_of(1))[0] == STORED
-    assert mine.of(MODEL) is mine and mine.of(OTHER).folder == theirs.folder
+    assert read(store, key_of(1))[0] == STORED
+    assert store.of(MODEL) is store and store.of(OTHER).folder == other_store.folder
 
 
 def test_damaged_files_are_skipped_counted_and_removed(tmp_path):

@@ -95,8 +95,8 @@ def test_page_store_equals_new_store_after_resume():
         served.resume()
     assert len(served.saver.bytes_of(KV)) >= len(fresh.store._tensors)
     fresh.store.ring[-1] = 0  # after all free pages: never read
-    for mine, new in zip(served.runtime.store._tensors, fresh.store._tensors):
-        assert torch.equal(mine, new)
+    for resumed, expected in zip(served.runtime.store._tensors, fresh.store._tensors):
+        assert torch.equal(resumed, expected)
 
 
 def test_prompts_wait_while_memory_is_released():

@@ -130,15 +130,15 @@ def slow_kept(
     full = tokens // P * P
     for layer in range(L):
         for head in range(H):
-            mine = np.array(there[layer, head] if there else range(tokens))
-            seen = mine <= (tokens - WINDOW + np.arange(WINDOW))[:, None]
-            pooled = slow_scores(k[layer, head], q[layer, :, 2 * head : 2 * head + 2], seen)[mine < full]
-            mine = mine[mine < full]
-            pooled[(mine < SINKS) | (mine >= tokens - WINDOW)] = np.inf
-            order = sorted(range(len(mine)), key=lambda i: (-pooled[i], i))
+            positions = np.array(there[layer, head] if there else range(tokens))
+            seen = positions <= (tokens - WINDOW + np.arange(WINDOW))[:, None]
+            pooled = slow_scores(k[layer, head], q[layer, :, 2 * head : 2 * head + 2], seen)[positions < full]
+            positions = positions[positions < full]
+            pooled[(positions < SINKS) | (positions >= tokens - WINDOW)] = np.inf
+            order = sorted(range(len(positions)), key=lambda i: (-pooled[i], i))
             for j in range(min(most, len(order) // t)):
                 page = order[j * t : (j + 1) * t]
-                entries.append((j > 0, -pooled[page[0]], (layer, head), j, mine[page].tolist()))
+                entries.append((j > 0, -pooled[page[0]], (layer, head), j, positions[page].tolist()))
     kept = {(layer, head): [] for layer in range(L) for head in range(H)}
     for _, _, head, _, page in sorted(entries)[:pages]:
         kept[head] += page
@@ -165,9 +165,9 @@ def test_kept_tokens_match_slow_reference(runtime, budget, tail):
             stored = tier[:, head].flatten() == 2
             place = torch.cdist(keys[:, head].flatten(0, 1)[stored], k[layer, :, head].float()).argmin(-1).tolist()
             assert place == sorted(set(place))
-            mine = want[layer, head]
-            assert len(place) == len(mine)
-            assert len(set(place) ^ set(mine)) <= 2
+            expected = want[layer, head]
+            assert len(place) == len(expected)
+            assert len(set(place) ^ set(expected)) <= 2
             off = (values[:, head].flatten(0, 1)[stored] - v[layer, place, head].float()).abs().max()
             assert off < 0.5
 
@@ -243,24 +243,24 @@ def check(runtime, seq) -> None:
 def slow_thinned(tokens: int, seq, chunks) -> dict[tuple[int, int], list[int]]:
     """Tokens that each head has before the last competition."""
     size, stays = thinning.SEGMENT, seq.one_shot.stays
-    there = {(layer, head): [] for layer in range(L) for head in range(H)}
+    kept_by_head = {(layer, head): [] for layer in range(L) for head in range(H)}
     done = 0
     for end, probe, k, q in chunks[:-1]:
         now = min(end - probe, tokens - WINDOW) // P // size * size * P
         if now == done:
             continue
-        for (layer, head), mine in there.items():
+        for (layer, head), kept in kept_by_head.items():
             if stays == size:
-                mine += range(done, now)
+                kept += range(done, now)
                 continue
             keys = k[layer, head]
-            assert len(keys) == len(mine) + end - done
+            assert len(keys) == len(kept) + end - done
             seen = np.arange(len(keys)) <= (len(keys) - WINDOW + np.arange(WINDOW))[:, None]
-            score = slow_scores(keys, q[layer, :, 2 * head : 2 * head + 2], seen)[len(mine) :][: now - done]
+            score = slow_scores(keys, q[layer, :, 2 * head : 2 * head + 2], seen)[len(kept) :][: now - done]
             score[: SINKS if done == 0 else 0] = np.inf
-            mine += sorted((done + np.argsort(-score, kind="stable")[: (now - done) // size * stays]).tolist())
+            kept += sorted((done + np.argsort(-score, kind="stable")[: (now - done) // size * stays]).tolist())
         done = now
-    return {head: [*mine, *range(done, tokens)] for head, mine in there.items()}
+    return {head: [*kept, *range(done, tokens)] for head, kept in kept_by_head.items()}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def machine(**options):
         pytest.param({"high": "k4v4", "disable": True}, id="no-radix"),
     ],
 )
-def test_random_lives(options):
+def test_random_requests_match_model(options):
     run_state_machine_as_test(
         machine(**options),
         settings=settings(
@@ -127,7 +127,7 @@ def test_finished_answers_are_packed():
     assert server.runtime.store.format_id[block] == 1
 
 
-def test_retraction_packs_what_the_tree_keeps():
+def test_retraction_packs_blocks_that_tree_keeps():
     server = ToyServer(high="k4v4", window=P)
     req = server.admit([*PIECES[0], 1])
     block = req.kvc.blocks[0]
@@ -149,7 +149,7 @@ def test_decode_needs_no_spare_block():
     assert server.tree.evictable_slots() == before
 
 
-def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
+def test_lossless_requests_share_blocks_only_with_lossless_requests():
     server = ToyServer(high="k4v4")
     prompt = [*PIECES[0], *PIECES[1]]
     packed = server.admit([*prompt, 1])
