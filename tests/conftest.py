@@ -1,8 +1,8 @@
-"""Rules for all tests: fixed random numbers, no deadlines, and one process either with Triton's interpreter or without.
+"""Rules for all tests: fixed random numbers, no deadlines, and a process either with or without Triton's interpreter.
 
 Triton reads TRITON_INTERPRET when a kernel is defined. Files named `test_interpret*.py` need it, all other tests must
-not see it. A pytest run therefore takes one kind and leaves out the other. It takes the interpreter tests when it is
-told `-m interpreter`, when all paths on its command line name such files, or when TRITON_INTERPRET=1 is set already.
+not see it. A pytest run therefore takes one kind and leaves out the other. It takes the interpreter tests with `-m
+interpreter`, when all paths on its command line name such files, or when TRITON_INTERPRET=1 is already set.
 """
 
 import os
@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# `--hypothesis-profile random` looks for new examples, in the properties that do not fix their own.
+# `--hypothesis-profile random` looks for new examples in properties that do not fix theirs.
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("fixed")
@@ -36,19 +36,19 @@ def pytest_configure(config):
         if "triton" in sys.modules:
             raise pytest.UsageError("a plugin imported triton too early; set TRITON_INTERPRET=1")
         os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-        torch.set_num_threads(1)  # torch has read OMP_NUM_THREADS
+        torch.set_num_threads(1)  # torch has already read OMP_NUM_THREADS
     if hasattr(config, "workerinput"):
-        # Workers of pytest-xdist share the cores. With more threads each small operation would wait for a busy core.
+        # Workers of pytest-xdist share the cores. With more threads, each small operation would wait for a busy core.
         torch.set_num_threads(1)
     if expression == "gpu":
         config.pluginmanager.register(FailuresAtOnce(), "failures-at-once")
     if not torch.cuda.is_available():
-        # pytest's command line has no --kv-backend, by which the platform for CPUs would know that it is wanted.
+        # pytest's command line has no --kv-backend, which would select the CPU platform.
         os.environ.setdefault("SGLANG_PLATFORM", "kvc_cpu")
 
 
 class FailuresAtOnce:
-    """Prints the end of a failure when it happens. A GPU run that is cut off by time has no summary."""
+    """Prints the end of a failure when it happens, because a GPU run that hits its time limit prints no summary."""
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark interpreter tests, and begin with what takes long, so that no worker waits for it at the end."""
+    """Mark interpreter tests, and run long tests first, so that no worker waits for them at the end."""
     for item in items:
         if needs_interpreter(item.path):
             item.add_marker(pytest.mark.interpreter)
@@ -84,12 +84,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """Before the test's fixtures of any scope draw from a generator."""
+    """Seed the generators before fixtures of any scope draw from them."""
     seed_generators(item.nodeid)
 
 
 def seed_generators(name: str) -> None:
-    """Seed the global generators of Python, numpy and torch by the name of a test."""
+    """Seed the global generators of Python, numpy and torch with the name of a test."""
     seed = zlib.crc32(name.encode())
     random.seed(seed)
     np.random.seed(seed)

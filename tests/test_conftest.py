@@ -1,4 +1,4 @@
-"""What `conftest.py` promises of every test: the same draws in each run, and no deadline."""
+"""Guarantees of `conftest.py` for every test: the same draws in each run, and no deadline."""
 
 import random
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), np.random.rand(), torch.rand(()).item()
 
 
-def test_draws_follow_from_the_name_of_the_test(early, request):
+def test_seed_follows_from_test_name(early, request):
     """Fixtures of every scope draw after the seeding: `early` has torch's first number."""
     first = early, *draw()
     seed_generators(request.node.nodeid)
@@ -34,13 +34,13 @@ def test_properties_have_fixed_examples_and_no_deadline():
 @pytest.mark.parametrize(
     ("switch", "args"), [("0", ["tests/x/test_interpret.py::test_a", "tests/x"]), ("1", ["tests/x/test_reference.py"])]
 )
-def test_a_run_that_needs_both_kinds_of_process_is_refused(switch, args, monkeypatch):
+def test_run_that_needs_both_kinds_of_process_is_rejected(switch, args, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", switch)
     with pytest.raises(pytest.UsageError, match="Triton's interpreter"):
         pytest_configure(SimpleNamespace(args=args, option=SimpleNamespace(markexpr="")))
 
 
-def test_a_failure_is_printed_when_it_happens(capsys):
+def test_failure_is_printed_when_it_happens(capsys):
     report = SimpleNamespace(failed=True, nodeid="tests/x.py::test_a", longreprtext="E  assert 1 == 2")
     FailuresAtOnce().pytest_runtest_logreport(report)
     assert capsys.readouterr().out == "\ntests/x.py::test_a\nE  assert 1 == 2\n"

@@ -1,4 +1,4 @@
-"""The import graph, read from the source: who may import whom, and who may import SGLang and Triton."""
+"""The import graph, read from the source: which modules may import which others, SGLang and Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDER = (
     "policies",
     "cache",
     "options",
-    "calibration.measure",  # a command on top of the settings; the files that it writes are below them
+    "calibration.measure",  # a command that uses the settings; the files that it writes are lower
     "engine",
     "stats",
     "adapter",
@@ -29,7 +29,7 @@ ORDER = (
     "cli",
 )
 
-# Where sglang.srt may be imported, beside kvc_patches, and why.
+# Modules besides kvc_patches that may import sglang.srt, and why.
 SGLANG = {
     "sglang_kvc.adapter": "subclasses the pool, allocator, radix cache and attention backend that SGLang calls",
     "sglang_kvc.cpu.platform_class": "subclasses SGLang's platform",
@@ -37,7 +37,7 @@ SGLANG = {
     "sglang_kvc.options.start": "reads what SGLang made of the arguments",
     "sglang_kvc.options.model_facts": "reads SGLang's ModelConfig, in the function that is given one",
 }
-# Where triton may be imported, beside the *_kernel files of kvc_kernels and what runs on a GPU alone.
+# Modules that may import triton, besides the *_kernel files of kvc_kernels and GPU-only code.
 NO_TRITON = ("sglang_kvc.cache", "sglang_kvc.options", "sglang_kvc.policies", "sglang_kvc.calibration")
 
 # (importer, imported) pairs that break a rule.
@@ -71,7 +71,7 @@ def _imports(source: str, file: Path) -> list[Import]:
 
     def visit(node: ast.AST, late: bool) -> None:
         if _is_type_checking(node):
-            return  # names of annotations, never imported
+            return  # names in annotations, never imported at run time
         if isinstance(node, ast.Import):
             out.extend(Import(source, alias.name, late) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -79,7 +79,7 @@ def _imports(source: str, file: Path) -> list[Import]:
             if node.level:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, *([base] if base else [])])
-            for alias in node.names:  # a name of a module, or a module of a package
+            for alias in node.names:  # a name in a module, or a module of a package
                 name = f"{base}.{alias.name}"
                 out.append(Import(source, name if name in modules() else base, late))
         late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -114,23 +114,23 @@ def _circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_circle_among_modules(package):
+def test_modules_have_no_import_circle(package):
     graph: dict[str, set[str]] = {name: set() for name in modules() if _within(name, package)}
     for i in imports():
-        # A module's import from its own package needs a name that `__init__` has bound before.
+        # An import from a module's own package needs a name that `__init__` has already bound.
         if not i.late and i.source in graph and i.target in graph and not _within(i.source, i.target):
             graph[i.source].add(i.target)
     assert _circle(graph) == []
 
 
-def test_every_folder_has_a_place_in_the_order():
+def test_every_folder_has_place_in_order():
     inside = {name for name in modules() if _within(name, "sglang_kvc") and name != "sglang_kvc"}
     assert {name for name in inside if _folder(name) is None} == set()
     assert set(ORDER) == {_folder(name) for name in inside}
 
 
-def test_folders_import_only_lower_ones():
-    """Late imports count: they would hide a circle."""
+def test_folders_import_only_lower_folders():
+    """Late imports also count, because they would hide a circle."""
     upward = [
         f"{i.source} imports {i.target}"
         for i in imports()
@@ -140,13 +140,13 @@ def test_folders_import_only_lower_ones():
     assert upward == []
 
 
-def test_the_order_is_that_of_the_package_docstring():
+def test_order_matches_package_docstring():
     text = ast.get_docstring(ast.parse(modules()["sglang_kvc"].read_text()))
     assert " < ".join(ORDER) in " ".join(text.split())
 
 
 @pytest.mark.parametrize("package", ["kvc_kernels", "sglang_kvc"])
-def test_packages_import_only_lower_ones(package):
+def test_packages_import_only_lower_packages(package):
     higher = {"kvc_kernels": ("sglang_kvc", "kvc_patches"), "sglang_kvc": ("kvc_patches",)}[package]
     upward = [i for i in imports() if _within(i.source, package) and any(_within(i.target, h) for h in higher)]
     assert upward == []

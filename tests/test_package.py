@@ -1,4 +1,4 @@
-"""What a user gets from `pip install`: every package of ours, and nothing under a name that is not ours."""
+"""The result of `pip install`: all of this project's packages, and no foreign names."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_every_package_is_installed():
     assert sorted(listed) == sorted(found)
 
 
-def test_scoreboard_readme_and_docs_show_the_committed_results(monkeypatch, capsys):
+def test_scoreboard_readme_and_docs_show_committed_results(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["scoreboard", "--check"])
     assert bench.scoreboard.main() == 0, capsys.readouterr().out
 
 
-def test_the_options_page_names_every_option_and_refusal():
+def test_options_page_names_every_option_and_refusal():
     page = (ROOT / "docs" / "options.md").read_text()
     flags = [flag(name.removeprefix("kvc_")) for name in KVC_OPTIONS]
     flags += ["--" + refusal.name.replace("_", "-") for refusal in ARG_REFUSALS]

@@ -1,4 +1,4 @@
-"""The replay of agents: what it sends and what it counts, with a server that only remembers."""
+"""The replay of agents: its prompts and counts, with a server that only remembers prompts."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ def session(name, tools=3):
 
 
 class Cache:
-    """Remembers all prompts; an answer takes a millisecond."""
+    """A server that remembers all prompts; each answer takes a millisecond."""
 
     def __init__(self, fail_after=10**9):
         self.asked, self.fail_after, self.lock = [], fail_after, threading.Lock()
@@ -37,22 +37,22 @@ def common_prefix(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def test_prompts_share_what_was_recorded():
+def test_prompts_share_recorded_prefixes():
     one, again, other = (list(prompts(session(name), "0")) for name in ("a", "a", "b"))
     assert one == again
     assert [len(p) for _, p in one] == [10, 14, 8]
     assert [common_prefix(x[1], y[1]) for x, y in itertools.pairwise(one)] == [9, 4]
     assert common_prefix(one[0][1], other[0][1]) == 3  # the tools
     assert common_prefix(one[0][1], next(prompts(session("a", tools=2), "0"))[1]) < 2
-    assert common_prefix(one[0][1], next(prompts(session("a"), "1"))[1]) == 3  # played again, later
+    assert common_prefix(one[0][1], next(prompts(session("a"), "1"))[1]) == 3  # the same session, replayed later
 
 
-def test_scaled():
+def test_scaled_session_has_fewer_tokens_and_shorter_pauses():
     half = scaled(session("a"), 0.5, 2.0)
     assert half.steps[1] == Step(7, 4, 1, 0.02) and half.tools == 2
 
 
-def test_steps_are_counted_behind_the_ramp_up():
+def test_steps_are_counted_after_ramp_up():
     server = Cache()
     replay = Replay(server, [session(str(i)) for i in range(6)], 3)
     row = replay.run(0.5, ramp=5)
@@ -63,7 +63,7 @@ def test_steps_are_counted_behind_the_ramp_up():
     assert 0.4 < row["measured_s"] < 1.5
 
 
-def test_tokens_that_are_computed_again_are_counted():
+def test_recomputed_tokens_are_counted():
     seen = [Seen(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 380)]
     row = summary(seen, 10.0)
     assert row["from_cache"] == pytest.approx(180 / 300) and row["computed_again"] == pytest.approx(40 / 300)
@@ -71,12 +71,12 @@ def test_tokens_that_are_computed_again_are_counted():
     assert silent["from_cache"] is silent["computed_again"] is None and silent["sessions_h"] == 360
 
 
-def test_an_agent_that_fails_ends_the_run():
+def test_failed_agent_ends_run():
     with pytest.raises(ConnectionError, match="gone"):
         Replay(Cache(fail_after=5), [session("a")], 2).run(30, ramp=30)
 
 
-def test_the_most_agents_at_the_targets():
+def test_most_agents_within_targets():
     def row(first, rest=0.02):
         return {"first_token_s_p90": first, "output_token_s_p90": rest}
 
@@ -84,7 +84,7 @@ def test_the_most_agents_at_the_targets():
     assert most_agents(numbers) == {"a": 8, "b": 0}
 
 
-def test_scores_compare_the_most_agents():
+def test_scores_compare_most_agents():
     def row(first, hit=0.5):
         return {"first_token_s_p90": first, "output_token_s_p90": 0.02, "from_cache": hit}
 
@@ -99,7 +99,7 @@ def test_scores_compare_the_most_agents():
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
 
 
-def test_a_curve_ends_where_a_target_is_missed(monkeypatch, tmp_path):
+def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     slow = {"first_token_s_p90": 3.0, "output_token_s_p90": 0.01, "from_cache": 0.5}
     rows = iter([slow | {"first_token_s_p90": 1.0}, slow, slow])
     monkeypatch.setattr(agent_replay.requests, "get", lambda *a, **k: Models())
@@ -133,7 +133,7 @@ def test_arms_have_equal_memory():
     assert "5GB" in found["kvc_tiers"] and found["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
 
 
-def test_a_streamed_answer_is_timed():
+def test_streamed_answer_is_timed():
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

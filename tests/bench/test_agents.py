@@ -1,4 +1,4 @@
-"""The agents' bench: what its sessions say, and that its account of a cache is right, with a client that keeps one."""
+"""The agents' benchmark: the text of its sessions, and its cache accounting with a client that simulates a cache."""
 
 import json
 import time
@@ -24,11 +24,11 @@ DATA = {
         for i, classes in enumerate([["ls"], ["mail"], ["ls", "mail"], ["ls"]])
     ],
 }
-STEPS = 5  # of a dialogue: a call, the user told; two calls, the user told
+STEPS = 5  # of a dialogue: one call and a reply to the user; two calls and a reply
 
 
 class Letters:
-    """A tokenizer with a token a character."""
+    """A tokenizer with one token per character."""
 
     def __call__(self, text, add_special_tokens):
         return SimpleNamespace(input_ids=[ord(c) for c in text])
@@ -38,7 +38,7 @@ class Letters:
 
 
 class Cache:
-    """A server that remembers the last `capacity` requests and what it said to them, whole."""
+    """A server that remembers the last `capacity` requests and its answers to them."""
 
     def __init__(self, capacity=10**9, seconds=0.001):
         self.capacity, self.seconds, self.kept, self.asked = capacity, seconds, [], []
@@ -72,12 +72,12 @@ def text(ids):
 
 
 @pytest.mark.parametrize("join", [1, 2])
-def test_sessions(join):
-    some = [made("--join", str(join)).session(i) for i in range(8)]
-    assert some == [made("--join", str(join)).session(i) for i in range(8)]
-    assert all(len(s.steps) == STEPS * join for s in some)
+def test_sessions_are_reproducible_and_share_tool_prompts(join):
+    sessions = [made("--join", str(join)).session(i) for i in range(8)]
+    assert sessions == [made("--join", str(join)).session(i) for i in range(8)]
+    assert all(len(s.steps) == STEPS * join for s in sessions)
     heads = {}
-    for i, s in enumerate(some):
+    for i, s in enumerate(sessions):
         assert heads.setdefault(s.functions, s.steps[0].sent[: s.head]) == s.steps[0].sent[: s.head]
         first = text(s.steps[0].sent)
         assert first.startswith("<system>") and first.endswith("</><assistant>")
@@ -85,11 +85,11 @@ def test_sessions(join):
         assert text(s.steps[1].sent) == "</><user>Result: done\n</><assistant>"
         assert s.steps[0].answer == 3 + len("ls_0(0)") + 1 and s.steps[1].answer == 3 + 2
     assert len(heads) == 3 and len({len(h) for h in heads.values()}) == 3
-    # Dialogues repeat after four sessions, but what a session says is its own from the first message on.
-    assert common_prefix(some[0].steps[0].sent, some[4].steps[0].sent) < some[0].head + len("Session 4")
+    # Dialogues repeat after four sessions, but each session's text is unique from its first message on.
+    assert common_prefix(sessions[0].steps[0].sent, sessions[4].steps[0].sent) < sessions[0].head + len("Session 4")
 
 
-def test_filler_is_accounted():
+def test_filler_tokens_are_counted():
     plain, filled = made(), made("--read", "50")
     shares = filled.account(8)["shares"]
     assert 0.8 < sum(shares.values()) < 1 and plain.account(8)["shares"]["filler"] == 0 < shares["filler"]
@@ -97,29 +97,30 @@ def test_filler_is_accounted():
     assert more == sum(step.parts["filler"] for step in filled.session(0).steps) > 0
 
 
-def test_a_session_ends_before_it_is_too_long():
+def test_session_ends_before_length_limit():
     whole, cut = made().session(0), made("--longest", "400").session(0)
     assert cut.tokens <= 400 < whole.tokens and cut.steps == whole.steps[: len(cut.steps)]
     assert len(made("--longest", "1").session(0).steps) == 1
 
 
-def test_steps_are_counted_behind_the_ramp_up():
+def test_steps_are_counted_after_ramp_up():
     server = Cache()
     load = agents.Load(server, made(), 3, 0.002)
     row = load.run(0.3)
     inside = [s for s in load.seen if not s.first]
     assert sum(s.first for s in load.seen) == 3 and 0 < row["steps"] <= len(inside)
     assert row["steps_s"] == pytest.approx(row["steps"] / 0.3, rel=0.2) and row["ramp_s"] < 5
-    # An endless cache has all that was sent or said before; heads of other functions begin alike, so a real one more.
+    # An unbounded cache holds everything sent or answered before; system prompts of different functions begin alike, so
+    # a real cache hits more.
     assert row["sent_before"] <= row["from_cache"] < 1
-    # What a model said is part of the history of the next step.
+    # The model's answer is part of the history of the next step.
     answers = Counter(len(asked) for asked in server.asked)
     assert len(answers) > 3
     one = agents.Load(Cache(1), made(), 3, 0.002).run(0.3)
     assert one["from_cache"] < row["from_cache"]
 
 
-def test_a_step_keeps_what_the_model_said():
+def test_step_keeps_answer_of_model():
     server = Cache()
     load = agents.Load(server, made(), 1, 0.0)
     load.run(0.1)
@@ -131,7 +132,7 @@ def test_a_step_keeps_what_the_model_said():
     assert step.repeated == len(asked[first]) + len(said) and step.prompt == len(asked[first + 1])
 
 
-def test_an_agent_that_fails_ends_the_run():
+def test_failed_agent_ends_run():
     class Broken(Cache):
         def generate(self, history, answer):
             if len(self.asked) > 5:
@@ -148,7 +149,7 @@ def row(steps_s, share=0.5, options=("--attention-backend", "fa3")):
     return dict.fromkeys(agents.COLUMNS, 1.0) | {"steps_s": steps_s, "from_cache": share, "options": list(options)}
 
 
-def test_scores_take_the_fastest_stock_server(monkeypatch):
+def test_scores_take_fastest_stock_server(monkeypatch):
     a = made("--curve", "2,4").a
     slow = ("--attention-backend", "flashinfer")
     numbers = {"kvc_k4v4.a4": row(6.0, 0.9), "bf16.a4": row(1.0), "bf16_flashinfer.a4": row(2.0, options=slow)}
@@ -164,8 +165,9 @@ def test_scores_take_the_fastest_stock_server(monkeypatch):
     assert len(agents.table({"sessions": {}, **numbers}).splitlines()) == 1 + len(numbers)
 
 
-def test_calls_that_share_a_result_file(monkeypatch, tmp_path):
-    """Two, a server each, the second started before the first wrote: nothing is lost, and nothing measured twice."""
+def test_concurrent_calls_share_result_file(monkeypatch, tmp_path):
+    """Two calls, each with its own server, the second started before the first wrote: no result is lost or measured
+    twice."""
     starts = []
 
     class Running:

@@ -1,4 +1,4 @@
-"""Several runs of one model as one table, and the sign test behind what is said of the papers' findings."""
+"""Merging of several runs of one model, and the sign test used for the papers' findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.quality.merged import Merged, merged
 
 
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (3, 0), (5, 1), (2, 7), (4, 4)])
-def test_the_sign_test_counts_what_is_as_uneven(wins, losses):
+def test_sign_test_counts_outcomes_at_least_as_uneven(wins, losses):
     n = wins + losses
     as_far = [abs(2 * sum(coins) - n) >= abs(wins - losses) for coins in itertools.product((0, 1), repeat=n)]
     assert findings.sign_test(wins, losses) == pytest.approx(sum(as_far) / len(as_far))
@@ -32,7 +32,7 @@ def test_pairs_are_compared_question_by_question():
     assert findings.compare(group(a=[1]), "a", "b") is None
 
 
-def test_runs_of_one_model_are_merged_and_the_one_with_more_tasks_counts(tmp_path):
+def test_runs_of_one_model_are_merged_preferring_more_tasks(tmp_path):
     def run(name: str, length: int, **cells):
         rows = {n: {t: {"em": em} for t, em in tasks.items()} for n, tasks in cells.items()}
         raw = {n: {t: [[True]] for t in tasks} for n, tasks in cells.items()}

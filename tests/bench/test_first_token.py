@@ -1,4 +1,4 @@
-"""First tokens: what is asked, and that waits and hits are accounted as they were."""
+"""The first-token benchmark: its prompts, and correct accounting of waits and hits."""
 
 import random
 from itertools import islice
@@ -13,7 +13,7 @@ SMALL = ["--model", "none", "--input", "256", "--times", "8", "--pause", "0.02"]
 
 
 class Clock:
-    """Stands for `time`: only sleeping takes time."""
+    """Stands in for `time`; only sleeping takes time."""
 
     now = 0.0
 
@@ -33,7 +33,7 @@ def _clock(monkeypatch):
 
 
 class Cache:
-    """Keeps every prompt, whole, until it is told to forget them; a miss takes 5 ms longer, and `slow` all."""
+    """Keeps every whole prompt until it is flushed; a miss takes 5 ms longer, and `slow` is added to every request."""
 
     def __init__(self, slow=0.0, log=None):
         self.kept, self.flushed, self.slow, self.log = [], 0, slow, log
@@ -51,7 +51,7 @@ class Cache:
         return SimpleNamespace(cached_tokens=max(hits, default=0))
 
 
-def test_prompts():
+def test_prompts_of_each_kind_share_expected_prefixes():
     kinds = {k: list(islice(first_token.prompts(k, 256, random.Random(1)), 3)) for k in first_token.KINDS}
     lengths = {k: {len(p) for p in some} for k, some in kinds.items()}
     assert lengths == {"computed": {256}, "computed_padded": {512}, "cached": {260}, "appended": {384}}
@@ -67,7 +67,7 @@ def test_servers_take_turns():
     assert set(rows) == {f"{n}.cached.{when}" for n in ("bf16", "kvc_k4v4") for when in ("at_once", "pause")}
     assert [len(r) for r in rows["bf16.cached.pause"]["rounds"]] == [2] * first_token.ROUNDS
     order = [client for client, before in zip(log, [None, *log]) if client is not before]
-    # Both fill their caches; then each round begins with the server that ended the one before.
+    # Both fill their caches; then each round begins with the server that ended the previous one.
     assert order == [one, two, one, two, one, two, one] and one.flushed == two.flushed == 1
 
 
@@ -80,10 +80,10 @@ def measured(slow):
     return {name: row | {"options": options.get(name.split(".")[0], [])} for name, row in rows.items()}
 
 
-def test_scores(monkeypatch):
+def test_scores_compare_waits_and_hits(monkeypatch):
     a, rows = first_token.arguments(SMALL), measured(0.002)
     assert rows["bf16.computed.at_once"]["cached_tokens"] == 0 and rows["bf16.appended.at_once"]["cached_tokens"] == 260
-    # Without the pause itself.
+    # The time excludes the pause itself.
     assert rows["bf16.computed.pause"]["ms_median"] > 8.9 > rows["kvc_k4v4.cached.pause"]["ms_median"]
     assert first_token.scores(rows, a) == {}  # no GPU here
     monkeypatch.setattr(common, "has_gpu", lambda: True)

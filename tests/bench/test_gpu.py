@@ -1,4 +1,4 @@
-"""The runner of all GPU steps: what is out of time is stopped, and every step knows its options."""
+"""The runner of all GPU steps: a step past its time limit is stopped, and every step accepts its options."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 from bench import gpu
 from bench.common import ROOT
 
-# What holds a server: it says when it was stopped in order.
+# Stands in for a step with a server; writes a file when it is stopped cleanly.
 HOLD = """
 import sys, time
 try:
@@ -24,8 +24,8 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
-def test_one_that_is_out_of_time_is_interrupted(handler, tmp_path, capsys, request):
-    """Also where this process was told to ignore interrupts, as a shell's background jobs are."""
+def test_step_past_its_time_limit_is_interrupted(handler, tmp_path, capsys, request):
+    """This holds even if this process ignores interrupts, as background jobs of a shell do."""
     before = signal.signal(signal.SIGINT, handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     step = gpu.Step("hold", [sys.executable, "-c", HOLD, str(tmp_path / "hold")], 3, gpu.TIMED)
@@ -36,8 +36,8 @@ def test_one_that_is_out_of_time_is_interrupted(handler, tmp_path, capsys, reque
 
 
 @pytest.mark.slow
-def test_every_step_is_there():
-    """Each is a module that knows the options it is given, and its result is where the scoreboard looks."""
+def test_every_step_accepts_its_options():
+    """Each step is a module that accepts the options it is given."""
     nothing = Namespace(model="", load_format="auto", data="", traces="", stock_backends="fa3")
     without = [s.name for s in gpu.steps(nothing)]
     assert "serving" not in without and "decode" in without

@@ -1,4 +1,4 @@
-"""A test run that ends in the middle leaves no server behind."""
+"""An interrupted test run leaves no server behind."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Stands in for a server and its scheduler process. It does not end by itself, nor by what a terminal sends.
+# Stands in for a server and its scheduler process. It ends neither by itself nor by a terminal's interrupt.
 SERVER = """
 import json, os, signal, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -67,7 +67,7 @@ def wait_until(condition, seconds: float) -> bool:
 @pytest.mark.parametrize(
     ("workers", "how"), [(0, "interrupted"), (1, "interrupted"), (0, "killed"), (1, "worker killed")]
 )
-def test_no_server_outlives_its_run(tmp_path, workers, how):
+def test_no_server_outlives_test_run(tmp_path, workers, how):
     pids, test = tmp_path / "pids", tmp_path / "test_it.py"
     test.write_text(TEST.format(pids=str(pids)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "-n", str(workers)]
@@ -84,7 +84,7 @@ def test_no_server_outlives_its_run(tmp_path, workers, how):
             pytest.fail(run.communicate()[0])
         *started, starter = json.loads(pids.read_text())
         if how == "interrupted":
-            os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         else:
             os.kill(run.pid if how == "killed" else starter, signal.SIGKILL)
         assert wait_until(lambda: not any(is_alive(pid) for pid in started), 60), "a server lives on"

@@ -1,4 +1,4 @@
-"""The benchmarks that need a GPU: that they import, know their points, and make tables and scores of their timings."""
+"""The benchmarks that need a GPU: they import, define their workloads, and turn timings into tables and scores."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fake_decode(suite):
-    """Rows as a run writes them: ours take 1 ms more a format, stock kernels 10 ms and more."""
+    """Rows as a run writes them: our kernels take 1 ms more for each further format, stock kernels 10 ms and more."""
     args = decode.arguments([suite])
     points = decode.SUITES[suite](args)
     rows = [dict(case="check", ladder="k4v4", group=4, error=1e-3)]
@@ -28,14 +28,14 @@ def fake_decode(suite):
     return rows
 
 
-def test_decode_targets(tmp_path, capsys):
+def test_decode_scores_take_worst_shape(tmp_path, capsys):
     rows = fake_decode("targets")
     scores = decode.scores("targets", rows)
     formats = ("k8v8", "k8v4", "k4v4", "k4v2", "k4v4_half", "mix", "mix_256")
     assert set(scores) == {f"decode.vs_{kv}.{f}" for kv in ("bf16", "fp8") for f in formats} | {
         "decode.bandwidth.k8v4"
     }
-    assert scores["decode.vs_bf16.k8v8"][0] == pytest.approx(10 / 8)  # the second shape's, which is the worse one
+    assert scores["decode.vs_bf16.k8v8"][0] == pytest.approx(10 / 8)  # from the second shape, which is the worse one
     assert scores["decode.vs_fp8.k8v8"][0] == pytest.approx(9 / 8)
     assert scores["decode.vs_fp8.k8v8"].baseline == "stock fp8_e4m3: flashinfer_page16_tc"
     results = common.Results(tmp_path / "deep" / "decode.json", copy_bytes_per_s=1e12)
@@ -50,7 +50,7 @@ def test_decode_targets(tmp_path, capsys):
     assert len(text) == 1 + len(lines) and len({len(x) for x in text}) == 1
 
 
-def test_decode_grid_and_uneven():
+def test_decode_grid_and_uneven_lengths():
     points = decode.grid(decode.arguments(["grid"]))
     assert {(w.batch, w.tokens) for _, w in points} >= {(1, 1024), (256, 1024), (1, 131072)}
     assert set(decode.scores("grid", fake_decode("grid"))) == {"decode.worst_vs_bf16"}
@@ -111,8 +111,8 @@ def test_compaction_scores():
     assert compaction.scores(rows[:2], 64) == {}
 
 
-def test_sectors_of_part_filled_pages():
-    """A full page costs its bytes; a single token its key row and one sector of every value and metadata row."""
+def test_part_filled_pages_count_whole_sectors():
+    """A full page costs its bytes; a single token costs its key row and one sector of every value and metadata row."""
     k4 = sectors.cases()["k4v4_half"]
     page = k4.layout().page(k4.formats[0])
     token = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups

@@ -1,4 +1,4 @@
-"""Which of SGLang's kits run where, on how many servers, and what counts as a score."""
+"""SGLang's kits: which run on which device, on how many servers, and how they are scored."""
 
 from argparse import Namespace
 
@@ -23,17 +23,17 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(common, "commit", lambda: "now")
 
 
-def test_the_score_is_the_share_of_kits_that_pass():
+def test_score_is_share_of_passed_kits():
     (name, (value, unit)), = kits.scores(arguments(), rows([kits.KITS["abort"].name])).items()  # fmt: skip
     assert (name, value) == ("kits.gpu.k4v4", 1 - 1 / len(kits.GPU_KITS)) and unit.startswith("share")
 
 
 @pytest.mark.parametrize("changes", [{"quick": True}, {"block": 128}, {"nodes": 120}])
-def test_no_score_with_other_numbers(changes):
+def test_changed_settings_give_no_score(changes):
     assert not kits.scores(arguments(**changes), rows())
 
 
-def test_no_score_of_part_of_the_kits_or_of_two_commits(monkeypatch):
+def test_partial_run_or_mixed_commits_give_no_score(monkeypatch):
     assert not kits.scores(arguments(), rows(left_out=["retract"]))
     assert not kits.scores(arguments(), rows(commit="before"))
     monkeypatch.setattr(common, "has_gpu", lambda: False)

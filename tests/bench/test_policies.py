@@ -1,4 +1,4 @@
-"""The quality harness without a server: its cells, what it refuses, and that a broken cell stops no other."""
+"""The quality harness without a server: its cells, its refusals, and its handling of failed cells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def refusal(name: str, calibration=None) -> str | None:
     return cells.refusal(name, MODEL, 128, calibration)
 
 
-def test_every_preset_is_measured_at_some_size(tmp_path):
+def test_every_preset_has_measured_cell(tmp_path):
     file = calibration(tmp_path)
     measured = {n.split("+")[0] for n in cells.names() if refusal(n, file) is None}
     assert {p.name for p in PRESETS} <= measured | set(cells.RECOMMENDED)
@@ -28,7 +28,7 @@ def test_every_preset_is_measured_at_some_size(tmp_path):
     assert len(cells.names()) == len(set(cells.names()))
 
 
-def test_what_is_recommended_is_what_is_measured():
+def test_presets_equal_recommended_cells():
     from sglang_kvc.options.resolve import resolve_config
     from sglang_kvc.policies import make_policy
 
@@ -41,7 +41,7 @@ def test_what_is_recommended_is_what_is_measured():
         assert plan(preset) == plan(cells.RECOMMENDED[preset])
 
 
-def test_points_lost_reach_the_scoreboard():
+def test_lost_points_become_scores():
     marks = {"em": 18 / 24, "of": 24, "right_to_wrong": 7, "wrong_to_right": 1}
     found = cells.scores({"k4v4": {"niah": marks, "ratio_body": 3.6, "kl": {"p99": 0.04}}}, "smollm2")
     score = found["quality.balanced.smollm2.niah.delta"]
@@ -51,20 +51,20 @@ def test_points_lost_reach_the_scoreboard():
     assert found["quality.balanced.smollm2.kl_p99"].value == 0.04 and not any("safe" in name for name in found)
 
 
-def test_refusals_say_why():
+def test_refusals_give_reason():
     assert "Nothing is dropped" in refusal("quota+budget=2x")
     assert "no token is dropped" in refusal("mikv+budget=8x")
     assert "no file was given" in refusal("xkv+budget=4x")
     assert refusal("stock") is refusal("quota+budget=4x") is None
 
 
-def test_the_front_is_what_nothing_beats():
+def test_front_contains_only_undominated_points():
     points = {"big": (10.0, 1.0), "small": (2.0, 0.5), "worse": (3.0, 0.4), "same": (3.0, 0.5)}
     assert pareto.front(points, more=True) == ["small", "big"]
     assert pareto.front({"a": (1, 0.2), "b": (2, 0.3), "c": (3, 0.1)}, more=False) == ["a", "c"]
 
 
-def test_presses_keep_tokens_of_16_bits():
+def test_presses_count_kept_tokens_at_16_bits():
     rows = {"stock": {"bytes_body": 12288}}
     found = [{"press": "full", "keep": 1.0}, {"press": "snapkv", "keep": 0.25, "kv": {"em": 0.5}}]
     found.append({"press": "random", "keep": 0.25, "error": "no time left"})
@@ -73,7 +73,7 @@ def test_presses_keep_tokens_of_16_bits():
 
 
 class FakeServer(common.Server):
-    """Answers nothing; the cells of one policy do not start."""
+    """A server without answers; the cells of one policy do not start."""
 
     def start(self):
         if "quota" in self.args:
@@ -100,7 +100,7 @@ def harness(monkeypatch, tmp_path):
     return policies.Harness(a, MODEL, None, {}, {})
 
 
-def test_a_cell_that_fails_stops_no_other(harness, tmp_path):
+def test_failed_cell_does_not_stop_others(harness, tmp_path):
     harness.run(["k4v4", "quota+budget=4x", "random+budget=4x", "xkv+budget=4x", "stock"])
     record = json.loads(harness.report().read_text())
     numbers = record["numbers"]
@@ -116,7 +116,7 @@ def test_a_cell_that_fails_stops_no_other(harness, tmp_path):
     assert (tmp_path / "front.png").stat().st_size > 10_000
 
 
-def test_a_run_goes_on_where_it_ended(harness):
+def test_run_resumes_where_it_ended(harness):
     harness.run(["stock", "k4v4"])
     a = harness.args
     a.resume = True
@@ -127,7 +127,7 @@ def test_a_run_goes_on_where_it_ended(harness):
 
 
 class Recorder:
-    """A server that notes what it is sent."""
+    """A server that records its requests."""
 
     def __init__(self):
         self.client, self.sent = self, []
@@ -149,7 +149,7 @@ class Recorder:
         ("k4v4@one-shot:8x", "one-shot:8x", False),
     ],
 )
-def test_questions_that_are_a_part_of_the_prompt(harness, monkeypatch, cell, level, apart):
+def test_seen_protocol_sends_question_in_prompt(harness, monkeypatch, cell, level, apart):
     harness.args.protocol, server = "seen", Recorder()
     task = SimpleNamespace(tokens=None, free=False, right=lambda answer, text: answer == text)
     monkeypatch.setitem(asking.ASKED, "niah", task)
@@ -165,14 +165,14 @@ def test_questions_that_are_a_part_of_the_prompt(harness, monkeypatch, cell, lev
     assert cells.refusal(cell, MODEL, 128, None) is None
 
 
-def test_what_one_shot_levels_lose():
+def test_one_shot_scores_are_lost_points():
     marks = {"right_to_wrong": 3, "wrong_to_right": 1, "of": 100, "em": 0.9}
     found = cells.one_shot_scores({"stock": {}, "k4v4": {"kv": marks}, "k4v4@one-shot:16x": {"kv": marks}}, "m")
     assert list(found) == ["papers.oneshot.16x.m.kv.delta"]
     assert found["papers.oneshot.16x.m.kv.delta"].value == pytest.approx(-2)
 
 
-def test_nothing_begins_behind_the_deadline(harness):
+def test_no_cell_starts_after_deadline(harness):
     harness.args.seconds = -1
     harness.run(["stock"])
     assert harness.left == ["stock"] and not harness.raw
@@ -200,7 +200,7 @@ def calibration(folder):
     return folder / "calibration.safetensors"
 
 
-def test_generations_against_stock():
+def test_generations_are_compared_with_stock():
     """The estimate is the mean gap of log-probabilities; quarters follow the continuation."""
     texts = [([7] * 8, [-1.0] * 4 + [-2.0] * 4), ([7] * 8, [-1.0] * 8)]
     found = generation.summary(texts, [[-1.5] * 8, [-1.0] * 8])

@@ -1,4 +1,4 @@
-"""Servers of the benches listen at ports that are theirs, and take others where somebody was faster."""
+"""Servers of the benchmarks listen at their own ports and choose others if those are taken."""
 
 import socket
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from bench import common, ports
 
-# As SGLang does it: an HTTP server that cannot listen says so and ends, while the process lives on.
+# As in SGLang, an HTTP server that cannot listen logs this and ends, while the process lives on.
 STANDS_IN = """
 import sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -40,21 +40,21 @@ def taken():
         yield s.getsockname()[1]
 
 
-def test_a_bound_port_is_not_free(taken, monkeypatch):
+def test_bound_port_is_not_free(taken, monkeypatch):
     assert not ports.are_free(taken)
     monkeypatch.setattr(ports, "RANGE", range(taken, taken + 1))
     with pytest.raises(OSError, match="Fewer than 1 of the ports"):
         ports.free_ports(1)
 
 
-def test_ports_differ_and_no_connection_gets_them():
+def test_ports_differ_and_lie_outside_ephemeral_range():
     found = ports.free_ports(50)
     assert len(set(found)) == 50 and all(p in ports.RANGE for p in found)
     assert ports.RANGE.stop <= 32768
 
 
 @pytest.mark.slow
-def test_a_server_whose_port_was_taken_starts_at_another(taken, monkeypatch):
+def test_server_with_taken_port_starts_at_another(taken, monkeypatch):
     real = ports.free_ports
     answers = iter([[taken, taken]])
     monkeypatch.setattr(ports, "free_ports", lambda count: next(answers, None) or real(count))
@@ -64,14 +64,14 @@ def test_a_server_whose_port_was_taken_starts_at_another(taken, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_port_that_the_caller_chose_is_not_left(taken):
+def test_requested_port_is_not_replaced(taken):
     server = StandsIn([], model="none", port=taken)
     with pytest.raises(common.PortTakenError, match="took a port"):
         server.start()
     assert server.process is None
 
 
-def test_ranks_meet_where_the_caller_says():
+def test_given_nccl_port_is_used():
     chosen = common.Server(["--nccl-port=1234"], model="none")
     assert chosen.command.count("--nccl-port") == 0
     assert common.Server([], model="none").command.count("--nccl-port") == 1

@@ -1,4 +1,4 @@
-"""The number of refused options is that of the table which the server checks."""
+"""The number of refused options equals that of the table that the server checks."""
 
 import json
 
@@ -6,7 +6,7 @@ from bench import common, refused
 from sglang_kvc.options.unsupported_args import ARG_REFUSALS
 
 
-def test_counts(tmp_path, monkeypatch):
+def test_refused_options_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     refused.main()
     record = json.loads((tmp_path / "refused.json").read_text())

@@ -1,4 +1,4 @@
-"""The benchmark of restarts: every file that it damages is another one, and small differences are no change."""
+"""The restart benchmark: damage changes every file, and small differences do not count as changed answers."""
 
 import random
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from bench.serve import restart
 
 
-def test_damage_always_changes_the_file(tmp_path):
+def test_damage_always_changes_file(tmp_path):
     rng, path = random.Random(1), tmp_path / "block.kvc"
     shorter = 0
     for _ in range(200):
@@ -19,7 +19,7 @@ def test_damage_always_changes_the_file(tmp_path):
     assert 50 < shorter < 150
 
 
-def test_what_counts_as_a_changed_answer():
+def test_answer_counts_as_changed_beyond_tolerance():
     def answer(ids, *logprobs, top=()):
         return SimpleNamespace(ids=ids, logprobs=logprobs, top=list(top))
 

@@ -1,4 +1,4 @@
-"""Other projects' kernels: that what they are given is what the float64 reference sees."""
+"""Kernels of other projects: their inputs match those of the float64 reference."""
 
 import itertools
 import struct
@@ -23,7 +23,7 @@ CASE = """        case %d:
 FILE = FILE.replace("@", "".join(CASE % (g, g) for g in (1, 2, 4, 5, 7, 8)))
 
 
-def test_what_is_compiled():
+def test_diffkv_source_is_cut_to_one_case():
     text = diffkv.source(FILE, (8, 4), (4, 2), 4)
     assert text.count("LAUNCH_SPARSE_PAGED_ATTENTION") == 1 and "(128, 4)" in text and "all_of_them" not in text
     assert "<__nv_bfloat16, 8, 4, 4, 2, 1, 1, 1, 1, 32, 60, 8>" in text
@@ -34,8 +34,8 @@ def test_what_is_compiled():
 
 
 @pytest.mark.parametrize("bits", diffkv.PAGE_TOKENS)
-def test_pages_as_diffkv_reads_them(bits):
-    """A reader of single bytes, written down from the kernel's loops."""
+def test_diffkv_pages_match_byte_reader(bits):
+    """The reader takes single bytes and follows the kernel's loops."""
     torch.manual_seed(0)
     page = diffkv.Page(*bits)
     size = page.size + 8
@@ -63,7 +63,7 @@ def test_pages_as_diffkv_reads_them(bits):
             word = words[page.values + pack * page.padded * 8 + (token // 2 * 8 + thread) * 2 + token % 2]
             code = (word >> (bits[1] * e)) & ((1 << bits[1]) - 1)
             assert values[token, thread * 16 + pack * per_value + e] == pytest.approx(code * scale + zero)
-    # Parts of a page do not overlap, and begin where a vector of theirs may.
+    # Parts of a page do not overlap, and each begins at a vector-aligned offset.
     parts = [0, page.key_meta, page.values, page.value_meta, page.scores, page.size]
     assert parts == sorted(parts) and all(at % 16 == 0 for at in parts)
     assert page.values - page.key_meta >= 2 * t and page.scores - page.value_meta >= 2 * t
@@ -71,7 +71,7 @@ def test_pages_as_diffkv_reads_them(bits):
 
 
 class Plain:
-    """Stands for a compiled kernel: walks its tables, high pages from the left and low ones from the right."""
+    """Stands in for a compiled kernel: walks its tables, high pages from the left and low pages from the right."""
 
     def run(self, *given):
         slots, _, out, _, _, part_o, _, q, pages, layer, heads, scale, tables, lens, most = given
@@ -87,7 +87,7 @@ class Plain:
             out[r].view(heads, -1, 128)[h] = (mine @ keys.T * scale).softmax(-1) @ values
 
 
-def test_a_case_of_diffkv():
+def test_diffkv_case_matches_float64():
     torch.manual_seed(1)
     counts = decode.ragged(3, 2, 4, 300)
     assert counts.shape == (3, 2, 4, 2) and len(set(counts[..., 0].flatten().tolist())) > 5
@@ -98,7 +98,7 @@ def test_a_case_of_diffkv():
     for r, h in ((0, 0), (2, 3)):
         k, v = case.dense(0, r)[h]
         assert len(k) == len(v) == counts[r, 0, h].sum()
-    # Every page is somebody's, once.
+    # Every page has exactly one owner.
     used = []
     for (a, b), row in zip(case.pages.view(-1, 2).tolist(), case.tables.view(-1, case.tables.shape[-1]).tolist()):
         used += row[:a] + row[len(row) - b :]
@@ -108,7 +108,7 @@ def test_a_case_of_diffkv():
 
 
 class Sums:
-    """Stands for OSCAR's module: attends to what its arguments hold."""
+    """Stands in for OSCAR's module: computes attention over its arguments."""
 
     def decode_attention_fwd_int2_unified(self, q, ek, ev, k, v, km, vm, out, e_at, e_ids, at, ids, part_o, *rest):
         assert part_o.shape[2] == rest[3] + rest[4] and rest[5] == 128**-0.5
@@ -131,7 +131,7 @@ class Sums:
         return out
 
 
-def test_a_case_of_oscar():
+def test_oscar_case_matches_float64():
     torch.manual_seed(2)
     case = oscar.Case(Sums(), 2, 330, 2, 2, 128, 1, "cpu")
     assert (case.exact, case.packed) == (320, 10) and reference.error(case) < 0.01
@@ -140,7 +140,7 @@ def test_a_case_of_oscar():
     assert reference.error(case) < 0.01 and case.counts.tolist() == [16, 16]
 
 
-def test_scores_are_of_the_worst_shape():
+def test_scores_take_worst_shape():
     rows = [
         dict(kernel=k, store=s, batch=b, tokens=1, ms=ms)
         for b, factor in ((64, 1.0), (16, 2.0))

@@ -1,4 +1,4 @@
-"""The benchmark of round trips: what counts as equal, and what its scores compare."""
+"""The round-trip benchmark: when answers count as equal, and what its scores compare."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def rows(**phases: dict) -> dict:
     return {n: round_trips.compared(p, phases.get(round_trips.BEFORE.get(n)), WORK) for n, p in phases.items()}
 
 
-def test_scores():
+def test_scores_count_equal_answers_and_lost_points():
     warm, worse = phase("0", "1", "2", "x"), phase("0", "1", "x", "x")
     got = rows(
         cold=warm, warm=warm, host=warm, disk=phase("0", "1", "2", "y"), before_demotion=warm, demoted=worse,
@@ -31,12 +31,12 @@ def test_scores():
     assert found["agents.demoted_points"].value == pytest.approx(25)
 
 
-def test_a_prompt_that_hits_less_is_counted():
+def test_prompt_with_fewer_hits_is_counted():
     got = rows(warm=phase("0", "1", "2", "3"), host=phase("0", "1", "2", "3", hits=0))
     assert got["host"]["niah"]["equal"] == 4 and got["host"]["niah"]["same_hits"] == 0
 
 
-def test_when_everything_is_out():
+def test_eviction_and_demotion_end_when_all_blocks_have_moved():
     begun = {"evicted_blocks": 5, "demoted_blocks": 2, "packed_tokens": 640, "block": 64, "blocks_by_format": {"a": 10}}
     assert not round_trips.evicted(begun, begun | {"evicted_blocks": 14})
     assert round_trips.evicted(begun, begun | {"evicted_blocks": 15})

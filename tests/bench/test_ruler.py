@@ -1,4 +1,4 @@
-"""RULER's tasks without a model: the package's own text, cut where its question begins."""
+"""RULER's tasks without a model: the package's own text, split where its question begins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = cache_dir() / "ruler"
 
 
 def needs_package(test):
-    """Slow for the imports of the first one."""
+    """Marked slow because the first test imports the package."""
     missing = pytest.mark.skipif(not FOLDER.exists(), reason="needs: python -m bench.quality.fetch ruler")
     return pytest.mark.slow(missing(test))
 
@@ -55,8 +55,8 @@ def made(maker, task, number=0, tokens=1500) -> tuple[str, str, tuple[str, ...]]
 
 @needs_package
 @pytest.mark.parametrize("task", ruler.TASKS)
-def test_contexts_are_of_their_number_and_disturb_no_one(maker, task):
-    ruler.generators(FOLDER)  # what it imports may draw from the global generator
+def test_context_follows_its_number_and_leaves_global_random_state(maker, task):
+    ruler.generators(FOLDER)  # its imports may draw from the global generator
     random.seed(7)
     before = random.getstate()
     context = ruler.context(maker, FOLDER, task, 0, 1500)
@@ -67,7 +67,7 @@ def test_contexts_are_of_their_number_and_disturb_no_one(maker, task):
 
 @needs_package
 @pytest.mark.parametrize("number", range(3))
-def test_the_variables_of_a_chain_are_wanted(maker, number):
+def test_variable_tracking_wants_variables_of_chain(maker, number):
     text, ask, wanted = made(maker, "vt", number)
     value = re.search(r"assigned the value (\d+) in", ask)[1]
     assert ask.endswith("they are:") and len(wanted) == 5
@@ -80,7 +80,7 @@ def test_the_variables_of_a_chain_are_wanted(maker, number):
 
 @needs_package
 @pytest.mark.parametrize("number", range(3))
-def test_the_ten_most_common_words_are_wanted(maker, number):
+def test_word_extraction_wants_ten_most_common_words(maker, number):
     text, ask, wanted = made(maker, "cwe", number)
     assert "10 most common words" in ask and "Question" not in text
     counts = Counter(word for _, word in re.findall(r"(\d+)\. ([\w\- ]+?)(?= \d+\.|$)", text.split("\n")[1]))
@@ -89,25 +89,25 @@ def test_the_ten_most_common_words_are_wanted(maker, number):
 
 @needs_package
 @pytest.mark.parametrize("number", range(3))
-def test_one_of_many_keys_is_asked_for(maker, number):
+def test_multikey_task_asks_for_one_key(maker, number):
     text, ask, (wanted,) = made(maker, "multikey", number)
     needles = dict(re.findall(r"magic uuids for (\S+) is: (\S+)\.", text))
     assert len(needles) > 10 and needles[re.search(r"uuid for (\S+) mentioned", ask)[1]] == wanted
 
 
-def test_an_answer_is_right_by_what_it_names():
+def test_answer_is_scored_by_items_it_names():
     wanted = tuple("abcdefghij")
     assert ruler.share_named(wanted, "A, b and C") == pytest.approx(0.4)  # the d of "and"
     assert ruler.names_most(wanted, "a b c d e f g") and not ruler.names_most(wanted, "a b c d e f")
     assert ruler.names_all(("x1", "y2"), "Y2, x1") and not ruler.names_all(("x1", "y2"), "x1")
 
 
-def test_a_context_has_room():
+def test_too_short_context_is_rejected():
     with pytest.raises(ValueError, match="give --length 1000 or more"):
         ruler.context(None, FOLDER, "vt", 0, 999)
 
 
-def test_each_context_has_one_question_so_there_are_eight_times_as_many(monkeypatch):
+def test_contexts_are_eight_times_as_many_with_one_question_each(monkeypatch):
     monkeypatch.setattr(suite.fetch, "ruler", lambda: FOLDER)
     monkeypatch.setattr(suite.ruler, "context", lambda maker, folder, task, number, tokens: (task, number, tokens))
     args = SimpleNamespace(first=2, contexts=3, length=512)

@@ -1,4 +1,4 @@
-"""The sanitizer's bench: which kernels it watches, how it reads what the tool says, and that silence does not count."""
+"""The sanitizer run: the kernels it watches, how it reads the tool's log, and that silence is not a pass."""
 
 import json
 import re
@@ -35,7 +35,7 @@ FAILED tests/gpu/test_a.py::test_one[x y-1]
 """
 
 
-def test_every_kernel_that_is_launched_is_watched():
+def test_every_launched_kernel_is_watched():
     names, launched = sanitizer.kernel_names(), set()
     for path in (ROOT / "kernels").rglob("*.py"):
         text = path.read_text()
@@ -45,7 +45,7 @@ def test_every_kernel_that_is_launched_is_watched():
     assert {"extend", "merge", "decode_kernel", "merge_kernel"} <= set(names)
 
 
-def test_reading():
+def test_log_is_read_into_outcomes():
     rows = sanitizer.read_log(LOG)
     assert [(r["test"].split("::")[1], r["outcome"], r["errors"]) for r in rows] == [
         ("test_one[x y-1]", "passed", 0), ("test_two", "failed", 2), ("test_three", "passed", 1),
@@ -55,13 +55,13 @@ def test_reading():
     whys = {r["test"].split("::")[1]: r["why"] for r in rows if "why" in r}
     assert whys["test_two"] == "tests/gpu/test_a.py:31: AssertionError: assert tensor(0.8) < 0.03"
     assert whys["test_five"].endswith("random.py:9: RuntimeError: CUDA error") and len(whys) == 2
-    cut_off = LOG[: LOG.index("FAILED [ 40%]")]  # a test that did not end says nothing
+    cut_off = LOG[: LOG.index("FAILED [ 40%]")]  # an unfinished test gives no result
     assert [r["test"].split("::")[1] for r in sanitizer.read_log(cut_off)] == ["test_one[x y-1]"]
     found = sanitizer.scores([r | dict(tool="memcheck") for r in rows], 9)
     assert found == {"sanitizer.memcheck": (3, "errors in 4 of 9 kernel tests, 1 failed by value")}
 
 
-def test_chunks_leave_no_job_idle():
+def test_chunks_keep_all_jobs_busy():
     ids = [f"tests/gpu/test_{f}.py::test_{i}" for f in "ab" for i in range(7)]
     todo = [(tool, test) for test in ids for tool in ("memcheck", "racecheck")]
     for jobs, most in ((2, 6), (8, 3), (100, 1)):
@@ -78,7 +78,7 @@ def test_chunks_leave_no_job_idle():
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """`bench(sees)`: exit status and rows of a run over one test; the tool sees the planted error or nothing."""
+    """`bench(sees)`: exit status and rows of a run over one test; the tool sees the planted error or misses it."""
     test = "tests/kernels/append/test_gpu.py::test_one"
     out = tmp_path / "out.json"
     monkeypatch.setattr(sanitizer.shutil, "which", lambda name: name)
@@ -95,11 +95,11 @@ def bench(monkeypatch, tmp_path):
     return call
 
 
-def test_a_tool_that_sees_nothing_does_not_count(bench, capsys):
+def test_tool_that_misses_planted_error_gives_no_result(bench, capsys):
     assert bench(False) == (1, []) and "nothing it says counts" in capsys.readouterr().out
 
 
-def test_rows_stay_where_kernels_and_tests_are_the_same(bench):
+def test_rows_are_kept_while_sources_are_unchanged(bench):
     status, rows = bench(True)
     assert status == 0 and [(r["tool"], r["outcome"]) for r in rows] == [("memcheck", "passed")]
     earlier = [rows[0] | {"date": "kept"}, rows[0] | {"test": "tests/test_gone.py::test_x"}]

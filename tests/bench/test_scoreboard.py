@@ -1,4 +1,4 @@
-"""The scoreboard: which row counts, what a row says of its measurement, and what pages show of it."""
+"""The scoreboard: which row counts, how a row describes its measurement, and what pages show."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def write(folder, name, device, day=1, numbers=None, **scores):
     path.write_text(json.dumps(record | {"scores": scores, "numbers": numbers or {}}))
 
 
-def test_figures_are_of_commits_of_this_repository():
+def test_scores_come_from_commits_of_this_repository():
     if not (ROOT / ".git").exists():
         pytest.skip("needs the repository's history")
     for sha in {row["commit"] for row in json.loads(scoreboard.OUT.read_text()).values()}:
@@ -27,7 +27,7 @@ def test_figures_are_of_commits_of_this_repository():
         assert found.returncode == 0, f"{sha} is no ancestor of HEAD"
 
 
-def test_figures_of_a_card_have_names_of_their_own(tmp_path):
+def test_score_names_include_device(tmp_path):
     for day, (device, value) in enumerate({"NVIDIA H100 80GB HBM3": 2.0, "NVIDIA H200": 1.0, "CPU, 2": 9.0}.items(), 1):
         write(tmp_path, str(day), device, day, decode__x=(value, "x"), serve__x=(value, "x"))
     found = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
@@ -35,7 +35,7 @@ def test_figures_of_a_card_have_names_of_their_own(tmp_path):
     assert found["serve.x"] == 9.0 and "serve.x_h100" not in found  # correctness: the latest counts, wherever it ran
 
 
-def test_rows_say_how_they_were_measured(tmp_path):
+def test_rows_name_their_conditions(tmp_path):
     rows = {"bf16.c1": {"options": [], "command": "one"}, "kvc.c1": {"options": [], "command": "two"}}
     rows["reference"] = {"command": "that of another file"}
     write(tmp_path, "e2e/a", "NVIDIA H200", numbers=rows, e2e__vs_bf16=(1.5, "x", "stock bf16, fa3", 3, 1.4, 1.6))
@@ -49,7 +49,7 @@ def test_rows_say_how_they_were_measured(tmp_path):
     assert "`one`; `two`" in text and "(`b.json`): `c`" in text
 
 
-def test_cards_stand_side_by_side(tmp_path):
+def test_gpus_are_shown_side_by_side(tmp_path):
     write(tmp_path, "a", "NVIDIA H200", 1, e2e__vs_fp8=(1.5, "x", "stock, fa3"), decode__vs_fp8__k4v4=(2.0, "x"))
     write(tmp_path, "b", "NVIDIA H100", 2, e2e__vs_fp8=(1.7, "x", "stock, fa3"), decode__vs_fp8__k4v4=(3.0, "x"))
     text = tables.tables(scoreboard.collect(tmp_path), tmp_path)
@@ -70,7 +70,7 @@ def test_agents_are_shown_as_a_curve(tmp_path):
     assert "| kvc, k4v4 |  | 50 %; 3.9; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
 
 
-def test_pages_show_figures_in_their_text(tmp_path, monkeypatch):
+def test_pages_show_scores_in_text(tmp_path, monkeypatch):
     write(tmp_path, "a", "CPU, 2", numbers={"a/b": [{"speed": 1234.4}]}, serve__x=(0.25, "share of tokens"))
     board = scoreboard.collect(tmp_path)
     monkeypatch.setattr(scoreboard, "RESULTS", tmp_path)
@@ -90,7 +90,7 @@ def run(questions, first, lost, device="NVIDIA H200"):
     return {"command": "c", "commit": "0", "device": device, "date": "2026-01-01", "numbers": numbers}
 
 
-def test_a_preset_counts_on_questions_that_did_not_choose_it(tmp_path):
+def test_preset_is_scored_on_held_out_questions(tmp_path):
     (tmp_path / "quality").mkdir()
     (tmp_path / "quality" / "policies_a.json").write_text(json.dumps(run(104, 0, 4)))
     row = scoreboard.collect(tmp_path)["quality.max.qwen-0.5b.kv.delta"]
@@ -101,7 +101,7 @@ def test_a_preset_counts_on_questions_that_did_not_choose_it(tmp_path):
     assert row["value"] == pytest.approx(-100 * 9 / 104) and "chosen" not in row["unit"]
 
 
-def test_a_calibrated_model_compares_two_formats_of_one_kind_of_keys(tmp_path):
+def test_calibration_score_compares_formats_with_same_key_mode(tmp_path):
     kl = {("k4v4", "channel"): 0.004, ("k4v2", "channel"): 0.01, ("k4v4", "token"): 2.0, ("k4v2", "token"): 2.0}
     formats = [{"format": name, "key_mode": mode, "kl_mean": x} for (name, mode), x in kl.items()]
     numbers = {"model": "qwen-0.5b", "settings": {"scored": 960}, "formats": formats}
@@ -110,26 +110,26 @@ def test_a_calibrated_model_compares_two_formats_of_one_kind_of_keys(tmp_path):
     assert row["value"] == pytest.approx(2.5) and "960 tokens" in row["unit"] and row["file"] == "calibrate/any.json"
 
 
-def test_nothing_to_lose_is_said():
+def test_row_at_floor_is_marked():
     marks = {"em": 2 / 104, "of": 104, "right_to_wrong": 1, "wrong_to_right": 1}
     score = cells.lost(marks)
     assert score.unit.endswith("floor: stock has 2 right") and points_lost(score.to_dict()) == "floor"
 
 
 @pytest.mark.parametrize(("won", "lost"), [(0, 0), (5, 1), (0, 30), (104, 0)])
-def test_intervals_hold_what_was_found(won, lost):
+def test_intervals_contain_measured_difference(won, lost):
     low, high = intervals.paired(won, lost, 104)
     assert -1 <= low <= (won - lost) / 104 <= high <= 1 and high - low > 0.03
     assert intervals.paired(lost, won, 104) == (pytest.approx(-high), pytest.approx(-low))
 
 
 def test_intervals_agree_with_tango():
-    """Where nothing changed the interval has a closed form: z^2 / (n + z^2)."""
+    """If nothing changed, the interval has the closed form z^2 / (n + z^2)."""
     z2 = intervals.Z**2
     assert intervals.paired(0, 0, 104)[1] == pytest.approx(z2 / (104 + z2), abs=1e-6)
 
 
-def test_one_shot_prompts_and_long_contexts_have_tables_of_their_own():
+def test_one_shot_prompts_and_long_contexts_have_separate_tables():
     where = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
     points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **where}
     board = {f"papers.oneshot.{r}x.qwen-0.5b.kv.delta": points | {"value": -float(r)} for r in (16, 8)}

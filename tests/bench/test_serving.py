@@ -1,4 +1,4 @@
-"""End to end: which servers run, which stock server counts, and what several calls and runs add up to."""
+"""The end-to-end benchmark: which servers run, which stock server counts, and how calls and runs are merged."""
 
 import json
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ def arguments(*argv):
     return serving.arguments(["--model", "x", "--stock-backends", "fa3", *argv])
 
 
-def test_servers():
+def test_servers_follow_options():
     assert list(serving.servers(arguments("--quick"))) == ["bf16", "fp8_e4m3", "kvc_k4v4"]
     found = serving.servers(arguments("--stock-backends", "fa3,fa3:128,flashinfer"))
     assert [n for n in found if n.startswith("bf16")] == [
@@ -34,7 +34,7 @@ def run(*speeds, ttft=1000.0, options="--attention-backend fa3"):
     return {"options": options.split(), **serving.summary(runs)}
 
 
-def test_scores_take_the_fastest_stock_server():
+def test_scores_take_fastest_stock_server():
     a = arguments("--quick")
     fp8 = "--kv-cache-dtype fp8_e4m3 --attention-backend fa3"
     numbers = {"bf16.c64": run(900.0), "bf16_flashinfer.c64": run(1000.0, options="--attention-backend flashinfer")}
@@ -44,14 +44,14 @@ def test_scores_take_the_fastest_stock_server():
     found = serving.scores(numbers, a)
     assert found["e2e.vs_bf16"].value == 2.4 and found["e2e.vs_bf16"].baseline == "stock bf16, flashinfer"
     assert found["e2e.vs_fp8"].value == 1.6 and found["e2e.vs_fp8"].baseline == "stock fp8_e4m3, fa3"
-    ttft = found["e2e.ttft_vs_fp8"]  # against the server that is first with the first token
+    ttft = found["e2e.ttft_vs_fp8"]  # against the stock server with the fastest first token
     assert ttft.value == 0.75 and ttft.baseline == "stock fp8_e4m3, fa3, pages of 128 tokens"
     assert serving.scores(numbers, arguments("--quick", "--no-prefill-graphs")) == {}
     assert serving.scores(numbers, arguments("--quick", "--tokens", "9")) == {}
     assert len(serving.table(numbers).splitlines()) == 6
 
 
-def test_long_answers_and_rates_take_the_fastest_stock_server():
+def test_long_answers_and_rates_take_fastest_stock_server():
     numbers = {"bf16.c64": run(900.0), "bf16_fa3_p128.c64": run(1000.0), "fp8_e4m3.c64": run(5000.0)}
     numbers |= {"kvc_k4v4.c64": run(2500.0), "kvc_kv-compress-8x.c64": run(3000.0)}
     found = long_answers.scores(numbers, arguments("--quick"))
@@ -63,7 +63,7 @@ def test_long_answers_and_rates_take_the_fastest_stock_server():
     assert {n: s.value for n, s in rates.scores(swept).items()} == {"papers.rate8": 4.0}
 
 
-def test_requests_that_decode_at_once(tmp_path):
+def test_concurrent_decodes_are_counted(tmp_path):
     log = tmp_path / "log"
     log.write_text("Decode batch, #running-req: 99, x\n" + "".join(
         f"Decode batch, #running-req: {n}, #token: 5\n" for n in (3, 7, 5)
@@ -71,7 +71,7 @@ def test_requests_that_decode_at_once(tmp_path):
     assert serving.running(log, 34) == {"running_median": 5, "running_most": 7}
 
 
-def test_spare_memory():
+def test_scores_with_spare_memory_take_unconstrained_stock():
     numbers = {f"{n}.c{c}": run(v * c) for n, v in (("bf16", 10.0), ("kvc_k4v4", 11.0)) for c in (1, 8)}
     numbers |= {"kvc_k4v4.c64": run(2400.0), "bf16_free.c64": run(1600.0), "bf16.c64": run(1.0)}
     found = serving.scores(numbers, arguments())
@@ -87,7 +87,7 @@ def test_repeated_runs_have_a_spread():
     assert (score.low, score.high) == (pytest.approx(200 / 110), pytest.approx(260 / 90))
 
 
-def test_a_call_goes_on_where_one_was_cut_off(monkeypatch, tmp_path):
+def test_call_resumes_interrupted_one(monkeypatch, tmp_path):
     loads = []
     monkeypatch.setattr(serving, "load", lambda server, a, c, *_, seed=0: loads.append((c, seed)) or {
         "output_tok_s": 1.0 + len(loads), "ttft_ms_median": 1.0
@@ -112,7 +112,7 @@ def test_a_call_goes_on_where_one_was_cut_off(monkeypatch, tmp_path):
     assert serving.missing(numbers, a, "bf16", [64, 1, 8]) == [64, 1, 8]
     serving.measure(server, a, "bf16", [], [64], numbers)
     assert loads[-1] == (64, 2000) and serving.missing(numbers, a, "bf16", [64]) == []
-    # What another call added meanwhile stays.
+    # Results that another call added in the meantime are kept.
     serving.keep({"kvc_k4v4.c64": {"runs": []}}, a)
     assert set(serving.earlier(a)) == {"bf16.c64", "bf16.c1", "kvc_k4v4.c64"}
     (tmp_path / "run.json").write_text(json.dumps(dict(commit="def", device="GPU", numbers=numbers)))
@@ -120,7 +120,7 @@ def test_a_call_goes_on_where_one_was_cut_off(monkeypatch, tmp_path):
         serving.earlier(a)
 
 
-def test_a_profile_is_no_run():
+def test_profile_is_not_scored_as_run():
     runs = {"bf16.c64": {"output_tok_s": 1.0}, "bf16": {"profile": {"kernels": []}}}
     assert len(serving.table(runs).splitlines()) == 2
     assert serving.scores(runs, arguments()) == {}

@@ -1,4 +1,4 @@
-"""The simulator of agents: its cache keeps its books, and its orders do what their names say."""
+"""The simulator of agents: the accounting of its cache, and its eviction and admission orders."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ SMALL = Machine(memory=400.0, token_bytes=1 / BLOCK, prefill_rate=1280.0, copy_r
 
 
 def sessions(n=12, seed=0):
-    """Prompts that grow by one to six blocks a step, behind two blocks of tools that half of them share."""
+    """Prompts that grow by one to six blocks per step, after two blocks of tools that half of them share."""
     draw, out = random.Random(seed), []
     for i in range(n):
         steps, length = [], 20 * BLOCK
@@ -43,7 +43,7 @@ def test_blocks_are_counted_once(order, host, monkeypatch):
         del answers[turn]
         finish(now, turn, answer)
         if made.computing:
-            return  # the answer of the prompt that just began is not known here
+            return  # the answer to the current prompt is not known here
         cache = made.cache
         assert cache.device == sum(c.device for c in cache.chains) + answers.total() <= cache.capacity
         assert cache.host == sum(c.stored - c.device for c in cache.chains) <= cache.host_capacity
@@ -55,17 +55,17 @@ def test_blocks_are_counted_once(order, host, monkeypatch):
     assert len(ends) > 50
 
 
-def test_an_endless_cache_finds_all_that_was_sent_before():
-    some = sessions()
+def test_unbounded_cache_hits_every_earlier_token():
+    all_sessions = sessions()
     endless = replace(SMALL, memory=1e6)
-    found = Simulation(some, endless, ORDERS["lru"], QUEUES["fcfs"], agents=4).run(0, 3000)
+    found = Simulation(all_sessions, endless, ORDERS["lru"], QUEUES["fcfs"], agents=4).run(0, 3000)
     assert found.again == 0 and found.device > 0 and found.host == 0
-    # Whole blocks, and the tools of sessions that others began.
-    assert found.device / found.prompt >= traces.endless_share(some) - 0.02
+    # Hits are whole blocks, including tools that other sessions brought in.
+    assert found.device / found.prompt >= traces.endless_share(all_sessions) - 0.02
     assert max(found.first_token) < 10
 
 
-def test_host_memory_brings_back_what_the_device_lost():
+def test_host_memory_restores_blocks_evicted_from_device():
     some = sessions()
     plain, hosted = (
         Simulation(some, replace(SMALL, host_memory=h), ORDERS["lru"], QUEUES["fcfs"], 14).run(0, 3000)
@@ -90,21 +90,21 @@ def chains(**fields):
         ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [None, 9.0, None]}, 2),
         ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [7.0, 9.0, 8.0]}, 1),
         ("clairvoyant", {"next_arrival": [5.0, 9.0, 7.0]}, 1),
-        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [15.0, 1.0, 1.0]}, 0),  # silent for less, but slow
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [15.0, 1.0, 1.0]}, 0),  # silent for a shorter time, but slow
         ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [1.0, 1.0, 1.0]}, 1),
-        ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # nobody knows
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # the order is not told
         ("told", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 0),
     ],
 )
-def test_what_goes_first(order, fields, first):
+def test_order_evicts_expected_chain_first(order, fields, first):
     cache = Cache(3, 0, ORDERS[order])
-    some = chains(**fields)
-    cache.chains, cache.device = dict.fromkeys(some), 3
+    candidates = chains(**fields)
+    cache.chains, cache.device = dict.fromkeys(candidates), 3
     assert cache.make_room(1, now=100.0)
-    assert [c.device for c in some] == [int(i != first) for i in range(3)]
+    assert [c.device for c in candidates] == [int(i != first) for i in range(3)]
 
 
-def test_shared_tools_go_after_what_goes_on_from_them():
+def test_parent_is_evicted_after_its_child():
     cache, parent = Cache(4, 0, ORDERS["oldest"]), Chain(device=2, stored=2, used=0.0)
     child = Chain(parent, 2, 2, used=5.0)
     cache.chains, cache.device = dict.fromkeys((parent, child)), 4
@@ -135,11 +135,11 @@ class Waits:
         ("shortest-256", [Waits(900, overtaken=256), Waits(10)], 0),
     ],
 )
-def test_who_is_admitted_first(queue, waiting, first):
+def test_queue_admits_expected_request_first(queue, waiting, first):
     assert QUEUES[queue](waiting, 500) is waiting[first]
 
 
-def test_same_seed_same_run():
+def test_same_seed_gives_same_run():
     runs = [Simulation(sessions(), SMALL, ORDERS["reuse"], QUEUES["hrrn"], 12, seed=4).run(100, 500) for _ in range(2)]
     assert runs[0] == runs[1] and runs[0].prompt > 0
 

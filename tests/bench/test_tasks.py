@@ -1,4 +1,4 @@
-"""The tasks of the quality harness without a model: contexts are what they say, and right is told from wrong."""
+"""The tasks of the quality harness without a model: contents of their contexts, and scoring of answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def maker() -> Maker:
     return Maker(Words(), "A sentence about some " + " ".join(words) + ".")
 
 
-def test_few_shot_labels_are_only_in_the_context(maker):
+def test_few_shot_labels_occur_only_in_context(maker):
     context, again, other = shots(maker, 0, 6000), shots(maker, 0, 6000), shots(maker, 1, 6000)
     assert context == again and 5900 < len(context.ids) <= 6000
     known = dict(line.split(": ") for line in text(context.ids).splitlines() if ": " in line)
@@ -51,7 +51,7 @@ def test_few_shot_labels_are_only_in_the_context(maker):
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_field_is_asked_that_the_document_has(maker, number):
+def test_question_asks_for_field_of_document(maker, number):
     context = records(maker, number, 2500)
     assert context == records(maker, number, 2500) and 2300 < len(context.ids) <= 2500
     assert len(context.questions) == 8
@@ -63,7 +63,7 @@ def test_a_field_is_asked_that_the_document_has(maker, number):
         assert same_value(q.answer, value)
 
 
-def test_a_value_counts_only_whole():
+def test_value_must_match_whole():
     assert same_value("58", ' "58".') and same_value("Berlin", " Berlin\n") and same_value("58", "58.")
     assert not same_value("58", "581") and not same_value("58", "58.5") and not same_value("Berlin", "In Berlin")
 
@@ -80,22 +80,22 @@ PROBLEMS = [
 ]
 
 
-def test_solutions_pass_and_broken_ones_do_not():
+def test_solutions_pass_and_broken_ones_fail():
     p = PROBLEMS[3]
     assert humaneval.passes(p, p["canonical_solution"])
-    assert humaneval.passes(p, p["canonical_solution"] + "\n\nprint(1/0)")  # what follows is not the function
+    assert humaneval.passes(p, p["canonical_solution"] + "\n\nprint(1/0)")  # the rest is not the function
     assert not humaneval.passes(p, "    return a + b\n")
     assert not humaneval.passes(p, "    return (a +\n")
     assert not humaneval.passes(p, "    raise SystemExit(0)\n")
 
 
-def test_a_program_cannot_take_all_time_or_memory():
+def test_program_is_limited_in_time_and_memory():
     assert sandbox.ends_well("x = 1")
     assert not sandbox.ends_well("while True: pass", seconds=1)
     assert not sandbox.ends_well("x = bytearray(1 << 34)")
 
 
-def test_no_problem_is_in_its_own_context(maker):
+def test_context_omits_its_own_problem(maker):
     made = humaneval.solved(maker, PROBLEMS, 12, 600)
     assert sum(len(c.questions) for c in made) == 12
     for context in made:
@@ -141,7 +141,7 @@ KNOWN = {f["name"]: f for f in FUNCTIONS["Files"]}
         ("tail('a')", "head('a')", False),
     ],
 )
-def test_calls_are_compared_by_what_they_mean(wanted, said, same):
+def test_calls_are_compared_by_meaning(wanted, said, same):
     answer = {"call": calls.parse(wanted, KNOWN), "functions": KNOWN}
     assert calls.same_call(answer, said) is same
 
@@ -156,7 +156,7 @@ TRACE = {
 }
 
 
-def test_a_call_is_asked_behind_its_history(maker):
+def test_call_is_asked_after_its_history(maker):
     data = {"functions": FUNCTIONS, "traces": [TRACE | {"id": str(i)} for i in range(9)]}
     made = calls.calls(maker, data, 9, 5000)
     seen = {}
@@ -180,7 +180,7 @@ class {}:
 """
 
 
-def test_traces_hold_what_the_simulators_return(tmp_path):
+def test_traces_contain_simulator_results(tmp_path):
     wheel = tmp_path / "bfcl.whl"
     document = {"name": "add", "description": "Belongs. Tool description: Add  it.", "parameters": {"properties": {}}}
     problem = {"id": "p", "question": [[{"role": "user", "content": "Go."}]], "involved_classes": ["TicketAPI"]}
@@ -250,7 +250,7 @@ def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
     assert "33.3 % (-1 +0) | 1.50x |" in report.everything() and "CPU at 0123456:" in report.everything()
 
 
-def test_cells_without_a_wanted_task_are_measured_again(tmp_path):
+def test_cells_without_requested_task_are_measured_again(tmp_path):
     argv = ["--model-path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "found.json"), "--resume"]
     a = policies.arguments([*argv, "--tasks", "niah,code"])
     settings = {k: getattr(a, k) for k in (*policies.SETTINGS, "problems", "calls")}
@@ -260,7 +260,7 @@ def test_cells_without_a_wanted_task_are_measured_again(tmp_path):
     assert not policies.earlier(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
 
 
-def test_presses_stand_beside_the_one_shot_level_that_keeps_as_much(tmp_path, monkeypatch):
+def test_presses_are_shown_beside_one_shot_level_of_same_size(tmp_path, monkeypatch):
     def marks(right: int) -> dict:
         return {"em": right / 2, "answers": [[True, right == 2]]}
 

@@ -1,4 +1,4 @@
-"""The reference of the windows' bench: the model's own attention, and a window that is one token short."""
+"""The reference of the window benchmark: the model's own attention, and a window that is one token short."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def reference(folder):
     return Reference(folder)
 
 
-def test_attention_is_that_of_transformers(folder, reference):
+def test_attention_matches_transformers(folder, reference):
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
@@ -35,10 +35,10 @@ def test_attention_is_that_of_transformers(folder, reference):
     assert (got - want).abs().mean() < 0.25 * (short - want).abs().mean()
 
 
-def test_a_window_that_shows_everything_is_never_short(reference):
+def test_window_over_all_tokens_is_never_short(reference):
     assert reference.apart(prompt(WINDOW - ANSWER - 1), ANSWER)["short"] == 0
 
 
-def test_a_short_window_moves_more_than_rounding_does(reference):
+def test_short_window_shifts_logprobs_more_than_rounding(reference):
     found = reference.apart(prompt(60), ANSWER)
     assert found["short"] > found["rounded"] > 0

@@ -9,7 +9,7 @@ LAYERS, HEADS, KV_HEADS, DIM, VOCAB, BLOCK, TOKENS = 2, 4, 2, 32, 97, 64, 400
 
 
 def make_model(kind: str = "qwen2", seed: int = 0, **changes):
-    """A random model in fp32, in which attention matters: its weights are larger than those of a fresh one."""
+    """A random fp32 model with larger weights than a freshly initialized one, so that attention matters."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     config_class, model_class = {

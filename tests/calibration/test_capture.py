@@ -1,4 +1,4 @@
-"""What is captured is what the model computes, and what is measured is what numpy says of it."""
+"""Captured rows equal the model's, and measured statistics equal numpy references."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def captured(model, ids):
 
 
 def hooked(model, ids):
-    """The same by hooks on the projections and the model's own rotation."""
+    """The same values by hooks on the projections and the model's own rotation."""
     projected, handles = {}, []
     for i, layer in enumerate(model.model.layers):
         for name in "qkv":
@@ -61,7 +61,7 @@ def hooked(model, ids):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_rows_are_those_of_the_model(kind, ids):
+def test_captured_rows_equal_model(kind, ids):
     model = make_model(kind)
     before = model.config._attn_implementation
     ours, logits = captured(model, ids)
@@ -90,7 +90,7 @@ def test_query_statistics(model, ids, found):
             np.testing.assert_allclose(found.tensors["query_covariance"][layer, head], covariance, atol=1e-3)
 
 
-def test_rotation_is_undone_or_left_alone(model, ids):
+def test_rotation_is_verified_and_undone(model, ids):
     frequencies = rotary_frequencies(model)
     keys = captured(model, ids)[0][0][1]
     assert same_before_rotation(keys, ids, frequencies)
@@ -101,7 +101,7 @@ def test_rotation_is_undone_or_left_alone(model, ids):
 
 
 def probabilities(q, k) -> np.ndarray:
-    """A[h, i, j] fp64: what query i of query head h pays token j."""
+    """A[h, i, j] in fp64: the attention of query i of query head h to token j."""
     logits = np.einsum("hgnd,hmd->hgnm", q.double().unflatten(0, (KV_HEADS, -1)).numpy(), k.double().numpy())
     n = k.shape[1]
     logits = np.where(np.tril(np.ones((n, n), dtype=bool)), logits.reshape(HEADS, n, n) * DIM**-0.5, -np.inf)
@@ -141,12 +141,12 @@ def test_layer_statistics(model, ids, found):
         cumulative = w.sum(1).reshape(KV_HEADS, -1, TOKENS).sum(1)
         variance = np.var(cumulative, -1, ddof=1).mean()
         np.testing.assert_allclose(found.tensors["attention_variance"][layer], variance, rtol=1e-3)
-    # What a share takes: every file gives an allocation for every share of the tokens that is kept.
+    # Every file gives an allocation for every kept share of the tokens.
     for kept in (1, LAYERS * 10, LAYERS * 256):
         assert sum(ops.greedy_allocation(found.tensors["importance_retention"], kept)) == kept
 
 
-def test_heads_that_find_what_they_have_read(model, ids, found):
+def test_retrieval_heads_are_detected(model, ids, found):
     m = TOKENS // 2
     rows, _ = captured(model, torch.cat((ids[:m], ids[:m])))
     for layer in range(LAYERS):
@@ -154,13 +154,13 @@ def test_heads_that_find_what_they_have_read(model, ids, found):
         for head in range(KV_HEADS):
             paid = [w[head, m + i, max(0, i - 3) : min(m, i + 6)].sum() for i in range(m - 1)]
             assert float(found.tensors["head_retrieval"][layer, head]) == pytest.approx(np.mean(paid), rel=1e-3)
-    # A head whose queries look for the key behind their own token in the first copy.
+    # A head whose queries look for the key after their own token's first copy.
     keys = torch.nn.functional.one_hot(torch.arange(2 * m) % m, m).float()
     queries = 50 * torch.nn.functional.one_hot((torch.arange(2 * m) + 1) % m, m).float()
     assert float(layers.head_retrieval(queries[None], keys[None], 1.0)) > 0.4
 
 
-def test_query_samples_are_queries(model, ids, found):
+def test_query_samples_are_captured_queries(model, ids, found):
     rows, _ = captured(model, ids)
     samples, frequencies = found.tensors["query_samples"], found.tensors["rotary_frequencies"]
     for i in range(samples.shape[2]):
@@ -169,12 +169,12 @@ def test_query_samples_are_queries(model, ids, found):
         torch.testing.assert_close(samples[1, :, i], want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_that_is_too_short(model):
+def test_too_short_text_is_rejected(model):
     with pytest.raises(CalibrateError, match="longer text"):
         calibrate(model, make_ids(3 * BLOCK), block=BLOCK)
 
 
-def test_a_model_with_a_window_is_refused(ids):
+def test_model_with_window_is_rejected(ids):
     model = make_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=0)
     with pytest.raises(CalibrateError, match="cannot be served"):
         calibrate(model, ids, block=BLOCK)

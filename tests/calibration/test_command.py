@@ -1,4 +1,4 @@
-"""The command from a model folder and a text to a file that a server reads, and what it refuses."""
+"""The command that turns a model folder and a text into a file that a server reads, and its refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import DIM, KV_HEADS, LAYERS, VOCAB, make_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model as on a disk, with a tokenizer of a word a token, and a text of 600 words."""
+    """A model folder with a tokenizer of one token per word, and a text of 600 words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def calibrate(folder, *more: str) -> int:
     return cli.main([*base, *more])
 
 
-def test_from_text_to_file(folder, tmp_path, capsys):
+def test_command_writes_file_from_text(folder, tmp_path, capsys):
     out, picture = tmp_path / "found.safetensors", tmp_path / "found.png"
     assert calibrate(folder, "--out", str(out), "--plot", str(picture), "--tokens", "560") == 0
     printed = capsys.readouterr()
@@ -78,13 +78,13 @@ def test_from_text_to_file(folder, tmp_path, capsys):
     ],
     ids=str,
 )
-def test_refusals(folder, capsys, more, words):
+def test_wrong_arguments_are_rejected(folder, capsys, more, words):
     assert calibrate(folder, *more) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: ") and words in last and ";" in last
 
 
-def test_without_matplotlib(folder, monkeypatch, capsys):
+def test_command_works_without_matplotlib(folder, monkeypatch, capsys):
     real = builtins.__import__
 
     def no_matplotlib(name, *rest):
@@ -97,7 +97,7 @@ def test_without_matplotlib(folder, monkeypatch, capsys):
     assert "sglang-kvc[plots]" in capsys.readouterr().err
 
 
-def test_models_that_cannot_be_served(folder):
+def test_unsupported_models_are_rejected(folder):
     config = make_model("llama").config
     for changes, words in (({"head_dim": 48}, "heads of size 48"), ({"layer_types": ["sliding_attention"]}, "sliding")):
         for name, value in changes.items():
@@ -106,7 +106,7 @@ def test_models_that_cannot_be_served(folder):
             command.check_config(config, 100)
 
 
-def test_progress_counts_to_the_end():
+def test_progress_counts_to_end():
     out = io.StringIO()
     progress = Progress(out)
     progress.begin(20)

@@ -1,4 +1,4 @@
-"""Formats and thresholds are judged by what they do to predictions."""
+"""Formats and thresholds are judged by their effect on predictions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def rows(seed: int = 0):
     return tuple(torch.randn(h, TOKENS, DIM, generator=gen) for h in (HEADS, KV_HEADS, KV_HEADS))
 
 
-def test_exact_predictions_differ_in_nothing():
+def test_exact_predictions_have_zero_difference():
     logits = torch.randn(300, 50)
     assert compare(logits, logits.clone(), torch.arange(300) % 50) == Difference(0.0, 0.0, 0.0, 1.0)
 
 
-def test_the_difference_of_predictions():
+def test_difference_of_predictions_matches_reference():
     p, q = torch.tensor([[0.5, 0.5], [0.9, 0.1]]), torch.tensor([[0.25, 0.75], [0.9, 0.1]])
     got = compare(p.log(), q.log(), torch.tensor([1, 0]))
     kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
@@ -49,12 +49,12 @@ def test_the_difference_of_predictions():
     "mean, p99, expected",
     [(0.0, 0.0, "ok"), (0.02, 0.2, "ok"), (0.021, 0.1, "loses"), (0.01, 0.3, "loses"), (0.21, 0.3, "breaks")],
 )
-def test_verdicts(mean, p99, expected):
+def test_verdicts_follow_thresholds(mean, p99, expected):
     assert verdict(Difference(mean, p99, 0.0, 1.0)) == expected
     assert verdict(Difference(math.nan, p99, 0.0, 1.0)) == "breaks"
 
 
-def test_a_query_sees_its_own_block_as_it_is_and_earlier_ones_as_stored():
+def test_query_sees_its_block_exact_and_earlier_ones_packed():
     layout, _ = formats.layout_for("k2v2", SHAPE, BLOCK)
     q, k, v = rows()
     got = by_block(
@@ -82,11 +82,11 @@ def test_every_format_is_measured(found):
     assert formats.recommended([]) == "bf16"
 
 
-def test_a_large_key_bias_breaks_no_keys(ids):
+def test_large_key_bias_breaks_no_keys(ids):
     model = make_model("qwen2")
     with torch.no_grad():
         for layer in model.model.layers:
-            # The pair that turns slowest, so that the bias stays in its channel.
+            # The pair that rotates slowest, so that the bias stays in its channel.
             layer.self_attn.k_proj.bias.view(KV_HEADS, DIM)[:, DIM // 2 - 1] += 200
     found = {r.format: r for r in calibrate(model, ids, block=BLOCK).formats}
     assert found["k4v8"].verdict != "breaks"
@@ -106,7 +106,7 @@ def test_thresholds(found):
     assert t.alpha_low in (0.0, *thresholds.ALPHA_LOW)
 
 
-def test_a_block_of_two_tiers_is_quantised_under_the_header_of_what_it_keeps():
+def test_header_of_two_tier_block_covers_only_kept_tokens():
     policy = LeanKV()
     config = KvcConfig(policy="leankv", block_size=BLOCK, high=policy.high, low=policy.low)
     layout = make_layout(config, policy, layers=1, heads=KV_HEADS, head_dim=DIM)

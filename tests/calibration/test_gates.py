@@ -1,4 +1,4 @@
-"""Gates learn what a token's key and value say of its importance, and land in a file that a server reads."""
+"""Gates learn a token's importance from its key and value, and are written to a file that a server reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_kvc.policies.scorers.gate import Gate
 from .conftest import DIM, HEADS, KV_HEADS, LAYERS, make_ids, make_model
 
 
-def test_the_largest_attention_of_later_queries():
+def test_target_is_largest_attention_of_later_queries():
     gen = torch.Generator().manual_seed(0)
     q, k = torch.randn(HEADS, 20, DIM, generator=gen), torch.randn(KV_HEADS, 20, DIM, generator=gen)
     got = gates.largest_attention(q, k, 0.3)
@@ -32,20 +32,20 @@ def test_the_largest_attention_of_later_queries():
             assert float(got[h, i]) == pytest.approx(max(paid), rel=1e-4)
 
 
-def test_training_recovers_a_rule():
-    """Two heads whose targets are functions of their rows, which have offsets and scales of their own."""
+def test_training_recovers_rule():
+    """Two heads have targets that are functions of their rows, with different offsets and scales."""
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(2, 3000, 8, generator=gen)
     targets = torch.stack((x[0, :, 0].relu() - x[0, :, 1], 2 * x[1, :, 2].abs() - 5))
     rows = (x * torch.tensor([0.1, 1, 10, 1, 1, 1, 1, 1]) + torch.arange(8)).half()
     trained = gates.train(gates.Examples(rows[:, :2500], targets[:, :2500]), hidden=8, steps=400)
     assert gates.correlation(trained, gates.Examples(rows[:, 2500:], targets[:, 2500:])) > 0.95
-    # The level counts as well, because heads compete.
+    # The absolute level also counts, because heads compete.
     assert abs(float(ops.gate_scores(rows[1:, 2500:].float()[None, 0], *(g[1:] for g in trained)).mean()) + 3.4) < 0.3
 
 
 @pytest.mark.slow
-def test_from_a_model_to_a_file(tmp_path, monkeypatch):
+def test_gates_are_trained_from_model_to_file(tmp_path, monkeypatch):
     monkeypatch.setattr(gates, "PIECE", 192)
     monkeypatch.setattr(gates, "END", 32)
     found, seen = gates.gates(make_model(), make_ids(768), hidden=8, steps=150)

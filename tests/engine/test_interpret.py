@@ -1,4 +1,4 @@
-"""What the backend runs on a GPU, layer by layer, against what it runs on a CPU; both here under the interpreter."""
+"""The backend's GPU operations, layer by layer, against its CPU operations, both under the interpreter."""
 
 import functools
 
@@ -42,7 +42,7 @@ def step(engines, kind, lens, prefix=None):
     outs = []
     for engine in engines:
         if prefix is None:
-            # The table of the server, with a row that nobody names.
+            # The server's table, with a row that no request uses.
             slots = (ROWS.repeat_interleave(P, 1) * P + torch.arange(3 * P) % P).int()
             engine.plan_decode(torch.cat((slots[:1], slots)), torch.tensor([1, 2]), torch.tensor(lens), lens)
         else:
@@ -57,7 +57,7 @@ def step(engines, kind, lens, prefix=None):
 
 
 @pytest.mark.parametrize("case", ["plain", "sampling", "stored"])
-def test_extend_and_decode(case):
+def test_kernels_match_reference_in_extend_and_decode(case):
     options = {}
     if case == "sampling":
         options["sampling"] = ops.ScoreSampling(window=8, decode_stride=2)
@@ -76,13 +76,13 @@ def test_extend_and_decode(case):
 def replays(capture, sampling, device="cpu"):
     """One captured decode step serves all later ones of its batch size: other lengths, blocks and formats.
 
-    `capture(fn)` -> (what fn returned, a function that does the same again without any Python of ours). As SGLang does
-    it: captured with padding alone, replayed with a row of padding behind the two requests.
+    `capture(fn)` -> (the result of fn, a function that repeats its launches without our Python code). As in SGLang, the
+    step is captured with padding only and replayed with a row of padding after the two requests.
     """
     reference, kernels = both(True, device, sampling=sampling)
     gen = torch.Generator().manual_seed(3)
     q, k, v = (torch.zeros((3, heads, 64), dtype=torch.bfloat16, device=device) for heads in (4, 2, 2))
-    # The table of the server, with the row of padding first.
+    # The server's table, with the row of padding first.
     rows = torch.cat((torch.zeros_like(ROWS[:1]), ROWS)).to(device)
     table = (rows.repeat_interleave(P, 1) * P + torch.arange(3 * P, device=device) % P).int()
     none = torch.zeros(3, dtype=torch.int64, device=device)
@@ -109,8 +109,8 @@ def replays(capture, sampling, device="cpu"):
 
 
 @pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_a_recorded_step_serves_later_ones(monkeypatch, reduce):
-    """What a CUDA graph holds is the launches of a step, with their addresses and numbers."""
+def test_captured_decode_step_serves_later_steps(monkeypatch, reduce):
+    """A CUDA graph holds the launches of a step, with their addresses and numbers."""
     launches, run = [], interpreter.InterpretedFunction.run
 
     def record(self, *args, **kwargs):

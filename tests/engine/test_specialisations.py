@@ -1,7 +1,7 @@
-"""Serving compiles no kernel anew because a batch has another size or a view another address.
+"""Serving recompiles no kernel because of another batch size or another address of a view.
 
 Triton compiles a kernel once for each combination of what it specialises on: dtypes, constants, which integers are 1 or
-divide by 16, which addresses divide by 16. Here launches are not run, their combinations are counted.
+divide by 16, which addresses divide by 16. Launches are not run here; their combinations are counted.
 """
 
 import pytest
@@ -28,7 +28,7 @@ BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Kernel name -> the combinations that it was launched with."""
+    """A map from kernel name to the combinations of its launches."""
     seen, binders = {}, {}
 
     def run(self, *args, grid, warmup, **options):
@@ -41,12 +41,12 @@ def launched(monkeypatch):
     return seen
 
 
-def test_triton_is_as_in_a_server():
-    assert not isinstance(triton.next_power_of_2, type(triton.cdiv))  # SGLang's own, which no kernel may call
+def test_triton_is_patched_as_in_server():
+    assert not isinstance(triton.next_power_of_2, type(triton.cdiv))  # replaced by SGLang, so no kernel may call it
 
 
 def store(**options):
-    # Three heads and one layer: nothing divides by 16 by chance.
+    # With three heads and one layer nothing is divisible by 16 by chance.
     made = make_store(
         block_formats_of("k4v4"), heads=HEADS, head_dim=64, block_tokens=P, layers=1, blocks=40, **options
     )
@@ -62,7 +62,7 @@ def rows_of(requests, blocks):
 
 
 @pytest.mark.parametrize("sampling", [None, ops.ScoreSampling(window=8)])
-def test_decode(launched, sampling):
+def test_decode_compiles_once(launched, sampling):
     engine = Attention(
         store(has_scores=sampling is not None), sampling, query_heads=HEADS * 3, max_batch=17, max_blocks=21
     )
@@ -81,7 +81,7 @@ def test_decode(launched, sampling):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_extend(launched, stored):
+def test_extend_compiles_once(launched, stored):
     mine = store()
     fmt = block_formats_of("k4v4")[1].high
     op = ExtendAttention(mine, query_heads=HEADS * 3, dense="none", fake_quant_format=fmt if stored else None)
@@ -95,7 +95,7 @@ def test_extend(launched, stored):
     once(launched, "_split_kernel", "_extend_kernel", *(["_fake_quant_kernel"] if stored else []))
 
 
-def test_join_of_exact_and_staged(launched):
+def test_join_of_exact_and_staged_rows_compiles_once(launched):
     for n in range(1, 9):
         (a, b), (x, y) = torch.zeros((2, n, 9, 64)), torch.zeros((2, n, 9))
         merge_states(a, x, b, y, a, x)
@@ -117,7 +117,7 @@ def test_decode_and_extend_share_kernels(launched):
     once(launched, "_split_kernel", "_append_kernel")
 
 
-def test_pages_change_hands(launched):
+def test_page_operations_compile_once(launched):
     mine = store()
     for n in range(1, 18):
         blocks = torch.arange(n)
@@ -126,21 +126,21 @@ def test_pages_change_hands(launched):
     once(launched, "_take_kernel", "_taken_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
 
 
-def test_compact(launched):
+def test_compaction_compiles_once(launched):
     mine = store()
     for n in range(1, 18):
         compact_triton(mine, torch.arange(n), 1, ops.keep_all(n, mine.layout), from_format=0)
     once(launched, "pack_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
 
 
-def test_keydiff(launched):
+def test_keydiff_compiles_once(launched):
     mine = store()
     for n in range(1, 18):
         keydiff_blocks(mine, torch.arange(n))
     once(launched, "keydiff_kernel")
 
 
-def test_plan_by_thresholds(launched):
+def test_threshold_plan_compiles_once(launched):
     mine, alpha = make_store(block_formats_of("k8v4+k4v2"), head_dim=64, has_scores=True), ops.Thresholds(1.0, 0.02)
     for n in range(1, 18):
         blocks, starts, lengths = (torch.arange(n) for _ in range(3))

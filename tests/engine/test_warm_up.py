@@ -1,4 +1,4 @@
-"""What a server launches was launched by its warm-up: the same kernels with the same constants and specialisations.
+"""A server's warm-up launches every kernel that serving launches, with the same constants and specializations.
 
 Launches are not run: their combinations, which choose the compiled kernel, are compared.
 """
@@ -30,7 +30,7 @@ from sglang_kvc.engine.attention import Attention, Snapshot
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies.scorers.keydiff import KeyDiff
 
-P, HEADS, GROUP, DIM, LAYERS = 32, 3, 3, 128, 2  # nothing else divides by 16 by chance
+P, HEADS, GROUP, DIM, LAYERS = 32, 3, 3, 128, 2  # nothing else is divisible by 16 by chance
 REQUESTS, COLUMNS = 7, 200
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 CONFIGURATIONS = [
@@ -48,7 +48,7 @@ CONFIGURATIONS = [
 
 
 class FlashInfer:
-    """Takes the place of its wrappers, which want a GPU, and as many queries as they were planned for."""
+    """Replaces FlashInfer's wrappers, which need a GPU and exactly as many queries as they were planned for."""
 
     def __init__(self, *args):
         pass
@@ -71,7 +71,7 @@ class WideExtend(ExtendAttention):
 
 
 class CudaKernel:
-    """Notes which it is where a kernel in CUDA C++ would be launched."""
+    """Records its name in place of launching a CUDA C++ kernel."""
 
     def __init__(self, source, text, launched):
         self.source, self.text, self.launched = source, text, launched
@@ -81,14 +81,14 @@ class CudaKernel:
 
 
 def assert_one_writer(rows, tokens):
-    """A block has one place, in all sampled requests. Two programs would add to its scores at a time, else."""
+    """A block has the same place in all sampled requests; otherwise two programs would add to its scores at once."""
     seen = {(int(b), j) for row, n in zip(rows, tokens.tolist()) for j, b in enumerate(row[: -(-n // P)])}
     assert len(seen) == len({b for b, _ in seen})
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """All (kernel, combination, options) so far, launched as on a GPU from a pool on the CPU."""
+    """All (kernel, combination, options) launched so far, as on a GPU, from a pool on the CPU."""
     seen, binders = set(), {}
 
     def run(self, *args, grid, warmup, **options):
@@ -111,7 +111,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def hopper(launched, monkeypatch):
-    """As where there are FlashInfer and a Hopper GPU."""
+    """Simulates FlashInfer and a Hopper GPU."""
     monkeypatch.setattr(dense_flashinfer, "BatchPrefillWithPagedKVCacheWrapper", FlashInfer)
     monkeypatch.setattr(dense_flashinfer, "BatchPrefillWithRaggedKVCacheWrapper", FlashInfer)
     monkeypatch.setattr(dense_flashinfer, "StagingCopy", mock.Mock)
@@ -134,18 +134,19 @@ def build(options, megabytes=40, device="cpu"):
 
 
 def sizes(window):
-    """Of attention; `window` is that of one of two layers."""
+    """Sizes of attention; `window` is that of one of two layers."""
     windows = () if window < 0 else (window,)
     return dict(query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS, windows=windows)
 
 
 def serve(runtime, cap, window=-1):
-    """Prompts in batches, decode steps, compactions and returns, of sizes that a warm-up does not know."""
+    """Run batched prompts, decode steps, compactions and releases of sizes unknown to the warm-up."""
     policy, gen, device = runtime.policy, random.Random(1), runtime.store.device
     default = policy.fake_quant_format(policy.format_id_of(None))
     attention = Attention(runtime.store, policy.score_sampling, default, **sizes(window))
     layers = list(enumerate((-1, window)[:LAYERS]))
-    # One block a place, as in a server: of two programs that add to the scores of one block, one would be lost.
+    # Each block has one place, as in a server: if two programs added to the scores of one block, one result would be
+    # lost.
     shown = runtime.take([P * j for j in range(COLUMNS)])
     runtime.flush()
     for at in range(0, COLUMNS, 20):
@@ -155,7 +156,7 @@ def serve(runtime, cap, window=-1):
     slots = (row[:, None] * P + torch.arange(P, dtype=torch.int32, device=device)).flatten()
     for turn in range(min(40, int(os.environ.get("KVC_TEST_REPEATS", 40)))):
         n = gen.randint(1, 5)
-        # Any lengths, a few new tokens, or many over a long prefix.
+        # Arbitrary lengths, a few new tokens, or many over a long prefix.
         news, blocks, odd = (
             ((1, 3, 9, 25, 50, 130, 700, 1500), (0, 1, 3, 30, 90), (0, 0, 5)),
             ((1, 2, 4, 9), (1, 3, 90), (0, 1, 17)),
@@ -212,7 +213,7 @@ def serve(runtime, cap, window=-1):
 
 
 def through_host_memory(runtime, ids):
-    """The ids of `ids` when they came back."""
+    """The block ids of `ids` after a save to and a load from host memory."""
     if runtime.host_tier is None:
         runtime.attach_host_tier()
     stored = runtime.host_tier.save(np.array(ids))
@@ -234,7 +235,7 @@ def tensors(n, device):
 def compare(options, cap, launched, *expected, window=-1):
     runtime = build(options)
     warm_up.warm_up(runtime, kinds={(-1, cap), (window, cap)}, **sizes(window))
-    assert not runtime.blocks.used_count and not len(runtime.log)  # the server's own pool is as it was
+    assert not runtime.blocks.used_count and not len(runtime.log)  # the server's own pool is unchanged
     ready = set(launched)
     launched.clear()
     serve(runtime, cap, window)
@@ -248,12 +249,12 @@ def compare(options, cap, launched, *expected, window=-1):
 
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
-def test_nothing_is_left_to_compile(options, cap, launched):
+def test_warm_up_compiles_all_kernels(options, cap, launched):
     compare(options, cap, launched, "_extend_kernel", "_decode_kernel", "merge_splits_kernel")
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=lambda x: "-".join(map(str, x.values())))
-def test_nothing_is_left_to_compile_for_hopper(options, hopper, launched):
+def test_warm_up_compiles_all_kernels_for_hopper(options, hopper, launched):
     staged = options["policy"] == "quantise" and options["high"] != "bf16"
     compare(options, 0.0, launched, "extend.cu", "_decode_kernel", *(["_fake_quant_kernel"] if staged else []))
 
@@ -263,18 +264,18 @@ WINDOWED = [x for x in CONFIGURATIONS if x["policy"] == "quantise"]
 
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 @pytest.mark.parametrize("options", WINDOWED, ids=lambda x: "-".join(map(str, x.values())))
-def test_nothing_is_left_to_compile_for_windows(options, cap, launched):
+def test_warm_up_compiles_all_kernels_for_windows(options, cap, launched):
     compare(options, cap, launched, "_extend_kernel", "_decode_kernel", "window_kernel", "_unpack_kernel", window=70)
 
 
 @pytest.mark.parametrize("options", WINDOWED, ids=lambda x: "-".join(map(str, x.values())))
-def test_nothing_is_left_to_compile_for_windows_on_hopper(options, hopper, launched, monkeypatch):
+def test_warm_up_compiles_all_kernels_for_windows_on_hopper(options, hopper, launched, monkeypatch):
     engine = property(lambda self: "triton" if self.window >= 0 or self.query_rows else "gluon", lambda *_: None)
     monkeypatch.setattr(DecodeAttention, "engine", engine, raising=False)
     compare(options, 0.0, launched, "extend.cu", "_decode_kernel", "_unpack_kernel", window=70)
 
 
-def test_the_ring_divides_by_16_where_the_servers_does():
+def test_warm_up_ring_size_is_divisible_by_16_like_servers():
     for megabytes in range(20, 30):
         runtime = build(dict(policy="quantise", high="k4v4"), megabytes)
         small = warm_up.small_runtime(runtime)
@@ -282,7 +283,7 @@ def test_the_ring_divides_by_16_where_the_servers_does():
         assert small.sizing.num_pages < 400
 
 
-def test_a_failure_is_one_line(monkeypatch, caplog):
+def test_warm_up_failure_logs_one_line(monkeypatch, caplog):
     def fail(*args, **options):
         raise RuntimeError("no memory\nand much more")
 
@@ -297,8 +298,8 @@ def test_a_failure_is_one_line(monkeypatch, caplog):
     assert "were ready after" in caplog.text
 
 
-def test_a_failure_that_leaves_the_gpu_unusable_ends_the_start(monkeypatch, caplog):
-    """An illegal address stays the answer to every later call; a failed allocation or compilation does not."""
+def test_warm_up_failure_that_breaks_gpu_ends_start(monkeypatch, caplog):
+    """After an illegal address every later call fails; after a failed allocation or compilation it does not."""
     failure = mock.Mock(side_effect=RuntimeError("an illegal memory access was encountered\nand much more"))
     monkeypatch.setattr(warm_up, "warm_up", failure)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""Random sequences of take, append, compact and release against a plain Python model of the whole store."""
+"""Random sequences of take, append, compact and release against a plain Python model of the store."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
             self._compact(seed + i)
 
     def _compact(self, seed):
-        """Full blocks of one block format go to the same or a lower one."""
+        """Move full blocks of one block format to the same or a lower one."""
         gen = np.random.default_rng(seed)
         full = [b for b in self.model.table if self.filled.get(b, self.p) == self.p]
         format_id = int(self.store.format_id[int(gen.choice(full))])
@@ -170,7 +170,7 @@ def test_random_sequences(name):
 
 
 def test_invariant_check_finds_damage():
-    """The checker itself: a doubled page, a lost page, page 0 in use."""
+    """The checker itself finds a duplicated page, a lost page, and page 0 in use."""
     for damage in ("double", "lose", "zero"):
         store = make_store()
         ops.take_bf16(store, torch.tensor([1, 2]))
@@ -185,7 +185,7 @@ def test_invariant_check_finds_damage():
             ops.check_invariants(store)
 
 
-def test_release_twice_and_late_append_do_no_harm():
+def test_double_release_and_late_append_are_harmless():
     store = make_store(has_scores=True)
     block = torch.tensor([3])
     ops.take_bf16(store, block)
@@ -198,7 +198,7 @@ def test_release_twice_and_late_append_do_no_harm():
     assert torch.equal(store.pages[1:], before)
 
 
-def test_ring_can_hand_out_every_page_and_wrap():
+def test_ring_hands_out_every_page_and_wraps():
     store = make_store(blocks=3)
     for i in range(7):
         blocks = torch.tensor([1, 2, 3])

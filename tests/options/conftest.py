@@ -1,4 +1,4 @@
-"""Fixtures of the option tests: a model folder that is just a config file, and SGLang with our options in force."""
+"""Fixtures of the option tests: a model folder with only a config file, and SGLang with our options active."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_sentence(text: str) -> str:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
-    """`make_model(**changes)` -> a folder with the config of a small Llama, or of whatever the changes make of it."""
+    """`make_model(**changes)` -> a folder with the config of a small Llama, with the given changes."""
 
     def make(**changes) -> str:
         folder = tmp_path_factory.mktemp("model")
@@ -78,7 +78,7 @@ def parse(server_args, model):
 
 
 def resolved(args):
-    """SGLang's view of a record: what the user gave, replaced by what the resolution decided."""
+    """SGLang's view of a record: the user's values, overridden by the resolved ones."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(args)

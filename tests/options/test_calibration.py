@@ -1,4 +1,4 @@
-"""What a calibration file decides about a server: defaults, and the sentence for what it forbids."""
+"""The effect of a calibration file on a server: its defaults, and the errors for formats that it forbids."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def refused(**options) -> str:
     return one_sentence(str(e.value))
 
 
-def test_findings_survive_the_file(write):
+def test_findings_round_trip_through_file(write):
     assert read(write()) == FINDINGS
 
 
-def test_the_recommended_format_is_the_default(write):
+def test_recommended_format_is_default(write):
     file = write()
     assert resolve(calibration=file).high == "k4v2"
     assert resolve(calibration=file, high="k8v8").high == "k8v8"
@@ -72,7 +72,7 @@ def test_the_recommended_format_is_the_default(write):
     assert (resolve(calibration=exact).high, resolve(calibration=exact).formats) == ("bf16", ())
 
 
-def test_thresholds_are_defaults_for_their_list_of_formats(write):
+def test_thresholds_are_defaults_for_their_formats(write):
     file = write()
 
     def alphas(**options):
@@ -97,19 +97,19 @@ def test_thresholds_are_defaults_for_their_list_of_formats(write):
     ],
     ids=str,
 )
-def test_a_format_that_breaks_the_model_is_refused(write, options, words):
+def test_format_that_breaks_model_is_rejected(write, options, words):
     sentence = refused(calibration=write(), **options)
     assert words in sentence and "breaks this model" in sentence and "--kvc-calibration" in sentence
-    assert resolve(**{**options, "policy": "quantise", "low": None}).high  # without the file it is served
+    assert resolve(**{**options, "policy": "quantise", "low": None}).high  # it is served without the file
 
 
-def test_what_only_loses_is_served(write):
+def test_format_that_only_loses_quality_is_served(write):
     assert resolve(calibration=write(), high="k4v2").high == "k4v2"
     assert resolve(calibration=write(), policy="prune", high="k4v2").high == "k4v2"
 
 
 def of_version_1(key_mode: str) -> dict[str, str]:
-    """Metadata as version 1 wrote it: verdicts for both key modes, thresholds for one."""
+    """Metadata in the form of version 1: verdicts for both key modes, thresholds for one."""
     record = json.loads(FINDINGS.metadata()[KEY])
     token = [{**r, "key_mode": "token", "verdict": "breaks"} for r in record["formats"]]
     record["formats"] = [{**r, "key_mode": "channel"} for r in record["formats"]] + token
@@ -118,18 +118,18 @@ def of_version_1(key_mode: str) -> dict[str, str]:
     return {KEY: json.dumps({**record, "version": 1})}
 
 
-def test_findings_of_version_1(write):
+def test_findings_of_version_1_are_read(write):
     assert read(write(metadata=of_version_1("channel"))) == FINDINGS
     assert "quantized per token" in refused(calibration=write(metadata=of_version_1("token")))
 
 
-def test_findings_of_another_version(write):
+def test_findings_of_unknown_version_are_rejected(write):
     later = json.dumps({**json.loads(FINDINGS.metadata()[KEY]), "version": 99})
     for text in (later, "{}", "[1]", "no json"):
         assert "another version" in refused(calibration=write(metadata={KEY: text}))
 
 
-def test_a_file_that_judges_nothing(write, tmp_path):
+def test_file_without_findings_is_rejected_where_it_has_no_effect(write, tmp_path):
     plain = write(metadata={"format": "pt"})
     for policy in ("quantise", "leankv", "prune"):
         assert "no effect" in refused(policy=policy, calibration=plain)
@@ -137,7 +137,7 @@ def test_a_file_that_judges_nothing(write, tmp_path):
     assert resolve(policy="xkv", calibration=plain).policy == "xkv"
 
 
-def test_the_file_of_another_model(write):
+def test_file_of_another_model_is_rejected(write):
     config = resolve(calibration=write())
     check_facts(ModelFacts("LlamaForCausalLM", head_dim=64, v_head_dim=64, identity=MODEL), config)
     for change in ({"layers": 3}, {"kv_heads": 4}, {"fingerprint": "ba9876543210"}, {"architecture": "OtherModel"}):
@@ -147,8 +147,8 @@ def test_the_file_of_another_model(write):
         assert "was made for" in one_sentence(str(e.value))
 
 
-def test_a_server_knows_its_model(parse, model, make_model, write, capsys):
-    """The identity that transformers shows to the calibration is the one that SGLang shows to the server."""
+def test_calibration_and_server_identify_model_alike(parse, model, make_model, write, capsys):
+    """The calibration reads the identity from transformers and the server from SGLang; both must be equal."""
     from transformers import AutoConfig
 
     file = write(identity=identity_of(AutoConfig.from_pretrained(model)))

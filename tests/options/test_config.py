@@ -1,4 +1,4 @@
-"""Settings: what the options resolve to, and the sentence for each one that makes no sense."""
+"""Settings: the values that options resolve to, and the error for each invalid option."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ CALIBRATED = {
 
 @pytest.fixture(scope="module")
 def statistics(tmp_path_factory) -> str:
-    """A calibration file for 2 layers, 4 query heads of size 64; upper case, because a path is not a name."""
+    """A calibration file for 2 layers and 4 query heads of size 64; its path has upper-case letters, which must
+    survive."""
     import torch
     from safetensors.torch import save_file
 
@@ -68,14 +69,14 @@ def test_defaults():
     assert (c.page_bytes, c.memory) == (None, None)
 
 
-def test_each_policy_starts_from_its_own_defaults():
+def test_each_policy_has_its_own_defaults():
     leankv = resolve(policy="leankv")
     assert (leankv.high, leankv.low, leankv.alpha_high, leankv.alpha_low) == ("k8v4", "k4v2", 1.0, 0.02)
     assert resolve(policy="quota").keep == 0.5
     assert resolve(policy="leankv", high="k8v8").low == "k4v2"
 
 
-def test_every_policy_reads_only_known_settings(statistics):
+def test_policies_read_only_known_settings(statistics):
     known = set(KvcConfig().to_dict())
     for name in POLICIES:
         assert set(policy_options(name)) <= known
@@ -83,7 +84,7 @@ def test_every_policy_reads_only_known_settings(statistics):
         assert resolve(policy=name, **file).summary().startswith(name)
 
 
-def test_parts_of_a_composed_policy(statistics):
+def test_composed_policy_takes_given_parts(statistics):
     c = resolve(policy="prune", scorer="snapkv:window=64,pool=5", share="Ada:floor=0.3", sinks="8", budget="4X")
     assert [str(x) for x in (c.scorer, c.share, c.budget)] == ["snapkv:window=64,pool=5", "ada:floor=0.3", "4x"]
     assert (c.scorer.window, c.share.floor, c.sinks, c.budget.ratio) == (64, 0.3, 8, 4.0)
@@ -94,7 +95,7 @@ def test_parts_of_a_composed_policy(statistics):
 
 
 @pytest.mark.parametrize("policy", CALIBRATED)
-def test_statistics_are_asked_for(policy, statistics, tmp_path):
+def test_missing_or_invalid_statistics_are_rejected(policy, statistics, tmp_path):
     import torch
     from safetensors.torch import save_file
 
@@ -110,7 +111,7 @@ def test_statistics_are_asked_for(policy, statistics, tmp_path):
     assert "no effect" in one_sentence(str(e.value))
 
 
-def test_a_ratio_that_no_plan_can_reach():
+def test_unreachable_ratio_is_rejected():
     check_geometry(resolve(policy="prune", budget="6x"), head_dim=64)
     for budget in ("40x", "1000x"):
         with pytest.raises(ConfigError) as e:
@@ -118,7 +119,7 @@ def test_a_ratio_that_no_plan_can_reach():
         assert "--kvc-budget" in one_sentence(str(e.value))
 
 
-def test_answers_meet_a_ratio_that_single_blocks_cannot():
+def test_answers_meet_ratio_that_single_blocks_cannot():
     """Each head of a block of a prompt keeps a page; blocks of an answer share their pages."""
     given = {"policy": "kv-compress", "high": "k4v4", "budget": "20x"}
     with pytest.raises(ConfigError) as e:
@@ -137,20 +138,20 @@ def test_answers_meet_a_ratio_that_single_blocks_cannot():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_bf16_is_the_same_base_under_every_policy(policy):
+def test_bf16_disables_every_policy(policy):
     assert resolve(policy=policy, high="bf16") == KvcConfig(high="bf16")
     assert resolve(policy=policy, high="bf16").formats == ()
 
 
-def test_bf16_beside_what_it_would_not_read():
+def test_bf16_rejects_options_without_effect():
     for policy, option in (("prune", {"keep": "0.3"}), ("prune", {"budget": "4x"}), ("leankv", {"alpha_high": "2"})):
         with pytest.raises(ConfigError) as e:
             resolve(policy=policy, high="bf16", **option)
         assert "--kvc-high bf16" in one_sentence(str(e.value))
 
 
-def test_what_a_whole_model_shows():
-    """A budget in bytes, and the least memory, before a weight is read."""
+def test_pool_is_checked_against_model_size():
+    """A budget in bytes and the minimum memory are checked before weights are read."""
     model = dict(layers=32, heads=8, head_dim=128)
     check_pool(resolve(policy="prune", budget="20000", memory="4GB"), **model)
     for given, named in (({"policy": "prune", "budget": "1200"}, "--kvc-budget 1200"), ({"memory": "1MiB"}, "MiB")):
@@ -159,14 +160,14 @@ def test_what_a_whole_model_shows():
         assert named in one_sentence(str(e.value))
 
 
-def test_memory_counts_the_rows_that_a_prefill_stages():
+def test_memory_includes_rows_staged_by_prefill():
     model = dict(layers=4, heads=8, head_dim=128)
     check_pool(resolve(memory="10MiB"), **model)
     with pytest.raises(ConfigError, match=r"on top of 2\.5 MiB"):
         check_pool(resolve(memory="10MiB", window=64), **model)
 
 
-def test_levels_that_cost_quality_and_save_nothing():
+def test_levels_that_save_no_memory_are_reported():
     found = wasted_levels(resolve(levels="k8v4,k4v2,k2v2"), head_dim=128)
     assert [one_sentence(x).split()[-2:] for x in found] == [["k8v8", "instead."], ["drop", "it."]]
     assert not wasted_levels(resolve(levels="k8v8,k2v2"), head_dim=64)
@@ -177,7 +178,7 @@ def test_levels_that_cost_quality_and_save_nothing():
     assert "pages fit k8v4; drop it" in one_sentence(found)
 
 
-def test_text_numbers_become_numbers():
+def test_numbers_are_parsed_from_text():
     c = resolve(policy="quota", block_size="128", keep="0.25", window="0", memory="4GB", page_bytes="2048")
     assert (c.block_size, c.keep, c.window, c.memory, c.page_bytes) == (128, 0.25, 0, 4 * 10**9, 2048)
     assert resolve(policy="leankv", observe="32").observe == ScoreSampling(32)
@@ -199,7 +200,7 @@ def test_text_numbers_become_numbers():
         ("2tb", 2 * 10**12),
     ],
 )
-def test_sizes(text, size):
+def test_sizes_are_parsed_from_text(text, size):
     assert parse_bytes("memory", text) == size
 
 
@@ -263,7 +264,7 @@ WRONG = [
     ({"lag": 512}, "--kvc-lag"),
     ({"policy": "leankv", "lag": 100}, "--kvc-lag"),
     ({"policy": "leankv", "lag": -64}, "--kvc-lag"),
-    ({"policy": "leankv", "lag": 64}, "--kvc-lag"),  # no more than the window
+    ({"policy": "leankv", "lag": 64}, "--kvc-lag"),  # not larger than the window
     ({"policy": "leankv", "lag": 1 << 21}, "--kvc-lag"),
     ({"policy": "h2o", "lag": "long"}, "--kvc-lag"),
     ({"policy": "quota", "lag": 512}, "--kvc-lag"),
@@ -292,14 +293,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize("options, flag", WRONG, ids=lambda x: str(x))
-def test_wrong_values_get_one_sentence(options, flag):
+def test_wrong_values_are_rejected_with_one_sentence(options, flag):
     with pytest.raises(ConfigError) as e:
         resolve(**options)
     assert flag in one_sentence(str(e.value))
     assert isinstance(e.value, ValueError)
 
 
-def test_keys_of_too_few_bytes():
+def test_too_few_key_bytes_are_rejected():
     check_geometry(KvcConfig(high="k4v2"), head_dim=32)
     check_geometry(KvcConfig(high="k2v2"), head_dim=64)
     with pytest.raises(ConfigError, match="head size 32") as e:
@@ -307,7 +308,7 @@ def test_keys_of_too_few_bytes():
     assert "4 bits" in one_sentence(str(e.value))
 
 
-def test_a_page_too_small_for_the_model():
+def test_page_too_small_for_model_is_rejected():
     small = resolve(page_bytes=512)
     check_geometry(resolve(page_bytes=2048), head_dim=64)
     with pytest.raises(ConfigError) as e:
@@ -316,8 +317,8 @@ def test_a_page_too_small_for_the_model():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_settings_as_text_give_the_same_settings(policy, statistics):
-    """What a server reports of its settings starts an equal server."""
+def test_settings_round_trip_as_text(policy, statistics):
+    """The settings that a server reports start an equal server."""
     file = {"calibration": statistics} if policy in CALIBRATED else {}
     config = resolve(policy=policy, **file)
     told = json.loads(json.dumps(config.to_dict()))

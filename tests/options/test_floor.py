@@ -1,4 +1,4 @@
-"""`--kvc-floor`: which formats lie between, the size of a page for them, and what is refused."""
+"""`--kvc-floor`: the formats in between, the page size for them, and the refusals."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LADDERS = {
 
 
 @pytest.mark.parametrize("ends, between", LADDERS.items(), ids=str)
-def test_each_step_is_below_the_one_before(ends, between):
+def test_each_ladder_step_is_below_previous_one(ends, between):
     assert steps(*ends) == between
     assert all(is_below(low, high) for high, low in zip((ends[0], *between), between))
 
 
-def test_a_format_is_below_another_with_no_more_bits_of_either_kind():
+def test_lower_format_has_no_more_key_or_value_bits():
     below = {(a, b) for a in FORMATS for b in FORMATS if is_below(a, b)}
     assert ("k4v8", "k8v4") not in below and ("k8v4", "k4v8") not in below
     assert not any("bf16" in pair or pair[0] == pair[1] for pair in below)
@@ -51,7 +51,7 @@ def formats_of(config, **sizes):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [64, 128, 256])
 @pytest.mark.parametrize("ends", [x for x in LADDERS if LADDERS[x]], ids=str)
-def test_a_page_is_sized_so_that_the_floor_saves_some(ends, block_size, head_dim):
+def test_page_size_lets_floor_save_memory(ends, block_size, head_dim):
     high, floor = ends
     config = resolve(high=high, floor=floor, block_size=block_size)
     layout, policy, block_formats = formats_of(config, head_dim=head_dim)
@@ -68,7 +68,7 @@ def test_a_page_is_sized_so_that_the_floor_saves_some(ends, block_size, head_dim
     assert all(f.pages <= layout.block_pages(BF16) for f in block_formats[1:])
 
 
-def test_formats_that_requests_name_have_ids_of_their_own():
+def test_named_formats_have_separate_ids():
     config = resolve(high="k8v4", floor="k4v4", levels="k4v4,k2v2")
     _, policy, block_formats = formats_of(config, head_dim=128)
     assert [f.high.name for f in block_formats] == ["bf16", "k8v4", "k4v4", "k4v4", "k2v2", "k8v4"]
@@ -78,7 +78,7 @@ def test_formats_that_requests_name_have_ids_of_their_own():
     assert [policy.fake_quant_format(i) for i in range(6)] == [None, *(f.high for f in block_formats[1:])]
 
 
-def test_without_a_floor_nothing_changes():
+def test_no_ladder_without_floor():
     config = resolve(high="k8v4", levels="k2v2")
     _, policy, block_formats = formats_of(config, head_dim=128)
     assert policy.ladder == () and not any(next_lower(block_formats, policy.ladder))
@@ -86,7 +86,7 @@ def test_without_a_floor_nothing_changes():
     assert policy.default_level == "k8v4"
 
 
-def test_a_page_at_which_the_floor_saves_nothing_is_refused():
+def test_page_size_at_which_floor_saves_nothing_is_rejected():
     model = dict(layers=4, heads=2, head_dim=128)
     check_pool(resolve(high="k8v4", floor="k4v4", page_bytes="6336"), **model)
     with pytest.raises(ConfigError) as e:
@@ -95,5 +95,5 @@ def test_a_page_at_which_the_floor_saves_nothing_is_refused():
 
 
 @pytest.mark.parametrize("policy", ["quantise", "safe", "balanced"])
-def test_presets_of_quantise_have_a_floor(policy):
+def test_quantise_presets_accept_floor(policy):
     assert resolve(policy=policy, floor="k4v2").floor == "k4v2"

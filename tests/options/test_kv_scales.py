@@ -1,6 +1,7 @@
-"""Checkpoints that bring scales for an FP8 cache are served: scales are ignored, and the pool is sized without them.
+"""Checkpoints with scales for an FP8 cache are served: scales are ignored, and the pool is sized without them.
 
-They say so in config.json, or only in ModelOpt's hf_quant_config.json, which SGLang reads when it builds the model.
+The scales are declared in config.json, or only in ModelOpt's hf_quant_config.json, which SGLang reads when it builds
+the model.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def checkpoint(make_model, request) -> str:
     return folder
 
 
-def test_the_start_does_not_refuse_them(parse, checkpoint):
+def test_start_accepts_checkpoint_with_kv_scales(parse, checkpoint):
     assert parse("--kv-backend", "kvc", model_path=checkpoint).attention_backend == "kvc"
 
 
-def test_the_built_model_is_served_with_a_warning(parse, monkeypatch):
+def test_built_model_is_served_with_warning(parse, monkeypatch):
     def said(**changes) -> list[str]:
         shown, messages = configurator(parse, **changes), []
         monkeypatch.setattr(unsupported_models.logger, "warning", lambda text, *args: messages.append(text % args))
@@ -59,8 +60,8 @@ def test_the_built_model_is_served_with_a_warning(parse, monkeypatch):
 
 
 @pytest.mark.parametrize("declared", [torch.bfloat16, torch.float8_e4m3fn], ids=["auto", "fp8"])
-def test_the_pool_takes_what_is_free(parse, monkeypatch, declared):
-    """Sized by SGLang's own configurator, from the dtype that it chose for its own cache."""
+def test_pool_uses_free_memory_whatever_dtype_is_declared(parse, monkeypatch, declared):
+    """SGLang's own configurator sizes the pool from the dtype that it chose for its own cache."""
     import inspect
 
     from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -69,7 +70,7 @@ def test_the_pool_takes_what_is_free(parse, monkeypatch, declared):
 
     from sglang_kvc.cache import runtime
 
-    args = parse("--kv-backend", "kvc", "--max-total-tokens", str(1 << 30))  # no --kvc-memory: from what is free
+    args = parse("--kv-backend", "kvc", "--max-total-tokens", str(1 << 30))  # no --kvc-memory: sized from free memory
     sgl = object.__new__(module.KVCacheConfigurator)
     fields = dict(
         server_args=args, model_config=model_config_of(args), device="cpu", gpu_id=0, is_hybrid_swa=False,

@@ -1,4 +1,4 @@
-"""Which names a request may give as its level: the process that takes requests and the scheduler agree."""
+"""The names that a request may give as its level; the tokenizer process and the scheduler agree on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("server_args")
 
 @pytest.fixture
 def serve(parse, monkeypatch):
-    """`serve(*options)` -> ask(level), by both processes of such a server; the level that the scheduler notes."""
+    """`serve(*options)` -> ask(level), which runs the checks of both processes of such a server and returns the level
+    that the scheduler records."""
 
     def start(*options, params=lambda level: {"kvc": level}):
         args = parse("--kv-backend", "kvc", *options)
@@ -40,14 +41,14 @@ def serve(parse, monkeypatch):
             req = SimpleNamespace(
                 sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None,
                 return_routed_experts=False,
-                to_finish=True,  # its length is not looked at
+                to_finish=True,  # its length is ignored
             )  # fmt: skip
             refused = None
             try:
                 requests.before_verify(sampling, 1000)
             except ValueError as e:
                 refused = e
-            # Also where nobody looked at the request before.
+            # This also holds if no other process has checked the request.
             requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
             assert aborts == ([str(refused)] if refused else [])
             if refused:
@@ -61,7 +62,7 @@ def serve(parse, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options, own",
+    "options, default_format",
     [
         ("", "k4v4"),
         ("--kvc-high k8v4", "k8v4"),
@@ -70,9 +71,9 @@ def serve(parse, monkeypatch):
         ("--kvc-high K4V4 --kvc-levels k8v4", "k4v4"),
     ],
 )
-def test_the_name_of_the_only_format_asks_for_nothing(serve, options, own):
+def test_name_of_default_format_equals_no_level(serve, options, default_format):
     ask = serve(*options.split())
-    assert ask(own) is None and ask(None) is None
+    assert ask(default_format) is None and ask(None) is None
     assert ask("lossless") == "lossless"
     with pytest.raises(ValueError, match="'k2v2', which is not"):
         ask("k2v2")
@@ -88,7 +89,7 @@ def test_the_name_of_the_only_format_asks_for_nothing(serve, options, own):
         "--kvc-policy leankv --kvc-high k4v4 --kvc-low k4v2",
     ],
 )
-def test_a_format_is_not_what_a_pruning_server_serves(serve, options):
+def test_pruning_server_rejects_format_names(serve, options):
     ask = serve(*options.split())
     with pytest.raises(ValueError) as e:
         ask("k4v4")
@@ -97,7 +98,7 @@ def test_a_format_is_not_what_a_pruning_server_serves(serve, options):
 
 
 @pytest.mark.parametrize("wrong", ["lossless", ["kvc", "lossless"], 5, []])
-def test_parameters_that_are_no_object(serve, wrong):
+def test_parameters_must_be_object(serve, wrong):
     with pytest.raises(ValueError, match="custom_params") as e:
         serve(params=lambda _: wrong)("lossless")
     one_sentence(str(e.value))
@@ -108,19 +109,19 @@ LONG = {"name": {"kvc": TEXT}, "object": {"kvc": {"a": "\n" * 10**6}}, "text": T
 
 
 @pytest.mark.parametrize("params", LONG.values(), ids=LONG)
-def test_long_values_are_not_repeated_whole(serve, params):
-    """The sentence goes into the log and the answer."""
+def test_long_values_are_shortened_in_errors(serve, params):
+    """The sentence appears in the log and in the answer."""
     with pytest.raises(ValueError, match="custom_params") as e:
         serve(params=lambda _: params)("lossless")
     assert len(one_sentence(str(e.value))) < 400
 
 
-def test_formats_on_offer(serve):
+def test_offered_formats_are_accepted(serve):
     ask = serve("--kvc-levels", "k8v4,k2v2")
     assert [ask(x) for x in ("k8v4", "k2v2", "k4v4", None)] == ["k8v4", "k2v2", None, None]
 
 
-def test_the_servers_own_format_by_its_name_is_a_promise_where_there_is_a_floor(serve):
+def test_named_default_format_is_kept_when_server_has_floor(serve):
     ask = serve("--kvc-high", "k8v4", "--kvc-floor", "k4v4")
     assert [ask(x) for x in ("k8v4", "lossless", None)] == ["k8v4", "lossless", None]
     with pytest.raises(ValueError, match="'k4v4', which is not a level"):
@@ -128,7 +129,7 @@ def test_the_servers_own_format_by_its_name_is_a_promise_where_there_is_a_floor(
 
 
 @pytest.mark.parametrize("options", ["", "--kvc-levels k8v4", "--kvc-policy leankv", "--kvc-high bf16"])
-def test_a_server_may_forbid_uncompressed_requests(serve, options):
+def test_server_can_reject_uncompressed_requests(serve, options):
     ask = serve("--kvc-allow-lossless", "false", *options.split())
     with pytest.raises(ValueError, match=r"'lossless', which this server does not allow") as e:
         ask("lossless")
@@ -142,11 +143,11 @@ def test_a_server_may_forbid_uncompressed_requests(serve, options):
 @pytest.mark.parametrize(
     "options", ["", "--kvc-high k8v4 --kvc-levels k4v4", "--kvc-policy safe", "--kvc-policy balanced"]
 )
-def test_a_budget_for_the_whole_prompt(serve, options):
+def test_one_shot_budget_is_accepted(serve, options):
     ask = serve(*options.split())
     assert ask("One-Shot:16X") == "one-shot:16x" and ask.req.kvc_budget == Budget(ratio=16) and ask.req.kvc_private
     first = ask.req.extra_key
-    assert ask("one-shot:16x") == "one-shot:16x" and ask.req.extra_key != first  # no other request finds its blocks
+    assert ask("one-shot:16x") == "one-shot:16x" and ask.req.extra_key != first  # no other request hits its blocks
     assert ask("one-shot:512") == "one-shot:512" and ask.req.kvc_budget == Budget(tokens=512)
     assert ask(None) is None and ask.req.kvc_budget is None and not ask.req.kvc_private
     assert ask("lossless") == "lossless" and ask.req.kvc_budget is None
@@ -164,7 +165,7 @@ def test_a_budget_for_the_whole_prompt(serve, options):
         "--kvc-policy leankv", "--kvc-policy quota", "--kvc-policy safe --kvc-allow-one-shot False",
     ],
 )  # fmt: skip
-def test_servers_without_budgets(serve, options):
+def test_servers_without_budgets_reject_them(serve, options):
     ask = serve(*options.split())
     with pytest.raises(ValueError, match=r"does not offer, because .*quantise.*--kvc-window 0.*--kvc-allow") as e:
         ask("one-shot:8x")
@@ -172,7 +173,7 @@ def test_servers_without_budgets(serve, options):
     assert ask(None) is None
 
 
-def test_a_session_cannot_have_a_budget(serve):
+def test_session_cannot_have_budget(serve):
     ask = serve()
     assert ask("one-shot:8x") == "one-shot:8x"
     aborts, req = [], ask.req
@@ -185,8 +186,8 @@ def test_a_session_cannot_have_a_budget(serve):
     assert again.kvc_level is None and again.kvc_budget is None and not again.kvc_private
 
 
-def test_a_hint_that_is_no_truth_value_is_refused(serve):
-    """By both processes, like a level."""
+def test_hint_must_be_boolean(serve):
+    """Both processes refuse it, like a level."""
     ask = serve(params=lambda value: {"kvc_done": value})
     with pytest.raises(ValueError, match=r'"kvc_done"'):
         ask("yes")
@@ -201,7 +202,7 @@ def test_settings_are_resolved_once(serve, monkeypatch):
     assert len(seen) == 1
 
 
-def test_no_key_of_a_request_spells_the_level_of_another():
+def test_namespaces_of_levels_and_keys_never_collide():
     levels, keys = (None, "lossless", "k8v4"), (None, "A", "A|kvc=lossless", "kvc=lossless|A", "kvc=|A", "kvc=", "|A")
     found = {(level, key or None): namespace(key, level) for level in levels for key in keys}
     assert len(set(found.values())) == len(found)

@@ -1,4 +1,5 @@
-"""The options on SGLang's command line, in YAML, as keywords; transport to child processes; stock stays stock."""
+"""The options on SGLang's command line, in YAML and as keywords; their transport to child processes; unchanged stock
+behavior."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .conftest import one_sentence, resolved
 pytestmark = pytest.mark.usefixtures("server_args")
 
 
-def test_kvc_selects_our_parts(parse):
+def test_kvc_backend_selects_attention_cache_and_page_size(parse):
     args = parse("--kv-backend", "kvc")
     view = resolved(args)
     assert (view.attention_backend, view.radix_cache_backend, view.page_size) == ("kvc", "kvc", 128)
@@ -30,7 +31,7 @@ def test_kvc_selects_our_parts(parse):
     assert resolve_config(args) == resolve_config(view) == KvcConfig(memory=10**9)
 
 
-def test_cpu_is_served_without_more_options(parse):
+def test_cpu_needs_no_further_options(parse):
     args = resolved(parse("--kv-backend", "kvc"))
     assert args.device == "cpu" and args.disable_overlap_schedule
     assert args.cuda_graph_config.decode.backend == "disabled"
@@ -42,7 +43,7 @@ def test_cpu_is_served_without_more_options(parse):
 
 @pytest.fixture
 def on_a_gpu():
-    """The arguments as they are prepared for a GPU, which need not be there."""
+    """The arguments as prepared for a GPU, which need not be present."""
     from sglang_kvc.options.server_args import KvcServerArgs
     from sglang_kvc.options.start import prepare
 
@@ -75,7 +76,7 @@ def test_gpu_keeps_overlap_and_graphs(on_a_gpu):
         ("cpu", "breakable", "disabled"),
     ],
 )
-def test_prefill_graphs_are_broken_at_attention_or_none(parse, device, chosen, served):
+def test_prefill_graphs_are_breakable_or_disabled(parse, device, chosen, served):
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import with_phase
 
@@ -99,7 +100,7 @@ def test_prefill_graphs_are_broken_at_attention_or_none(parse, device, chosen, s
         {"policy": "prune", "scorer": "kv-compress:power=1,skip=8"},
     ],
 )
-def test_gpu_keeps_decode_graphs_where_kernels_collect_attention(on_a_gpu, options, caplog):
+def test_gpu_keeps_decode_graphs_when_kernels_collect_attention(on_a_gpu, options, caplog):
     args = on_a_gpu(**{f"kvc_{k}": v for k, v in options.items()})
     assert args.cuda_graph_backend_decode is None and "CUDA graphs" not in caplog.text
 
@@ -140,7 +141,7 @@ def test_command_line_yaml_and_keywords_agree(parse, model, tmp_path):
         assert {k: getattr(args, k) for k in ALL} == ALL
 
 
-def test_a_composed_policy_by_flags(parse):
+def test_flags_compose_policy(parse):
     given = {
         "kvc_policy": "prune",
         "kvc_scorer": "snapkv:window=64,pool=5",
@@ -167,7 +168,7 @@ def checks(monkeypatch):
     return names
 
 
-def test_pickling_keeps_what_was_given_and_what_was_resolved(parse, checks):
+def test_pickling_keeps_given_and_resolved_values(parse, checks):
     args = parse("--kv-backend", "kvc", *flags(ALL))
     child = pickle.loads(pickle.dumps(args))
     assert type(child) is type(args)
@@ -179,7 +180,7 @@ def test_pickling_keeps_what_was_given_and_what_was_resolved(parse, checks):
     assert checks == ["prepare", "verify"]
 
 
-def test_an_unresolved_record_is_pickled_too(server_args, model, checks):
+def test_unresolved_record_can_be_pickled(server_args, model, checks):
     args = server_args.ServerArgs(model_path=model, device="cpu", kv_backend="kvc", **ALL)
     child = pickle.loads(pickle.dumps(args))
     assert checks == [] and child.attention_backend is None
@@ -187,7 +188,7 @@ def test_an_unresolved_record_is_pickled_too(server_args, model, checks):
     assert checks == ["prepare", "verify"] and resolved(child).attention_backend == "kvc"
 
 
-def test_resolved_values_make_a_record_again(parse, model):
+def test_record_can_be_rebuilt_from_resolved_values(parse, model):
     """As keywords, like those of an engine that is built from the values in /server_info."""
 
     def changes(args) -> dict:
@@ -203,8 +204,8 @@ def test_resolved_values_make_a_record_again(parse, model):
     assert changes(args).keys() <= changes(stock).keys()
 
 
-def test_a_record_that_failed_stays_refused(make_model):
-    """Also where the model's config shows it, which is known after SGLang's own resolution."""
+def test_rejected_record_stays_rejected(make_model):
+    """This includes errors from the model's config, which is known after SGLang's own resolution."""
     from sglang_kvc.options.server_args import KvcServerArgs
 
     args = KvcServerArgs(model_path=make_model(head_dim=80), device="cpu", kv_backend="kvc")
@@ -219,7 +220,7 @@ def test_a_record_that_failed_stays_refused(make_model):
             args.resolve_once()
 
 
-def test_values_reach_the_runtime_context(parse):
+def test_values_reach_runtime_context(parse):
     from sglang.srt.arg_groups.arg_utils import namespace_of
     from sglang.srt.runtime_context import create_context
 
@@ -231,7 +232,7 @@ def test_values_reach_the_runtime_context(parse):
     assert {name: getattr(memory, name) for name in ALL} == ALL and memory.kv_backend == "kvc"
 
 
-def test_default_is_stock_field_by_field(parse, model):
+def test_default_record_equals_stock_field_by_field(parse, model):
     from sglang_kvc.options.server_args import KvcServerArgs
 
     args = parse("--random-seed", "1")
@@ -260,7 +261,7 @@ def test_stock_defaults_are_inherited():
 
 
 @pytest.mark.parametrize("option", sorted(ALL))
-def test_options_without_the_backend_are_refused(parse, capsys, option):
+def test_options_without_backend_are_rejected(parse, capsys, option):
     with pytest.raises(SystemExit) as e:
         parse(*flags({option: ALL[option]}))
     assert e.value.code == 2
@@ -297,7 +298,7 @@ def test_keywords_raise_value_errors(model):
         KvcServerArgs(model_path=model, device="cpu", kv_backend="kvc", kvc_keep=0.5).resolve_once()
 
 
-def test_engine_takes_our_options(server_args, model):
+def test_engine_accepts_kvc_options(server_args, model):
     """`sglang.Engine(kv_backend=...)` builds its arguments from this class attribute."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -305,7 +306,7 @@ def test_engine_takes_our_options(server_args, model):
     from kvc_patches import server_args as patch
     from sglang_kvc.options.server_args import KvcServerArgs
 
-    if Engine.server_args_class is not KvcServerArgs:  # the module was imported before the options came in force
+    if Engine.server_args_class is not KvcServerArgs:  # the module was imported before the options were active
         patch.register()
         HookRegistry.apply_hooks()
     args = Engine.server_args_class(model_path=model, device="cpu", kv_backend="kvc", kvc_policy="leankv")
@@ -322,8 +323,8 @@ def test_engine_takes_our_options(server_args, model):
         ("serve", "--kvc-budget", "100x"),  # the model's config file shows it
     ],
 )
-def test_a_real_start_with_a_wrong_value(entry, option, value, model):
-    """Exit code and stderr as a user sees them; nothing is started."""
+def test_server_start_with_wrong_value_prints_one_sentence(entry, option, value, model):
+    """Checks exit code and stderr as a user sees them; nothing is started."""
     python = Path(sys.executable)
     command = {"launch_server": [python, "-m", "sglang.launch_server"], "serve": [python.with_name("sglang"), "serve"]}
     argv = ["--model-path", model, "--device", "cpu", "--kv-backend", "kvc", "--kvc-policy", "prune", option, value]
@@ -335,8 +336,8 @@ def test_a_real_start_with_a_wrong_value(entry, option, value, model):
 
 
 @pytest.mark.slow
-def test_an_engine_raises(model):
-    """Before a process is started: no scheduler's traceback."""
+def test_engine_with_wrong_value_raises_config_error(model):
+    """The error comes before any process is started, so there is no traceback of a scheduler."""
     code = (
         "import sys; from sglang.srt.entrypoints.engine import Engine;"
         "Engine(model_path=sys.argv[1], device='cpu', kv_backend='kvc', kvc_block_size=7)"

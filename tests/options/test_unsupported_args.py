@@ -1,4 +1,4 @@
-"""Every refusal: it triggers, it names the option, it is one sentence, and its field exists in SGLang."""
+"""Every refusal triggers, names the option in one sentence, and reads a field that exists in SGLang."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def stock():
-    """A ServerArgs with stock defaults, as far as the refusals look."""
+    """The fields of a ServerArgs with stock defaults that the refusals read."""
     from sglang_kvc.options.server_args import KvcServerArgs
 
     fields = msgspec.structs.fields(KvcServerArgs)
     return {f.name: None if f.default is msgspec.NODEFAULT else f.default for f in fields}
 
 
-def test_the_list_is_complete():
+def test_list_of_refusals_is_complete():
     assert set(REFUSED) == {r.name for r in ARG_REFUSALS}
 
 
@@ -86,7 +86,7 @@ def test_stock_defaults_pass(stock):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_argument_refusals(stock, name):
+def test_unsupported_arguments_are_rejected(stock, name):
     assert name in stock, f"{name} is no field of SGLang's ServerArgs"
     with pytest.raises(ConfigError) as e:
         check_args(SimpleNamespace(**{**stock, name: REFUSED[name]}), KvcConfig())
@@ -106,7 +106,7 @@ def test_argument_refusals(stock, name):
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_contradictions(stock, changes):
+def test_contradicting_arguments_are_rejected(stock, changes):
     with pytest.raises(ConfigError) as e:
         check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig(memory=10**9))
     assert "--" + next(iter(changes)).replace("_", "-") in one_sentence(str(e.value))
@@ -147,7 +147,7 @@ def test_contradictions(stock, changes):
     ],
     ids=str,
 )
-def test_what_is_served(stock, changes):
+def test_supported_arguments_pass(stock, changes):
     check_args(SimpleNamespace(**{**stock, **changes}), KvcConfig())
 
 
@@ -159,19 +159,19 @@ def test_what_is_served(stock, changes):
         ("--disaggregation-decode-enable-offload-kvcache", "decode side"),
     ],
 )
-def test_options_that_sglang_itself_refuses_without_a_refused_one(parse, option, needs):
+def test_sglang_rejects_dependent_options_by_itself(parse, option, needs):
     with pytest.raises((ValueError, AssertionError), match=needs):
         parse("--kv-backend", "kvc", option)
 
 
-def test_parallel_prefill_over_one_rank_is_none(parse):
+def test_context_parallel_prefill_on_one_rank_has_no_effect(parse):
     from sglang.srt.layers.cp import base
 
     parse("--kv-backend", "kvc", "--enable-prefill-cp", "--cp-strategy", "zigzag")
     assert base._STRATEGY is None
 
 
-def test_experts_by_slot_and_blocks_that_change_theirs(stock):
+def test_returned_experts_conflict_with_blocks_that_change_slots(stock):
     args = SimpleNamespace(**{**stock, "enable_return_routed_experts": True})
     check_args(args, KvcConfig())
     with pytest.raises(ConfigError) as e:
@@ -180,7 +180,7 @@ def test_experts_by_slot_and_blocks_that_change_theirs(stock):
 
 
 @pytest.mark.parametrize("scorer", ["expected-attention", "dapq", "cake", "gate", "compresskv"])
-def test_statistics_of_heads_are_those_of_one_rank(stock, scorer):
+def test_head_statistics_are_rejected_with_tensor_parallelism(stock, scorer):
     config = KvcConfig(policy="prune", scorer=scorer, calibration="statistics.safetensors")
     check_args(SimpleNamespace(**stock), config)
     with pytest.raises(ConfigError) as e:
@@ -190,7 +190,7 @@ def test_statistics_of_heads_are_those_of_one_rank(stock, scorer):
     check_args(SimpleNamespace(**{**stock, "tp_size": 2}), by_layer)
 
 
-def test_memory_beyond_the_device():
+def test_memory_beyond_device_is_rejected():
     config = KvcConfig(memory=10**12)
     check_memory(config, None)
     check_memory(KvcConfig(), 10**9)
@@ -199,7 +199,7 @@ def test_memory_beyond_the_device():
     assert "--kvc-memory" in one_sentence(str(e.value))
 
 
-def test_arguments_that_are_ignored(stock):
+def test_ignored_arguments_are_reported(stock):
     assert ignored_warnings(SimpleNamespace(**stock), cpu=True) == []
     for name, value in (("quantization_param_path", "scales.json"), ("enable_return_indexer_topk", True)):
         (warning,) = ignored_warnings(SimpleNamespace(**{**stock, name: value}), cpu=False)
@@ -209,7 +209,7 @@ def test_arguments_that_are_ignored(stock):
     assert "--enable-torch-compile" in one_sentence(ignored_warnings(compiled, cpu=True)[0])
 
 
-def test_host_memory_of_the_hierarchical_cache(stock):
+def test_host_memory_options_of_hierarchical_cache_are_checked(stock):
     args = {**stock, "enable_hierarchical_cache": True}
     assert host_memory_of(SimpleNamespace(**{**args, "hicache_size": 64})) == "64GB"
     for changes in ({}, {"hicache_ratio": 2.0}, {"hicache_size": 64, "hicache_host_memory_mode": "buffer_only"}):
@@ -221,7 +221,7 @@ def test_host_memory_of_the_hierarchical_cache(stock):
 
 
 @pytest.mark.parametrize("changes", [{"disable_radix_cache": True}, {"radix_eviction_policy": "slru"}])
-def test_two_orders_of_eviction_or_none_to_follow(changes):
+def test_eviction_reuse_conflicts_with_other_orders(changes):
     args = {"disable_radix_cache": False, "radix_eviction_policy": "lru"}
     check_eviction(KvcConfig(eviction="reuse"), SimpleNamespace(**args))
     check_eviction(KvcConfig(), SimpleNamespace(**{**args, **changes}))
@@ -231,7 +231,7 @@ def test_two_orders_of_eviction_or_none_to_follow(changes):
     assert "--" + next(iter(changes)).replace("_", "-") in str(e.value)
 
 
-def test_host_memory_without_a_prefix_cache():
+def test_host_memory_without_prefix_cache_is_rejected():
     check_host_memory(KvcConfig(), True)
     check_host_memory(KvcConfig(host_memory=10**9), False)
     with pytest.raises(ConfigError) as e:
@@ -239,7 +239,7 @@ def test_host_memory_without_a_prefix_cache():
     assert "--disable-radix-cache" in one_sentence(str(e.value))
 
 
-def test_dp_attention_with_what_depends_on_other_ranks(stock):
+def test_dp_attention_rejects_options_that_depend_on_other_ranks(stock):
     for given in ({"enable_dp_attention": True}, {"attn_dp_size": 2}):
         args = SimpleNamespace(**{**stock, **given})
         check_args(args, KvcConfig(host_memory=10**9))
@@ -255,7 +255,7 @@ def test_dp_attention_with_what_depends_on_other_ranks(stock):
             assert "--enable-dp-attention" in sentence and named in sentence
 
 
-def test_memory_that_cannot_be_released():
+def test_memory_saver_conflicts_are_rejected():
     check_memory_saver(KvcConfig(host_memory=10**9), True, cpu=False)
     check_memory_saver(KvcConfig(disk="x"), False, cpu=True)
     for config, cpu, named in (
@@ -269,7 +269,7 @@ def test_memory_that_cannot_be_released():
         assert "--enable-memory-saver" in sentence and named in sentence
 
 
-def test_files_without_what_they_need(tmp_path):
+def test_files_without_required_options_are_rejected(tmp_path):
     check_disk(KvcConfig())
     check_disk(KvcConfig(host_memory=10**9, disk=str(tmp_path / "new" / "folder"), disk_size=10**9))
     (tmp_path / "file").touch()
@@ -283,7 +283,7 @@ def test_files_without_what_they_need(tmp_path):
         assert named in one_sentence(str(e.value))
 
 
-def test_storage_backends_without_what_they_need(stock):
+def test_storage_backends_without_required_options_are_rejected(stock):
     check_storage(KvcConfig())
     check_storage(KvcConfig(host_memory=10**9, storage="file"))
     for config, named in (
@@ -303,8 +303,8 @@ def test_storage_backends_without_what_they_need(stock):
     assert "--hicache-storage-prefetch-policy" in one_sentence(warning)
 
 
-def test_settings_of_storage_backends():
-    """What cannot be read or loaded is refused before anything starts."""
+def test_settings_of_storage_backends_are_checked_at_start():
+    """Settings that cannot be read or loaded are refused before anything starts."""
     names = {"backend_name": "x", "module_path": "tests.runtime.memory_backend", "class_name": "MemoryBackend"}
     given = {"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(names)}
     _check_storage(SimpleNamespace(**given))
@@ -320,7 +320,7 @@ def test_settings_of_storage_backends():
         assert named in one_sentence(str(e.value))
 
 
-def test_environment_variables_that_lose_their_effect(monkeypatch):
+def test_environment_variables_without_effect_give_warning(monkeypatch):
     from sglang.srt.environ import envs
 
     monkeypatch.delenv(TREE_CORE, raising=False)
@@ -329,7 +329,7 @@ def test_environment_variables_that_lose_their_effect(monkeypatch):
     assert TREE_CORE in one_sentence(environment_warnings()[0])
 
 
-def test_a_pool_that_sglang_sizes_after_capture(parse, monkeypatch, capsys):
+def test_pool_sized_after_capture_is_rejected(parse, monkeypatch, capsys):
     from sglang.srt.environ import envs
 
     from sglang_kvc.options import start
@@ -360,13 +360,13 @@ TRAITS = {
 }
 
 
-def test_every_trait_has_a_case():
+def test_every_model_trait_has_case():
     assert set(TRAITS) == {r.name for r in MODEL_REFUSALS}
     check_facts(ModelFacts("LlamaForCausalLM"), KvcConfig())
 
 
 @pytest.mark.parametrize("name", sorted(TRAITS))
-def test_model_refusals(name):
+def test_unsupported_models_are_rejected(name):
     with pytest.raises(ConfigError) as e:
         check_facts(ModelFacts("SomeModel", **TRAITS[name]), KvcConfig())
     assert "SomeModel" in one_sentence(str(e.value))
@@ -397,7 +397,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
-def test_models_are_refused_from_their_config_file(parse, make_model, capsys, kind):
+def test_models_are_rejected_from_config_file(parse, make_model, capsys, kind):
     with pytest.raises(SystemExit) as e:
         parse("--kv-backend", "kvc", model_path=make_model(**MODELS[kind]))
     assert e.value.code == 2
@@ -405,13 +405,13 @@ def test_models_are_refused_from_their_config_file(parse, make_model, capsys, ki
     assert WORDS[kind] in one_sentence(last)
 
 
-def test_float32_is_refused_by_its_flag(parse, capsys):
+def test_float32_is_rejected_from_flag(parse, capsys):
     with pytest.raises(SystemExit):
         parse("--kv-backend", "kvc", "--dtype", "float32")
     assert "--dtype float32" in one_sentence(capsys.readouterr().err.strip().splitlines()[-1])
 
 
-def test_old_gpus_are_refused():
+def test_old_gpus_are_rejected():
     check_capability((8, 0))
     check_capability((12, 0))
     with pytest.raises(ConfigError, match=r"7\.5") as e:
@@ -420,7 +420,7 @@ def test_old_gpus_are_refused():
 
 
 def configurator(parse, *options, **changes):
-    """What SGLang's KVCacheConfigurator shows, for a model whose second layer is as given."""
+    """A stand-in for SGLang's KVCacheConfigurator, for a model whose second layer is as given."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     args = parse("--kv-backend", "kvc", *options)
@@ -442,7 +442,7 @@ def configurator(parse, *options, **changes):
     return SimpleNamespace(**{**facts, **changes})
 
 
-def test_the_built_model_is_checked_again(parse):
+def test_built_model_is_checked_again(parse):
     check_model(configurator(parse))
     for changes in (
         {"use_mla_backend": True},
@@ -459,8 +459,8 @@ def test_the_built_model_is_checked_again(parse):
         one_sentence(str(e.value))
 
 
-def test_layers_in_a_dict(parse):
-    """Where SGLang's Transformers backend keeps them."""
+def test_layers_of_transformers_backend_are_checked(parse):
+    """SGLang's Transformers backend keeps its layers in a dict."""
     from sglang_kvc.options.model_facts import attention_layers
 
     shown = configurator(parse, layer={"sliding_window_size": 63})
@@ -479,8 +479,8 @@ SLIDING = dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", sliding
 
 
 @pytest.mark.parametrize("policy", ["leankv", "quota"])
-def test_windows_need_blocks_that_keep_every_token(parse, make_model, capsys, policy):
-    """From the config file where it shows them, else from the built model."""
+def test_windowed_models_need_blocks_that_keep_every_token(parse, make_model, capsys, policy):
+    """Windows are found in the config file if it declares them, otherwise in the built model."""
     parse("--kv-backend", "kvc", model_path=make_model(**SLIDING))
     with pytest.raises(SystemExit):
         parse("--kv-backend", "kvc", "--kvc-policy", policy, model_path=make_model(**SLIDING))
@@ -493,7 +493,7 @@ def test_windows_need_blocks_that_keep_every_token(parse, make_model, capsys, po
 
 
 @pytest.mark.parametrize("size", ["192", "320"])
-def test_a_block_that_does_not_divide_sglangs_chunk(parse, capsys, size):
+def test_block_size_must_divide_chunk(parse, capsys, size):
     with pytest.raises(SystemExit):
         parse("--kv-backend", "kvc", "--kvc-block-size", size)
     sentence = one_sentence(capsys.readouterr().err.strip().splitlines()[-1])

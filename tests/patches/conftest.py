@@ -1,3 +1,3 @@
-"""Fixtures of the option tests, which hooks into server arguments need too."""
+"""Fixtures of the option tests, shared with the tests of hooks into server arguments."""
 
 from tests.options.conftest import make_model, model, server_args  # noqa: F401

@@ -1,4 +1,4 @@
-"""`python -m kvc_patches --compare`: what it tells about two small packages."""
+"""`python -m kvc_patches --compare`: its report on two small packages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def sites(tmp_path, monkeypatch):
     return str(tmp_path / "old"), str(tmp_path / "new")
 
 
-def test_what_changed(sites):
+def test_changed_functions_are_listed(sites):
     lines, unchanged = compare.report(*sites)
     tree = "mem_cache.radix_cache.RadixCache"
     assert lines[2:] == [
@@ -98,12 +98,12 @@ def test_what_changed(sites):
     assert unchanged == 3  # flush, moved, and same but for its docstring and annotations
 
 
-def test_nothing_changed(sites):
+def test_equal_versions_list_no_changes(sites):
     lines, _ = compare.report(sites[0], sites[0])
     assert lines[2:] == ["| hook | `run.never` | not found |", "| Pool | `pool.Pool` | not found |"]
 
 
-def test_a_folder_without_sglang(sites, tmp_path):
+def test_folder_without_sglang_is_rejected(sites, tmp_path):
     with pytest.raises(SystemExit, match="no folder sglang"):
         compare.report(sites[0], tmp_path)
 

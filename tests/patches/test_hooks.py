@@ -25,27 +25,27 @@ def hooks():
 
 @pytest.fixture
 def patched(hooks, monkeypatch):
-    """The targets that SGLang has patched, as far as `verify` can tell: all of them."""
+    """Makes `verify` believe that SGLang has patched all targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     monkeypatch.setattr(HookRegistry, "_patched", set(registry.TARGETS))
     return HookRegistry._patched
 
 
-def test_every_hook_meets_the_function_it_was_written_for(hooks):
+def test_every_hook_matches_signature_of_its_function(hooks):
     assert set(hooks) == registry.TARGETS - {SERVER_ARGS} and SERVER_ARGS in registry.TARGETS
     for target, hook in hooks.items():
         assert registry.parameters_of(registry.resolve(target)) == hook.parameters, target
 
 
-def test_verify_names_the_hooks_that_did_not_apply(patched):
+def test_verify_names_hooks_that_did_not_apply(patched):
     registry.verify()
     patched.remove("sglang.srt.mem_cache.allocation.alloc_for_decode")
     with pytest.raises(RuntimeError, match=r"cannot serve: 1 of its hooks.*alloc_for_decode"):
         registry.verify()
 
 
-def test_verify_refuses_a_hook_that_was_never_registered(patched, monkeypatch):
+def test_verify_rejects_unregistered_hook(patched, monkeypatch):
     lost = "sglang.srt.managers.scheduler.Scheduler.run_batch"
     monkeypatch.delitem(registry.HOOKS, lost)
     patched.remove(lost)
@@ -53,7 +53,7 @@ def test_verify_refuses_a_hook_that_was_never_registered(patched, monkeypatch):
         registry.verify()
 
 
-def test_verify_refuses_a_function_with_other_parameters(patched, monkeypatch):
+def test_verify_rejects_function_with_other_parameters(patched, monkeypatch):
     from sglang.srt.mem_cache import allocation
 
     monkeypatch.setattr(allocation, "alloc_for_decode", lambda batch, token_per_req, more: None)
@@ -61,8 +61,8 @@ def test_verify_refuses_a_function_with_other_parameters(patched, monkeypatch):
         registry.verify()
 
 
-def test_verify_refuses_a_load_that_stopped(patched, monkeypatch):
-    """SGLang logs the exception of a plug-in and goes on with what it has registered until then."""
+def test_verify_rejects_unfinished_load(patched, monkeypatch):
+    """SGLang logs the exception of a plug-in and continues with the hooks registered so far."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from kvc_patches import metrics
@@ -80,13 +80,13 @@ def test_verify_refuses_a_load_that_stopped(patched, monkeypatch):
     HookRegistry._patched = set(HookRegistry._hooks)
     with pytest.raises(RuntimeError, match="cannot serve"):
         registry.verify()
-    HookRegistry._patched = set(registry.TARGETS)  # all hooks in force, but load() did not end
+    HookRegistry._patched = set(registry.TARGETS)  # all hooks are applied, but load() did not finish
     with pytest.raises(RuntimeError, match="cannot serve: it did not load completely"):
         registry.verify()
 
 
-def test_a_half_patched_server_gets_no_attention(patched):
-    """Also where the hook that checks first is itself the missing one."""
+def test_half_patched_server_gets_no_attention(patched):
+    """This holds even if the hook that checks first is itself missing."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     patched.clear()
@@ -95,8 +95,8 @@ def test_a_half_patched_server_gets_no_attention(patched):
 
 
 @pytest.mark.slow
-def test_sglang_applies_all_of_them():
-    """In a process of its own: SGLang's loader finds the entry point and every hook is in force afterwards."""
+def test_sglang_applies_all_hooks():
+    """In a separate process SGLang's loader finds the entry point, and every hook is applied afterwards."""
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins();"
         "from kvc_patches import registry; registry.verify(); print('verified', len(registry.HOOKS))"
@@ -114,12 +114,12 @@ def test_tensor_code_imports_neither_sglang_nor_triton():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_the_porting_guide_has_the_table_of_hooks(hooks):
+def test_porting_guide_contains_table_of_hooks(hooks):
     guide = (ROOT / "docs" / "porting.md").read_text().splitlines()
     assert set(registry.table()) <= set(guide), "run `python -m kvc_patches` and copy its table"
 
 
-def test_changed_parameters_are_told_by_target(hooks, monkeypatch):
+def test_changed_parameters_are_reported_by_target(hooks, monkeypatch):
     from sglang.srt.mem_cache import allocation
 
     monkeypatch.setattr(allocation, "alloc_for_decode", lambda batch, more: None)
@@ -133,7 +133,7 @@ def test_changed_parameters_are_told_by_target(hooks, monkeypatch):
 
 
 def test_few_modules_import_sglang():
-    """Whoever ports to another SGLang reads these, and the hooks."""
+    """A port to another SGLang version has to review these modules and the hooks."""
     readers = {
         path.relative_to(ROOT / "sglang_kvc").as_posix()
         for path in (ROOT / "sglang_kvc").rglob("*.py")

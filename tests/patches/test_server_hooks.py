@@ -22,13 +22,13 @@ INSTALL = f"pip install sglang=={registry.SGLANG_VERSION}"
 PLATFORM_CLASS = "sglang_kvc.cpu.platform_class:TorchCpuPlatform"
 
 
-def test_the_collector_has_what_the_gauges_need():
+def test_collector_has_fields_that_gauges_need():
     collector = registry.resolve(metrics.COLLECTOR)
     assert hasattr(collector, "_gauge_cls")
     assert "self.labels = labels" in inspect.getsource(inspect.unwrap(collector.__init__))
 
 
-def test_server_args_are_as_the_subclass_expects():
+def test_server_args_match_subclass():
     from sglang.srt.arg_groups.arg_utils import Arg
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
@@ -52,14 +52,14 @@ def test_configurator_has_the_fields_that_refusals_read():
     assert read <= set(KVCacheConfigurator.__dataclass_fields__)
 
 
-def test_another_sglang_is_refused(monkeypatch, capsys, tmp_path):
+def test_another_sglang_version_is_rejected(monkeypatch, capsys, tmp_path):
     patch.check_version()
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.6.0" if name == "sglang" else real(name))
-    monkeypatch.setattr(patch, "_refuse_keyword", lambda sentence: None)  # a hook that would stay in this process
+    monkeypatch.setattr(patch, "_refuse_keyword", lambda sentence: None)  # a hook that would persist in this process
     monkeypatch.setattr("sys.argv", ["launch_server", "--model-path", "m"])
     with pytest.raises(patch.UnsupportedSGLang, match=r"0\.6\.0"):
-        patch.check_version()  # logged by SGLang, which then serves as if we were not there
+        patch.check_version()  # logged by SGLang, which then serves without the plug-in
     monkeypatch.setattr("sys.argv", ["launch_server", "--kv-backend", "kvc"])
     with pytest.raises(SystemExit) as e:
         patch.check_version()
@@ -73,8 +73,8 @@ def test_another_sglang_is_refused(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_with_another_sglang_is_told_so():
-    """Its keywords are no part of the command line; without ours they would be refused as unknown ones."""
+def test_engine_with_another_sglang_says_what_to_install():
+    """Its keywords are not on the command line; without our check SGLang would reject them as unknown."""
     code = (
         "import importlib.metadata as m; real = m.version;"
         "m.version = lambda name: '0.6.0' if name == 'sglang' else real(name);"
@@ -102,7 +102,7 @@ def test_entry_points():
 class TestCpuPlatform:
     @pytest.fixture(autouse=True)
     def bare(self, monkeypatch):
-        """A machine with a CPU alone, on whose command line --kv-backend is given."""
+        """A CPU-only machine whose command line has --kv-backend."""
         for name in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -112,28 +112,28 @@ class TestCpuPlatform:
         monkeypatch.setattr("sys.argv", ["launch_server", "--kv-backend", "default"])
 
     @pytest.mark.parametrize("argv", ["--kv-backend kvc", "--kv-backend default", "--kv-backend=kvc"])
-    def test_activates_where_it_is_asked_for(self, monkeypatch, argv):
+    def test_activates_when_requested(self, monkeypatch, argv):
         monkeypatch.setattr("sys.argv", ["launch_server", *argv.split()])
         assert activate() == PLATFORM_CLASS
 
     @pytest.mark.parametrize("key", ["kv-backend", "kv_backend"])
-    def test_activates_for_a_config_file(self, monkeypatch, tmp_path, key):
+    def test_activates_for_config_file(self, monkeypatch, tmp_path, key):
         file = tmp_path / "server.yaml"
         monkeypatch.setattr("sys.argv", ["launch_server", "--config", str(file)])
-        assert activate() is None  # SGLang says that there is no file
+        assert activate() is None  # SGLang reports the missing file
         file.write_text(f"{key}: kvc\nport: 30000\n")
         assert activate() == PLATFORM_CLASS
         file.write_text("port: 30000\n")
         assert activate() is None
 
-    def test_stays_away_unasked(self, monkeypatch):
+    def test_stays_inactive_unless_requested(self, monkeypatch):
         monkeypatch.setattr("sys.argv", ["launch_server", "--model-path", "m", "--device", "cpu"])
         assert activate() is None
         monkeypatch.setenv("SGLANG_PLATFORM", "kvc_cpu")
         assert activate() == PLATFORM_CLASS
 
     @pytest.mark.parametrize("name", ["cuda", "xpu", "npu", "hpu", "musa", "mps"])
-    def test_steps_aside_for_an_accelerator(self, monkeypatch, name):
+    def test_steps_aside_for_accelerator(self, monkeypatch, name):
         monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
         assert activate() is None
 
@@ -141,12 +141,12 @@ class TestCpuPlatform:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         assert activate() is None
 
-    def test_steps_aside_for_the_cpu_engine(self, monkeypatch):
+    def test_steps_aside_for_cpu_engine(self, monkeypatch):
         monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
         assert activate() is None
 
     def test_steps_aside_for_another_platform(self, monkeypatch):
-        """SGLang refuses to start where two of them activate."""
+        """SGLang refuses to start if two platforms activate."""
         from importlib.metadata import EntryPoint
 
         ours = EntryPoint("kvc_cpu", "sglang_kvc.cpu.platform:activate", "sglang.srt.platforms")
@@ -158,8 +158,8 @@ class TestCpuPlatform:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("argv, found", [("", "SRTPlatform"), ("--kv-backend default", "TorchCpuPlatform")])
-    def test_what_sglang_resolves(self, argv, found):
-        """In processes of their own, as a server and its child processes start."""
+    def test_sglang_resolves_platform_in_all_processes(self, argv, found):
+        """Runs in separate processes, as a server and its child processes start."""
         if torch.cuda.is_available():
             pytest.skip("a GPU is there")
         code = (
@@ -172,8 +172,8 @@ class TestCpuPlatform:
         )
         assert done.stdout.split()[-1:] == [found], done.stderr[-2000:]
 
-    def test_an_engine_is_told_how_to_ask(self, model, server_args, monkeypatch):
-        """Keywords come after SGLang has chosen its platform."""
+    def test_engine_error_says_how_to_select_platform(self, model, server_args, monkeypatch):
+        """Keywords are read after SGLang has chosen its platform."""
         from sglang.srt import platforms
         from sglang.srt.platforms.interface import SRTPlatform
 
@@ -182,7 +182,7 @@ class TestCpuPlatform:
             server_args.ServerArgs(model_path=model, device="cpu", kv_backend="kvc").resolve_once()
         one_sentence(str(e.value))
 
-    def test_gives_sglang_what_it_asks_for(self):
+    def test_platform_provides_attributes_sglang_reads(self):
         from sglang.srt.platforms.interface import SRTPlatform
 
         from sglang_kvc.cpu.platform_class import TorchCpuPlatform

@@ -1,4 +1,4 @@
-"""A small world to plan in: a prompt that ran through attention, its blocks, and a calibration of its geometry."""
+"""A small setting for plans: a prompt that ran through attention, its blocks, and a calibration file of its shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvc.policies import Evidence, Policy, Prune
 
 L, H, G, D, P = 2, 2, 2, 32, 64  # layers, KV heads, query heads of each, head size, tokens of a block
 PAGE_BYTES = 1200  # 16 tokens of k8v8 or k4v4, 32 of k2v2, 8 of bf16
-PROMPT, DECODED = 3 * P + 30, 2  # the second decode step is one that is sampled
+PROMPT, DECODED = 3 * P + 30, 2  # the second decode step is sampled
 SCALE = D**-0.5
 
 
@@ -28,7 +28,7 @@ def rows(seed: int = 0, tokens: int = PROMPT + DECODED) -> tuple[torch.Tensor, t
 
 
 def statistics(folder) -> str:
-    """A calibration file with everything that a scorer or share may need."""
+    """A calibration file with all statistics that a scorer or share may need."""
     from safetensors.torch import save_file
 
     gen = torch.Generator().manual_seed(5)
@@ -66,7 +66,7 @@ class World:
 
     @classmethod
     def make(cls, policy: Policy, seed: int = 0, first_block: int = 1, change_after: int | None = None) -> World:
-        """`change_after`: tokens from there on, and all queries, are those of another seed."""
+        """`change_after`: tokens from this position on, and all queries, come from another seed."""
         q, k, v = rows(seed)
         if change_after is not None:
             q, k2, v2 = rows(seed + 1)
@@ -118,7 +118,7 @@ class World:
     # ---- references, from the rows alone
 
     def attention(self) -> np.ndarray:
-        """A[l, h, i, j]: what query i of query head h pays token j, fp64, causal, without compression."""
+        """A[l, h, i, j]: the attention of query i of query head h to token j, fp64, causal, without compression."""
         q, k = (x.double().numpy() for x in (self.q, self.k))
         n = q.shape[1]
         out = np.zeros((L, H * G, n, n))
@@ -136,7 +136,7 @@ def by_block(scores: np.ndarray) -> np.ndarray:
 
 
 def score(world: World) -> np.ndarray:
-    """What the scorer of the world's policy says, `[3, L, H, P]`."""
+    """Scores of the policy's scorer, `[3, L, H, P]`."""
     policy = world.policy
     assert isinstance(policy, Prune)
     from dataclasses import replace

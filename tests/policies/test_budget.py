@@ -1,4 +1,4 @@
-"""The one knob: what a target in bytes buys, and how one that cannot be met is refused."""
+"""The budget option: what a target in bytes buys, and how an unreachable target is refused."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ LAYOUT = PoolLayout(4, 2, 64, 128, 2304)
 
 
 @pytest.mark.parametrize("text, want", [("4x", Budget(4.0)), ("3.5 X", Budget(3.5)), ("1200", Budget(None, 1200.0))])
-def test_text(text, want):
+def test_budget_is_parsed_from_text(text, want):
     assert Budget.parse(text) == want
 
 
 @pytest.mark.parametrize("text", ["", "x", "4y", "-4x", "0", "1e3", "four"])
-def test_wrong_text(text):
+def test_invalid_budget_text_is_rejected(text):
     with pytest.raises(ValueError, match="neither"):
         Budget.parse(text)
 
 
 @pytest.mark.parametrize("formats", ["k4v4", "k8v8", "k2v2", "k8v4+k4v2", "k4v4+k2v2"])
 @pytest.mark.parametrize("ratio", [2, 3, 4, 6])
-def test_the_most_pages_that_the_budget_pays_for(formats, ratio):
+def test_plan_uses_most_pages_within_budget(formats, ratio):
     high, low = [*formats.split("+"), None][:2]
     bf16 = 4 * LAYOUT.layers * LAYOUT.heads * LAYOUT.head_dim
     plans = [Prune(high=high, low=low, budget=text) for text in (f"{ratio}x", str(bf16 / ratio))]
@@ -55,8 +55,8 @@ def test_the_most_pages_that_the_budget_pays_for(formats, ratio):
         assert compression(LAYOUT, plans[0].block_pages(LAYOUT, n + 1)) < ratio
 
 
-def test_the_account_agrees():
-    """Bytes per token of a packed block, by the store that holds it."""
+def test_token_bytes_match_packed_block():
+    """Bytes per token of a packed block, measured in the store that holds it."""
     policy = Prune(budget="5x")
     world = World.make(policy)
     layout = world.store.layout
@@ -66,11 +66,11 @@ def test_the_account_agrees():
     assert 4 * L * H * D * P / held >= 5
 
 
-def test_a_budget_that_asks_for_nothing_keeps_everything():
+def test_budget_met_by_format_keeps_every_token():
     assert (World.make(Prune(budget="1.5x")).tiers() == 2).all()
 
 
-def test_the_runtime_refuses_what_cannot_be(tmp_path):
+def test_runtime_rejects_unreachable_budget_and_mismatched_statistics(tmp_path):
     size = {"num_bytes": 1 << 26, "layers": L, "heads": H, "head_dim": D, "dtype": torch.bfloat16, "device": "cpu"}
     with pytest.raises(ValueError, match="--kvc-budget 3 cannot be met") as e:
         build_runtime(KvcConfig(policy="prune", budget="3"), **size)
@@ -84,7 +84,7 @@ def test_the_runtime_refuses_what_cannot_be(tmp_path):
     assert build_runtime(config, **size).policy.scope == "block"
 
 
-def test_shapes_of_statistics(tmp_path):
+def test_statistics_of_other_shapes_are_rejected(tmp_path):
     path = statistics(tmp_path)
     layout = PoolLayout(L, H, D, P, 1152)
     names = ("query_mean", "query_covariance", "importance_retention", "attention_variance", "head_retrieval")
@@ -96,7 +96,7 @@ def test_shapes_of_statistics(tmp_path):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_max_is_seven_times_smaller_with_fine_pages(head_dim):
+def test_max_preset_saves_seven_times_with_small_pages(head_dim):
     config = resolve_config(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=24, heads=2, head_dim=head_dim)
@@ -104,16 +104,16 @@ def test_max_is_seven_times_smaller_with_fine_pages(head_dim):
     assert compression(layout, policy.high_pages(layout)) >= 7
 
 
-def test_pages_grow_until_they_hold_uncompressed_tokens():
-    """16 tokens of k4v2 take fewer bytes than 4 of bf16, which is as many as a thread writes at a time."""
+def test_page_size_grows_until_it_holds_uncompressed_tokens():
+    """16 tokens of k4v2 take fewer bytes than 4 of bf16, the number that a thread writes at a time."""
     config = resolve_config(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     Fine = type("Fine", (type(make_policy(config)),), {"page_tokens": 16})
     layout = make_layout(config, Fine(), layers=24, heads=2, head_dim=64)
     assert layout.page(FORMATS["k4v2"]).tokens == 32 and layout.page(BF16).tokens >= 4
 
 
-def test_a_page_size_that_is_given_counts():
+def test_given_page_size_is_used():
     config = resolve_config(SimpleNamespace(kvc_policy="max", kvc_block_size=128))
     policy = make_policy(config)
-    own = replace(config, page_bytes=4352)
-    assert make_layout(own, policy, layers=24, heads=2, head_dim=64).page_bytes == 4352
+    with_page_size = replace(config, page_bytes=4352)
+    assert make_layout(with_page_size, policy, layers=24, heads=2, head_dim=64).page_bytes == 4352

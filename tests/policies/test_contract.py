@@ -1,5 +1,5 @@
-"""What every scorer, share and policy must keep, whatever it does: taken from the registries, so a new one is tested
-by its line there.
+"""The contract of every scorer, share and policy. Cases come from the registries, so a new entry there is tested
+automatically.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def test_contract(policy):
     assert tiers.dtype == torch.int8 and tiers.shape == (3, L, H, P)
     assert set(tiers.unique().tolist()) <= ({0, 2} if block_format.low is None else {0, 1, 2})
 
-    # A compaction asks for no plan where all is kept.
+    # A compaction needs no plan if everything is kept.
     assert not policy.keeps_all or policy.plan(world.evidence(), block_format) is None
 
-    # Deterministic, and each block's plan is its own: not a matter of who is planned with it, or in which order.
+    # Plans are deterministic, and each block's plan is independent of the blocks planned with it and of their order.
     assert torch.equal(world.tiers(), tiers)
     assert torch.equal(world.tiers((2, 0, 1)), tiers[[2, 0, 1]])
     assert torch.equal(world.tiers((1,)), tiers[1:2])
 
-    # Pages: what the block format says, by the plan and by the store that carries it out.
+    # The number of pages is that of the block format, both in the plan and in the store that applies it.
     planned = pages(world, tiers)
     by_block = planned.sum((1, 2))
     assert (by_block == block_format.pages).all() if block_format.exact else (by_block <= block_format.pages).all()
@@ -79,9 +79,9 @@ def test_contract(policy):
     ops.check_invariants(world.store)
 
 
-def test_exactly_the_sinks_are_protected(monkeypatch):
-    """Later tokens count more. Of the sequence's first block the sinks stay all the same, and the token behind them
-    goes; of the second block the first tokens go."""
+def test_only_sinks_are_protected(monkeypatch):
+    """Later tokens score higher. In the sequence's first block the sinks are kept anyway, and the token after them is
+    dropped; in the second block the first tokens are dropped."""
 
     class Later(RowScorer):
         name = "later"
@@ -96,8 +96,9 @@ def test_exactly_the_sinks_are_protected(monkeypatch):
     assert not kept[1, :, :, :sinks].any()
 
 
-def test_block_scope_means_the_blocks_own_rows(policy):
-    """Other tokens behind a block, other queries, other block ids: the same plan, and a scope that says otherwise."""
+def test_block_scope_uses_only_rows_of_block(policy):
+    """Other tokens after a block, other queries and other block ids give the same plan; a different plan needs a wider
+    scope."""
     first = World.make(policy)
     other = World.make(policy, first_block=5, change_after=P)
     assert not torch.equal(first.q, other.q)
@@ -108,7 +109,7 @@ def test_block_scope_means_the_blocks_own_rows(policy):
         assert policy.collects_scores
 
 
-def test_settings_reach_the_policy(policy):
+def test_settings_reach_policy(policy):
     from types import SimpleNamespace
 
     from sglang_kvc.options.resolve import resolve_config
@@ -119,14 +120,14 @@ def test_settings_reach_the_policy(policy):
 
 
 @pytest.mark.parametrize("registry", [SCORERS, SHARES, POLICIES], ids=["scorers", "shares", "policies"])
-def test_registered_under_their_names(registry):
+def test_classes_are_registered_under_their_names(registry):
     for name, cls in registry.items():
         assert cls.name == name == name.lower() and cls.__doc__.strip()
         assert hash(cls()) == hash(cls())
 
 
-def test_the_scorer_of_the_docs(monkeypatch):
-    """The example of one's own policy works as printed: a file, a line, a name on the command line."""
+def test_example_scorer_of_docs_works(monkeypatch):
+    """The docs' example of a custom policy works as printed: a file, a line, a name on the command line."""
     page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
     code = next(x for x in re.findall(r"```python\n(.*?)```", page, re.S) if "RowScorer" in x)
     module = {"__name__": "sglang_kvc.policies.scorers.own", "__package__": "sglang_kvc.policies.scorers"}
@@ -134,4 +135,4 @@ def test_the_scorer_of_the_docs(monkeypatch):
     (cls,) = (x for x in module.values() if getattr(x, "__module__", "") == module["__name__"])
     monkeypatch.setitem(SCORERS, cls.name, cls)
     test_contract(Prune(scorer=cls.name, share="ada"))
-    test_block_scope_means_the_blocks_own_rows(Prune(scorer=f"{cls.name}:power=2"))
+    test_block_scope_uses_only_rows_of_block(Prune(scorer=f"{cls.name}:power=2"))

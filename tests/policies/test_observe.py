@@ -1,4 +1,4 @@
-"""What is collected while queries are alive: windows, powers, reductions, and who is too near to count."""
+"""Scores collected while queries are available: windows, powers, reductions, and skipped near tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.kernels.common.test_attention_reference import dense, reference, requ
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("reduce", ["max", "sum", "squares", "worst"])
 @pytest.mark.parametrize("window", [None, 7])
-def test_scores_against_the_attention_matrix(window, reduce, power, skip):
-    """A prefill in two chunks and two decode steps; between them the first block is packed."""
+def test_scores_match_attention_matrix(window, reduce, power, skip):
+    """Covers a prefill in two chunks and two decode steps, with the first block packed in between."""
     check(ops.ScoreSampling(window, reduce, power, skip, decode_stride=1))
 
 
 @pytest.mark.parametrize("window, stride, decode_stride", [(None, 4, 2), (8, 2, 1), (None, 1, 2), (None, 64, 16)])
 @pytest.mark.parametrize("reduce", ["sum", "worst"])
-def test_one_query_in_a_few(window, stride, decode_stride, reduce):
+def test_strided_queries_match_attention_matrix(window, stride, decode_stride, reduce):
     check(ops.ScoreSampling(window, reduce, 2, 3, stride, decode_stride))
 
 
@@ -72,8 +72,8 @@ def check(sampling):
     np.testing.assert_allclose(mean, want[:, :128] / num_queries.flat[:128].clip(1), rtol=1e-3, atol=1e-6)
 
 
-def test_what_is_packed_is_not_skipped():
-    """Packed tokens lie in no order: the near ones among them count, and none that is far is left out."""
+def test_packed_tokens_are_never_skipped():
+    """Packed tokens have no order: near ones among them also count, and no far one is left out."""
     store, row, _ = request("k4v4", has_scores=True, length=64 + 3, packed=1)
     q = torch.randn(3, 6, 64)
     ops.extend_attention(store, 0, q, row[None], [64], [3], scale=0.125, sampling=ops.ScoreSampling(None, "sum", 1, 20))
@@ -83,14 +83,14 @@ def test_what_is_packed_is_not_skipped():
 
 @pytest.mark.parametrize("wrong", [{"reduce": "mean"}, {"power": 3}, {"skip": -1}, {"window": 0}, {"stride": 3},
                                    {"stride": 128}, {"decode_stride": 0}, {"window": 8, "stride": 16}])
-def test_what_cannot_be_collected(wrong):
+def test_invalid_sampling_is_rejected(wrong):
     with pytest.raises(ValueError, match="attention is collected"):
         ops.ScoreSampling(**wrong)
 
 
 @given(st.integers(0, 100), st.integers(0, 70), st.integers(1, 8), st.sampled_from([1, 4, 16, 64]))
-def test_query_counts_do_not_depend_on_the_forwards(prefix, new, cuts, stride):
-    """However a prompt is cut, the queries that are counted are those whose position says so."""
+def test_query_counts_do_not_depend_on_chunking(prefix, new, cuts, stride):
+    """However a prompt is cut, a query's position alone decides whether it is counted."""
     store, row, _ = request("k4v4", has_scores=True, length=170, packed=0)
     at = sorted({prefix, prefix + new, *(prefix + new * i // cuts for i in range(cuts))})
     for a, b in itertools.pairwise(at):

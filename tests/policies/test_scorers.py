@@ -23,7 +23,7 @@ def heads(kv: int) -> range:
 
 
 def pooled(scores: np.ndarray, size: int, best) -> np.ndarray:
-    """Each token's `best` of those within its block and size // 2 of it; `[L, H, N]`, whole blocks only."""
+    """For each token, `best` over the tokens of its block within size // 2 of it; `[L, H, N]`, whole blocks only."""
     out = np.zeros_like(scores)
     for j in range(3 * P):
         near = [t for t in range(j - size // 2, j + size // 2 + 1) if t // P == j // P and t >= 0]
@@ -32,7 +32,7 @@ def pooled(scores: np.ndarray, size: int, best) -> np.ndarray:
 
 
 def chosen(first: int, last: int, window: int | None = None, stride: int = 1) -> tuple[list[int], int]:
-    """The queries of a forward that are looked at, and how often each counts."""
+    """The sampled queries of a forward, and the weight of each."""
     step = SAMPLED if last - first == 1 else stride
     every = range(first if window is None else max(first, last - window), last)
     return [i for i in every if i % step == step - 1], step
@@ -77,7 +77,7 @@ def test_summed_attention(attention, scorer, window, power, skip, pool, best):
 
 
 @pytest.mark.parametrize("scorer, power, skip", [("h2o", 1, 0), ("kv-compress-full", 2, 10)])
-def test_one_query_in_a_few(attention, scorer, power, skip):
+def test_strided_queries(attention, scorer, power, skip):
     check(f"{scorer}:stride=4", by_block(summed(attention, None, power, skip, 4)))
 
 
@@ -96,7 +96,7 @@ def test_mean_attention(attention, window, stride):
         for kv in range(H):
             sums = [sum((attention[:, h, i] * (np.arange(N) < i) for i in queries), np.zeros(1)) for h in heads(kv)]
             total[:, kv] += step * np.stack(np.broadcast_arrays(*sums, total[:, kv])[:-1]).max(0)
-        # With a window only queries behind the whole block are counted.
+        # With a window only queries after the whole block count.
         seen += [step * sum(i > (j if window is None else j // P * P + P - 1) for i in queries) for j in range(N)]
     check(f"mean-attention:window={window or 0},stride={stride}", by_block(total / np.maximum(seen, 1)))
 
@@ -118,7 +118,7 @@ def test_streaming_llm_and_random():
     assert (np.diff(got, axis=-1) > 0).all() and (got == got[:1, :1, :1]).all()
     got = score(World.make(Prune(scorer="random")))
     assert len(np.unique(got)) == got.size and abs(got.mean() - 0.5) < 0.05
-    # The same everywhere, for ever: the hash of position 70, layer 1, head 0, computed by hand.
+    # The hash of position 70, layer 1, head 0 must be the same on every machine and in every version; computed by hand.
     x = (70 * 0x9E3779B1 + 2 * 0x85EBCA77) % 2**32
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = ((x ^ (x >> shift)) * factor) % 2**32
@@ -167,7 +167,7 @@ def test_expected_attention(tmp_path, covariance, rotated):
 
 
 def test_expected_attention_is_an_expectation():
-    """exp(mu.k + k S k / 2) is the mean of exp(q.k) over normal queries: sampled."""
+    """exp(mu.k + k S k / 2) is the mean of exp(q.k) over normal queries, checked by sampling."""
     gen = torch.Generator().manual_seed(0)
     keys, half = torch.randn(1, 1, 8, 4, generator=gen), torch.randn(4, 4, generator=gen) / 3
     mu = torch.randn(1, 4, generator=gen)
@@ -178,7 +178,7 @@ def test_expected_attention_is_an_expectation():
 
 
 def pseudo_attention(world: World, stats: dict, horizon: int) -> np.ndarray:
-    """A[b, l, h, m, i]: what pseudo query m, at a position behind block b, pays that block's token i."""
+    """A[b, l, h, m, i]: the attention of pseudo query m, at a position after block b, to that block's token i."""
     samples, f = (stats[name].double().numpy() for name in ("query_samples", "rotary_frequencies"))
     k, count = world.k.double().numpy(), samples.shape[2]
     out = np.zeros((3, L, H * G, count, P))
@@ -245,7 +245,7 @@ def test_compresskv(attention, pseudo, count):
 
 
 def test_arkv(attention, pseudo):
-    """Three states, in the order of the heavy hitters: high pages by layer, then low pages by worth, then nothing."""
+    """Tokens have three states, in the order of the heavy hitters: high pages by layer, low pages by score, dropped."""
     policy = Arkv(calibration=pseudo[0], sinks=0)
     world = World.make(policy)
     sums, tiers = by_block(summed(attention, None, 1, 0)), world.tiers().numpy()

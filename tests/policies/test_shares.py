@@ -1,4 +1,4 @@
-"""How pages are shared out: whole numbers that add up, each way against its definition."""
+"""Allocation of pages: whole numbers that add up, with each method checked against its definition."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ def test_apportion_adds_up_within_bounds_and_is_proportional(data):
     got = ops.apportion(weights, total, least, most)
     assert sum(got) == total and all(least <= x <= most for x in got)
     for (a, wa), (b, wb) in itertools.permutations(zip(got, weights), 2):
-        assert wa < wb or a >= b - 1 or a == most  # who weighs as much gets as much, to within one
-        # Webster: no unit should rather have gone to another, unless a bound held it.
+        assert wa < wb or a >= b - 1 or a == most  # equal weights get equal shares, to within one
+        # Webster: moving a unit elsewhere never improves the allocation, unless a bound applies.
         if a > least and b < most and wb:
             assert wa * (2 * b + 1) >= wb * (2 * a - 1)
 
 
-def test_apportion_refuses_what_does_not_fit():
+def test_apportion_rejects_unsatisfiable_bounds():
     for total in (3, 9):
         with pytest.raises(ValueError, match=r"4\.\.8"):
             ops.apportion([1, 1], total, 2, 4)
 
 
 @pytest.mark.parametrize("total, n", [(7, 3), (6, 3), (0, 4), (5, 8), (9, 1)])
-def test_spread(total, n):
+def test_spread_is_even(total, n):
     got = ops.spread(total, n)
     assert sum(got) == total and len(got) == n and max(got) - min(got) <= 1
 
 
-def test_pyramid_is_a_line_with_the_mean_asked_for():
+def test_pyramid_is_linear_with_requested_mean():
     line = ops.pyramid(5, 10, 100, beta=4)
     assert line == pytest.approx([17.5, 13.75, 10, 6.25, 2.5])
-    # The first layer cannot use more than it has: the last keeps the mean.
+    # The first layer cannot use more than it has, so the last one keeps the mean.
     assert ops.pyramid(3, 10, 12, beta=20) == pytest.approx([12, 10, 8])
     assert ops.pyramid(1, 10, 12, beta=1) == [10]
 
 
-def test_retention_is_what_the_best_units_hold():
+def test_retention_is_share_of_best_units():
     curves = ops.retention_curves(torch.tensor([[1.0, 5, 2], [0, 0, 0]]))
     assert torch.allclose(curves, torch.tensor([[5 / 8, 7 / 8, 1], [1, 1, 1]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("least", [0, 1])
-def test_greedy_is_the_best_of_all_allocations(seed, least):
+def test_greedy_allocation_is_optimal(seed, least):
     curves = ops.retention_curves(torch.rand(3, 5, generator=torch.Generator().manual_seed(seed)) ** 3)
     held = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
     for total in range(3 * least, 16):
@@ -74,7 +74,7 @@ def test_greedy_is_the_best_of_all_allocations(seed, least):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("least", [0, 1])
-def test_the_least_memory_for_a_retention(seed, least):
+def test_least_memory_for_retention_is_minimal(seed, least):
     """XKV's other constraint (equation 18): no allocation of fewer units retains as much."""
     curves = ops.retention_curves(torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) ** 3)
     held = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
@@ -88,13 +88,13 @@ def test_the_least_memory_for_a_retention(seed, least):
         ops.least_allocation(curves / 2, 0.9)
 
 
-def test_layers_by_what_is_measured():
-    """CAKE's and MiniKV's weights, by hand; XKV's follow the share that is kept."""
+def test_layer_weights_match_papers():
+    """CAKE's and MiniKV's weights are computed by hand; XKV's follow the kept share."""
     found = {
         "attention_entropy": torch.tensor([4.0, 1.0]),
         "attention_shift": torch.tensor([8.0, 1.0]),
         "attention_variance": torch.tensor([3.0, 1.0]),
-        # The first layer's attention is in few tokens, so it wins a small budget and loses a large one.
+        # The first layer's attention is concentrated in few tokens, so it wins a small budget and loses a large one.
         "importance_retention": torch.tensor([[0.8, 0.9, 0.95, 1.0], [0.4, 0.7, 0.9, 1.0]]),
     }
 
@@ -109,18 +109,18 @@ def test_layers_by_what_is_measured():
     assert share("variance", even=0.5) == pytest.approx([5 / 8, 3 / 8])
     assert share("xkv", average=1.5) == pytest.approx([1 / 2, 1 / 2])
     assert share("xkv", average=3.0) == pytest.approx([1 / 4, 3 / 4])
-    # MiniKV: half of the pages for recent tokens of every layer, the others in a pyramid.
+    # MiniKV gives half of the pages to recent tokens of every layer and the rest in a pyramid.
     assert SHARES["pyramid"](beta=7, even=0.5).weights(3, 14, 28, None) == pytest.approx([20, 14, 8])
 
 
-def test_greedy_refuses_what_it_cannot_do_best():
+def test_greedy_rejects_nonconcave_curves_and_unreachable_totals():
     with pytest.raises(ValueError, match="concave"):
         ops.greedy_allocation(torch.tensor([[0.1, 0.9]]), 1)
     with pytest.raises(ValueError, match=r"0\.\.2"):
         ops.greedy_allocation(torch.tensor([[0.6, 0.9]]), 3)
 
 
-# ---- who competes with whom
+# ---- competition between heads
 
 
 def pages_of(tiers: torch.Tensor) -> np.ndarray:
@@ -129,12 +129,12 @@ def pages_of(tiers: torch.Tensor) -> np.ndarray:
 
 
 def draw(seed: int, layers: int = 3, heads: int = 2, tokens: int = 64) -> torch.Tensor:
-    """Few distinct values, so that ties abound."""
+    """Few distinct values give many ties."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 5, (2, layers, heads, tokens)).astype(np.float32))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_groups_are_quotas_of_their_own(seed):
+def test_each_group_is_separate_quota(seed):
     scores = draw(seed)
     by_layer, floors = [3, 8, 5], [0, 2, 1]
     tiers = ops.quota(scores, by_layer, T, floors)
@@ -156,7 +156,7 @@ def test_groups_are_checked():
 
 
 @pytest.mark.parametrize("pages", [6, 11, 17, 24])
-def test_ways(pages):
+def test_shares_distribute_all_pages(pages):
     scores, plans = draw(7), {}
     statistics = {
         "importance_retention": torch.stack((*[1 - 0.1 ** torch.arange(1.0, 9)] * 2, torch.arange(1.0, 9) / 8)),
@@ -177,7 +177,7 @@ def test_ways(pages):
         assert layers[2] == layers.max() and (pages in (6, 24) or layers[2] > layers[0]), name
 
 
-def test_ada_gives_a_head_that_matters_more_but_leaves_the_other_its_floor():
+def test_ada_favors_important_head_above_floor_of_other():
     scores = draw(3, layers=1, tokens=160)
     scores[:, :, 1] += 10
     plan = {floor: pages_of(SHARES["ada"](floor=floor).plan(scores, 10, T, 1, None))[0, 0] for floor in (0, 0.4, 1)}

@@ -1,4 +1,4 @@
-"""What must hold after every forward and every turn of the scheduler, recounted from scratch."""
+"""Invariants that hold after every forward and every turn of the scheduler, recounted from scratch."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from .model import P, pages_held
 
 
 def check_device(runtime, reqs: Iterable = ()) -> None:
-    """Behind a flush: every page is in one place, and the ledger charges no block less than it holds. Of the one-shot
-    prompts among the running `reqs` it charges exactly what all blocks together hold."""
+    """After a flush every page is in one place, and the ledger charges each block at least what it holds. For the
+    one-shot prompts among the running `reqs` the charge equals what all their blocks hold together."""
     ops.check_invariants(runtime.store)
     held, charge = pages_held(runtime.store), runtime.ledger.charge
-    alone = np.arange(len(held)) > 0
+    regular = np.arange(len(held)) > 0
     for kept in filter(len, map(kept_blocks, reqs)):
         assert held[kept].sum() == charge[kept].sum(), "a one-shot prompt holds other pages than it is charged"
-        alone[kept] = False
-    assert (held <= charge)[alone].all(), "the ledger is below the device"
+        regular[kept] = False
+    assert (held <= charge)[regular].all(), "the ledger is below the device"
     exact = [i for i, block_format in enumerate(runtime.store.block_formats) if block_format.exact]
-    mine = np.isin(runtime.store.format_id.numpy(), exact) & alone
-    assert (held[mine] == charge[mine]).all(), "a block format of a known size has another"
+    exact_blocks = np.isin(runtime.store.format_id.numpy(), exact) & regular
+    assert (held[exact_blocks] == charge[exact_blocks]).all(), "a block format of a known size has another"
     gaps = {r.kv.req_pool_idx for r in reqs if r.kvc is not None and r.kvc.gap}
     assert runtime.page_ops.gaps.rows == gaps, "a row has the gap of another request"
 
 
 def kept_blocks(req) -> list[int]:
-    """The blocks that hold what a one-shot prompt keeps, once it is packed and has dropped something."""
+    """The blocks that hold the kept tokens of a one-shot prompt that has been packed and has dropped tokens."""
     seq = req.kvc
     return [] if seq is None or seq.one_shot is None else seq.blocks[: seq.one_shot.first]
 
 
 def check_reads(server, reqs: list) -> None:
-    """What the requests read in this forward: their rows name their blocks, which store their tokens."""
+    """Check what the requests read in this forward: their rows name their blocks, which store their tokens."""
     runtime, blocks = server.runtime, {}
     for req in reqs:
         n = req.kv.kv_committed_len
         row = server.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :n]
-        mine, kept = req.kvc.blocks, kept_blocks(req)
-        expected = (np.array(mine).repeat(P) * P)[:n] + np.arange(n) % P
-        behind = len(kept) + req.kvc.gap
+        block_ids, kept = req.kvc.blocks, kept_blocks(req)
+        expected = (np.array(block_ids).repeat(P) * P)[:n] + np.arange(n) % P
+        gap_end = len(kept) + req.kvc.gap
         backed = np.arange(n) // P < len(kept)
-        backed |= np.arange(n) // P >= behind
-        assert len(mine) == -(-n // P) and (row.numpy() == expected)[backed].all(), "a row and its record differ"
+        backed |= np.arange(n) // P >= gap_end
+        assert len(block_ids) == -(-n // P) and (row.numpy() == expected)[backed].all(), "a row and its record differ"
         listed = row[None, ::P].clone() // P
         left_out = runtime.page_ops.gaps.leave_out(listed, torch.tensor([req.kv.req_pool_idx]))
-        read = kept + mine[behind:]
-        assert listed[0, : len(mine) - int(left_out)].tolist() == read, "a snapshot reads other blocks"
+        read = kept + block_ids[gap_end:]
+        assert listed[0, : len(block_ids) - int(left_out)].tolist() == read, "a snapshot reads other blocks"
         format_ids = set(runtime.store.format_id[read].tolist())
         allowed = {0, format_id_of(runtime, req)}
         if req.kvc_level is None:
@@ -63,11 +63,11 @@ def check_reads(server, reqs: list) -> None:
         assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
             steps = 2 if req.kvc.one_shot.stays else 1
-            record.check_kept(runtime.store, kept, req.history[: behind * P], req.kvc.prompt, steps)
+            record.check_kept(runtime.store, kept, req.history[: gap_end * P], req.kvc.prompt, steps)
         prompt = req.full_untruncated_fill_ids
-        own = n if req.kvc.decoding else n - req.kvc.probe_tokens(req.prefix_len, n, len(prompt))
-        for i, block in enumerate(mine[behind : -(-own // P)], start=behind):
-            tokens = req.history[i * P : min(own, (i + 1) * P)]
+        written = n if req.kvc.decoding else n - req.kvc.probe_tokens(req.prefix_len, n, len(prompt))
+        for i, block in enumerate(block_ids[gap_end : -(-written // P)], start=gap_end):
+            tokens = req.history[i * P : min(written, (i + 1) * P)]
             assert blocks.setdefault(block, tokens)[: len(tokens)].tolist() == tokens[: len(blocks[block])].tolist()
             if len(tokens) > len(blocks[block]):
                 blocks[block] = tokens
@@ -75,7 +75,7 @@ def check_reads(server, reqs: list) -> None:
 
 
 def check_tree(server) -> None:
-    """All that the tree keeps, with nothing queued: each node stores the tokens of the path to it, on the device and in
+    """Check the whole tree while nothing is queued: each node stores the tokens of the path to it, on the device and in
     host memory."""
     runtime, component = server.runtime, server.tree_cache.component
     blocks, stored, stack = {}, {}, [(server.tree_cache.root_node, [])]
@@ -97,7 +97,7 @@ def check_tree(server) -> None:
 
 
 def check_files(server) -> tuple[int, int]:
-    """Nothing is under way any more. Returns the numbers of bytes written and read."""
+    """Check that no transfer is in progress. Returns the numbers of bytes written and read."""
     tree, tier = server.tree_cache, server.runtime.host_tier
     tier.disk.synchronize()
     assert not tree.fetched and not tier.disk.store.damaged
@@ -126,32 +126,32 @@ def unpacked_records(tier, stored: list[int]) -> tuple[PageStore, list[int]]:
 
 
 def check_records(server) -> None:
-    """The CPU's records: owners, ref counts, windows, charges, and SGLang's leak equation."""
+    """Check the CPU's records: owners, reference counts, windows, charges, and SGLang's leak equation."""
     runtime, tree = server.runtime, server.tree_cache
     blocks, ledger = runtime.blocks, runtime.ledger
     holding = [r for r in server.requests.values() if getattr(r, "kvc", None) is not None]
-    own = [b for r in holding for b in r.kvc.owned()[r.kvc.shared :]]
+    private = [b for r in holding for b in r.kvc.owned()[r.kvc.shared :]]
     gaps = sum(r.kvc.missing for r in holding)
     assert gaps == runtime.gap_blocks, "gaps drifted"
     kept, idle, stored = [], [], []
     for node in _nodes(tree):
-        mine = _ids(tree.component, node.component(FULL).value)
-        kept += mine
-        idle += mine if node.component(FULL).lock_ref == 0 else []
-        if mine and node.component(FULL).lock_ref == 0 and not node.backuped:
-            cold = runtime.demotion.tier_of(np.array(mine)) > 0
+        node_blocks = _ids(tree.component, node.component(FULL).value)
+        kept += node_blocks
+        idle += node_blocks if node.component(FULL).lock_ref == 0 else []
+        if node_blocks and node.component(FULL).lock_ref == 0 and not node.backuped:
+            cold = runtime.demotion.tier_of(np.array(node_blocks)) > 0
             assert not cold or node in tree.component.demotions.nodes, "a cold node is never demoted"
         stored += _ids(tree.component, node.component(FULL).host_value)
     stored += [i for fetched in getattr(tree, "fetched", ()) for i in fetched.fetch.ids.tolist()]
-    on_their_way = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]
+    loading = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]
     anchors = [load.anchor for load in getattr(tree, "loads", ())]
     assert len(set(anchors)) == len(anchors), "blocks are loaded twice"
-    own += on_their_way
+    private += loading
     if runtime.host_tier is not None:
         _check_stored(runtime.host_tier, stored)
-    assert len({*own, *kept}) == len(own) + len(kept) == blocks.used_count, "a block has two owners, or none"
+    assert len({*private, *kept}) == len(private) + len(kept) == blocks.used_count, "a block has two owners, or none"
     in_tree = tree.evictable_slots() + tree.protected_size()
-    assert server.token_to_kv_pool_allocator.used_slots() == in_tree + (len(own) + gaps) * P
+    assert server.token_to_kv_pool_allocator.used_slots() == in_tree + (len(private) + gaps) * P
 
     ref_count, windows = np.zeros_like(blocks.ref_count), np.zeros_like(blocks.window_count)
     for r in holding:
@@ -170,7 +170,8 @@ def check_records(server) -> None:
 
 
 def _check_stored(tier, stored: list[int]) -> None:
-    """Each unit of the host memory is free or belongs to one stored block, which is the tree's or comes from a file."""
+    """Check that each unit of host memory is free or belongs to one stored block, which the tree holds or a file is
+    being read into."""
     assert len(set(stored)) == len(stored) == tier.stored, "a stored block has two owners, or none"
     units = tier.units[stored]
     used = units[units >= 0].tolist()

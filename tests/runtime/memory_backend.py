@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-PLACES: dict[str, dict[str, bytes]] = {}  # by the setting `place`: what outlives a server
+PLACES: dict[str, dict[str, bytes]] = {}  # by the setting `place`: records that outlive a server
 
 
 class MemoryBackend(HiCacheStorage):
@@ -106,6 +106,6 @@ class BadBackend(MemoryBackend):
 
 
 def server_args(place: str) -> SimpleNamespace:
-    """Arguments of a server whose blocks lie in `place`."""
+    """Arguments of a server that stores its blocks in `place`."""
     names = {"module_path": __name__, "class_name": "MemoryBackend", "backend_name": "memory", "place": place}
     return SimpleNamespace(hicache_storage_backend_extra_config=json.dumps(names), file_storage_path=None)

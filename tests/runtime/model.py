@@ -1,7 +1,8 @@
-"""A toy server around the real tree, allocator, ledger and page store: requests whose KV rows spell their own history.
+"""A toy server around the real tree, allocator, ledger and page store, with KV rows that encode the history of each
+token.
 
-Every token's key row is a function of the whole prefix that leads to it, so a block that ended up under the wrong
-prefix, was overwritten, or lost its pages shows as a wrong row.
+Every token's key row is a function of the whole prefix that leads to it, so a block that is filed under the wrong
+prefix, is overwritten, or loses its pages shows up as a wrong row.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class ToyServer:
         self, tokens: list[int], chunk: int | None = None, level: str | None = None, queued=None, use=None
     ) -> Request | None:
         """Prefill `tokens` (in chunks of `chunk`) at a level; None when there is no memory or no row. `queued`: a
-        request that passed the hook of the queue, whose namespace this one has; `use`: one whose session it has."""
+        request that has passed the queue's hook and whose namespace this one takes; `use`: its session."""
         if not self.rows.free:
             return None
         req = Request(
@@ -165,7 +166,7 @@ class ToyServer:
         return True
 
     def finish(self, req: Request, insert: bool = True) -> None:
-        """What `release_kv_cache` does. Without `insert` the request was aborted or retracted."""
+        """Does what `release_kv_cache` does. Without `insert` the request counts as aborted or retracted."""
         n = len(req.origin_input_ids) + len(req.output_ids)
         if insert:
             req.aborted = True
@@ -210,22 +211,22 @@ class ToyServer:
     def check_rows(self, req: Request) -> None:
         tokens = list(req.origin_input_ids + req.output_ids)
         for i, block in enumerate(req.kvc.blocks):
-            mine = tokens[i * P : (i + 1) * P]
+            block_tokens = tokens[i * P : (i + 1) * P]
             assert self.rows.req_to_token[req.kv.req_pool_idx, i * P] == block * P
             if req.kvc_level == LOSSLESS:
                 assert int(self.runtime.store.format_id[block]) == 0
-            want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(mine))]))
+            want = torch.from_numpy(np.stack([row(tokens[: i * P + j + 1]) for j in range(len(block_tokens))]))
             got, _, tier = ops.load_dense(self.runtime.store, 0, torch.tensor([block]))
             if isinstance(self.runtime.policy, Prune) and self.runtime.store.format_id[block] > 0:
-                continue  # chosen without positions: which row is which cannot be told from the page
+                continue  # tokens are chosen without positions: the page does not tell which row is which
             block_format = self.runtime.store.block_formats[int(self.runtime.store.format_id[block])]
             bits = min(f.key_bits for f in (block_format.high, block_format.low) if f is not None)
-            # Half a step of the range of 15 that rows have, and the rounding of the scale.
+            # Half a quantization step over the rows' range of 15, plus the rounding of the scale.
             tolerance = 0.0 if not block_format.high.packed else 0.1 + 7.5 / (2**bits - 1)
             if self.runtime.demotion.enabled and bits < 4:
                 tolerance += 0.6  # it may have had 4 bits before
-            kept = tier[0, :, : len(mine)] > 0
-            error = (got[0, :, : len(mine)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)
+            kept = tier[0, :, : len(block_tokens)] > 0
+            error = (got[0, :, : len(block_tokens)].transpose(0, 1) - want).abs().amax(-1).transpose(0, 1)
             assert not kept.any() or error[kept].max() <= tolerance
 
 

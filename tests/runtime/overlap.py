@@ -1,8 +1,8 @@
-"""SGLang's own scheduler and its overlap schedule over the real tree, allocator, ledger and pages, without a model.
+"""SGLang's own scheduler with its overlap schedule over the real tree, allocator, ledger and pages, without a model.
 
-`Overlap` is a `Scheduler` whose forwards write the rows of `record.py` instead of running a model. All else is SGLang's
-code with our hooks around it: decode batches are prepared before the result of the last forward is looked at, prompts
-come in chunks, requests are retracted, aborted and paused, and finish one forward late.
+`Overlap` is a `Scheduler` whose forwards write the rows of `record.py` instead of running a model. Everything else is
+SGLang's code with our hooks around it: decode batches are prepared before the result of the last forward is processed,
+prompts come in chunks, requests are retracted, aborted and paused, and finish one forward late.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .model import CONTEXT, ROWS, H, L, P
 
 @contextlib.contextmanager
 def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = False, strip: bool = False):
-    """`bench.scheduler.configured`, and a running request is retracted every `retract_every` forwards, whatever is
+    """`bench.scheduler.configured` that also retracts a running request every `retract_every` forwards, however much is
     free. `strip`: with `--strip-thinking-cache`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(scheduler_without_model(runtime, rows=ROWS, chunk=chunk, mixed=mixed))
@@ -88,7 +88,8 @@ class Overlap(ModelFreeScheduler):
     def submit(
         self, prompt: list[int], answer: list[int], level: str | None, salt: str | None, last: bool = False
     ) -> None:
-        """A request that will be answered with all of `answer`. `last`: it says that no prompt continues it."""
+        """Submit a request that will be answered with all of `answer`. `last`: its hint says that no prompt continues
+        it."""
         custom = {**({PARAMETER: level} if level else {}), **({DONE: True} if last else {})}
         params = SamplingParams(max_new_tokens=len(answer), custom_params=custom or None)
         params.normalize(None)
@@ -97,7 +98,7 @@ class Overlap(ModelFreeScheduler):
         self.queue(req, answer)
 
     def queue(self, req: Req, answer: list[int]) -> None:
-        """A request of SGLang's that will be answered with `answer`."""
+        """Queue one of SGLang's requests that will be answered with `answer`."""
         requests.before_add_request_to_queue(self, req)
         self.seen["private"] += req.kvc_private
         req.history = record.history([*req.origin_input_ids, *answer], req.extra_key)
@@ -120,7 +121,7 @@ class Overlap(ModelFreeScheduler):
         self.seen["aborted"] += 1
 
     def flush(self) -> bool:
-        """`flush_cache`; whether the server was idle."""
+        """Call `flush_cache`; True if the server was idle."""
         if not self.is_fully_idle():
             return False
         self.tree_cache.reset()
@@ -135,7 +136,7 @@ class Overlap(ModelFreeScheduler):
         self.seen["paused"] += 1
 
     def demote_running(self, tokens: int) -> None:
-        """As before a retraction, while a forward that reads these blocks is under way."""
+        """Demote blocks as before a retraction, while a forward that reads them is running."""
         seqs = [r.kvc for r in self.running_batch.reqs if r.kvc is not None]
         goal = self.token_to_kv_pool_allocator.available_size() + tokens
         self.seen["demoted while running"] += self.runtime.demotion.demote_running(seqs, goal)
@@ -164,7 +165,7 @@ class Overlap(ModelFreeScheduler):
         check_records(self)
 
     def _arrived(self) -> int:
-        """Loads are seen to end in order, up to three turns late."""
+        """Loads are reported as finished in order, up to three turns late."""
         n = HostTier.arrived(self.runtime.host_tier)
         self.late = min(self.late + 1, 3) if n else 0
         ended = n if self.late >= self.forward_ct % 4 else 0
@@ -176,7 +177,7 @@ class Overlap(ModelFreeScheduler):
         return hooks.around_get_new_batch_prefill(Scheduler.get_new_batch_prefill, self, running_batch)
 
     def run_batch(self, batch, pp_proxy_tensors=None):
-        """The forward: what is queued runs, then new rows are written. Its result is a token for each request."""
+        """The forward: queued operations run, then new rows are written. The result is one token per request."""
         hooks.before_run_batch(self, batch, None)
         self.forward_ct += 1
         self._note(batch)
@@ -236,7 +237,7 @@ class Overlap(ModelFreeScheduler):
         return np.concatenate((req.history[first : last - probe], req.history[len(prompt) - probe : len(prompt)]))
 
     def _observe(self, reqs: list[Req], computed: list[np.ndarray]) -> None:
-        """What the attention backend notes of one-shot prompts."""
+        """Records what the attention backend records of one-shot prompts."""
         for req, numbers in zip(reqs, computed):
             prompt = req.kvc.one_shot
             if prompt is None or req.kvc.decoding:

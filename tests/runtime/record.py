@@ -1,7 +1,7 @@
-"""An independent record of K and V: what every token's rows are in every layer follows from its whole history.
+"""An independent record of K and V: every token's rows in every layer follow from its whole history.
 
-A block that lies under another prefix than the one that filled it, was overwritten, or lost its pages, shows as wrong
-rows, whoever reads it.
+A block that lies under a prefix other than the one that filled it, is overwritten, or loses its pages shows up as wrong
+rows to every reader.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from sglang_kvc.cache.one_shot import SINKS, WINDOW
 from .model import D, H, L, P
 
 PARTS = (997, 1009, 1013)
-weights = 0  # of the model; a life may change them while nothing is cached
+weights = 0  # version of the model's weights; a server may change it while nothing is cached
 _gen = torch.Generator().manual_seed(0)
 # A token's rows are the sum of one entry of each table, `[entries, K or V, L, H, D]`: whole numbers from -9 to 6, which
-# bf16 holds exactly. The tables are large enough that no two histories of a life have equal rows.
+# bf16 holds exactly. The tables are large enough that no two histories of one server have equal rows.
 _TABLES = [torch.randint(-3, 3, (n, 2, L, H, D), generator=_gen, dtype=torch.int8) for n in PARTS]
 # Attention scores of a token, by which LeanKV plans, `[entries, L, H]`.
 _SCORES = torch.empty(PARTS[0], L, H).exponential_(0.4, generator=_gen)
 
 
 def history(tokens: list[int], namespace: str | None) -> np.ndarray:
-    """A number for each token that follows from all up to it, the namespace and the weights, int64 `[len(tokens)]`."""
+    """One number per token, int64 `[len(tokens)]`, that depends on all tokens up to it, the namespace and the
+    weights."""
     out, state = [], zlib.crc32((namespace or "").encode(), weights)
     for token in tokens:
         state = (state * 1_000_003 + token + 1) % (2**61 - 1)
@@ -49,8 +50,8 @@ def rows(numbers: np.ndarray) -> torch.Tensor:
 def write(
     store: PageStore, req_to_token: torch.Tensor, reqs: list, spans: list[tuple[int, int]], numbers: list[np.ndarray]
 ) -> None:
-    """What a forward does to the pages: rows of the new tokens, with histories `numbers`, in every layer, and what
-    attention adds to scores."""
+    """Write what a forward writes to the pages: in every layer the rows of the new tokens, with histories `numbers`,
+    and the scores that attention adds."""
     slots = torch.cat([req_to_token[r.kv.req_pool_idx, first:last] for r, (first, last) in zip(reqs, spans)]).long()
     write_rows(store, slots, np.concatenate(numbers))
     if store.layout.has_scores:
@@ -81,21 +82,21 @@ def check(
 ) -> None:
     """Assert that each block stores the tokens with these histories (of an open block: the first of them).
 
-    `keeps_all`: the policy drops no token and has one tier. `ladder`: formats that a block may have had one after the
-    other.
+    `keeps_all`: the policy drops no token and has one tier. `ladder`: formats that a block may have passed through in
+    turn.
     """
     ids = torch.tensor(list(blocks))
     format_ids = store.format_id[ids]
     assert (format_ids >= 0).all(), f"free blocks are read: {ids[format_ids < 0].tolist()}"
     for format_id in sorted(set(format_ids.tolist())):
-        mine = ids[format_ids == format_id]
-        counts = torch.tensor([len(blocks[b]) for b in mine.tolist()])
+        selected = ids[format_ids == format_id]
+        counts = torch.tensor([len(blocks[b]) for b in selected.tolist()])
         live = torch.arange(P) < counts[:, None]
         assert format_id == 0 or live.all(), "a block is packed before it is full"
-        want = rows(np.stack([np.resize(blocks[b], P) for b in mine.tolist()]))
+        want = rows(np.stack([np.resize(blocks[b], P) for b in selected.tolist()]))
         want = want.permute(2, 3, 0, 4, 1, 5)  # [K or V, L, n, H, P, D]
         for layer in range(L):
-            k, v, tier = ops.load_dense(store, layer, mine, format_id)
+            k, v, tier = ops.load_dense(store, layer, selected, format_id)
             assert not keeps_all or (tier == 2).all(), "a token is gone"
             _check_rows(store, format_id, (k, v), tier * live[:, None], want[:, layer], ladder)
 
@@ -107,8 +108,8 @@ def queries(numbers: np.ndarray, layer: int) -> torch.Tensor:
 
 def check_kept(store: PageStore, kept: list[int], numbers: np.ndarray, prompt: int, steps: int = 1) -> None:
     """Assert that the packed blocks `kept` hold some of the tokens with histories `numbers`, the full blocks of a
-    prompt of `prompt` tokens: each head whole pages, in the order of their positions, none twice, among them the
-    prompt's first and last tokens. `steps`: how often keys were packed."""
+    prompt of `prompt` tokens: each head holds whole pages of distinct tokens in the order of their positions, among
+    them the prompt's first and last tokens. `steps`: how often keys were packed."""
     ids = torch.tensor(kept)
     (format_id,) = set(store.format_id[ids].tolist())
     always = {*range(SINKS), *range(max(0, prompt - WINDOW), len(numbers))}
@@ -131,7 +132,7 @@ def check_kept(store: PageStore, kept: list[int], numbers: np.ndarray, prompt: i
 def _check_rows(
     store: PageStore, format_id: int, stored, tier: torch.Tensor, want: torch.Tensor, ladder: tuple[int, ...]
 ) -> None:
-    """K and V `[n, H, P, D]` stored at `tier` `[n, H, P]` against those that are wanted, `[2, n, H, P, D]`."""
+    """Compare K and V `[n, H, P, D]` stored at `tier` `[n, H, P]` with the expected ones, `[2, n, H, P, D]`."""
     spec = store.block_formats[format_id]
     if format_id and not store.layout.has_scores and (tier != 2).any():
         place = _places(stored[0], want[0], tier).unsqueeze(-1).expand(want.shape[1:])
@@ -140,7 +141,8 @@ def _check_rows(
         allowed = torch.zeros(3)
         if format_id:
             bits = [getattr(f, "key_bits" if name == "K" else "value_bits") for f in (spec.low or spec.high, spec.high)]
-            # Half a step of a range of 15, and the rounding of the scale; a low token may have been a high one before.
+            # Half a quantization step over a range of 15, plus the rounding of the scale; a low token may have been a
+            # high one before.
             allowed[2] = 0.1 + 7.5 / (2 ** bits[1] - 1)
             allowed[1] = allowed[2] + 0.1 + 7.5 / (2 ** bits[0] - 1)
             before = ladder[: ladder.index(format_id)] if format_id in ladder else ()
@@ -153,11 +155,11 @@ def _check_rows(
 
 
 def _places(keys: torch.Tensor, want: torch.Tensor, tier: torch.Tensor) -> torch.Tensor:
-    """Which tokens `[n, H, P]` a head stores where pages hold no positions: those whose keys are nearest. Each tier has
-    its tokens in order, and no token is stored twice."""
+    """The tokens `[n, H, P]` that a head stores where pages hold no positions, found by their nearest keys. Each tier
+    has its tokens in order, and no token is stored twice."""
     place = torch.cdist(keys, want).argmin(-1)
     for name in (1, 2):
-        mine = torch.where(tier == name, place, -1)
-        last = torch.cat((torch.full_like(mine[..., :1], -1), mine.cummax(-1).values[..., :-1]), -1)
-        assert ((mine > last) | (tier != name)).all(), "stored tokens are out of order, or doubled"
+        tier_places = torch.where(tier == name, place, -1)
+        last = torch.cat((torch.full_like(tier_places[..., :1], -1), tier_places.cummax(-1).values[..., :-1]), -1)
+        assert ((tier_places > last) | (tier != name)).all(), "stored tokens are out of order, or doubled"
     return place

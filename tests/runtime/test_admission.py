@@ -1,4 +1,4 @@
-"""When waiting prompts come in: SGLang's own `PrefillAdder` with our hooks around it, over the real ledger."""
+"""Admission of waiting prompts by SGLang's own `PrefillAdder` with our hooks around it, over the real ledger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK = 2 * P
 
 @pytest.fixture(autouse=True)
 def configured():
-    """The options of a server, which the adder asks for."""
+    """Provides the server options that the adder reads."""
     with runtime_context.get_context().override_server_args(device="cpu", chunked_prefill_size=CHUNK):
         yield
 
@@ -34,7 +34,7 @@ def configured():
 def prompt(
     server: ToyServer, new: int, answer: int, level: str | None = None, budget: Budget | None = None
 ) -> MagicMock:
-    """A request of SGLang's that found nothing in the cache."""
+    """One of SGLang's requests, without any cached prefix."""
     req = MagicMock(
         full_untruncated_fill_ids=[0] * new, prefix_len=0, output_ids=[], host_hit_length=0, kvc_level=level,
         kvc_budget=budget, last_node=server.tree.root_node.id, kvc=server.runtime.new_sequence(),
@@ -65,13 +65,14 @@ def comes_in(server: ToyServer, req: MagicMock, **options) -> bool:
     return True
 
 
-def test_a_prompt_waits_for_what_it_takes_packed():
-    """Eight blocks are free. A prompt of ten takes four (two chunks), one that is open and five packed to a quarter."""
+def test_prompt_waits_for_its_packed_size():
+    """Eight blocks are free. A prompt of ten blocks takes four (two chunks), one open block, and five blocks packed to
+    a quarter."""
     server = ToyServer(high="k4v4", window=0)
     server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - 8))
     assert comes_in(server, prompt(server, 10 * P, 10))
     assert not comes_in(server, prompt(server, 10 * P, 10, level=LOSSLESS))
-    # A one-shot prompt is whole until it is complete, and its answer needs a block.
+    # A one-shot prompt is uncompressed until it is complete, and its answer needs a block.
     assert not comes_in(server, prompt(server, 8 * P, 10, budget=Budget(ratio=8)))
     assert comes_in(server, prompt(server, 6 * P, 10, budget=Budget(ratio=8)))
     assert not comes_in(server, prompt(server, 10 * P, 10), chunk=None)
@@ -80,15 +81,15 @@ def test_a_prompt_waits_for_what_it_takes_packed():
     assert not comes_in(server, prompt(server, 10 * P, 10))
 
 
-def test_a_prompt_that_is_packed_at_its_end_waits_for_all_of_it():
+def test_prompt_packed_at_end_waits_for_uncompressed_size():
     server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
     server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - 8))
     assert not comes_in(server, prompt(server, 10 * P, 10))
     assert comes_in(server, prompt(server, 6 * P, 10))
 
 
-def test_what_the_window_keeps_open_is_waited_for():
-    """A long answer to a short prompt: of a window of six blocks all stay as they are, and one more is open."""
+def test_prompt_waits_for_open_blocks_of_window():
+    """A long answer to a short prompt: all six blocks of the window stay uncompressed, and one more is open."""
     server = ToyServer(high="k4v4", window=6 * P)
     runtime = server.runtime
     ratio = runtime.store.block_formats[1].pages / runtime.layout.block_pages_bf16
@@ -98,7 +99,7 @@ def test_what_the_window_keeps_open_is_waited_for():
     seq.extend(runtime.take([0, P]))
     running = SimpleNamespace(kvc=seq, kvc_level=None)
     assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (5 + 5 * ratio) * P
-    # Behind a cached prefix, whose packed blocks the window does not open again.
+    # After a cached prefix: the window does not unpack its blocks.
     prefix = runtime.take([0, P])
     assert runtime.queue_due(prefix) == 2
     running.kvc = runtime.new_sequence(np.array(prefix), 2 * P)
@@ -107,7 +108,7 @@ def test_what_the_window_keeps_open_is_waited_for():
 
 
 @pytest.mark.parametrize("at_border", [False, True])
-def test_a_pass_leaves_the_blocks_of_a_mixed_decode_step_free(at_border):
+def test_prefill_leaves_blocks_for_mixed_decode_step(at_border):
     """Three blocks are free. A prompt or a chunk of one block leaves two: not enough for three requests that decode at
     the end of a block."""
     server = ToyServer(high="k4v4", window=0)
@@ -126,9 +127,9 @@ def test_a_pass_leaves_the_blocks_of_a_mixed_decode_step_free(at_border):
 
 
 @pytest.mark.parametrize(("free", "taken"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
-def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
+def test_chunk_is_cut_to_leave_block_for_running_requests(free, taken):
     """The reserve for the running request's long answer is more than what is free. A chunk of two blocks draws on it,
-    is shortened when no block were left for the running one, and waits when it does not fit itself."""
+    is shortened if it would leave no block for the running request, and waits if it does not fit at all."""
     server = ToyServer(high="k4v4", window=0)
     server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - free))
     answering = prompt(server, 0, 40 * P)
@@ -139,7 +140,7 @@ def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
     again = around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
     assert again is req
     assert [r.extend_end - r.prefix_len for r in chosen.can_run_list] == ([taken] if taken else [])
-    if not taken:  # nor does a prompt come in that would fit, or begin, beside the one that waits
+    if not taken:  # no prompt that would fit is admitted or started ahead of the one that waits
         server.runtime.free(list(range(1, 11)))
         chosen.memory_budget.total_offset = 0
         for new in (5, 6 * P):
@@ -147,8 +148,8 @@ def test_a_chunk_stays_whole_while_running_requests_find_a_block(free, taken):
         assert not chosen.can_run_list and chosen.new_chunked_req is None
 
 
-def test_growth_of_a_request_that_just_ended():
-    """SGLang asks for the room of every request in the batch, also of one whose blocks were given back already."""
+def test_growth_handles_finished_request():
+    """SGLang asks for the growth of every request in the batch, including one whose blocks have already been freed."""
     server = ToyServer(high="k4v4")
     adder = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
     rooms = [
@@ -158,7 +159,7 @@ def test_growth_of_a_request_that_just_ended():
     assert rooms[0] < rooms[1] == 10 * P
 
 
-def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
+def test_full_batch_is_rechecked_after_block_is_freed():
     server, looked = ToyServer(high="k4v4"), []
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=server.allocator, enable_priority_preemption=False, chunked_req=None
@@ -186,13 +187,13 @@ def test_a_full_batch_is_looked_at_again_when_a_block_came_free():
     server.runtime.free(more)
     assert not look()  # no more than at the last refusal
     running.clear()
-    assert look()  # SGLang would never: nothing runs that could end
+    assert look()  # SGLang itself would never check again: no request is running that could end
     scheduler.chunked_req = object()
     assert not look()
 
 
-def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
-    """Of embedding models; packing makes room for those that are longer than what fits uncompressed."""
+def test_prompt_that_never_fits_is_aborted(monkeypatch):
+    """Prompts of embedding models; packing makes room for prompts longer than what fits uncompressed."""
     server = ToyServer(high="k4v4", window=0)
     capacity = server.runtime.sizing.capacity_tokens
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
@@ -210,12 +211,13 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
 
     assert not aborted(capacity + 2 * P)
     assert f"{10 * capacity} tokens does not fit" in aborted(10 * capacity)[0]
-    # An empty server takes or aborts every length: one that does neither waits forever, and all requests behind it.
+    # An empty server admits or aborts every length: a prompt with neither outcome would wait forever and block all
+    # requests behind it.
     longest = next(n for n in range(capacity, 10 * capacity) if aborted(n))
     lengths = range(capacity - 3 * P, longest + 2 * P)
     assert len(lengths) > 3 * P
     assert [n for n in lengths if bool(aborted(n)) == comes_in(server, prompt(server, n, 0))] == []
-    # A one-shot prompt is uncompressed until it is complete, or thinned.
+    # A one-shot prompt stays uncompressed until it is complete or thinned.
     for budget in (Budget(ratio=8), Budget(tokens=3 * P)):
         longest = server.runtime.capacity.one_shot.longest(budget, 1, CHUNK)
         assert longest > capacity + 2 * P
@@ -225,7 +227,7 @@ def test_a_prompt_that_can_never_come_in_is_aborted(monkeypatch):
         assert refused == [n > longest for n in lengths]
 
 
-def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
+def test_bootstrap_host_does_not_keep_request_out_of_tree(monkeypatch):
     """SGLang keeps a request with this `bootstrap_host` out of the tree. Chunks advance by what the tree holds, so a
     prompt longer than a chunk would compute its first chunk forever."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -243,8 +245,9 @@ def test_a_client_cannot_keep_its_request_out_of_the_tree(monkeypatch):
 BATCH = SimpleNamespace(reqs=[None] * 1000)  # more requests than there are blocks
 
 
-def test_memory_for_a_block_of_each_request_is_not_counted_again(monkeypatch):
-    """SGLang goes through all requests to count the blocks that a step takes. Where one is missing, it still does."""
+def test_decode_memory_check_skips_count_when_blocks_suffice(monkeypatch):
+    """SGLang loops over all requests to count the blocks that a step takes. It still does so when a block is
+    missing."""
     runtime = ToyServer(high="bf16").runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
     blocks, calls = runtime.capacity.available_tokens() // P, []
@@ -258,8 +261,9 @@ def test_memory_for_a_block_of_each_request_is_not_counted_again(monkeypatch):
     assert calls == [blocks + 1]
 
 
-def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
-    """Their outcome depends on the data: until they have run, their blocks are charged the most that they may take."""
+def test_retraction_waits_for_queued_compactions(monkeypatch):
+    """The result depends on the data: until compactions have run, their blocks are charged the maximum that they may
+    take."""
     server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0)
     runtime = server.runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
@@ -276,8 +280,8 @@ def test_queued_compactions_are_waited_for_before_a_retraction(monkeypatch):
     assert not runtime.unsettled
 
 
-def test_a_retraction_waits_for_nothing_where_nothing_can_come(monkeypatch):
-    """What compactions of a fixed outcome free was credited when they were queued."""
+def test_retraction_does_not_wait_when_nothing_can_be_freed(monkeypatch):
+    """Memory freed by compactions of known size is credited when they are queued."""
     server = ToyServer(high="k4v4", window=0)
     runtime = server.runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
@@ -290,8 +294,8 @@ LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
 
 
 @pytest.mark.parametrize(("policy", "format_id"), [({"high": "bf16"}, 0), (LEANKV, 1), ({"high": "k4v4"}, 1)])
-def test_the_longest_request_comes_into_an_empty_server(policy, format_id):
-    """The limit lies a few blocks below what is not admitted."""
+def test_empty_server_admits_longest_request(policy, format_id):
+    """The limit lies a few blocks below the shortest length that is not admitted."""
     server = ToyServer(window=0, **policy)
     capacity = server.runtime.sizing.capacity_tokens
     longest = longest_request(server.runtime, format_id)
@@ -301,8 +305,8 @@ def test_the_longest_request_comes_into_an_empty_server(policy, format_id):
         assert not comes_in(server, prompt(server, longest - answer + 5 * P, answer))
 
 
-def test_what_the_worker_tells(monkeypatch):
-    """The limit of the format that takes the least memory, or the model's own."""
+def test_worker_reports_longest_request(monkeypatch):
+    """It is the limit of the format that takes the least memory, or the model's own."""
     from sglang.srt.managers import tp_worker
 
     told = (1000, 16384, 8, None, 999, 994, 42)
@@ -311,7 +315,7 @@ def test_what_the_worker_tells(monkeypatch):
     worker.model_runner.token_to_kv_pool_allocator = None
     with monkeypatch.context() as patched:
         patched.setattr(tp_worker, "get_schedule", MagicMock())
-        real = tp_worker.TpModelWorker.get_worker_info(worker)  # the places are SGLang's
+        real = tp_worker.TpModelWorker.get_worker_info(worker)  # the positions in the tuple are SGLang's
     assert (real[LENGTH], real[INPUT]) == (999, 994) and len([x for x in real if isinstance(x, int)]) == 2
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", None)
     assert around_get_worker_info(lambda self: told, worker) == told
@@ -331,10 +335,10 @@ def test_what_the_worker_tells(monkeypatch):
     assert limits["default"] == longest_request(runtime, 1) - 2 and limits["default"] < limits["one-shot:64x"]
     assert limits["one-shot:8x"] == longest_request(runtime, 1, Budget(ratio=8)) - 2
     assert around_get_worker_info(lambda self: told, worker)[LENGTH] == limits["one-shot:64x"] + 2
-    # A server that packs nothing offers none.
+    # A server that packs nothing offers no one-shot levels.
     runtime = ToyServer(high="bf16", window=0).runtime
     assert longest_prompts(runtime) == {"default": longest_request(runtime, 0) - 2}
-    # What a cold block may become is nothing that a request counts on.
+    # A request's limit does not count on the demotion of cold blocks.
     runtime = ToyServer(high="k8v4", floor="k4v4").runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
     worker.model_config.context_len = 100_000
@@ -342,8 +346,8 @@ def test_what_the_worker_tells(monkeypatch):
     assert around_get_worker_info(lambda self: told, worker)[LENGTH] == longest_request(runtime, 1)
 
 
-def test_a_request_is_bounded_by_its_own_level(monkeypatch):
-    """An uncompressed request that would not fit is refused where a packed one is served, and answers are cut."""
+def test_request_limit_depends_on_its_level(monkeypatch):
+    """An uncompressed request that does not fit is refused where a packed one is served, and answers are cut to fit."""
     server = ToyServer(high="k4v4")
     runtime = server.runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)

@@ -1,5 +1,5 @@
-"""Answers that are planned as a whole: when, what is kept against a slow reference in numpy, records, and that bytes
-are the sequence's alone."""
+"""Answers that are planned as a whole: when they are planned, which tokens they keep (against a slow reference in
+numpy), their records, and that their bytes depend on the sequence alone."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def page_tokens(runtime) -> int:
 # ---- when
 
 
-@pytest.mark.parametrize("own", STRIDES)
+@pytest.mark.parametrize("policy_stride", STRIDES)
 @pytest.mark.parametrize("lag", [EVIDENCE * n for n in (1, 2, 3, 8, 13, 32, 100)])
-def test_enough_queries_read_a_block_before_it_is_planned(lag, own):
-    stride = with_evidence(ScoreSampling(decode_stride=own), lag).decode_stride
-    assert stride <= own and sum((i + 1) % stride == 0 for i in range(P, P + lag)) >= EVIDENCE
-    # No more steps are sampled than that takes, because each costs time.
-    assert stride == own or 2 * stride not in STRIDES or lag // (2 * stride) < EVIDENCE
+def test_enough_queries_are_sampled_before_block_is_planned(lag, policy_stride):
+    stride = with_evidence(ScoreSampling(decode_stride=policy_stride), lag).decode_stride
+    assert stride <= policy_stride and sum((i + 1) % stride == 0 for i in range(P, P + lag)) >= EVIDENCE
+    # No more steps are sampled than necessary, because each costs time.
+    assert stride == policy_stride or 2 * stride not in STRIDES or lag // (2 * stride) < EVIDENCE
 
 
 @pytest.mark.parametrize("prompt", [1, 3 * P + 5, 4 * P])
 @pytest.mark.parametrize("window", [0, 32, P])
-def test_an_answer_is_planned_each_time_that_some_blocks_have_come(prompt, window):
+def test_answer_is_planned_every_few_blocks(prompt, window):
     batch = Batch([prompt], **{**ANSWERS, "window": window})
     seq, first, each = batch.reqs[0].kvc, prompt // P, KEEP * batch.runtime.layout.block_pages_bf16
     whole = batch.runtime.store.block_formats[WHOLE].pages
@@ -78,8 +78,9 @@ def test_many_answers_are_planned_in_one_operation():
     assert len(planned[0].blocks) == 5 * COMPETE_EVERY
 
 
-def test_a_two_tier_block_is_whole_until_enough_tokens_follow():
-    """LeanKV: prompts are planned at once but for the blocks within the lag; later ones when the lag is behind them."""
+def test_two_tier_block_stays_whole_until_lag_has_passed():
+    """LeanKV plans a prompt at once except for the blocks within the lag, and plans later blocks when the lag has
+    passed them."""
     prompt, window = 5 * P + 7, 32
     batch = Batch([prompt], **LEANKV, window=window, lag=LAG)
     seq, records = batch.reqs[0].kvc, batch.runtime.blocks
@@ -106,11 +107,11 @@ def test_a_two_tier_block_is_whole_until_enough_tokens_follow():
     assert any(len(events) > 2 for events in seen.values())
 
 
-# ---- what is kept
+# ---- kept tokens
 
 
 class Attended(ToyServer):
-    """Each token's scores are a function of its history; every `P` steps those of all stored tokens change."""
+    """Each token's scores are a function of its history; every `P` steps the scores of all stored tokens change."""
 
     def _forward(self, req: Request, done: int, slots: torch.Tensor) -> None:
         super()._forward(req, done, slots)
@@ -124,7 +125,7 @@ class Attended(ToyServer):
 
     @staticmethod
     def scores(req: Request, place: int, era: int) -> np.ndarray:
-        """Of the block at `place`, fp32 `[L, H, P]`."""
+        """Scores of the block at `place`, fp32 `[L, H, P]`."""
         seed = [len(req.origin_input_ids), int(req.origin_input_ids[0]), place, era]
         return np.random.default_rng(seed).exponential(1.0, (L, H, P)).astype(np.float32)
 
@@ -145,7 +146,7 @@ class Attended(ToyServer):
 
 
 def slow_kept(kept: np.ndarray, scores: np.ndarray, queries: list[int], pages: int, t: int) -> np.ndarray:
-    """Tokens bool `[m, L, H, P]` that m blocks keep of those that they store, page by page."""
+    """The tokens, bool `[m, L, H, P]`, that m blocks keep of their stored tokens, chosen page by page."""
     entries = []
     for block, layer, head in np.ndindex(kept.shape[:3]):
         worth = np.where(kept[block, layer, head], np.float32(scores[block, layer, head] / queries[block]), -np.inf)
@@ -160,8 +161,8 @@ def slow_kept(kept: np.ndarray, scores: np.ndarray, queries: list[int], pages: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", ["global", "ada:floor=0"])
-def test_what_an_answer_keeps(share):
-    """By a reference that knows the scores alone. What the ledger charges is what the pages hold."""
+def test_answer_keeps_tokens_of_slow_reference(share):
+    """The reference knows only the scores. The ledger charges exactly what the pages hold."""
     server = Attended(blocks=30, **{**ANSWERS, "share": share})
     runtime, prompt = server.runtime, 2 * P + 5
     req = server.admit(list(range(1, prompt + 1)))
@@ -196,13 +197,13 @@ def test_what_an_answer_keeps(share):
             assert (stored == kept).all(), f"plan {plans} keeps other tokens"
             held, charge = pages_held(runtime.store)[blocks], runtime.ledger.charge[blocks]
             assert (held == charge).all() and held.sum() <= pages
-            assert held.sum() == pages or plans > 1  # a page of which a part is gone already
+            assert held.sum() == pages or plans > 1  # a page that has already lost some of its tokens
             server.check()
     assert plans == 2 and (kept[:4].sum((0, 3)) != kept[4:].sum((0, 3))).any()
     assert ops.block_digest(runtime.store, req.kvc.blocks[0], scores=False) == before, "a block of the tree was planned"
 
 
-def test_the_sinks_of_a_short_prompt_stay():
+def test_sinks_of_short_prompt_are_kept():
     server = Attended(blocks=30, **{**ANSWERS, "keep": 0.2, "sinks": 5})
     req = server.admit([3, 1, 4])
     for step in range((COMPETE_EVERY + 2) * P):
@@ -213,7 +214,7 @@ def test_the_sinks_of_a_short_prompt_stay():
 
 
 def digests(prompts: list[int], new: int) -> list[list[str]]:
-    """Digests of all full blocks of requests with these prompts that decode `new` tokens side by side."""
+    """Digests of all full blocks of requests with these prompts that decode `new` tokens concurrently."""
     server = Attended(blocks=60, **ANSWERS)
     reqs = [server.admit([100 * n + j for j in range(n)]) for n in prompts]
     for step in range(new):
@@ -225,17 +226,18 @@ def digests(prompts: list[int], new: int) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_what_runs_beside_an_answer_does_not_reach_its_bytes():
+def test_concurrent_requests_do_not_change_packed_bytes():
     new = (COMPETE_EVERY + 3) * P
     assert digests([P + 3, P // 2, 2 * P], new)[0] == digests([P + 3], new)[0]
 
 
-# ---- the ends of a life
+# ---- start and end of a request
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_what_an_answer_leaves_to_the_tree(finished):
-    """Planned blocks as they are, whole ones planned alone; the next prompt hits them, and plans none again."""
+def test_finished_answer_leaves_planned_blocks_to_tree(finished):
+    """Planned blocks stay as they are, and whole ones are planned alone; the next prompt hits them and plans none of
+    them again."""
     server = ToyServer(blocks=40, **ANSWERS)
     runtime, prompt, new = server.runtime, list(range(P)), (COMPETE_EVERY + 3) * P + 9
     req = server.admit(prompt)
@@ -264,7 +266,7 @@ def test_what_an_answer_leaves_to_the_tree(finished):
     server.check()
 
 
-def test_an_uncompressed_request_is_left_alone():
+def test_lossless_request_is_never_compacted():
     server = ToyServer(blocks=40, **ANSWERS)
     req = server.admit([1, 2, 3], level=LOSSLESS)
     for step in range((COMPETE_EVERY + 3) * P):
@@ -272,7 +274,7 @@ def test_an_uncompressed_request_is_left_alone():
     assert not server.runtime.blocks.format_id[req.kvc.blocks].any() and not server.runtime.counters.compactions
 
 
-def test_growth_counts_blocks_that_are_whole():
+def test_growth_includes_blocks_not_yet_planned():
     runtime = make_runtime(blocks=20, **ANSWERS)
     capacity, formats = runtime.capacity, runtime.store.block_formats
     dense, young = runtime.layout.block_pages_bf16, LAG + COMPETE_EVERY * P
@@ -283,8 +285,8 @@ def test_growth_counts_blocks_that_are_whole():
     assert capacity.growth_tokens(5000, 0, 0) == 5000
 
 
-def test_groups_of_one_step_stay_apart():
-    """Two answers that are planned in one operation keep what each keeps alone."""
+def test_answers_planned_together_do_not_compete():
+    """Two answers that are planned in one operation keep the same tokens as when each is planned alone."""
     server, alone = (Attended(blocks=60, **ANSWERS) for _ in range(2))
     reqs = [server.admit([100 * n + j for j in range(P + 3)]) for n in (1, 2)]
     only = alone.admit([200 + j for j in range(P + 3)])

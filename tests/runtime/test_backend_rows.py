@@ -1,4 +1,4 @@
-"""Rows that SGLang hands to the attention backend: as many are given back, those of padding as zeros."""
+"""Rows that SGLang passes to the attention backend: it returns as many rows, with zeros for padding."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ LAYER = SimpleNamespace(
 
 
 def run(q, tokens):
-    """What the backend returns for `q` and `tokens` new rows, and what attention was given."""
+    """The backend's output for `q` and `tokens` new rows, and the arguments of its attention call."""
     given = []
 
     def attend(layer, q, k, v, **how):
@@ -27,7 +27,7 @@ def run(q, tokens):
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (5, 4, 8), (1, 5, 4, 8)])
-def test_all_rows_are_tokens(shape):
+def test_unpadded_rows_are_returned(shape):
     q = torch.randn(shape)
     out, (layer, got, k, _, how) = run(q, 5)
     assert layer == 2 and how == {"scale": 0.5, "logit_cap": 2.0, "window": 7}
@@ -35,8 +35,8 @@ def test_all_rows_are_tokens(shape):
     assert torch.equal(out, (q + 1).view(5, 32))
 
 
-def test_queries_that_were_not_cut_to_the_tokens():
-    """FlashInfer takes as many queries as it was planned for, or none."""
+def test_padding_queries_get_zero_rows():
+    """FlashInfer takes exactly as many queries as it was planned for."""
     q = torch.randn((1, 8, 4, 8))
     out, (_, got, *_) = run(q, 5)
     assert torch.equal(got, q[0, :5])

@@ -1,4 +1,4 @@
-"""Records in SGLang's storage backends: what was written comes back, and nothing else ever does."""
+"""Records in SGLang's storage backends: reads return exactly what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BACKENDS = ("file", "memory", "address", "hf3fs")
 
 
 class Place:
-    """Where the stores of one test keep their records; each `store()` is that of another server."""
+    """The storage shared by the stores of one test; each `store()` belongs to another server."""
 
     def __init__(self, kind: str, folder, tier):
         self.kind, self.folder, self.tier = kind, folder, tier
@@ -68,7 +68,7 @@ def place(request, tmp_path, tier, monkeypatch):
         json.dumps({"file_path_prefix": str(tmp_path / "blocks"), "file_size": 1 << 22, "numjobs": 2, "entries": 2})
     )
     monkeypatch.setenv("SGLANG_HICACHE_HF3FS_CONFIG_PATH", str(config))
-    monkeypatch.setattr(signal, "signal", lambda *args: None)  # hf3fs would take the signals of this process
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # hf3fs would install signal handlers in this process
     with get_parallel().override(tp_rank=0, tp_size=1):
         yield Place(request.param, tmp_path / "values", tier)
 
@@ -82,7 +82,7 @@ def record_of(seed: int, size: int) -> np.ndarray:
 
 
 def sizes_of(store: BackendStore) -> list[int]:
-    """Bytes of records that take each number of pages, not all of them whole units."""
+    """Record sizes in bytes for each number of pages, not all of them multiples of a unit."""
     return [count * store.unit_bytes - 7 * i for i, count in enumerate(sorted(store._counts))]
 
 
@@ -93,7 +93,7 @@ def read(store: BackendStore, key: bytes):
 
 
 @each(*BACKENDS)
-def test_records_of_all_sizes_come_back(place):
+def test_records_of_all_sizes_round_trip(place):
     store = place.store()
     sizes = sizes_of(store)
     assert len(sizes) == 2
@@ -108,8 +108,9 @@ def test_records_of_all_sizes_come_back(place):
 
 
 @each("file", "memory", "address")
-def test_the_next_server_and_other_settings(place):
-    """A server with the same identity finds the records, one with another does not, and an emptied place has none."""
+def test_records_are_found_only_by_server_of_same_identity(place):
+    """A server with the same identity finds the records, one with another identity does not, and a cleared backend has
+    none."""
     store = place.store()
     size = sizes_of(store)[0]
     store.write(key_of(1), STORED, record_of(1, size))
@@ -124,8 +125,8 @@ def test_the_next_server_and_other_settings(place):
 
 
 @each("file", "memory", "address")
-def test_a_long_prompt_is_asked_in_few_calls(place):
-    """Records of one size and then of another, many more than one call asks for, up to the first that is missing."""
+def test_long_prompt_is_looked_up_in_few_calls(place):
+    """Records of two sizes, many more than fit into one call, are found up to the first missing one."""
     store = place.store()
     small, large = sizes_of(store)
     for i in range(150):
@@ -139,7 +140,7 @@ def test_a_long_prompt_is_asked_in_few_calls(place):
 
 @each("file", "memory", "address")
 @pytest.mark.parametrize("harm", ["cut", "grown", "flipped", "swapped", "gone"])
-def test_damaged_values(place, harm, caplog):
+def test_damaged_values_are_not_served(place, harm, caplog):
     """No damaged value is served; one with a wrong checksum or of another block is counted and not asked for again."""
     store = place.store()
     size = sizes_of(store)[1]
@@ -162,7 +163,7 @@ def test_damaged_values(place, harm, caplog):
                 value = bytearray()
         place.change(name, bytes(value))
     found, record = read(store, key_of(1))
-    if harm == "grown" and place.kind == "file":  # the backend reads what was written, and nothing of what follows
+    if harm == "grown" and place.kind == "file":  # the backend reads exactly the written bytes and nothing after them
         assert found == STORED and (record[:size] == record_of(1, size)).all()
         return
     assert found is None
@@ -173,8 +174,8 @@ def test_damaged_values(place, harm, caplog):
 
 
 @each("memory", "address")
-def test_threads_beside_each_other(place, monkeypatch):
-    """Each record is written once and read right, and the backend sees one reader and one writer at a time."""
+def test_concurrent_threads_read_and_write_correctly(place, monkeypatch):
+    """Each record is written once and read correctly, and the backend sees one reader and one writer at a time."""
     store, inside, most = place.store(), Counter(), Counter()
     names = ("batch_get_v1", "batch_set_v1") if store.by_address else ("batch_get", "batch_set")
     for name in names:
@@ -203,8 +204,8 @@ def test_threads_beside_each_other(place, monkeypatch):
 
 
 @each("memory", "address")
-def test_a_backend_that_does_not_answer(place, caplog):
-    """It costs a log line, until it answers again."""
+def test_failing_backend_logs_once_until_it_recovers(place, caplog):
+    """A failing backend causes one log line until it answers again."""
     store = place.store()
     size = sizes_of(store)[0]
     store.write(key_of(1), STORED, record_of(1, size))
@@ -217,15 +218,15 @@ def test_a_backend_that_does_not_answer(place, caplog):
     assert store.write(key_of(2), STORED, record_of(2, size)) and read(store, key_of(1))[0] == STORED
 
 
-def test_a_backend_that_cannot_be_started(tier):
+def test_backend_that_fails_to_start_is_rejected(tier):
     with get_parallel().override(tp_rank=0, tp_size=1), pytest.raises(ConfigError) as e:
         BackendStore.create("dynamic", {**DYNAMIC, "class_name": "MemoryBackend"}, tier, MODEL)
     assert "dynamic cannot be started ('place')" in str(e.value)
 
 
 @each("memory")
-def test_a_lookup_that_takes_too_long(place, monkeypatch):
-    """The prompt goes on without it, and so do the prompts behind it, until the backend has answered."""
+def test_slow_lookup_is_skipped(place, monkeypatch):
+    """The prompt proceeds without the lookup, and so do later prompts until the backend has answered."""
     monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.0)
     tier = DiskTier(place.tier, place.store())
     tasks: list[Future] = []
@@ -239,8 +240,8 @@ def test_a_lookup_that_takes_too_long(place, monkeypatch):
     tier.close()
 
 
-def test_prompts_before_a_backend_that_hangs(tmp_path, monkeypatch):
-    """They wait for a while, and are computed. A server neither takes nor gives back a backend while it runs."""
+def test_prompts_are_computed_when_backend_hangs(tmp_path, monkeypatch):
+    """They wait for a limited time and are then computed. A running server can neither attach nor detach a backend."""
     monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.02)
     runtime = make_runtime(high="k4v4", window=0, host_memory=200_000, storage="dynamic")
     with get_parallel().override(tp_rank=0, tp_size=1), configured(runtime, 2 * P, retract_every=1000):

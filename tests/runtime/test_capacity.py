@@ -1,4 +1,4 @@
-"""How much memory prompts, running requests and evictions need, from records alone: no scheduler, no SGLang."""
+"""Memory that prompts, running requests and evictions need, from records alone, without a scheduler or SGLang."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def take(capacity: Capacity, n: int) -> np.ndarray:
     return ids
 
 
-def test_room_is_what_is_free_and_what_is_unlocked(capacity):
+def test_room_is_free_plus_unlocked_memory(capacity):
     ids = take(capacity, 5)
     assert capacity.available_tokens() == capacity.reachable_tokens() == 7 * P
     capacity.ledger.set_idle(ids[:2], True)
@@ -49,14 +49,14 @@ def test_room_is_what_is_free_and_what_is_unlocked(capacity):
     assert capacity.available_tokens(pages=LAYOUT.block_pages_bf16, blocks=1) == 8 * P
 
 
-def test_growth_keeps_a_block_and_the_rest_of_the_window_uncompressed(capacity):
+def test_growth_keeps_block_and_window_uncompressed(capacity):
     assert capacity.growth_tokens(3 * P, 1, open_tokens=0) == 3 * P
     assert capacity.growth_tokens(10 * P, 1, open_tokens=0) == (3 + 7 * PACKED) * P
     assert capacity.growth_tokens(10 * P, 1, open_tokens=9 * P) == (1 + 9 * PACKED) * P
     assert capacity.growth_tokens(10 * P, 0, open_tokens=0) == 10 * P
 
 
-def test_a_running_request_is_asked_for_its_uncompressed_tokens(capacity):
+def test_running_request_is_asked_for_uncompressed_tokens(capacity):
     seq = Sequence.admit(capacity.blocks, P, WINDOW, take(capacity, 3), 3 * P)
     assert seq.open_tokens() == 2 * P
     assert capacity.running_tokens(seq, 10 * P, 1) == capacity.growth_tokens(10 * P, 1, 2 * P)
@@ -64,28 +64,28 @@ def test_a_running_request_is_asked_for_its_uncompressed_tokens(capacity):
     assert capacity.new_block_tokens([seq, seq], [3 * P, 3 * P + 1]) == P
 
 
-def test_a_prompt_needs_two_chunks_and_the_window_uncompressed(capacity):
+def test_prompt_needs_two_chunks_and_window_uncompressed(capacity):
     whole = 2 * CHUNK + WINDOW
     assert capacity.prompt_tokens(20 * P, 0, 1, CHUNK) == whole + P + (19 * P - whole) * PACKED
     assert capacity.prompt_tokens(20 * P, 0, 1, None) == 20 * P
     assert capacity.prompt_ever_fits(14 * P, 1, CHUNK) and not capacity.prompt_ever_fits(14 * P, 1, None)
 
 
-def test_a_chunk_draws_on_the_reserve_while_running_requests_find_a_block(capacity):
+def test_chunk_draws_on_reserve_beyond_blocks_of_running_requests(capacity):
     assert capacity.chunk_credit(3 * P, shortage=P, running=9) == P
     assert capacity.chunk_credit(3 * P, shortage=-P, running=9) == 0
     assert capacity.chunk_credit(3 * P, shortage=P, running=10) == 0
     assert capacity.chunk_credit(13 * P, shortage=P, running=1) is None
 
 
-def test_prompts_stage_up_to_the_limit_and_one_alone_stages_anything(capacity):
+def test_prompts_stage_up_to_limit_and_lone_prompt_any_amount(capacity):
     ids = take(capacity, 3)
     assert capacity.staged_tokens(ids, 1) == 3 * P and capacity.staged_tokens(ids, 0) == 0
     assert capacity.may_stage(9 * P, []) and capacity.may_stage(0, [9 * P])
     assert capacity.may_stage(P, [3 * P]) and not capacity.may_stage(P + 1, [3 * P])
 
 
-def test_an_eviction_goes_no_further_than_the_exact_need(capacity):
+def test_eviction_goal_follows_exact_need(capacity):
     take(capacity, 11)
     assert capacity.eviction_goal(5 * P) == 6 * P
     with capacity.exact_need(2 * P):
@@ -93,7 +93,7 @@ def test_an_eviction_goes_no_further_than_the_exact_need(capacity):
     assert capacity.eviction_goal(5 * P) == 6 * P
 
 
-def test_there_is_room_again_when_a_block_came_free(capacity):
+def test_freed_block_makes_room_after_refusal(capacity):
     ids = take(capacity, 3)
     capacity.remember_refusal()
     assert not capacity.has_room_again()
@@ -102,8 +102,8 @@ def test_there_is_room_again_when_a_block_came_free(capacity):
     assert capacity.has_room_again()
 
 
-def test_the_longest_request_is_the_last_that_an_empty_server_admits(capacity):
-    """However its tokens are divided between prompt and answer."""
+def test_longest_request_is_largest_that_empty_server_admits(capacity):
+    """This holds however its tokens are divided between prompt and answer."""
 
     def admits(tokens: int, format_id: int, chunk: int | None) -> bool:
         needs = (capacity.prompt_tokens(new, tokens - new, format_id, chunk) for new in range(1, tokens + 1))
@@ -115,11 +115,11 @@ def test_the_longest_request_is_the_last_that_an_empty_server_admits(capacity):
     for format_id, chunk in ((0, CHUNK), (1, CHUNK)):
         longest = capacity.longest_request(format_id, chunk)
         assert admits(longest, format_id, chunk) and not admits(longest + int(P / PACKED) + P, format_id, chunk)
-    # Chunks as large as all memory leave the limit of an uncompressed request.
+    # With chunks as large as all memory the limit is that of an uncompressed request.
     assert capacity.longest_request(1, 6 * P) == 11 * P - 2
 
 
-def test_the_cache_imports_neither_sglang_nor_triton():
+def test_cache_imports_neither_sglang_nor_triton():
     code = (
         "import sys, pkgutil, importlib, sglang_kvc.cache as cache\n"
         "for m in pkgutil.iter_modules(cache.__path__): importlib.import_module(f'sglang_kvc.cache.{m.name}')\n"

@@ -1,4 +1,5 @@
-"""Attention in a model that `--enable-torch-compile` compiles: the same answers, and no launch of ours is traced."""
+"""Attention in a model that `--enable-torch-compile` compiles: the answers are the same, and none of our kernel
+launches is traced."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def make_backend(monkeypatch):
 
 
 def steps(backend: KvcAttnBackend, graphs: list | None) -> list[torch.Tensor]:
-    """Three decode steps of a model of two layers; `graphs` gets what was traced, None: nothing is compiled."""
+    """Three decode steps of a model of two layers; `graphs` collects the traced graphs; with None nothing is
+    compiled."""
     gen = torch.Generator().manual_seed(0)
     width = HEADS * D
     weights = torch.randn(width, width + 2 * H * D, generator=gen).bfloat16() / width**0.5
@@ -86,7 +88,7 @@ def steps(backend: KvcAttnBackend, graphs: list | None) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_compiled_code_calls_attention(make_backend):
+def test_compiled_code_calls_attention_untraced(make_backend):
     torch._dynamo.reset()
     plain, compiled, graphs = make_backend(False), make_backend(True), []
     want, got = steps(plain, None), steps(compiled, graphs)
@@ -98,8 +100,8 @@ def test_compiled_code_calls_attention(make_backend):
 
 
 @pytest.mark.slow
-def test_without_the_option_attention_is_traced(make_backend):
-    """What the test above would see if nothing broke the graph."""
+def test_attention_is_traced_without_option(make_backend):
+    """Shows what the test above would see if nothing broke the graph."""
     torch._dynamo.reset()
     graphs = []
     steps(make_backend(False), graphs)

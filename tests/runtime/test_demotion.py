@@ -1,4 +1,4 @@
-"""Cold blocks move to lower formats before any is dropped: order, floor, named formats, accounts, rows."""
+"""Cold blocks move to lower formats before any is dropped: their order, floor, named formats, accounting and rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def answered(server: ToyServer, i: int, blocks: int = 2, level: str | None = Non
 
 
 def formats(server: ToyServer, ids: list[int]) -> list[int]:
-    """Format ids by the device, which are those of the CPU's records behind a flush."""
+    """Format ids on the device, which equal the CPU's records after a flush."""
     server.runtime.flush()
     found = server.runtime.store.format_id[ids].tolist()
     assert found == server.runtime.blocks.format_id[ids].tolist()
@@ -44,7 +44,7 @@ def formats(server: ToyServer, ids: list[int]) -> list[int]:
 
 
 def take_all(server: ToyServer) -> None:
-    """Take whole uncompressed blocks, which nobody frees, until none is left."""
+    """Take whole uncompressed blocks, which are never freed, until none is left."""
     held = server.runtime.take([0] * (server.allocator.available_size() // P))
     server.held = getattr(server, "held", []) + held
 
@@ -57,18 +57,18 @@ def press(server: ToyServer) -> None:
 
 
 def audit(server: ToyServer) -> None:
-    """`ToyServer.check` while nobody owns the blocks of `take_all`."""
+    """Run `ToyServer.check` although the blocks of `take_all` have no owner."""
     held = server.held
     server.runtime.free(held)
     server.check()
     server.held = server.runtime.take([0] * len(held))
 
 
-def test_all_move_one_step_coldest_first_before_any_moves_two_or_is_dropped():
+def test_all_blocks_move_one_step_before_any_moves_two_or_is_dropped():
     server = ToyServer(**{**LADDER, "blocks": 12})
     kept = [answered(server, i) for i in range(8)]
     server.finish(server.admit([*prompt(0, 2), 5]))  # the first prompt is the warmest now
-    order = [block for ids in [*kept[1:], kept[0]] for block in ids[::-1]]  # of a node the last block first
+    order = [block for ids in [*kept[1:], kept[0]] for block in ids[::-1]]  # the last block of a node goes first
     take_all(server)
     assert formats(server, order) == [K8V4] * 16
     seen, slots = [], server.tree.evictable_slots()
@@ -83,12 +83,12 @@ def test_all_move_one_step_coldest_first_before_any_moves_two_or_is_dropped():
         assert steps == sorted(steps, reverse=True) and steps[0] - steps[-1] <= 1
     assert len({tuple(row) for row in seen}) == len(seen) > 4
     assert server.runtime.counters.demoted_blocks == 32 and server.runtime.counters.evicted_blocks
-    # The leaves that went are the coldest, and what is left is at the floor.
+    # The dropped leaves are the coldest, and the remaining blocks are at the floor.
     left = [bool(server.runtime.ledger.idle[ids].all()) for ids in [*kept[1:], kept[0]]]
     assert left == sorted(left) and left[-1] and formats(server, kept[0]) == [K2V2] * 2
 
 
-def test_no_more_moves_than_needed():
+def test_demotion_moves_no_more_blocks_than_needed():
     server = ToyServer(**LADDER)
     kept = answered(server, 0, blocks=6)
     take_all(server)
@@ -99,7 +99,7 @@ def test_no_more_moves_than_needed():
 
 
 @pytest.mark.parametrize("floor, least", [("k4v4", K4V4), (None, K8V4)])
-def test_the_floor_is_never_crossed(floor, least):
+def test_demotion_stops_at_floor(floor, least):
     server = ToyServer(**{**LADDER, "floor": floor})
     kept = answered(server, 0), answered(server, 1)
     take_all(server)
@@ -111,7 +111,7 @@ def test_the_floor_is_never_crossed(floor, least):
     assert bool(server.runtime.counters.demoted_blocks) == (floor is not None)
 
 
-def test_blocks_of_a_named_format_keep_it():
+def test_blocks_of_named_format_are_not_demoted():
     server = ToyServer(**LADDER)
     plain, named, exact = (answered(server, 0, level=level) for level in (None, "k8v4", LOSSLESS))
     assert not set(named) & set(plain)
@@ -125,7 +125,7 @@ def test_blocks_of_a_named_format_keep_it():
         audit(server)
 
 
-def test_a_prompt_hits_a_demoted_prefix_and_goes_on_in_its_own_format():
+def test_prompt_continues_demoted_prefix_in_its_own_format():
     server = ToyServer(**LADDER)
     kept = answered(server, 0)
     take_all(server)
@@ -142,7 +142,7 @@ def test_a_prompt_hits_a_demoted_prefix_and_goes_on_in_its_own_format():
     server.check()
 
 
-def test_a_node_in_host_memory_keeps_its_format():
+def test_host_memory_keeps_format_of_node():
     server = ToyServer(**LADDER)
     stored, other = answered(server, 0), answered(server, 1)
     component = server.tree.component
@@ -156,8 +156,8 @@ def test_a_node_in_host_memory_keeps_its_format():
     assert formats(server, stored) == [K8V4] * 2 and formats(server, other) == [K2V2] * 2
 
 
-def test_a_demoted_copy_wins_over_one_computed_anew():
-    """Two requests compute one prefix; the tree's copy stays, whatever its format is."""
+def test_tree_keeps_demoted_copy_over_recomputed_one():
+    """Two requests compute one prefix; the tree keeps its own copy, whatever its format is."""
     server = ToyServer(**LADDER)
     kept = answered(server, 0)
     server.runtime.demotion.demote(np.array(kept), 10**6)
@@ -166,12 +166,12 @@ def test_a_demoted_copy_wins_over_one_computed_anew():
     server.check()
 
 
-def test_running_requests_give_pages_before_any_is_retracted():
+def test_running_requests_are_demoted_before_retraction():
     server = ToyServer(**{**LADDER, "blocks": 9})
     plain, named = server.admit([*prompt(0, 2), 1]), server.admit([*prompt(1, 2), 1], level="k8v4")
     sharing = server.admit([*prompt(0, 2), 2])
     take_all(server)
-    server.tree.component.demotions.make_room(P)  # what runs is locked
+    server.tree.component.demotions.make_room(P)  # blocks of running requests are locked
     assert formats(server, plain.kvc.blocks[:2]) == [K8V4] * 2
     seqs = [req.kvc for req in (plain, named, sharing)]
     won = 0
@@ -189,7 +189,7 @@ def test_running_requests_give_pages_before_any_is_retracted():
 
 
 @pytest.mark.parametrize("floor", ["k2v2", None])
-def test_a_decode_step_that_finds_no_memory_demotes_before_it_retracts(floor):
+def test_decode_step_without_memory_demotes_before_retracting(floor):
     server = ToyServer(**{**LADDER, "floor": floor, "blocks": 9})
     reqs = [server.admit([*prompt(i, 3), 1]) for i in range(2)]
     take_all(server)
@@ -214,7 +214,7 @@ def test_a_decode_step_that_finds_no_memory_demotes_before_it_retracts(floor):
     audit(server)
 
 
-def test_blocks_in_a_window_keep_their_format():
+def test_blocks_in_window_are_not_demoted():
     server = ToyServer(**{**LADDER, "window": 2 * P, "blocks": 9})
     kept = answered(server, 0, blocks=3)
     req = server.admit([*prompt(0, 3), 1])
@@ -225,7 +225,7 @@ def test_blocks_in_a_window_keep_their_format():
     assert set(formats(server, kept[:window])) == {K2V2}
 
 
-def test_the_cost_of_a_demotion_does_not_grow_with_the_tree():
+def test_demotion_cost_does_not_grow_with_tree():
     looked = []
     for blocks in (10, 40):
         server = ToyServer(**{**LADDER, "blocks": blocks})
@@ -240,13 +240,13 @@ def test_the_cost_of_a_demotion_does_not_grow_with_the_tree():
     assert looked[1] <= looked[0] + 4
 
 
-def test_a_floor_is_part_of_the_identity_of_stored_blocks():
+def test_identity_of_stored_blocks_includes_floor():
     with_floor, without = make_runtime(**LADDER), make_runtime(**{**LADDER, "floor": None})
     assert identity(with_floor) != identity(without)
 
 
 @pytest.mark.parametrize("options, parts", [({"high": "k8v4", "floor": "k4v4"}, 3), ({"high": "k4v4"}, 1)])
-def test_records_of_all_formats_fill_their_units_of_host_memory(options, parts):
+def test_records_of_all_formats_fill_host_memory_units(options, parts):
     config = KvcConfig(**options)
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=8, heads=4, head_dim=128)

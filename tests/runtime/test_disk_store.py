@@ -1,4 +1,4 @@
-"""Files of the disk tier: what was written comes back, and nothing else ever does."""
+"""Files of the disk tier: reads return exactly what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(store: DiskStore, key: bytes, size: int = 300):
     return store.read(key, into), into
 
 
-def test_a_record_comes_back_also_to_the_next_server(tmp_path):
+def test_record_round_trips_within_and_across_servers(tmp_path):
     store = DiskStore(tmp_path, MODEL)
     assert store.write(key_of(1), STORED, record_of(1))
     assert store.record_bytes(key_of(1)) == 300 and store.record_bytes(key_of(2)) is None
@@ -48,20 +48,21 @@ def test_a_record_comes_back_also_to_the_next_server(tmp_path):
     assert read(store, key_of(1))[0] is None and not len(store) and not store.num_bytes and not store.damaged
 
 
-def test_files_of_another_model_are_not_seen_and_stay(tmp_path):
-    mine, theirs = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER)
-    mine.write(key_of(1), STORED, record_of(1))
-    assert not len(DiskStore(tmp_path, OTHER)) and read(theirs, key_of(1))[0] is None
-    # A file that was put there under the right name.
-    theirs.path(key_of(1)).parent.mkdir(exist_ok=True)
-    os.link(mine.path(key_of(1)), theirs.path(key_of(1)))
+def test_files_of_another_model_are_ignored_and_kept(tmp_path):
+    store, other_store = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER)
+    store.write(key_of(1), STORED, record_of(1))
+    assert not len(DiskStore(tmp_path, OTHER)) and read(other_store, key_of(1))[0] is None
+    # A file of another model is copied to the right name.
+    other_store.path(key_of(1)).parent.mkdir(exist_ok=True)
+    os.link(store.path(key_of(1)), other_store.path(key_of(1)))
     assert read(DiskStore(tmp_path, OTHER), key_of(1))[0] is None
-    assert read(mine, key_of(1))[0] == STORED
-    assert mine.of(MODEL) is mine and mine.of(OTHER).folder == theirs.folder
+    assert read(store, key_of(1))[0] == STORED
+    assert store.of(MODEL) is store and store.of(OTHER).folder == other_store.folder
 
 
-def test_a_thousand_damaged_files(tmp_path):
-    """Cut, grown, with a flipped bit, or under another block's name: each is left out, counted and removed."""
+def test_damaged_files_are_skipped_counted_and_removed(tmp_path):
+    """Files that are truncated, extended, have a flipped bit, or bear another block's name are skipped, counted and
+    removed."""
     store, draw = DiskStore(tmp_path, MODEL), random.Random(0)
     for i in range(1000):
         key = key_of(i)
@@ -83,7 +84,7 @@ def test_a_thousand_damaged_files(tmp_path):
         assert not path.exists() and store.record_bytes(key) is None and store.damaged == i + 1
 
 
-def test_the_least_recently_used_file_goes_first(tmp_path):
+def test_least_recently_used_file_is_evicted_first(tmp_path):
     size = 300 + HEADER_BYTES
     store = DiskStore(tmp_path, MODEL, limit=3 * size)
     for i in range(3):
@@ -95,19 +96,19 @@ def test_the_least_recently_used_file_goes_first(tmp_path):
     assert not store.write(key_of(4), STORED, record_of(4, 4 * size)) and len(store) == 3
 
 
-def test_a_smaller_limit_holds_from_the_start(tmp_path):
+def test_smaller_limit_applies_at_start(tmp_path):
     size = 300 + HEADER_BYTES
     before = DiskStore(tmp_path, MODEL, limit=3 * size)
     for i in range(3):
         before.write(key_of(i), STORED, record_of(i))
-    assert len(DiskStore(tmp_path, MODEL)) == 3  # what is there does not count against a limit that nobody gave
+    assert len(DiskStore(tmp_path, MODEL)) == 3  # existing files do not count against a limit that was not set
     store = DiskStore(tmp_path, MODEL, limit=2 * size)
     assert len(store) == len(list(store.folder.rglob("*.kvc"))) == 2 and store.num_bytes == 2 * size
     assert not len(DiskStore(tmp_path, MODEL, limit=0)) and not list(store.folder.rglob("*.kvc"))
 
 
-def test_a_broken_disk_loses_the_file_alone(tmp_path, monkeypatch, caplog):
-    """Writes that fail leave nothing behind and are logged once; the next one that works is seen."""
+def test_failed_write_loses_only_its_file(tmp_path, monkeypatch, caplog):
+    """Failed writes leave nothing behind and are logged once; the next successful write is found."""
     store = DiskStore(tmp_path, MODEL)
 
     def full(*args):
@@ -123,7 +124,7 @@ def test_a_broken_disk_loses_the_file_alone(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("name", [".x.kvc.123.456", "notes.txt"])
-def test_what_a_killed_server_left(tmp_path, name):
+def test_start_removes_only_unfinished_files(tmp_path, name):
     """Unfinished files are removed at the start; files that are not ours stay."""
     store = DiskStore(tmp_path, MODEL)
     store.write(key_of(1), STORED, record_of(1))
@@ -133,8 +134,8 @@ def test_what_a_killed_server_left(tmp_path, name):
     assert odd.exists() == (name == "notes.txt")
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):
-    """The system writes a part and says how much; nothing of it stays."""
+def test_short_write_on_full_disk_leaves_no_file(tmp_path):
+    """The system writes only a part and reports its size; the partial file is removed."""
     store = DiskStore(tmp_path, MODEL)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_BYTES + 100, before[1]))
@@ -145,14 +146,14 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):
     assert not [p for p in store.folder.rglob("*") if p.is_file()] and not len(store) and not store.num_bytes
 
 
-def test_a_folder_that_vanished(tmp_path):
+def test_store_writes_after_folder_vanishes(tmp_path):
     store = DiskStore(tmp_path, MODEL)
     shutil.rmtree(store.folder)
     assert store.write(key_of(1), STORED, record_of(1)) and read(store, key_of(1))[0] == STORED
 
 
-def test_threads_that_write_the_same_blocks(tmp_path):
-    """Each file counts once, and the files that are being written count, too."""
+def test_concurrent_writes_of_same_block_count_once(tmp_path):
+    """Each file counts once, and files being written also count."""
     size = 300 + HEADER_BYTES
     store, most = DiskStore(tmp_path, MODEL, limit=5 * size), []
     write_file = store._write_file

@@ -1,4 +1,4 @@
-"""The threads of the disk tier beside a scheduler that frees, flushes and changes the weights meanwhile."""
+"""The threads of the disk tier while the scheduler frees blocks, flushes and changes the weights."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def stored(tier: DiskTier, n: int) -> np.ndarray:
 
 
 def written(tier: DiskTier, ids: np.ndarray) -> list[bytes]:
-    """Keys under which writes of the stored blocks have begun but not run."""
+    """Keys of the stored blocks whose writes are queued but have not run."""
     keys = [key_of(i) for i in range(len(ids))]
     tier.write_behind(ids, keys)
     tier.poll()
     return keys
 
 
-def test_a_block_that_leaves_host_memory_first_is_not_written(tier):
-    """Host memory has its units back at once: it never waits for a disk."""
+def test_block_evicted_before_its_write_is_not_written(tier):
+    """Host memory gets its units back at once and never waits for a disk."""
     ids = stored(tier, 3)
     keys = written(tier, ids)
     free = tier.tier.memory.free_units
@@ -60,7 +60,7 @@ def test_a_block_that_leaves_host_memory_first_is_not_written(tier):
     assert [tier.store.record_bytes(key) is not None for key in keys] == [False, True, True]
 
 
-def test_what_the_old_weights_wrote_stays_theirs(tier):
+def test_writes_begun_under_old_weights_stay_in_old_store(tier):
     keys = written(tier, stored(tier, 2))
     old = tier.store
     tier.store = old.of(OTHER)
@@ -69,8 +69,8 @@ def test_what_the_old_weights_wrote_stays_theirs(tier):
     assert [tier.store.record_bytes(key) for key in keys] == [None, None]
 
 
-def test_files_that_were_cut_while_no_server_ran(tier, tmp_path):
-    """A file shorter than a header, as a power failure leaves it, is removed when its size is looked at."""
+def test_truncated_files_are_removed_on_lookup(tier, tmp_path):
+    """A file shorter than a header, as a power failure leaves it, is removed when its size is read."""
     keys = written(tier, stored(tier, 3))
     tier._writers.turn(1)
     for key, size in zip(keys, (0, 10)):
@@ -87,8 +87,8 @@ def test_files_that_were_cut_while_no_server_ran(tier, tmp_path):
     assert fetch.finished and fetch.found == 1
 
 
-def test_an_eviction_ends_where_host_memory_is_full(tmp_path):
-    """A node behind which files are being read is dropped like any other; what was read is of no use then."""
+def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
+    """A node whose children are being read from files is dropped like any other, and the data read is discarded."""
     server = ToyServer(high="k4v4", window=0, host_memory=30_000, disk=str(tmp_path), disk_size=1 << 20)
     tree = server.tree
     tree.init_hicache(None, None)
@@ -113,7 +113,7 @@ def test_an_eviction_ends_where_host_memory_is_full(tmp_path):
     assert not tree.fetched and not tree.root_node.children and tier.memory.free_units == free + 1
 
 
-def test_an_update_of_the_weights_that_keeps_the_cache(tmp_path, monkeypatch):
+def test_weight_update_without_flush_stops_writes(tmp_path, monkeypatch):
     """Blocks of two sets of weights are in the cache: nothing goes to files until it is flushed."""
     server = ToyServer(high="k4v4", window=0, host_memory=200_000, disk=str(tmp_path), disk_size=1 << 20)
     tree = server.tree

@@ -1,4 +1,4 @@
-"""Batches as DP attention makes them: padded ones, decode steps run as prefills, and the prompt of an idle rank."""
+"""Batches that DP attention makes: padded batches, decode steps run as prefills, and the prompt of an idle rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PADDING = 3  # rows or tokens
 
 
 class Rank:
-    """A rank with two running requests, before a decode step. `store` is whole after each forward."""
+    """A rank with two running requests, before a decode step. `store` is complete after each forward."""
 
     def __init__(self, **options):
         self.server = server = ToyServer(blocks=16, **options)
@@ -74,7 +74,7 @@ class Rank:
         return forward(q, k, v, LAYER, fb)
 
 
-def test_a_model_that_splits_its_heads_over_all_ranks_is_refused():
+def test_model_with_heads_split_over_all_ranks_is_rejected():
     check_heads([LAYER, LAYER], H)
     with pytest.raises(RuntimeError, match="--enable-dp-attention"):
         check_heads([LAYER, SimpleNamespace(tp_k_head_num=H // 2)], H)
@@ -92,14 +92,14 @@ def rank(request) -> Rank:
     return Rank(**request.param)
 
 
-def test_rows_of_a_padded_decode_step_change_nothing(rank):
+def test_padding_rows_of_decode_step_change_nothing(rank):
     want = rank.forward(ForwardMode.DECODE, 2, 2)
     out = rank.forward(ForwardMode.DECODE, 2 + PADDING, 2 + PADDING)
     assert torch.equal(out[:2], want) and out.isfinite().all()
     rank.server.check()
 
 
-def test_a_decode_step_run_as_a_prefill_sees_what_it_would_see(rank):
+def test_decode_step_run_as_prefill_sees_same_blocks(rank):
     """In SGLang's prefill graphs all ranks run the same number of tokens."""
     want = rank.forward(ForwardMode.DECODE, 2, 2)
     for tokens in (2, 2 + PADDING):
@@ -108,7 +108,7 @@ def test_a_decode_step_run_as_a_prefill_sees_what_it_would_see(rank):
         assert len(out) == tokens and not out[2:].any()
 
 
-def test_the_prompt_of_an_idle_rank_touches_no_block(rank):
+def test_prompt_of_idle_rank_touches_no_block(rank):
     rank.forward(ForwardMode.DECODE, 2, 2)  # also applies what is queued
     before = rank.runtime.store.pages[1:].clone()
     nobody = torch.zeros(1, dtype=torch.int64)

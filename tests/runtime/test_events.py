@@ -9,7 +9,7 @@ from .model import P, ToyServer
 
 
 def stored(events: list) -> dict[int, tuple[int | None, list[int]]]:
-    """hash -> (hash of the block before it, token ids), as a router keeps them."""
+    """A map from hash to (hash of the preceding block, token ids), as a router keeps it."""
     out: dict[int, tuple[int | None, list[int]]] = {}
     for event in events:
         if isinstance(event, BlockStored):
@@ -31,7 +31,7 @@ def prefixes(blocks: dict) -> set[tuple[int, ...]]:
     return {tokens(block) for block in blocks}
 
 
-def test_a_router_learns_what_is_cached_and_what_is_gone():
+def test_router_learns_of_stored_and_dropped_blocks():
     server = ToyServer(high="k4v4", window=0, blocks=12, tree={"enable_kv_cache_events": True})
     server.tree.take_events()
     first = list(range(3 * P))
@@ -54,8 +54,8 @@ def test_a_router_learns_what_is_cached_and_what_is_gone():
     assert any(isinstance(e, AllBlocksCleared) for e in server.tree.take_events())
 
 
-def test_a_packed_block_is_announced_once():
-    """Packing changes a block in place: routers hear nothing of it."""
+def test_packed_block_is_announced_once():
+    """Packing changes a block in place and sends no event to routers."""
     server = ToyServer(high="k4v4", window=0, blocks=12, tree={"enable_kv_cache_events": True})
     req = server.admit([*range(2 * P), 1])
     server.tree.take_events()

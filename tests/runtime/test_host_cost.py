@@ -1,4 +1,4 @@
-"""What the scheduler thread does in proportion to: the blocks that change, not the blocks that there are."""
+"""The scheduler thread's work grows with the number of changed blocks, not with the number of existing ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .test_replan import Batch
 
 
 def prompt(i: int) -> list[int]:
-    """One whole block that no other shares, and a token behind it."""
+    """One whole block that no other prompt shares, and one more token."""
     return [1000 * i + j for j in range(P)] + [1]
 
 
@@ -48,7 +48,7 @@ def filled(leaves: int, policy: str = "lru", **options) -> ToyServer:
 
 
 def evict(server: ToyServer, blocks: int) -> int:
-    """Make room for `blocks` blocks more than there are; returns the tokens evicted."""
+    """Make room for `blocks` blocks more than are free; returns the number of evicted tokens."""
     room = server.allocator.available_size() + blocks * P
     with server.runtime.capacity.exact_need(room):
         return server.tree.evict(EvictParams(num_tokens=256 * P)).num_tokens_evicted
@@ -56,7 +56,7 @@ def evict(server: ToyServer, blocks: int) -> int:
 
 @pytest.fixture
 def looked_at(monkeypatch):
-    """`looked_at(server)`: calls of `get_priority` of that server's eviction policy from now on."""
+    """`looked_at(server)` records calls of `get_priority` of the server's eviction policy."""
 
     def count(server):
         strategy = server.tree.tree_core.eviction_strategy
@@ -67,14 +67,14 @@ def looked_at(monkeypatch):
     return count
 
 
-def test_an_eviction_whose_goal_is_met_looks_at_no_leaf(looked_at):
+def test_eviction_with_goal_met_visits_no_leaf(looked_at):
     server = filled(6)
     calls = looked_at(server)
     assert evict(server, 0) == 0
     assert calls.call_count == 0
 
 
-def test_an_eviction_looks_at_as_many_leaves_as_it_evicts(looked_at):
+def test_eviction_visits_only_leaves_it_evicts(looked_at):
     server = filled(20)
     calls = looked_at(server)
     assert evict(server, 2) == 2 * P
@@ -89,10 +89,10 @@ def test_evicted_blocks_are_counted():
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "priority"])
-def test_the_leaf_that_was_used_longest_ago_goes_first(policy):
+def test_least_recently_used_leaf_is_evicted_first(policy):
     server = filled(5, policy)
     for i in (0, 2):
-        if policy == "lru":  # found by a prompt that is not admitted, so its leaf is never locked
+        if policy == "lru":  # hit by a prompt that is not admitted, so its leaf is never locked
             assert cached(server, i)
         else:
             server.finish(server.admit(prompt(i)))
@@ -102,23 +102,24 @@ def test_the_leaf_that_was_used_longest_ago_goes_first(policy):
 
 
 def leaf(server: ToyServer, i: int):
-    """The node of `prompt(i)`'s block, None if it is gone; counts as no use of it."""
+    """The node of `prompt(i)`'s block, None if it was evicted; does not count as a use."""
     tokens = array("q", prompt(i)[:P])
     return next((n for n in server.tree.root_node.children.values() if n.key.token_ids == tokens), None)
 
 
-def test_a_parent_goes_when_its_turn_comes_and_never_before_its_children():
+def test_parent_is_evicted_in_order_and_after_its_children():
     server = filled(3)
-    child = server.admit([*prompt(0)[:P], *range(P), 1])  # a leaf behind the block of prompt(0)
+    child = server.admit([*prompt(0)[:P], *range(P), 1])  # a leaf below the block of prompt(0)
     server.finish(child)
-    assert evict(server, 2) == 2 * P  # prompts 1 and 2 are older than what was used just now
+    assert evict(server, 2) == 2 * P  # prompts 1 and 2 are older than the leaf used last
     assert [leaf(server, i) is not None for i in range(3)] == [True, False, False]
     assert evict(server, 1) == P and not leaf(server, 0).children
     assert evict(server, 1) == P and leaf(server, 0) is None
 
 
-def test_tail_optimized_lru_trims_a_long_conversation_before_an_older_short_one():
-    """Each conversation may lose its last block: the long one's is a leaf of its own, the short one has one leaf."""
+def test_tail_optimized_lru_trims_long_conversation_first():
+    """Each conversation may lose its last block: that of the long one is a separate leaf, the short one has a single
+    leaf."""
     server = ToyServer(high="bf16", blocks=8, tree={"eviction_policy": "tlru"})
     server.tree.tree_core.eviction_strategy = TLRUStrategy(threshold=P)
     short, long = range(2 * P), range(5000, 5000 + 3 * P)
@@ -134,8 +135,8 @@ def test_tail_optimized_lru_trims_a_long_conversation_before_an_older_short_one(
     server.check()
 
 
-def test_what_is_remembered_of_leaves_is_bounded():
-    """Each use of a prompt locks and unlocks its leaf."""
+def test_heap_of_evictable_leaves_stays_bounded():
+    """Each use of a prompt locks and unlocks its leaf, which must not add an entry each time."""
     server = filled(4)
     for _ in range(300):
         server.tree.unlock(server.tree.lock(leaf(server, 2).id))
@@ -143,8 +144,8 @@ def test_what_is_remembered_of_leaves_is_bounded():
     assert evict(server, 1) == P and leaf(server, 0) is None
 
 
-def test_operations_are_merged_once_however_many_requests_push_them():
-    """Each request that ends packs a block and gives one back; each entry is copied when the queue is drained."""
+def test_queue_copies_each_entry_once():
+    """Each finished request packs one block and frees one; each entry is copied once, when the queue is drained."""
     log, copied = OpLog(), []
     real = np.concatenate
 
@@ -162,10 +163,10 @@ def test_operations_are_merged_once_however_many_requests_push_them():
         ops = log.drain()
     assert [type(op) for op in ops] == [Compact, Release]
     assert ops[0].blocks.tolist() == list(range(n)) and ops[1].blocks.tolist() == list(range(n, 2 * n))
-    assert sum(copied) <= 5 * n  # three records and the ids of one kind, the ids of the other
+    assert sum(copied) <= 5 * n  # three records and the ids of one operation, the ids of the other
 
 
-def test_a_layout_computes_its_pages_once():
+def test_layout_computes_page_layouts_once():
     layout = PoolLayout(2, 2, 64, P, 2176)
     for fmt in FORMATS.values():
         assert layout.page(fmt) is layout.page(fmt)
@@ -176,8 +177,8 @@ def test_a_layout_computes_its_pages_once():
 
 @pytest.mark.parametrize("options", [dict(high="k4v4"), dict(policy="leankv", high="k8v4", low="k4v2")])
 @pytest.mark.parametrize("new", [host_time.NEW, 0], ids=["warm", "decode"])
-def test_a_forward_computes_no_constant_of_the_server_again(options, new, monkeypatch):
-    """Sizes of pages, settings of the policy and launch constants are those of the forward before."""
+def test_forward_reuses_constants_of_server(options, new, monkeypatch):
+    """Page sizes, policy settings and launch constants are taken from the previous forward."""
     monkeypatch.setattr(host_time, "REPEATS", 1)
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
     backend = host_time.make_backend(**options)
@@ -192,7 +193,7 @@ def test_a_forward_computes_no_constant_of_the_server_again(options, new, monkey
 
 
 def lines_of_a_step(requests: int, options: dict) -> int:
-    """Lines of Python run to prepare a decode step in which no request changes its blocks."""
+    """The number of Python lines run to prepare a decode step in which no request changes its blocks."""
     batch = Batch([P + 20] * requests, **options)
     batch.step()
     lines = 0
@@ -211,14 +212,14 @@ def lines_of_a_step(requests: int, options: dict) -> int:
 
 
 @pytest.mark.parametrize("options", [dict(high="k4v4", policy="quantise", low=None, alpha_low=None), {}])
-def test_a_decode_step_goes_through_none_of_its_requests(options):
-    """The step before had them, too, so all is a few operations on arrays."""
+def test_decode_step_does_not_loop_over_requests(options):
+    """The previous step had the same requests, so the step takes a few array operations."""
     few, many = lines_of_a_step(8, options), lines_of_a_step(40, options)
     assert many - few <= 40 - 8  # the test's own loop over lengths
 
 
-def test_a_request_that_comes_back_has_its_new_sequence():
-    """Alone in its batch, as it was before it was retracted."""
+def test_request_gets_new_sequence_after_retraction():
+    """The request is alone in its batch, as before its retraction."""
     server = ToyServer(high="bf16", blocks=8)
     req = server.admit(prompt(0))
     table, first = server.runtime.blocks.sequences, req.kvc
@@ -242,7 +243,7 @@ class Writes:
         return self.record[at]
 
 
-def test_a_decode_step_writes_the_length_of_the_last_block_alone():
+def test_decode_step_writes_only_length_of_last_block():
     """The other blocks of the window were full before."""
     server = ToyServer(high="k4v4", window=9 * P, blocks=12)
     req = server.admit([*prompt(0)[:P], *range(6 * P), 1])
@@ -255,7 +256,7 @@ def test_a_decode_step_writes_the_length_of_the_last_block_alone():
     assert filled[req.kvc.blocks].tolist() == 8 * [P] + [3]
 
 
-def test_the_lengths_of_a_prompts_blocks_are_those_of_its_chunks():
+def test_block_lengths_follow_prompt_chunks():
     server = ToyServer(high="bf16", blocks=8)
     first = server.admit([*range(2 * P + 9)], chunk=40)
     assert server.runtime.blocks.num_tokens[first.kvc.blocks].tolist() == [P, P, 9]
@@ -264,8 +265,8 @@ def test_the_lengths_of_a_prompts_blocks_are_those_of_its_chunks():
 
 
 @pytest.mark.parametrize("policy", [dict(high="k4v4"), dict(policy="leankv", high="k8v4", low="k4v2")])
-def test_uncompressed_tokens_of_a_request_are_those_of_its_blocks(policy):
-    """Behind a packed prefix, beside another with the same prompt, in chunks and while the window moves."""
+def test_uncompressed_tokens_match_blocks_of_request(policy):
+    """The request has a packed prefix, shares its prompt with another, arrives in chunks, and moves its window."""
 
     def check(*reqs):
         for seq in (r.kvc for r in reqs):
@@ -288,15 +289,15 @@ def test_uncompressed_tokens_of_a_request_are_those_of_its_blocks(policy):
     server.check()
 
 
-def test_the_uncompressed_tokens_of_a_request_are_not_counted_again():
+def test_uncompressed_tokens_are_not_recounted():
     server = ToyServer(high="k4v4", window=6 * P, blocks=12)
     req = server.admit([*range(6 * P), 1])
     server.runtime.blocks.state = None
     assert req.kvc.open_tokens() == 7 * P
 
 
-def test_a_leaf_of_one_block_takes_three_words_a_token():
-    """Its tokens, once more as the key of its parent's table, and its slots."""
+def test_one_block_leaf_takes_three_words_per_token():
+    """They are its tokens, the same tokens as key in its parent's table, and its slots."""
     server = ToyServer(high="bf16", blocks=4)
     keys = [RadixKey(array("q", range(1000 * i, 1000 * i + P)), salt) for salt in (None, "a") for i in range(1, 51)]
     tracemalloc.start()

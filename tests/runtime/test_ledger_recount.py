@@ -1,4 +1,4 @@
-"""What is counted and charged against what the store really holds, recounted without the code that counts."""
+"""Counts and charges compared with what the store holds, recounted independently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .model import P, ToyServer, make_runtime, pages_held
 
 
 def bytes_in_store(runtime, blocks: np.ndarray) -> int:
-    """Bytes of the pages of `blocks`, of those pages' places in the ring, and of every row that a block id has."""
+    """Bytes of the pages of `blocks`, of those pages' ring entries, and of every row of a block id."""
     store = runtime.store
     page = store.pages[0].nbytes + store.ring[0].nbytes
     rows = [x for x in (store.table, store.counts, store.headers, store.format_id, store.query_counts) if len(x)]
@@ -31,7 +31,7 @@ def bytes_in_store(runtime, blocks: np.ndarray) -> int:
     [{"high": "bf16"}, {"high": "k4v4"}, {"policy": "quota", "keep": 0.5}, {"high": "k8v8"}],
     ids=lambda options: "-".join(str(x) for x in options.values()),
 )
-def test_bytes_are_those_of_pages_tables_headers_and_ring(options):
+def test_bytes_include_pages_tables_headers_and_ring(options):
     server = ToyServer(**options)
     for tail in (1, 2):
         server.admit([*range(2 * P), *[tail] * 40])
@@ -42,7 +42,7 @@ def test_bytes_are_those_of_pages_tables_headers_and_ring(options):
 
 
 @pytest.mark.parametrize("low", [None, "k4v2"])
-def test_a_full_pool_is_packed_in_waves_that_the_reserve_pays_for(low):
+def test_full_pool_is_packed_in_waves_within_reserve(low):
     """All blocks are queued at once when nothing is free but the reserve: no page may be handed out twice."""
     tiers = {"policy": "leankv", "high": "k8v4", "low": low} if low else {"high": "k4v4"}
     runtime = make_runtime(blocks=20, window=0, **tiers)
@@ -59,7 +59,7 @@ def test_a_full_pool_is_packed_in_waves_that_the_reserve_pays_for(low):
     record.check(runtime.store, {b: numbers[P * i : P * (i + 1)] for i, b in enumerate(blocks)}, keeps_all=low is None)
 
 
-def test_block_ids_are_a_limit_where_blocks_are_smaller_than_was_assumed():
+def test_block_ids_limit_pool_of_small_blocks():
     """LeanKV may prune a block to nothing. Then ids run out long before pages."""
     runtime = make_runtime(blocks=4, policy="leankv", high="k8v4", low="k4v2", alpha_high=9, alpha_low=9, window=0)
     held = []
@@ -80,7 +80,7 @@ def test_block_ids_are_a_limit_where_blocks_are_smaller_than_was_assumed():
 
 @pytest.mark.parametrize(("high", "low"), [("k8v4", "k4v2"), ("k4v4", "k2v2")])
 @pytest.mark.parametrize("page_bytes", [1152, 1680, 2304])
-def test_leankv_is_charged_for_the_worst_split_of_a_head(high, low, page_bytes):
+def test_leankv_charge_covers_worst_tier_split(high, low, page_bytes):
     layout = PoolLayout(2, 3, 32, P, page_bytes, has_scores=True)
     tokens = [layout.page(FORMATS[f]).tokens for f in (high, low)]
     splits = [-(-n // tokens[0]) + -(-(P - n) // tokens[1]) for n in range(P + 1)]
@@ -88,7 +88,7 @@ def test_leankv_is_charged_for_the_worst_split_of_a_head(high, low, page_bytes):
     assert charged >= 2 * 3 * min(max(splits), layout.head_pages_bf16)
 
 
-def test_the_prefix_that_was_used_last_is_evicted_last():
+def test_most_recently_used_prefix_is_evicted_last():
     server = ToyServer(high="bf16", blocks=6)
     prompts = [[1000 * n + i for i in range(P)] + [n] for n in range(3)]
     blocks = []

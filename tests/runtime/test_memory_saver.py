@@ -1,4 +1,4 @@
-"""`--enable-memory-saver`: the memory of the page store is given back and comes back with any content."""
+"""`--enable-memory-saver`: the memory of the page store is released and restored with arbitrary content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KV = "kv_cache"
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch):
-    """SGLang waits for the accelerator that torch was built for, whether there is one or not."""
+    """SGLang synchronizes the accelerator that torch was built for, whether or not one is present."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
 
@@ -56,7 +56,7 @@ class Served:
         assert memory_saver.after_resume(result, self.manager, request) is result
 
     def live(self, turns: int) -> None:
-        """Requests come in and are answered; every row that is read is checked."""
+        """Serve requests and check every row that is read."""
         for _ in range(turns):
             self.client.act()
             self.server.turn()
@@ -71,7 +71,7 @@ class Served:
     [{"high": "k4v4", "window": 0}, {"policy": "leankv", "high": "k8v4", "low": "k4v2", "window": 0}],
     ids=["k4v4", "leankv"],
 )
-def test_requests_are_served_before_and_after(options):
+def test_requests_are_served_before_and_after_release(options):
     served = Served(blocks=8, **options)
     with configured(served.runtime, 2 * P, retract_every=20):
         served.start()
@@ -86,7 +86,7 @@ def test_requests_are_served_before_and_after(options):
         assert served.server.seen["packed"] > before
 
 
-def test_the_page_store_is_as_new():
+def test_page_store_equals_new_store_after_resume():
     served, fresh = Served(blocks=8), make_runtime(blocks=8)
     with configured(served.runtime, 2 * P, retract_every=20):
         served.start()
@@ -94,12 +94,12 @@ def test_the_page_store_is_as_new():
         served.release()
         served.resume()
     assert len(served.saver.bytes_of(KV)) >= len(fresh.store._tensors)
-    fresh.store.ring[-1] = 0  # behind all free pages: never read
-    for mine, new in zip(served.runtime.store._tensors, fresh.store._tensors):
-        assert torch.equal(mine, new)
+    fresh.store.ring[-1] = 0  # after all free pages: never read
+    for resumed, expected in zip(served.runtime.store._tensors, fresh.store._tensors):
+        assert torch.equal(resumed, expected)
 
 
-def test_prompts_wait_while_the_memory_is_away():
+def test_prompts_wait_while_memory_is_released():
     served = Served(blocks=8, high="k4v4", window=0)
     with configured(served.runtime, 2 * P, retract_every=1000):
         served.start()
@@ -117,7 +117,7 @@ def test_prompts_wait_while_the_memory_is_away():
         assert served.server.seen["packed"] == 3
 
 
-def test_other_memory_leaves_the_cache_alone():
+def test_releasing_other_memory_keeps_cache():
     served = Served(blocks=8, high="k4v4", window=0)
     with configured(served.runtime, 2 * P, retract_every=1000):
         served.start()

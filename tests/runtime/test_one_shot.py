@@ -1,4 +1,4 @@
-"""One-shot prompts without a model: sizes of a budget, what is kept against a slow reference, records, statistics."""
+"""One-shot prompts without a model: budget sizes, kept tokens against a slow reference, records and statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .model import D, H, L, P, make_runtime, pages_held
 
 
 @pytest.mark.parametrize("text", ["one-shot:16x", "one-shot:1x", "one-shot:2.5x", "one-shot:64x", "one-shot:1024"])
-def test_budgets_as_text(text):
+def test_budgets_are_parsed_from_text(text):
     assert str(Budget.parse(text)) == text and Budget.parse(f" {text.upper()} ") == Budget.parse(text)
 
 
@@ -35,7 +35,7 @@ def test_budgets_as_text(text):
         ("one-shot:" + "9" * 10**6, "no budget"),
     ],
 )  # fmt: skip
-def test_nonsense_gets_a_sentence(text, why):
+def test_invalid_budget_is_rejected_with_one_sentence(text, why):
     with pytest.raises(ValueError, match=why) as e:
         Budget.parse(text)
     assert "one-shot:16x" in str(e.value) and len(str(e.value)) < 300
@@ -43,8 +43,8 @@ def test_nonsense_gets_a_sentence(text, why):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
-def test_sizes_of_a_budget(data):
-    """Pages and tables of a prompt take no more than its ratio allows, unless every head is at its floor."""
+def test_prompt_sizes_stay_within_budget(data):
+    """A prompt's pages and tables take at most what its ratio allows, unless every head is at its floor."""
     fmt = FORMATS[data.draw(st.sampled_from(["k8v8", "k8v4", "k4v4", "k4v2"]))]
     head_dim, t = data.draw(st.sampled_from([64, 128, 256])), data.draw(st.sampled_from([32, 64]))
     layers, heads = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 8))
@@ -65,7 +65,7 @@ def test_sizes_of_a_budget(data):
     if plan.pages > plan.floor * rows:
         allowed = 4 * rows * head_dim * full * p / ratio
         assert num_bytes <= allowed
-        # Nothing is left over but a page, and no head is held back far below what a fair share would give it.
+        # At most one page is left over, and no head gets far less than its fair share.
         assert plan.pages == whole or num_bytes + page_bytes + RING_ENTRY_BYTES > allowed
         average = plan.pages / rows
         assert plan.kept_blocks == full or plan.kept_blocks * (p // t) >= one_shot.MOST * average
@@ -124,21 +124,21 @@ def slow_scores(k: np.ndarray, q: np.ndarray, seen: np.ndarray) -> np.ndarray:
 def slow_kept(
     k: np.ndarray, q: np.ndarray, pages: int, most: int, t: int, there: dict[tuple[int, int], list[int]] | None = None
 ) -> dict[tuple[int, int], list[int]]:
-    """Tokens that each head keeps of the full blocks of a prompt whose stored keys are `k[L, H, S, D]`; `there`: those
-    tokens of each head, if some were dropped before."""
+    """The tokens that each head keeps of the full blocks of a prompt with stored keys `k[L, H, S, D]`; `there`: the
+    tokens of each head that are still present, if some were dropped before."""
     tokens, entries = 1 + max(there[0, 0]) if there else k.shape[2], []
     full = tokens // P * P
     for layer in range(L):
         for head in range(H):
-            mine = np.array(there[layer, head] if there else range(tokens))
-            seen = mine <= (tokens - WINDOW + np.arange(WINDOW))[:, None]
-            pooled = slow_scores(k[layer, head], q[layer, :, 2 * head : 2 * head + 2], seen)[mine < full]
-            mine = mine[mine < full]
-            pooled[(mine < SINKS) | (mine >= tokens - WINDOW)] = np.inf
-            order = sorted(range(len(mine)), key=lambda i: (-pooled[i], i))
+            positions = np.array(there[layer, head] if there else range(tokens))
+            seen = positions <= (tokens - WINDOW + np.arange(WINDOW))[:, None]
+            pooled = slow_scores(k[layer, head], q[layer, :, 2 * head : 2 * head + 2], seen)[positions < full]
+            positions = positions[positions < full]
+            pooled[(positions < SINKS) | (positions >= tokens - WINDOW)] = np.inf
+            order = sorted(range(len(positions)), key=lambda i: (-pooled[i], i))
             for j in range(min(most, len(order) // t)):
                 page = order[j * t : (j + 1) * t]
-                entries.append((j > 0, -pooled[page[0]], (layer, head), j, mine[page].tolist()))
+                entries.append((j > 0, -pooled[page[0]], (layer, head), j, positions[page].tolist()))
     kept = {(layer, head): [] for layer in range(L) for head in range(H)}
     for _, _, head, _, page in sorted(entries)[:pages]:
         kept[head] += page
@@ -147,9 +147,9 @@ def slow_kept(
 
 @pytest.mark.parametrize("tail", [0, 3, 40])
 @pytest.mark.parametrize("budget", ["one-shot:6x", "one-shot:70", "one-shot:20x"])
-def test_what_is_kept(runtime, budget, tail):
-    """Scores, pooling, sinks, competition and packing together. Pooled scores tie, so that pages of equal worth may
-    differ in few tokens by rounding."""
+def test_kept_tokens_match_slow_reference(runtime, budget, tail):
+    """Covers scores, pooling, sinks, competition and packing together. Pooled scores tie, so rounding may change a few
+    tokens of pages of equal worth."""
     full = 10
     seq, k, v, q = prompt(runtime, full * P + tail, budget)
     t = runtime.layout.page(FORMATS["k4v4"]).tokens
@@ -165,16 +165,16 @@ def test_what_is_kept(runtime, budget, tail):
             stored = tier[:, head].flatten() == 2
             place = torch.cdist(keys[:, head].flatten(0, 1)[stored], k[layer, :, head].float()).argmin(-1).tolist()
             assert place == sorted(set(place))
-            mine = want[layer, head]
-            assert len(place) == len(mine)
-            assert len(set(place) ^ set(mine)) <= 2
+            expected = want[layer, head]
+            assert len(place) == len(expected)
+            assert len(set(place) ^ set(expected)) <= 2
             off = (values[:, head].flatten(0, 1)[stored] - v[layer, place, head].float()).abs().max()
             assert off < 0.5
 
 
 @pytest.fixture
 def tight(monkeypatch):
-    """A runtime with room for ten uncompressed blocks and segments of four."""
+    """A runtime with room for ten uncompressed blocks, and segments of four."""
     monkeypatch.setattr(thinning, "SEGMENT", 4)
     runtime = make_runtime(window=0, high="k4v4", blocks=7)
     assert runtime.sizing.capacity_tokens == 10 * P
@@ -183,8 +183,8 @@ def tight(monkeypatch):
 
 
 def arrive(runtime, tokens: int, chunk: int, budget: str):
-    """A prompt that comes in chunks, each written after what the last one queued has run. A probe's rows are others
-    than those of the tokens whose places it takes.
+    """Prefill a prompt in chunks, each written after the operations queued by the previous one have run. A probe's rows
+    differ from those of the tokens whose positions it takes.
 
     Returns the sequence, K, V `[L, tokens, H, D]`, and for each chunk its end, its probe's tokens, the keys
     `[L, H, S, D]` that are stored then, and its last queries `[L, w, Hq, D]`."""
@@ -218,7 +218,7 @@ def arrive(runtime, tokens: int, chunk: int, budget: str):
 
 
 def stored_keys(store, seq, length: int) -> np.ndarray:
-    """Keys `[L, H, S, D]` of the tokens that are there of the first `length`, of which every head has as many."""
+    """Keys `[L, H, S, D]` of the stored tokens among the first `length`; every head stores equally many."""
     first = seq.one_shot.first if seq.gap else len(seq.blocks)
     ids = torch.tensor([*seq.blocks[:first], *seq.blocks[first + seq.gap :]])
     keys = torch.stack([ops.load_dense(store, layer, ids)[0] for layer in range(L)])  # [L, n, H, P, D]
@@ -226,7 +226,7 @@ def stored_keys(store, seq, length: int) -> np.ndarray:
 
 
 def check(runtime, seq) -> None:
-    """Behind a flush: pages, charges, owners and the gap agree."""
+    """After a flush, check that pages, charges, owners and the gap agree."""
     ops.check_invariants(runtime.store)
     held, owned = pages_held(runtime.store), seq.owned()
     assert SCRATCH_BLOCK not in owned and len(set(owned)) == len(owned) == runtime.blocks.used_count
@@ -243,24 +243,24 @@ def check(runtime, seq) -> None:
 def slow_thinned(tokens: int, seq, chunks) -> dict[tuple[int, int], list[int]]:
     """Tokens that each head has before the last competition."""
     size, stays = thinning.SEGMENT, seq.one_shot.stays
-    there = {(layer, head): [] for layer in range(L) for head in range(H)}
+    kept_by_head = {(layer, head): [] for layer in range(L) for head in range(H)}
     done = 0
     for end, probe, k, q in chunks[:-1]:
         now = min(end - probe, tokens - WINDOW) // P // size * size * P
         if now == done:
             continue
-        for (layer, head), mine in there.items():
+        for (layer, head), kept in kept_by_head.items():
             if stays == size:
-                mine += range(done, now)
+                kept += range(done, now)
                 continue
             keys = k[layer, head]
-            assert len(keys) == len(mine) + end - done
+            assert len(keys) == len(kept) + end - done
             seen = np.arange(len(keys)) <= (len(keys) - WINDOW + np.arange(WINDOW))[:, None]
-            score = slow_scores(keys, q[layer, :, 2 * head : 2 * head + 2], seen)[len(mine) :][: now - done]
+            score = slow_scores(keys, q[layer, :, 2 * head : 2 * head + 2], seen)[len(kept) :][: now - done]
             score[: SINKS if done == 0 else 0] = np.inf
-            mine += sorted((done + np.argsort(-score, kind="stable")[: (now - done) // size * stays]).tolist())
+            kept += sorted((done + np.argsort(-score, kind="stable")[: (now - done) // size * stays]).tolist())
         done = now
-    return {head: [*mine, *range(done, tokens)] for head, mine in there.items()}
+    return {head: [*kept, *range(done, tokens)] for head, kept in kept_by_head.items()}
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def slow_thinned(tokens: int, seq, chunks) -> dict[tuple[int, int], list[int]]:
         (40, 1, 0, 1, "one-shot:64x"), (15, 1, 40, 4, "one-shot:3x"), (16, 1, 0, 4, "one-shot:4.3x"),
     ],
 )  # fmt: skip
-def test_a_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays, budget):
-    """In memory that holds a fraction of it uncompressed, and with the tokens that a slow reference keeps."""
+def test_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays, budget):
+    """Memory holds a fraction of the uncompressed prompt, and the kept tokens are those of a slow reference."""
     runtime, tokens = tight, blocks * P + tail
     seq, k, v, chunks = arrive(runtime, tokens, chunk * P, budget)
     prompt, fmt = seq.one_shot, FORMATS["k4v4"]
@@ -296,7 +296,7 @@ def test_a_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays
             stored = tier[:, head].flatten() == 2
             place = torch.cdist(keys[:, head].flatten(0, 1)[stored], k[layer, :, head].float()).argmin(-1).tolist()
             assert place == sorted(set(place)) and len(place) == len(want[layer, head])
-            # Pooled scores tie, so that pages of equal worth may differ in few tokens by rounding.
+            # Pooled scores tie, so rounding may change a few tokens of pages of equal worth.
             assert len(set(place) - set(there[layer, head])) <= 2
             assert len(set(place) ^ set(want[layer, head])) <= 4
             off = (values[:, head].flatten(0, 1)[stored] - v[layer, place, head].float()).abs().max()
@@ -308,7 +308,7 @@ def test_a_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays
     assert not runtime.page_ops.gaps.rows
 
 
-def test_the_host_never_waits(runtime):
+def test_packing_never_makes_host_wait(runtime):
     prompt(runtime, 10 * P + 5, "one-shot:20x")
     rows, at = torch.arange(24).view(2, 12), torch.tensor([3, 1])
     with NoSync():
@@ -317,7 +317,7 @@ def test_the_host_never_waits(runtime):
     assert rows[1].tolist() == list(range(12, 24)) != rows[0].tolist()
 
 
-def test_records_of_a_life(runtime):
+def test_records_follow_one_shot_request(runtime):
     """Charges, free blocks and the gap from the first token to the last."""
     blocks, ledger, pages = runtime.blocks, runtime.ledger, runtime.ledger.limit
     at_start = blocks.free_count
@@ -336,7 +336,7 @@ def test_records_of_a_life(runtime):
     stats = measure(runtime, detail=True)
     assert sum(stats.tokens_by_tier.values()) == stats.tokens * L * H and stats.occupancy == 1.0
     assert stats.tokens_by_tier["high"] == plan.pages * runtime.layout.page(FORMATS["k4v4"]).tokens
-    # The answer: its blocks are packed as any others.
+    # Blocks of the answer are packed as usual.
     for n in range(10 * P + 6, 12 * P + 2):
         runtime.tokens_decoded([seq], np.array([n - 1]))
         assert runtime.grow_by_one([seq], np.array([n])) is not None
@@ -351,14 +351,14 @@ def test_records_of_a_life(runtime):
 
 
 @pytest.mark.parametrize("decodes", [False, True])
-def test_a_budget_that_keeps_all_is_a_usual_packing(runtime, decodes):
+def test_budget_that_keeps_all_packs_as_usual(runtime, decodes):
     seq, *_ = prompt(runtime, 3 * P + 5, "one-shot:3x", decodes=decodes)
     runtime.flush()
     assert seq.gap == 0 and runtime.blocks.format_id[seq.blocks].tolist() == [1, 1, 1, 0]
     assert runtime.store.counts[seq.blocks[:3], ..., 0].unique().tolist() == [P]
 
 
-def test_a_short_prompt_is_packed_like_an_answer(runtime):
+def test_short_prompt_is_packed_like_answer(runtime):
     seq = runtime.new_one_shot(Budget.parse("one-shot:64x"), 9)
     seq.prompt = 9
     assert runtime.grow([seq], [9])
@@ -369,7 +369,7 @@ def test_a_short_prompt_is_packed_like_an_answer(runtime):
     assert runtime.blocks.format_id[seq.blocks].tolist() == [1, 0] and seq.gap == 0
 
 
-def test_a_prompt_that_nobody_watched_is_an_error(runtime):
+def test_prompt_without_observed_queries_raises(runtime):
     seq = runtime.new_one_shot(Budget.parse("one-shot:64x"), 4 * P)
     seq.prompt = 4 * P
     assert runtime.grow([seq], [4 * P])
@@ -377,9 +377,9 @@ def test_a_prompt_that_nobody_watched_is_an_error(runtime):
         runtime.tokens_written(seq, 4 * P, Phase.PREFILL)
 
 
-def test_admission_counts_the_whole_prompt(runtime):
-    """Chunks of other prompts are packed one by one; this one is uncompressed until it is complete. Its answer then
-    grows in what the packing frees."""
+def test_admission_counts_whole_uncompressed_prompt(runtime):
+    """Chunks of other prompts are packed one by one; a one-shot prompt is uncompressed until it is complete. Its answer
+    then grows into the memory that packing frees."""
     capacity, budget = runtime.capacity, Budget(ratio=8)
     new, chunk = 8 * P, P
     usual = capacity.prompt_tokens(new, 4 * P, 1, chunk)
@@ -391,7 +391,7 @@ def test_admission_counts_the_whole_prompt(runtime):
     assert long == kept + P + capacity.packed_tokens(39 * P, 1) > new + P
     most = runtime.sizing.capacity_tokens
     assert capacity.prompt_ever_fits(most - 1, 1, chunk) and not capacity.prompt_ever_fits(most - 1, 1, None, budget)
-    # A chunk may not draw on the reserve for answers: it is not packed soon.
+    # A chunk may not draw on the reserve for answers, because it is not packed soon.
     assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, waits_whole=True) == 0
 
 
@@ -402,7 +402,7 @@ def test_admission_counts_the_whole_prompt(runtime):
         (False, 1728, False, "do not divide"),
     ],
 )  # fmt: skip
-def test_who_cannot_be_served(runtime, windowed, page, session, why):
+def test_unsupported_one_shot_requests_are_rejected(runtime, windowed, page, session, why):
     runtime.windowed = windowed
     if page:
         runtime.layout = PoolLayout(L, H, D, P, page)
@@ -415,8 +415,8 @@ def test_who_cannot_be_served(runtime, windowed, page, session, why):
     assert str(e.value).startswith("A one-shot prompt cannot") and str(e.value).count(". ") == 0
 
 
-def test_a_client_that_reads_the_prompt_gets_a_sentence(tight):
-    """Where its chunks have probes, and only there."""
+def test_prompt_logprobs_are_rejected_where_chunks_have_probes(tight):
+    """The request is refused exactly where its chunks have probes."""
     room, budget = tight.capacity.one_shot, Budget(ratio=16)
     for tokens, stays in ((8 * P - 10, 0), (16 * P, 4), (27 * P, 2)):
         assert room.stays(budget, tokens, 1, P) == stays
@@ -428,8 +428,8 @@ def test_a_client_that_reads_the_prompt_gets_a_sentence(tight):
             room.check_read(budget, tokens, 1, P)
 
 
-def test_limits_of_a_budget(tight):
-    """Every prompt up to the longest one fits, no longer one does, and no shorter chunk allows less."""
+def test_every_prompt_within_budget_limit_fits(tight):
+    """Every prompt up to the limit fits, no longer one does, and shorter chunks never lower the limit."""
     room = tight.capacity.one_shot
     for text in ("one-shot:1x", "one-shot:5x", "one-shot:16x", "one-shot:64x", "one-shot:100", "one-shot:9999"):
         budget, before = Budget.parse(text), 0

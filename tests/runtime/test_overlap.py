@@ -1,4 +1,4 @@
-"""Lives of many requests under SGLang's overlap schedule, with every row that is read checked in every forward."""
+"""Random workloads under SGLang's overlap schedule; every forward checks every row that is read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .audit import check_files, check_tree
 from .model import CONTEXT, P, make_runtime
 from .overlap import Overlap, configured
 
-LIVES = int(os.environ.get("KVC_LIVES", "1"))  # lives of each kind, each with a seed of its own
-MORE = 6  # most lives beyond them
+LIVES = int(os.environ.get("KVC_LIVES", "1"))  # runs of each kind, each with its own seed
+MORE = 6  # maximum number of additional runs
 TURNS = 100
 ONE_SHOT = ("one-shot:3x", "one-shot:24", "one-shot:64x")
 
 
 class Client:
-    """Sends prompts that share prefixes and answers, aborts some, pauses at times; all drawn from one seed."""
+    """Sends prompts that share prefixes and answers, aborts some, and pauses at times; all drawn from one seed."""
 
     answers: tuple[int, ...] = (1, P - 1, P, P + 1, 2 * P, 3 * P)  # tokens
 
@@ -59,8 +59,8 @@ class Client:
         format_id = runtime.policy.format_id_of(None if one_shot else level)
         budget = Budget.parse(level) if one_shot else None
         longest = min(longest_request(runtime, format_id, budget), self.server.context - 1)
-        if draw.random() < 0.6:  # else as before: neighbors compute the same blocks, and one copy goes
-            # Some are longer than all memory is uncompressed.
+        if draw.random() < 0.6:  # otherwise as before: neighbors compute the same blocks, and one copy is dropped
+            # Some are longer than all memory could hold uncompressed.
             self.pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, draw.choice([3, 3, 3, longest // P])))]
         prompt = [100 * piece + j for piece in self.pieces for j in range(P)]
         prompt += [7] * draw.choice([0, 1, 5, 20, P - 1])
@@ -68,7 +68,7 @@ class Client:
             prompt = [9] * 2 * P + prompt
         prompt = (prompt or [3])[: longest - 2]
         longest = min(longest_request(runtime, format_id, budget, len(prompt)), longest)
-        kind = draw.choice([0, 0, len(self.server.requests)])  # answers that others have given, too, or one's own
+        kind = draw.choice([0, 0, len(self.server.requests)])  # answers shared with other requests, or unique ones
         most = min(draw.choice(self.answers), longest - len(prompt) - 1)
         answer = [5000 + 200 * kind + i for i in range(most)]
         self.server.seen["longer than the pool"] += len(prompt) + most > runtime.sizing.capacity_tokens
@@ -77,7 +77,7 @@ class Client:
 
 
 def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
-    """One server from its start until all requests are answered. Returns how often each thing happened."""
+    """Run one server from its start until all requests are answered. Returns how often each event happened."""
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
         server = Overlap(runtime, kind.chunk, kind.disable, kind.order, kind.context)
@@ -108,7 +108,7 @@ def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
 
 @dataclass(frozen=True)
 class Kind:
-    """A server and what its clients ask for."""
+    """A kind of server and the requests of its clients."""
 
     options: dict
     chunk: int | None = 2 * P
@@ -119,7 +119,7 @@ class Kind:
     order: str = "fcfs"  # of admission
     context: int = CONTEXT  # tokens of the longest request
     segment: int = thinning.SEGMENT  # blocks of a segment of a one-shot prompt
-    servers: int = 0  # one after the other, which share a folder of files
+    servers: int = 0  # servers one after the other that share a folder of files
 
 
 TIGHT = {"blocks": 7}  # uncompressed
@@ -189,7 +189,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors are small, and threads of several workers would wait for each other."""
+    """Tensors are small, and the threads of several workers would wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -198,8 +198,8 @@ def one_thread():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_lives(name, tmp_path, monkeypatch):
-    """Some lives hold too little; then there are more."""
+def test_random_server_lives(name, tmp_path, monkeypatch):
+    """If some runs lack an expected event, more runs follow."""
     monkeypatch.setattr(replanning, "COMPETE_EVERY", 1)  # answers are short
     kind, seen = KINDS[name], Counter()
     monkeypatch.setattr(thinning, "SEGMENT", kind.segment)
@@ -215,7 +215,7 @@ def test_lives(name, tmp_path, monkeypatch):
 
 
 def _expected(kind: Kind) -> set[str]:
-    """What must happen in the lives of a kind."""
+    """The events that must happen in the runs of a kind."""
     expected = {"retracted", "paused"}
     expected |= {"packed"} if kind.options.get("high") != "bf16" else set()
     expected |= {"chunks"} if kind.chunk else set()

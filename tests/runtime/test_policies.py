@@ -1,4 +1,5 @@
-"""Every policy serves: prompts are packed as it plans, answers go on, prefixes are hit, and nothing leaks."""
+"""Every policy serves requests: prompts are packed as planned, answers continue, prefixes are hit, and nothing
+leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def calibration(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_an_answer_and_a_hit(policy, calibration):
+def test_policy_serves_prompt_answer_and_prefix_hit(policy, calibration):
     options = policy_options(policy)
     if getattr(POLICIES[policy](), "needs", ()):
         options["calibration"] = calibration

@@ -31,7 +31,7 @@ STEP = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEP, max_size=30))
-def test_ledger_totals_follow_a_plain_model(steps):
+def test_ledger_totals_match_reference_model(steps):
     ledger, charge, idle = Ledger(BLOCKS, 1000), dict.fromkeys(range(BLOCKS), 0), set()
     for kind, ids, arg in steps:
         if kind == "set":
@@ -51,7 +51,7 @@ def test_ledger_totals_follow_a_plain_model(steps):
         assert ledger.reachable == ledger.free + ledger.idle_total
 
 
-def test_blocks_are_handed_out_once_and_freed_once():
+def test_blocks_are_allocated_once_and_freed_once():
     blocks = Blocks(6)
     ids = blocks.take(5, [0, 64, 128, 192, 256])
     assert sorted(ids) == [1, 2, 3, 4, 5] and blocks.free_count == 0
@@ -69,7 +69,7 @@ def compact(ids, to_format, from_format=0):
     return Compact(ids, from_format, to_format, 10 * ids, 100 * ids, 1000 * ids)
 
 
-def test_queue_keeps_order_and_merges_neighbours_only():
+def test_queue_keeps_order_and_merges_only_neighbors():
     log = OpLog()
     for op in (
         Take(np.array([1])),
@@ -99,9 +99,9 @@ def drained(*ops):
     return [(type(op).__name__[0], op.blocks.tolist()) for op in log.drain()]
 
 
-def test_compactions_of_many_requests_are_one_operation():
-    """Many that end at once: each leaves a block to pack and gives others back. Many that grow: each has a block to
-    pack and one to pack again."""
+def test_compactions_of_many_requests_merge_into_one_operation():
+    """Many requests end at once: each leaves a block to pack and frees others. Many grow: each has a block to pack and
+    one to repack."""
     free = [Release(np.array([i])) for i in (11, 12, 13)]
     ended = [op for i in (1, 2, 3) for op in (compact([i], 1), free[i - 1])]
     assert drained(*ended) == [("C", [1, 2, 3]), ("R", [11, 12, 13])]
@@ -115,10 +115,10 @@ def test_compactions_of_many_requests_are_one_operation():
     assert op.starts.tolist() == [110, 120, 130] and op.lengths.tolist() == [1100, 1200, 1300]
 
 
-def test_a_compaction_never_passes_what_it_builds_on():
-    # The taking of its block, and anything before it.
+def test_compaction_stays_after_operations_it_depends_on():
+    # It stays after the operation that takes its block, and after everything before that.
     assert drained(compact([1], 1), Take(np.array([2])), compact([2], 1)) == [("C", [1]), ("T", [2]), ("C", [2])]
-    # An earlier move of the same block, to whichever block format.
+    # It stays after an earlier move of the same block to any block format.
     twice = (compact([5], 1, 1), compact([1], 1), compact([1], 1, 1))
     assert drained(*twice) == [("C", [5]), ("C", [1]), ("C", [1])]
     assert drained(compact([1], 1, 1), compact([1], 1, 1)) == [("C", [1]), ("C", [1])]
@@ -129,7 +129,7 @@ def layout(**kw):
 
 
 @pytest.mark.parametrize("name", ["k8v8", "k4v4", "k2v2"])
-def test_sizing_spends_no_more_than_it_was_given(name):
+def test_pool_size_stays_within_memory_budget(name):
     lay, fmt = layout(), FORMATS[name]
     block_formats = (BlockFormat(BF16, pages=lay.block_pages_bf16), BlockFormat(fmt, pages=lay.block_pages(fmt)))
     for mib in (256, 1000, 5000):
@@ -142,13 +142,13 @@ def test_sizing_spends_no_more_than_it_was_given(name):
         assert (sizing.num_blocks - 1) * lay.block_pages(fmt) >= sizing.chargeable_pages - lay.block_pages_bf16
 
 
-def test_sizing_refuses_what_cannot_serve():
+def test_sizing_rejects_too_little_memory():
     lay = layout()
     with pytest.raises(ValueError, match=r"fewer than 4 uncompressed blocks.*give at least \d+ MiB"):
         size_pool(10 << 20, lay, (BlockFormat(BF16, pages=lay.block_pages_bf16),))
 
 
-def test_open_blocks_are_the_full_blocks_of_a_prefix_that_stay_uncompressed():
+def test_open_blocks_counts_uncompressed_full_blocks_of_prefix():
     runtime = make_runtime()
     seq = runtime.new_sequence()
     assert seq.open_blocks(0) == []
@@ -159,7 +159,7 @@ def test_open_blocks_are_the_full_blocks_of_a_prefix_that_stay_uncompressed():
     assert seq.open_blocks(127) == []
 
 
-def test_a_forward_finds_its_own_sequences_where_requests_share_an_id():
+def test_forward_finds_its_sequences_when_requests_share_id():
     """The tokenizer processes of `--tokenizer-worker-num` do not know each other's ids."""
     server = ToyServer(high="k4v4", levels=("k8v4",), window=0)
     first, second = (server.admit([7] * 200, level=level) for level in (None, "k8v4"))
@@ -173,13 +173,13 @@ def test_a_forward_finds_its_own_sequences_where_requests_share_an_id():
         around_alloc_for_extend(lambda batch: None, batch)
         return server.runtime.sequences_of(rids)
 
-    # The second one came later; then the first one's next chunk, and both in one batch.
+    # The second request arrives later; then comes the first one's next chunk, and then both in one batch.
     assert forward([second], ["same"]) == [second.kvc] and forward([first], ["same"]) == [first.kvc]
     assert [id(s) for s in forward([first, second], ["same"] * 2)] == [id(first.kvc), id(second.kvc)]
     assert server.runtime.sequences_of(["of a warm-up"]) == [None] and server.runtime.sequences_of([]) == []
 
 
-def test_queries_of_a_mixed_decode_step_see_blocks_unchanged():
+def test_queries_of_mixed_decode_step_see_stored_blocks():
     runtime = make_runtime(high="k4v4", window=0)
     prefills, decodes = runtime.new_sequence(), runtime.new_sequence()
     for seq in (prefills, decodes):
@@ -190,13 +190,13 @@ def test_queries_of_a_mixed_decode_step_see_blocks_unchanged():
     assert runtime.fake_quant_format([prefills, decodes, None]) == [default, None, default]
 
 
-def test_a_count_that_comes_late_is_not_its_successors():
-    """A block that is packed, freed and taken anew in one queue: its count comes back when it is another's."""
+def test_late_count_is_not_applied_to_reused_block():
+    """A block is packed, freed and reused within one queue, so its count arrives when the block has another owner."""
     from .model import make_runtime
 
     runtime = make_runtime(blocks=4, policy="leankv", high="k8v4", low="k4v2", alpha_high=0.9, alpha_low=0.5, window=0)
     (block,) = runtime.take([0])
-    runtime.blocks._free.clear()  # ids are scarce: the next one is the one that comes free
+    runtime.blocks._free.clear()  # ids are scarce: the next id is the one just freed
     runtime.step += 1
     runtime.flush()
     runtime.queue_due([block])
@@ -210,8 +210,8 @@ def test_a_count_that_comes_late_is_not_its_successors():
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_one_rule_says_when_a_block_is_packed(whole):
-    """Starts and N of what each event queues: five blocks are written, and a window of one block follows them."""
+def test_each_event_queues_expected_compactions(whole):
+    """Starts and N of the compactions that each event queues, for five written blocks and a window of one block."""
     policy = dict(policy="leankv", high="k8v4", low="k4v2") if whole else dict(high="k4v4")
     runtime = make_runtime(window=64, **policy)
     seq = runtime.new_sequence()
@@ -234,7 +234,7 @@ def test_one_rule_says_when_a_block_is_packed(whole):
     assert queued(4 * 64 + 1, Phase.END, seq.blocks[:4]) == [([192], [4 * 64 + 1])]
 
 
-def test_a_first_decode_step_before_the_result_of_the_prefill_plans_as_the_prompt():
+def test_first_decode_step_before_prefill_result_plans_as_prompt():
     runtime = make_runtime(window=64, policy="leankv", high="k8v4", low="k4v2")
     seq = runtime.new_sequence()
     assert runtime.grow([seq], [2 * 64 + 1])
@@ -246,8 +246,9 @@ def test_a_first_decode_step_before_the_result_of_the_prefill_plans_as_the_promp
 
 
 @pytest.mark.parametrize("options", [dict(window=0), dict(window=32), dict(window=64, policy="leankv", low="k4v2")])
-def test_a_decode_step_of_a_batch_does_what_its_sequences_do_one_by_one(options):
-    """Blocks taken, tokens recorded and operations queued over three blocks' time, at every place of a block."""
+def test_batched_decode_step_equals_separate_steps(options):
+    """Compares blocks taken, tokens recorded and operations queued over three blocks of steps, at every position within
+    a block."""
 
     def steps(decode):
         runtime = make_runtime(blocks=40, **{"high": "k8v4", **options})

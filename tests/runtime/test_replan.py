@@ -1,4 +1,4 @@
-"""Blocks that are planned again: when, how often, how many at once; and that their bytes are the sequence's alone."""
+"""Replanned blocks: when, how often and how many at once, and that their bytes depend on the sequence alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3}
 
 
 class Batch:
-    """Requests that decode together, as records alone: nothing is flushed, what a step queues is counted."""
+    """Requests that decode together, as records alone: nothing is flushed, and the operations queued by a step are
+    counted."""
 
     def __init__(self, prompts: list[int], **options):
         self.runtime = make_runtime(**{"blocks": 60 * len(prompts), **LEANKV, **options})
@@ -47,7 +48,7 @@ class Batch:
 
 @pytest.mark.parametrize("prompt", [1, 3 * P + 5, 8 * P])
 @pytest.mark.parametrize("window", [0, 32, P])
-def test_a_block_has_its_turn_whenever_the_sequence_has_doubled(prompt, window):
+def test_block_is_replanned_whenever_sequence_length_doubles(prompt, window):
     batch = Batch([prompt], window=window)
     blocks, packed, turns = batch.reqs[0].kvc.blocks, 0, set()
     for length in range(prompt, prompt + 40 * P):
@@ -63,8 +64,8 @@ def test_a_block_has_its_turn_whenever_the_sequence_has_doubled(prompt, window):
     assert len(turns) <= packed + len(blocks).bit_length()
 
 
-def test_many_requests_are_packed_in_one_operation_of_a_kind():
-    """All at the same lengths, which is the worst: a step packs, or packs again, a block of each, all together."""
+def test_step_packs_many_requests_in_one_operation_per_kind():
+    """Equal lengths are the worst case: one step packs, or repacks, a block of every request in one operation."""
     n, prompt, new = 16, 8 * P, 3 * P
     batch = Batch([prompt] * n)
     steps = [batch.step() for _ in range(new)]
@@ -73,18 +74,18 @@ def test_many_requests_are_packed_in_one_operation_of_a_kind():
     first = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_format == 0)
     again = sum(len(op.blocks) for ops_ in steps for op in ops_ if op.from_format)
     assert first == 3 * n and again <= first + n
-    # At different lengths both kinds may meet in a step, and are one operation each.
+    # At different lengths both kinds may occur in one step, as one operation each.
     batch = Batch([prompt + 4 * i for i in range(n)])
     assert max(len(batch.step()) for _ in range(new)) == 2
 
 
-def test_policies_that_do_not_replan_pack_once():
+def test_policies_without_replanning_pack_once():
     batch = Batch([4 * P, 2 * P], policy="prune", high="k4v4", low=None, scorer="h2o")
     assert all(op.from_format == 0 for _ in range(6 * P) for op in batch.step())
 
 
 class WithScores(ToyServer):
-    """Attention stands still: a token's scores are a function of its history, and each step behind it dilutes them."""
+    """Attention is fixed: a token's scores are a function of its history, and each later step dilutes them."""
 
     def _forward(self, req: Request, done: int, slots: torch.Tensor) -> None:
         super()._forward(req, done, slots)
@@ -100,7 +101,7 @@ class WithScores(ToyServer):
 
 
 def answers(lengths: list[int], new: int) -> tuple[list[list[str]], ToyServer]:
-    """Digests of all blocks of requests with these prompts that decode `new` tokens side by side."""
+    """Digests of all blocks of requests with these prompts that decode `new` tokens concurrently."""
     server = WithScores(blocks=80, **LEANKV)
     reqs = [server.admit([100 * n + j for j in range(n)]) for n in lengths]
     for step in range(new):
@@ -111,11 +112,11 @@ def answers(lengths: list[int], new: int) -> tuple[list[list[str]], ToyServer]:
     return [[ops.block_digest(server.runtime.store, b) for b in blocks] for blocks in full], server
 
 
-def test_what_runs_beside_a_sequence_does_not_reach_its_bytes():
+def test_concurrent_sequences_do_not_change_packed_bytes():
     together, server = answers([2 * P + 3, P // 2, 3 * P], 5 * P)
     alone, _ = answers([2 * P + 3], 5 * P)
     assert together[0] == alone[0]
-    # The case is one: plans made again have thrown tokens away that the first ones kept.
+    # The case is not trivial: later plans drop tokens that the first plans kept.
     once = WithScores(blocks=80, **LEANKV)
     once.runtime.replanning.replan = lambda ids, length: 0
     req = once.admit([100 * (2 * P + 3) + j for j in range(2 * P + 3)])
@@ -126,8 +127,8 @@ def test_what_runs_beside_a_sequence_does_not_reach_its_bytes():
     assert last < first
 
 
-def test_shared_blocks_are_left_alone():
-    """A block in two running sequences is planned for neither's length."""
+def test_shared_blocks_are_not_replanned():
+    """A block of two running sequences is not planned for the length of either."""
     server = WithScores(blocks=80, **LEANKV)
     prompt = list(range(2 * P))
     one, two = server.admit([*prompt, 1]), server.admit([*prompt, 2])
@@ -164,16 +165,17 @@ def queued_for_a_prompt(tokens: int, overlap: bool) -> list[tuple[list[int], lis
 
 
 @pytest.mark.parametrize("tokens", [6 * P + 10, 6 * P])
-def test_a_prompt_is_planned_as_one_whoever_sees_its_end_first(tokens):
-    """With overlap scheduling the first decode step is prepared before the result of the prefill is looked at."""
+def test_prompt_is_planned_alike_by_decode_step_and_result(tokens):
+    """With overlap scheduling the first decode step is prepared before the result of the prefill is processed."""
     n = (tokens - P) // P
     assert queued_for_a_prompt(tokens, False) == [([P * i for i in range(n)], [0] * n)]
     assert queued_for_a_prompt(tokens, True) == queued_for_a_prompt(tokens, False)
 
 
 @pytest.mark.parametrize("new", [0, 5])
-def test_a_request_that_ends_is_planned_by_its_length_once_it_has_answered(new):
-    """What its window held is packed at its end: by the prompt's rule before the first token, then by Algorithm 1's."""
+def test_window_of_finished_request_is_planned_by_its_length(new):
+    """The blocks of its window are packed when it ends: by the rule for prompts before the first token, then by
+    Algorithm 1."""
     server = ToyServer(**LEANKV, window=P, blocks=20)
     req = server.admit(list(range(2 * P)))
     for step in range(new):

@@ -1,4 +1,4 @@
-"""What a retraction takes from the tree."""
+"""Retraction: how much it evicts, and which blocks the tree keeps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STEPS = 20  # tokens that SGLang makes room for, for each request that stays
 
 
 @pytest.mark.parametrize("options", [dict(high="bf16"), dict(high="k4v4")])
-def test_a_retraction_evicts_as_many_cached_tokens_as_the_rest_will_write(options, monkeypatch):
+def test_retraction_evicts_as_many_tokens_as_rest_will_write(options, monkeypatch):
     server = ToyServer(window=0, blocks=9, **options)
-    for i in range(24):  # until the cache is full of prompts of one block
+    for i in range(24):  # until prompts of one block fill the cache
         server.finish(server.admit([*range(1000 * i, 1000 * i + P), 1]))
     free = server.allocator.available_size() // P
     held = server.runtime.take([0] * free) if free else []
@@ -34,7 +34,7 @@ def test_a_retraction_evicts_as_many_cached_tokens_as_the_rest_will_write(option
         )  # fmt: skip
     taken = cached - server.tree.evictable_slots()
     ratio = server.runtime.store.block_formats[-1].pages / server.runtime.layout.block_pages_bf16
-    # A whole uncompressed block is the least that there can be room for.
+    # A whole uncompressed block is the smallest unit of room.
     assert cached > 3 * STEPS * stay and taken <= STEPS * stay + P / ratio
     assert server.allocator.available_size() >= STEPS * stay * ratio
     server.runtime.free(held)
@@ -42,7 +42,7 @@ def test_a_retraction_evicts_as_many_cached_tokens_as_the_rest_will_write(option
 
 
 def retracted(server: ToyServer, req) -> None:
-    """What SGLang does with a request that it retracts."""
+    """Do what SGLang does with a request that it retracts."""
     req.kv.kv_committed_len = len(req.full_untruncated_fill_ids)
     req.refresh_fill_ids = lambda: None
 
@@ -60,8 +60,8 @@ def retracted(server: ToyServer, req) -> None:
 
 @pytest.mark.parametrize("window", [0, 2 * P])
 @pytest.mark.parametrize("options", [dict(high="bf16"), dict(high="k4v4")])
-def test_a_retracted_request_finds_its_blocks_again(options, window):
-    """Its prompt and its answer, up to the last full block; all of them packed."""
+def test_retracted_request_hits_its_packed_blocks(options, window):
+    """It hits its prompt and answer up to the last full block, all packed."""
     server = ToyServer(window=window, blocks=12, **options)
     req = server.admit([*range(P), 1, 2, 3])
     for token in range(5 * P):
@@ -76,7 +76,7 @@ def test_a_retracted_request_finds_its_blocks_again(options, window):
     server.check()
 
 
-def test_what_a_retraction_keeps_can_be_evicted():
+def test_blocks_kept_by_retraction_can_be_evicted():
     server = ToyServer(window=0, blocks=12, high="k4v4")
     req = server.admit([*range(3 * P), 1])
     retracted(server, req)
@@ -85,7 +85,7 @@ def test_what_a_retraction_keeps_can_be_evicted():
     server.check()
 
 
-def test_without_a_prefix_cache_nothing_is_kept():
+def test_retraction_without_prefix_cache_keeps_nothing():
     server = ToyServer(window=0, blocks=12, high="k4v4", disable=True)
     retracted(server, server.admit([*range(3 * P), 1]))
     assert server.allocator.used_slots() == 0
@@ -93,9 +93,9 @@ def test_without_a_prefix_cache_nothing_is_kept():
 
 
 @pytest.mark.parametrize("retracted", [False, True])
-def test_thoughts_leave_the_cache(retracted):
-    """With `--strip-thinking-cache` the tree keeps the prompt of an answer with thoughts. What a retraction gave to the
-    tree stays there, and its blocks have one owner."""
+def test_strip_thinking_keeps_prompt_and_retracted_blocks(retracted):
+    """With `--strip-thinking-cache` the tree keeps the prompt of an answer with thoughts. Blocks that a retraction gave
+    to the tree stay there and have one owner."""
     runtime = make_runtime(high="k4v4", window=0)
     with configured(runtime, P, retract_every=1000, strip=True):
         server = Overlap(runtime, P, disable=False)

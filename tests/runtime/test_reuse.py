@@ -1,4 +1,4 @@
-"""`--kvc-eviction reuse`: whose blocks go first, and how a session is recognized."""
+"""`--kvc-eviction reuse`: which blocks are evicted first, and how a session is recognized."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def silent(pause: int, ended: int) -> Use:
     st.lists(st.tuples(st.integers(1, 10**5), st.integers(0, 10**5)), min_size=2, max_size=8),
     st.integers(0, 10**5),
 )
-def test_silent_sessions_go_in_the_order_of_their_rate_of_return(sessions, later):
-    """The rate of a gamma-distributed exponential after a silence, whatever the time at which it is asked for."""
+def test_silent_sessions_are_ranked_by_return_rate(sessions, later):
+    """The rate is that of a gamma-distributed exponential after a silence, whenever it is evaluated."""
     now = max(ended for _, ended in sessions) + later
     rates = [1 / (pause + now - ended) for pause, ended in sessions]
     ranks = [silent(pause, ended).rank() for pause, ended in sessions]
@@ -36,7 +36,7 @@ def test_silent_sessions_go_in_the_order_of_their_rate_of_return(sessions, later
     assert all(rates[a] <= rates[b] * (1 + 1e-9) for a, b in itertools.pairwise(by_rank))
 
 
-def test_what_waits_goes_last_and_what_is_over_goes_first():
+def test_waiting_sessions_rank_last_and_ended_ones_first():
     sessions = Sessions(P)
     waits = [sessions.arrive(None, 10, 0, 5) for _ in range(3)]
     assert sessions.wait(waits) == []
@@ -47,7 +47,7 @@ def test_what_waits_goes_last_and_what_is_over_goes_first():
     assert sorted([*waits, idle, over], key=Use.rank) == [over, waits[0], idle, waits[2], waits[1]]
 
 
-def test_pauses_are_learned():
+def test_typical_pause_is_learned():
     sessions, use, now, pauses = Sessions(P), None, 0, [40, 40, 7, 3000, 40]
     for length, pause in enumerate([0, *pauses]):
         now += pause
@@ -58,7 +58,7 @@ def test_pauses_are_learned():
     for x in np.log(pauses):
         typical = (1 - GAIN) * typical + GAIN * x
     assert use.log_pause == pytest.approx(typical)
-    # New sessions begin at what all sessions have shown, which those here have made shorter.
+    # New sessions start from the pause learned over all sessions, which is shorter here.
     assert math.log(FIRST_PAUSE) > sessions.arrive(None, 1, 0, now).log_pause > typical
 
 
@@ -66,7 +66,7 @@ def test_pauses_are_learned():
     ("cached", "busy", "same"),
     [(4 * P, False, True), (3 * P + 1, False, True), (3 * P, False, False), (4 * P, True, False)],
 )
-def test_a_session_is_its_prompt_continued(cached, busy, same):
+def test_longer_prompt_continues_session(cached, busy, same):
     sessions = Sessions(P)
     before = sessions.arrive(None, 4 * P + 1, 0, 0)
     if not busy:
@@ -76,7 +76,7 @@ def test_a_session_is_its_prompt_continued(cached, busy, same):
     assert now.busy and now.prompt == 6 * P and (not same or not now.over)
 
 
-def test_the_hint_is_a_truth_value():
+def test_hint_must_be_boolean():
     assert [is_last(x) for x in (None, {}, {"kvc_done": None}, {"kvc_done": False}, {"kvc_done": True}, 3)] == [
         False, False, False, False, True, False
     ]  # fmt: skip
@@ -134,14 +134,14 @@ def prompt(i: int) -> list[int]:
     return [*range(1000 * i, 1000 * i + P), 1]
 
 
-def test_the_last_prompt_of_a_session_is_evicted_first():
+def test_prompt_of_ended_session_is_evicted_first():
     queue = Queue()
     for i in range(3):
         queue.turn(prompt(i), last=i == 2)
     assert [queue.evicted() for _ in range(3)] == [2, 0, 1]
 
 
-def test_what_a_prompt_waits_for_is_evicted_last():
+def test_prefixes_of_waiting_prompts_are_evicted_last():
     queue = Queue()
     for i in range(4):
         queue.turn(prompt(i))
@@ -150,8 +150,8 @@ def test_what_a_prompt_waits_for_is_evicted_last():
     assert [queue.evicted() for _ in range(4)] == [2, 3, 1, 0]
 
 
-def test_what_an_aborted_prompt_waited_for_is_evicted_in_its_turn():
-    """Its rank falls, which the queue of leaves does not notice by itself."""
+def test_prefix_of_aborted_prompt_is_evicted_in_usual_order():
+    """Its rank falls, and the queue of leaves must be told."""
     queue = Queue()
     for i in range(3):
         queue.turn(prompt(i))
@@ -164,7 +164,7 @@ def test_what_an_aborted_prompt_waited_for_is_evicted_in_its_turn():
     assert [queue.evicted() for _ in range(2)] == [0, 2]
 
 
-def test_a_slow_session_is_evicted_before_a_quick_one_that_was_silent_for_longer():
+def test_slow_session_is_evicted_before_quick_one_silent_longer():
     queue = Queue()
     step = queue.server.runtime
     for i, pause in ((0, 2000), (1, 2)):
@@ -176,7 +176,7 @@ def test_a_slow_session_is_evicted_before_a_quick_one_that_was_silent_for_longer
     assert queue.evicted() == 0
 
 
-def test_a_split_leaf_belongs_to_its_session():
+def test_split_leaf_keeps_its_session():
     queue = Queue()
     long = [*range(2 * P), 1]
     queue.turn(long, last=True)

@@ -1,4 +1,4 @@
-"""Sessions (`--enable-session-radix-cache`): what an open session has cached is evicted last."""
+"""Sessions (`--enable-session-radix-cache`): the cached blocks of an open session are evicted last."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server() -> ToyServer:
     return made
 
 
-def test_blocks_of_an_open_session_are_evicted_last(server):
+def test_blocks_of_open_session_are_evicted_last(server):
     order = []
     for _ in range(4):
         before = cached(server)
@@ -48,14 +48,14 @@ def test_blocks_of_an_open_session_are_evicted_last(server):
     server.check()
 
 
-def test_a_closed_session_is_evicted_like_any_other(server):
+def test_closed_session_is_evicted_in_usual_order(server):
     server.tree.release_radix_session("chat")
     evict_one(server)
     assert cached(server) == [1, 2, 3]
     server.check()
 
 
-def test_a_later_turn_moves_the_session_to_its_end(server):
+def test_later_turn_extends_session_to_its_end(server):
     turn(server, [*prompt(0)[:P], *range(7000, 7000 + P), 1], "chat")
     (node,) = (n for n in server.tree.root_node.children.values() if n.key.token_ids[0] == 0)
     (leaf,) = node.children.values()

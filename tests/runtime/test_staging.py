@@ -1,4 +1,5 @@
-"""Uncompressed blocks of cached prefixes, which a prefill stages fake-quantized: bounded, and paid for."""
+"""Uncompressed blocks of cached prefixes, which a prefill stages fake-quantized: their number is bounded, and their
+memory is reserved."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ LAYERS, HEADS, DIM, MIB = 16, 8, 128, 1 << 20
 
 @pytest.fixture(autouse=True)
 def configured():
-    """What the adder asks of a server's options."""
+    """Provides the server options that the adder reads."""
     with runtime_context.get_context().override_server_args(device="cpu", chunked_prefill_size=4 * P):
         yield
 
 
 @pytest.fixture
 def server():
-    """A request runs whose four blocks all lie in its window; a prefill may stage nine."""
+    """A server with a running request whose four blocks all lie in its window; a prefill may stage nine blocks."""
     made = ToyServer(high="k4v4", window=4 * P, blocks=24)
     made.runtime.capacity.sizing = dataclasses.replace(made.runtime.sizing, staged_tokens=9 * P)
     made.admit([*range(4 * P), 1])
@@ -40,7 +41,7 @@ def server():
 
 
 def turn(server: ToyServer, level: str | None = None) -> MagicMock:
-    """SGLang's request of a few new tokens behind the blocks of the running one."""
+    """One of SGLang's requests: a few new tokens after the blocks of the running request."""
     node = server.running[0].last_node
     req = MagicMock(
         full_untruncated_fill_ids=[0] * (4 * P + 5), prefix_len=4 * P, output_ids=[], host_hit_length=0,
@@ -60,29 +61,29 @@ def come_in(server: ToyServer, reqs: list, chunked: MagicMock | None = None) -> 
     return [around_add_one_req(PrefillAdder.add_one_req, chosen, r, chunked is not None, None) for r in reqs]
 
 
-def test_prompts_wait_whose_prefixes_would_stage_more_than_the_limit(server):
+def test_prompts_wait_when_prefixes_exceed_staging_limit(server):
     results = come_in(server, [turn(server) for _ in range(3)])
     assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER]
 
 
-def test_a_chunk_counts_toward_what_is_staged(server):
+def test_chunk_counts_toward_staging_limit(server):
     results = come_in(server, [turn(server) for _ in range(2)], chunked=turn(server))
     assert results == [AddReqResult.CONTINUE, AddReqResult.OTHER]
 
 
-def test_a_prompt_alone_comes_in_whatever_it_stages(server):
+def test_lone_prompt_is_admitted_above_staging_limit(server):
     server.runtime.capacity.sizing = dataclasses.replace(server.runtime.sizing, staged_tokens=P)
     assert come_in(server, [turn(server)]) == [AddReqResult.CONTINUE]
 
 
-def test_prompts_whose_blocks_are_seen_as_they_are_stage_nothing(server):
+def test_prompts_that_read_exact_blocks_stage_nothing(server):
     results = come_in(server, [turn(server, level=LOSSLESS) for _ in range(3)])
     assert results == 3 * [AddReqResult.CONTINUE]
 
 
-def test_prefixes_that_are_packed_stage_nothing(server):
+def test_packed_prefixes_stage_nothing(server):
     server.finish(server.running[0])
-    server.admit([*range(4 * P), *range(8 * P)])  # its window has left the first four blocks
+    server.admit([*range(4 * P), *range(8 * P)])  # its window has moved past the first four blocks
     assert server.runtime.capacity.staged_tokens(server.tree.path_blocks(server.running[0].last_node)[:4], 1) == 0
 
 
@@ -96,14 +97,14 @@ def test_prefixes_that_are_packed_stage_nothing(server):
         (dict(window=64, policy="leankv", high="k8v4", low="k4v2"), 0),
     ],
 )
-def test_the_pool_leaves_the_memory_that_is_staged(options, tokens):
+def test_pool_size_leaves_room_for_staging(options, tokens):
     build = dict(num_bytes=1100 * MIB, layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.bfloat16, device="meta")
     runtime = build_runtime(KvcConfig(block_size=128, **{"high": "k4v4", **options}), **build)
     assert runtime.sizing.staged_tokens == tokens
     assert 1080 * MIB < runtime.store.nbytes + tokens * 4 * HEADS * DIM <= 1101 * MIB
 
 
-def test_a_small_pool_stages_no_more_than_fits_into_it():
+def test_small_pool_limits_staging_to_its_size():
     runtime = build_runtime(
         KvcConfig(block_size=128, high="k4v4", window=64), num_bytes=100 * MIB, layers=LAYERS, heads=HEADS,
         head_dim=DIM, dtype=torch.bfloat16, device="meta",

@@ -1,7 +1,7 @@
-"""Lives of servers that are short of everything: pools of a few blocks, host memory of a few records, a disk that is
-full, slow, broken or damaged, with aborts, retractions, priorities, pauses and flushes.
+"""Random workloads on servers with scarce resources: pools of a few blocks, host memory of a few records, a disk that
+is full, slow, broken or damaged, with aborts, retractions, priorities, pauses and flushes.
 
-No request waits for ever, each is answered in full or refused with a reason, and no tier loses or doubles a block.
+No request waits forever, each is answered in full or refused with a reason, and no tier loses or duplicates a block.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .model import P, make_runtime
 from .overlap import Overlap, configured
 from .test_overlap import LEANKV, MORE, Client
 
-SEEDS = int(os.environ.get("KVC_STARVED", "1"))  # lives of each kind, each with a seed of its own
+SEEDS = int(os.environ.get("KVC_STARVED", "1"))  # runs of each kind, each with its own seed
 TURNS = 80
-# A record of a packed block takes some 5 KiB, and one of an uncompressed block some 20.
+# A record of a packed block takes about 5 KiB, one of an uncompressed block about 20 KiB.
 HOST = (8_000, 30_000, 80_000, 200_000)
 DISK = (0, 30_000, 1 << 30, 1 << 30)
 KINDS = {
@@ -47,7 +47,7 @@ KINDS = {
 
 
 class Threads:
-    """An executor that runs its tasks when it is told to, late and in any order."""
+    """An executor that runs its tasks on request, late and in any order."""
 
     def __init__(self, draw: random.Random):
         self.draw, self.tasks = draw, []
@@ -58,7 +58,7 @@ class Threads:
         return future
 
     def shutdown(self, **kwargs) -> None:
-        """Forget the tasks that are left."""
+        """Drop the remaining tasks."""
 
     def turn(self, share: float) -> None:
         """Run this share of the tasks."""
@@ -94,7 +94,7 @@ class BadDisk(DiskStore):
 
 
 class Starved(Client):
-    """A client that asks for more than there is, and an operator who flushes and changes the weights."""
+    """A client that asks for more than the server holds, and an operator who flushes and changes the weights."""
 
     answers = (1, 1, 1, 4, 4, 16, P + 1)
 
@@ -146,7 +146,7 @@ class Starved(Client):
 
 
 class Peer:
-    """The other of two tensor-parallel ranks, at the end of a pipe. Both must decide alike, whatever their disks do."""
+    """The other of two tensor-parallel ranks, at the end of a pipe. Both must decide alike whatever their disks do."""
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -178,7 +178,7 @@ class Peer:
 
 
 def state(server: Overlap) -> tuple:
-    """All that decides what the server does next."""
+    """The complete state that determines the server's next step."""
     tree, tier = server.tree_cache, server.runtime.host_tier
     nodes = [(n.id, len(n.key), n.evicted, n.backuped) for n in _nodes(tree)]
     queues = [r.rid for r in server.waiting_queue], [r.rid for r in server.running_batch.reqs]
@@ -187,8 +187,8 @@ def state(server: Overlap) -> tuple:
 
 
 def life(seed: int, options: dict, folder: Path | None, peer: Peer | None = None, backend: bool = False) -> Counter:
-    """Servers one after the other on one folder, or on one storage backend that is named by it, each from its start
-    until its requests have ended. `peer`: the other rank, whose disk is another one."""
+    """Run servers one after the other on one folder, or on one storage backend named by it, each from its start until
+    its requests have ended. `peer`: the other rank, which has its own disk."""
     draw, seen = random.Random(f"{seed} {options}"), Counter()
     disk_draw = random.Random(f"{seed} {folder}")
     record.weights = 0
@@ -205,7 +205,7 @@ def _server(
     runtime = make_runtime(blocks=draw.choice([5, 6, 7]), host_memory=draw.choice(HOST), **options, **disk)
     runtime.weights = lambda: bytes([record.weights])
     chunk, mixed = draw.choice([P, 2 * P]), draw.random() < 0.3
-    rank = get_parallel().override(tp_rank=0, tp_size=1)  # a refusal is logged by the first one
+    rank = get_parallel().override(tp_rank=0, tp_size=1)  # only the first server logs a refusal
     with contextlib.ExitStack() as stack:
         stack.enter_context(rank)
         stack.enter_context(configured(runtime, chunk, retract_every=draw.choice([10, 25, 1000]), mixed=mixed))
@@ -221,7 +221,7 @@ def _server(
             if backend:
                 place, good, bad = tier.store.backend, MemoryBackend, BadBackend
             place.__class__, place.draw = draw.choice([good, bad]), disk_draw
-            if draw.random() < 0.8:  # else real threads
+            if draw.random() < 0.8:  # otherwise real threads
                 tier._readers, tier._writers, tier._lookers = threads = [Threads(disk_draw) for _ in range(3)]
         if peer is not None:
             peer.join(server)
@@ -275,7 +275,7 @@ def _finish(server: Overlap, threads: list[Threads]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["host", "disk", "backend"])
 @pytest.mark.parametrize("name", KINDS)
-def test_starved(name, tiers, tmp_path):
+def test_starved_servers_answer_or_refuse_every_request(name, tiers, tmp_path):
     seen, expected = Counter(), {"answered", "refused", "hits", "saved", *(["written"] if tiers != "host" else [])}
     for seed in range(SEEDS + MORE):
         if seed >= SEEDS and not expected - seen.keys():
@@ -294,8 +294,8 @@ def _rank(rank: int, pipe, seed: int, options: dict, folder: Path, backend: bool
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["disk", "backend"])
 @pytest.mark.parametrize("name", ["k4v4", "leankv"])
-def test_two_ranks_with_disks_of_their_own(name, tiers, tmp_path):
-    """Files of one rank are damaged, late or gone where those of the other are not."""
+def test_two_ranks_with_separate_disks_stay_in_step(name, tiers, tmp_path):
+    """Files of one rank are damaged, late or missing while those of the other are intact."""
     fork = multiprocessing.get_context("fork")
     for seed in range(-(-SEEDS // 3)):
         ends, folder = fork.Pipe(), tmp_path / str(seed)
@@ -313,8 +313,8 @@ def test_two_ranks_with_disks_of_their_own(name, tiers, tmp_path):
 
 
 @pytest.mark.slow
-def test_tiers_that_are_off_run_nothing(monkeypatch):
-    """Without `--kvc-host-memory` no decode step calls a function of a tier. A request that ends calls two, which do
+def test_disabled_tiers_add_no_calls(monkeypatch):
+    """Without `--kvc-host-memory` no decode step calls a function of a tier. The end of a request calls two, which do
     nothing."""
     monkeypatch.setattr("tests.runtime.overlap.check_records", lambda server: None)
     runtime, calls = make_runtime(high="k4v4", window=0), Counter()

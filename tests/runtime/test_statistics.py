@@ -1,4 +1,4 @@
-"""Figures of the cache against a plain count, and what it costs the scheduler to make them."""
+"""Statistics of the cache against a reference count, and their cost to the scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .model import H, L, P, ToyServer
 
 @pytest.fixture
 def server(monkeypatch):
-    """Blocks at every block format, some of them queued to be packed, looked at two at a time."""
+    """A server with blocks in every block format, some queued for packing, measured two at a time."""
     monkeypatch.setattr(collect, "CHUNK", 2)
     made = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0, blocks=20)
     for i in range(4):
@@ -34,7 +34,7 @@ def server(monkeypatch):
 
 
 def counted(runtime) -> tuple[np.ndarray, int]:
-    """Tokens `[L, H, 2]` that packed blocks store, and the token slots of their pages."""
+    """Token counts `[L, H, 2]` of packed blocks, and the token slots of their pages."""
     held, slots = np.zeros((L, H, 2), dtype=np.int64), 0
     for block in np.flatnonzero(runtime.blocks.state == State.PACKED):
         counts = runtime.store.counts[block].numpy().astype(np.int64)
@@ -49,7 +49,7 @@ def counted(runtime) -> tuple[np.ndarray, int]:
     return held, slots
 
 
-def test_figures_are_those_of_a_plain_count(server):
+def test_statistics_match_reference_count(server):
     runtime = server.runtime
     held, slots = counted(runtime)
     packed = int((runtime.blocks.state == State.PACKED).sum())
@@ -63,13 +63,13 @@ def test_figures_are_those_of_a_plain_count(server):
     assert measure(runtime, detail=True) == stats
 
 
-def test_a_cache_without_packed_blocks_has_figures():
+def test_cache_without_packed_blocks_has_statistics():
     stats, shown = figures(ToyServer(high="k4v4").runtime)
     assert stats.occupancy is None and shown.blocks == 0 and shown.kept == [[0.0] * H] * L
 
 
 class Largest(TorchDispatchMode):
-    """Most elements of a tensor of 8-byte integers that an operation gave."""
+    """Tracks the largest 8-byte integer tensor, in elements, that an operation returned."""
 
     elements = 0
 
@@ -80,8 +80,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_counts_are_not_widened_before_they_are_added_up(server):
-    """On a GPU that would take four times the table's memory beside a full pool, and a copy of it to the host."""
+def test_counts_are_summed_without_widening(server):
+    """On a GPU, widening would take four times the table's memory beside a full pool, and a copy of it to the host."""
     with Largest() as largest:
         figures(server.runtime)
     packed = int((server.runtime.blocks.state == State.PACKED).sum())
@@ -90,7 +90,7 @@ def test_counts_are_not_widened_before_they_are_added_up(server):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes in `make` alone, which takes 0.1 s."""
+    """A clock that advances only in `make`, which takes 0.1 s."""
     now = SimpleNamespace(seconds=100.0, made=0)
     monkeypatch.setattr(internal_state.time, "monotonic", lambda: now.seconds)
 
@@ -103,7 +103,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_figures_take_a_tenth_of_the_time_at_most_however_often_they_are_asked_for(clock):
+def test_frequent_snapshots_take_at_most_tenth_of_time(clock):
     runtime = object()
     assert [internal_state.snapshot(runtime)["made"] for _ in range(3)] == [1, 1, 1]
     clock.seconds += 0.95

@@ -1,4 +1,4 @@
-"""Streaming sessions under SGLang's scheduler: turns hit the full blocks of the turns before them."""
+"""Streaming sessions under SGLang's scheduler: each turn hits the full blocks of earlier turns."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .overlap import Overlap, configured
 
 
 class Received(SimpleNamespace):
-    """SGLang's message of a request; what it does not name is None."""
+    """SGLang's request message; unset fields are None."""
 
     def __getattr__(self, name):
         return None
 
 
 class Chat:
-    """A client with one streaming session. Every row that a turn reads is checked."""
+    """A client with one streaming session; every row that a turn reads is checked."""
 
     def __init__(self, server: Overlap, name: str):
         self.server, self.session = server, Session(0, name, streaming=True)
@@ -75,12 +75,12 @@ def border(tokens: int) -> int:
 
 
 @pytest.mark.parametrize("retract_every", [1000, 7])
-def test_a_turn_computes_no_full_block_again(retract_every):
+def test_turn_recomputes_no_full_block(retract_every):
     with serving(retract_every) as server:
         chat, history, retracted = Chat(server, "chat"), [], 0
         for i, (n, answer) in enumerate([(2 * P + 9, P), (5, 1), (P, 2 * P + 3), (1, 7)]):
             new = [1000 * (i + 1) + j for j in range(n)]
-            server.submit([7, i], [8] * 2 * P, None, None)  # of two running requests one may be retracted
+            server.submit([7, i], [8] * 2 * P, None, None)  # one of two running requests may be retracted
             req = chat.turn(new, [1000 * (i + 1) + 500 + j for j in range(answer)])
             assert list(req.origin_input_ids) == history + new
             # The last token of an answer is written with the next turn.
@@ -90,7 +90,7 @@ def test_a_turn_computes_no_full_block_again(retract_every):
         assert bool(retracted) == (retract_every == 7)
 
 
-def test_an_aborted_turn_is_forgotten():
+def test_aborted_turn_is_forgotten():
     with serving() as server:
         chat = Chat(server, "chat")
         first = chat.turn([1] * (P + 3), [2] * 4)
@@ -107,7 +107,7 @@ def test_an_aborted_turn_is_forgotten():
         assert third.cached_tokens == border(len(history) - 1)
 
 
-def test_one_turn_at_a_time():
+def test_session_runs_one_turn_at_a_time():
     with serving() as server:
         chat = Chat(server, "chat")
         first = chat.ask([1] * P, [2] * (P + 20))
@@ -123,7 +123,7 @@ def test_one_turn_at_a_time():
         assert list(chat.turn([5], [6]).origin_input_ids) == [1] * P + [2] * (P + 20) + [5]
 
 
-def test_blocks_of_an_open_session_are_evicted_last():
+def test_blocks_of_open_session_are_evicted_last():
     with serving(blocks=8, high="bf16") as server:
         chat, tree = Chat(server, "chat"), server.tree_cache
         chat.turn([1] * P, [2] * P)

@@ -1,4 +1,5 @@
-"""Random lives of requests against the real tree, allocator, ledger and pages; a plain model says what must hold."""
+"""Random request sequences against the real tree, allocator, ledger and pages; a plain model gives the expected
+state."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvc_kernels.layout import FORMATS
 from sglang_kvc.options.request_quality import LOSSLESS
 from tests.runtime.model import P, ToyServer
 
-PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks that prompts are put together from
+PIECES = [[10 * i + j for j in range(P)] for i in range(4)]  # whole blocks from which prompts are built
 
 
 def machine(**options):
@@ -81,7 +82,7 @@ def machine(**options):
         pytest.param({"high": "k4v4", "disable": True}, id="no-radix"),
     ],
 )
-def test_random_lives(options):
+def test_random_requests_match_model(options):
     run_state_machine_as_test(
         machine(**options),
         settings=settings(
@@ -90,7 +91,7 @@ def test_random_lives(options):
     )
 
 
-def test_shared_prefix_is_one_set_of_blocks():
+def test_shared_prefix_uses_one_set_of_blocks():
     server = ToyServer(high="k4v4")
     prompt = PIECES[0] + PIECES[1]
     first = server.admit([*prompt, 1, 2])
@@ -100,8 +101,8 @@ def test_shared_prefix_is_one_set_of_blocks():
     assert server.runtime.blocks.used_count == used + 1
 
 
-def test_latest_window_decides():
-    """A block in the window of one of two sharers stays uncompressed until both have moved on or gone."""
+def test_block_stays_uncompressed_while_in_any_window():
+    """A block in the window of one of two sharing requests stays uncompressed until both have moved on or ended."""
     server = ToyServer(high="k4v4", window=P)
     first = server.admit([*PIECES[0], 1])
     second = server.admit([*PIECES[0], 2])
@@ -115,7 +116,7 @@ def test_latest_window_decides():
     assert server.runtime.store.format_id[block] == 1
 
 
-def test_finished_answers_do_not_stay_uncompressed():
+def test_finished_answers_are_packed():
     server = ToyServer(high="k4v4", window=P)
     req = server.admit([*PIECES[0], *PIECES[1], 1])
     block = req.kvc.blocks[1]
@@ -126,7 +127,7 @@ def test_finished_answers_do_not_stay_uncompressed():
     assert server.runtime.store.format_id[block] == 1
 
 
-def test_retraction_packs_what_the_tree_keeps():
+def test_retraction_packs_blocks_that_tree_keeps():
     server = ToyServer(high="k4v4", window=P)
     req = server.admit([*PIECES[0], 1])
     block = req.kvc.blocks[0]
@@ -136,7 +137,7 @@ def test_retraction_packs_what_the_tree_keeps():
 
 
 def test_decode_needs_no_spare_block():
-    """SGLang asks for a block per request before every step; a full cache must not be evicted for that."""
+    """SGLang asks for a block per request before every step; this must not evict a full cache."""
     server = ToyServer(high="bf16", blocks=6)
     req = server.admit([*PIECES[0], *PIECES[1], 1])
     for i in range(2):
@@ -148,7 +149,7 @@ def test_decode_needs_no_spare_block():
     assert server.tree.evictable_slots() == before
 
 
-def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
+def test_lossless_requests_share_blocks_only_with_lossless_requests():
     server = ToyServer(high="k4v4")
     prompt = [*PIECES[0], *PIECES[1]]
     packed = server.admit([*prompt, 1])
@@ -167,7 +168,7 @@ def test_lossless_requests_keep_their_blocks_and_share_them_among_themselves():
     assert server.runtime.fake_quant_format([None, again.kvc]) == [FORMATS["k4v4"], None]
 
 
-def test_levels_go_to_formats_of_their_own():
+def test_each_level_uses_its_own_format():
     server = ToyServer(high="k4v4", levels=("k8v4", "k2v2"), window=0)
     asked = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
     reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in asked}
@@ -184,10 +185,10 @@ def test_levels_go_to_formats_of_their_own():
     assert server.runtime.store.format_id[again.kvc.blocks[:2]].tolist() == [3, 3]
 
 
-def test_a_server_that_compresses_on_request_only():
+def test_bf16_server_compresses_on_request():
     server = ToyServer(high="bf16", levels=("k4v4",), window=0)
     plain, small = (server.admit([*PIECES[0], 1], level=level) for level in (None, "k4v4"))
     server.runtime.flush()
     assert [server.runtime.store.format_id[r.kvc.blocks[0]].item() for r in (plain, small)] == [0, 1]
-    # A forward that no scheduler allocated asks for nothing.
+    # A forward without an allocation by the scheduler requests nothing.
     assert server.runtime.fake_quant_format([plain.kvc, small.kvc, None]) == [None, FORMATS["k4v4"], None]

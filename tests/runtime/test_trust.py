@@ -1,4 +1,4 @@
-"""Which requests read blocks that were packed by another request's evidence, with `--kvc-trust` all and salt."""
+"""Sharing of blocks that were packed by another request's evidence, with `--kvc-trust` all and salt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = [*range(2 * P), 7]
 
 @pytest.fixture
 def serve(monkeypatch):
-    """`serve(**options)` -> a server, and admit(salt, level, lora): a request through the queue's hook."""
+    """`serve(**options)` -> a server, and admit(salt, level, lora), which admits a request through the queue's hook."""
 
     def start(**options):
         server = ToyServer(**options)
@@ -31,7 +31,7 @@ def serve(monkeypatch):
             queued = SimpleNamespace(
                 sampling_params=SimpleNamespace(custom_params={"kvc": level} if level else None), lora_id=lora,
                 extra_key=(salt or "") + lora if lora else salt,
-                to_finish=True,  # its length is not looked at
+                to_finish=True,  # its length is ignored
             )  # fmt: skip
             before_add_request_to_queue(SimpleNamespace(is_generation=True), queued)
             return server.admit(PROMPT, chunk=chunk, level=queued.kvc_level, queued=queued)
@@ -53,19 +53,19 @@ def test_all_requests_share_by_default(serve):
 
 
 @pytest.mark.parametrize("scorer", ["mean-attention", "snapkv"])
-def test_with_salt_only_requests_of_one_salt_share(serve, scorer):
+def test_trust_salt_shares_only_within_salt(serve, scorer):
     _, admit = serve(policy="prune", scorer=scorer, trust="salt")
     assert share(admit("A"), admit("A")) and not share(admit("A"), admit("B"))
     assert not share(admit(), admit(""))
 
 
-def test_the_id_of_an_adapter_is_no_salt(serve):
+def test_adapter_id_does_not_act_as_salt(serve):
     _, admit = serve(**LEANKV, trust="salt")
     assert not share(admit(lora="f00"), admit(lora="f00"))
     assert share(admit("A", lora="f00"), admit("A", lora="f00"))
 
 
-def test_no_salt_spells_a_private_namespace(serve):
+def test_salt_cannot_name_private_namespace(serve):
     _, admit = serve(**LEANKV, trust="salt")
     private = admit()
     key = private.extra_key
@@ -85,8 +85,8 @@ def test_uncompressed_blocks_are_always_shared(serve):
 
 
 @pytest.mark.parametrize("chunk", [None, P])
-def test_private_blocks_are_freed_at_the_end(serve, chunk):
-    """No request could find them, so they must not take the place of blocks that are found."""
+def test_private_blocks_are_freed_when_request_ends(serve, chunk):
+    """No other request can hit them, so they must not displace blocks that can be hit."""
     server, admit = serve(**LEANKV, trust="salt")
     kept = admit("A")
     server.finish(kept)
@@ -98,7 +98,7 @@ def test_private_blocks_are_freed_at_the_end(serve, chunk):
     assert server.runtime.blocks.used_count == used == 2
 
 
-def test_private_blocks_are_freed_if_a_chunk_is_aborted(serve):
+def test_private_blocks_are_freed_after_aborted_chunk(serve):
     """SGLang then frees a finished request without inserting it."""
     server, admit = serve(**LEANKV, trust="salt")
     req = admit(chunk=P)
@@ -108,11 +108,11 @@ def test_private_blocks_are_freed_if_a_chunk_is_aborted(serve):
     assert server.runtime.blocks.used_count == 0
 
 
-def test_a_retracted_private_request_finds_its_blocks_again(serve):
+def test_retracted_private_request_hits_its_blocks(serve):
     server, admit = serve(**LEANKV, trust="salt")
     req = admit()
     blocks = req.kvc.blocks[:2]
-    server.finish(req, insert=False)  # as SGLang retracts
+    server.finish(req, insert=False)  # retract it as SGLang does
     server.check()
     again = server.admit(PROMPT, queued=req)
     assert again.kvc.blocks[:2] == blocks
@@ -121,7 +121,7 @@ def test_a_retracted_private_request_finds_its_blocks_again(serve):
     assert server.runtime.blocks.used_count == 0
 
 
-def test_the_start_says_so():
+def test_start_warns_about_shared_evidence():
     assert "--kvc-trust salt" in trust_warning(KvcConfig(**LEANKV))
     assert "--kvc-policy prune" in trust_warning(KvcConfig(policy="prune", scorer="h2o"))
     for config in (KvcConfig(), KvcConfig(policy="prune"), KvcConfig(**LEANKV, trust="salt")):

@@ -1,7 +1,7 @@
-"""Servers for the tests, started when first asked for; only one is alive at a time.
+"""Servers for the tests, started on first use; only one is alive at a time.
 
-`KVC_TEST_BACKEND=default` runs the same tests against SGLang's own cache with pages of the same size: what a
-test demands of ours, stock must do as well.
+`KVC_TEST_BACKEND=default` runs the same tests against SGLang's own cache with pages of the same size: stock must meet
+the same requirements.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from bench.tiny import tiny_experts, tiny_model, tiny_qwen3, tiny_windowed
 
 BLOCK = 64
 STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
-# Enough for some 2,000 uncompressed tokens of the demo model: little, so that the tests meet eviction too.
+# Enough for about 2,000 uncompressed tokens of the demo model, little enough that the tests trigger eviction.
 SMALL = "48MiB"
-ROWS = 8  # requests that run at a time
-LEVEL = "k8v4"  # what single requests may ask the server "levels" for, beside k4v4
+ROWS = 8  # requests that run at once
+LEVEL = "k8v4"  # the level that requests may ask of the server "levels", besides k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
     "stored",
 }  # fmt: skip
-# On a GPU NCCL wants one for each rank.
+# On a GPU, NCCL needs one GPU per rank.
 REPLICAS = 2 if common.has_gpu() else 4  # ranks of a model with half as many KV heads
 TWO_RANKS = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
 PRIORITIES = ("--enable-priority-scheduling", "--max-running-requests", str(ROWS))
-# Two runs of one prompt in batches of other shapes: nats between the candidates where answers part, and between the
-# log-probabilities of one token. With bf16 blocks they drift by up to 0.09 and never part on a CPU with AVX-512; on one
-# without they drift by 0.12 and part at a gap of 0.09, as stock does.
+# Differences between two runs of one prompt in batches of different shapes, in nats: between the candidates where
+# answers diverge, and between the log-probabilities of one token. With bf16 blocks log-probabilities drift by up to
+# 0.09 and answers never diverge on a CPU with AVX-512; without AVX-512 they drift by 0.12 and diverge at a gap of 0.09,
+# as in stock.
 TIE, DRIFT = (0.2, 0.4) if common.has_gpu() else (0.1, 0.15)
 
 
 def rows_alike() -> bool:
-    """Whether a row of the demo model's bf16 products has the same bits beside few rows as beside many."""
+    """True if a row of the demo model's bf16 products has the same bits in a small batch as in a large one."""
     if torch.cpu.get_capabilities().get("amx_bf16"):
         return False  # tiles of several rows
     draw, shapes = torch.Generator().manual_seed(0), ((576, 960), (576, 576), (576, 3072), (1536, 576))
@@ -51,13 +52,13 @@ def rows_alike() -> bool:
     return True
 
 
-# Nats by which the log-probabilities of a prompt are off those of transformers, on average: 0.04 where nothing is
-# compressed, 0.10 with k4v4.
+# Mean difference in nats between the log-probabilities of a prompt and those of transformers: 0.04 without compression,
+# 0.10 with k4v4.
 EXACT = 0.06
 FP32_HEAD = "--enable-fp32-lm-head"  # bf16 logits come in steps of 0.125 nat, too coarse to tell a tie
 
 # Options about experts, indexers and SGLang's own FP8 cache, which the demo model and the compressed cache lack, and
-# those that SGLang reads only beside another one.
+# options that SGLang reads only together with another one.
 WITHOUT_EFFECT = (
     "--enable-single-batch-overlap", "--enable-return-indexer-topk", "--quantization-param-path", "scales.json",
     "--enable-pd-role-switch", "--enable-prefill-cp", "--cp-strategy", "zigzag",
@@ -65,7 +66,7 @@ WITHOUT_EFFECT = (
 
 
 def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Options and environment of each server that a test may ask for. `folder` is for files of the server."""
+    """Options and environment of each server that a test may use. `folder` is for files of the server."""
     chunk = ["--chunked-prefill-size", "128", FP32_HEAD]
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
     window = [] if STOCK else ["--kvc-window", str(BLOCK)]
@@ -107,7 +108,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         ),
     }
     fmt, extra, memory, env = table[name]
-    extra = ["--sleep-on-idle", *extra]  # else a waiting server takes a core from the tests beside it
+    extra = ["--sleep-on-idle", *extra]  # otherwise an idle server takes a core from concurrent tests
     if common.has_gpu():
         extra = [*common.ON_GPU.split(), "--cuda-graph-max-bs-decode", str(ROWS), *extra]
     if STOCK:
@@ -120,7 +121,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _plugin(name: str) -> dict[str, str]:
-    """The plug-in in the folder `name`, with the metadata by which SGLang finds it; a GPU has what it stands for."""
+    """The plug-in in the folder `name`, with the metadata by which SGLang finds it; not needed on a GPU."""
     if common.has_gpu():
         return {}
     folders = str(Path(__file__).parent / name), os.environ.get("PYTHONPATH")
@@ -137,7 +138,7 @@ def _ranks(number: int = 2) -> dict[str, str]:
 
 
 class Servers:
-    """`models` is a folder for models that are made here."""
+    """`models` is a folder for models that are generated here."""
 
     def __init__(self, models: Path):
         self.models = models
@@ -196,7 +197,7 @@ def _healthy(servers: Servers, name: str):
     assert server.alive, f"the server died:\n{server.tail()}"
     new = server.errors()[before:]
     assert not new, f"errors in the server's log: {new}\n{server.tail()}"
-    server.client.flush()  # fails if anything still runs; the idle check in the server finds what leaked
+    server.client.flush()  # fails if a request still runs; the idle check in the server finds leaks
 
 
 @pytest.fixture
@@ -296,8 +297,8 @@ def off_by():
 
 
 def deviation(folder: Path | str):
-    """`off_by(answer, prompt)`: how far a server's log-probabilities of the prompt's tokens, from the second block on,
-    are from those of transformers: nats, on average. Chunks behind the first one read stored blocks."""
+    """`off_by(answer, prompt)`: the mean difference in nats between a server's log-probabilities of the prompt's
+    tokens, from the second block on, and those of transformers. Chunks after the first one read stored blocks."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -324,12 +325,12 @@ def rng(request) -> random.Random:
 
 
 def tokens(rng: random.Random, n: int) -> list[int]:
-    """n ordinary token ids, so many different ones that two draws share no prefix by chance."""
+    """n ordinary token ids, from so many that two draws share no prefix by chance."""
     return [rng.randrange(1000, 40000) for _ in range(n)]
 
 
 def border(n: int) -> int:
-    """The last block border that a cached sequence of n tokens can be matched up to."""
+    """The last block border up to which a cached sequence of n tokens can be matched."""
     return n // BLOCK * BLOCK
 
 

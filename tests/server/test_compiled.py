@@ -9,8 +9,9 @@ from .conftest import BLOCK, DRIFT, LOSSLESS, tokens
 pytestmark = pytest.mark.gpu  # SGLang compiles decode steps of CUDA graphs
 
 
-def test_decoded_answers_are_those_of_a_prefill(compiled, rng):
-    """Prefills are not compiled. They say what decode steps in batches of compiled and of other sizes should have."""
+def test_compiled_decode_matches_prefill(compiled, rng):
+    """Prefills are not compiled, so they give the reference for decode steps in batches of compiled and of other
+    sizes."""
     prompts = [tokens(rng, n) for n in (30, 3 * BLOCK + 5, 2 * BLOCK, 90)]
     for parallel in (1, 2, 4):
         answers = compiled.client.generate_many(prompts, BLOCK + 8, parallel=parallel, logprobs=True, sampling=LOSSLESS)
@@ -22,7 +23,7 @@ def test_decoded_answers_are_those_of_a_prefill(compiled, rng):
             assert max(drift) < DRIFT and sum(drift) / len(drift) < DRIFT / 4
 
 
-def test_packed_blocks_are_read_in_compiled_steps(compiled, rng):
+def test_compiled_steps_read_packed_blocks(compiled, rng):
     prompt = tokens(rng, 4 * BLOCK + 3)
     compiled.client.generate(prompt, 8)
     first, second = (compiled.client.generate(prompt, 2 * BLOCK, logprobs=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""DP attention: two ranks with requests, pools and trees of their own, which share the other layers of every step."""
+"""DP attention: two ranks with separate requests, pools and trees, which share the other layers of every step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = [
 ]
 
 
-def test_answers_are_right_whatever_the_other_rank_does(dp, rng):
-    """Prompts come in while others decode, so that ranks prefill, decode, idle and are padded to each other."""
+def test_answers_do_not_depend_on_other_rank(dp, rng):
+    """Prompts arrive while others decode, so that ranks prefill, decode, idle and are padded to each other."""
     off_by = deviation(dp.model)
     asked = [(tokens(rng, rng.randint(BLOCK + 2, 6 * BLOCK)), rng.randint(1, 60), i % 3 == 0) for i in range(24)]
 
@@ -34,7 +34,7 @@ def test_answers_are_right_whatever_the_other_rank_does(dp, rng):
     dp.client.when_idle()
 
 
-def test_each_rank_has_a_cache_of_its_own(dp, rng):
+def test_each_rank_has_its_own_cache(dp, rng):
     prompts = [tokens(rng, 4 * BLOCK + 9) for _ in range(4)]
     first = dp.client.generate_many(prompts, 8, parallel=4)
     assert not any(a.cached_tokens for a in first)

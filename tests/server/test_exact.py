@@ -1,10 +1,9 @@
-"""Answers, token for token: with bf16 pages only, company, retraction and eviction change nothing.
+"""Answers token by token: with bf16 pages only, concurrent requests, retraction and eviction change nothing.
 
-Two runs of one prompt in batches of other sizes differ in the last bits of the model's own matrix
-products, and stock SGLang's answers part for it, too. So where two answers part, the two candidates must
-be close, and up to there the tokens' log-probabilities must agree: a damaged block shows in both at once.
-The server retracts a running request every 12 steps (SGLANG_TEST_RETRACT) and holds fewer tokens than the
-tests send.
+Two runs of one prompt in batches of different sizes differ in the last bits of the model's own matrix products, and
+stock SGLang's answers also diverge for this reason. So where two answers diverge, the two candidates must be close, and
+up to that point the tokens' log-probabilities must agree: a damaged block violates both. The server retracts a running
+request every 12 steps (SGLANG_TEST_RETRACT) and holds fewer tokens than the tests send.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ def assert_same(alone, company):
     assert not wrong, wrong
 
 
-def test_prompts_read_what_the_model_computed(exact, tok, off_by):
-    """Two runs of a server that packs would agree with each other; another implementation does not with them."""
+def test_logprobs_of_prompts_match_transformers(exact, tok, off_by):
+    """Two runs of a server that packs would agree with each other, but not with another implementation."""
     prompt = prompts.cut(tok, prompts.prose(), 7 * BLOCK + 10)
     assert off_by(exact.client.generate(prompt, 1, input_from=BLOCK - 1), prompt) < EXACT
 
 
-def test_rows_reused_at_once(exact, tok):
-    """Many short requests come and go among long ones, so that finished rows are taken again at once."""
+def test_rows_are_reused_at_once(exact, tok):
+    """Many short requests run among long ones, so that rows of finished requests are reused at once."""
     long = [prompts.cut(tok, prompts.prose(), 150, start=900 * i) for i in range(3)]
     short = [prompts.cut(tok, prompts.prose(), 10 + 7 * i, start=50_000 + 100 * i) for i in range(14)]
     alone = [exact.client.generate(p, 24, top=3) for p in long]
@@ -51,8 +50,8 @@ def test_rows_reused_at_once(exact, tok):
     assert_same(alone, answers[: len(long)])
 
 
-def test_retraction(exact, tok):
-    """Retracted requests start over from what the tree kept of them."""
+def test_retracted_requests_give_same_answers(exact, tok):
+    """Retracted requests restart from their blocks in the tree."""
     asked = [prompts.cut(tok, prompts.prose(), 90 + 60 * i, start=1300 * i) for i in range(3)]
     alone = [exact.client.generate(p, 26, top=3) for p in asked]
     exact.client.flush()
@@ -61,8 +60,8 @@ def test_retraction(exact, tok):
     assert_same(alone, answers)
 
 
-def test_eviction_under_pressure(exact, tok):
-    """More is asked than fits, twice over; answers stay right, and running requests keep their blocks."""
+def test_answers_stay_right_under_eviction(exact, tok):
+    """Requests need more memory than there is, twice; answers stay right, and running requests keep their blocks."""
     asked = [prompts.cut(tok, prompts.prose(), 500, start=2000 * i) for i in range(6)]
     first = [exact.client.generate(p, 8, top=3) for p in asked]
     again = exact.client.generate_many(asked, 8, parallel=3, top=3)
@@ -70,8 +69,8 @@ def test_eviction_under_pressure(exact, tok):
     assert_same(first, again)
 
 
-def test_warm_equals_cold(exact, tok):
-    """A prefix from the cache gives what computing it gives, at hits of 1, 4 and 9 blocks."""
+def test_warm_answers_equal_cold_ones(exact, tok):
+    """A cached prefix gives the same answer as computing it, at hits of 1, 4 and 9 blocks."""
     for n in (BLOCK + 5, 4 * BLOCK + 1, 9 * BLOCK + 40):
         prompt = prompts.cut(tok, prompts.chapter("types"), n)
         exact.client.flush()
@@ -81,7 +80,7 @@ def test_warm_equals_cold(exact, tok):
         assert_same([cold], [warm])
 
 
-def test_refused_and_aborted_neighbours(exact, tok, rng):
+def test_refused_and_aborted_neighbors_do_not_change_answer(exact, tok, rng):
     """The answer beside requests that fail equals the answer alone."""
     prompt = prompts.cut(tok, prompts.chapter("execmodel"), 200)
     alone = exact.client.generate(prompt, 20, top=3)

@@ -1,4 +1,4 @@
-"""Routed experts of a mixture-of-experts model. SGLang keeps them by slot, whose blocks are packed meanwhile."""
+"""Routed experts of a mixture-of-experts model. SGLang keeps them by slot while the blocks of the slots are packed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .conftest import BLOCK, STOCK, tokens
 
 LAYERS, TAKEN = 3, 2
-NEW = BLOCK + 8  # blocks of the answer are packed, too
+NEW = BLOCK + 8  # blocks of the answer are also packed
 ALIKE = 0.97  # share of a token's experts that bf16 rounding leaves the same
 
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang needs a GPU for it")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang needs a GPU for it")
 
 @pytest.fixture(scope="module")
 def routed(servers):
-    """The experts that transformers takes for each token, as sets of rows `[tokens * LAYERS, 8]` of 0 and 1."""
+    """The experts that transformers chooses for each token, as 0/1 rows `[tokens * LAYERS, 8]`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(servers.get("experts").model, dtype=torch.bfloat16)
@@ -51,8 +51,9 @@ def alike(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum() / (TAKEN * a.shape[0] * a.shape[1]))
 
 
-def test_experts_are_those_of_transformers(experts, routed, rng):
-    """Cold in three chunks, from the cache, and over a decoded answer. Lossless: packed keys change later choices."""
+def test_experts_match_transformers(experts, routed, rng):
+    """Checked cold in three chunks, from the cache, and over a decoded answer. Requests are lossless, because packed
+    keys change later choices."""
     prompt = tokens(rng, 5 * BLOCK + 9)
     lossless = {"sampling": {"custom_params": {"kvc": "lossless"}}}
     for cached in (0, 5 * BLOCK):
@@ -63,9 +64,9 @@ def test_experts_are_those_of_transformers(experts, routed, rng):
     assert alike(got, other) < 0.8, "the model's choices do not depend on the text"
 
 
-def test_packed_blocks_keep_the_experts_of_their_slots(experts, rng):
-    """Many prompts beyond what fits uncompressed, so that slots above SGLang's own count are used. A hit returns what
-    the prompt that wrote the block returned."""
+def test_packed_blocks_keep_experts_of_their_slots(experts, rng):
+    """Prompts exceed the uncompressed capacity, so that slots above SGLang's own count are used. A hit returns the
+    experts that the prompt that wrote the block returned."""
     prompts = [tokens(rng, 3 * BLOCK) for _ in range(16)]
     cold = [ask(experts, prompt, 1) for prompt in prompts]
     stats = experts.client.when_idle()
@@ -76,7 +77,7 @@ def test_packed_blocks_keep_the_experts_of_their_slots(experts, rng):
         assert np.array_equal(again[: 2 * BLOCK], before[: 2 * BLOCK])
 
 
-def test_a_prompt_that_gives_slots_away_cannot_return_their_experts(experts, rng):
+def test_prompt_that_gives_up_slots_cannot_return_experts(experts, rng):
     one_shot = {"sampling": {"custom_params": {"kvc": "one-shot:8x"}}}
     prompt = tokens(rng, 4 * BLOCK)
     body = experts.client.payload(prompt, 4, return_routed_experts=True, **one_shot)

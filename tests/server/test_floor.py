@@ -16,9 +16,9 @@ DRIFT = 0.5  # nats between k8v4 and k4v4; a wrong block gives several
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has one format")
 
 
-def test_cold_prompts_shrink_and_are_still_hits(floor, rng):
-    """A prompt is demoted by those behind it, hits all of its tokens, and gives much the same log-probabilities. One
-    that named its format gives the same."""
+def test_cold_prompts_are_demoted_and_still_hit(floor, rng):
+    """A prompt is demoted by later ones, still hits all of its tokens, and gives nearly the same log-probabilities. A
+    prompt that named its format gives exactly the same."""
     client, tok = floor.client, prompts.tokenizer(demo_model())
     asked = [prompts.cut(tok, prompts.prose(), 5 * BLOCK + 9, start=4000 * i) for i in range(2)]
     before = []
@@ -43,7 +43,7 @@ def test_cold_prompts_shrink_and_are_still_hits(floor, rng):
             assert 0 < found.drift < DRIFT, found.to_dict()
 
 
-def test_named_qualities(floor, rng):
+def test_levels_do_not_share_blocks_and_floor_format_is_refused(floor, rng):
     prompt = tokens(rng, 2 * BLOCK + 3)
     assert [floor.client.generate(prompt, 2, sampling=x).cached_tokens for x in ({}, NAMED, LOSSLESS)] == [0, 0, 0]
     with pytest.raises(RequestRefused, match="k8v4"):

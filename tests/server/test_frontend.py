@@ -23,14 +23,14 @@ def program() -> dict:
     return names
 
 
-def test_a_program_with_forks(packed, program):
+def test_program_with_forks(packed, program):
     tok = prompts.tokenizer(demo_model())
     text = tok.decode(prompts.cut(tok, prompts.chapter("execmodel"), 5 * BLOCK))
     state = program["run"](packed.url, text)
     assert state["kind"] in ("A manual.", "A poem.", "A recipe.")
     assert re.fullmatch(r"[1-5] of 5", state["rating"])
     assert len(state["answers"]) == len(program["QUESTIONS"]) and all(state["answers"])
-    # The text alone fills 5 blocks; the forks' prompts are a question longer than their common prefix.
+    # The text alone fills 5 blocks; each fork's prompt is its common prefix and a question.
     common = len(tok(state.text().partition(state["kind"])[0])["input_ids"])
     for cached in state["cached"]:
         assert cached % BLOCK == 0 and 5 * BLOCK <= cached

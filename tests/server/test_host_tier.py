@@ -1,5 +1,5 @@
-"""Blocks that leave the pool go to host memory and to files in their own bytes, and a prompt that hits them gets them
-back."""
+"""Blocks evicted from the pool go to host memory and to files byte for byte, and a prompt that hits them restores
+them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(STOCK, reason="about the host tier of the compre
 
 
 @pytest.mark.parametrize("sampling", [{}, LOSSLESS], ids=["packed", "lossless"])
-def test_an_evicted_prompt_is_answered_as_before(hosted, rng, sampling):
-    """Many prompts push the first one out of a pool that holds a few. It hits as many tokens as before, reads the same
-    bytes, and so gives the same log-probabilities."""
+def test_evicted_prompt_is_answered_as_before(hosted, rng, sampling):
+    """Many prompts evict the first one from a small pool. It hits as many tokens as before and reads the same bytes, so
+    it gives the same log-probabilities."""
     client, prompt = hosted.client, tokens(rng, 6 * BLOCK + 9)
     client.generate(prompt, 2, sampling=sampling)
     before = client.generate(prompt, 8, sampling=sampling, logprobs=True)
@@ -31,8 +31,8 @@ def test_an_evicted_prompt_is_answered_as_before(hosted, rng, sampling):
     assert client.when_idle()["host_loaded_bytes"] > stats["host_loaded_bytes"]
 
 
-def test_many_prompts_come_back_at_once(hosted, rng):
-    """More than the pool holds, with shared prefixes, asked three times in another order each, ends without a leak."""
+def test_many_evicted_prompts_are_restored_at_once(hosted, rng):
+    """More prompts than the pool holds, with shared prefixes, run three times in different orders without a leak."""
     trunks = [tokens(rng, 3 * BLOCK) for _ in range(4)]
     prompts = [rng.choice(trunks) + tokens(rng, rng.randint(1, 4 * BLOCK)) for _ in range(24)]
     answers = {}
@@ -47,7 +47,7 @@ def test_many_prompts_come_back_at_once(hosted, rng):
     assert hosted.client.when_idle()["host_loaded_bytes"] > 0
 
 
-def test_a_killed_server_answers_from_its_files(hosted, rng):
+def test_restarted_server_answers_from_files_of_killed_one(hosted, rng):
     """The next server on the same folder hits as many tokens and gives the same log-probabilities."""
     prompts = [tokens(rng, n * BLOCK + 9) for n in (6, 4)]
     before = []
@@ -68,8 +68,8 @@ def test_a_killed_server_answers_from_its_files(hosted, rng):
     assert stats["disk_read_bytes"] > 0 and not stats["disk_damaged"]
 
 
-def test_a_storage_backend_in_place_of_files(stored, rng):
-    """Blocks go to SGLang's own `file` backend. The next server answers from it, until it is cleared."""
+def test_storage_backend_replaces_files(stored, rng):
+    """Blocks go to SGLang's own `file` backend. The next server answers from it until it is cleared."""
     prompts = [tokens(rng, n * BLOCK + 9) for n in (6, 4)]
     before = []
     for prompt, sampling in zip(prompts, ({}, LOSSLESS)):
@@ -90,9 +90,9 @@ def test_a_storage_backend_in_place_of_files(stored, rng):
     assert not again.generate(prompts[0], 2).cached_tokens
 
 
-def test_a_prompt_that_fits_only_compressed(hosted, rng):
-    """It is served up to the limit that the server states, and answers alike from the cache. One token more is refused,
-    and so are an uncompressed request of that length and what no budget holds."""
+def test_prompt_that_fits_only_compressed_is_served(hosted, rng):
+    """The prompt is served up to the limit that the server reports, with the same answer from the cache. One more token
+    is refused, and so are an uncompressed request of that length and a prompt too long for any budget."""
     client, info = hosted.client, hosted.client.server_info()
     limit = info["internal_states"][0]["kvc"]["longest_prompt"]["default"]
     assert limit > 2 * info["max_total_num_tokens"]

@@ -1,4 +1,4 @@
-"""Requests at levels of their own, beside others, on a server that offers another format."""
+"""Requests with different levels in one batch, on a server that offers a second format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MINE = {"custom_params": {"kvc": LEVEL}}
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
 
 
-def test_all_levels_in_one_batch(levels):
-    """Each answers as it does alone."""
+def test_levels_in_one_batch_answer_as_alone(levels):
+    """Each request gets the answer that it gets alone."""
     client, tok = levels.client, prompts.tokenizer(demo_model())
     asked = [prompts.cut(tok, prompts.prose(), 150 + 40 * i, start=3000 * i) for i in range(3)]
     wanted = [{}, LOSSLESS, MINE]
@@ -33,14 +33,14 @@ def test_all_levels_in_one_batch(levels):
     for a, b in zip(alone, together):
         found = match(a, b)
         assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
-    # The level matters: the same prompt at another one gives other numbers.
+    # The level matters: the same prompt at another level gives different log-probabilities.
     for ids, before in zip(asked[1:], together[1:]):
         other = client.generate(ids, 8, top=3)
         assert other.cached_tokens == 0 and other.logprobs != before.logprobs
 
 
-def test_a_format_of_ones_own(levels, rng):
-    """Blocks of a request at another level are stored as that says, and found again at that level alone."""
+def test_request_format_is_stored_and_hit(levels, rng):
+    """Blocks of a request with another level are stored in that format and hit only at that level."""
     client = levels.client
     prompt = tokens(rng, 4 * BLOCK + 7)
     cold = client.generate(prompt, 12, top=3, sampling=MINE)
@@ -49,13 +49,13 @@ def test_a_format_of_ones_own(levels, rng):
     assert warm.cached_tokens == 4 * BLOCK
     found = match(cold, warm)
     assert found.same and found.drift < 1e-3, found.to_dict()
-    # The name of the server's own format is what every request gets.
+    # The name of the server's own format equals the default.
     client.generate(prompt, 4, sampling={"custom_params": {"kvc": "k4v4"}})
     assert client.generate(prompt, 4).cached_tokens == 4 * BLOCK
     assert client.when_idle()["blocks_by_format"] == {"bf16": 0, "k4v4": 4, LEVEL: 4}
 
 
-def test_what_is_on_offer_is_named(levels, rng):
+def test_offered_levels_are_named(levels, rng):
     with pytest.raises(RequestRefused, match=LEVEL) as refused:
         levels.client.generate(tokens(rng, 20), 4, sampling={"custom_params": {"kvc": "k2v2"}})
     assert refused.value.status == 400

@@ -1,4 +1,4 @@
-"""`--enable-memory-saver`: the KV memory is given back between rollouts, and answers after it are those before it."""
+"""`--enable-memory-saver`: the KV memory is released between rollouts, and answers stay the same afterwards."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check_same(again, before) -> None:
             return
 
 
-def test_answers_after_a_release_are_those_of_a_fresh_server(saver, rng):
-    """On the CPU a plug-in spoils the memory in place of giving it back, and notices what is written meanwhile."""
+def test_answers_after_release_equal_fresh_server(saver, rng):
+    """On the CPU a plug-in overwrites the memory instead of releasing it, and detects writes to it."""
     prompts = [tokens(rng, 4 * BLOCK + 9), tokens(rng, 2 * BLOCK + 20)]
     before = [saver.client.generate(p, 24, logprobs=True) for p in prompts]
     hits = [saver.client.generate(p, 24, logprobs=True) for p in prompts]
@@ -52,7 +52,7 @@ def test_answers_after_a_release_are_those_of_a_fresh_server(saver, rng):
     for _ in range(2):
         post(saver, "/release_memory_occupation", KV)
         if not STOCK:
-            assert saver.client.when_idle()["tokens"] == 0  # figures are made without the memory
+            assert saver.client.when_idle()["tokens"] == 0  # statistics are measured without the memory
         post(saver, "/resume_memory_occupation", KV)
         again = [saver.client.generate(p, 24, logprobs=True) for p in prompts]
         assert not any(a.cached_tokens for a in again)
@@ -63,7 +63,7 @@ def test_answers_after_a_release_are_those_of_a_fresh_server(saver, rng):
 
 
 @on_gpu
-def test_gpu_memory_falls_by_the_pool(saver, rng):
+def test_gpu_memory_drops_by_pool_size(saver, rng):
     saver.client.generate(tokens(rng, 3 * BLOCK), 16)
     held = gpu_memory()
     post(saver, "/release_memory_occupation", KV)
@@ -75,8 +75,9 @@ def test_gpu_memory_falls_by_the_pool(saver, rng):
 
 
 @on_gpu
-def test_all_memory_is_released_and_weights_come_back(saver, rng):
-    """Without tags weights and captured graphs go, too. A real rollout loads new weights before it goes on."""
+def test_all_memory_is_released_and_weights_are_restored(saver, rng):
+    """Without tags, weights and captured graphs are also released. A real rollout loads new weights before it
+    continues."""
     prompt = tokens(rng, 3 * BLOCK + 5)
     before = saver.client.generate(prompt, 16, logprobs=True)
     held = gpu_memory()

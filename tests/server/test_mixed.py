@@ -1,6 +1,6 @@
 """Decode steps that join the chunks of prompts (`--enable-mixed-chunk`).
 
-SGLang mixes only where no request wants log-probabilities, so an answer is compared with that of the same prompt alone,
+SGLang mixes only if no request asks for log-probabilities, so an answer is compared with that of the same prompt alone,
 which has them.
 """
 
@@ -15,12 +15,12 @@ from .conftest import BLOCK, STOCK, tokens
 from .test_packed_lifecycle import Stream
 
 CHUNK, CHUNKS = 2 * BLOCK, 4
-TIE = 0.2  # nats between candidates where two runs in batches of other shapes part
+TIE = 0.2  # nats between candidates where two runs in batches of different shapes diverge
 ANSWER = BLOCK + 8  # tokens: a block of the answer is packed while the prompt comes in
 
 
-def test_an_answer_goes_on_while_a_prompt_is_prefilled(mixed, rng):
-    """It is the answer that the prompt gets alone. Without mixing, SGLang prefills all chunks first."""
+def test_answer_continues_while_prompt_is_prefilled(mixed, rng):
+    """The answer equals that of the prompt alone. Without mixing, SGLang would prefill all chunks first."""
     prompt = prompts.cut(prompts.tokenizer(demo_model()), prompts.prose(), 70)
     alone = mixed.client.generate(prompt, ANSWER, top=5)
     mixed.client.flush()

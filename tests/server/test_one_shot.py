@@ -1,4 +1,4 @@
-"""Requests that keep a budget of their whole prompt, beside others on a server of 4-bit blocks."""
+"""Requests that keep a budget of their whole prompt, alongside others on a server with 4-bit blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def level(name: str) -> dict:
 
 
 def asked(tokens: int, text: str) -> list[int]:
-    """The `text` cut to some `tokens` tokens with a needle, and the question behind it, as one prompt."""
+    """A prompt of the `text`, cut to about `tokens` tokens with a needle, followed by the question."""
     tok = prompts.tokenizer(demo_model())
     filler = tok.decode(prompts.cut(tok, text, tokens))
     text = f"{filler[:1500]}\nThe secret code of the laboratory is {CODE}.\n{filler[1500:]}"
@@ -36,7 +36,7 @@ def question():
 
 
 @pytest.mark.parametrize("ratio", [8, 16])
-def test_a_small_cache_that_knows_the_question_answers_it(packed, question, ratio):
+def test_question_in_prompt_is_answered_from_small_cache(packed, question, ratio):
     client = packed.client
     answer = client.generate(question, 24, ignore_eos=False, sampling=level(f"one-shot:{ratio}x"))
     assert CODE in answer.text
@@ -44,8 +44,9 @@ def test_a_small_cache_that_knows_the_question_answers_it(packed, question, rati
     assert again.cached_tokens == 0 and again.ids == answer.ids
 
 
-def test_memory_is_what_was_asked_for_and_nothing_stays(packed, question):
-    """Of a running one-shot request the prompt has the ratio; when it ends, nothing of it is left."""
+def test_memory_matches_budget_and_is_freed_at_end(packed, question):
+    """The prompt of a running one-shot request has the requested ratio; when the request ends, all its memory is
+    free."""
     client = packed.client
     client.flush()
     before = client.when_idle()
@@ -64,8 +65,8 @@ def test_memory_is_what_was_asked_for_and_nothing_stays(packed, question):
     assert after["pages_free"] == before["pages_free"] and after["tokens"] == 0
 
 
-def test_other_requests_do_not_notice(packed, question, rng):
-    """A default request has the log-probabilities that it has alone, and its cached prefix is its own."""
+def test_other_requests_are_unaffected(packed, question, rng):
+    """A default request has the same log-probabilities as alone, and hits only its own cached prefix."""
     client, plain = packed.client, tokens(rng, 5 * BLOCK + 9)
     client.flush()
     alone = client.generate(plain, 16, top=3)
@@ -82,8 +83,9 @@ def test_other_requests_do_not_notice(packed, question, rng):
     assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
 
 
-def test_keeping_everything_is_the_servers_own_format(packed, question):
-    """A budget that the server's format meets drops nothing; only the prefill differs, which sees exact blocks."""
+def test_budget_that_keeps_all_equals_default_format(packed, question):
+    """A budget that the server's format meets drops no token; only the prefill differs, because it sees exact
+    blocks."""
     client = packed.client
     client.flush()
     whole = client.generate(question, 12, top=3, sampling=level("one-shot:1x"))
@@ -94,15 +96,15 @@ def test_keeping_everything_is_the_servers_own_format(packed, question):
 
 
 @pytest.mark.parametrize("wrong", ["one-shot", "one-shot:0.5x", "one-shot:65x", "one-shot:0", "one-shot:much"])
-def test_nonsense_is_refused(packed, rng, wrong):
+def test_invalid_budget_is_refused(packed, rng, wrong):
     with pytest.raises(RequestRefused, match="one-shot") as refused:
         packed.client.generate(tokens(rng, 20), 4, sampling=level(wrong))
     assert refused.value.status == 400
 
 
 @pytest.mark.parametrize("ratio", [8, 16])
-def test_a_prompt_that_does_not_fit_uncompressed_is_answered(thinned, ratio):
-    """In memory for half of it. The needle lies in a segment of which only a part stays."""
+def test_prompt_that_does_not_fit_uncompressed_is_answered(thinned, ratio):
+    """Memory holds half of the uncompressed prompt. The needle lies in a segment that is only partly kept."""
     client, prompt = thinned.client, asked(2500, prompts.prose())
     before = client.when_idle()
     assert len(prompt) > 2 * client.server_info()["max_total_num_tokens"]
@@ -114,7 +116,7 @@ def test_a_prompt_that_does_not_fit_uncompressed_is_answered(thinned, ratio):
     assert after["pages_free"] == before["pages_free"] and after["tokens"] == 0
 
 
-def test_the_longest_prompts_are_served_beside_others(thinned, rng):
+def test_longest_prompts_are_served_alongside_others(thinned, rng):
     client = thinned.client
     limits = client.server_info()["internal_states"][0]["kvc"]["longest_prompt"]
     uncompressed = client.server_info()["max_total_num_tokens"]

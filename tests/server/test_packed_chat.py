@@ -1,4 +1,4 @@
-"""What a user of the OpenAI and native APIs sees, on a server with packed blocks."""
+"""The OpenAI and native APIs, as a user sees them, on a server with packed blocks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_question_about_a_long_text(packed, tok):
     assert "7391" in answer.text
 
 
-@pytest.mark.cpu_only  # a grammar backend, which `ON_GPU` does without
+@pytest.mark.cpu_only  # needs a grammar backend, which is absent with `ON_GPU`
 def test_json_schema(packed):
     schema = {
         "type": "object",
@@ -87,7 +87,7 @@ def test_regex(packed):
 
 
 @pytest.mark.cpu_only  # a grammar backend, which `ON_GPU` does without
-def test_grammar_beside_free_requests(packed):
+def test_grammar_and_free_requests_share_batch(packed):
     """Constrained and free requests in one batch do not disturb each other."""
     pattern = r"\(\d{3}\) \d{3}-\d{4}"
 
@@ -114,9 +114,9 @@ def test_logprobs_are_probabilities(packed, rng):
 
 
 def test_logprobs_of_prefill_and_decode_agree(packed, tok):
-    """The probabilities of an answer while it is generated, and when it is given as a prompt: decode steps see packed
-    blocks, and a prompt sees its earlier blocks as they will be packed. Three answers, because one is too short for a
-    steady mean: stock SGLang exceeds the bound on one of them and keeps it on average."""
+    """Compares the log-probabilities of an answer during generation with those of the same tokens as a prompt: decode
+    steps see packed blocks, and a prompt sees its earlier blocks as they will be packed. Three answers are used because
+    one is too short for a stable mean: stock SGLang exceeds the bound on one of them and keeps it on average."""
     off = []
     for chapter in ("assignment", "types", "execmodel"):
         prompt = prompts.cut(tok, prompts.chapter(chapter), 300)
@@ -130,7 +130,7 @@ def test_logprobs_of_prefill_and_decode_agree(packed, tok):
 
 
 @pytest.mark.parametrize("n", [8192, 9000])
-def test_too_long_a_prompt_is_refused(packed, rng, n):
+def test_too_long_prompt_is_refused(packed, rng, n):
     with pytest.raises(RequestRefused) as refused:
         packed.client.generate(tokens(rng, n), 4)
     assert refused.value.status == 400

@@ -1,4 +1,4 @@
-"""Requests that do not end the ordinary way: aborted, paused, refused. The others lose nothing by it."""
+"""Requests that are aborted, paused or refused do not affect others."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Stream(threading.Thread):
         return self
 
 
-def test_abort_in_flight(packed, rng):
-    """One of three running requests is aborted; the others finish whole, and what was cached stays cached."""
+def test_aborted_request_does_not_affect_others(packed, rng):
+    """One of three running requests is aborted; the others finish in full, and cached blocks stay cached."""
     prompts = [tokens(rng, 3 * BLOCK + 11 * i) for i in range(3)]
     streams = [Stream(packed, p, 1000 if i == 1 else 40, rid=f"abort-{i}") for i, p in enumerate(prompts)]
     for s in streams:
@@ -60,8 +60,8 @@ def test_abort_in_flight(packed, rng):
     assert packed.client.generate(prompts[1], 2).cached_tokens >= border(len(prompts[1]) - 1)
 
 
-def test_abort_while_the_prompt_is_prefilled(packed, rng):
-    """A prompt of 24 chunks is aborted before its first token, beside a request that decodes."""
+def test_request_can_be_aborted_during_prefill(packed, rng):
+    """A prompt of 24 chunks is aborted before its first token while another request decodes."""
     other = Stream(packed, tokens(rng, 100), 60).wait()
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(packed.client.generate, tokens(rng, 3072), 50, rid="long")
@@ -81,8 +81,9 @@ def _finish_of(future) -> str:
         return "abort"
 
 
-def test_client_that_hangs_up(packed, rng):
-    """A connection closed in mid-answer frees the request; the server is idle soon after (flush succeeds)."""
+def test_closed_connection_frees_request(packed, rng):
+    """A connection closed in the middle of an answer frees the request; the server is idle soon after (flush
+    succeeds)."""
     stream = Stream(packed, tokens(rng, 2 * BLOCK), 1000).wait()
     stream.closing.set()
     stream.join(60)
@@ -100,7 +101,7 @@ def test_abort_all(packed, rng):
 
 
 @pytest.mark.skipif(STOCK, reason="stock SGLang computes the first chunk again until its memory is spent")
-def test_a_prompt_of_several_chunks_with_the_bootstrap_host_of_warm_ups(packed, rng):
+def test_warm_up_bootstrap_host_with_prompt_of_several_chunks(packed, rng):
     stream = Stream(packed, tokens(rng, 5 * BLOCK), 4, bootstrap_host="2.2.2.2").wait(60)
     stream.join(60)
     assert stream.finish == "length"
@@ -108,13 +109,13 @@ def test_a_prompt_of_several_chunks_with_the_bootstrap_host_of_warm_ups(packed, 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(packed, rng, mode):
-    """Nothing moves while paused; afterwards every request ends at its full length."""
+    """No tokens are generated while paused; afterwards every request ends at its full length."""
     streams = [Stream(packed, tokens(rng, 150 + 20 * i), 70).wait() for i in range(3)]
     packed.client.post("/pause_generation", {"mode": mode}).raise_for_status()
     try:
         before = None
         while before != (before := [len(s.events) for s in streams]):
-            time.sleep(2)  # what was under way arrives; a step takes a while on a busy machine
+            time.sleep(2)  # tokens of the running step arrive; a step takes a while on a busy machine
         time.sleep(1.5)
         assert [len(s.events) for s in streams] == before
         assert any(s.finish is None for s in streams), "all were done before the pause"
@@ -126,7 +127,7 @@ def test_pause_and_continue(packed, rng, mode):
     assert [s.events[-1]["meta_info"]["completion_tokens"] for s in streams] == [70] * 3
 
 
-def test_refused_requests_cost_the_others_nothing(packed, rng):
+def test_refused_requests_do_not_affect_others(packed, rng):
     other = Stream(packed, tokens(rng, 200), 80).wait()
     bad = [
         {"input_ids": tokens(rng, 9000)},
@@ -143,8 +144,8 @@ def test_refused_requests_cost_the_others_nothing(packed, rng):
 
 
 @pytest.mark.skipif(STOCK, reason="stock SGLang does not tell its pages")
-def test_memory_after_everything(packed, rng):
-    """Aborts, hits, forks and refusals, then flush: all pages are free again."""
+def test_all_memory_is_free_after_mixed_requests(packed, rng):
+    """After aborts, hits, forks and refusals a flush frees all pages."""
     start = packed.client.when_idle()["pages_free"]
     trunk = tokens(rng, 2 * BLOCK)
     streams = [Stream(packed, trunk + tokens(rng, 30 * i + 5), 30 + 200 * (i % 2)) for i in range(6)]
@@ -158,7 +159,7 @@ def test_memory_after_everything(packed, rng):
 
 
 def test_urgent_request_preempts_others(packed, rng):
-    """All rows are taken by patient requests: an urgent one ends before them, and the one it displaced ends whole."""
+    """Low-priority requests take all rows: an urgent one ends before them, and the one it displaced ends in full."""
     patient = [Stream(packed, tokens(rng, BLOCK + 9 * i), 2 * BLOCK, priority=0) for i in range(ROWS)]
     for s in patient:
         s.wait()
@@ -171,8 +172,8 @@ def test_urgent_request_preempts_others(packed, rng):
     assert sum(c["num_retractions"] for c in counts) == 1
 
 
-def test_a_profile_can_be_taken(packed, rng, tmp_path):
-    """SGLang asks the platform what there is to trace, in the scheduler."""
+def test_profile_can_be_taken(packed, rng, tmp_path):
+    """In the scheduler, SGLang asks the platform which activities it can trace."""
     body = {"num_steps": 2, "activities": ["CPU"], "output_dir": str(tmp_path)}
     packed.client.post("/start_profile", body).raise_for_status()
     packed.client.generate(tokens(rng, 20), 8)

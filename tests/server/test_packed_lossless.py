@@ -13,7 +13,7 @@ from .conftest import BLOCK, EXACT, LEVEL, LOSSLESS, STOCK, border, tokens
 pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
 
 
-def test_lossless_blocks_are_kept_and_shared_only_among_their_like(packed, rng):
+def test_lossless_blocks_are_kept_and_shared_only_with_lossless(packed, rng):
     prompt = tokens(rng, 4 * BLOCK + 7)
     first = packed.client.generate(prompt, 2 * BLOCK, sampling=LOSSLESS)
     stats = packed.client.when_idle()
@@ -25,8 +25,9 @@ def test_lossless_blocks_are_kept_and_shared_only_among_their_like(packed, rng):
     assert packed.client.when_idle()["packed_tokens"] == 4 * BLOCK
 
 
-def test_lossless_requests_read_what_the_model_computed(packed, off_by):
-    """What its own account says of the blocks is not asked: the numbers are compared with another implementation's."""
+def test_lossless_logprobs_match_transformers(packed, off_by):
+    """The log-probabilities are compared with those of another implementation, without relying on the server's own
+    statistics."""
     prompt = prompts.cut(prompts.tokenizer(demo_model()), prompts.prose(), 7 * BLOCK + 10)
     ask = {"input_from": BLOCK - 1}
     assert off_by(packed.client.generate(prompt, 1, sampling=LOSSLESS, **ask), prompt) < EXACT

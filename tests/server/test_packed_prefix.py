@@ -1,4 +1,4 @@
-"""Prefix hits on a server with packed blocks: exactly at block borders, at once, and only where allowed."""
+"""Prefix hits on a server with packed blocks: exactly at block borders, immediately, and only where allowed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from bench.compare import match
 
 from .conftest import BLOCK, STOCK, border, rows_alike, tokens
 
-# Nats between the log-probabilities of one token of two runs, where one run computed as a single row what the other
-# computed among others: its products round otherwise. Stock drifts by up to 0.08, with a gap of 0.03 where answers
-# part; k4v4 by 0.19, with any size of page.
+# Nats between the log-probabilities of one token of two runs, where one run computed a single row and the other
+# computed it among others: the products round differently. Stock drifts by up to 0.08, with a gap of 0.03 where answers
+# diverge; k4v4 drifts by 0.19 at any page size.
 ROW_DRIFT, TIE = 0.4, 0.2
 # The same where both computed several rows. It is 0 where products do not depend on the number of rows.
 DRIFT = 0.01 if rows_alike() else ROW_DRIFT
@@ -25,8 +25,8 @@ def tok(servers):
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 66, 128, 129, 130, 192, 193, 257, 400])
-def test_same_prompt_hits_up_to_the_last_border(packed, rng, n):
-    """At least one token is always computed, because its logits are wanted."""
+def test_repeated_prompt_hits_up_to_last_block_border(packed, rng, n):
+    """At least one token is always computed, because its logits are needed."""
     prompt = tokens(rng, n)
     assert packed.client.generate(prompt, 2).cached_tokens == 0
     assert packed.client.generate(prompt, 2).cached_tokens == border(n - 1)
@@ -44,8 +44,8 @@ def test_answers_are_cached_too(packed, rng, prompt_len, answer_len):
 
 
 @pytest.mark.parametrize("common", [64, 100, 191, 192])
-def test_branches_hit_at_their_fork(packed, rng, common):
-    """The very next request that shares a part of a cached one hits it, whatever nodes the tree has."""
+def test_branches_hit_up_to_their_fork(packed, rng, common):
+    """The next request that shares a part of a cached one hits it, whatever nodes the tree has."""
     trunk = tokens(rng, common)
     first = trunk + tokens(rng, 260)
     assert packed.client.generate(first, 2).cached_tokens == 0
@@ -55,8 +55,8 @@ def test_branches_hit_at_their_fork(packed, rng, common):
     assert packed.client.generate(first, 2).cached_tokens == border(len(first) - 1)
 
 
-def test_multi_turn_dialogue_of_many_blocks(packed, rng):
-    """Four turns, each of more than four blocks: every turn finds all of the turns before."""
+def test_each_turn_hits_all_earlier_turns(packed, rng):
+    """In a dialogue of four turns of more than four blocks each, every turn hits all earlier turns."""
     history = tokens(rng, 5 * BLOCK + 17)
     expected = 0
     for _ in range(4):
@@ -68,7 +68,7 @@ def test_multi_turn_dialogue_of_many_blocks(packed, rng):
     assert expected > 16 * BLOCK
 
 
-def test_requests_of_one_batch_share(packed, rng):
+def test_requests_of_one_batch_share_prefix(packed, rng):
     trunk = tokens(rng, 4 * BLOCK)
     packed.client.generate(trunk + tokens(rng, 10), 2)
     answers = packed.client.generate_many([trunk + tokens(rng, 40) for _ in range(6)], 12, parallel=6)
@@ -76,7 +76,7 @@ def test_requests_of_one_batch_share(packed, rng):
 
 
 def test_namespaces_do_not_share(packed, rng):
-    """`extra_key` is how LoRA adapters and tenants are kept apart."""
+    """`extra_key` separates LoRA adapters and tenants."""
     prompt = tokens(rng, 3 * BLOCK + 9)
 
     def hit(key):
@@ -133,7 +133,7 @@ def test_flush_returns_all_memory(packed, rng):
 
 
 @pytest.mark.skipif(STOCK, reason="stock SGLang keeps everything in bf16")
-def test_blocks_are_really_packed(packed, rng):
+def test_blocks_are_packed_to_format_size(packed, rng):
     """After the answer only an unfinished block stays uncompressed, and the bytes are those of the format."""
     packed.client.generate(tokens(rng, 10 * BLOCK), 2)
     stats = packed.client.when_idle()
@@ -144,7 +144,7 @@ def test_blocks_are_really_packed(packed, rng):
 
 
 def test_warm_answers_equal_cold_ones(packed, tok):
-    """Packed blocks depend on the tokens before them alone, so a hit changes nothing."""
+    """Packed blocks depend only on the tokens before them, so a hit changes nothing."""
     for n in (BLOCK + 5, 4 * BLOCK, 7 * BLOCK + 40, 9 * BLOCK + 1):
         prompt = prompts.cut(tok, prompts.chapter("types"), n)
         packed.client.flush()
@@ -158,9 +158,9 @@ def test_warm_answers_equal_cold_ones(packed, tok):
             assert (found.same or found.gap <= TIE) and found.drift < ROW_DRIFT, found.to_dict()
 
 
-def test_answers_as_prompts(packed, tok):
-    """Blocks that decoding filled are hit by a longer prompt, and agree with blocks that a prefill filled, up to the
-    rounding of the model's products; a prefill's own blocks agree again."""
+def test_answer_reused_as_prompt_hits_decoded_blocks(packed, tok):
+    """A longer prompt hits blocks filled by decoding, and they agree with blocks filled by a prefill up to the rounding
+    of the model's products; blocks of a prefill agree with themselves exactly."""
     prompt = prompts.cut(tok, prompts.chapter("assignment"), 3 * BLOCK + 10)
     answer = packed.client.generate(prompt, 2 * BLOCK, logprobs=True)
     longer = [*prompt, *answer.ids, *prompts.cut(tok, prompts.chapter("assignment"), 20, start=600)]

@@ -1,4 +1,5 @@
-"""Prefills in SGLang's breakable CUDA graphs, whose pieces `graphs_on_cpu` runs on a CPU, beside those without.
+"""Prefills in SGLang's breakable CUDA graphs, whose pieces `graphs_on_cpu` runs on a CPU, compared with prefills
+without graphs.
 
 Answers are equal up to the rounding of products of more rows. On CPUs with AVX-512 those of a single request are equal
 bit for bit.
@@ -16,20 +17,20 @@ from bench.compare import match
 
 from .conftest import BLOCK, DRIFT, TIE, tokens
 
-pytestmark = pytest.mark.cpu_only  # what the stand-in for graphs writes into the log is looked at
+pytestmark = pytest.mark.cpu_only  # the tests read what the stand-in for graphs writes to the log
 
 FREE = itertools.count()
 
 
 def padded(server) -> list[tuple[int, int]]:
-    """New tokens of each prefill that went through a graph, and to how many they were padded."""
+    """The number of new tokens of each prefill that went through a graph, and its padded size."""
     found = re.findall(r"prefill of (\d+) tokens as (\d+)", server.log.read_text(errors="replace"))
     return [(int(n), int(size)) for n, size in found]
 
 
 @pytest.fixture(scope="module")
 def text(servers):
-    """Token ids of ordinary text, which leaves a model in less doubt than random ones."""
+    """Token ids of ordinary text, about which a model is less uncertain than about random ids."""
     from bench.common import demo_model
 
     tok = prompts.tokenizer(demo_model())
@@ -49,7 +50,7 @@ def without(server, prompt: list[int], n: int, **options):
 
 
 @pytest.mark.parametrize("new", [3, 20, 37, 64])
-def test_a_hit(graphs, text, new):
+def test_prefix_hit_in_graph_matches_eager(graphs, text, new):
     prompt = text(3 * BLOCK + new)
     first = without(graphs, prompt, 12, top=5)
     plain = without(graphs, prompt, 12, top=5)
@@ -63,8 +64,9 @@ def test_a_hit(graphs, text, new):
 
 
 @pytest.mark.parametrize("length", [40, 100, 3 * BLOCK - 7])
-def test_a_prompt_and_what_it_leaves_in_the_cache(graphs, text, length):
-    """Chunk by chunk, with the log-probabilities of its own tokens; then without a graph over the blocks it left."""
+def test_chunked_prompt_and_its_cached_blocks_match_eager(graphs, text, length):
+    """Compares log-probabilities of the prompt's own tokens chunk by chunk, then a run without a graph over the blocks
+    it left."""
     prompt = text(length)
     plain, over_plain = (without(graphs, prompt, 4, input_from=0, top=5) for _ in range(2))
     graphs.client.flush()
@@ -78,8 +80,8 @@ def test_a_prompt_and_what_it_leaves_in_the_cache(graphs, text, length):
     assert len(asked.input_logprobs) == length - 1
 
 
-def test_requests_that_share_a_prefill(graphs, text, rng):
-    """Several requests in one padded prefill, some behind hits, while others decode: each as if it were alone."""
+def test_batched_prefill_answers_as_alone(graphs, text, rng):
+    """Several requests share one padded prefill, some after hits, while others decode; each answers as if alone."""
     trunk = text(2 * BLOCK)
     asked = [trunk + text(n, start=300 + n) for n in (5, 9, 14)] + [text(n, start=400 + n) for n in (27, 31)]
     alone = [without(graphs, p, 10, top=5) for p in asked]

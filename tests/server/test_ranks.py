@@ -1,4 +1,4 @@
-"""Two and four tensor-parallel ranks. Each keeps the pages of its own heads, and their schedulers must decide alike."""
+"""Two and four tensor-parallel ranks: each keeps the pages of its own heads, and their schedulers must decide alike."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, TWO_RANKS, deviation, tokens
 
-# Nats by which log-probabilities of the random model are off those of transformers, on average. Three prompts on one
-# rank: 0.07 to 0.09 where nothing is compressed, 0.66 to 0.74 with k4v4. On two ranks: 0.08 to 0.09, 0.67 to 0.75.
+# Mean difference in nats between log-probabilities of the random model and those of transformers. Three prompts on one
+# rank: 0.07 to 0.09 without compression, 0.66 to 0.74 with k4v4. On two ranks: 0.08 to 0.09, 0.67 to 0.75.
 ROUNDING, PACKED = 0.12, 1.0
 
 pytestmark = [
@@ -19,8 +19,8 @@ pytestmark = [
 
 
 def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
-    """Blocks take other numbers of pages on each rank. More is asked for than fits, and asked for again: a rank that
-    kept what the other evicted would have other tokens to compute, and both would wait for each other."""
+    """Blocks take different numbers of pages on each rank. Requests exceed memory and are repeated: a rank that kept
+    blocks evicted by the other would compute different tokens, and both would wait for each other."""
     new = BLOCK + 8  # one block of the answer is planned, too
     trunk = tokens(rng, 4 * BLOCK)
     prompts = [trunk[: BLOCK * rng.randint(0, 4)] + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(16)]
@@ -33,7 +33,7 @@ def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
     assert stats["host_loaded_bytes"] > 0, "no prompt came back from host memory"
 
 
-def test_a_prompt_is_answered_from_the_cache_as_it_was_before(ranks, rng):
+def test_warm_prompt_is_answered_as_before(ranks, rng):
     prompt = tokens(rng, 5 * BLOCK + 9)
     cold = ranks.client.generate(prompt, 24)
     first, second = (ranks.client.generate(prompt, 24, logprobs=True) for _ in range(2))
@@ -41,7 +41,7 @@ def test_a_prompt_is_answered_from_the_cache_as_it_was_before(ranks, rng):
     assert (first.ids, first.logprobs) == (second.ids, second.logprobs)
 
 
-def test_ranks_that_share_a_kv_head_keep_a_copy_each(replicated, rng):
+def test_ranks_that_share_kv_head_each_keep_copy(replicated, rng):
     """Twice as many ranks as KV heads. Each keeps pages of one head and answers for its own query heads."""
     off_by, prompt = deviation(replicated.model), tokens(rng, 5 * BLOCK + 9)
     ask = {"input_from": BLOCK - 1}
@@ -57,7 +57,7 @@ def test_ranks_that_share_a_kv_head_keep_a_copy_each(replicated, rng):
 
 
 def test_ranks_charge_one_shot_prompts_alike(replicated, rng):
-    """Each rank chooses tokens by its own query heads, but as many pages. More is asked for than fits."""
+    """Each rank chooses tokens by its own query heads, but the same number of pages. Requests exceed memory."""
     client, trunk = replicated.client, tokens(rng, 2 * BLOCK)
     client.flush()
     prompts = [trunk + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(24)]

@@ -26,8 +26,8 @@ class Chat:
         assert self.client.post("/close_session", {"session_id": self.id}).status_code == 200
 
 
-def test_turns_go_on_behind_each_other(levels, rng):
-    """Each turn is answered as the whole conversation is, and computes none of its full blocks again."""
+def test_turns_continue_conversation(levels, rng):
+    """Each turn is answered like the whole conversation, and recomputes none of its full blocks."""
     chat, history, asked = Chat(levels), [], []
     for n, answer in ((2 * BLOCK + 9, BLOCK), (5, 1), (BLOCK, 2 * BLOCK + 3), (1, 20)):
         new = tokens(rng, n)
@@ -44,7 +44,7 @@ def test_turns_go_on_behind_each_other(levels, rng):
             assert levels.client.generate(prompt, len(ids)).ids == ids
 
 
-def test_a_turn_that_stops_early(levels, rng):
+def test_turn_that_stops_early(levels, rng):
     whole: list[int] = []
     while len(set(whole)) < 2:  # two different tokens, the second of which ends the turn
         prompt = tokens(rng, BLOCK)
@@ -56,7 +56,7 @@ def test_a_turn_that_stops_early(levels, rng):
     chat.close()
 
 
-def test_a_turn_that_is_refused_or_aborted(levels, rng):
+def test_refused_or_aborted_turn_leaves_session_usable(levels, rng):
     chat, client = Chat(levels), levels.client
     first = chat.turn(tokens(rng, BLOCK + 3), 8)
     so_far = BLOCK + 3 + 8
@@ -86,7 +86,7 @@ def test_a_turn_that_is_refused_or_aborted(levels, rng):
         chat.turn([9], 2)
 
 
-def test_sessions_at_once(levels, rng):
+def test_concurrent_sessions(levels, rng):
     chats = [Chat(levels) for _ in range(6)]
     lengths = [0] * len(chats)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""One client's tokens decide what another reads of a shared prefix, and `--kvc-trust salt` keeps that within a salt."""
+"""One client's tokens affect what another reads of a shared prefix, and `--kvc-trust salt` limits this to one salt."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang keeps what a token i
     [("A", "A", True), ("A", "B", False), ("A", None, False), (None, None, False)],
     ids=["one salt", "two salts", "a salt and none", "no salts"],
 )
-def test_evidence_stays_within_a_salt(salted, rng, first, second, crosses):
-    """The same request, each time behind another one with the same prefix. Blocks are packed by the attention of what
-    followed in the first request, so its tokens show in the second one's answer where they share the prefix."""
+def test_evidence_stays_within_salt(salted, rng, first, second, crosses):
+    """The same request runs after different requests with the same prefix. Blocks are packed by the attention of later
+    tokens of the first request, so these tokens affect the second answer where both share the prefix."""
     client, prefix = salted.client, tokens(rng, 4 * BLOCK)
-    mine, answers = prefix + tokens(rng, 20), []
+    prompt, answers = prefix + tokens(rng, 20), []
     for _ in range(2):
         client.flush()
         client.generate(prefix + tokens(rng, 3 * BLOCK), 1, extra_key=first)
         client.when_idle()
-        answers.append(client.generate(mine, 8, logprobs=True, extra_key=second))
+        answers.append(client.generate(prompt, 8, logprobs=True, extra_key=second))
         assert answers[-1].cached_tokens == (4 * BLOCK if crosses else 0)
     assert (answers[0].logprobs != answers[1].logprobs) == crosses

@@ -1,7 +1,7 @@
-"""A model with sliding windows, served: beside transformers where nothing is compressed, and beside itself.
+"""A served model with sliding windows: compared with transformers without compression, and with itself.
 
-Its random weights make no text, but log-probabilities that hang on which tokens a layer sees. Short prompts go through
-SGLang's runner of prefill graphs, which pads them, and hands a Gemma 3's queries over with their padding.
+Its random weights produce no text, but log-probabilities that depend on which tokens a layer sees. Short prompts go
+through SGLang's runner of prefill graphs, which pads them and passes Gemma 3's queries with their padding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from .conftest import BLOCK, STOCK, border, tokens
 
 WINDOW = 100  # between one block and two
-# Around the window, around its blocks, within a chunk and over several.
+# Lengths around the window, around its blocks, within a chunk and over several chunks.
 LENGTHS = [30, 99, 100, 101, 128, 300, 700]
 DRIFT = 0.06  # nats between transformers and a server, both in bf16, on average over tokens
 
@@ -37,7 +37,7 @@ def reference(servers):
 
 
 def drift(answer, prompt, reference, **options):
-    """How far the generated tokens' log-probabilities are off, on average."""
+    """The mean difference of the generated tokens' log-probabilities."""
     return apart(answer.logprobs, reference([*prompt, *answer.ids], len(prompt), **options))
 
 
@@ -46,8 +46,8 @@ def apart(a, b):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_against_transformers(windowed, reference, rng, length):
-    """Cold, from the cache, and decoded over the window's border."""
+def test_logprobs_match_transformers(windowed, reference, rng, length):
+    """Checked cold, from the cache, and while decoding past the window's border."""
     prompt = tokens(rng, length)
     cold = windowed.client.generate(prompt, 40, logprobs=True, input_from=1)
     assert drift(cold, prompt, reference) < DRIFT
@@ -56,15 +56,15 @@ def test_against_transformers(windowed, reference, rng, length):
     warm = windowed.client.generate(prompt, 40, logprobs=True)
     assert warm.cached_tokens >= border(length - 1)
     assert drift(warm, prompt, reference) < DRIFT
-    # Appended to what was generated.
+    # A prompt appended to the generated tokens.
     longer = [*prompt, *cold.ids, *tokens(rng, 17)]
     after = windowed.client.generate(longer, 8, logprobs=True)
     assert after.cached_tokens >= border(length + 40 - 1)
     assert drift(after, longer, reference) < DRIFT
 
 
-def test_the_window_matters(windowed, reference, rng):
-    """What the tests above would say of a server that sees one token more or fewer, or all of them."""
+def test_wrong_window_shifts_logprobs(windowed, reference, rng):
+    """The tests above would fail for a server that sees one token more or fewer, or all of them."""
     prompt = tokens(rng, 300)
     answer = windowed.client.generate(prompt, 40, logprobs=True)
     right = drift(answer, prompt, reference)
@@ -76,15 +76,15 @@ def test_short_prompts_are_padded(windowed, rng):
     assert "prefill of 60 tokens as 64" in windowed.log.read_text()
 
 
-def test_requests_of_all_lengths_at_once(windowed, reference, rng):
+def test_concurrent_requests_of_all_lengths_match_transformers(windowed, reference, rng):
     asked = [tokens(rng, n) for n in LENGTHS]
     for prompt, answer in zip(asked, windowed.client.generate_many(asked, 30, logprobs=True)):
         assert drift(answer, prompt, reference) < DRIFT
 
 
 @pytest.mark.skipif(STOCK, reason="stock SGLang packs nothing")
-def test_packed(windowed_packed, reference, rng):
-    """Warm answers are those of the cold; what is compressed costs little."""
+def test_packed_warm_answers_equal_cold_ones(windowed_packed, reference, rng):
+    """Warm answers equal cold ones, and compression costs little."""
     for length in (2 * BLOCK + 1, 300, 700):
         prompt = tokens(rng, length)
         cold = windowed_packed.client.generate(prompt, 12, logprobs=True)

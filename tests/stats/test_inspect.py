@@ -1,4 +1,4 @@
-"""`sglang-kvc inspect` against a server that only answers /server_info."""
+"""`sglang-kvc inspect` with a server that only answers /server_info."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_table(serve, capsys):
     assert "16 k8v4+k4v2" in out and "7.53 ms each" in out and "pruned 10.0 %" in out
 
 
-def test_an_empty_cache_is_shown(serve, capsys):
+def test_empty_cache_is_shown(serve, capsys):
     assert cli.main(["inspect", "--url", serve(info({**STATE, "stats": EMPTY.to_dict()}))]) == 0
     assert "- over all resident tokens" in capsys.readouterr().out
 
@@ -88,7 +88,7 @@ def test_map(serve, tmp_path, capsys, ending):
     assert data.startswith({"html": b"<!doctype", "svg": b"<svg", "png": b"\x89PNG"}[ending])
 
 
-def test_every_scheduler_gets_its_own(serve, tmp_path, capsys):
+def test_each_scheduler_gets_its_own_output(serve, tmp_path, capsys):
     file = tmp_path / "map.svg"
     assert cli.main(["inspect", "--url", serve(info(STATE, STATE)), "--map", str(file)]) == 0
     assert "scheduler 1" in capsys.readouterr().out
@@ -104,12 +104,12 @@ def test_svg_is_well_formed_and_shows_every_head():
     assert len(list(ET.fromstring(head_map.svg(tall)).iter("{http://www.w3.org/2000/svg}title"))) == 640
 
 
-def test_colors_run_from_pale_to_dark():
+def test_colors_range_from_pale_to_dark():
     assert head_map.color(0) == "#edf3fa" and head_map.color(1) == "#0b3d6e"
     assert head_map.color(-1) == head_map.color(0) and head_map.color(2) == head_map.color(1)
 
 
-def test_html_escapes_what_comes_from_outside(tmp_path):
+def test_html_escapes_external_text(tmp_path):
     assert "<script>" not in head_map.html(MAP, "<script>", "<script>", [("a", "<script>")])
 
 
@@ -130,7 +130,7 @@ HOSTILE = "\x1b]0;owned\x07<script>\u202e\x9b2J"
     ],
     ids=["blocks", "kept", "ragged", "shapes", "no map", "count", "counts", "no figures"],
 )
-def test_figures_that_are_no_numbers_are_refused(serve, tmp_path, capsys, change):
+def test_non_numeric_statistics_are_rejected(serve, tmp_path, capsys, change):
     file = tmp_path / "map.html"
     url = serve(info({**STATE, **change}))
     assert cli.main(["inspect", "--url", url, "--map", str(file)]) == 1
@@ -139,7 +139,7 @@ def test_figures_that_are_no_numbers_are_refused(serve, tmp_path, capsys, change
     assert not file.exists()
 
 
-def test_text_of_the_server_reaches_neither_terminal_nor_page_as_it_is(serve, tmp_path, capsys):
+def test_server_text_is_escaped_in_terminal_and_page(serve, tmp_path, capsys):
     names = {"config": HOSTILE, "scope": HOSTILE, "blocks_by_format": {HOSTILE: 4}, "tokens_by_tier": {HOSTILE: 1}}
     file = tmp_path / "map.html"
     url = serve(info({**STATE, "stats": {**STATS.to_dict(), **names}}))
@@ -153,7 +153,7 @@ def test_text_of_the_server_reaches_neither_terminal_nor_page_as_it_is(serve, tm
 
 
 @pytest.mark.parametrize("answer", [[], *({"internal_states": x} for x in (5, [5], [{"kvc": 5}]))], ids=str)
-def test_answers_of_other_shapes_are_refused(serve, capsys, answer):
+def test_answers_of_unexpected_shape_are_rejected(serve, capsys, answer):
     assert cli.main(["inspect", "--url", serve(answer)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
@@ -175,14 +175,14 @@ def test_errors_are_one_line(serve, capsys, answer, status, words):
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
 
 
-def test_nothing_to_talk_to(capsys):
+def test_unreachable_server_gives_one_line_error(capsys):
     assert cli.main(["inspect", "--url", "http://127.0.0.1:9"]) == 1
     assert cli.main(["inspect", "--url", "127.0.0.1:9"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 2 and "--url" in err
 
 
-def test_map_needs_packed_blocks_and_a_known_ending(serve, tmp_path, capsys):
+def test_map_needs_packed_blocks_and_known_suffix(serve, tmp_path, capsys):
     url = serve(info(STATE))
     assert cli.main(["inspect", "--url", url, "--map", str(tmp_path / "map.bmp")]) == 1
     empty = serve(info({**STATE, "head_map": HeadMap([[0.0]], [[0.0]], 0).to_dict()}))

@@ -1,4 +1,4 @@
-"""Figures of a running server: what they mean, how they read in the log, in Prometheus and in /server_info."""
+"""Statistics of a running server: their meaning, and their form in the log, in Prometheus and in /server_info."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ EMPTY = KvcStats("quantise k4v4", "block", 23040, 2112, 40000, 40000, 0, 0, 0, 0
 MAP = HeadMap(kept=[[1.0, 0.5], [0.25, 0.0]], high=[[0.5, 0.5], [0.25, 0.0]], blocks=16)
 
 
-def test_ratios_count_what_they_say():
+def test_ratios_match_counts():
     assert STATS.ratio == pytest.approx(23040 * 5000 / 30e6)
     assert STATS.ratio_body == pytest.approx(23040 * 4096 / 20e6)
     assert STATS.bytes_per_token == 6000
     assert STATS.tier_shares == {"bf16": 0.2, "high": 0.6, "low": 0.1, "pruned": 0.1}
 
 
-def test_demoted_blocks_show_where_there_are_any():
+def test_demoted_blocks_are_shown_only_if_present():
     demoted = replace(STATS, demoted_blocks=7)
     assert ", compacted 16 blocks in 120 ms, demoted 7 blocks" in demoted.log_line()
     assert ("demoted", "7 blocks moved to a lower format") in inspect.rows(demoted)
@@ -54,7 +54,7 @@ def test_demoted_blocks_show_where_there_are_any():
     assert metrics.GAUGES["demoted_blocks"][1](demoted) == 7 and KvcStats.from_dict(demoted.to_dict()) == demoted
 
 
-def test_formats_that_share_a_name_are_counted_together():
+def test_formats_of_same_name_are_counted_together():
     server = ToyServer(high="k8v4", floor="k4v4", window=0)
     for level in (None, "k8v4"):
         server.finish(server.admit([*range(2 * P), 1], level=level))
@@ -65,7 +65,7 @@ def test_formats_that_share_a_name_are_counted_together():
     assert stats.blocks_by_format == {"bf16": 0, "k8v4": 2, "k4v4": 2} and stats.demoted_blocks == 2
 
 
-def test_an_empty_cache_has_no_ratio():
+def test_empty_cache_has_no_ratio():
     assert EMPTY.ratio is EMPTY.ratio_body is EMPTY.bytes_per_token is None
     assert EMPTY.tier_shares == {} and times(None) == "-"
     assert EMPTY.log_line().startswith("kvc: - (body -), pages free 40000/40000")
@@ -73,7 +73,7 @@ def test_an_empty_cache_has_no_ratio():
     assert begun.log_line().startswith("kvc: nothing packed yet, pages free")
 
 
-def test_log_line_says_all_of_it():
+def test_log_line_contains_all_statistics():
     assert STATS.log_line() == (
         "kvc: 3.84x (body 4.72x), 6000 B/token, pages free 31000/40000, "
         "tiers bf16 20% high 60% low 10% pruned 10%, occupancy 0.93, compacted 16 blocks in 120 ms"
@@ -117,7 +117,7 @@ def test_server_info_hook_adds_builtins(fake_runtime):
     assert KvcStats.from_dict(sent["stats"]) == STATS and HeadMap.from_dict(sent["head_map"]) == MAP
 
 
-def test_broken_figures_do_not_end_the_server(fake_runtime, monkeypatch):
+def test_failing_statistics_do_not_stop_server(fake_runtime, monkeypatch):
     monkeypatch.setattr(collect, "measure", broken)
     monkeypatch.setattr(collect, "figures", broken)
     assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
@@ -127,7 +127,7 @@ def test_broken_figures_do_not_end_the_server(fake_runtime, monkeypatch):
     assert result.internal_state["kvc"]["error"] == "RuntimeError: no figures"
 
 
-def test_stock_servers_are_left_alone():
+def test_hooks_leave_stock_servers_unchanged():
     assert runtime.current() is None
     assert metrics.after_usage_msg_parts(["a"], None) == ["a"]
     result = SimpleNamespace(internal_state={})
@@ -138,7 +138,7 @@ def test_stock_servers_are_left_alone():
 
 
 class FakeGauge:
-    """Stands for prometheus_client.Gauge; remembers what was set."""
+    """Stands in for prometheus_client.Gauge; remembers the values set."""
 
     values: ClassVar[dict] = {}
 
@@ -175,14 +175,14 @@ def test_prometheus_gauges(fake_runtime):
 
 @pytest.fixture
 def real_gauge():
-    """A gauge of prometheus_client in a registry of its own, which takes a name only once."""
+    """A gauge of prometheus_client in a separate registry, which accepts each name only once."""
     from prometheus_client import CollectorRegistry, Gauge
 
     registry = CollectorRegistry()
     return registry, lambda *args, **options: Gauge(*args, **options, registry=registry)
 
 
-def test_gauges_fit_the_real_client(fake_runtime, real_gauge):
+def test_gauges_work_with_real_client(fake_runtime, real_gauge):
     from prometheus_client import generate_latest
 
     registry, gauge = real_gauge
@@ -197,7 +197,7 @@ def test_gauges_fit_the_real_client(fake_runtime, real_gauge):
 
 
 @pytest.mark.parametrize("later", [{"model_name": "m", "rank": "0"}, {}], ids=["more labels", "fewer labels"])
-def test_gauges_that_fail_do_not_end_the_server(fake_runtime, real_gauge, monkeypatch, later):
+def test_failing_gauges_do_not_stop_server(fake_runtime, real_gauge, monkeypatch, later):
     said = []
     monkeypatch.setattr(metrics.logger, "exception", said.append)
     collector = SimpleNamespace(labels={"model_name": "m"}, _gauge_cls=real_gauge[1])
@@ -208,6 +208,6 @@ def test_gauges_that_fail_do_not_end_the_server(fake_runtime, real_gauge, monkey
     assert len(said) == 1
 
 
-def test_a_log_line_that_fails_does_not_end_the_server(fake_runtime, monkeypatch):
+def test_failing_log_line_does_not_stop_server(fake_runtime, monkeypatch):
     monkeypatch.setattr(collect, "measure", lambda runtime, detail: SimpleNamespace(log_line=broken))
     assert metrics.after_usage_msg_parts(["a"], None) == ["a"]

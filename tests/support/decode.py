@@ -7,7 +7,7 @@ from tests.support.random_store import random_store, reference_decode
 
 
 def block_formats_of(*names: str) -> tuple[BlockFormat, ...]:
-    """block_formats_of("k4v4", "k8v4+k4v2"): bf16, then one a name."""
+    """`block_formats_of("k4v4", "k8v4+k4v2")`: bf16, then one format per name."""
     formats = [[FORMATS[x] for x in n.split("+")] for n in names]
     return (BlockFormat(BF16), *(BlockFormat(f[0], f[1] if len(f) > 1 else None) for f in formats))
 
@@ -59,7 +59,7 @@ def make_case(
     store = random_store(layout, block_formats, format_ids, counts, dtype=dtype, device=device, seed=seed)
     rows = torch.cat((rows, torch.zeros((1, nb), dtype=rows.dtype))).int().to(device)
     seq_lens = torch.tensor([*lens, 1], dtype=torch.int32, device=device)
-    # Two times the usual size: logits spread over several units, so that rescaling happens.
+    # Twice the usual size spreads logits over several units, so that the running maximum is rescaled.
     q = 2 * torch.randn((len(lens) + 1, heads * group, head_dim), generator=gen)
     return store, q.to(dtype).to(device), rows, seq_lens
 

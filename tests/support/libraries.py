@@ -1,4 +1,4 @@
-"""Which prefill libraries this machine has."""
+"""Detection of the prefill libraries on this machine."""
 
 import pytest
 import torch

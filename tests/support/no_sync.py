@@ -1,4 +1,4 @@
-"""Whether operations in plain torch would make the host wait on a GPU."""
+"""A check that plain torch operations would not make the host wait for a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoSync(TorchDispatchMode):
-    """Fails on whatever would make a CUDA stream wait: reading a value, or a shape that depends on data."""
+    """Fails on operations that would synchronize a CUDA stream: reading a value, or a shape that depends on data."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor")
 

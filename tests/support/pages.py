@@ -1,4 +1,4 @@
-"""Small stores, and references written from the format's definition, token by token, in numpy."""
+"""Small stores, and token-by-token numpy references written from the definition of the formats."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ F = FORMATS
 
 
 class KernelStore(PageStore):
-    """A store whose operations run as kernels on the CPU, too: under Triton's interpreter, or not at all."""
+    """A store whose operations run as kernels even on the CPU, under Triton's interpreter or with launches disabled."""
 
     use_kernels = True
 
 
 class TorchStore(PageStore):
-    """A store whose operations run in plain torch on a GPU, too."""
+    """A store whose operations run in plain torch even on a GPU."""
 
     use_kernels = False
 
@@ -150,7 +150,7 @@ def grid(bits: int) -> int:
 
 
 def lower(codes: np.ndarray, source: int, target: int) -> np.ndarray:
-    """Codes at fewer (or more) bits, by way of every block format between."""
+    """Codes at fewer (or more) bits, converted through every format in between."""
     codes = codes.astype(np.float64)
     for bits, factor in ((4, 17), (2, 5)):
         if target <= bits < source:
@@ -162,7 +162,7 @@ def lower(codes: np.ndarray, source: int, target: int) -> np.ndarray:
 
 @dataclass
 class RefToken:
-    """One stored token: codes, metas, score; plain rows (fp32 arrays of bf16 values) while uncompressed."""
+    """One stored token: codes, scales and zeros, score; plain rows (fp32 arrays of bf16 values) while uncompressed."""
 
     position: int
     k: np.ndarray
@@ -185,7 +185,7 @@ def value_of(t: RefToken) -> np.ndarray:
 
 @dataclass
 class RefHead:
-    """What one block-head stores: tokens by tier, and the header `[2, D]` of the key channels."""
+    """The contents of one block and head: tokens by tier, and the header `[2, D]` of the key channels."""
 
     block_format: BlockFormat
     tiers: dict[int, list[RefToken]]
@@ -233,7 +233,7 @@ class RefHead:
 
 
 def ref_page_tokens(layout: PoolLayout, fmt) -> int:
-    """Tokens a page, counted up from the definition of the segments."""
+    """Tokens per page, counted from the definition of the segments."""
     t = 0
     while ref_offsets(layout, fmt, t + 16)["end"] <= layout.page_bytes:
         t += 16
@@ -287,12 +287,12 @@ def ref_pages(layout: PoolLayout, fmt, tokens: list[RefToken]) -> list[bytes]:
     return out
 
 
-# ---- reference of a whole store: pages by number, in the order in which they must be taken and returned
+# ---- reference of a whole store: page ids in the order in which they must be taken and returned
 
 
 @dataclass
 class RefStore:
-    """Plain Python model of ring, table and contents; `rows[block][l][h]` is a RefHead."""
+    """A plain Python model of ring, table and contents; `rows[block][l][h]` is a RefHead."""
 
     store: PageStore
     free: deque = field(default_factory=deque)
@@ -362,7 +362,7 @@ class RefStore:
             assert s.block_formats[int(s.format_id[b])] is head_ref.block_format or int(s.format_id[b]) == 0
 
     def check_bytes(self, block):
-        """Page bytes and key header of a packed block are those that the reference packs."""
+        """Page bytes and key header of a packed block equal the reference's."""
         s = self.store
         for (l, h), ids in self.table[block].items():
             head = self.rows[block][l, h]

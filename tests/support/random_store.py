@@ -1,6 +1,6 @@
-"""Random page stores and a float64 reading of them: material for kernel tests and benchmarks.
+"""Random page stores and a float64 reader for them, used by kernel tests and benchmarks.
 
-Written from the layout's documentation alone and apart from the operations, so that it can check those.
+The reader is written from the layout's documentation alone, independently of the operations, so that it can check them.
 """
 
 from __future__ import annotations

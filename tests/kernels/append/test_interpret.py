@@ -19,7 +19,7 @@ def test_same_bytes(heads, head_dim, dtype, has_scores):
     for store in stores:
         ops.take_bf16(store, blocks)
     where = torch.randperm(3 * 32, generator=gen)[:21]
-    # The last row is a padded one: it goes to the scratch block.
+    # The last row is padding and goes to the scratch block.
     ids = torch.cat((blocks[where // 32], torch.zeros(1, dtype=torch.long)))
     at = torch.cat((where % 32, torch.zeros(1, dtype=torch.long)))
     qkv = torch.randn((22, 3 * heads, head_dim), generator=gen).to(dtype)
@@ -30,7 +30,7 @@ def test_same_bytes(heads, head_dim, dtype, has_scores):
     assert torch.equal(stores[0].pages, stores[1].pages)
 
 
-def test_rows_of_another_dtype_and_none_at_all():
+def test_append_converts_dtype_and_accepts_no_rows():
     store, expected = make_store(heads=1), make_store(heads=1)
     blocks = torch.tensor([4])
     for s in (store, expected):

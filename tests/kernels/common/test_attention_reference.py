@@ -33,7 +33,7 @@ def request(spec, *, groups=1, length=170, packed=2, prune=True, seed=0, dtype=t
 
 
 def dense(store, row, length, layer=0):
-    """fp64 K, V `[H, S, D]` and mask `[H, S]` of what is stored."""
+    """fp64 K, V `[H, S, D]` and mask `[H, S]` of the stored tokens."""
     k, v, tier = ops.load_dense(store, layer, row)
     h = store.layout.heads
     k, v = (x.transpose(0, 1).reshape(h, -1, x.shape[-1])[:, :length].double() for x in (k, v))
@@ -106,8 +106,9 @@ def test_logit_cap(spec):
     assert error(got, want[-1:]) < 1e-5
 
 
-def test_blocks_of_several_formats_in_one_row():
-    """Plain, packed and lower blocks in any order, as a shared prefix with a pinned window may leave them."""
+def test_row_mixes_blocks_of_several_formats():
+    """Uncompressed, packed and lower blocks occur in any order, as a shared prefix with a pinned window may leave
+    them."""
     store, row, gen = request("k8v4+k4v2", length=370, packed=0)
     for at in (0, 2, 3):
         tiers = random_tiers(store, 1, store.block_formats[1], gen)
@@ -121,15 +122,15 @@ def test_blocks_of_several_formats_in_one_row():
     assert error(got, want[-1:]) < 1e-5
 
 
-def test_everything_pruned_gives_zero():
+def test_fully_pruned_head_gives_zero():
     store, row, _ = request("k4v4", length=64, packed=0)
     ops.compact(store, row, 1, torch.zeros(1, 1, 2, 64, dtype=torch.int8), from_format=0)
     q = torch.randn(1, 2, 64)
     assert not ops.decode_attention(store, 0, q, row[None], torch.tensor([64]), scale=0.125).any()
 
 
-def test_garbage_in_the_scratch_page_is_never_seen():
-    """Heads with fewer pages read page 0 behind their end: NaN there must not spread."""
+def test_garbage_in_scratch_page_does_not_reach_output():
+    """Heads with fewer pages read page 0 after their end, so NaN there must not spread."""
     store, row, _ = request("k4v4+k4v2")
     q = torch.randn(20, 6, 64)
     outs = []
@@ -163,7 +164,7 @@ def test_answers_do_not_depend_on_the_batch():
 
 
 def stock_extend(q, k, v, prefix, scale):
-    """As `_run_sdpa_forward_extend`: all positions are queries, the prefix's are thrown away."""
+    """As in `_run_sdpa_forward_extend`, all positions are queries, and the prefix's outputs are dropped."""
     rows = torch.zeros(q.shape[1], k.shape[0], q.shape[2], dtype=q.dtype)
     rows[:, prefix:] = q.movedim(0, 1)
     out = scaled_dot_product_attention(
@@ -179,7 +180,7 @@ def stock_extend(q, k, v, prefix, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_tokens", [64, 72])  # 72: the last page of a block is part-filled
-def test_uncompressed_decode_has_stock_bits(dtype, block_tokens):
+def test_uncompressed_decode_equals_stock_bit_for_bit(dtype, block_tokens):
     for length, group in ((1, 3), (100, 3), (257, 1), (400, 7)):
         store, row, _ = request(None, length=length, dtype=dtype, block_tokens=block_tokens)
         k, v = random_kv(store, length, 0)
@@ -197,8 +198,8 @@ def test_uncompressed_decode_has_stock_bits(dtype, block_tokens):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length,new", [(90, 90), (300, 1), (300, 13), (1100, 1), (1290, 2), (1400, 65), (1500, 700)])
-def test_uncompressed_extend_has_stock_bits(dtype, length, new):
-    """Also where the queries start at a tile border rather than at 0."""
+def test_uncompressed_extend_equals_stock_bit_for_bit(dtype, length, new):
+    """This includes queries that start at a tile border rather than at 0."""
     store, row, _ = request(None, length=length, dtype=dtype, block_tokens=256, page_bytes=4096)
     k, v = random_kv(store, length, 0)
     q = torch.randn(new, 6, 64).to(dtype)
@@ -212,13 +213,13 @@ def test_uncompressed_extend_has_stock_bits(dtype, length, new):
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4+k4v2"])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("cap", [0.0, 4.0])
-def test_scores_are_column_sums(spec, window, cap):
-    """A prefill in two chunks and two decode steps, scores against the explicit attention matrix."""
+def test_scores_are_column_sums_of_attention(spec, window, cap):
+    """Scores of a prefill in two chunks and two decode steps against the explicit attention matrix."""
     store, row, _ = request(spec, has_scores=True, length=170, packed=0)
     sampling = ops.ScoreSampling(window, decode_stride=1)
     scores = torch.zeros(2, 170, dtype=torch.float64)
     for step, (prefix, new) in enumerate(((0, 100), (100, 68), (168, 1), (169, 1))):
-        if step == 1:  # the first block is packed meanwhile
+        if step == 1:  # the first block is packed in between
             tiers = random_tiers(store, 1, store.block_formats[1], np.random.default_rng(3))
             ops.compact(store, row[:1], 1, tiers, from_format=0)
         end = prefix + new
@@ -240,7 +241,7 @@ def test_scores_are_column_sums(spec, window, cap):
         )
     got = ops.block_scores(store, row).transpose(0, 2)[:, 0].reshape(2, -1)[:, :170]
     assert torch.allclose(got.double(), scores, rtol=1e-4, atol=1e-5)
-    # Queries behind each block's last token, counted by hand.
+    # Queries after each block's last token, counted by hand.
     queries = [range(max(a, b - (window or 999)), b) for a, b in ((0, 100), (100, 168), (168, 169), (169, 170))]
     counts = [sum(x >= 64 * (i + 1) for r in queries for x in r) for i in range(3)]
     assert store.query_counts[row].tolist() == counts
@@ -250,7 +251,7 @@ def test_scores_are_column_sums(spec, window, cap):
         assert torch.allclose(mean_attention_scores[:, j].double(), scores[:, j] / max(1, n), rtol=1e-4, atol=1e-6)
 
 
-def test_shared_prefix_collects_from_every_request():
+def test_shared_prefix_collects_scores_from_every_request():
     store, row, _ = request("k4v4", has_scores=True, length=100, packed=0)
     more = torch.tensor([b for b in range(1, 12) if b not in row.tolist()])[:1]
     ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_format=0)

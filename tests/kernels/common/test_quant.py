@@ -51,7 +51,7 @@ def test_page_round_trip_and_zero_padding(fmt, has_scores):
     for a, b in zip(rows, back):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
-    # Slots without a token leave no trace, whatever was in them.
+    # Slots without a token leave no trace, whatever their content.
     valid = torch.arange(t) < 5
     masks = [valid[:, None]] * 2 + [valid] * 3  # keys and values are token-major, the rest ends in tokens
     other = PageRows(*(x if x is None else torch.where(m, x, 7) for x, m in zip(rows, masks)))
@@ -71,7 +71,7 @@ def test_bf16_page_round_trip():
 @pytest.mark.parametrize("spec", [f.name for f in PACKED])
 @pytest.mark.parametrize("has_scores", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64])
-def test_bytes_equal_reference(spec, has_scores, head_dim):
+def test_packed_bytes_equal_reference(spec, has_scores, head_dim):
     """Quantise and pack from bf16, bit for bit against the token-by-token reference."""
     store = make_store(block_formats_of(spec), has_scores=has_scores, head_dim=head_dim, dtype=torch.float16)
     blocks = torch.tensor([4, 2])
@@ -100,13 +100,13 @@ def test_bytes_equal_reference(spec, has_scores, head_dim):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_round_trip_error_is_half_a_step(bits):
+def test_round_trip_error_is_at_most_half_a_step(bits):
     gen = torch.Generator().manual_seed(3)
     k = torch.randn(5, 64, 32, generator=gen) + 6 * torch.randn(32, generator=gen)
     header = quant.key_header(k, torch.ones(5, 64, dtype=torch.bool))
     back = quant.dequantise_keys(quant.quantise_keys(k, header, bits), header, bits)
     step = (k.amax(1, keepdim=True) - k.amin(1, keepdim=True)) / (2**bits - 1)
-    # fp16 rounding of scale (2^-11 of the range) and of zero (2^-11 of the bias) comes on top.
+    # The fp16 rounding of scale (2^-11 of the range) and zero (2^-11 of the bias) adds to this.
     slack = 2.0**-11 * (k.abs().amax(1, keepdim=True) + step * 2**bits)
     assert ((back - k).abs() <= step / 2 + slack).all()
     for groups in (1, 2) if bits == 2 else (1,):
@@ -153,7 +153,7 @@ def test_code_conversion_table():
         got = quant.convert_codes(some, source, target)
         assert got.tolist() == lower(some.numpy(), source, target).tolist()
         assert int(got.max()) == 2**target - 1
-    # The path does not matter, and codes of fewer bits survive a way up and down.
+    # The path does not matter, and codes of fewer bits survive a conversion up and back down.
     direct = quant.convert_codes(codes, 8, 2)
     assert torch.equal(direct, quant.convert_codes(quant.convert_codes(codes, 8, 4), 4, 2))
     assert torch.equal(quant.convert_codes(quant.convert_codes(codes[:16], 4, 8), 8, 4), codes[:16])

@@ -20,7 +20,7 @@ WINDOWS = [0, 1, 20, 31, 32, 50, 70, 1000]
 
 
 def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
-    """A store of two layers that holds all tokens; lengths, of blocks too, are `times` as large."""
+    """A store of two layers that holds all tokens; all lengths, including the block size, are multiplied by `times`."""
     p = times * P
     packed_as = block_formats_of(spec) if spec else block_formats_of()
     store = make_store(
@@ -67,7 +67,7 @@ def reference(store, layer, q, rows, prefix, new, *, window, scale, cap=0.0, fak
                 logits = cap * torch.tanh(logits / cap)
             behind = position[:, None] - torch.arange(keys.shape[1])
             logits = logits.masked_fill((behind < 0) | (behind > window), -torch.inf)
-            # A slot behind the last token may hold anything, and NaN times 0 is NaN.
+            # A slot after the last token may hold anything, and NaN times 0 is NaN.
             values[:, int(position[-1]) + 1 :] = 0
             out.append(torch.einsum("hgns,hsd->nhgd", logits.softmax(-1), values).flatten(1, 2))
             at += len(position)
@@ -97,7 +97,7 @@ def test_extend(window, stored, cap):
 @pytest.mark.parametrize("spec", ["", "k4v4", "k8v4", "k2v2"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_decode(spec, window):
-    """Also the last token of a whole block, and a window that ends in front of a block."""
+    """The cases include the last token of a whole block and a window that ends just before a block."""
     store, scale = request_case(spec), 0.125
     for drop in (0, 5):
         lens = [a + b - drop for a, b in zip(PREFIX, NEW)]
@@ -109,7 +109,7 @@ def test_decode(spec, window):
         assert error(got, want) < 0.02
 
 
-def test_a_window_of_all_tokens_is_no_window():
+def test_window_over_all_tokens_changes_nothing():
     store, q = request_case(), queries(2)
     args, seen = (store, 0, q, ROWS, PREFIX, NEW), [store.block_formats[1].high] * len(NEW)
     for fake_quant_format in (None, seen):
@@ -118,7 +118,7 @@ def test_a_window_of_all_tokens_is_no_window():
         assert error(got, want.double()) < 0.01
 
 
-def test_what_the_window_left_is_not_read():
+def test_blocks_before_window_are_not_read():
     """NaN in blocks that no query sees changes nothing."""
     store, q = request_case(""), queries(1)
     want = ops.extend_attention(store, 0, q, ROWS, PREFIX, NEW, scale=0.125, window=40)

@@ -35,7 +35,7 @@ def same(a, b, blocks=BLOCKS):
 
 
 @pytest.mark.parametrize("spec", ["k8v8", "k8v4", "k4v8", "k4v4", "k4v2", "k2v2", "k8v4+k4v2"])
-def test_same_bytes(spec):
+def test_compaction_gives_same_bytes(spec):
     a, b = pair(block_formats=block_formats_of(spec), head_dim=64, has_scores="4" in spec, layers=2)
     tiers = random_tiers(a, 3, a.block_formats[1], np.random.default_rng(2))
     expected = ops.compact(a, BLOCKS, 1, tiers, from_format=0)
@@ -45,7 +45,7 @@ def test_same_bytes(spec):
 
 
 WHOLE = [
-    # Formats, tokens a block, tokens a page of the high format
+    # Formats, tokens per block, tokens per page of the high format
     ("k4v4", 64, 64),
     ("k4v4", 128, 48),
     ("k8v4", 64, 64),
@@ -58,8 +58,8 @@ WHOLE = [
 
 @pytest.mark.parametrize("keys", ["held", "read twice"])
 @pytest.mark.parametrize("spec, block_tokens, page_tokens", WHOLE)
-def test_all_kept(spec, block_tokens, page_tokens, keys, monkeypatch):
-    """Without tiers; some blocks do not fill their pages."""
+def test_all_kept_gives_same_bytes(spec, block_tokens, page_tokens, keys, monkeypatch):
+    """No tiers are given, and some blocks do not fill their pages."""
     if keys == "read twice":
         monkeypatch.setattr(launch, "HELD", 1)
     block_formats, has_scores = block_formats_of(spec), block_tokens == 64
@@ -75,8 +75,8 @@ def test_all_kept(spec, block_tokens, page_tokens, keys, monkeypatch):
     ops.check_invariants(b)
 
 
-def test_blocks_of_two_equal_formats_move_together():
-    """Some of the blocks are at the target format already; both have the same pages."""
+def test_blocks_of_equal_formats_are_compacted_together():
+    """Some of the blocks already have the target format; both formats have the same pages."""
     a, b = pair(block_formats=block_formats_of("k8v4", "k8v4"), head_dim=64, has_scores=True)
     tiers = [random_tiers(a, 3, a.block_formats[1], np.random.default_rng(seed)) for seed in (5, 6)]
     for store, move in ((a, ops.compact), (b, compact_triton)):
@@ -88,7 +88,7 @@ def test_blocks_of_two_equal_formats_move_together():
     same(a, b)
 
 
-def test_no_tiers_from_a_packed_format_and_in_the_reference():
+def test_packed_source_without_tiers_gives_same_bytes():
     stores = [s for _ in range(2) for s in pair(block_formats=block_formats_of("k8v8", "k4v4"), head_dim=64, heads=1)]
     tiers = random_tiers(stores[0], 3, stores[0].block_formats[1], np.random.default_rng(3))
     for move, plan, store in zip(
@@ -111,7 +111,7 @@ def hard_rows(k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("spec", ["k8v8", "k4v4", "k2v2"])
-def test_hard_values_all_kept(spec):
+def test_hard_values_give_same_bytes(spec):
     a, b = pair(block_formats=block_formats_of(spec), head_dim=128, block_tokens=64, heads=1)
     k, v = random_kv(a, 64, seed=1)
     hard_rows(k, v)
@@ -122,7 +122,7 @@ def test_hard_values_all_kept(spec):
     same(a, b)
 
 
-def test_fp16_pages_of_48_tokens_and_hard_values():
+def test_hard_values_in_fp16_pages_of_48_tokens_give_same_bytes():
     a, b = pair(
         block_formats=block_formats_of("k8v4+k4v2"), head_dim=128, block_tokens=64, has_scores=True, heads=1,
         dtype=torch.bfloat16
@@ -146,7 +146,7 @@ MOVES = [("k8v8", "k4v4"), ("k8v8", "k2v2"), ("k4v4", "k4v2"), ("k8v4+k4v2", "k8
 
 @pytest.mark.parametrize("has_scores", [False, True])
 @pytest.mark.parametrize("source, target", MOVES)
-def test_packed_blocks(source, target, has_scores):
+def test_packed_blocks_give_same_bytes(source, target, has_scores):
     a, b = pair(block_formats=block_formats_of(source, target), head_dim=64, has_scores=has_scores, heads=1, layers=2)
     gen = np.random.default_rng(9)
     tiers = random_tiers(a, 3, a.block_formats[1], gen)
@@ -165,8 +165,8 @@ STEPS = [("k8v8", "k8v4"), ("k8v8", "k4v8"), ("k8v4", "k4v4"), ("k4v8", "k4v4"),
 
 @pytest.mark.parametrize("page_bytes", [3264, 2688])
 @pytest.mark.parametrize("source, target", [*STEPS, ("k8v4", "k2v2")])
-def test_steps_of_the_ladder(source, target, page_bytes):
-    """Whole blocks, with hard values, from pages that both formats fill in part."""
+def test_ladder_steps_give_same_bytes(source, target, page_bytes):
+    """Whole blocks with hard values, in pages that both formats fill only partly."""
     a, b = pair(block_formats=block_formats_of(source, target), head_dim=64, block_tokens=64, heads=1,
                 page_bytes=page_bytes)  # fmt: skip
     k, v = random_kv(a, 64, seed=1)
@@ -180,7 +180,7 @@ def test_steps_of_the_ladder(source, target, page_bytes):
     ops.check_invariants(b)
 
 
-def test_no_blocks_and_no_such_format():
+def test_empty_call_and_unknown_format():
     store, _ = pair(block_formats=block_formats_of("k8v8", "k4v4"), head_dim=64)
     tiers = ops.keep_all(3, store.layout)
     assert compact_triton(store, BLOCKS[:0], 1, tiers[:0], from_format=0).numel() == 0

@@ -1,4 +1,4 @@
-"""What a demoted block stores, beside a block that was packed at once, computed from the definition of the formats."""
+"""The content of a demoted block compared with a block packed directly, computed from the definition of the formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = [("k8v8", "k8v4"), ("k8v4", "k4v4"), ("k4v8", "k4v4"), ("k4v4", "k4v2"),
 
 
 def packed(names: tuple[str, ...]):
-    """Rows before (`[n, H, P, D]`, fp32) and rows stored behind the last of `names`, through each of them."""
+    """The original rows (`[n, H, P, D]`, fp32) and the rows stored after moving through each of the formats `names`."""
     store = make_store(block_formats_of(*names), head_dim=64, block_tokens=64, page_bytes=3264)
     fill(store, BLOCKS, *random_kv(store, 3 * 64, seed=4))
     before = [x.float() for x in ops.load_dense(store, 0, BLOCKS, 0)[:2]]
@@ -30,8 +30,8 @@ def off(got, want) -> float:
 
 
 @pytest.mark.parametrize("source, target", STEPS)
-def test_a_demoted_block_holds_the_source_requantized(source, target):
-    """Values are those of packing what the source gives back; keys those of mapping the source's codes."""
+def test_demoted_block_stores_requantized_source(source, target):
+    """Values equal packing the dequantized source; keys equal mapping the source's codes."""
     _, (k, v) = packed((source,))
     (k0, _), (k2, v2) = packed((source, target))
     to, src = FORMATS[target], FORMATS[source]
@@ -50,8 +50,8 @@ def test_a_demoted_block_holds_the_source_requantized(source, target):
 
 
 @pytest.mark.parametrize("source, target", STEPS)
-def test_the_error_of_a_demoted_block_is_that_of_its_format(source, target):
-    """Beside the error of packing at once: keys as precise, values within what the source had lost."""
+def test_error_of_demoted_block_stays_near_its_format(source, target):
+    """Compared with packing directly, keys are as precise, and values add at most the error of the source."""
     (k0, v0), demoted = packed((source, target))
     _, at_once = packed((target,))
     _, first = packed((source,))

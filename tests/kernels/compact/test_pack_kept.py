@@ -1,4 +1,4 @@
-"""A prompt packed into its first blocks: which tokens are there, with which headers, and where all pages went."""
+"""A prompt packed into its first blocks: the stored tokens, their headers, and the accounting of all pages."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.support.pages import block_formats_of, fill, make_store, random_kv
 from tests.support.random_store import dense_head, reference_decode
 
 P, L, H, D = 64, 2, 2, 32
-BLOCKS = [5, 2, 7, 3, 6]  # the last one is part-filled
+BLOCKS = [5, 2, 7, 3, 6]  # the last block is part-filled
 FULL, TAIL = 4, 9
 
 
@@ -67,9 +67,9 @@ def test_every_head_stores_its_best_tokens(monkeypatch, spec, limit):
 
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4", "k4v2"])
 @pytest.mark.parametrize("packed", [0, 1, 3, 4])
-def test_blocks_that_are_packed_already(spec, packed):
-    """Packing them by their present rows, read one token at a time, gives the tokens and headers of the result, which
-    lies in blocks that had no pages, or in some of the sources."""
+def test_packing_packed_blocks_equals_packing_their_rows(spec, packed):
+    """The result has the tokens and headers that packing the present rows, read one token at a time, gives. It lies in
+    blocks that had no pages, or in some of the sources."""
     store, best, pages, *_ = case(spec)
     t = store.layout.page(FORMATS[spec]).tokens
     blocks, into = torch.tensor(BLOCKS[:FULL]), torch.tensor([1, BLOCKS[3]])
@@ -95,12 +95,12 @@ def test_blocks_that_are_packed_already(spec, packed):
                 k, v = rows[layer, :, head, tokens].double()
                 step = (k.amax(0) - k.amin(0)) / (2 ** FORMATS[spec].key_bits - 1)
                 assert ((keys - k).abs() <= 0.52 * step + 0.02).all()
-                # Values have their own scale each, which does not change what had it before.
+                # Each value has its own scale, so values that already had it do not change.
                 was = torch.tensor(tokens) < packed * P
                 torch.testing.assert_close(values[was], v[was], rtol=0, atol=5e-3)
 
 
-def test_pages_return_and_the_rest_is_free():
+def test_pages_are_returned_and_counted():
     store, best, pages, *_ = case()
     head, tail = store.cursor.tolist()
     ops.pack_kept(store, torch.tensor(BLOCKS[:FULL]), 2, 1, best, pages)
@@ -112,7 +112,7 @@ def test_pages_return_and_the_rest_is_free():
     assert not store.table[blocks[2:FULL]].any()
 
 
-def test_no_page_beyond_those_of_the_prompt_is_needed():
+def test_packing_needs_no_free_pages():
     store, best, _, *_ = case()
     t = store.layout.page(FORMATS["k4v4"]).tokens
     free = int(store.cursor[1] - store.cursor[0])
@@ -123,8 +123,8 @@ def test_no_page_beyond_those_of_the_prompt_is_needed():
     assert len(set(held)) == len(held) == L * H * 2 * P // t and 0 not in held
 
 
-def test_the_bytes_depend_on_the_tokens_alone():
-    """Neither on page ids nor on how many heads are packed at a time."""
+def test_packed_bytes_depend_only_on_tokens():
+    """They depend neither on page ids nor on how many heads are packed at a time."""
     digests = []
     for churn in range(3):
         store, best, pages, *_ = case(seed=4)
@@ -137,9 +137,9 @@ def test_the_bytes_depend_on_the_tokens_alone():
     assert digests[0] == digests[1] == digests[2] and digests[0][0] != digests[0][1]
 
 
-def test_attention_over_a_packed_prompt():
-    """The references of decode and prefill see what is stored: a head without tokens, blocks that are empty for some
-    heads, and the open block behind."""
+def test_attention_reads_packed_prompt():
+    """The decode and prefill references read the stored tokens: a head without tokens, blocks that are empty for some
+    heads, and the open block at the end."""
     store, best, pages, *_ = case()
     ops.pack_kept(store, torch.tensor(BLOCKS[:FULL]), 2, 1, best, pages)
     rows, lens = torch.tensor([[5, 2, 6]]), torch.tensor([2 * P + TAIL])
@@ -148,6 +148,6 @@ def test_attention_over_a_packed_prompt():
         want = reference_decode(store, layer, q, rows, lens, scale=0.2)
         got = ops.decode_attention(store, layer, q, rows, lens, scale=0.2)
         assert ((got.double() - want).norm() / want.norm()) < 5e-3
-        # The last token of the open block as a prefill of one.
+        # The last token of the open block is a prefill of one token.
         got = ops.extend_attention(store, layer, q, rows, [2 * P + TAIL - 1], [1], scale=0.2)
         assert ((got.double() - want).norm() / want.norm()) < 1e-2

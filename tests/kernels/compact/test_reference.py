@@ -1,4 +1,4 @@
-"""Compaction: determinism, moves between formats, sizes, and no host sync."""
+"""Compaction: determinism, moves between formats, sizes, and no host synchronization."""
 
 import sys
 
@@ -28,7 +28,7 @@ def packed_store(block_formats, tiers_of_format, order, *, churn=0, **kw):
 
 
 @pytest.mark.parametrize("has_scores", [False, True])
-def test_digest_ignores_page_ids_neighbours_and_order(has_scores):
+def test_digest_ignores_page_ids_neighbors_and_order(has_scores):
     shape = (1, 2, 2, 32)
     gen = np.random.default_rng(5)
     tiers = {b: torch.from_numpy(gen.integers(0, 3, shape)).to(torch.int8) for b in (1, 2, 3)}
@@ -53,7 +53,7 @@ def test_digest_ignores_page_ids_neighbours_and_order(has_scores):
     assert len({d for row in seen[0][0] for d in row}) == 6
 
 
-def test_digest_sees_every_part():
+def test_digest_covers_every_part_of_block():
     store = packed_store(MIXED, None, [1], has_scores=True)
     block = torch.tensor([1])
     open_digest = ops.block_digest(store, 1)
@@ -72,7 +72,7 @@ def test_digest_sees_every_part():
         ops.block_digest(store, 5)
 
 
-def test_chunks_do_not_matter(monkeypatch):
+def test_chunk_sizes_do_not_change_packed_bytes(monkeypatch):
     digests = []
     for limit in (1, 1 << 30):
         monkeypatch.setitem(sys.modules[ops.compact.__module__].TEMP_BYTES, "cpu", limit)
@@ -84,7 +84,7 @@ def test_chunks_do_not_matter(monkeypatch):
 
 
 @pytest.mark.parametrize("has_scores", [False, True])
-def test_list_of_formats_down_by_values_only_keeps_keys(has_scores):
+def test_move_that_lowers_only_values_keeps_keys(has_scores):
     """k8v4 -> k4v4: values verbatim, keys mapped code to code; k4v4 with fewer tokens: both verbatim."""
     store = packed_store(block_formats_of("k8v4", "k4v4", "k4v4"), None, [1], has_scores=has_scores)
     block = torch.tensor([1])
@@ -106,7 +106,7 @@ def test_list_of_formats_down_by_values_only_keeps_keys(has_scores):
         assert torch.equal(tier[0], fewer[0, 0])
         assert torch.equal(k[0][kept], k4[0][kept]) and torch.equal(v[0][kept], v4[0][kept])
         assert torch.equal(ops.block_tiers(store, block), fewer)
-    else:  # stored order, nothing behind
+    else:  # in stored order, with nothing after them
         n = int(kept[0].sum())
         assert torch.equal(k[0, :, :n], k4[0][kept].view(2, n, -1)) and not tier[0, :, n:].any()
     assert int(pages) == int(ops.block_head_pages(store, block).sum())
@@ -148,7 +148,7 @@ def test_low_tier_without_a_low_format_is_dropped():
     assert torch.equal(ops.block_tiers(store, torch.tensor([1])), torch.where(tiers == 2, 2, 0).to(torch.int8))
 
 
-def test_empty_call_and_bad_formats():
+def test_empty_call_is_noop_and_bad_formats_are_rejected():
     store = packed_store(block_formats_of("k4v4"), None, [1])
     assert ops.compact(
         store, torch.tensor([], dtype=torch.long), 1, ops.keep_all(0, store.layout), from_format=0
@@ -168,7 +168,7 @@ def test_empty_call_and_bad_formats():
 
 
 @pytest.mark.parametrize("has_scores", [False, True])
-def test_step_operations_never_read_device_data(has_scores):
+def test_step_operations_do_not_sync_host(has_scores):
     store = make_store(MIXED, layers=2, has_scores=has_scores)
     blocks, at = torch.tensor([1, 3]), torch.arange(32)
     k, v = random_kv(store, 32)

@@ -1,4 +1,4 @@
-"""The Gluon decode kernel compiles for Hopper, without a GPU and beside SGLang, and fits in its registers."""
+"""The Gluon decode kernel compiles for Hopper without a GPU, with SGLang imported, and fits in its registers."""
 
 import re
 import subprocess
@@ -33,7 +33,7 @@ TYPES = {
         ("k4v2", 8, 8, 128, "bf16"),
     ],
 )
-def test_twelve_programs_fit_a_multiprocessor(spec, heads, group, head_dim, dtype, tmp_path):
+def test_twelve_programs_fit_one_multiprocessor(spec, heads, group, head_dim, dtype, tmp_path):
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
     formats = [FORMATS[n] for n in spec.split("+")]
     size = choose_page_bytes(formats, head_dim=head_dim, block_tokens=128, has_scores=True)
@@ -66,8 +66,8 @@ def test_twelve_programs_fit_a_multiprocessor(spec, heads, group, head_dim, dtyp
     said = subprocess.run(
         [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "out"], capture_output=True, text=True, check=True
     ).stderr
-    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 16  # a word or two, outside of the tile loops
-    # Three warps a scheduler.
+    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 16  # one or two words, outside the tile loops
+    # Three warps per scheduler.
     assert int(re.search(r"Used (\d+) registers", said)[1]) <= decode.GLUON_REGISTERS
 
 
@@ -84,7 +84,7 @@ def test_twelve_programs_fit_a_multiprocessor(spec, heads, group, head_dim, dtyp
         ("k4v4", 4, 128, (9, 0), 511, "triton"),
     ],
 )
-def test_served_where_it_is_faster(spec, group, head_dim, capability, window, engine, monkeypatch):
+def test_gluon_kernel_serves_only_where_faster(spec, group, head_dim, capability, window, engine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     store = SimpleNamespace(
         block_formats=(BlockFormat(BF16), BlockFormat(*(FORMATS[n] for n in spec.split("+")))),

@@ -39,7 +39,7 @@ def test_head_dims(head_dim, spec):
 
 
 @pytest.mark.parametrize("tokens", [192, 320])
-def test_blocks_of_tiles_that_are_no_power_of_two(tokens):
+def test_tile_counts_that_are_not_powers_of_two(tokens):
     assert run(make_case("k4v4", "k8v4", block_tokens=tokens, lens=(2 * tokens + 5, tokens), heads=1), tile=64) < BAR
 
 
@@ -47,12 +47,12 @@ def test_several_formats_and_scored_pages():
     assert run(make_case("k4v4", "k4v2", "k2v2", has_scores=True)) < BAR
 
 
-def test_a_request_whose_blocks_are_at_all_steps_of_the_ladder():
+def test_request_with_blocks_at_all_ladder_steps():
     assert run(make_case("k8v8", "k8v4", "k4v4", "k4v2", "k2v2", lens=(9 * 64 + 5, 200), page_bytes=3264)) < BAR
 
 
 @pytest.mark.parametrize("tile, page", [(16, 2880), (32, 2880), (64, 2880), (64, 5760), (64, 1440)])
-def test_tiles_and_pages_that_do_not_divide_each_other(tile, page):
+def test_tiles_and_pages_of_unrelated_sizes(tile, page):
     assert run(make_case("k4v4", page_bytes=page), tile=tile) < BAR
 
 
@@ -64,11 +64,11 @@ def test_plain_blocks_only():
     assert run(make_case(page_bytes=3072, lens=(100, 64, 1))) < BAR
 
 
-def test_float16_and_more_blocks_than_a_chunk():
+def test_float16_with_more_blocks_than_a_chunk():
     assert run(make_case("k4v4", lens=(40 * 16 + 3,), block_tokens=16, dtype=torch.float16), columns=1) < BAR
 
 
-def test_a_head_that_stores_nothing_gives_zero():
+def test_head_without_tokens_gives_zero():
     store, q, rows, lens = make_case("k4v4", lens=(128,), group=2)
     store.format_id[rows[0].long()] = 1
     store.counts[rows[0].long(), :, 1] = 0
@@ -80,7 +80,7 @@ def test_a_head_that_stores_nothing_gives_zero():
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 50])
-def test_plan_deals_every_block_once(columns):
+def test_plan_assigns_every_block_once(columns):
     store, _, rows, _ = make_case("k8v4+k4v2", "k4v2", lens=(64 * 9, 64 * 4, 64 * 7, 64))
     p = store.layout.block_tokens
     gen = torch.Generator().manual_seed(columns)
@@ -106,8 +106,8 @@ def test_plan_deals_every_block_once(columns):
 
 
 @pytest.mark.parametrize("head_dim, block", [(64, 64), (128, 128)])
-def test_a_prompt_packed_into_few_blocks(head_dim, block):
-    """Blocks that are part-filled or empty for some heads, or for all, with the open block behind them."""
+def test_prompt_packed_into_few_blocks(head_dim, block):
+    """Blocks are part-filled or empty for some or all heads, and the open block follows them."""
     store, rows, lens = packed_prompt(head_dim=head_dim, block_tokens=block)
     q = torch.randn(2, 4, head_dim, generator=torch.Generator().manual_seed(0)).to(store.dtype)
     for columns in (1, 7):

@@ -11,7 +11,7 @@ BATCH, BLOCKS = 6, 300  # of the buffers
 
 
 def table(p, rows, columns, dtype, gen):
-    """Slots of whole blocks, as the allocator hands them out; row 0 is the scratch block's. The table ends within a
+    """Slots of whole blocks, as the allocator assigns them; row 0 belongs to the scratch block. The table ends within a
     block."""
     blocks = torch.randint(1, 10_000, (rows, columns), generator=gen)
     slots = blocks.repeat_interleave(p, 1) * p + torch.arange(columns * p) % p
@@ -21,7 +21,7 @@ def table(p, rows, columns, dtype, gen):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("p", [32, 128])
-def test_snapshot(dtype, p):
+def test_snapshot_equals_reference(dtype, p):
     gen, store = torch.Generator().manual_seed(p), make_store(block_tokens=p)
     req_to_token = table(p, 9, BLOCKS, dtype, gen)
     want, got = (
@@ -34,7 +34,7 @@ def test_snapshot(dtype, p):
     )
     capacity = req_to_token.shape[1]
     cases = (
-        # Both sides of a border, and a request that fills its row of the table.
+        # Lengths on both sides of a block border, and a request that fills its row of the table.
         ([3, 5, 1, 8], [p, p + 1, 2 * p - 1, capacity]),
         # Padded rows of a captured step name row 0 and one token.
         ([4, 0, 0], [3 * p + 5, 1, 1]),
@@ -47,7 +47,7 @@ def test_snapshot(dtype, p):
         columns = -(-max(lens_cpu) // p)
         ops.decode_snapshot(store, req_to_token, rows, lens, *want, columns=columns)
         decode_snapshot_triton(store, req_to_token, rows, lens, *got, columns=columns)
-        # Whole buffers: what lies outside of the step stays.
+        # Compare whole buffers, because entries outside the step must not change.
         assert all(torch.equal(a, b) for a, b in zip(want, got))
         for i, n in enumerate(lens_cpu):
             slot = int(req_to_token[rows[i], n - 1])

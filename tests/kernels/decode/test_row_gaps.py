@@ -1,4 +1,4 @@
-"""Rows with gaps: which blocks a snapshot lists, and when a row's gap ends."""
+"""Rows with gaps: the blocks that a snapshot lists, and the end of a row's gap."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from kvc_kernels import ops
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
-def test_blocks_behind_a_gap_move_forward(data):
+def test_blocks_after_gap_move_forward(data):
     gaps, blocks, width = ops.RowGaps(5, torch.device("cpu")), {}, data.draw(st.integers(1, 9))
     for row in range(5):
         first = data.draw(st.integers(0, width))
@@ -31,7 +31,7 @@ def test_blocks_behind_a_gap_move_forward(data):
         assert listed[: width - missing] == original[:first] + original[first + missing :]
 
 
-def test_reset_forgets_all():
+def test_reset_clears_all_gaps():
     gaps = ops.RowGaps(3, torch.device("cpu"))
     gaps.open(1, 2, 3)
     gaps.reset()

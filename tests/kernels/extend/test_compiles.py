@@ -1,4 +1,4 @@
-"""The portable extend kernel fits into the shared memory of cards that have 99 KB of it, compiled without one."""
+"""The portable extend kernel, compiled without a GPU, fits into the shared memory of GPUs with 99 KB."""
 
 import pytest
 import sglang.srt.server_args  # noqa: F401  (replaces functions of triton, as in a server)
@@ -20,7 +20,7 @@ SHARED = 99 * 1024
 
 
 def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -> int:
-    """Bytes that a program of `_extend_kernel` takes."""
+    """Bytes of shared memory that a program of `_extend_kernel` takes."""
     block_formats, compiled = block_formats_of(fmt), []
 
     def run(self, *args, grid, warmup, **options):
@@ -49,9 +49,9 @@ def shared_memory(fmt: str, head_dim: int, tuning: extend.Tuning, monkeypatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt, head_dim", [("k4v4", 256), ("k8v8", 256), ("k4v4", 128)])
-def test_it_fits(fmt, head_dim, monkeypatch):
+def test_kernel_fits_shared_memory(fmt, head_dim, monkeypatch):
     assert shared_memory(fmt, head_dim, extend.Tuning.best(head_dim, SHARED), monkeypatch) <= SHARED
 
 
-def test_two_stages_fit_where_they_are_chosen(monkeypatch):
+def test_two_stages_fit_where_chosen(monkeypatch):
     assert SHARED < shared_memory("k4v4", 256, extend.Tuning(), monkeypatch) <= extend.WIDE_SHARED

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels compile for Hopper, without a GPU, and their registers are used as they were planned."""
+"""The CUDA C++ kernels compile for Hopper without a GPU and use registers as planned."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
-SPILLS = 72  # bytes that are allowed; a few are spilled where tiles are listed or rows are copied whole
+SPILLS = 72  # allowed bytes; a few are spilled where tiles are listed or whole rows are copied
 
 
 def kernel_constants(spec: str, *, rows=256, dtype=torch.bfloat16, capped=False, page=0) -> str:
@@ -32,7 +32,7 @@ def kernel_constants(spec: str, *, rows=256, dtype=torch.bfloat16, capped=False,
 
 
 def registers(cubin: bytes, path: Path) -> dict[str, int]:
-    """Most registers that each function of the module names."""
+    """The highest register that each function of the module uses."""
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
@@ -58,11 +58,11 @@ def registers(cubin: bytes, path: Path) -> dict[str, int]:
         ("", {}),
     ],
 )
-def test_extend(spec, options, tmp_path):
+def test_extend_kernel_compiles_within_register_budget(spec, options, tmp_path):
     if not spec:
         options = {**options, "page": 4096}
     cubin, said = nvrtc.compile_source("extend.cu", kernel_constants(spec, **options))
-    assert "serialized" not in said  # products would wait for each other
+    assert "serialized" not in said  # otherwise products would wait for each other
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
     assert spills and max(spills) <= SPILLS, said
     unpack = extend.REGISTERS[options.get("rows", 256)][1]
@@ -81,7 +81,7 @@ def test_extend(spec, options, tmp_path):
         ("", dict(rows=64, page=4096)),
     ],
 )
-def test_few(spec, options, tmp_path):
+def test_few_row_kernel_compiles_within_register_budget(spec, options, tmp_path):
     cubin, said = nvrtc.compile_source("few.cu", kernel_constants(spec, **options))
     assert "serialized" not in said
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
@@ -93,7 +93,7 @@ def test_few(spec, options, tmp_path):
 @pytest.mark.parametrize(
     "struct, source", [(extend.Arguments, "extend_arguments.cuh"), (extend.MergeArguments, "extend_merge.cuh")]
 )
-def test_arguments_are_those_of_the_kernel(struct, source):
+def test_arguments_match_kernel_struct(struct, source):
     text = (nvrtc.SOURCES / source).read_text()
     body = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.S)[1]
     body = re.sub(r"//.*", "", body)
@@ -101,12 +101,12 @@ def test_arguments_are_those_of_the_kernel(struct, source):
     assert [n for n in names if n] == [name for name, _ in struct._fields_]
 
 
-def test_bad_source_says_what_is_wrong():
+def test_compile_error_names_problem():
     with pytest.raises(RuntimeError, match=r"extend.cu does not compile:(.|\n)*KVC_CLASSES"):
         nvrtc.compile_source("extend.cu", "")
 
 
-def test_a_missing_compiler_is_one_line_in_the_log(monkeypatch, caplog):
+def test_missing_compiler_logs_one_line(monkeypatch, caplog):
     def missing():
         raise OSError("libnvrtc.so.13: cannot open shared object file")
 
@@ -117,7 +117,7 @@ def test_a_missing_compiler_is_one_line_in_the_log(monkeypatch, caplog):
     nvrtc.available.cache_clear()
 
 
-def test_supports_names_what_it_was_written_for():
+def test_supports_only_cases_kernel_was_written_for():
     def store(**changes):
         layout = SimpleNamespace(**{"head_dim": 128, "block_tokens": 128, **changes})
         return SimpleNamespace(device=torch.device("cuda"), layout=layout)

@@ -1,4 +1,4 @@
-"""The kernels of layers with windows compile for Hopper and for a GPU with 99 KB of shared memory, without either."""
+"""The kernels of layers with windows compile for Hopper and for a GPU with 99 KB of shared memory, without a GPU."""
 
 import pytest
 import sglang.srt.server_args  # noqa: F401  (replaces functions of triton, as in a server)
@@ -19,7 +19,8 @@ from tests.support.decode import block_formats_of
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """(kernel's name, what was compiled of it) of all launches, none of which runs; and what to set a capability of."""
+    """The (kernel name, compiled kernel) of all launches, none of which runs, and the object whose capability can be
+    set."""
     found = []
 
     def run(self, *args, grid, warmup, **options):
@@ -48,7 +49,7 @@ def store_of(fmt, head_dim):
 
 
 @pytest.mark.parametrize("fmt, head_dim", [("k4v4", 128), ("k4v4", 256), ("k8v4", 64)])
-def test_decode(fmt, head_dim, compiled):
+def test_decode_compiles(fmt, head_dim, compiled):
     store, (found, _) = store_of(fmt, head_dim), compiled
     for window in (-1, 511):
         op = decode.DecodeAttention(store, max_batch=2, max_blocks=8, query_heads=8, columns=2, window=window)
@@ -59,7 +60,7 @@ def test_decode(fmt, head_dim, compiled):
 
 
 @pytest.mark.parametrize("head_dim, capability", [(256, 89), (128, 89), (256, 90), (64, 90)])
-def test_extend(head_dim, capability, compiled):
+def test_extend_compiles(head_dim, capability, compiled):
     found, run = compiled
     run.capability = capability
     op = WindowedExtend(store_of("k4v4", head_dim), query_heads=16, window=511)

@@ -1,5 +1,5 @@
-"""The Hopper extend kernel's unpacking warpgroups, compiled for the host: the tiles that they hand on are those of a
-float64 reading of the same pages. Only the products and the softmax behind them are left to tests on a GPU."""
+"""The Hopper extend kernel's unpacking warpgroups, compiled for the host: their tiles match a float64 reading of the
+same pages. Only the matrix products and the softmax that follow need tests on a GPU."""
 
 import ctypes
 import shutil
@@ -54,7 +54,7 @@ def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     "spec, size, block_tokens, rows, dtype",
-    [  # size: of a page that holds so many tokens of such a format
+    [  # size: of a page that holds this many tokens of this format
         ("all", ("k4v4", 64), 128, 256, torch.bfloat16),
         ("all", ("k8v8", 64), 256, 256, torch.float16),
         ("all", ("k2v2", 64), 128, 256, torch.bfloat16),
@@ -65,7 +65,7 @@ def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
         ("plain", ("k8v8", 16), 128, 256, torch.bfloat16),
     ],
 )
-def test_tiles(spec, size, block_tokens, rows, dtype, tmp_path):
+def test_unpacked_tiles_match_reference(spec, size, block_tokens, rows, dtype, tmp_path):
     block_formats = [BlockFormat(*(FORMATS[n] for n in ([r] if isinstance(r, str) else r))) for r in FORMAT_LISTS[spec]]
     heads, p, block_formats = 2, block_tokens, (BlockFormat(BF16), *block_formats)
     page = page_bytes_for(FORMATS[size[0]], size[1], head_dim=128, has_scores=False)
@@ -74,10 +74,10 @@ def test_tiles(spec, size, block_tokens, rows, dtype, tmp_path):
     gen = torch.Generator().manual_seed(5)
     n = 9 * len(block_formats) if len(block_formats) < 4 else 5 * len(block_formats)
     if spec == "k4v4":
-        n = 40  # more blocks of a class than are listed at a time
+        n = 40  # more blocks per class than are listed at a time
     of = torch.arange(n) % len(block_formats)
     high = torch.randint(0, p + 1, (n, 2, heads), generator=gen)
-    high[torch.arange(n) // len(block_formats) % 3 == 1] = p  # whole ones, and some of which nothing is left
+    high[torch.arange(n) // len(block_formats) % 3 == 1] = p  # whole blocks, and some without any tokens
     high[-1] = 0
     t = torch.tensor([layout.page(r.low).tokens if r.low else 1 for r in block_formats])[of].view(-1, 1, 1)
     th = torch.tensor([layout.page(r.high).tokens for r in block_formats])[of].view(-1, 1, 1)
@@ -88,7 +88,7 @@ def test_tiles(spec, size, block_tokens, rows, dtype, tmp_path):
     lib = build(store, rows, tmp_path)
     classes = ExtendAttention(store, query_heads=heads, dense="none")._plan.classes
 
-    # Two requests over all blocks in an order of their own; the last uncompressed one is filled in part.
+    # Two requests over all blocks, each in its own order; the last uncompressed block is part-filled.
     requests = [(1 + torch.randperm(n, generator=gen)).tolist() for _ in range(2)]
     lists = torch.zeros((2, len(classes), n), dtype=torch.int64)
     blocks = {}
@@ -118,7 +118,7 @@ def test_tiles(spec, size, block_tokens, rows, dtype, tmp_path):
         found = lib.run(ctypes.byref(a), program, ctypes.c_void_p(out.data_ptr()), most, ctypes.c_uint64(program * 77))
         assert found >= 0, "threads wait for each other forever"
         own_tokens = -(-min(first + rows, end) // GROUP)
-        expected = []  # what each run of tiles shows: keys, values, first new token
+        expected = []  # keys, values and first new token of each run of tiles
         if share[0] == 0:
             x, y = (z[start : start + own_tokens, head].double() for z in (k, v))
             expected += [(x[i : i + 64], y[i : i + 64], i) for i in range(0, own_tokens, 64)]
@@ -139,7 +139,7 @@ def test_tiles(spec, size, block_tokens, rows, dtype, tmp_path):
                 kk, vv = tile[: 64 * 128].view(64, 128), tile[64 * 128 :].view(128, 64).T
                 torch.testing.assert_close(kk[:live], keys[i : i + live], rtol=0.002, atol=0.006)
                 torch.testing.assert_close(vv[:live], values[i : i + live], rtol=0.002, atol=0.003)
-                assert not vv[live:].any()  # a probability of 0 times NaN would be NaN
+                assert not vv[live:].any()  # because a probability of 0 times NaN is NaN
         assert at == found
-    for (r, _, c), places in seen.items():  # the parts of an item have every block once
+    for (r, _, c), places in seen.items():  # the parts of an item cover every block once
         assert sorted(places) == list(range(len(blocks[r, c])))

@@ -1,5 +1,5 @@
-"""The Hopper kernel for few new tokens, compiled for the host with products written for it: its outputs are those of a
-float64 reading of the same pages. That shows the order of operands; races only show on a GPU."""
+"""The Hopper kernel for few new tokens, compiled for the host with matrix products written for this test: its outputs
+match a float64 reading of the same pages. This checks the order of operands; races only show on a GPU."""
 
 import ctypes
 import shutil
@@ -41,7 +41,7 @@ def build(store, group: int, rows: int, capped: bool, path: Path) -> ctypes.CDLL
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     "spec, size, new, group, options",
-    [  # size: of a page that holds so many tokens of such a format
+    [  # size: of a page that holds this many tokens of this format
         ("k4v4", ("k4v4", 64), [16, 5], 4, {}),
         ("k4v4", ("k4v4", 48), [7, 8], 4, {}),
         ("k4v4", ("k4v4", 32), [16, 8], 4, {}),
@@ -53,8 +53,8 @@ def build(store, group: int, rows: int, capped: bool, path: Path) -> ctypes.CDLL
         ("", ("k8v8", 32), [8, 16], 4, {}),
     ],
 )
-@pytest.mark.parametrize("scale", [SCALE, 1.5])  # the latter raises maxima again and again
-def test_output(spec, size, new, group, options, scale, tmp_path):
+@pytest.mark.parametrize("scale", [SCALE, 1.5])  # the latter raises the maxima repeatedly
+def test_output_matches_reference(spec, size, new, group, options, scale, tmp_path):
     formats = [FORMATS[n] for n in spec.split("+") if n]
     dtype, capped = options.get("dtype", torch.bfloat16), options.get("capped", False)
     heads, p, block_formats = 2, 128, (BlockFormat(BF16), *([BlockFormat(*formats)] if formats else []))

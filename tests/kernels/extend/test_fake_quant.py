@@ -1,4 +1,5 @@
-"""Prefills that see fake-quantized blocks: equal bits however much of a prompt was cached or cut."""
+"""Prefills that see fake-quantized blocks give equal bits however much of a prompt was cached and wherever it was
+cut."""
 
 import itertools
 
@@ -39,7 +40,7 @@ def extend(store, row, q, prefix, end, cap=0.0):
 
 
 @pytest.mark.parametrize("spec", PACKED)
-def test_rows_are_what_packing_gives_back(spec):
+def test_fake_quantized_rows_equal_packed_rows(spec):
     store, row = filled(spec)
     k, v, _ = ops.load_dense(store, 0, row[:3])
     want = fake_quantize(store.layout, store.block_formats[1].high, k.bfloat16(), v.bfloat16())
@@ -52,12 +53,12 @@ def test_rows_are_what_packing_gives_back(spec):
 
 @pytest.mark.parametrize("spec", PACKED)
 @pytest.mark.parametrize("cap", [0.0, 20.0])
-def test_cold_chunked_and_warm_give_the_same_bits(spec, cap):
+def test_cold_chunked_and_warm_prefills_are_bit_identical(spec, cap):
     q = queries()
     store, row = filled(spec)
     cold = extend(store, row, q, 0, LENGTH, cap)
     for cuts in ((0, 64, 192, LENGTH), (0, 128, LENGTH), (0, 30, 70, 128, 229, LENGTH)):
-        # As they are, with every full block before the chunk packed, and with only some packed so far.
+        # Nothing is packed, every full block before the chunk is packed, or only some blocks are.
         for packed_blocks in (lambda at: 0, lambda at: at // P, lambda at: at // P // 2):
             store, row = filled(spec)
             done, out = 0, []
@@ -68,14 +69,14 @@ def test_cold_chunked_and_warm_give_the_same_bits(spec, cap):
                 out.append(extend(store, row, q, a, b, cap))
             if all(x % P == 0 for x in cuts[:-1]):
                 assert torch.equal(torch.cat(out), cold)
-            else:  # the CPU's attention kernel rounds by the rows that it is given
+            else:  # the rounding of the CPU's attention kernel depends on the number of rows
                 assert error(torch.cat(out), cold.double()) < 2e-3
 
 
 @pytest.mark.parametrize("cap", [0.0, 20.0])
 @pytest.mark.parametrize("spec", ["k4v4", "k4v2", "k2v2"])
-def test_against_float64(spec, cap):
-    """Token t of block b: blocks before b dequantised, its own block up to t exact."""
+def test_attention_matches_float64(spec, cap):
+    """Token t of block b sees the blocks before b dequantized and its own block up to t exactly."""
     q = queries()
     store, row = filled(spec)
     exact = dense(store, row)
@@ -102,7 +103,7 @@ def attend(q, before, own, t, cap):
     return torch.einsum("hgs,hsd->hgd", logits.softmax(-1), v).reshape(q.shape)
 
 
-def test_batch_does_not_matter():
+def test_batching_does_not_change_output():
     q = queries()
     store, row = filled("k4v4")
     alone = [extend(store, row, q, a, b) for a, b in ((0, 100), (128, LENGTH))]

@@ -1,4 +1,4 @@
-"""The workspace suffices for what FlashInfer's own rules ask for, on GPUs that are not there."""
+"""The workspace is as large as FlashInfer's own rules require on various GPUs, computed without them."""
 
 import tracemalloc
 
@@ -14,7 +14,7 @@ MODELS = [(32, 8, 128), (28, 4, 128), (64, 8, 128), (32, 4, 128), (8, 1, 128), (
 
 
 def asked(sms: int, query_heads: int, heads: int, head_dim: int, new: list[int], seen: list[int], page: int) -> int:
-    """Bytes of partial results, as FlashInfer 0.6.15 plans runs of `new` tokens over `seen` units of `page` tokens."""
+    """Bytes of partial results when FlashInfer 0.6.15 plans runs of `new` tokens over `seen` units of `page` tokens."""
     group, most = query_heads // heads, 2 * sms // heads
     rows = [n * group for n in new]
     mean = sum(rows) // len(rows)
@@ -33,7 +33,7 @@ def asked(sms: int, query_heads: int, heads: int, head_dim: int, new: list[int],
 
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_every_prompt_fits(card, model):
+def test_workspace_fits_every_prompt(card, model):
     query_heads, heads, head_dim = model
     have = workspace_bytes(CARDS[card], query_heads // heads, head_dim)
     for tokens in (*range(1, 4096, 61), 5000, 8192):
@@ -43,15 +43,16 @@ def test_every_prompt_fits(card, model):
         assert asked(CARDS[card], *model, groups.tokens, lists, P) <= have
 
 
-def test_the_least_would_not_do():
-    """As the planner itself said for an A100 and one prompt of 300 tokens: 159383552 bytes of values."""
+def test_minimum_workspace_is_too_small():
+    """The planner itself reported 159383552 bytes of values for one prompt of 300 tokens on an A100."""
     assert asked(108, 32, 2, 128, [300], [300], 1) * 128 // 129 == 159383552 > WORKSPACE_BYTES
     groups = Groups.cut([0], [384], None, P)  # Qwen3-32B on a B200
     assert asked(148, 64, 8, 128, groups.tokens, [len(x) for x in groups.lists()[0]], P) > WORKSPACE_BYTES
 
 
-def test_the_lists_of_a_long_prompt_are_no_python_lists():
-    """They grow with the square of a prompt that is prefilled at once: 4 bytes an entry, and 4 for the plan's copy."""
+def test_item_lists_of_long_prompt_stay_compact():
+    """The lists grow with the square of the length of a prompt that is prefilled at once: 4 bytes per entry, and 4 for
+    the plan's copy."""
     groups = Groups.cut([0], [1024 * P], None, P)
     tracemalloc.start()
     slots, last, _ = groups.lists()

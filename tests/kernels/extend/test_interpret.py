@@ -63,7 +63,7 @@ def reference(store, layer, q, k, v, row_blocks, prefix_lens, extend_lens, *, sc
 
 
 def inputs(store, group, tokens, dtype, seed=1, device="cpu"):
-    """Views of one qkv tensor, as a model hands them over."""
+    """Views of one qkv tensor, as a model passes them."""
     heads, d = store.layout.heads, store.layout.head_dim
     gen = torch.Generator(device=device).manual_seed(seed)
     qkv = torch.randn((tokens, (group + 2) * heads, d), generator=gen, device=device).to(dtype)
@@ -71,7 +71,7 @@ def inputs(store, group, tokens, dtype, seed=1, device="cpu"):
 
 
 def error(out, ref):
-    """Relative, per output row: the worst one over the mean norm."""
+    """Relative error: the worst output row over the mean norm."""
     diff = (out.double().cpu() - ref).norm(dim=-1)
     return float(diff.max() / ref.norm(dim=-1).mean())
 
@@ -90,7 +90,7 @@ ROWS = torch.tensor([[3, 1, 2, 4, 5], [6, 0, 0, 0, 0], [2, 4, 1, 0, 0]], dtype=t
 @pytest.mark.parametrize(
     "spec, group", [("k4v4", 4), ("k8v8", 1), ("k2v2", 3), ("tiers", 2), ("plain", 7), ("ladder", 4)]
 )
-def test_formats_and_groups(spec, group):
+def test_formats_and_groups_match_float64(spec, group):
     format_ids = (1, 2, 3, 4, 5, 0) if spec == "ladder" else (1, 2, 0, 1, 0, 2)
     store = make_case(FORMAT_LISTS[spec], group=group, has_scores=group == 2, format_ids=format_ids)
     prefix, new = [4 * 32 - 11, 0, 64], [4, 2, 1]
@@ -101,7 +101,7 @@ def test_formats_and_groups(spec, group):
     assert error(out, reference(store, 1, q, k, v, ROWS, prefix, new, scale=0.2)) < 0.02
 
 
-def test_one_part_and_many_give_the_same():
+def test_one_part_and_many_parts_agree():
     store = make_case(FORMAT_LISTS["k4v4"], group=2, format_ids=(1, 1, 0, 1, 1, 0))
     prefix, new = [150, 33], [9, 8]
     q, k, v = inputs(store, 2, 17, torch.bfloat16)
@@ -122,7 +122,7 @@ def attend(store, layer, q, k, v, rows, prefix, new, **options):
     return op.run(layer, q, k, v, **options)
 
 
-def test_logit_cap_fp16_and_strided_rows():
+def test_logit_cap_with_fp16_and_strided_rows():
     store = make_case(FORMAT_LISTS["k4v4"], group=1, dtype=torch.float16)
     prefix, new = [100], [20]
     q, k, v = inputs(store, 1, 20, torch.float16)
@@ -130,7 +130,7 @@ def test_logit_cap_fp16_and_strided_rows():
     assert error(out, reference(store, 0, q, k, v, ROWS[:1], prefix, new, scale=1.0, logit_cap=5.0)) < 0.01
 
 
-def test_what_another_kernel_found_for_the_new_tokens_is_joined():
+def test_output_of_other_kernel_is_merged():
     store = make_case(FORMAT_LISTS["k4v4"], group=2, full=True)
     prefix, new = [96, 40], [7, 9]
     q, k, v = inputs(store, 2, 16, torch.bfloat16)
@@ -144,7 +144,7 @@ def test_what_another_kernel_found_for_the_new_tokens_is_joined():
         assert error(out, expected) < 0.02
 
 
-def test_nothing_stored_and_no_tokens():
+def test_empty_store_and_empty_requests():
     store = make_case(FORMAT_LISTS["k4v4"], group=2, format_ids=(1, 1, 1, 1, 1, 1))
     store.counts[1:] = 0
     q, k, v = inputs(store, 2, 3, torch.bfloat16)
@@ -155,7 +155,7 @@ def test_nothing_stored_and_no_tokens():
 
 
 def ends(blocks, tiles, programs, most, start):
-    """When the last of all parts has ended, each given to the program that is free first."""
+    """The time at which the last part ends, with each part assigned to the first free program."""
     cut = [(min(most, b - at) + start, t) for b, t in zip(blocks, tiles) for at in range(0, max(b, 1), most)]
     works = [work for work, t in cut for _ in range(t)]
     free = [0] * programs
@@ -165,10 +165,10 @@ def ends(blocks, tiles, programs, most, start):
     return max(free)
 
 
-def test_cuts():
-    assert cut_prefixes([801], [8], 132, 2) == 49  # 16 of 49 a head and one of 17; two of those fit beside
+def test_cut_size_balances_programs():
+    assert cut_prefixes([801], [8], 132, 2) == 49  # 16 parts of 49 per head and one of 17, two of which fit in parallel
     assert cut_prefixes([800], [4], 132, 2) == 25
-    assert cut_prefixes([64], [1024], 132, 2) == 64  # rounds enough without
+    assert cut_prefixes([64], [1024], 132, 2) == 64  # enough rounds without cuts
     assert cut_prefixes([400] + [4] * 63, [8] * 64, 264) <= 25
     assert cut_prefixes([], [], 264) == 1
 
@@ -179,19 +179,19 @@ def test_cuts():
     start=st.integers(0, 4),
 )
 @settings(max_examples=150, deadline=None)
-def test_cuts_end_early(works, programs, start):
+def test_cut_prefixes_shorten_schedule(works, programs, start):
     blocks, tiles = [b for b, _ in works], [t for _, t in works]
     most = cut_prefixes(blocks, tiles, programs, start)
     now = ends(blocks, tiles, programs, most, start)
     assert now <= ends(blocks, tiles, programs, max([1, *blocks]), start)
     parts = [max(1, -(-b // most)) for b in blocks]
     assert sum(t * n for t, n in zip(tiles, parts)) <= sum(tiles) + 3 * programs
-    # No schedule is shorter than its work shared evenly; with the longest first it is at most a part longer.
+    # No schedule is shorter than an even share of the work; with the longest part first it is at most one part longer.
     assert now <= -(-sum((b + start * n) * t for (b, t), n in zip(works, parts)) // programs) + most + start
 
 
 @pytest.mark.parametrize("new_tokens", [True, False])
-def test_items_show_everything_once(new_tokens):
+def test_items_cover_every_token_once(new_tokens):
     store = make_case(FORMAT_LISTS["k4v4"], group=2)
     plan = ExtendPlan(store, 2, max_blocks=8)
     prefix, new = [160, 0, 32], [70, 9, 0]
@@ -211,8 +211,8 @@ def test_items_show_everything_once(new_tokens):
 
 
 @pytest.mark.parametrize("new", [1, 3, 40])
-def test_behind_a_prompt_packed_into_few_blocks(new):
-    """Blocks that are part-filled or empty for some heads: with mixed chunks decode steps read them here."""
+def test_tokens_after_prompt_packed_into_few_blocks(new):
+    """Blocks are part-filled or empty for some heads; with mixed chunks, decode steps read them through this kernel."""
     store, rows, lens = packed_prompt(head_dim=64, block_tokens=64)
     gen = torch.Generator().manual_seed(3)
     q = torch.randn(2 * new, 4, 64, generator=gen).to(store.dtype)

@@ -12,7 +12,7 @@ from kvc_kernels.layout import FORMATS
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, HEADS, DIM, SCALE = 32, 2, 64, 0.125
-TOLERANCE = 0.04  # pages are read as fp16 here and as bf16 by the reference; loud keys make the softmax sharp
+TOLERANCE = 0.04  # this kernel reads pages as fp16, the reference as bf16; loud keys make the softmax sharp
 # Prefixes that end inside a block and at borders; blocks that wait to be packed; one block, two and more; no tokens.
 PREFIX, NEW = [45, 64, 0, 10, 96], [60, 40, 33, 5, 0]
 WAITING = [[], [0], [], [], [1]]
@@ -20,8 +20,8 @@ ROWS = torch.tensor([[3, 1, 4, 12], [2, 5, 6, 9], [7, 8, 0, 0], [10, 0, 0, 0], [
 
 
 def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=1):
-    """A store of two layers, and the new tokens' K and V `[L, N, H, D]`, which are appended. All lengths in tokens, of
-    blocks, prefixes and chunks, are `times` as large.
+    """A store of two layers, and the new tokens' K and V `[L, N, H, D]`, which are appended. All lengths in tokens
+    (blocks, prefixes and chunks) are multiplied by `times`.
     """
     p = times * P
     store = make_store(
@@ -53,13 +53,14 @@ def error(out, ref):
 
 
 def items_of(places):
-    """Items of `FakeQuantRows`, of four blocks: all fake-quantized, out of order; two, and 20 tokens of one, exact."""
+    """Items of `FakeQuantRows` for four blocks: all fake-quantized and out of order; two blocks, and 20 tokens of
+    another, exact."""
     slots = [[2, 4, P], [0, 5, P], [1, -1, P], [3, 6, 20]]
     return torch.tensor([[*a, *b, 0, 0, 0] for a, b in zip(places, slots)], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
-def test_rows_are_those_of_the_reference_bit_for_bit(spec):
+def test_rows_equal_reference_bit_for_bit(spec):
     store, _, _ = request_case(spec)
     fmt = store.block_formats[1].high
     items, slots = items_of([[0, 1], [0, 2], [1, 0], [2, 0]]), [2, 0, 1, 3]
@@ -126,7 +127,7 @@ def make(store, group, *, programs=12, fake=False):
         ("k2v2", 3, 20.0, torch.bfloat16, False),
     ],
 )
-def test_against_the_reference(spec, group, cap, dtype, fake):
+def test_prefill_matches_reference(spec, group, cap, dtype, fake):
     store, k, v = request_case(spec, dtype)
     q, fmt = queries(group, dtype), store.block_formats[1].high
     op = make(store, group, fake=fake)
@@ -143,7 +144,7 @@ def test_against_the_reference(spec, group, cap, dtype, fake):
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
+def test_split_prefix_and_empty_prefix(fake):
     store, k, v = request_case()
     q, fmt = queries(2), store.block_formats[1].high
     for programs in (1, 60):
@@ -152,7 +153,7 @@ def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
         out = op.run(0, q, k[0], v[0], scale=SCALE)
         want = ops.extend_attention(store, 0, q, ROWS, PREFIX, NEW, scale=SCALE, fake_quant_format=[fmt] * len(NEW))
         assert error(out, want) < TOLERANCE
-    # Requests 2 and 3 alone, from their first token on: all their blocks are uncompressed.
+    # Requests 2 and 3 alone, from their first token: all their blocks are uncompressed.
     lens = [33, 15]
     fresh = [random_kv(store, n, seed=r) for r, n in zip((2, 3), lens)]
     k, v = (torch.cat([x[i][0] for x in fresh]) for i in (0, 1))
@@ -165,7 +166,7 @@ def test_parts_of_a_prefix_and_nothing_before_the_chunk(fake):
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_exact_requests_beside_others(fake):
+def test_exact_requests_in_mixed_batch(fake):
     store, k, v = request_case()
     q, fmt = queries(2), store.block_formats[1].high
     exact = [False, True] * (len(NEW) // 2) + [True] * (len(NEW) % 2)
@@ -178,7 +179,7 @@ def test_exact_requests_beside_others(fake):
     assert error(out, want) < TOLERANCE
 
 
-def test_a_forward_within_one_block_is_the_usual_one():
+def test_forward_within_one_block_uses_usual_path():
     store, k, v = request_case()
     q = queries(2)
     rows, prefix, new = ROWS[[0, 3]], [96, 10], [9, 5]
@@ -191,7 +192,7 @@ def test_a_forward_within_one_block_is_the_usual_one():
     assert torch.equal(*outs)
 
 
-def test_groups():
+def test_groups_split_items_between_requests():
     groups = Groups.cut([45, 64, 10], [60, 40, 5], [[], [1, 0], []], P)
     assert groups.request == [0, 0, 0, 1, 1, 2]
     assert groups.tokens == [19, 32, 9, 32, 8, 5]

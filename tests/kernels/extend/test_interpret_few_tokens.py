@@ -1,4 +1,4 @@
-"""Prefills of few new tokens by the decode kernel, under the interpreter, against float64 readings of the same pages.
+"""Prefills of few new tokens by the decode kernel under the interpreter, against float64 readings of the same pages.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def new_rows(store, layer, rows, prefix, new):
 
 
 def run(form, group, prefix, new, *, layer=1, cap=0.0, scale=0.2, **options):
-    """(worst row's error, worst log-sum-exp's error) of a prefill that the decode kernel takes."""
+    """(worst row error, worst log-sum-exp error) of a prefill that the decode kernel takes."""
     store = make_case(FORMAT_LISTS[form], group=group, format_ids=(1, 2, 0, 1, 2, 0), **options)
     q, *_ = inputs(store, group, sum(new), store.dtype)
     op = ExtendAttention(store, query_heads=2 * group, max_blocks=4, appended=True)
@@ -52,7 +52,7 @@ def test_formats_groups_and_several_requests(form, group, new):
 
 @pytest.mark.parametrize("group, new", [(4, 1), (4, 2), (4, 4), (1, 16), (16, 1)])
 def test_rows_of_every_width(group, new):
-    """Up to 16 query rows a KV head, the new tokens at the start and at the end of their block."""
+    """Up to 16 query rows per KV head, with the new tokens at the start and at the end of their block."""
     for prefix in (3 * P, 4 * P - new):
         worst, sums = run("k4v4", group, [prefix], [new])
         assert worst < 0.02 and sums < 0.02
@@ -73,8 +73,8 @@ def test_more_blocks_than_a_chunk():
     assert error(out, reference(store, 0, q, k, v, rows, prefix, new, scale=0.2)) < 0.02
 
 
-def test_a_query_that_sees_nothing_of_the_first_tile():
-    """The last block alone, whose second tile only the last queries see."""
+def test_query_that_sees_nothing_of_first_tile():
+    """Only the last block is read, and only the last queries see its second tile."""
     assert run("plain", 1, [P - 16], [16])[0] < 0.02
 
 
@@ -92,12 +92,12 @@ def test_capped_logits_in_fp16():
     ([64, 64], [4, 0], False),
     ([64] * 40, [1] * 40, False),
 ])  # fmt: skip
-def test_which_forwards_it_takes(prefix, new, fits):
+def test_kernel_accepts_only_few_token_forwards(prefix, new, fits):
     store = make_case(FORMAT_LISTS["k4v4"], group=4)
     assert FewTokenExtend(store, query_heads=8, max_blocks=4).fits(prefix, new) is fits
 
 
-def test_not_where_new_rows_may_be_missing_from_their_pages():
+def test_kernel_rejects_forwards_whose_new_rows_are_not_in_pages():
     store = make_case(FORMAT_LISTS["k4v4"], group=4)
     op = ExtendAttention(store, query_heads=8, max_blocks=4)
     op.plan(ROWS[:1], [3 * P], [2])

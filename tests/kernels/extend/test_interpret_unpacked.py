@@ -17,7 +17,7 @@ ITEMS = [(0, 0), (1, 1), (1, 0), (4, 2), (4, 1)]  # packed ones, and two that wa
 
 
 class Whole(Dense):
-    """As `Dense`, without a mask."""
+    """Like `Dense`, without a mask."""
 
     def run(self, q, k, v, into, *, scale, logit_cap):
         (n, slots, last) = self.runs[0]
@@ -35,7 +35,7 @@ def unpacked(store, query_heads, slots):
 
 
 @pytest.mark.parametrize("spec", [f.name for f in FORMATS.values() if f.packed])
-def test_rows_are_those_of_the_reference_bit_for_bit(spec):
+def test_rows_equal_reference_bit_for_bit(spec):
     store, _, _ = request_case(spec)
     n = len(ITEMS)
     items = [(3, 0, 0, P), *((r, j, n - 1 - i, P) for i, (r, j) in enumerate(ITEMS))]
@@ -50,8 +50,9 @@ def test_rows_are_those_of_the_reference_bit_for_bit(spec):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
-def test_passes(slots, monkeypatch):
-    """Two requests with a prefix, one without, one whose waiting block is left out; one without new tokens."""
+def test_merged_passes_match_reference(slots, monkeypatch):
+    """The batch has three requests with a prefix, one of which leaves out its waiting block, one without a prefix, and
+    one without tokens."""
     monkeypatch.setattr(module, "LEAST_NEW", 1)
     monkeypatch.setattr(module, "LEAST_PREFIX", 1)
     store, _, _ = request_case()
@@ -84,7 +85,7 @@ def test_passes(slots, monkeypatch):
     assert torch.equal(again, out)
 
 
-def test_what_is_taken(monkeypatch):
+def test_plan_accepts_only_long_packed_prefixes(monkeypatch):
     store, _, _ = request_case()
     op = unpacked(store, HEADS, 2)
     assert not op.plan(ROWS, PREFIX, NEW)
@@ -100,8 +101,8 @@ def test_what_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("exact", [None, [False, True, False, False, True]])
-def test_in_a_forward_whose_queries_see_blocks_as_stored(exact, monkeypatch):
-    """With stand-ins for FlashInfer, a whole forward against the reference."""
+def test_forward_over_stored_blocks_matches_reference(exact, monkeypatch):
+    """A whole forward, with stand-ins for FlashInfer, against the reference."""
     monkeypatch.setattr(module, "LEAST_NEW", 1)
     monkeypatch.setattr(module, "LEAST_PREFIX", 1)
     store, k, v = request_case()

@@ -42,22 +42,22 @@ def test_decode_formats(names):
 
 
 @pytest.mark.parametrize("tile, page", [(16, 2880), (64, 2880), (64, 1440)])
-def test_decode_tiles_and_pages_that_do_not_divide_each_other(tile, page):
+def test_decode_with_tiles_and_pages_of_unrelated_sizes(tile, page):
     for window in (20, 90):
         assert decode(make_case("k4v4", lens=LENS, page_bytes=page, whole=True), window, tile=tile) < BAR
 
 
 @pytest.mark.parametrize("columns", [1, 2, 50])
-def test_decode_of_more_blocks_than_a_chunk(columns):
+def test_decode_with_more_blocks_than_a_chunk(columns):
     case = make_case("k4v4", lens=(40 * 16 + 3, 36 * 16), block_tokens=16, dtype=torch.float16, whole=True)
     assert decode(case, 36 * 16 - 5, tile=16, columns=columns) < BAR
 
 
-def test_decode_with_capped_logits_and_a_head_dim_of_256():
+def test_decode_with_logit_cap_and_head_dim_256():
     assert decode(make_case("k4v4", lens=(150, 64), head_dim=256, heads=1, whole=True), 40, logit_cap=2.0) < BAR
 
 
-def test_decode_plan_lists_what_the_window_shows():
+def test_decode_plan_lists_only_blocks_in_window():
     store, _, rows, _ = make_case("k4v4", "k4v2", lens=(64 * 9, 64 * 4, 64 * 7, 64), whole=True)
     p, gen = store.layout.block_tokens, torch.Generator().manual_seed(1)
     for window in (0, 63, 64, 200, 1000):
@@ -127,14 +127,14 @@ def test_extend_formats(spec, group, dtype):
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_extend_of_requests_that_see_blocks_as_they_are(fake):
+def test_extend_of_exact_requests(fake):
     store, q = request_case(), queries(2)
     assert extend(store, q, 50, exact=[False, True, True, False, False], fake=fake)[0] < 0.02
     assert extend(store, q, 50, stored=False, fake=fake)[0] < 0.02
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_passes_change_nothing(stored):
+def test_number_of_passes_does_not_change_output(stored):
     store, q = request_case(), queries(2)
     whole = extend(store, q, 50, stored=stored)[1]
     for tokens in (P, 8 * P):
@@ -142,12 +142,12 @@ def test_passes_change_nothing(stored):
         assert torch.equal(out, whole) and worst < 0.02
 
 
-def test_a_head_dim_of_256():
+def test_extend_with_head_dim_256():
     store = request_case(dim=256, heads=1)
     assert extend(store, queries(2, dim=256, heads=1), 40)[0] < 0.02
 
 
-def test_passes_take_every_run_once_and_stage_no_more_than_they_may():
+def test_passes_cover_every_run_once_within_staging_limit():
     for window in (0, 40, 300):
         for fake_quantized in (False, True):
             args = PREFIX, NEW, WAITING, [fake_quantized] * len(NEW)
@@ -162,7 +162,7 @@ def test_passes_take_every_run_once_and_stage_no_more_than_they_may():
     assert cut([], [], None, [], p=P, window=3, most=5) == []
 
 
-def test_tiers_are_refused():
+def test_tiers_are_rejected():
     store = make_case("k8v4+k4v2", lens=(64,))[0]
     with pytest.raises(ValueError, match="keep every token"):
         WindowedExtend(store, query_heads=8, window=4)
@@ -174,12 +174,12 @@ def moved(store, device, kind):
 
 
 def by_turns(level, device, *, dim, times, window=150):
-    """Layers with and without a window, decode behind extend, by what serves on a GPU and by plain torch."""
+    """Layers with and without a window and decode after extend, by the GPU's operations and by plain torch."""
     store = request_case(dim=dim, times=times)
     fmt, p = store.block_formats[1].high, store.layout.block_tokens
     prefix, new = ([times * n for n in x] for x in (PREFIX, NEW))
     lens, table = [a + b for a, b in zip(prefix, new)], ROWS.clone()
-    # The last request ends with its block, and goes on in another.
+    # The last request ends with its block and continues in another.
     table[4, lens[4] // p] = 17
     ops.take_bf16(store, torch.tensor([17]))
     engines = [
@@ -192,7 +192,7 @@ def by_turns(level, device, *, dim, times, window=150):
     levels = [fmt, None, fmt, fmt, None] if level else None
     slots = (table.repeat_interleave(p, 1) * p + torch.arange(p).repeat(6)).int()
     for layer, seen in ((0, -1), (1, window), (0, window)):
-        # Queries of a decode step in an order of their own, as models may hand them over.
+        # Queries of a decode step with their own memory order, as models may pass them.
         rows = [torch.randn((len(at), h, dim), generator=gen).bfloat16() for h in (6, 2, 2)]
         step = [torch.randn((h, 5, dim), generator=gen).bfloat16().transpose(0, 1) for h in (6, 2, 2)]
         outs = []
@@ -214,5 +214,5 @@ def by_turns(level, device, *, dim, times, window=150):
 
 
 @pytest.mark.parametrize("level", [True, False])
-def test_as_the_server_calls_it(level):
+def test_layers_alternate_as_in_server(level):
     by_turns(level, "cpu", dim=64, times=1, window=40)

@@ -1,4 +1,4 @@
-"""`pages.kernel` and the moves built on it against `pages.reference`: any order of operations, page for page."""
+"""`pages.kernel` and the moves built on it equal `pages.reference` page for page after any order of operations."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def same_state(a, b):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("specs", FORMAT_LISTS)
-def test_any_order(specs, seed):
+def test_random_operations_match_reference(specs, seed):
     """Blocks go up and down until the ring has wrapped around several times."""
     gen = np.random.default_rng(seed)
     block_formats = block_formats_of(*specs)
@@ -36,7 +36,7 @@ def test_any_order(specs, seed):
             ops.take_bf16(a, torch.from_numpy(ids))
             page_kernels.take_bf16(b, torch.from_numpy(ids))
         elif kind == 1 and len(live):
-            # A free block among them gives nothing back.
+            # A free block among them returns no pages.
             ids = np.append(gen.choice(live, gen.integers(1, len(live) + 1), replace=False), free[:1])
             ops.release(a, torch.from_numpy(ids))
             page_kernels.release(b, torch.from_numpy(ids))
@@ -55,7 +55,7 @@ def test_any_order(specs, seed):
     assert int(a.cursor[0]) > a.ring.numel()
 
 
-def test_nothing():
+def test_empty_operations_change_nothing():
     a, b = (make_store(head_dim=64) for _ in range(2))
     none = torch.zeros(0, dtype=torch.int64)
     page_kernels.take_bf16(b, none)

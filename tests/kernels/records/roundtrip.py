@@ -1,4 +1,4 @@
-"""Stores whose blocks go out as records and come back, and the checks behind it."""
+"""Stores whose blocks are written to records and read back, and the checks for them."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ BLOCKS = torch.tensor([2, 5, 3])
 
 
 def packed_store(has_scores: bool, to_format: int, seed: int = 0):
-    """A store whose `BLOCKS` are full and at `to_format`; two tiers hold random tokens, and some heads none."""
+    """A store whose `BLOCKS` are full and in `to_format`; two tiers hold random tokens, and some heads hold none."""
     store = make_store(block_formats_of(*SPECS), head_dim=64, layers=2, blocks=7, has_scores=has_scores)
     fill(store, BLOCKS, *random_kv(store, len(BLOCKS) * store.layout.block_tokens, seed))
     store.query_counts[BLOCKS] = torch.tensor([7, 1, 9], dtype=torch.int32)
@@ -24,7 +24,7 @@ def packed_store(has_scores: bool, to_format: int, seed: int = 0):
 
 
 def empty_records(store, n: int) -> torch.Tensor:
-    """Room for the largest records, full of garbage."""
+    """Buffers for the largest records, filled with garbage."""
     size = RecordLayout(store.layout).num_bytes(store.layout.block_pages_bf16)
     return torch.full((n, size), 0xA5, dtype=torch.uint8)
 
@@ -34,6 +34,6 @@ def digests(store, blocks) -> list[str]:
 
 
 def stored_counts(store, records: torch.Tensor) -> torch.Tensor:
-    """The counts in `records`, by the layout's documentation: the first segment."""
+    """The counts in `records`, read by the layout's documentation from the first segment."""
     heads = store.layout.layers * store.layout.heads
     return records[:, : 4 * heads].view(torch.int16).view(-1, store.layout.layers, store.layout.heads, 2)

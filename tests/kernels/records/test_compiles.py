@@ -1,4 +1,4 @@
-"""The kernel that moves records compiles for Hopper, without a GPU, with wide copies and few registers."""
+"""The kernel that moves records compiles for Hopper without a GPU, with wide copies and few registers."""
 
 import re
 import subprocess
@@ -20,8 +20,8 @@ ARRAYS = ("pages", "headers", "counts", "query_counts", "records")
 
 
 @pytest.mark.parametrize("to_records", [False, True])
-def test_a_program_fits_the_place_of_a_decode_cta(to_records, tmp_path, monkeypatch):
-    """All CTAs of decode attention are resident at once. One of the mover must not keep two of them out."""
+def test_mover_program_fits_where_decode_cta_fits(to_records, tmp_path, monkeypatch):
+    """All CTAs of decode attention are resident at once. One CTA of the mover must not displace two of them."""
     size = choose_page_bytes([FORMATS["k4v4"]], head_dim=128, block_tokens=128, has_scores=False, whole=True)
     formats, launched = (BlockFormat(BF16), BlockFormat(FORMATS["k4v4"])), []
     layout = PoolLayout(2, 8, 128, 128, size)
@@ -51,7 +51,7 @@ def test_a_program_fits_the_place_of_a_decode_cta(to_records, tmp_path, monkeypa
         target=GPUTarget("cuda", 90, 32), options={"num_warps": 1},
     )  # fmt: skip
     text = built.asm["ptx"]
-    # Pages and key headers move 16 bytes at a time, and what is behind the whole chunks in parts of that.
+    # Pages and key headers move 16 bytes at a time, and the remainder in smaller parts.
     assert kernel.CHUNK < size // 4 < 2 * kernel.CHUNK
     assert text.count("ld.global.v4.b32") == text.count("st.global.v4.b32") > kernel.CHUNK // 128
     assert built.metadata.shared == 0

@@ -11,7 +11,7 @@ from tests.kernels.records.roundtrip import BLOCKS, digests, empty_records, pack
 
 @pytest.mark.parametrize("to_format", [0, 1, 2], ids=["bf16", "k4v4", "k8v4+k4v2"])
 @pytest.mark.parametrize("has_scores", [False, True])
-def test_as_the_reference(has_scores, to_format):
+def test_kernel_equals_reference(has_scores, to_format):
     a, b = (packed_store(has_scores, to_format) for _ in range(2))
     records = [empty_records(a, len(BLOCKS)) for _ in range(2)]
     ops.write_records(a, BLOCKS, records[0], ops.record_places(a, BLOCKS))

@@ -1,4 +1,4 @@
-"""Blocks as records: what comes back is what went out, in other pages, under other ids."""
+"""Blocks as records: blocks come back with the same content, in other pages and under other ids."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.kernels.records.roundtrip import BLOCKS, digests, empty_records, pack
 
 @pytest.mark.parametrize("to_format", [0, 1, 2], ids=["bf16", "k4v4", "k8v4+k4v2"])
 @pytest.mark.parametrize("has_scores", [False, True])
-def test_a_block_comes_back_with_its_bytes(has_scores, to_format):
+def test_block_round_trips_with_same_bytes(has_scores, to_format):
     store = packed_store(has_scores, to_format)
     before, queries = digests(store, BLOCKS), store.query_counts[BLOCKS].clone()
     records = empty_records(store, len(BLOCKS))
@@ -19,7 +19,7 @@ def test_a_block_comes_back_with_its_bytes(has_scores, to_format):
     assert torch.equal(counts, store.counts[BLOCKS])
 
     ops.release(store, BLOCKS)
-    ops.take_bf16(store, torch.tensor([6]))  # the pages that come next are others
+    ops.take_bf16(store, torch.tensor([6]))  # so that the next free pages are different ones
     ids = torch.tensor([1, 2, 4])
     ops.take_stored(store, ids, to_format, counts)
     ops.check_invariants(store)
@@ -29,8 +29,8 @@ def test_a_block_comes_back_with_its_bytes(has_scores, to_format):
     ops.check_invariants(store)
 
 
-def test_a_record_names_no_page_and_ends_with_its_pages():
-    """Equal blocks in different pages have equal records, and nothing is written behind them."""
+def test_record_does_not_depend_on_page_ids_and_ends_with_pages():
+    """Equal blocks in different pages have equal records, and nothing is written after them."""
     one, other = packed_store(False, 2), packed_store(False, 2)
     records = [empty_records(s, len(BLOCKS)) for s in (one, other)]
     ops.write_records(one, BLOCKS, records[0], ops.record_places(one, BLOCKS))
@@ -46,7 +46,7 @@ def test_a_record_names_no_page_and_ends_with_its_pages():
         assert (record[layout.num_bytes(n) :] == 0xA5).all()
 
 
-def test_no_block():
+def test_empty_list_of_blocks():
     store = packed_store(False, 1)
     none = torch.zeros(0, dtype=torch.int64)
     before = store.cursor.clone()

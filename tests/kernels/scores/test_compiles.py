@@ -1,4 +1,4 @@
-"""The score kernels compile for Hopper, without a GPU, and that of a decode step keeps what it needs in registers."""
+"""The score kernels compile for Hopper without a GPU, and the one for decode steps fits in registers."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ BACKEND = CUDABackend(TARGET)
 
 
 def launch(spec, group, head_dim, tuning, monkeypatch, reduce="max", kernel=step._step_kernel):
-    """What `kernel` is compiled from and with, by its launch."""
+    """The source and options with which a launch compiles the kernel."""
     formats = [FORMATS[n] for n in spec.split("+")]
     whole = len(formats) == 1
     size = choose_page_bytes(
@@ -68,7 +68,7 @@ def launch(spec, group, head_dim, tuning, monkeypatch, reduce="max", kernel=step
         ("k4v4", 4, 128, step.StepTuning(64, 2, 1, 12, 168), 0, "max"),
     ],
 )
-def test_as_many_programs_fit_as_are_launched(
+def test_launched_programs_fit_on_gpu(
     spec, group, head_dim, tuning, spilled, reduce, monkeypatch, tmp_path
 ):
     source, options = launch(spec, group, head_dim, tuning, monkeypatch, reduce)
@@ -86,6 +86,6 @@ def test_as_many_programs_fit_as_are_launched(
 
 
 @pytest.mark.parametrize("reduce", ["max", "worst"])
-def test_a_prefill_compiles(reduce, monkeypatch):
+def test_prefill_scores_compile(reduce, monkeypatch):
     source, options = launch("k8v4+k4v2", 4, 128, None, monkeypatch, reduce, prefill._columns_kernel)
     assert "wgmma" in triton.compile(source, target=TARGET, options=options).asm["ptx"]

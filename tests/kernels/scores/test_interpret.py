@@ -1,4 +1,4 @@
-"""Attention that stored tokens receive: the kernel's column sums against the scores of the torch reference."""
+"""Attention received by stored tokens: the kernel's column sums against the scores of the torch reference."""
 
 import copy
 
@@ -16,7 +16,7 @@ from kvc_kernels.scores.prefill_kernel import AttentionScores
 from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 
 P = 32
-# The third request shares the first one's packed blocks, one each of them at its own length.
+# The third request shares the packed blocks of the first, each at its own length.
 PREFIX, NEW = [100, 0, 64], [17, 40, 9]
 ROWS = torch.tensor([[3, 1, 4, 6], [2, 5, 9, 9], [3, 1, 7, 8]], dtype=torch.int32)
 TOTAL = [p + n for p, n in zip(PREFIX, NEW)]
@@ -24,13 +24,13 @@ SCALE = 0.05
 
 
 def packed_case(spec, times=1, page_bytes=None):
-    """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed. With `times`,
-    blocks and requests are so much longer."""
+    """Two stores of equal bytes: all tokens appended, the first two full blocks of request 0 packed. `times` multiplies
+    the lengths of blocks and requests."""
     store = make_store(
         block_formats=block_formats_of(spec), head_dim=64, block_tokens=P * times, has_scores=True, layers=2, blocks=10,
         page_bytes=page_bytes,
     )  # fmt: skip
-    store.pages.zero_()  # the reference reads beyond what was written, where bytes may spell NaN
+    store.pages.zero_()  # the reference reads beyond the written bytes, which may spell NaN
     for r in (0, 1):
         fill(store, ROWS[r, : -(-TOTAL[r] // P)].long(), *random_kv(store, TOTAL[r] * times, seed=r))
     k, v = random_kv(store, NEW[2] * times, seed=2)
@@ -44,7 +44,7 @@ def packed_case(spec, times=1, page_bytes=None):
 
 
 def lse_of(store, layer, q, lens, prefixes, cap):
-    """Base-2 log-sum-exp `[N, Hq]` in float64 of each new token over what its request stores up to itself."""
+    """Base-2 log-sum-exp `[N, Hq]` in float64 of each new token over its request's stored tokens up to itself."""
     out, at, p = torch.empty(q.shape[:2], dtype=torch.float64), 0, store.layout.block_tokens
     group = q.shape[1] // store.layout.heads
     for r, (prefix, total) in enumerate(zip(prefixes, lens)):
@@ -87,7 +87,7 @@ def compare(store, mine):
         ("k4v4", 2, 3.0, ops.ScoreSampling(None, "worst", power=2, skip=4)),
     ],
 )
-def test_scores(spec, group, cap, sampling):
+def test_prefill_scores_match_reference(spec, group, cap, sampling):
     store, mine = packed_case(spec)
     q = queries(sum(NEW), 2 * group)
     lse = lse_of(store, 1, q, TOTAL, PREFIX, cap)
@@ -105,10 +105,10 @@ def test_scores(spec, group, cap, sampling):
         ("k8v4+k4v2", 3, 0.0, ops.ScoreSampling(reduce="squares", decode_stride=1)),
         ("k2v2", 1, 3.0, ops.ScoreSampling(reduce="sum", power=2, skip=10, decode_stride=1)),
         ("k8v4+k4v2", 2, 0.0, ops.ScoreSampling(reduce="worst", decode_stride=1)),
-        ("k4v4", 4, 0.0, ops.ScoreSampling(decode_stride=8)),  # of 117, 40 and 73 tokens one
+        ("k4v4", 4, 0.0, ops.ScoreSampling(decode_stride=8)),  # one of 117, 40 and 73 tokens
     ],
 )
-def test_scores_of_a_decode_step(spec, group, cap, sampling):
+def test_decode_scores_match_reference(spec, group, cap, sampling):
     """With the log-sum-exp of the decode kernel, and a row of padding."""
     store, mine = packed_case(spec)
     q = queries(4, 2 * group)
@@ -129,8 +129,8 @@ def test_scores_of_a_decode_step(spec, group, cap, sampling):
 
 
 @pytest.mark.parametrize("page_tokens, times", [(64, 4), (48, 4), (48, 3)])
-def test_launches_of_a_decode_step_agree(page_tokens, times):
-    """Products of one page, of two, and of parts of them, one or more a program, on blocks of 128 and 96 tokens of
+def test_decode_launch_variants_agree(page_tokens, times):
+    """Products over one page, two pages, or parts of them, one or more per program, on blocks of 128 and 96 tokens of
     which some heads keep half."""
     size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, has_scores=True)
     store, mine = packed_case("k4v4", times, size)
@@ -154,7 +154,7 @@ def test_blocks_are_listed_once():
     store, _ = packed_case("k8v4+k4v2")
     blocks = BlockPlaces(store)
     listed = blocks.room(12)
-    # The first two requests share blocks; the second one, the first to observe, lists them, too.
+    # The first two requests share blocks; the second one, which is the first to observe, also lists them.
     rows = torch.tensor([[3, 1, 4, 6], [3, 1, 7, 8], [3, 2, 9, 9], [5, 0, 0, 0]], dtype=torch.int32)
     requests = torch.tensor([[0] * 4, [TOTAL[2]] + [0] * 3, [40, 0, 0, 0], [7, 0, 0, 0]], dtype=torch.int32)
     blocks.update(requests, rows, listed)
@@ -177,11 +177,11 @@ def test_blocks_are_listed_once():
     ],
 )
 @pytest.mark.parametrize("decoding", [False, True])
-def test_queries_are_counted_alike(sampling, decoding):
-    """Of blocks of one request or several; places behind a request's end name any block, here a block in use."""
+def test_query_counts_match_reference(sampling, decoding):
+    """Blocks belong to one or several requests; positions after a request's end name any block, here one in use."""
     store, mine = packed_case("k4v4")
     mine.query_counts = store.query_counts.clone()
-    lens = torch.tensor([160, 64, 73])  # two end on a border
+    lens = torch.tensor([160, 64, 73])  # two requests end on a block border
     rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)
     rows[0, 4] = 8
     new = None if decoding else torch.tensor([130, 64, 9])

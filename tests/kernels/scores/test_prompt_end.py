@@ -1,4 +1,4 @@
-"""The attention of a prompt's last queries against float64, and the rows that are remembered of its chunks."""
+"""The attention of a prompt's last queries against float64, and the query rows kept across its chunks."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_scores_are_squared_attention(monkeypatch, cap, elements):
 
 
 @pytest.mark.parametrize("packed", [1, 3])
-def test_scores_of_packed_blocks_are_those_of_their_rows(packed):
+def test_scores_of_packed_blocks_match_unpacked_rows(packed):
     spec = "k4v4"
     store = make_store(block_formats_of(spec), block_tokens=P, layers=2, heads=2, head_dim=32)
     tokens, blocks = 3 * P + 9, torch.tensor([4, 1, 6, 2])
@@ -61,7 +61,7 @@ def test_scores_of_packed_blocks_are_those_of_their_rows(packed):
 
 
 @pytest.mark.parametrize("chunks", [[40], [8], [3, 5], [20, 1], [9, 2, 3, 1], [7, 8, 7]])
-def test_the_last_rows_of_all_chunks_are_remembered(chunks):
+def test_last_query_rows_are_kept_across_chunks(chunks):
     store = make_store(block_tokens=P)
     queries = ops.LastQueries(store, 2, WINDOW)
     rows = torch.arange(sum(chunks)).view(-1, 1, 1).expand(-1, 2, 32).to(store.dtype)

@@ -1,4 +1,4 @@
-"""LeanKV's plan by one kernel: the tiers of the torch reference, token by token."""
+"""LeanKV's plan by one kernel equals the tiers of the torch reference, token by token."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 
 def scored_store(spec, **options):
-    """Three full blocks; scores with ties and zeros, as few or many queries as tokens have."""
+    """Three full blocks; scores have ties and zeros, and tokens have few or many queries."""
     store = make_store(block_formats_of(spec), head_dim=64, has_scores=True, layers=2, **options)
     fill(store, BLOCKS, *random_kv(store, 3 * store.layout.block_tokens, seed=4))
     gen = torch.Generator().manual_seed(6)
@@ -37,7 +37,7 @@ def both(store, lengths, alpha, sampling, from_format):
 
 
 CASES = [
-    # thresholds, sampling, tokens a block
+    # thresholds, sampling, tokens per block
     (Thresholds(1.0, 0.02), ops.ScoreSampling(), 32),
     (Thresholds(3.0, 0.9), ops.ScoreSampling(stride=16), 48),
     (Thresholds(3.0, 0.9), ops.ScoreSampling(window=32), 64),
@@ -46,7 +46,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("alpha, sampling, block_tokens", CASES)
-def test_same_tiers_first_and_again(alpha, sampling, block_tokens):
+def test_tiers_match_reference_on_first_and_second_plan(alpha, sampling, block_tokens):
     store = scored_store("k8v4+k4v2", block_tokens=block_tokens)
     first = both(store, [0, 0, 300], alpha, sampling, 0)
     ops.compact(store, BLOCKS, 1, first, from_format=0)
@@ -57,8 +57,8 @@ def test_same_tiers_first_and_again(alpha, sampling, block_tokens):
         assert (again < first).any()
 
 
-def test_a_head_never_gets_more_pages_than_it_has():
-    """Pages of the low format that hold fewer tokens than those of the high one."""
+def test_head_never_gets_more_pages_than_it_has():
+    """Pages of the low format hold fewer tokens than those of the high one."""
     store = scored_store("k2v2+k8v8", block_tokens=64)
     block_formats = store.block_formats[1]
     assert store.layout.page(block_formats.low).tokens < store.layout.page(block_formats.high).tokens

@@ -1,4 +1,4 @@
-"""Plans: quota counts are exact, threshold rules on cases made by hand, both against slow references."""
+"""Plans: exact quota counts and threshold rules, on hand-made cases and against slow references."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kvc_kernels import ops
 from kvc_kernels.layout import PoolLayout
 
 
-def test_keep_all():
+def test_keep_all_puts_every_token_in_high_tier():
     layout = PoolLayout(3, 2, 32, 16, 1024)
     tiers = ops.keep_all(4, layout)
     assert tiers.shape == (4, 3, 2, 16) and tiers.dtype == torch.int8 and (tiers == 2).all()
@@ -34,7 +34,7 @@ def slow_quota(scores: np.ndarray, pages: int, t: int, floor: int) -> np.ndarray
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
-def test_quota_equals_slow_reference_and_count_is_exact(data):
+def test_quota_equals_slow_reference_with_exact_count(data):
     layers, heads, p = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 24, 32])))
     t = data.draw(st.sampled_from([4, 8, 12, 16, 48]))
     per_head = -(-p // t)
@@ -43,7 +43,7 @@ def test_quota_equals_slow_reference_and_count_is_exact(data):
     pages = data.draw(st.integers(least, layers * heads * per_head))
     seed = data.draw(st.integers(0, 999))
     gen = np.random.default_rng(seed)
-    # Few distinct values, so that ties abound.
+    # Few distinct values give many ties.
     scores = gen.integers(0, data.draw(st.sampled_from([1, 3, 1000])), (2, layers, heads, p)).astype(np.float32)
     tiers = ops.quota(torch.from_numpy(scores), pages, t, floor)
     kept = (tiers == 2).sum(-1)
@@ -60,7 +60,7 @@ def test_quota_bounds():
     assert (ops.quota(scores, 8, 16) == 2).all()
 
 
-def test_quota_gives_pages_to_the_head_that_matters():
+def test_quota_gives_pages_to_head_with_higher_scores():
     scores = torch.rand(1, 1, 2, 64)
     scores[0, 0, 1] += 1
     kept = (ops.quota(scores, 4, 16) == 2).sum(-1)[0, 0]
@@ -68,9 +68,9 @@ def test_quota_gives_pages_to_the_head_that_matters():
 
 
 @pytest.mark.parametrize("pages", range(2, 9))
-def test_quota_takes_lost_tokens_last(pages):
-    """Each head has 44 stored tokens, which fill 2.75 pages: what is left of the third page, and the fourth, is lost
-    tokens' only where the head keeps everything that it stores."""
+def test_quota_ranks_dropped_tokens_last(pages):
+    """Each head has 44 stored tokens, which fill 2.75 pages. Dropped tokens may take the rest of the third page, and
+    the fourth, only where the head keeps all its stored tokens."""
     gen = torch.Generator().manual_seed(1)
     scores = torch.rand(50, 1, 2, 64, generator=gen)
     scores[..., 10:30] = -torch.inf
@@ -91,37 +91,39 @@ def plan(mean_attention_scores, ceiling=None, ah=0.5, al=0.2, high=4, low=8, div
     return ops.threshold(s, d, ah, al, c.to(torch.int8), high, low, m)[0, 0, 0].tolist()
 
 
-def test_threshold_rules():
-    # 4 high fill a page, 8 low fill a page: nothing to round.
+def test_threshold_tiers_of_hand_made_cases():
+    # 4 high or 8 low tokens fill a page, so nothing is rounded.
     assert plan([0.9] * 4 + [0.3] * 8 + [0.1] * 4) == [2] * 4 + [1] * 8 + [0] * 4
     # Thresholds are inclusive and divided by position.
     assert plan([0.5, 0.5, 0.25, 0.25] * 2, high=1, low=1, divisor=[1.0, 0.5, 2.0, 0.5] * 2) == [2, 1, 2, 0] * 2
     assert plan([0.05] * 16) == [0] * 16
 
 
-def test_threshold_fills_the_last_pages():
-    # 5 high: the second page has 3 slots, taken by the best of the low ones; 3 low are left, 5 best pruned join them.
+def test_threshold_fills_last_pages():
+    # With 5 high tokens the second page has 3 slots, which the best low tokens take; the 5 best pruned tokens join the
+    # 3 remaining low ones.
     s = [0.9] * 5 + [0.3, 0.31, 0.32, 0.33, 0.34, 0.35] + [0.1, 0.15, 0.11, 0.12, 0.13, 0.14, 0.01, 0.02]
     assert plan(s) == [2] * 5 + [1, 1, 1, 2, 2, 2] + [0, 1, 1, 1, 1, 1, 0, 0]
-    # Ties go to the lower position; without a started page there is nothing to fill.
+    # Ties go to the lower position; without a part-filled page there is nothing to fill.
     assert plan([0.9] * 3 + [0.3] * 4 + [0.0] * 9) == [2] * 3 + [2, 1, 1, 1] + [1] * 5 + [0] * 4
     assert plan([0.9] * 4 + [0.1] * 12) == [2] * 4 + [0] * 12
 
 
-def test_threshold_only_goes_down():
+def test_threshold_never_raises_stored_tier():
     ceiling = [1, 2, 0, 2, 1, 0, 2, 2]
     assert plan([0.9] * 8, ceiling, low=8) == ceiling
-    # The free slot of the high page must not lift a token that is stored low, nor the low page one that is gone.
+    # The free slot of the high page must not raise a token that is stored low, nor the low page a token that was
+    # dropped.
     got = plan([0.9, 0.9, 0.9, 0.4, 0.3, 0.1, 0.1, 0.1], [2, 2, 2, 1, 2, 0, 1, 0])
     assert got == [2, 2, 2, 1, 2, 0, 1, 0]
-    # Where low tokens run out, pruned ones that are still stored high take what is left of the page.
+    # When low tokens run out, pruned ones that are still stored high take the rest of the page.
     assert plan([0.9, 0.3, 0.1, 0.15, 0.05, 0.01]) == [2, 2, 2, 2, 0, 0]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from([(4, 8), (8, 8), (4, 6), (8, 4)]))
-def test_threshold_random(seed, tokens):
-    """Never above the ceiling, never more pages than before, no byte wasted while something could fill it."""
+def test_threshold_invariants_hold_for_random_scores(seed, tokens):
+    """Tiers never exceed the ceiling, pages never increase, and no slot stays empty while a token could fill it."""
     high, low = tokens
     gen = torch.Generator().manual_seed(seed)
     s = torch.rand(2, 2, 2, 32, generator=gen)
@@ -139,7 +141,7 @@ def test_threshold_random(seed, tokens):
     assert (tiers <= ceiling).all()
     used, h, l = pages(tiers)
     assert (used <= limit).all()
-    if low >= high:  # otherwise a head may have stayed at its ceiling
+    if low >= high:  # otherwise a head may be at its ceiling
         by = divisor[:, None, None]
         plain = torch.where(s >= 0.7 / by, 2, torch.where(s >= 0.3 / by, 1, 0)).minimum(ceiling)
         assert (tiers >= plain).all()
@@ -149,7 +151,7 @@ def test_threshold_random(seed, tokens):
         assert not (((tiers == 0) & (ceiling >= 1)).any(-1) & (l % low > 0)).any()
 
 
-def test_threshold_respects_a_hard_limit():
-    # One page allowed, but the ceiling itself needs two: the best high tokens that fit stay.
+def test_threshold_respects_page_limit():
+    # One page is allowed, but the ceiling needs two, so the best high tokens that fit stay.
     assert plan([0.9, 0.8, 0.7, 0.95, 0.6, 0.3], limit=1) == [2, 2, 2, 2, 0, 0]
     assert plan([0.9] * 6, limit=0) == [0] * 6

@@ -1,4 +1,4 @@
-"""The competition of a sequence's pages against a slow reference, page by page."""
+"""The competition for pages within a sequence, against a slow page-by-page reference."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def slow_kept(scores: np.ndarray, pages: int, t: int, floor: int, most: int, alw
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
-def test_sequence_quota_equals_the_slow_reference(data):
+def test_sequence_quota_equals_slow_reference(data):
     t, heads = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(1, 5))
     of_head = data.draw(st.integers(2, 9))
     most = data.draw(st.integers(1, of_head))
@@ -34,7 +34,7 @@ def test_sequence_quota_equals_the_slow_reference(data):
     floor = min(most, -(-(first + last) // t))
     pages = data.draw(st.integers(floor * heads, most * heads))
     draw = np.random.default_rng(data.draw(st.integers(0, 999)))
-    # Few distinct values, so that ties abound.
+    # Few distinct values give many ties.
     scores = draw.integers(0, data.draw(st.sampled_from([1, 3, 1000])), (heads, of_head * t)).astype(np.float32)
     best, worth = ops.ranked_tokens(torch.from_numpy(scores), most * t, t, first, last)
     kept = ops.sequence_quota(worth, pages, floor)
@@ -46,7 +46,7 @@ def test_sequence_quota_equals_the_slow_reference(data):
         assert all(always <= set(row) for row in want)
 
 
-def test_bounds():
+def test_page_count_out_of_range_is_rejected():
     worth = torch.rand(3, 4)
     for pages in (2, 13):
         with pytest.raises(ValueError, match=r"3\.\.12"):
@@ -54,15 +54,15 @@ def test_bounds():
 
 
 @pytest.mark.parametrize("reach, share", [(0, 0.5), (1, 0.1), (48, 0.1), (48, 1.0), (300, 0.3)])
-def test_carried_scores_equal_a_loop(reach, share):
+def test_carried_scores_equal_loop(reach, share):
     scores = np.random.default_rng(reach).random((3, 200)).astype(np.float32) ** 8
     want = [[max(x, *(share * y for y in row[max(0, i - reach) : i + 1])) for i, x in enumerate(row)] for row in scores]
     got = ops.carry_scores(torch.from_numpy(scores), reach, share)
     np.testing.assert_allclose(got.numpy(), np.array(want), rtol=1e-6)
 
 
-def test_a_long_value_is_kept_with_its_beginning():
-    """A head attends to one token: the 48 tokens behind it come before all others, those before it do not."""
+def test_tokens_after_attended_token_rank_first():
+    """A head attends to one token: the 48 tokens after it rank before all others, those before it do not."""
     scores = torch.full((1, 512), 1e-6)
     scores[0, 200] = 0.9
     best, _ = ops.ranked_tokens(ops.carry_scores(scores, 48, 0.1), 64, 8, 0, 0)

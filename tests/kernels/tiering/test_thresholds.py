@@ -1,7 +1,7 @@
 """LeanKV's rule from its paper (arXiv 2412.03131, section 4, Algorithm 1), token by token, against the plan of blocks.
 
-The paper's rule says what a token deserves. Filling the last page of a tier may lift a token above that, by less than a
-page for each tier; nothing falls below it.
+The paper's rule gives each token's tier. Filling the last page of a tier may raise tokens above it, by less than a page
+per tier; no token falls below it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ HIGH, LOW = FORMATS["k8v4"], FORMATS["k4v2"]
 ALPHA = ops.Thresholds(1.1, 0.4)
 BLOCKS = [3, 1, 4]
 STARTS = [0, 32, 320]
-BEHIND = [50, 20, 7]  # queries that stand behind each block
+BEHIND = [50, 20, 7]  # queries that follow each block
 
 
 def deserved(mean_attention: float, position: int, length: int) -> int:
-    """While the prompt is read a token at position i competes with the i tokens up to it, later with all N."""
+    """During the prompt a token at position i competes with the i tokens up to it, later with all N."""
     competitors = length if length > 0 else position + 1
     if mean_attention >= ALPHA.high / competitors:
         return 2
@@ -31,7 +31,7 @@ def deserved(mean_attention: float, position: int, length: int) -> int:
 
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [400, 400, 400], [0, 90, 1000]])
-def test_plans_follow_the_papers_rule(lengths):
+def test_plans_follow_algorithm_1(lengths):
     store = make_store(
         (BlockFormat(BF16), BlockFormat(HIGH, LOW, exact=False)), layers=2, has_scores=True, block_tokens=64, blocks=4
     )
@@ -41,7 +41,7 @@ def test_plans_follow_the_papers_rule(lengths):
     mean = np.random.default_rng(3).exponential(1, (len(BLOCKS), 2, 2, p))
     for i, (n, start) in enumerate(zip(lengths, STARTS)):
         mean[i] /= n or start + p / 2
-    # A token is looked at by the queries behind its block and by the later ones of the block.
+    # A token is seen by the queries after its block and by the later ones of its block.
     queries = np.array(BEHIND)[:, None] + np.arange(p)[::-1]
     attention_scores = (mean * queries[:, None, None, :]).astype(np.float32)
     scores, at = segment(page, store.pages, "scores", torch.float32), torch.arange(p)

@@ -1,6 +1,6 @@
-"""A plug-in for servers of the tests: DP attention on a CPU without SGLang's own CPU engine.
+"""A plug-in for test servers: DP attention on a CPU without SGLang's own CPU engine.
 
-SGLang pins memory, copies rows with Triton and calls collectives of GPUs wherever that engine is off.
+SGLang pins memory, copies rows with Triton and calls GPU collectives wherever that engine is off.
 """
 
 import torch
@@ -11,7 +11,7 @@ COPY = "sglang.srt.layers.dp_attention.memcpy_func"
 
 
 def copy_rows(dst, src, dim, offset, sz, offset_src):
-    """`sz` rows from or to the place `offset` of the rows of all ranks."""
+    """Copy `sz` rows from or to position `offset` of the rows of all ranks."""
     n, at = int(sz), int(offset)
     if offset_src:
         dst[:n].copy_(src[at : at + n])

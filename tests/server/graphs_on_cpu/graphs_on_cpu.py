@@ -1,9 +1,8 @@
-"""A plug-in for servers of the tests: SGLang's runner for prefills in breakable CUDA graphs, on a CPU.
+"""A plug-in for test servers: SGLang's runner for prefills in breakable CUDA graphs, on a CPU.
 
-All of the runner is SGLang's: it pads tokens to the sizes that it has captured, plans attention for the batch as it is,
-and calls it between the captured pieces with the rows that are not padding. Only the pieces are run anew in place of a
-graph of them. The log says what was padded to what. A batch with a request whose id begins with `WITHOUT` runs as it
-would without graphs.
+The runner is SGLang's: it pads tokens to captured sizes, plans attention for the unpadded batch, and calls it between
+the captured pieces with the rows that are not padding. Only the pieces run again in place of their graphs. The log
+names the sizes before and after padding. A batch with a request whose id begins with `WITHOUT` runs without graphs.
 """
 
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
-"""A plug-in for servers of the tests: ranks beyond the number of KV heads get copies of the heads, as on a GPU.
+"""A plug-in for test servers: ranks beyond the number of KV heads get copies of the heads, as on a GPU.
 
-SGLang pads the heads of a model for a CPU instead, and its loader of weights pads with its own CPU engine alone.
+On a CPU, SGLang pads the heads of a model instead, and its weight loader pads only with its own CPU engine.
 """
 
 ADJUST = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"

@@ -1,4 +1,4 @@
-"""A plug-in for servers of the tests: a memory saver for a CPU, which spoils memory in place of giving it back."""
+"""A plug-in for test servers: a memory saver for a CPU, which overwrites memory instead of releasing it."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -11,7 +11,7 @@ CHECK = "sglang_kvc.options.start.check_memory_saver"
 
 
 class Recording(TorchFunctionMode):
-    """Notes the storages of all tensors that are made within."""
+    """Records the storages of all tensors created within it."""
 
     def __init__(self, storages: dict):
         super().__init__()
@@ -25,8 +25,8 @@ class Recording(TorchFunctionMode):
 
 
 class Saver:
-    """In place of SGLang's adapter of `torch_memory_saver`. Tensors made in a region are poisoned while it is paused,
-    and must not be written then."""
+    """Replaces SGLang's adapter of `torch_memory_saver`. Tensors created in a region are poisoned while it is paused
+    and must not be written during that time."""
 
     enabled = True
 
@@ -43,7 +43,7 @@ class Saver:
             yield
 
     def pause(self, tag):
-        if tag == "kv_cache":  # weights come back by an update
+        if tag == "kv_cache":  # a weight update restores the weights
             for memory in self.bytes_of(tag):
                 memory.fill_(POISON)
 
@@ -61,7 +61,7 @@ SAVER = Saver()
 
 
 def load():
-    """SGLang waits for the accelerator that torch was built for, whether there is one or not."""
+    """SGLang synchronizes the accelerator that torch was built for, whether or not one is present."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(CREATE, lambda orig, enable: SAVER if enable else orig(enable), HookType.AROUND)
