@@ -111,10 +111,11 @@ class KvcAttnBackend(AttentionBackend):
             ]
         return Snapshot(
             row_blocks, fb.seq_lens, *write, lens, prefix, extend,
-            fake_quant_format or None, waiting if any(waiting) else None, not any(gaps), self._observed(seqs, extend),
+            fake_quant_format or None, waiting if any(waiting) else None, not any(gaps),
+            self._last_queries(seqs, extend),
         )  # fmt: skip
 
-    def _observed(self, seqs, extend: list[int]) -> list[tuple[slice, ops.LastQueries]]:
+    def _last_queries(self, seqs, extend: list[int]) -> list[tuple[slice, ops.LastQueries]]:
         """Rows of this forward's queries that one-shot prompts remember, and where."""
         out, end = [], 0
         for seq, new in zip(seqs, extend):

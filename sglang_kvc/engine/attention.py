@@ -29,8 +29,8 @@ class Snapshot:
     of a request see its full blocks fake-quantized, None for exact. If the list itself is None, all requests have the
     server's format.
     `waiting_cpu[B]`: indices of the full blocks of each prefix that are still uncompressed; None if no prefix has any.
-    `whole`: packed blocks hold P tokens each, unless the policy drops some. `observed`: which query rows one-shot
-    prompts store, and where.
+    `whole`: packed blocks hold P tokens each, unless the policy drops some. `last_queries`: query rows that one-shot
+    prompts store, and their destination.
 
     Gaps are closed: `row_blocks` leaves them out, and lengths count what is stored.
     """
@@ -45,7 +45,7 @@ class Snapshot:
     fake_quant_format: list[Format | None] | None = None
     waiting_cpu: list[list[int]] | None = None
     whole: bool = True
-    observed: Sequence[tuple[slice, ops.LastQueries]] = ()
+    last_queries: Sequence[tuple[slice, ops.LastQueries]] = ()
 
 
 class Attention:
@@ -167,7 +167,7 @@ class Attention:
         """One layer of the planned prefill: `q[N, Hq, D]`, new `k`, `v` `[N, H, D]` -> `[N, Hq, D]`."""
         snap, extender = self.snap, self.extenders[window]
         self.append(self.store, layer, snap.write_blocks, snap.write_offsets, k, v)
-        for rows, queries in snap.observed:
+        for rows, queries in snap.last_queries:
             queries.add(layer, q[rows], scale=scale, logit_cap=logit_cap)
         if self.scores is None or window >= 0:
             return extender.run(layer, q, k, v, scale=scale, logit_cap=logit_cap)

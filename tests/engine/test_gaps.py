@@ -71,7 +71,7 @@ def test_mixed_decode_step_skips_gaps(packed):
         rids=["a", "b"],
     )  # fmt: skip
     snap = backend_of(store, gaps, slots, [usual, one_shot])._extend_snapshot(batch)
-    assert not snap.whole and snap.observed == []
+    assert not snap.whole and snap.last_queries == []
     planned = attention(store)
     planned.plan_extend(snap)
     gen = torch.Generator().manual_seed(0)
@@ -92,9 +92,9 @@ def test_last_queries_are_kept_across_chunks(packed):
     seen, gen = [], torch.Generator().manual_seed(0)
     for chunk in (20, 5, 1):
         q = torch.randn(3 + chunk + 2, 4, 32, generator=gen).to(store.dtype)
-        observed = backend._observed([others[0], mine, others[1], others[2]], [3, chunk, 1, 1])
-        assert len(observed) == 1
-        for rows, queries in observed:
+        stored = backend._last_queries([others[0], mine, others[1], others[2]], [3, chunk, 1, 1])
+        assert len(stored) == 1
+        for rows, queries in stored:
             queries.add(1, q[rows], scale=0.5, logit_cap=0.0)
         seen += list(q[3 : 3 + chunk])
     assert torch.equal(prompt.queries.rows[1], torch.stack(seen[-WINDOW:])) and not prompt.queries.rows[0].any()
