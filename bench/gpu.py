@@ -52,7 +52,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
     stock = ["--stock-backends", args.stock_backends]
     # A quarter of the recorded lengths, pauses and memory.
     replay = ["bench.e2e.agent_replay", args.traces, *model, "--length-scale", "0.25", "--time-scale", "0.25"]
-    replay += ["--tokens", "105000", "--host-gb", "32", "--seconds", "60", "--until-missed", "--append"]
+    replay += ["--tokens", "105000", "--host-gb", "32", "--seconds", "60", "--until-missed"]
     replay += ["--arm", "kvc_tiers,kvc,stock_fp8_hicache,stock_fp8,stock_bf16", "--curve", "16,24,32,48,56,64,72,80,96"]
     windows = ["bench.serve.windows", "--head-dim", "256", "--name", "serve/windows_gpu"]
     windows += ["--tokenizer", args.model] if args.model else []

@@ -16,8 +16,7 @@ count that end within `--seconds` after every agent has had its first one. What 
 server reports `cached_tokens` (SGLang: `--enable-cache-report`), bytes that moved between tiers where `/server_info`
 is ours.
 
-`scores` compare the most agents at the targets. Where no number missed a target, the most is the last one measured, and
-the score's unit says so.
+`agent_targets` compares the most agents at the targets.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ import requests
 from bench import common
 from bench.agents import traces
 from bench.agents.traces import Session, Step
-from bench.common import RESULTS, Score
+from bench.common import RESULTS
 from bench.compare import percentile
+from bench.e2e.agent_targets import FIRST_TOKEN_S, holds, most_agents, points, scores
 from bench.e2e.serving import named
 
 NAME = "e2e/agent_replay"
-FIRST_TOKEN_S, OUTPUT_TOKEN_S = 2.0, 0.025  # targets of the 90th percentiles
 TOKENS = range(1000, 9000)  # ids that prompts are drawn from; every vocabulary has them
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 TIMEOUT = 1800
@@ -222,46 +221,6 @@ def summary(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
     return out
 
 
-def holds(row: dict[str, Any]) -> bool:
-    return row["first_token_s_p90"] <= FIRST_TOKEN_S and row["output_token_s_p90"] <= OUTPUT_TOKEN_S
-
-
-def most_agents(numbers: dict[str, dict]) -> dict[str, int]:
-    """Server -> the most agents at the targets, below the first number that misses them; 0 if none holds them."""
-    return {
-        server: max([0, *(n for n, _ in itertools.takewhile(lambda point: holds(point[1]), rows))])
-        for server, rows in points(numbers).items()
-    }
-
-
-def scores(numbers: dict[str, dict], endless: float) -> dict[str, Score]:
-    """The most agents of `kvc_tiers` over those of each other server; its hit rate at twice the most agents of `kvc`
-    over `endless`, that of a cache that forgets nothing."""
-    found, most, out = points(numbers), most_agents(numbers), {}
-    unit = f"x agents, p90 within {FIRST_TOKEN_S:g} s to the first token and {1000 * OUTPUT_TOKEN_S:g} ms per token"
-    for name, other in (("vs_bf16", "stock_bf16"), ("vs_fp8", "stock_fp8"), ("vs_fp8_hicache", "stock_fp8_hicache"),
-                        ("tiers_vs_static", "kvc")):  # fmt: skip
-        if most.get("kvc_tiers") and most.get(other):
-            open_end = all(holds(row) for _, row in found["kvc_tiers"])
-            said = f"{unit}{', at least' if open_end else ''}"
-            out[f"agents.{name}"] = Score(most["kvc_tiers"] / most[other], said, f"{other}, {most[other]} agents")
-    twice = dict(found.get("kvc_tiers", [])).get(2 * most.get("kvc", 0))
-    if twice and twice["from_cache"] is not None:
-        share = twice["from_cache"] / endless
-        out["agents.hit_of_endless_2x"] = Score(share, "of an endless cache's hit rate", f"kvc at {most['kvc']} agents")
-    return out
-
-
-def points(numbers: dict[str, dict]) -> dict[str, list[tuple[int, dict]]]:
-    """Server -> (agents, row), by agents."""
-    found: dict[str, list[tuple[int, dict]]] = {}
-    for name, row in numbers.items():
-        server, _, point = name.rpartition(".a")
-        if server and point.isdigit():
-            found.setdefault(server, []).append((int(point), row))
-    return {server: sorted(rows, key=lambda point: point[0]) for server, rows in found.items()}
-
-
 # ---- servers
 
 
@@ -299,11 +258,19 @@ def recorded(a: argparse.Namespace) -> dict[str, Any]:
     return json.loads(path.read_text())["numbers"] if a.append and path.exists() else {}
 
 
+def settings_of(a: argparse.Namespace, sessions: Sequence[Session]) -> dict[str, Any]:
+    """What all rows of a result file have in common."""
+    fields = ("tokens", "host_gb", "seconds", "time_scale", "length_scale", "longest", "pause")
+    own = {k: getattr(a, k) for k in fields}
+    own |= {"sessions": len(sessions), "endless": traces.endless_share(sessions)}
+    if recorded(a).get("settings", own) != own:
+        raise SystemExit(f"error: {a.name}.json has rows of other settings; give them again, or another --name")
+    return own
+
+
 def measure(a: argparse.Namespace, url: str, sessions: Sequence[Session], options: Sequence[str] = ()) -> None:
     model = requests.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
-    fields = ("tokens", "host_gb", "seconds", "time_scale", "length_scale", "longest", "pause")
-    settings = {k: getattr(a, k) for k in fields} | {"sessions": len(sessions)}
-    settings["endless"] = endless = traces.endless_share(sessions)
+    settings = settings_of(a, sessions)
     own: dict[str, Any] = {}
     for agents in map(int, a.curve.split(",")):
         if f"{a.server}.a{agents}" in recorded(a):
@@ -318,7 +285,7 @@ def measure(a: argparse.Namespace, url: str, sessions: Sequence[Session], option
         print(f"{a.server}.a{agents}", " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)
         numbers = recorded(a) | own | {"settings": settings}
         numbers["most_agents"] = most_agents(numbers)
-        common.write_result(a.name, numbers, scores=scores(numbers, endless), quiet=True)
+        common.write_result(a.name, numbers, scores=scores(numbers, settings["endless"]), quiet=True)
         if a.until_missed and not holds(row):
             break
 

@@ -89,7 +89,8 @@ def test_scores_compare_most_agents():
         return {"first_token_s_p90": first, "output_token_s_p90": 0.02, "from_cache": hit}
 
     numbers = {"stock_bf16.a8": row(1.0), "stock_bf16.a16": row(3.0)}
-    numbers |= {"kvc.a16": row(1.0), "kvc_tiers.a32": row(1.0, 0.9)}
+    numbers |= {"kvc.a16": row(1.0), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
+    numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # may hold more
     found = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
     assert {k: v.value for k, v in found.items()} == {
         "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)
@@ -118,6 +119,8 @@ def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     rows = iter([slow])
     agent_replay.measure(agent_replay.arguments([*common, "--server", "b", "--curve", "4"]), "x", [session("a")])
     assert {"server.a2", "server.a4", "b.a4"} == {name for name in recorded() if ".a" in name}
+    with pytest.raises(SystemExit, match="other settings"):
+        agent_replay.measure(agent_replay.arguments([*common, "--seconds", "5"]), "x", [session("a")])
 
 
 class Models:
