@@ -236,7 +236,7 @@ def test_concurrent_requests_do_not_change_packed_bytes():
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_finished_answer_leaves_planned_blocks_to_tree(finished):
-    """Planned blocks stay as they are, and whole ones are planned alone; the next prompt hits them and plans none of
+    """Planned blocks do not change, and whole ones are planned alone; the next prompt hits them and plans none of
     them again."""
     server = ToyServer(blocks=40, **ANSWERS)
     runtime, prompt, new = server.runtime, list(range(P)), (COMPETE_EVERY + 3) * P + 9

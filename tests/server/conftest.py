@@ -325,7 +325,7 @@ def rng(request) -> random.Random:
 
 
 def tokens(rng: random.Random, n: int) -> list[int]:
-    """n ordinary token ids, from so many that two draws share no prefix by chance."""
+    """n ordinary token ids; the range is so large that two draws share no prefix by chance."""
     return [rng.randrange(1000, 40000) for _ in range(n)]
 
 

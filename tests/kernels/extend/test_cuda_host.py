@@ -3,7 +3,6 @@ same pages. Only the matrix products and the softmax that follow need tests on a
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,9 @@ from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, page_bytes_for
 from tests.support.random_store import dense_head, random_store
 
-HERE, COMPILER = Path(__file__).parent / "cuda_host", shutil.which("g++")
+from .host_compiler import compiled, needs_compiler
+
+HERE = Path(__file__).parent / "cuda_host"
 FORMAT_LISTS = {
     "all": ("k4v4", "k8v8", ("k8v4", "k4v2"), "k4v8", "k2v2"),
     "tiers": (("k4v4", "k2v2"), ("k8v8", "k4v4")),
@@ -32,14 +33,7 @@ def build(store: extend.PageStore, rows: int, path: Path) -> ctypes.CDLL:
         shutil.copy(SOURCES / name, path)
     for source in HERE.iterdir():
         shutil.copy(source, path)
-    (path / "extend_merge.cuh").write_text("")
-    out = path / "host.so"
-    command = [COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", path / "driver.cpp", "-o", out]
-    done = subprocess.run([*command, "-fsigned-char"], capture_output=True, text=True)
-    if "_Float16" in done.stderr:
-        pytest.skip("the C++ compiler knows no fp16")
-    assert not done.returncode, done.stderr
-    return ctypes.CDLL(str(out))
+    return compiled(path, "-O1")
 
 
 def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
@@ -51,7 +45,7 @@ def tokens_of(store, classes, c: int, block: int, head: int, tokens: int):
     return (k[high:], v[high:]) if classes[c][1] else (k[:high], v[:high])
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(
     "spec, size, block_tokens, rows, dtype",
     [  # size: of a page that holds this many tokens of this format

@@ -3,7 +3,6 @@ match a float64 reading of the same pages. This checks the order of operands; ra
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, page_bytes_for
 from tests.support.random_store import random_store
 
+from .host_compiler import compiled, needs_compiler
 from .test_interpret import error, inputs, reference
 
-HERE, COMPILER = Path(__file__).parent, shutil.which("g++")
+HERE = Path(__file__).parent
 SCALE = 0.09
 
 
@@ -27,18 +27,11 @@ def build(store, group: int, rows: int, capped: bool, path: Path) -> ctypes.CDLL
     (path / "constants.h").write_text(extend.constants(store, group, op._classes, rows, capped))
     for source in [*SOURCES.iterdir(), HERE / "cuda_host" / "hopper.cuh", *(HERE / "cuda_host_few").iterdir()]:
         shutil.copy(source, path)
-    (path / "extend_merge.cuh").write_text("")
-    out = path / "host.so"
-    command = [COMPILER, "-std=c++20", "-O2", "-w", "-shared", "-fPIC", path / "driver.cpp", "-o", out]
-    done = subprocess.run([*command, "-fsigned-char"], capture_output=True, text=True)
-    if "_Float16" in done.stderr:
-        pytest.skip("the C++ compiler knows no fp16")
-    assert not done.returncode, done.stderr
-    return ctypes.CDLL(str(out))
+    return compiled(path, "-O2")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(
     "spec, size, new, group, options",
     [  # size: of a page that holds this many tokens of this format
