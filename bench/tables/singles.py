@@ -34,6 +34,7 @@ SINGLES = {
     "agents.swap_out_of_pcie": "the same to host memory, time",
     "agents.attention_beside_swap": "decode attention while it comes back, time",
     "agents.decode_slowdown": "one layer of a decode step while it comes back, time",
+    "agents.off_overhead": "host time of a scheduler turn without host memory, vs. one without the tiers' code",
     "papers.longgen.vs_bf16.k4v4": "output tokens/s vs. stock bf16, 64 x (512 in + 8192 out), k4v4",
     "papers.longgen.vs_bf16.leankv": "the same, leankv",
     "papers.longgen.vs_bf16.kv-compress-8x": "the same, kv-compress in k4v4, budget 8x",
