@@ -6,7 +6,8 @@ from bench.revision import card
 
 CARDS = {"h200": "H200", "h100": "H100"}  # the first one's figures have the bare names
 KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "papers.longgen.", "papers.rate")
-ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served", "agents.round_trips_equal", "agents.demoted_points")
+ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served", "agents.round_trips_equal", "agents.demoted_points",
+         "agents.off_overhead")  # fmt: skip
 COUNTS = ("errors", "tests", "damaged")  # units of whole numbers
 
 
