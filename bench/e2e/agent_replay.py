@@ -225,15 +225,15 @@ def summary(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
 
 
 def arms(a: argparse.Namespace) -> dict[str, list[str]]:
-    """name -> options of SGLang's server, all with the KV memory of `--tokens` bf16 tokens. FlashAttention 3 reads fp8
-    faster from pages of 128 tokens."""
+    """name -> options of SGLang's server, all with the KV memory of `--tokens` bf16 tokens and the same order of
+    admission. FlashAttention 3 reads fp8 faster from pages of 128 tokens."""
     memory, host = ["--max-total-tokens"], str(a.host_gb)
     attention = ["--attention-backend", common.default_attention()] if common.has_gpu() else []
     fp8 = ["--kv-cache-dtype", "fp8_e4m3", "--page-size", "128"]
     stock = common.stock(*memory, str(a.tokens), *attention, *a.server_args.split())
     half = common.stock(*memory, str(2 * a.tokens), *attention, *fp8, *a.server_args.split())
     ours = common.kvc("k4v4", *memory, str(a.tokens), *a.server_args.split(), memory=None)
-    agents = ["--kvc-host-memory", f"{host}GB", "--schedule-policy", "hrrn", "--kvc-eviction", "reuse"]
+    agents = ["--kvc-host-memory", f"{host}GB", "--kvc-eviction", "reuse"]
     every = {
         "stock_bf16": stock,
         "stock_fp8": half,
@@ -241,7 +241,8 @@ def arms(a: argparse.Namespace) -> dict[str, list[str]]:
         "kvc": ours,
         "kvc_tiers": [*ours, *agents],
     }
-    return {name: [*options, "--enable-cache-report"] for name, options in every.items()}
+    shared = ["--schedule-policy", "hrrn", "--enable-cache-report"]
+    return {name: [*options, *shared] for name, options in every.items()}
 
 
 def moved(url: str) -> dict[str, float]:

@@ -133,7 +133,16 @@ def test_arms_have_equal_memory():
     assert {name: options[options.index("--max-total-tokens") + 1] for name, options in found.items()} == {
         "stock_bf16": "1000", "stock_fp8": "2000", "stock_fp8_hicache": "2000", "kvc": "1000", "kvc_tiers": "1000"
     }  # fmt: skip
-    assert "5GB" in found["kvc_tiers"] and found["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
+    assert "5GB" in found["kvc_tiers"]
+    hicache = found["stock_fp8_hicache"]
+    assert hicache[hicache.index("--hicache-size") + 1] == "5"
+
+
+def test_arms_admit_in_same_order():
+    found = agent_replay.arms(agent_replay.arguments(["--list-arms"]))
+    assert all(options[options.index("--schedule-policy") + 1] == "hrrn" for options in found.values())
+    assert all("--enable-cache-report" in options for options in found.values())
+    assert [name for name, options in found.items() if "--kvc-eviction" in options] == ["kvc_tiers"]
 
 
 def test_streamed_answer_is_timed():
