@@ -1,15 +1,19 @@
-"""Recorded coding agents in a closed loop at any OpenAI-compatible server: time to first token over their number.
+"""Agents in a closed loop at any OpenAI-compatible server: time to first token over their number.
 
     python -m bench.e2e.agent_replay TRACES.json.gz --url http://127.0.0.1:30000 --server mine    # a running server
     ... --arm kvc,stock_fp8 --model <folder> --load-format dummy --tokens 420000   # starts them in turn; --list-arms
     ... --curve 16,32,48,64 --seconds 600 --time-scale 0.5 --append      # adds to the result file
     ... --until-missed                                  # ends the curve behind the first number that misses a target
     python -m bench.e2e.agent_replay --plot                             # the result file as a picture
+    python -m bench.e2e.agent_replay --workload bfcl --data FILE ..     # dialogues with real tool outputs
 
 TRACES is described in `bench.agents.traces`. Each agent plays one session after the other, the first from somewhere in
 it. A prompt has the recorded length, and its recorded first tokens are those of the prompt before; all other tokens are
 drawn from a seed. The answer has the recorded length (`ignore_eos`) and is not sent back. A prompt is sent when the
 recorded pause, times `--time-scale`, has passed since the last answer.
+
+`--workload bfcl` plays BFCL's dialogues instead (`bench.e2e.dialogues`), whose text is tokenized with the tokenizer of
+`--model`. A `--length-scale` below 1 cuts each text at its end. Functions take `--tool-seconds` on average.
 
 Prompts go to `/v1/completions` as lists of token ids, or as words with `--text` where a server takes no ids. Answers
 count that end within `--seconds` after every agent has had its first one. What comes from the cache is known where the
@@ -30,7 +34,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.request import Request, urlopen
@@ -42,10 +46,15 @@ from bench.agents import traces
 from bench.agents.traces import Session, Step
 from bench.common import RESULTS
 from bench.compare import percentile
+from bench.e2e import dialogues
 from bench.e2e.agent_targets import FIRST_TOKEN_S, holds, most_agents, points, scores
+from bench.e2e.dialogues import Dialogue
 from bench.e2e.serving import named
 
-NAME = "e2e/agent_replay"
+TRACES, BFCL = "traces", "bfcl"
+NAMES = {TRACES: "e2e/agent_replay", BFCL: "e2e/agent_replay_bfcl"}  # of the result files
+SCORES = {TRACES: "agents", BFCL: "agents.bfcl"}
+TITLES = {TRACES: "Recorded coding agents", BFCL: "Agents in BFCL's dialogues"}
 TOKENS = range(1000, 9000)  # ids that prompts are drawn from; every vocabulary has them
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 TIMEOUT = 1800
@@ -66,7 +75,11 @@ def scaled(session: Session, length: float, pause: float) -> Session:
 
 def prompts(session: Session, unique: str) -> Iterator[tuple[Step, list[int]]]:
     """Steps and their prompts as token ids. Sessions with equally many tokens of tools begin with the same ones; all
-    else is the session's own, which `unique` names."""
+    else is the session's own, which `unique` names. A dialogue has its own text."""
+    if isinstance(session, Dialogue):
+        mark = random.Random(f"{session.name} {unique}").choices(TOKENS, k=dialogues.MARK)
+        yield from session.prompts(mark)
+        return
     tools = random.Random(f"tools {session.tools}").choices(TOKENS, k=session.tools)
     draw, before = random.Random(f"{session.name} {unique}"), tools
     for step in session.steps:
@@ -132,7 +145,7 @@ class Completions:
 
 @dataclass
 class Seen:
-    """One answered prompt. shared: its tokens that the session had sent before."""
+    """One answered prompt. shared: its tokens that were sent before, by its session or as tools of another one."""
 
     answer: Answer
     prompt: int
@@ -149,6 +162,7 @@ class Replay:
         self.server, self.sessions, self.agents, self.seed = server, sessions, agents, seed
         self.lock, self.over, self.all_ran = threading.Lock(), threading.Event(), threading.Event()
         self.seen: list[Seen] = []
+        self.tools: set[tuple[int, ...]] = set()  # that were sent
         self.started = 0
 
     def run(self, seconds: float, ramp: float, progress: float = 10.0) -> dict[str, Any]:
@@ -179,6 +193,8 @@ class Replay:
                 session = self.sessions[number % len(self.sessions)]
                 skipped = draw.randrange(len(session.steps)) if first else 0
                 for i, (step, prompt) in enumerate(prompts(session, f"{self.seed} {number}")):
+                    if i == 0 and self.are_new(prompt[: session.tools]):
+                        step = replace(step, shared=0)
                     if i < skipped:
                         continue
                     if not first and self.over.wait(step.pause):
@@ -192,6 +208,12 @@ class Replay:
             self.over.set()
             self.all_ran.set()
             raise
+
+    def are_new(self, tools: list[int]) -> bool:
+        with self.lock:
+            new = tuple(tools) not in self.tools
+            self.tools.add(tuple(tools))
+        return new
 
     def note(self, answer: Answer, step: Step, first: bool, last: bool) -> None:
         with self.lock:
@@ -262,7 +284,8 @@ def recorded(a: argparse.Namespace) -> dict[str, Any]:
 def settings_of(a: argparse.Namespace, sessions: Sequence[Session]) -> dict[str, Any]:
     """What all rows of a result file have in common."""
     fields = ("tokens", "host_gb", "seconds", "time_scale", "length_scale", "longest", "pause")
-    own = {k: getattr(a, k) for k in fields}
+    own = {k: getattr(a, k) for k in fields} | {"workload": a.workload}
+    own |= {k: getattr(a, k) for k in dialogues.OPTIONS} if a.workload == BFCL else {}
     own |= {"sessions": len(sessions), "endless": traces.endless_share(sessions)}
     if recorded(a).get("settings", own) != own:
         raise SystemExit(f"error: {a.name}.json has rows of other settings; give them again, or another --name")
@@ -286,12 +309,13 @@ def measure(a: argparse.Namespace, url: str, sessions: Sequence[Session], option
         print(f"{a.server}.a{agents}", " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)
         numbers = recorded(a) | own | {"settings": settings}
         numbers["most_agents"] = most_agents(numbers)
-        common.write_result(a.name, numbers, scores=scores(numbers, settings["endless"]), quiet=True)
+        scored = scores(numbers, settings["endless"], SCORES[a.workload])
+        common.write_result(a.name, numbers, scores=scored, quiet=True)
         if a.until_missed and not holds(row):
             break
 
 
-def plot(name: str) -> None:
+def plot(name: str, title: str) -> None:
     """One curve for each server: the 90th percentile of the time to the first token over the number of agents."""
     import matplotlib
 
@@ -304,7 +328,7 @@ def plot(name: str) -> None:
         axis.plot([n for n, _ in rows], [row["first_token_s_p90"] for _, row in rows], "o-", label=server)
     axis.axhline(FIRST_TOKEN_S, color="#999999", linestyle=":")
     axis.set(xlabel="agents", ylabel="time to first token, p90, s", yscale="log")
-    axis.set_title(f"Recorded coding agents on one {record['device']}", fontsize=10)
+    axis.set_title(f"{title} on one {record['device']}", fontsize=10)
     axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=130)
@@ -313,12 +337,13 @@ def plot(name: str) -> None:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("traces", type=Path, nargs="?")
+    p.add_argument("--workload", default=TRACES, choices=list(NAMES))
     p.add_argument("--url", help="of a running server")
     p.add_argument("--arm", help="servers to start instead, one after the other, separated by commas; see --list-arms")
     p.add_argument("--list-arms", action="store_true", help="print the command of each server")
     p.add_argument("--plot", action="store_true", help="draw the result file and end")
     p.add_argument("--server", default="", help="name in the results of the server at --url; default: `server`")
-    p.add_argument("--model", help="for --arm; default: the demo model")
+    p.add_argument("--model", help="for --arm, and the tokenizer of bfcl; default: the demo model")
     p.add_argument("--load-format", default="auto")
     p.add_argument("--server-args", default="", help="more options for every arm")
     p.add_argument("--tokens", type=int, default=420_000, help="bf16 tokens whose memory every arm gets")
@@ -334,26 +359,35 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--until-missed", action="store_true", help="end the curve behind the first number that misses")
     p.add_argument("--append", action="store_true", help="go on with the result file")
     p.add_argument("--name", help="of the result file; default: one for each card")
+    dialogues.add_options(p)
     a = p.parse_args(argv)
-    a.name = a.name or named(NAME)
-    if not (a.list_arms or a.plot) and (a.traces is None or bool(a.url) == bool(a.arm)):
-        p.error("give the traces, and either --url or --arm")
+    a.name = a.name or named(NAMES[a.workload])
+    if not (a.list_arms or a.plot) and ((a.traces is None) == (a.workload == TRACES) or bool(a.url) == bool(a.arm)):
+        p.error("give the traces or --workload bfcl, and either --url or --arm")
+    if a.text and a.workload == BFCL:
+        p.error("--text needs traces, because the prompts of bfcl are token ids")
     if unknown := {*(a.arm or "").split(",")} - {"", *arms(a)}:
         p.error(f"--arm knows {', '.join(arms(a))}, not {', '.join(sorted(unknown))}")
     a.server = a.server or "server"
     return a
 
 
+def load(a: argparse.Namespace) -> Sequence[Session]:
+    if a.workload == BFCL:
+        return dialogues.load(a)
+    sessions = traces.load(a.traces, longest=a.longest, pause=a.pause)
+    return [scaled(s, a.length_scale, a.time_scale) for s in sessions]
+
+
 def main() -> None:
     a = arguments()
     if a.plot:
-        return plot(a.name)
+        return plot(a.name, TITLES[a.workload])
     if a.list_arms:
         for name, options in arms(a).items():
             print(f"{name}:\n  python -m sglang.launch_server --model-path {a.model or '<folder>'} {' '.join(options)}")
         return None
-    sessions = traces.load(a.traces, longest=a.longest, pause=a.pause)
-    sessions = [scaled(s, a.length_scale, a.time_scale) for s in sessions]
+    sessions = load(a)
     if a.url:
         return measure(a, a.url.rstrip("/"), sessions)
     for arm in a.arm.split(","):

@@ -26,7 +26,7 @@ def most_agents(numbers: dict[str, dict]) -> dict[str, int]:
     }
 
 
-def scores(numbers: dict[str, dict], endless: float) -> dict[str, Score]:
+def scores(numbers: dict[str, dict], endless: float, prefix: str = "agents") -> dict[str, Score]:
     """The most agents of `kvc_tiers` over those of each other server; its hit rate at twice the most agents of `kvc`
     over `endless`, that of a cache that forgets nothing."""
     found, most, out = points(numbers), most_agents(numbers), {}
@@ -36,11 +36,12 @@ def scores(numbers: dict[str, dict], endless: float) -> dict[str, Score]:
                         ("tiers_vs_static", "kvc")):  # fmt: skip
         if most.get("kvc_tiers") and most.get(other) and other in missed:
             said = unit if "kvc_tiers" in missed else f"{unit}, at least"
-            out[f"agents.{name}"] = Score(most["kvc_tiers"] / most[other], said, f"{other}, {most[other]} agents")
+            out[f"{prefix}.{name}"] = Score(most["kvc_tiers"] / most[other], said, f"{other}, {most[other]} agents")
     twice = dict(found.get("kvc_tiers", [])).get(2 * most.get("kvc", 0))
     if twice and twice["from_cache"] is not None and "kvc" in missed:
         share = twice["from_cache"] / endless
-        out["agents.hit_of_endless_2x"] = Score(share, "of an endless cache's hit rate", f"kvc at {most['kvc']} agents")
+        baseline = f"kvc at {most['kvc']} agents"
+        out[f"{prefix}.hit_of_endless_2x"] = Score(share, "of an endless cache's hit rate", baseline)
     return out
 
 

@@ -41,6 +41,7 @@ from bench.quality.calls import INTRO, RESULT, described
 
 NAME, SEED = "e2e/agents", 3
 KEPT = ("join", "think", "read", "longest", "pause", "seconds")  # options that define the sessions
+DONE = "Done."  # the answer when nothing is left to do, counted as one token
 RAMP = 240  # seconds until every agent has had its first answer, at most
 
 
@@ -49,6 +50,7 @@ class Step:
     sent: tuple[int, ...]  # tokens behind the history
     answer: int  # tokens
     parts: Counter  # kind of text -> tokens, of both, without the text of the chat template
+    call: tuple[int, ...]  # tokens of the dialogue's own answer
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,10 @@ class Sessions:
         steps: list[Step] = []
         sent, parts = [*head, *ids(f"Session {number}.\n")], Counter(functions=len(head))
 
-        def ask(call: tuple[int, ...]) -> None:
+        def ask(call: tuple[int, ...], tokens: int) -> None:
             nonlocal sent, parts
-            length = self.a.think + len(call) + 1
-            steps.append(Step(tuple(sent), length, parts + Counter(answers=length)))
+            length = self.a.think + tokens + 1
+            steps.append(Step(tuple(sent), length, parts + Counter(answers=length), call))
             sent, parts = [], Counter()
 
         for turn in [turn for dialogue in [trace, *others] for turn in dialogue["turns"]]:
@@ -131,11 +133,11 @@ class Sessions:
             sent += said
             parts["users"] += len(said)
             for call, result in turn["calls"]:
-                ask(ids(call))
+                ask(ids(call), len(ids(call)))
                 returned, filler = ids(f"{after}{RESULT}{result}\n"), self.filler(draw)
                 sent += [*returned, *filler, *ids(answer)]
                 parts += Counter(results=len(returned), filler=len(filler))
-            ask((0,))  # answer tokens for a message that nothing is left to do
+            ask(ids(DONE), 1)
             sent += ids(after)
         totals = itertools.accumulate(len(step.sent) + step.answer for step in steps)
         fitting = [step for step, total in zip(steps, totals) if total <= self.a.longest]

@@ -32,7 +32,7 @@ def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
 def pictures(results: Path) -> list[str]:
     """Pictures that `bench.e2e.plot` drew for each card."""
     titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory",
-              "agent_replay": "Recorded coding agents"}  # fmt: skip
+              "agent_replay": "Recorded coding agents", "agent_replay_bfcl": "Agents in BFCL's dialogues"}  # fmt: skip
     found = [(title, f"{bench}_{which}.png", name) for which, name in CARDS.items() for bench, title in titles.items()]
     shown = [f"![{title}, {name}](../bench/results/e2e/{file})" for title, file, name in found
              if (results / "e2e" / file).exists()]  # fmt: skip

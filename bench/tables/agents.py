@@ -15,7 +15,8 @@ def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
     """The curve of each card: what comes from the cache, and how long a step takes."""
     out, used = [], {n for n in board if n.startswith("agents.curve.")}
     for which, name in CARDS.items():
-        out += _replayed(results / "e2e" / f"agent_replay_{which}.json", name)
+        for bench in ("agent_replay", "agent_replay_bfcl"):
+            out += _replayed(results / "e2e" / f"{bench}_{which}.json", name)
         path = results / "e2e" / f"agents_{which}.json"
         if not path.exists():
             continue
@@ -37,7 +38,7 @@ def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
 
 
 def _replayed(path: Path, card_name: str) -> list[str]:
-    """Recorded coding agents at each server of one card."""
+    """Recorded coding agents, or agents in BFCL's dialogues, at each server of one card."""
     if not path.exists():
         return []
     record = json.loads(path.read_text())
@@ -45,14 +46,26 @@ def _replayed(path: Path, card_name: str) -> list[str]:
     settings, servers = numbers["settings"], dict.fromkeys(s for rows in found.values() for s in rows)
     rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in found.values()), str(numbers["most_agents"][s])]
             for s in servers]  # fmt: skip
+    if settings.get("workload") == "bfcl":
+        title = "Agents in BFCL's dialogues, with real outputs of functions, "
+        lengths = (
+            f"A session has {settings['join']} dialogues, and an answer has {settings['think']} tokens in addition to "
+            f"its call. Texts are cut to {settings['length_scale']:g} of their lengths. Functions take "
+            f"{settings['tool_seconds'] * settings['time_scale']:g} s on average."
+        )
+    else:
+        title = "Recorded coding agents "
+        lengths = (
+            f"Lengths are {settings['length_scale']:g} of the recorded ones, pauses {settings['time_scale']:g}."
+        )
     text = (
-        f"Recorded coding agents in a closed loop on one {card_name}. Each cell gives the prefix-cache hit rate by "
+        f"{title}in a closed loop on one {card_name}. Each cell gives the prefix-cache hit rate by "
         f"tokens, the p50 / p90 time to the first token in seconds, and the p90 time per output token in milliseconds. "
         f"The last column has the most agents within 2 s and 25 ms. Each server has the KV memory of "
         f"{settings['tokens']:,} bf16 tokens; `kvc tiers` and SGLang's hierarchical cache (`hicache`) have "
-        f"{settings['host_gb']} GB of host memory. Lengths are {settings['length_scale']:g} of the recorded ones, "
-        f"pauses {settings['time_scale']:g}. A cache that forgets nothing finds {100 * settings['endless']:.0f} % of "
-        f"the tokens. The weights are random. Each point covers {settings['seconds']:g} s behind the ramp-up "
+        f"{settings['host_gb']} GB of host memory. {lengths} "
+        f"A cache that forgets nothing finds {100 * settings['endless']:.0f} % of the tokens. The weights are random. "
+        f"Each point covers {settings['seconds']:g} s behind the ramp-up "
         f"({record['commit'][:7]}, n = 1)."
     )
     return [text, "", *lines(["server", *(f"{n} agents" for n in found), "most"], rows)]

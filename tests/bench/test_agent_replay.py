@@ -4,13 +4,15 @@ import itertools
 import json
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from bench.agents.traces import Session, Step
-from bench.e2e import agent_replay
+from bench.e2e import agent_replay, dialogues
 from bench.e2e.agent_replay import Answer, Completions, Replay, Seen, most_agents, prompts, scaled, scores, summary
+from tests.bench.test_agents import DATA, Letters, text
 
 
 def session(name, tools=3):
@@ -168,3 +170,150 @@ def test_streamed_answer_is_timed():
     server.shutdown()
     assert (answer.tokens, answer.prompt, answer.cached) == (3, 3, 2)
     assert 0.04 < answer.first_token < answer.seconds - 0.1
+
+
+@pytest.fixture
+def bfcl(monkeypatch):
+    """Arguments of the workload `bfcl` with a few short dialogues, and the sessions."""
+    monkeypatch.setattr(dialogues.taskdata, "load", lambda path: {"agents_long": DATA})
+    monkeypatch.setattr(dialogues.prompts, "tokenizer", lambda model: Letters())
+
+    def load(*argv):
+        args = ["--workload", "bfcl", "--data", "none", "--model", "none", "--url", "x", "--think", "3", *argv]
+        a = agent_replay.arguments(args)
+        return a, agent_replay.load(a)
+
+    return load
+
+
+def test_dialogue_prompts_extend_previous_prompt(bfcl):
+    _, sessions = bfcl()
+    assert len(sessions) == len(DATA["traces"])
+    for s in sessions:
+        played = list(prompts(s, "0 0"))
+        assert [(step.prompt, step.answer) for step, _ in played] == [(len(p), step.answer) for step, p in played]
+        assert played[0][0].shared == s.tools > 0
+        for (_, before), (step, prompt) in itertools.pairwise(played):
+            assert step.shared == len(before) == common_prefix(before, prompt)
+        again = next(prompts(s, "0 1"))[1]
+        assert common_prefix(played[0][1], again) == s.tools and len(again) == len(played[0][1])
+    played = list(prompts(sessions[0], "0 0"))
+    assert text(played[0][1]).startswith("<system>")
+    call = DATA["traces"][0]["turns"][0]["calls"][0][0]
+    assert played[0][0].answer == 3 + len(call) + 1
+    assert text(played[1][1][len(played[0][1]) :]).endswith("</><user>Result: done\n</><assistant>")
+    assert "Done.</><user>" in text(played[2][1][len(played[1][1]) :])
+
+
+def test_dialogues_have_calls_pauses_and_scale(bfcl):
+    _, sessions = bfcl("--tool-seconds", "4", "--pause", "5", "--time-scale", "0.5")
+    pauses = [step.pause for s in sessions for step in s.steps]
+    assert 0.5 < sum(pauses) / len(pauses) < 2 and max(pauses) <= 2.5
+    _, still = bfcl("--tool-seconds", "0")
+    assert not any(step.pause for s in still for step in s.steps)
+    _, half = bfcl("--length-scale", "0.5")
+    for short, full in zip(half, sessions):
+        assert len(short.steps) == len(full.steps) and short.tools == round(full.tools / 2)
+        assert short.longest == pytest.approx(full.longest / 2, rel=0.1)
+        assert all(step.prompt == len(prompt) for step, prompt in prompts(short, "0"))
+    _, joined = bfcl("--join", "2")
+    assert [len(s.steps) for s in joined] == [2 * len(s.steps) for s in sessions]
+
+
+def test_endless_share_is_hit_rate_of_cache_that_forgets_nothing(bfcl):
+    a, sessions = bfcl()
+    server, counted = Cache(), []
+    for number in ("first", "second"):
+        counted = [(server.complete(p, 1).cached, len(p)) for s in sessions for _, p in prompts(s, number)]
+    hits, total = map(sum, zip(*counted))
+    assert agent_replay.settings_of(a, sessions)["endless"] == pytest.approx(hits / total, abs=1e-9)
+
+
+def test_tools_count_as_sent_before_from_second_session_on(bfcl):
+    _, sessions = bfcl("--tool-seconds", "0")
+    replay = Replay(Cache(), sessions, 1)
+    row = replay.run(0.3, ramp=5)
+    assert row["computed_again"] == 0 and 0.3 < row["from_cache"] < 1
+    tools = {s.tools for s in sessions}
+    assert {seen.shared for seen in replay.seen} >= tools
+
+    class Empty(Cache):
+        def complete(self, prompt, answer):
+            return replace(super().complete(prompt, answer), cached=0)
+
+    forgot = Replay(Empty(), sessions, 1).run(0.3, ramp=5)
+    assert forgot["from_cache"] == 0 and forgot["computed_again"] == pytest.approx(
+        agent_replay.traces.endless_share(sessions), abs=0.05
+    )
+
+
+class Whole(BaseHTTPRequestHandler):
+    """The part of a server that the command uses; all tokens but the last come from the cache."""
+
+    def do_GET(self):
+        stats = {"host_saved_bytes": 5, "disk_read_bytes": 7, "blocks": 1}
+        info = {"internal_states": [{"kvc": {"stats": stats}}]}
+        bodies = {"/v1/models": {"data": [{"id": "m"}]}, "/server_info": info}
+        self.reply(json.dumps(bodies[self.path]).encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert body["model"] == "m" and all(isinstance(i, int) for i in body["prompt"])
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        usage["prompt_tokens_details"] = {"cached_tokens": len(body["prompt"]) - 1}
+        events = [{"choices": [{"text": "x"}]}, {"choices": [], "usage": usage}]
+        self.reply(b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+    def reply(self, data):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_command_measures_dialogues(bfcl, monkeypatch, tmp_path):
+    monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
+    monkeypatch.setattr(agent_replay.common, "RESULTS", tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Whole)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    argv = ["agent_replay", "--url", f"http://127.0.0.1:{server.server_port}", "--curve", "1,2", "--seconds", "0.3",
+            "--tool-seconds", "0"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", [*argv, "--workload", "bfcl", "--data", "none", "--model", "none"])
+    agent_replay.main()
+    server.shutdown()
+    (file,) = (tmp_path / "e2e").iterdir()
+    numbers = json.loads(file.read_text())["numbers"]
+    row = numbers["server.a2"]
+    assert file.name == "agent_replay_bfcl_cpu.json" and numbers["most_agents"] == {"server": 2}
+    assert row["from_cache"] > 0.9 and row["computed_again"] == 0 and row["sessions_h"] > 0
+    assert row["tiers"] == {"host_saved_bytes": [5, 5], "disk_read_bytes": [7, 7]}
+    assert {f"{k}_p{q}" for k in ("first_token_s", "output_token_s") for q in (50, 90, 99)} <= row.keys()
+    assert numbers["settings"]["workload"] == "bfcl" and numbers["settings"]["join"] == 1
+
+
+def test_workloads_do_not_share_result_file(bfcl, monkeypatch, tmp_path):
+    monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
+    a, sessions = bfcl("--name", "r", "--append")
+    (tmp_path / "r.json").write_text(json.dumps({"numbers": {"settings": agent_replay.settings_of(a, sessions)}}))
+    assert agent_replay.settings_of(a, sessions)["workload"] == "bfcl"
+    with pytest.raises(SystemExit, match="other settings"):
+        agent_replay.settings_of(*bfcl("--name", "r", "--append", "--tool-seconds", "3"))
+    recorded = agent_replay.arguments(["traces", "--url", "x", "--append", "--name", "r"])
+    with pytest.raises(SystemExit, match="other settings"):
+        agent_replay.settings_of(recorded, sessions)
+
+
+def test_scores_of_workloads_have_different_names():
+    slow, fast = ({"first_token_s_p90": s, "output_token_s_p90": 0.02, "from_cache": 0.5} for s in (3.0, 1.0))
+    numbers = {"kvc_tiers.a8": fast, "stock_fp8.a8": fast, "stock_fp8.a16": slow}
+    assert scores(numbers, 0.9, agent_replay.SCORES["bfcl"]).keys() == {"agents.bfcl.vs_fp8"}
+    assert scores(numbers, 0.9).keys() == {"agents.vs_fp8"}
+
+
+@pytest.mark.parametrize("argv", ["traces --workload bfcl", "", "--workload bfcl --text"])
+def test_options_of_other_workload_are_refused(argv):
+    with pytest.raises(SystemExit):
+        agent_replay.arguments([*argv.split(), "--url", "x"])

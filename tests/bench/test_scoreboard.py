@@ -70,6 +70,20 @@ def test_agents_are_shown_as_a_curve(tmp_path):
     assert "| kvc, k4v4 |  | 50 %; 3.9; 1 / 0.9 / 4 |" in text and "agents.curve.bf16.16" not in text
 
 
+def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
+    row = {"from_cache": 0.5, "first_token_s_p50": 0.1, "first_token_s_p90": 0.2, "output_token_s_p90": 0.02}
+    common = {"tokens": 105000, "host_gb": 32, "seconds": 60.0, "time_scale": 0.5, "length_scale": 0.25, "endless": 0.9}
+    numbers = {"kvc_tiers.a8": row, "most_agents": {"kvc_tiers": 8}, "settings": common}
+    write(tmp_path, "e2e/agent_replay_h200", "NVIDIA H200", numbers=numbers)
+    dialogues = common | {"workload": "bfcl", "join": 2, "think": 64, "tool_seconds": 8.0, "length_scale": 1.0}
+    write(tmp_path, "e2e/agent_replay_bfcl_h200", "NVIDIA H200", numbers=numbers | {"settings": dialogues})
+    (tmp_path / "e2e" / "agent_replay_bfcl_h200.png").touch()
+    text = tables.tables({}, tmp_path)
+    assert "Lengths are 0.25 of the recorded ones, pauses 0.5." in text
+    assert "A session has 2 dialogues" in text and "Functions take 4 s on average." in text
+    assert text.count("| kvc tiers | 50 %; 0.1 / 0.2 s; 20 ms | 8 |") == 2 and text.count("![") == 1
+
+
 def test_pages_show_scores_in_text(tmp_path, monkeypatch):
     write(tmp_path, "a", "CPU, 2", numbers={"a/b": [{"speed": 1234.4}]}, serve__x=(0.25, "share of tokens"))
     board = scoreboard.collect(tmp_path)
