@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import requests
 
@@ -39,6 +42,7 @@ class Answer:
     )  # of the prompt's tokens, from logprob_start_len
     input_top: list[dict[int, float]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+    first_token_s: float | None = None  # from sending to the first token, if the answer was streamed
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Answer:
@@ -109,6 +113,29 @@ class Client:
         if response.status_code != 200:
             raise RequestRefused(response.status_code, response.text)
         return Answer.parse(response.json())
+
+    def generate_streamed(
+        self, prompt: Sequence[int] | str, max_new_tokens: int = 32, **options: Any
+    ) -> Answer:
+        """The answer of `generate`, with `first_token_s`. The server must not run with
+        `--incremental-streaming-output`, because the last event has to contain the whole answer."""
+        body = json.dumps(self.payload(prompt, max_new_tokens, stream=True, **options)).encode()
+        request = Request(self.url + "/generate", body, {"Content-Type": "application/json"})
+        began, first, event = time.monotonic(), None, {}
+        try:
+            with urlopen(request, timeout=TIMEOUT) as response:  # `requests` delays the lines of a stream
+                for line in response:
+                    if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                        first = first or time.monotonic()
+                        event = json.loads(line[len(b"data: ") :])
+        except HTTPError as e:
+            raise RequestRefused(e.code, e.read().decode(errors="replace")) from e
+        if first is None or "error" in event:
+            error = event.get("error", {"message": "the stream has no event"})
+            raise RequestRefused(error.get("code", 500), str(error["message"]))
+        answer = Answer.parse(event)
+        answer.first_token_s = first - began
+        return answer
 
     def generate_many(
         self,

@@ -11,7 +11,8 @@ fails if one does not.
 
 `agents.round_trips_equal`: share of the answers behind a host or disk round trip that are equal, token by token, to
 those before it. `agents.demoted_points`: exact match of demoted contexts less that of contexts stored in `--floor`, in
-points; the tables of docs/quality.md have what the latter costs. Questions are asked one at a time, because rounding
+points; the tables of docs/quality.md have what the latter costs. `agents.demoted_ttft_ratio`: median time to first
+token of *demoted* over that of the same prompts before, on a GPU. Questions are asked one at a time, because rounding
 depends on who else runs.
 """
 
@@ -48,7 +49,7 @@ def ask(server: common.Server, work: Work, args, tokens: int | None = None, *, c
         most = tokens or task.tokens or args.answer_tokens
         asked = [[*c.ids, *q.ask] for c in contexts for q in c.questions]
         apart = [{"extra_key": f"cold-{name}-{i}"} if cold else {} for i in range(len(asked))]
-        out[name] = [server.client.generate(p, most, **options, **a) for p, a in zip(asked, apart)]
+        out[name] = [server.client.generate_streamed(p, most, **options, **a) for p, a in zip(asked, apart)]
     return out
 
 
@@ -128,7 +129,13 @@ BEFORE = {"warm": "cold", "host": "warm", "disk": "warm", "before_demotion": "wa
 TRIPS = ("host", "disk", "demoted_host")
 
 
-def scores(rows: dict[str, dict]) -> dict[str, Score]:
+def first_token_s(phase: Phase) -> float:
+    """Median time to first token of all answers."""
+    return statistics.median(a.first_token_s for answers in phase.values() for a in answers)
+
+
+def scores(rows: dict[str, dict], first_token: dict[str, float]) -> dict[str, Score]:
+    """`first_token`: phase -> median seconds. There is no ratio of times on a CPU, which says nothing about a GPU."""
     trips = [task for phase in TRIPS for task in rows[phase].values()]
     n = sum(t["of"] for t in trips)
 
@@ -138,7 +145,14 @@ def scores(rows: dict[str, dict]) -> dict[str, Score]:
     unit = "share of answers behind a round trip that are equal to those before it"
     equal = Score(sum(t["equal"] for t in trips) / n, unit, n=n)
     beyond = Score(points("demoted") - points("floor"), "points", "stored in the floor", n=n // len(TRIPS))
-    return {"agents.round_trips_equal": equal, "agents.demoted_points": beyond}
+    out = {"agents.round_trips_equal": equal, "agents.demoted_points": beyond}
+    if common.has_gpu():
+        ratio = first_token["demoted"] / first_token["before_demotion"]
+        n_times = sum(t["of"] for t in rows["demoted"].values())
+        out["agents.demoted_ttft_ratio"] = Score(
+            ratio, "of the time before", "the same prompts before demotion", n=n_times
+        )
+    return out
 
 
 def main() -> int:
@@ -183,8 +197,10 @@ def main() -> int:
         print(name, {t: {k: v for k, v in r.items() if k != "marks"} for t, r in row.items()})
     keys = ("model", "contexts", "calls", "length", "block", "high", "floor", "tasks", "pool_tokens",
             "host_mib")  # fmt: skip
-    numbers = {k: getattr(a, k) for k in keys} | {"phases": rows}
-    common.write_result(a.name or f"quality/round_trips_{a.model}", numbers, scores=scores(rows))
+    times = {name: first_token_s(phase) for name, phase in found.items()}
+    print("median s to first token", {name: round(seconds, 4) for name, seconds in times.items()})
+    numbers = {k: getattr(a, k) for k in keys} | {"first_token_s": times, "phases": rows}
+    common.write_result(a.name or f"quality/round_trips_{a.model}", numbers, scores=scores(rows, times))
     lost = [f"{n}: {t}" for n in (*TRIPS, "demoted") for t, r in rows[n].items() if r["same_hits"] < r["of"]]
     if lost:
         print(f"error: not all of the tokens were hit again: {', '.join(lost)}")

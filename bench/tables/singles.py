@@ -35,6 +35,7 @@ SINGLES = {
     "agents.corrupt_served": "blocks served from files that were cut short or got a wrong bit",
     "agents.round_trips_equal": "answers that stay equal when contexts go to host memory or disk and come back",
     "agents.demoted_points": "exact match of demoted k8v4 contexts against contexts stored as k4v4, points",
+    "agents.demoted_ttft_ratio": "median time to first token of demoted k8v4 contexts, vs. before demotion",
     "agents.swap_in_of_pcie": "a prefix of 100K tokens from host memory, time",
     "agents.swap_out_of_pcie": "the same to host memory, time",
     "agents.attention_beside_swap": "decode attention while it comes back, time",

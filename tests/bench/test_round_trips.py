@@ -1,9 +1,15 @@
 """The round-trip benchmark: when answers count as equal, and what its scores compare."""
 
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
+from bench import common
+from bench.client import Client, RequestRefused
 from bench.quality import round_trips
 from bench.quality.asking import CellError
 from bench.quality.tasks import Context, Question
@@ -19,16 +25,31 @@ def rows(**phases: dict) -> dict:
     return {n: round_trips.compared(p, phases.get(round_trips.BEFORE.get(n)), WORK) for n, p in phases.items()}
 
 
-def test_scores_count_equal_answers_and_lost_points():
+TIMES = {"before_demotion": 0.5, "demoted": 0.6}
+
+
+def test_scores_count_equal_answers_and_lost_points(monkeypatch):
     warm, worse = phase("0", "1", "2", "x"), phase("0", "1", "x", "x")
     got = rows(
         cold=warm, warm=warm, host=warm, disk=phase("0", "1", "2", "y"), before_demotion=warm, demoted=worse,
         demoted_host=worse, floor=phase("0", "x", "x", "x"),
     )  # fmt: skip
     assert got["demoted"]["niah"] | {"marks": None} == {"right": 2, "of": 4, "marks": None, "equal": 3, "same_hits": 4}
-    found = round_trips.scores(got)
+    monkeypatch.setattr(common, "has_gpu", lambda: True)
+    found = round_trips.scores(got, TIMES)
     assert found["agents.round_trips_equal"].value == pytest.approx(11 / 12)
     assert found["agents.demoted_points"].value == pytest.approx(25)
+    ratio = found["agents.demoted_ttft_ratio"]
+    assert ratio.value == pytest.approx(1.2) and ratio.n == 4
+    assert ratio[1:3] == ("of the time before", "the same prompts before demotion")
+    monkeypatch.setattr(common, "has_gpu", lambda: False)
+    assert round_trips.scores(got, TIMES).keys() == found.keys() - {"agents.demoted_ttft_ratio"}
+
+
+def test_first_token_is_median_of_all_tasks():
+    times = {"niah": (0.1, 0.2, 0.9), "kv": (0.3, 0.4)}
+    phase = {task: [SimpleNamespace(first_token_s=t) for t in seconds] for task, seconds in times.items()}
+    assert round_trips.first_token_s(phase) == 0.3
 
 
 def test_prompt_with_fewer_hits_is_counted():
@@ -44,3 +65,45 @@ def test_eviction_and_demotion_end_when_all_blocks_have_moved():
     assert round_trips.demoted(begun, begun | {"demoted_blocks": 12})
     with pytest.raises(CellError, match="evicted before"):
         round_trips.demoted(begun, begun | {"demoted_blocks": 12, "evicted_blocks": 6})
+
+
+class Streaming(BaseHTTPRequestHandler):
+    """Three tokens, one every 50 ms, each event with the answer so far. A prompt [0] gets an error in the stream, [1]
+    an HTTP error."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert body["stream"] and body["sampling_params"]["max_new_tokens"] == 3 and body["extra_key"] == "k"
+        prompt = body["input_ids"]
+        self.send_response(400 if prompt == [1] else 200)
+        self.end_headers()
+        if prompt == [1]:
+            self.wfile.write(b"too long")
+            return
+        events = [{"error": {"message": "no memory", "code": 503}}]
+        if prompt != [0]:
+            meta = {"prompt_tokens": 2, "cached_tokens": 1, "finish_reason": {"type": "length"}}
+            events = [{"text": "abc"[:n], "output_ids": [7, 8, 9][:n], "meta_info": meta} for n in (1, 2, 3)]
+        for event in events:
+            time.sleep(0.05)
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *args):
+        pass
+
+
+def test_streamed_answer_has_time_to_first_token():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Streaming)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = Client(f"http://127.0.0.1:{server.server_port}")
+    began = time.monotonic()
+    answer = client.generate_streamed([5, 6], 3, extra_key="k")
+    assert 0.04 < answer.first_token_s < time.monotonic() - began - 0.08
+    assert (answer.text, answer.ids, answer.cached_tokens) == ("abc", [7, 8, 9], 1)
+    for prompt, status in (([0], 503), ([1], 400)):
+        with pytest.raises(RequestRefused) as e:
+            client.generate_streamed(prompt, 3, extra_key="k")
+        assert e.value.status == status
+    server.shutdown()
