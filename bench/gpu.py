@@ -8,10 +8,10 @@ Steps that only pass or fail come next, so that their compilers do not disturb t
 all GPUs.
 
 The steps write their result files to bench/results. A step's output is in `--logs`; this command prints only how it
-ended. `serving`, `long_answers`, `rates`, `agents` and `first_token` need a model of some size (`--model`), and
-`agent_replay` also needs recorded sessions (`--traces`). `served`, `kits`, `cold_warm`, `page_hash`, `round_trips` and
-`devices` use the demo model. On a machine without a network, copy the folder that `python -m sglang_kvc.demo.model`
-prints into SGLANG_KVC_CACHE. `--data` also adds the tool calls to `round_trips`.
+ended. `serving`, `long_answers`, `rates`, `agents`, `agents_bfcl` and `first_token` need a model of some size
+(`--model`), and `agent_replay` also needs recorded sessions (`--traces`). `served`, `kits`, `cold_warm`, `page_hash`,
+`round_trips` and `devices` use the demo model. On a machine without a network, copy the folder that
+`python -m sglang_kvc.demo.model` prints into SGLANG_KVC_CACHE. `--data` also adds the tool calls to `round_trips`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ def steps(args: argparse.Namespace) -> list[Step]:
     model = ["--model", args.model, "--load-format", args.load_format]
     data = ["--data", args.data] if args.data else []
     stock = ["--stock-backends", args.stock_backends]
+    arms = ["--tokens", "105000", "--host-gb", "32", "--seconds", "60", "--until-missed"]
+    arms += ["--arm", "kvc_tiers,kvc,stock_fp8_hicache,stock_fp8,stock_bf16"]
     # A quarter of the recorded lengths, pauses and memory.
-    replay = ["bench.e2e.agent_replay", args.traces, *model, "--length-scale", "0.25", "--time-scale", "0.25"]
-    replay += ["--tokens", "105000", "--host-gb", "32", "--seconds", "60", "--until-missed"]
-    replay += ["--arm", "kvc_tiers,kvc,stock_fp8_hicache,stock_fp8,stock_bf16", "--curve", "16,24,32,48,56,64,72,80,96"]
+    replay = ["bench.e2e.agent_replay", args.traces, *model, "--length-scale", "0.25", "--time-scale", "0.25", *arms]
+    replay += ["--curve", "16,24,32,48,56,64,72,80,96"]
+    # Functions take so long that reused prompts, rather than new tokens, decide how many agents fit.
+    dialogues = ["bench.e2e.agent_replay", "--workload", "bfcl", *data, *model, "--tool-seconds", "8", *arms]
+    dialogues += ["--curve", "16,32,48,64,80,96,128"]
     windows = ["bench.serve.windows", "--head-dim", "256", "--name", "serve/windows_gpu"]
     windows += ["--tokenizer", args.model] if args.model else []
     out = [
@@ -64,6 +68,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("decode", "bench.kernels.decode targets", 300, TIMED),
         ("agents", ["bench.e2e.agents", *model, *data], 1800, TIMED),
         ("agent_replay", replay, 3600, TIMED),
+        ("agents_bfcl", dialogues, 3600, TIMED),
         ("grid", "bench.kernels.decode grid", 300, TIMED),
         ("uneven", "bench.kernels.decode uneven", 300, TIMED),
         ("extend", "bench.kernels.extend", 300, TIMED),
@@ -80,7 +85,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
         ("cold_warm", "bench.serve.cold_warm --name serve/cold_warm_gpu --formats stock,bf16,k4v4", 800, RIGHT),
         ("sanitizer", "bench.kernels.sanitizer --seconds 1150", 1200, WHOLE),
     ]
-    left_out = () if args.model else ("serving", "long_answers", "rates", "agents", "first_token")
+    left_out = () if args.model else ("serving", "long_answers", "rates", "agents", "agents_bfcl", "first_token")
     left_out += () if args.model and args.traces else ("agent_replay",)
     left_out += () if shutil.which("compute-sanitizer") else ("sanitizer",)
     made = [Step(n, [*PYTHON, *(c.split() if isinstance(c, str) else c)], s, k) for n, c, s, k in out]
@@ -137,7 +142,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="for servers under load")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--stock-backends", default=STOCK_ON_HOPPER, help="of serving and first_token")
-    parser.add_argument("--data", default="", help="for agents, round_trips; file of `bench.quality.fetch tasks`")
+    parser.add_argument("--data", default="", help="for agents*, round_trips; file of `bench.quality.fetch tasks`")
     parser.add_argument("--traces", default="", help="for agent_replay; file that `bench.agents.traces` describes")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "kvc-gpu")
     parser.add_argument("--list", action="store_true")
