@@ -149,6 +149,16 @@ class PageOps:
         host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
         return host.copy_(counts, non_blocking=True)
 
+    @property
+    def loads_left(self) -> bool:
+        """Whether copies of loads are still to be launched."""
+        return self.transfers is not None and bool(self.transfers.fills)
+
+    def launch_loads(self, *, all_of_them: bool) -> None:
+        """Launch copies of loads: all of them, or as many as a flush may."""
+        if self.transfers is not None:
+            self.transfers.launch_fills(all_of_them=all_of_them)
+
     def synchronize(self) -> None:
         if self.store.on_gpu:
             torch.cuda.synchronize(self.store.device)

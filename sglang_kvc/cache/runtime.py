@@ -348,15 +348,15 @@ class Runtime:
 
     # ---- queue (forward stream) and page counts
 
-    def flush(self) -> None:
-        """Apply all queued operations in order. Called on the forward stream before any layer runs."""
-        if not len(self.log):
-            return
+    def flush(self, *, all_loads: bool = False) -> None:
+        """Apply all queued operations in order. Called on the forward stream before any layer runs. Copies of a long
+        load are spread over several flushes, unless `all_loads`."""
         began = time.perf_counter()
         compacted = self._open_queued = False
         for op in self.log.drain():
             self.pending += self.page_ops.run(op, self.step)
             compacted |= isinstance(op, Compact)
+        self.page_ops.launch_loads(all_of_them=all_loads)
         if compacted:
             self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
 
@@ -381,8 +381,8 @@ class Runtime:
 
     @property
     def unsettled(self) -> bool:
-        """Whether operations are queued or page counts are on their way."""
-        return bool(len(self.log) or self.pending)
+        """Whether operations are queued, copies of loads are to be launched, or page counts are on their way."""
+        return bool(len(self.log) or self.pending or self.page_ops.loads_left)
 
     @property
     def overcharged(self) -> bool:
@@ -395,6 +395,6 @@ class Runtime:
         The device is also synchronized before the flush, because a forward on another stream may still read what the
         queue changes."""
         self.page_ops.synchronize()
-        self.flush()
+        self.flush(all_loads=True)
         self.page_ops.synchronize()
         self.harvest(self.step)
