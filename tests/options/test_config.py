@@ -168,14 +168,14 @@ def test_memory_includes_rows_staged_by_prefill():
 
 
 def test_levels_that_save_no_memory_are_reported():
-    found = wasted_levels(resolve(levels="k8v4,k4v2,k2v2"), head_dim=128)
-    assert [one_sentence(x).split()[-2:] for x in found] == [["k8v8", "instead."], ["drop", "it."]]
+    messages = wasted_levels(resolve(levels="k8v4,k4v2,k2v2"), head_dim=128)
+    assert [one_sentence(x).split()[-2:] for x in messages] == [["k8v8", "instead."], ["drop", "it."]]
     assert not wasted_levels(resolve(levels="k8v8,k2v2"), head_dim=64)
     assert not wasted_levels(resolve(high="k8v4", levels="k4v2"), head_dim=128)
     assert not wasted_levels(resolve(high="bf16", levels="k4v4"), head_dim=64)
     assert not wasted_levels(resolve(high="bf16", levels="k4v4,k8v8"), head_dim=64)
-    (found,) = wasted_levels(resolve(high="bf16", levels="k8v4,k4v4"), head_dim=64)
-    assert "pages fit k8v4; drop it" in one_sentence(found)
+    (message,) = wasted_levels(resolve(high="bf16", levels="k8v4,k4v4"), head_dim=64)
+    assert "pages fit k8v4; drop it" in one_sentence(message)
 
 
 def test_numbers_are_parsed_from_text():
@@ -321,6 +321,6 @@ def test_settings_round_trip_as_text(policy, statistics):
     """The settings that a server reports start an equal server."""
     file = {"calibration": statistics} if policy in CALIBRATED else {}
     config = resolve(policy=policy, **file)
-    told = json.loads(json.dumps(config.to_dict()))
-    reads = {*policy_options(policy), "policy", "window", "block_size"} - ({"keep"} if told["budget"] else set())
-    assert resolve(**{name: told[name] for name in reads}) == config
+    reported = json.loads(json.dumps(config.to_dict()))
+    reads = {*policy_options(policy), "policy", "window", "block_size"} - ({"keep"} if reported["budget"] else set())
+    assert resolve(**{name: reported[name] for name in reads}) == config

@@ -43,7 +43,7 @@ def test_start_accepts_checkpoint_with_kv_scales(parse, checkpoint):
 
 
 def test_built_model_is_served_with_warning(parse, monkeypatch):
-    def said(**changes) -> list[str]:
+    def warnings_for(**changes) -> list[str]:
         shown, messages = configurator(parse, **changes), []
         monkeypatch.setattr(unsupported_models.logger, "warning", lambda text, *args: messages.append(text % args))
         unsupported_models.check_model(shown)
@@ -53,10 +53,10 @@ def test_built_model_is_served_with_warning(parse, monkeypatch):
         {"quant_config": SimpleNamespace(kv_cache_quant_algo="FP8")},  # declared
         {"layer": {"k_scale_float": 0.02}},  # loaded
     ):
-        (message,) = said(**changes)
+        (message,) = warnings_for(**changes)
         assert "KV-cache scales" in one_sentence(message)
-    assert not said()
-    assert not said(quant_config=SimpleNamespace(kv_cache_quant_algo=None), layer={"k_scale_float": 1.0})
+    assert not warnings_for()
+    assert not warnings_for(quant_config=SimpleNamespace(kv_cache_quant_algo=None), layer={"k_scale_float": 1.0})
 
 
 @pytest.mark.parametrize("declared", [torch.bfloat16, torch.float8_e4m3fn], ids=["auto", "fp8"])

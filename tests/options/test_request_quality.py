@@ -204,6 +204,6 @@ def test_settings_are_resolved_once(serve, monkeypatch):
 
 def test_namespaces_of_levels_and_keys_never_collide():
     levels, keys = (None, "lossless", "k8v4"), (None, "A", "A|kvc=lossless", "kvc=lossless|A", "kvc=|A", "kvc=", "|A")
-    found = {(level, key or None): namespace(key, level) for level in levels for key in keys}
-    assert len(set(found.values())) == len(found)
+    namespaces = {(level, key or None): namespace(key, level) for level in levels for key in keys}
+    assert len(set(namespaces.values())) == len(namespaces)
     assert namespace(None, None) is None and namespace("A", None) == "A"

@@ -152,8 +152,8 @@ def test_flags_compose_policy(parse):
     args = parse("--kv-backend", "kvc", *flags(given))
     assert {k: getattr(args, k) for k in given} == given
     config = resolve_config(args)
-    told = config.to_dict()
-    assert {f"kvc_{k}": told[k] for k in ("policy", "scorer", "share", "budget", "sinks")} == given
+    reported = config.to_dict()
+    assert {f"kvc_{k}": reported[k] for k in ("policy", "scorer", "share", "budget", "sinks")} == given
 
 
 @pytest.fixture

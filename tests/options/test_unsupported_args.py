@@ -464,9 +464,9 @@ def test_layers_of_transformers_backend_are_checked(parse):
     from sglang_kvc.options.model_facts import attention_layers
 
     shown = configurator(parse, layer={"sliding_window_size": 63})
-    held = SimpleNamespace(attention_instances=dict(enumerate(shown.model.modules())))
-    model = SimpleNamespace(modules=lambda: [held, SimpleNamespace(attention_instances=None)])
-    assert attention_layers(model) == list(held.attention_instances.values())
+    backend = SimpleNamespace(attention_instances=dict(enumerate(shown.model.modules())))
+    model = SimpleNamespace(modules=lambda: [backend, SimpleNamespace(attention_instances=None)])
+    assert attention_layers(model) == list(backend.attention_instances.values())
     check_model(configurator(parse, model=model))
     with pytest.raises(ConfigError, match="--kvc-policy quota"):
         check_model(configurator(parse, "--kvc-policy", "quota", model=model))
