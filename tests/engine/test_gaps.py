@@ -86,13 +86,13 @@ def test_last_queries_are_kept_across_chunks(packed):
     """Three requests: one that prefills its prompt in chunks, one of another kind, and one that decodes."""
     store, _, _, gaps, slots = packed
     prompt = SimpleNamespace(queries=None)
-    mine = SimpleNamespace(one_shot=prompt, decoding=False)
+    chunked = SimpleNamespace(one_shot=prompt, decoding=False)
     others = [SimpleNamespace(one_shot=None, decoding=False), SimpleNamespace(one_shot=prompt, decoding=True), None]
     backend = backend_of(store, gaps, slots, None)
     seen, gen = [], torch.Generator().manual_seed(0)
     for chunk in (20, 5, 1):
         q = torch.randn(3 + chunk + 2, 4, 32, generator=gen).to(store.dtype)
-        stored = backend._last_queries([others[0], mine, others[1], others[2]], [3, chunk, 1, 1])
+        stored = backend._last_queries([others[0], chunked, others[1], others[2]], [3, chunk, 1, 1])
         assert len(stored) == 1
         for rows, queries in stored:
             queries.add(1, q[rows], scale=0.5, logit_cap=0.0)
