@@ -256,10 +256,10 @@ def test_arkv(attention, pseudo):
     for b in range(3):
         rest = {}
         for l, h in np.ndindex(L, H):
-            own = high * ops.spread(by_layer[l], H)[h]
+            num_high = high * ops.spread(by_layer[l], H)[h]
             order = np.argsort(-sums[b, l, h], kind="stable")
-            assert sorted(order[:own]) == sorted(np.flatnonzero(tiers[b, l, h] == 2))
-            rest[l, h] = [order[i : i + low] for i in range(own, P, low)]
+            assert sorted(order[:num_high]) == sorted(np.flatnonzero(tiers[b, l, h] == 2))
+            rest[l, h] = [order[i : i + low] for i in range(num_high, P, low)]
         worth = sorted(((-sums[b, l, h, page[0]], l, h, i) for (l, h), x in rest.items() for i, page in enumerate(x)))
         won = worth[: round(0.25 * L * H * P / low)]
         stored = {(l, h, int(t)) for _, l, h, i in won for t in rest[l, h][i]}
