@@ -16,8 +16,7 @@ import torch
 from kvc_patches import memory_pool
 from sglang_kvc.options import unsupported_models
 
-from .conftest import one_sentence
-from .test_unsupported_args import configurator
+from .conftest import configurator, one_sentence
 
 BUDGET = 64 << 20
 COMPRESSED_TENSORS = {
