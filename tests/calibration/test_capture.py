@@ -81,7 +81,7 @@ def test_query_statistics(model, ids, measured):
     for layer in range(LAYERS):
         q = rows[layer][0].double().numpy()
         a, b = q[..., : DIM // 2], q[..., DIM // 2 :]
-        # A pair (a, b) was turned by the angle: turned back as a complex number.
+        # The rotary embedding turns each pair (a, b) by the angle; a complex product turns it back.
         z = (a + 1j * b) * np.exp(-1j * angle)
         q = np.concatenate((z.real, z.imag), -1)
         for head in range(HEADS):

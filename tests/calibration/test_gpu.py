@@ -1,4 +1,4 @@
-"""A calibration on the GPU finds what it finds on the CPU."""
+"""A calibration on the GPU gives the results of one on the CPU."""
 
 import pytest
 import torch

@@ -20,8 +20,8 @@ P, STALE = 64, 8  # a block id that rows of `req_to_token` still name in their g
 
 @pytest.fixture
 def packed():
-    """The store of `packed_prompt`, and rows 3 and 1 of `req_to_token` for its requests: the first one's fourth place
-    is a gap of two blocks, before its open block."""
+    """The store of `packed_prompt`, and rows 3 and 1 of `req_to_token` for its requests. The first request has a gap of
+    two blocks before its open block."""
     store, rows, lens = packed_prompt(head_dim=32, block_tokens=P)
     gaps = ops.RowGaps(5, torch.device("cpu"))
     gaps.open(3, 3, 2)

@@ -134,7 +134,7 @@ def build(options, megabytes=40, device="cpu"):
 
 
 def sizes(window):
-    """Sizes of attention; `window` is that of one of two layers."""
+    """Sizes of attention; `window` applies to one of two layers."""
     windows = () if window < 0 else (window,)
     return dict(query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS, windows=windows)
 

@@ -120,7 +120,7 @@ def test_unreachable_ratio_is_rejected():
 
 
 def test_answers_meet_ratio_that_single_blocks_cannot():
-    """Each head of a block of a prompt keeps a page; blocks of an answer share their pages."""
+    """Each head of a prompt's block keeps a page, whereas the blocks of an answer share pages."""
     given = {"policy": "kv-compress", "high": "k4v4", "budget": "20x"}
     with pytest.raises(ConfigError) as e:
         check_geometry(resolve(**given), head_dim=128)
@@ -133,7 +133,7 @@ def test_answers_meet_ratio_that_single_blocks_cannot():
     pages += 4 * policy.block_formats(layout)[2].pages
     size = pages * (layout.page_bytes + RING_ENTRY_BYTES) + 1004 * layout.block_meta_bytes
     assert 20 <= 4 * 2 * 3 * 128 * 128 * 1004 / size < 20.02
-    with pytest.raises(ConfigError):  # tables alone are larger
+    with pytest.raises(ConfigError):  # the tables alone exceed the budget
         check_geometry(resolve(**{**given, "budget": "120x"}, lag=512), head_dim=128)
 
 

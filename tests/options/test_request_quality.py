@@ -1,4 +1,4 @@
-"""The names that a request may give as its level; the tokenizer process and the scheduler agree on them."""
+"""Names of levels in requests, on which the tokenizer process and the scheduler agree."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_session_cannot_have_budget(serve):
 
 
 def test_hint_must_be_boolean(serve):
-    """Both processes refuse it, like a level."""
+    """Both processes reject any other value."""
     ask = serve(params=lambda value: {"kvc_done": value})
     with pytest.raises(ValueError, match=r'"kvc_done"'):
         ask("yes")

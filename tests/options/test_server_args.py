@@ -189,7 +189,7 @@ def test_unresolved_record_can_be_pickled(server_args, model, checks):
 
 
 def test_record_can_be_rebuilt_from_resolved_values(parse, model):
-    """As keywords, like those of an engine that is built from the values in /server_info."""
+    """The values in /server_info, passed as keywords, give an equal record."""
 
     def changes(args) -> dict:
         args.resolve_once()

@@ -1,4 +1,4 @@
-"""The budget option: what a target in bytes buys, and how an unreachable target is refused."""
+"""The budget option: the pages that fit a target in bytes, and the error for an unreachable target."""
 
 from __future__ import annotations
 

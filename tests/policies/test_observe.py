@@ -73,7 +73,7 @@ def check(sampling):
 
 
 def test_packed_tokens_are_never_skipped():
-    """Packed tokens have no order: near ones among them also count, and no far one is left out."""
+    """Packed tokens have no order, so near ones also count and no far one is skipped."""
     store, row, _ = request("k4v4", has_scores=True, length=64 + 3, packed=1)
     q = torch.randn(3, 6, 64)
     ops.extend_attention(store, 0, q, row[None], [64], [3], scale=0.125, sampling=ops.ScoreSampling(None, "sum", 1, 20))

@@ -32,7 +32,7 @@ def pooled(scores: np.ndarray, size: int, best) -> np.ndarray:
 
 
 def chosen(first: int, last: int, window: int | None = None, stride: int = 1) -> tuple[list[int], int]:
-    """The sampled queries of a forward, and the weight of each."""
+    """The sampled queries of a forward and their weights."""
     step = SAMPLED if last - first == 1 else stride
     every = range(first if window is None else max(first, last - window), last)
     return [i for i in every if i % step == step - 1], step
