@@ -52,7 +52,7 @@ class MemoryBackend(HiCacheStorage):
 
 
 class AddressBackend(MemoryBackend):
-    """Copies from and to the host pool's own memory (`"interface_v1": 1`), two pieces a page, as Mooncake does."""
+    """Copies from and to the host pool's own memory (`"interface_v1": 1`), two pieces per page, as Mooncake does."""
 
     def _pieces(self, keys, indices):
         names = [f"{key}_{half}" for key in keys for half in "kv"]

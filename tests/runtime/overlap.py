@@ -59,7 +59,7 @@ def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = Fal
 
 class Overlap(ModelFreeScheduler):
     """A server of `ROWS` requests at a time; to be used within `configured`. `seen` counts what happened, and every
-    `check_every` forwards all that is read is checked."""
+    `check_every` forwards every row that is read is checked."""
 
     check_every = 1
 

@@ -125,8 +125,8 @@ def check_kept(store: PageStore, kept: list[int], numbers: np.ndarray, prompt: i
             place = torch.cdist(keys, want[layer, 0, head]).argmin(-1)
             assert (place.diff() > 0).all(), "kept tokens are out of order, or doubled"
             assert always <= set(place.tolist()), "a head lost the prompt's first or last tokens"
-            for got, x, most in ((keys, want[layer, 0, head], steps), (values, want[layer, 1, head], 1)):
-                assert (got - x[place]).abs().max() <= 0.6 * most, "a kept token has other rows"
+            for got, x, roundings in ((keys, want[layer, 0, head], steps), (values, want[layer, 1, head], 1)):
+                assert (got - x[place]).abs().max() <= 0.6 * roundings, "a kept token has other rows"
 
 
 def _check_rows(

@@ -65,8 +65,8 @@ def test_running_request_is_asked_for_uncompressed_tokens(capacity):
 
 
 def test_prompt_needs_two_chunks_and_window_uncompressed(capacity):
-    whole = 2 * CHUNK + WINDOW
-    assert capacity.prompt_tokens(20 * P, 0, 1, CHUNK) == whole + P + (19 * P - whole) * PACKED
+    unpacked = 2 * CHUNK + WINDOW
+    assert capacity.prompt_tokens(20 * P, 0, 1, CHUNK) == unpacked + P + (19 * P - unpacked) * PACKED
     assert capacity.prompt_tokens(20 * P, 0, 1, None) == 20 * P
     assert capacity.prompt_ever_fits(14 * P, 1, CHUNK) and not capacity.prompt_ever_fits(14 * P, 1, None)
 

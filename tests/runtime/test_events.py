@@ -25,8 +25,8 @@ def prefixes(blocks: dict) -> set[tuple[int, ...]]:
     """The token sequence that ends with each block."""
 
     def tokens(block) -> tuple[int, ...]:
-        parent, own = blocks[block]
-        return (tokens(parent) if parent is not None else ()) + tuple(own)
+        parent, block_tokens = blocks[block]
+        return (tokens(parent) if parent is not None else ()) + tuple(block_tokens)
 
     return {tokens(block) for block in blocks}
 

@@ -1,4 +1,4 @@
-"""The host tier on the GPU: blocks leave and come back in their own bytes while other blocks are written and packed."""
+"""The host tier on the GPU: blocks leave and return with the same bytes while other blocks are written and packed."""
 
 import random
 
@@ -46,7 +46,7 @@ def test_blocks_come_back_while_others_are_written(options):
     runtime.attach_host_tier()
     draw, tier = random.Random(0), runtime.host_tier
     resident: list[tuple[int, str]] = []  # packed blocks and their digests
-    stored: list[tuple[int, str]] = []  # stored blocks and theirs
+    stored: list[tuple[int, str]] = []  # stored blocks and their digests
     for turn in range(40):
         fresh = runtime.take([0] * draw.randint(1, 6))
         runtime.flush()
@@ -92,11 +92,11 @@ def test_more_blocks_than_the_buffers_hold():
     n = 6 * layout.buffer_bytes // layout.unit_bytes
     blocks = []
     for turn in range(-(-n // 64)):
-        some = runtime.take([0] * 64)
+        batch = runtime.take([0] * 64)
         runtime.flush()
-        write_rows(runtime, some, turn)
-        runtime.queue_due(np.asarray(some))
-        blocks += some
+        write_rows(runtime, batch, turn)
+        runtime.queue_due(np.asarray(batch))
+        blocks += batch
     runtime.settle()
     before = digests(runtime, blocks)
     ids = tier.save(np.array(blocks))

@@ -59,7 +59,8 @@ class Client:
         format_id = runtime.policy.format_id_of(None if one_shot else level)
         budget = Budget.parse(level) if one_shot else None
         longest = min(longest_request(runtime, format_id, budget), self.server.context - 1)
-        if draw.random() < 0.6:  # otherwise as before: neighbors compute the same blocks, and one copy is dropped
+        # The pieces of the last prompt may stay: neighbors then compute the same blocks, and one copy is dropped.
+        if draw.random() < 0.6:
             # Some are longer than all memory could hold uncompressed.
             self.pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, draw.choice([3, 3, 3, longest // P])))]
         prompt = [100 * piece + j for piece in self.pieces for j in range(P)]
@@ -69,9 +70,9 @@ class Client:
         prompt = (prompt or [3])[: longest - 2]
         longest = min(longest_request(runtime, format_id, budget, len(prompt)), longest)
         kind = draw.choice([0, 0, len(self.server.requests)])  # answers shared with other requests, or unique ones
-        most = min(draw.choice(self.answers), longest - len(prompt) - 1)
-        answer = [5000 + 200 * kind + i for i in range(most)]
-        self.server.seen["longer than the pool"] += len(prompt) + most > runtime.sizing.capacity_tokens
+        new_tokens = min(draw.choice(self.answers), longest - len(prompt) - 1)
+        answer = [5000 + 200 * kind + i for i in range(new_tokens)]
+        self.server.seen["longer than the pool"] += len(prompt) + new_tokens > runtime.sizing.capacity_tokens
         salt, last = draw.choice([None, None, None, "tenant"]), self.hints and draw.random() < 0.2
         self.server.submit(prompt, answer, level, salt, last=last)
 
@@ -124,7 +125,7 @@ class Kind:
 
 TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
-LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages a head
+LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages per head
 ANSWERS = {"policy": "prune", "high": "k8v4", "scorer": "h2o", "keep": 0.4, "window": 32, "lag": P}
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
 LONG = {"context": 4096, "segment": 2}

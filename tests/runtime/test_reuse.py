@@ -151,7 +151,7 @@ def test_prefixes_of_waiting_prompts_are_evicted_last():
 
 
 def test_prefix_of_aborted_prompt_is_evicted_in_usual_order():
-    """Its rank falls, and the queue of leaves must be told."""
+    """Its rank falls, and the queue of leaves must be updated."""
     queue = Queue()
     for i in range(3):
         queue.turn(prompt(i))

@@ -152,12 +152,12 @@ class Peer:
         self.pipe = pipe
 
     def both(self, what: str, value):
-        """This rank's and the other's value."""
+        """The values of this rank and of the other."""
         self.pipe.send((what, value))
         assert self.pipe.poll(60), f"the other rank does not come to {what}"
-        other, theirs = self.pipe.recv()
+        other, peer_value = self.pipe.recv()
         assert other == what, f"a rank is at {what}, the other at {other}"
-        return value, theirs
+        return value, peer_value
 
     def join(self, server: Overlap) -> None:
         tree, runtime, turn = server.tree_cache, server.runtime, server.turn
@@ -170,8 +170,8 @@ class Peer:
 
         def turn_and_compare() -> None:
             turn()
-            mine, theirs = self.both("the end of a turn", state(server))
-            assert mine == theirs, "the ranks differ"
+            local, remote = self.both("the end of a turn", state(server))
+            assert local == remote, "the ranks differ"
 
         tree.tp_world_size, tree._all_reduce, runtime.reduce_max = 2, reduce, reduce_max
         server.turn = turn_and_compare
