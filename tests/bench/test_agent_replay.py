@@ -91,11 +91,11 @@ def test_scores_compare_most_agents():
     numbers = {"stock_bf16.a8": row(1.0), "stock_bf16.a16": row(3.0)}
     numbers |= {"kvc.a16": row(1.0), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
     numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # may hold more
-    found = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
-    assert {k: v.value for k, v in found.items()} == {
+    compared = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
+    assert {k: v.value for k, v in compared.items()} == {
         "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)
     }  # fmt: skip
-    assert "at least" in found["agents.vs_bf16"].unit
+    assert "at least" in compared["agents.vs_bf16"].unit
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
 
@@ -129,11 +129,11 @@ class Models:
 
 
 def test_arms_have_equal_memory():
-    found = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
-    assert {name: options[options.index("--max-total-tokens") + 1] for name, options in found.items()} == {
+    arms = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
+    assert {name: options[options.index("--max-total-tokens") + 1] for name, options in arms.items()} == {
         "stock_bf16": "1000", "stock_fp8": "2000", "stock_fp8_hicache": "2000", "kvc": "1000", "kvc_tiers": "1000"
     }  # fmt: skip
-    assert "5GB" in found["kvc_tiers"] and found["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
+    assert "5GB" in arms["kvc_tiers"] and arms["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
 
 
 def test_streamed_answer_is_timed():

@@ -98,8 +98,8 @@ def test_filler_tokens_are_counted():
 
 
 def test_session_ends_before_length_limit():
-    whole, cut = made().session(0), made("--longest", "400").session(0)
-    assert cut.tokens <= 400 < whole.tokens and cut.steps == whole.steps[: len(cut.steps)]
+    full, cut = made().session(0), made("--longest", "400").session(0)
+    assert cut.tokens <= 400 < full.tokens and cut.steps == full.steps[: len(cut.steps)]
     assert len(made("--longest", "1").session(0).steps) == 1
 
 
@@ -114,7 +114,7 @@ def test_steps_are_counted_after_ramp_up():
     # a real cache hits more.
     assert row["sent_before"] <= row["from_cache"] < 1
     # The model's answer is part of the history of the next step.
-    answers = Counter(len(asked) for asked in server.asked)
+    answers = Counter(len(ids) for ids in server.asked)
     assert len(answers) > 3
     one = agents.Load(Cache(1), made(), 3, 0.002).run(0.3)
     assert one["from_cache"] < row["from_cache"]
@@ -124,12 +124,12 @@ def test_step_keeps_answer_of_model():
     server = Cache()
     load = agents.Load(server, made(), 1, 0.0)
     load.run(0.1)
-    session, asked = made().session(1), server.asked
-    first = next(i for i, ids in enumerate(asked) if ids == list(session.steps[0].sent))  # the agent's second session
-    said = [first] * session.steps[0].answer
-    assert asked[first + 1] == [*session.steps[0].sent, *said, *session.steps[1].sent]
+    session, prompts = made().session(1), server.asked
+    first = next(i for i, ids in enumerate(prompts) if ids == list(session.steps[0].sent))  # the agent's second session
+    answer = [first] * session.steps[0].answer
+    assert prompts[first + 1] == [*session.steps[0].sent, *answer, *session.steps[1].sent]
     step = load.seen[first + 1]
-    assert step.repeated == len(asked[first]) + len(said) and step.prompt == len(asked[first + 1])
+    assert step.repeated == len(prompts[first]) + len(answer) and step.prompt == len(prompts[first + 1])
 
 
 def test_failed_agent_ends_run():
@@ -156,11 +156,11 @@ def test_scores_take_fastest_stock_server(monkeypatch):
     numbers |= {"fp8_e4m3.a4": row(3.0), "fp8_e4m3_hicache.a4": row(4.0), "bf16.a2": row(1.0, 0.1)}
     assert agents.scores(numbers, a) == {}  # no GPU here
     monkeypatch.setattr(common, "has_gpu", lambda: True)
-    found = agents.scores(numbers, a)
-    assert found["agents.steps_vs_bf16.4"][:3] == (3.0, "x steps/s", "stock bf16, flashinfer")
-    assert found["agents.steps_vs_fp8.4"].value == 2.0 and found["agents.steps_vs_fp8_hicache.4"].value == 1.5
-    assert found["agents.curve.kvc_k4v4.4"].value == 0.9 and found["agents.curve.bf16.2"].value == 0.1
-    assert "agents.steps_vs_bf16.2" not in found
+    scores = agents.scores(numbers, a)
+    assert scores["agents.steps_vs_bf16.4"][:3] == (3.0, "x steps/s", "stock bf16, flashinfer")
+    assert scores["agents.steps_vs_fp8.4"].value == 2.0 and scores["agents.steps_vs_fp8_hicache.4"].value == 1.5
+    assert scores["agents.curve.kvc_k4v4.4"].value == 0.9 and scores["agents.curve.bf16.2"].value == 0.1
+    assert "agents.steps_vs_bf16.2" not in scores
     assert agents.scores(numbers, made("--curve", "4", "--no-prefill-graphs").a) == {}
     assert len(agents.table({"sessions": {}, **numbers}).splitlines()) == 1 + len(numbers)
 

@@ -53,7 +53,7 @@ class Cache:
 
 def test_prompts_of_each_kind_share_expected_prefixes():
     kinds = {k: list(islice(first_token.prompts(k, 256, random.Random(1)), 3)) for k in first_token.KINDS}
-    lengths = {k: {len(p) for p in some} for k, some in kinds.items()}
+    lengths = {k: {len(p) for p in prompts} for k, prompts in kinds.items()}
     assert lengths == {"computed": {256}, "computed_padded": {512}, "cached": {260}, "appended": {384}}
     assert kinds["cached"][0] == kinds["cached"][2]
     assert len({tuple(p[:260]) for p in kinds["appended"]}) == 1 and len({tuple(p) for p in kinds["appended"]}) == 3
@@ -87,11 +87,11 @@ def test_scores_compare_waits_and_hits(monkeypatch):
     assert rows["bf16.computed.pause"]["ms_median"] > 8.9 > rows["kvc_k4v4.cached.pause"]["ms_median"]
     assert first_token.scores(rows, a) == {}  # no GPU here
     monkeypatch.setattr(common, "has_gpu", lambda: True)
-    found = first_token.scores(rows, a)
-    assert len(found) == 8
-    score = found["e2e.first_token.cached_at_once_vs_bf16"]
+    scores = first_token.scores(rows, a)
+    assert len(scores) == 8
+    score = scores["e2e.first_token.cached_at_once_vs_bf16"]
     assert score.value < 0.9 and score.low <= score.value <= score.high and score.n == 8
     assert score.baseline == "stock bf16, fa3" and score.unit.endswith("260 tokens")
-    assert found["e2e.first_token.computed_padded_vs_bf16"].unit.endswith("512 tokens")
+    assert scores["e2e.first_token.computed_padded_vs_bf16"].unit.endswith("512 tokens")
     assert len(first_token.table(rows).splitlines()) == 1 + len(rows)
     assert first_token.scores(rows, first_token.arguments([*SMALL, "--no-prefill-graphs"])) == {}

@@ -48,8 +48,8 @@ def test_bound_port_is_not_free(taken, monkeypatch):
 
 
 def test_ports_differ_and_lie_outside_ephemeral_range():
-    found = ports.free_ports(50)
-    assert len(set(found)) == 50 and all(p in ports.RANGE for p in found)
+    chosen = ports.free_ports(50)
+    assert len(set(chosen)) == 50 and all(p in ports.RANGE for p in chosen)
     assert ports.RANGE.stop <= 32768
 
 

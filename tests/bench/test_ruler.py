@@ -71,11 +71,11 @@ def test_variable_tracking_wants_variables_of_chain(maker, number):
     text, ask, wanted = made(maker, "vt", number)
     value = re.search(r"assigned the value (\d+) in", ask)[1]
     assert ask.endswith("they are:") and len(wanted) == 5
-    found = {value}
+    chain = {value}
     for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text):
-        if source in found:
-            found.add(name)
-    assert found == {value, *wanted}
+        if source in chain:
+            chain.add(name)
+    assert chain == {value, *wanted}
 
 
 @needs_package

@@ -23,16 +23,16 @@ def test_scores_come_from_commits_of_this_repository():
     if not (ROOT / ".git").exists():
         pytest.skip("needs the repository's history")
     for sha in {row["commit"] for row in json.loads(scoreboard.OUT.read_text()).values()}:
-        found = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
-        assert found.returncode == 0, f"{sha} is no ancestor of HEAD"
+        result = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
+        assert result.returncode == 0, f"{sha} is no ancestor of HEAD"
 
 
 def test_score_names_include_device(tmp_path):
     for day, (device, value) in enumerate({"NVIDIA H100 80GB HBM3": 2.0, "NVIDIA H200": 1.0, "CPU, 2": 9.0}.items(), 1):
         write(tmp_path, str(day), device, day, decode__x=(value, "x"), serve__x=(value, "x"))
-    found = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
-    assert found["decode.x"] == 1.0 and found["decode.x_h100"] == 2.0 and found["decode.x_cpu"] == 9.0
-    assert found["serve.x"] == 9.0 and "serve.x_h100" not in found  # correctness: the latest counts, wherever it ran
+    values = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
+    assert values["decode.x"] == 1.0 and values["decode.x_h100"] == 2.0 and values["decode.x_cpu"] == 9.0
+    assert values["serve.x"] == 9.0 and "serve.x_h100" not in values  # correctness: the latest counts, wherever it ran
 
 
 def test_rows_name_their_conditions(tmp_path):
