@@ -36,26 +36,26 @@ def test_same_bytes_as_on_the_cpu_without_sync(has_scores):
         def put(x, d=store.device):
             return x.to(d)
 
-        mine, steps = put(blocks), [[put(x) for x in w] for w in writes]
+        block_ids, steps = put(blocks), [[put(x) for x in w] for w in writes]
         tiers, s, d = [put(x) for x in plans], put(mean_attention_scores), put(divisor)
         lens = put(torch.tensor([64])), put(torch.tensor([64]))
         if store is there:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
         try:
-            ops.take_bf16(store, mine)
+            ops.take_bf16(store, block_ids)
             for layer, w in enumerate(steps):
                 ops.append(store, layer, *w)
             got = []
             if has_scores:
-                ops.count_queries(store, mine.view(1, 2), *lens, ops.ScoreSampling())
-                got.append(ops.mean_attention_scores(store, mine, None, format_id=0))
+                ops.count_queries(store, block_ids.view(1, 2), *lens, ops.ScoreSampling())
+                got.append(ops.mean_attention_scores(store, block_ids, None, format_id=0))
             got.append(ops.quota(s, 4, 32))
-            ceiling = ops.block_tiers(store, mine, format_id=0)
-            got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, mine)))
+            ceiling = ops.block_tiers(store, block_ids, format_id=0)
+            got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, block_ids)))
             for r in (1, 2, 3):
-                got.append(ops.compact(store, mine, r, tiers[r - 1], from_format=r - 1))
-            ops.release(store, mine[:1])
+                got.append(ops.compact(store, block_ids, r, tiers[r - 1], from_format=r - 1))
+            ops.release(store, block_ids[:1])
         finally:
             torch.cuda.set_sync_debug_mode("default")
         ops.check_invariants(store)

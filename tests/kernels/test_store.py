@@ -63,13 +63,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.filled.update((b, self.p) for b in blocks)
 
     @precondition(lambda self: any(n < self.p for b, n in self.filled.items()))
-    @rule(seed=st.integers(0, 2**20), whole=st.booleans())
-    def append(self, seed, whole):
+    @rule(seed=st.integers(0, 2**20), to_end=st.booleans())
+    def append(self, seed, to_end):
         """The next tokens of one or more open blocks in one call."""
         gen = np.random.default_rng(seed)
         at = []
         for b in self._some(seed, [b for b, n in self.filled.items() if n < self.p]):
-            n = self.p - self.filled[b] if whole else int(gen.integers(1, 5))
+            n = self.p - self.filled[b] if to_end else int(gen.integers(1, 5))
             n = min(n, self.p - self.filled[b])
             at += [(b, self.filled[b] + i) for i in range(n)]
             self.filled[b] += n

@@ -149,9 +149,9 @@ def test_header_ignores_pruned_tokens():
 def test_code_conversion_table():
     codes = torch.arange(256, dtype=torch.uint8)
     for source, target in ((8, 4), (8, 2), (4, 2), (2, 4), (4, 8), (2, 8), (4, 4)):
-        some = codes[: 2**source]
-        got = quant.convert_codes(some, source, target)
-        assert got.tolist() == lower(some.numpy(), source, target).tolist()
+        valid = codes[: 2**source]
+        got = quant.convert_codes(valid, source, target)
+        assert got.tolist() == lower(valid.numpy(), source, target).tolist()
         assert int(got.max()) == 2**target - 1
     # The path does not matter, and codes of fewer bits survive a conversion up and back down.
     direct = quant.convert_codes(codes, 8, 2)

@@ -1,4 +1,4 @@
-"""A prompt packed on the GPU: the scores and, for one choice of tokens, the bytes of the CPU, without a wait."""
+"""Packing of a prompt on the GPU: scores, and bytes for given tokens, match the CPU's, without a sync."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TOKENS = FULL * P + TAIL
 
 
 def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Scores of all layers, pages by competition, and digests of the kept blocks for a choice made of the seed. The
-    first `before` blocks are packed already, and then the result lies in others."""
+    """Scores of all layers, pages by competition, and digests of the kept blocks for tokens drawn with the seed. If the
+    first `before` blocks are already packed, the result lies in other blocks."""
     fmt, gen = FORMATS["k4v4"], torch.Generator().manual_seed(5)
     layout = PoolLayout(L, H, D, P, page_bytes_for(fmt, 64, head_dim=D, has_scores=False))
     store = PageStore.create(

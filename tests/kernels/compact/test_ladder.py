@@ -25,7 +25,7 @@ def packed(names: tuple[str, ...]):
 
 
 def off(got, want) -> float:
-    """Root of the mean squared error over that of the rows."""
+    """RMS error relative to the RMS of the rows."""
     return float((got - want).norm() / want.norm())
 
 
@@ -56,7 +56,7 @@ def test_error_of_demoted_block_stays_near_its_format(source, target):
     _, at_once = packed((target,))
     _, first = packed((source,))
     for name, plain, got, direct, lost in zip("KV", (k0, v0), demoted, at_once, first):
-        mine, best = off(got, plain), off(direct, plain)
-        print(f"{source} -> {target}: {name} {mine:.4f}, at once {best:.4f}")
-        assert mine**2 <= 1.02 * (best**2 + off(lost, plain) ** 2)
-        assert mine <= 1.06 * best
+        demoted_error, direct_error = off(got, plain), off(direct, plain)
+        print(f"{source} -> {target}: {name} {demoted_error:.4f}, at once {direct_error:.4f}")
+        assert demoted_error**2 <= 1.02 * (direct_error**2 + off(lost, plain) ** 2)
+        assert demoted_error <= 1.06 * direct_error

@@ -153,7 +153,7 @@ def test_a_library_for_the_new_tokens(hopper, dense):
     ("tiers", 2, 128), ("plain", 4, 128),
 ])  # fmt: skip
 def test_few_new_tokens(form, group, head_dim, new):
-    """By the decode kernel, from their pages; the last blocks are uncompressed."""
+    """The decode kernel reads them from their pages; the last blocks are uncompressed."""
     from kvc_kernels.extend.attention import ExtendAttention
 
     format_ids = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)

@@ -106,7 +106,7 @@ def test_against_the_reference(spec, group, cap, dtype, dense):
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 def test_nothing_before_the_chunk(dense):
-    """No pages are read at all: the library's result is the answer."""
+    """No pages are read: the library's result is the output."""
     skip_without(dense)
     store, _, _ = case("k4v4")
     new = [TIMES * 33, TIMES * 15]

@@ -63,14 +63,14 @@ def test_merged_passes_match_reference(slots, monkeypatch):
     lse = torch.linspace(-2, 3, sum(new) * HEADS * group).view(sum(new), HEADS * group)
     want, want_lse, at = [], [], 0
     for r, (tokens, n) in enumerate(zip(prefix, new)):
-        mine = slice(at, at + n)
-        parts = [(o[mine].float(), lse[mine])]
+        span = slice(at, at + n)
+        parts = [(o[span].float(), lse[span])]
         places = [j for j in range(tokens // P) if (r, j) != (1, 0)]
         if n and places:
             rows = ops.load_dense(store, 1, ROWS[r, places].long())
             k, v = (x.to(store.dtype).transpose(1, 2).flatten(0, 1) for x in rows[:2])
             seen = torch.ones(n, len(k)).bool()
-            parts.append(Dense.attend(q[mine], k, v, seen, SCALE, 0.0))
+            parts.append(Dense.attend(q[span], k, v, seen, SCALE, 0.0))
         top = torch.stack([x[1] for x in parts])
         w = torch.softmax(top * torch.log(torch.tensor(2.0)), 0)
         want.append(sum(a[..., None] * x[0].float() for a, x in zip(w, parts)))

@@ -1,4 +1,5 @@
-"""KeyDiff by one kernel on the GPU against the torch reference on the CPU, and a block's scores are its own."""
+"""KeyDiff by one kernel on the GPU against the torch reference on the CPU; a block's scores do not depend on other
+blocks."""
 
 import pytest
 import torch
