@@ -129,7 +129,7 @@ def _plugin(name: str) -> dict[str, str]:
 
 
 def _ranks(number: int = 2) -> dict[str, str]:
-    """SGLang wants a core for each rank on a CPU, and tries NCCL where torch was built for CUDA."""
+    """SGLang requires a core for each rank on a CPU, and tries NCCL where torch was built for CUDA."""
     if common.has_gpu():
         return {}
     cores = sorted(os.sched_getaffinity(0))
@@ -146,7 +146,7 @@ class Servers:
         self.server: common.Server | None = None
 
     def get(self, name: str) -> common.Server:
-        if name != self.name or not self.server.alive:  # a death is reported once, by the test that saw it
+        if name != self.name or not self.server.alive:  # a dead server is reported once, by the test that noticed it
             self.stop()
             args, env = _arguments(name, self.models)
             server = common.Server(args, env=env, model=self._model(name))
