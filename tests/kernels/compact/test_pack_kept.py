@@ -60,9 +60,9 @@ def test_every_head_stores_its_best_tokens(monkeypatch, spec, limit):
                 step = (hi - lo) / (2**fmt.key_bits - 1)
                 assert (abs(rows.numpy() - want) <= 0.52 * step + 0.02).all()
                 assert len(values) == len(tokens)
-                wanted = v[layer, tokens, head].double().numpy()
-                span = (wanted.max(1) - wanted.min(1)) / (2**fmt.value_bits - 1)
-                assert (abs(values.numpy() - wanted) <= 0.52 * span[:, None] + 0.02).all()
+                want_values = v[layer, tokens, head].double().numpy()
+                span = (want_values.max(1) - want_values.min(1)) / (2**fmt.value_bits - 1)
+                assert (abs(values.numpy() - want_values) <= 0.52 * span[:, None] + 0.02).all()
 
 
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4", "k4v2"])
@@ -96,8 +96,8 @@ def test_packing_packed_blocks_equals_packing_their_rows(spec, packed):
                 step = (k.amax(0) - k.amin(0)) / (2 ** FORMATS[spec].key_bits - 1)
                 assert ((keys - k).abs() <= 0.52 * step + 0.02).all()
                 # Each value has its own scale, so values that already had it do not change.
-                was = torch.tensor(tokens) < packed * P
-                torch.testing.assert_close(values[was], v[was], rtol=0, atol=5e-3)
+                already_packed = torch.tensor(tokens) < packed * P
+                torch.testing.assert_close(values[already_packed], v[already_packed], rtol=0, atol=5e-3)
 
 
 def test_pages_are_returned_and_counted():

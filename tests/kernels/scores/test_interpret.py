@@ -159,12 +159,12 @@ def test_blocks_are_listed_once():
     requests = torch.tensor([[0] * 4, [TOTAL[2]] + [0] * 3, [40, 0, 0, 0], [7, 0, 0, 0]], dtype=torch.int32)
     blocks.update(requests, rows, listed)
     assert int(blocks.num_places) == 6
-    what, who = listed[:, :6].tolist()
+    entries, owners = listed[:, :6].tolist()
     packed, plain, left = 6, 1, 0
-    assert [(w >> 32, (w >> 12) & 0xFFFFF, w & 0xFFF) for w in what] == [
+    assert [(w >> 32, (w >> 12) & 0xFFFFF, w & 0xFFF) for w in entries] == [
         (3, 0, packed), (1, 1, packed), (7, 2, plain), (3, 0, left), (2, 1, plain), (5, 0, plain),
     ]  # fmt: skip
-    assert [(w >> 32, w & 0xFFFFFFFF) for w in who] == [(1, 2), (1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
+    assert [(w >> 32, w & 0xFFFFFFFF) for w in owners] == [(1, 2), (1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
 
 
 @pytest.mark.parametrize(
