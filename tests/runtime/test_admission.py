@@ -126,8 +126,8 @@ def test_prefill_leaves_blocks_for_mixed_decode_step(at_border):
     assert bool(chosen.can_run_list) is not at_border
 
 
-@pytest.mark.parametrize(("free", "taken"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
-def test_chunk_is_cut_to_leave_block_for_running_requests(free, taken):
+@pytest.mark.parametrize(("free", "chunk_tokens"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
+def test_chunk_is_cut_to_leave_block_for_running_requests(free, chunk_tokens):
     """The reserve for the running request's long answer is more than what is free. A chunk of two blocks draws on it,
     is shortened if it would leave no block for the running request, and waits if it does not fit at all."""
     server = ToyServer(high="k4v4", window=0)
@@ -139,8 +139,8 @@ def test_chunk_is_cut_to_leave_block_for_running_requests(free, taken):
         chosen.memory_budget.total_offset = P
     again = around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
     assert again is req
-    assert [r.extend_end - r.prefix_len for r in chosen.can_run_list] == ([taken] if taken else [])
-    if not taken:  # no prompt that would fit is admitted or started ahead of the one that waits
+    assert [r.extend_end - r.prefix_len for r in chosen.can_run_list] == ([chunk_tokens] if chunk_tokens else [])
+    if not chunk_tokens:  # no prompt that would fit is admitted or started ahead of the one that waits
         server.runtime.free(list(range(1, 11)))
         chosen.memory_budget.total_offset = 0
         for new in (5, 6 * P):

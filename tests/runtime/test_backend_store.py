@@ -73,7 +73,7 @@ def place(request, tmp_path, tier, monkeypatch):
         yield Place(request.param, tmp_path / "values", tier)
 
 
-def each(*kinds: str):
+def on_backends(*kinds: str):
     return pytest.mark.parametrize("place", kinds, indirect=True)
 
 
@@ -92,7 +92,7 @@ def read(store: BackendStore, key: bytes):
     return store.read(key, into), into
 
 
-@each(*BACKENDS)
+@on_backends(*BACKENDS)
 def test_records_of_all_sizes_round_trip(place):
     store = place.store()
     sizes = sizes_of(store)
@@ -107,7 +107,7 @@ def test_records_of_all_sizes_round_trip(place):
     assert len(store) == 2 and not store.damaged
 
 
-@each("file", "memory", "address")
+@on_backends("file", "memory", "address")
 def test_records_are_found_only_by_server_of_same_identity(place):
     """A server with the same identity finds the records, one with another identity does not, and a cleared backend has
     none."""
@@ -124,7 +124,7 @@ def test_records_are_found_only_by_server_of_same_identity(place):
     assert not place.values() and not place.store().find([key_of(1)])
 
 
-@each("file", "memory", "address")
+@on_backends("file", "memory", "address")
 def test_long_prompt_is_looked_up_in_few_calls(place):
     """Records of two sizes, many more than fit into one call, are found up to the first missing one."""
     store = place.store()
@@ -138,7 +138,7 @@ def test_long_prompt_is_looked_up_in_few_calls(place):
     assert store.find(keys) == [units] * 140 + [max(store._counts) * units] * 10
 
 
-@each("file", "memory", "address")
+@on_backends("file", "memory", "address")
 @pytest.mark.parametrize("harm", ["cut", "grown", "flipped", "swapped", "gone"])
 def test_damaged_values_are_not_served(place, harm, caplog):
     """No damaged value is served; one with a wrong checksum or of another block is counted and not asked for again."""
@@ -173,7 +173,7 @@ def test_damaged_values_are_not_served(place, harm, caplog):
     assert read(store, key_of(2))[0] == STORED
 
 
-@each("memory", "address")
+@on_backends("memory", "address")
 def test_concurrent_threads_read_and_write_correctly(place, monkeypatch):
     """Each record is written once and read correctly, and the backend sees one reader and one writer at a time."""
     store, inside, peak = place.store(), Counter(), Counter()
@@ -203,7 +203,7 @@ def test_concurrent_threads_read_and_write_correctly(place, monkeypatch):
     assert len(store) == 9 and peak == dict.fromkeys(names, 1) and store._spare.qsize() == 2 * store.threads
 
 
-@each("memory", "address")
+@on_backends("memory", "address")
 def test_failing_backend_logs_once_until_it_recovers(place, caplog):
     """A failing backend causes one log line until it answers again."""
     store = place.store()
@@ -224,7 +224,7 @@ def test_backend_that_fails_to_start_is_rejected(tier):
     assert "dynamic cannot be started ('place')" in str(e.value)
 
 
-@each("memory")
+@on_backends("memory")
 def test_slow_lookup_is_skipped(place, monkeypatch):
     """The prompt proceeds without the lookup, and so do later prompts until the backend has answered."""
     monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.0)

@@ -82,7 +82,7 @@ def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
         server = Overlap(runtime, kind.chunk, kind.disable, kind.order, kind.context)
-        client = Client(server, seed, kind.asked)
+        client = Client(server, seed, kind.levels)
         for turn in range(TURNS):
             client.act()
             if turn == TURNS // 2:
@@ -113,7 +113,7 @@ class Kind:
 
     options: dict
     chunk: int | None = 2 * P
-    asked: tuple[str | None, ...] = (None,)
+    levels: tuple[str | None, ...] = (None,)
     disable: bool = False  # the radix cache
     mixed: bool = False  # decode steps join prefills
     strip: bool = False  # answers with thoughts leave the cache
@@ -130,13 +130,13 @@ ANSWERS = {"policy": "prune", "high": "k8v4", "scorer": "h2o", "keep": 0.4, "win
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
 LONG = {"context": 4096, "segment": 2}
 KINDS = {
-    "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, LOSSLESS)),
+    "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, levels=(None, LOSSLESS)),
     "host-window": Kind({"high": "k8v4", "window": P, **TIGHT, "host_memory": 60_000}, P),
     "host-levels": Kind({"high": "k4v4", "levels": ("k8v8",), "window": 0, **TIGHT, **HOST}, P, (None, "k8v8")),
     "host-leankv": Kind({**LEANKV, "window": 0, **TIGHT, **HOST}, P, (None, LOSSLESS)),
     "host-private": Kind({**LEANKV, "window": 0, "trust": "salt", **TIGHT, **HOST}, P),
     "host-quota": Kind({"policy": "quota", "keep": 0.5, **TIGHT, **HOST}, P),
-    "disk": Kind({"high": "k4v4", "window": 0, **TIGHT, "host_memory": 60_000}, asked=(None, LOSSLESS), servers=2),
+    "disk": Kind({"high": "k4v4", "window": 0, **TIGHT, "host_memory": 60_000}, levels=(None, LOSSLESS), servers=2),
     "disk-leankv": Kind({**LEANKV, "window": P, **TIGHT, "host_memory": 80_000}, P, servers=2),
     "host-mixed": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, mixed=True),
     "reuse": Kind({"high": "k4v4", "window": 0, "eviction": REUSE, **TIGHT}, P, (None, LOSSLESS)),
@@ -144,44 +144,44 @@ KINDS = {
     "disk-reuse": Kind(
         {"high": "k4v4", "window": 0, "eviction": REUSE, **TIGHT, "host_memory": 60_000}, P, servers=2
     ),
-    "k4v4": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS)),
+    "k4v4": Kind({"high": "k4v4", "window": 0}, levels=(None, LOSSLESS)),
     "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k2v2",), **TIGHT}, P, (None, LOSSLESS, "k2v2")),
     "window": Kind({"high": "k4v4", "window": 32}, P),
     "window-tight": Kind({"high": "k8v4", "window": 2 * P, **TIGHT}),
     "levels": Kind({"high": "k4v4", "levels": ("k8v4",), "window": 0}, None, (None, "k8v4")),
-    "leankv": Kind({**LEANKV, "window": 0}, asked=(None, LOSSLESS)),
+    "leankv": Kind({**LEANKV, "window": 0}, levels=(None, LOSSLESS)),
     "leankv-tight": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS)),
     "leankv-private": Kind({**LEANKV, "window": 0, "trust": "salt"}, P, (None, LOSSLESS)),
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
-    "answers": Kind(ANSWERS, asked=(None, LOSSLESS)),
+    "answers": Kind(ANSWERS, levels=(None, LOSSLESS)),
     "answers-tight": Kind({**ANSWERS, "window": 0, **TIGHT}, P),
     "answers-host": Kind({**ANSWERS, "share": "ada", **TIGHT, **HOST}, P),
     "answers-disk": Kind({**ANSWERS, **TIGHT, "host_memory": 80_000}, P, servers=2),
     "answers-private": Kind({**ANSWERS, "trust": "salt", **TIGHT}, P),
     "answers-mixed": Kind({**ANSWERS, **TIGHT}, P, mixed=True),
     "answers-no-radix": Kind(ANSWERS, P, disable=True),
-    "leankv-lag": Kind({**LEANKV, "window": 0, "lag": P}, asked=(None, LOSSLESS)),
+    "leankv-lag": Kind({**LEANKV, "window": 0, "lag": P}, levels=(None, LOSSLESS)),
     "leankv-lag-tight": Kind({**LEANKV, "window": 32, "lag": 2 * P, **TIGHT, **HOST}, P, mixed=True),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
-    "floor": Kind({**LADDER, **TIGHT}, asked=(None, LOSSLESS, "k8v4")),
+    "floor": Kind({**LADDER, **TIGHT}, levels=(None, LOSSLESS, "k8v4")),
     "floor-window": Kind({**LADDER, "window": P, **TIGHT}, P),
     "floor-levels": Kind({**LADDER, "levels": ("k4v4",), **TIGHT}, P, (None, "k8v4", "k4v4")),
     "floor-host": Kind({**LADDER, **TIGHT, **HOST}, P, (None, LOSSLESS, "k8v4")),
-    "floor-disk": Kind({**LADDER, **TIGHT, "host_memory": 60_000}, asked=(None, "k8v4"), servers=2),
+    "floor-disk": Kind({**LADDER, **TIGHT, "host_memory": 60_000}, levels=(None, "k8v4"), servers=2),
     "floor-mixed": Kind({**LADDER, "floor": "k4v4", **TIGHT}, P, mixed=True),
     "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
-    "one-shot": Kind({"high": "k4v4", "window": 0, "blocks": 9}, asked=(None, None, None, *ONE_SHOT)),
+    "one-shot": Kind({"high": "k4v4", "window": 0, "blocks": 9}, levels=(None, None, None, *ONE_SHOT)),
     "one-shot-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k8v8",), **TIGHT}, P, (None, "k8v8", *ONE_SHOT)),
     "one-shot-whole": Kind({"high": "k8v4", "window": 0, **TIGHT}, None, (None, LOSSLESS, "one-shot:64x")),
-    "one-shot-host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, None, None, *ONE_SHOT)),
+    "one-shot-host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, levels=(None, None, None, *ONE_SHOT)),
     "one-shot-mixed": Kind({"high": "k4v4", "window": 0}, P, (None, None, None, *ONE_SHOT), mixed=True),
     "one-shot-no-radix": Kind({"high": "k4v4", "window": 0}, P, ONE_SHOT, disable=True),
     "one-shot-long": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, (None, "one-shot:16x", "one-shot:70"), **LONG),
     "one-shot-long-mixed": Kind({"high": "k8v4", "window": 0, **TIGHT}, P, (None, "one-shot:8x"), mixed=True, **LONG),
     "strip": Kind({"high": "k4v4", "window": 0}, P, strip=True),
     "strip-leankv": Kind({**LEANKV, **TIGHT, **HOST}, P, strip=True),
-    "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
+    "mixed": Kind({"high": "k4v4", "window": 0}, levels=(None, LOSSLESS), mixed=True),
     "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
     "mixed-leankv": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS), mixed=True),
     "mixed-no-radix": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, disable=True, mixed=True),
@@ -225,7 +225,7 @@ def _expected(kind: Kind) -> set[str]:
     expected |= {"planned late"} if kind.options.get("lag") and not kind.disable else set()
     expected |= {"competed"} if kind.options.get("scorer") else set()
     trust = kind.options.get("trust") == "salt"
-    budgets = any(map(is_one_shot, kind.asked))
+    budgets = any(map(is_one_shot, kind.levels))
     expected |= {"private"} if trust or budgets else set()
     expected |= {"one-shot", "gaps"} if budgets else set()
     expected |= {"thinned"} if kind.context > CONTEXT else set()

@@ -123,8 +123,8 @@ class Queue:
         before = self.cached()
         with self.server.runtime.capacity.exact_need(self.server.allocator.available_size() + P):
             self.server.tree.evict(EvictParams(num_tokens=P))
-        (gone,) = before - self.cached()
-        return gone
+        (victim,) = before - self.cached()
+        return victim
 
     def cached(self) -> set[int]:
         return {n.key.token_ids[0] // 1000 for n in self.server.tree.root_node.children.values()}

@@ -151,12 +151,12 @@ class Peer:
     def __init__(self, pipe):
         self.pipe = pipe
 
-    def both(self, what: str, value):
+    def both(self, label: str, value):
         """The values of this rank and of the other."""
-        self.pipe.send((what, value))
-        assert self.pipe.poll(60), f"the other rank does not come to {what}"
+        self.pipe.send((label, value))
+        assert self.pipe.poll(60), f"the other rank does not come to {label}"
         other, peer_value = self.pipe.recv()
-        assert other == what, f"a rank is at {what}, the other at {other}"
+        assert other == label, f"a rank is at {label}, the other at {other}"
         return value, peer_value
 
     def join(self, server: Overlap) -> None:

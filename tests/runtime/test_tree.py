@@ -33,20 +33,20 @@ def machine(**options):
             prompt = [t for p in pieces for t in PIECES[p]] + [7] * tail
             self.server.admit(prompt, chunk=P if chunk else None, level=level)
 
-        @rule(who=st.integers(0, 7), steps=st.integers(1, P + 8), fresh=st.booleans())
-        def decode(self, who, steps, fresh):
+        @rule(index=st.integers(0, 7), steps=st.integers(1, P + 8), fresh=st.booleans())
+        def decode(self, index, steps, fresh):
             if not self.server.running:
                 return
-            req = self.server.running[who % len(self.server.running)]
+            req = self.server.running[index % len(self.server.running)]
             for _ in range(steps):
                 self.salt += fresh
                 if not self.server.decode(req, 1000 + self.salt):
                     return
 
-        @rule(who=st.integers(0, 7), insert=st.booleans())
-        def finish(self, who, insert):
+        @rule(index=st.integers(0, 7), insert=st.booleans())
+        def finish(self, index, insert):
             if self.server.running:
-                self.server.finish(self.server.running[who % len(self.server.running)], insert)
+                self.server.finish(self.server.running[index % len(self.server.running)], insert)
 
         @rule(tokens=st.integers(1, 6 * P))
         def evict(self, tokens):
