@@ -21,15 +21,15 @@ class Cache:
     """A server that remembers all prompts; each answer takes a millisecond."""
 
     def __init__(self, fail_after=10**9):
-        self.asked, self.fail_after, self.lock = [], fail_after, threading.Lock()
+        self.prompts, self.fail_after, self.lock = [], fail_after, threading.Lock()
 
     def complete(self, prompt, answer):
         time.sleep(0.001)
         with self.lock:
-            if len(self.asked) >= self.fail_after:
+            if len(self.prompts) >= self.fail_after:
                 raise ConnectionError("gone")
-            hit = max((common_prefix(prompt, old) for old in self.asked), default=0)
-            self.asked.append(prompt)
+            hit = max((common_prefix(prompt, old) for old in self.prompts), default=0)
+            self.prompts.append(prompt)
         return Answer(0.5, 0.5 + 0.02 * (answer - 1), answer, len(prompt), min(hit, len(prompt) - 1))
 
 

@@ -28,7 +28,7 @@ except OSError as e:
 class StandsIn(common.Server):
     def _listen_at(self, port):
         super()._listen_at(port)
-        self.asked = [*getattr(self, "asked", []), self.port]
+        self.tried_ports = [*getattr(self, "tried_ports", []), self.port]
         self.command = [sys.executable, "-c", STANDS_IN, str(self.port)]
 
 
@@ -59,8 +59,8 @@ def test_server_with_taken_port_starts_at_another(taken, monkeypatch):
     answers = iter([[taken, taken]])
     monkeypatch.setattr(ports, "free_ports", lambda count: next(answers, None) or real(count))
     with StandsIn([], model="none") as server:
-        assert server.asked[0] == taken != server.asked[1]
-        assert server.url == server.client.url == f"http://127.0.0.1:{server.port}" and len(server.asked) == 2
+        assert server.tried_ports[0] == taken != server.tried_ports[1]
+        assert server.url == server.client.url == f"http://127.0.0.1:{server.port}" and len(server.tried_ports) == 2
 
 
 @pytest.mark.slow
