@@ -43,9 +43,9 @@ def test_start_accepts_checkpoint_with_kv_scales(parse, checkpoint):
 
 def test_built_model_is_served_with_warning(parse, monkeypatch):
     def warnings_for(**changes) -> list[str]:
-        shown, messages = configurator(parse, **changes), []
+        config, messages = configurator(parse, **changes), []
         monkeypatch.setattr(unsupported_models.logger, "warning", lambda text, *args: messages.append(text % args))
-        unsupported_models.check_model(shown)
+        unsupported_models.check_model(config)
         return messages
 
     for changes in (

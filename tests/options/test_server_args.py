@@ -250,11 +250,11 @@ def test_default_record_equals_stock_field_by_field(parse, model):
 def test_stock_defaults_are_inherited():
     from sglang_kvc.options.server_args import KvcServerArgs
 
-    def shown(field):
+    def described(field):
         return field.encode_name, field.type, field.default, field.default_factory
 
     stock, ours = (
-        {f.name: shown(f) for f in msgspec.structs.fields(c)} for c in (KvcServerArgs.__mro__[1], KvcServerArgs)
+        {f.name: described(f) for f in msgspec.structs.fields(c)} for c in (KvcServerArgs.__mro__[1], KvcServerArgs)
     )
     assert {name: ours[name] for name in stock} == stock
     assert KvcServerArgs("m", "t").tokenizer_path == "t"  # positional, as in SGLang

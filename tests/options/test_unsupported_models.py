@@ -103,8 +103,8 @@ def test_layers_of_transformers_backend_are_checked(parse):
     """SGLang's Transformers backend keeps its layers in a dict."""
     from sglang_kvc.options.model_facts import attention_layers
 
-    shown = configurator(parse, layer={"sliding_window_size": 63})
-    backend = SimpleNamespace(attention_instances=dict(enumerate(shown.model.modules())))
+    config = configurator(parse, layer={"sliding_window_size": 63})
+    backend = SimpleNamespace(attention_instances=dict(enumerate(config.model.modules())))
     model = SimpleNamespace(modules=lambda: [backend, SimpleNamespace(attention_instances=None)])
     assert attention_layers(model) == list(backend.attention_instances.values())
     check_model(configurator(parse, model=model))

@@ -104,16 +104,16 @@ class World:
             extend_lens = None if new == 1 else torch.tensor([new])
             ops.count_queries(self.store, self.row[None], torch.tensor([prefix + new]), extend_lens, sampling)
 
-    def evidence(self, which=(0, 1, 2), lengths: int = 0) -> Evidence:
-        which = torch.tensor(which)
-        lengths = torch.full_like(which, lengths)
+    def evidence(self, blocks=(0, 1, 2), lengths: int = 0) -> Evidence:
+        blocks = torch.tensor(blocks)
+        lengths = torch.full_like(blocks, lengths)
         return Evidence(
-            self.store, self.row[which], which * P, lengths, from_format=0, sampling=self.policy.score_sampling
+            self.store, self.row[blocks], blocks * P, lengths, from_format=0, sampling=self.policy.score_sampling
         )
 
-    def tiers(self, which=(0, 1, 2)) -> torch.Tensor:
-        tiers = self.policy.plan(self.evidence(which), self.store.block_formats[1])
-        return ops.keep_all(len(which), self.store.layout) if tiers is None else tiers
+    def tiers(self, blocks=(0, 1, 2)) -> torch.Tensor:
+        tiers = self.policy.plan(self.evidence(blocks), self.store.block_formats[1])
+        return ops.keep_all(len(blocks), self.store.layout) if tiers is None else tiers
 
     # ---- references computed from the rows alone
 

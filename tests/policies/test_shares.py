@@ -79,10 +79,10 @@ def test_least_memory_for_retention_is_minimal(seed, least):
     curves = ops.retention_curves(torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) ** 3)
     retained = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
     every = list(itertools.product(range(least, 5), repeat=3))
-    for wanted in (0.1, 0.5, 0.9, 0.99, 1.0):
-        got = ops.least_allocation(curves, wanted, least)
-        assert np.mean([retained[l, n] for l, n in enumerate(got)]) >= wanted - 1e-8 and min(got) >= least
-        enough = [x for x in every if np.mean([retained[l, n] for l, n in enumerate(x)]) >= wanted + 1e-8]
+    for goal in (0.1, 0.5, 0.9, 0.99, 1.0):
+        got = ops.least_allocation(curves, goal, least)
+        assert np.mean([retained[l, n] for l, n in enumerate(got)]) >= goal - 1e-8 and min(got) >= least
+        enough = [x for x in every if np.mean([retained[l, n] for l, n in enumerate(x)]) >= goal + 1e-8]
         assert sum(got) <= min((sum(x) for x in enough), default=12)
     with pytest.raises(ValueError, match="retain less"):
         ops.least_allocation(curves / 2, 0.9)

@@ -146,10 +146,10 @@ def test_server_text_is_escaped_in_terminal_and_page(serve, tmp_path, capsys):
     assert cli.main(["inspect", "--url", url, "--map", str(file)]) == 0
     broken = serve(info({"config": {}, "error": HOSTILE}))
     assert cli.main(["inspect", "--url", broken]) == 1
-    shown = capsys.readouterr()
-    for text in (shown.out, shown.err, file.read_text()):
+    output = capsys.readouterr()
+    for text in (output.out, output.err, file.read_text()):
         assert all(c == "\n" or c.isprintable() for c in text)
-    assert "<script>" in shown.out and "<script>" not in file.read_text()
+    assert "<script>" in output.out and "<script>" not in file.read_text()
 
 
 @pytest.mark.parametrize("answer", [[], *({"internal_states": x} for x in (5, [5], [{"kvc": 5}]))], ids=str)
