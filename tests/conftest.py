@@ -1,7 +1,7 @@
 """Rules for all tests: fixed random numbers, no deadlines, and a process either with or without Triton's interpreter.
 
 Triton reads TRITON_INTERPRET when a kernel is defined. Files named `test_interpret*.py` need it, all other tests must
-not see it. A pytest run therefore takes one kind and leaves out the other. It takes the interpreter tests with `-m
+not see it. A pytest run therefore collects one kind and skips the other. It collects the interpreter tests with `-m
 interpreter`, when all paths on its command line name such files, or when TRITON_INTERPRET=1 is already set.
 """
 

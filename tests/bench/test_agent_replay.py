@@ -42,7 +42,7 @@ def test_prompts_share_recorded_prefixes():
     assert one == again
     assert [len(p) for _, p in one] == [10, 14, 8]
     assert [common_prefix(x[1], y[1]) for x, y in itertools.pairwise(one)] == [9, 4]
-    assert common_prefix(one[0][1], other[0][1]) == 3  # the tools
+    assert common_prefix(one[0][1], other[0][1]) == 3  # sessions share their tools
     assert common_prefix(one[0][1], next(prompts(session("a", tools=2), "0"))[1]) < 2
     assert common_prefix(one[0][1], next(prompts(session("a"), "1"))[1]) == 3  # the same session, replayed later
 
@@ -90,7 +90,7 @@ def test_scores_compare_most_agents():
 
     numbers = {"stock_bf16.a8": row(1.0), "stock_bf16.a16": row(3.0)}
     numbers |= {"kvc.a16": row(1.0), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
-    numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # may hold more
+    numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # its limit is not reached
     compared = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
     assert {k: v.value for k, v in compared.items()} == {
         "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)

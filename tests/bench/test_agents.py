@@ -24,7 +24,7 @@ DATA = {
         for i, classes in enumerate([["ls"], ["mail"], ["ls", "mail"], ["ls"]])
     ],
 }
-STEPS = 5  # of a dialogue: one call and a reply to the user; two calls and a reply
+STEPS = 5  # steps per dialogue: a call and a reply to the user, then two calls and a reply
 
 
 class Letters:
@@ -154,7 +154,7 @@ def test_scores_take_fastest_stock_server(monkeypatch):
     slow = ("--attention-backend", "flashinfer")
     numbers = {"kvc_k4v4.a4": row(6.0, 0.9), "bf16.a4": row(1.0), "bf16_flashinfer.a4": row(2.0, options=slow)}
     numbers |= {"fp8_e4m3.a4": row(3.0), "fp8_e4m3_hicache.a4": row(4.0), "bf16.a2": row(1.0, 0.1)}
-    assert agents.scores(numbers, a) == {}  # no GPU here
+    assert agents.scores(numbers, a) == {}  # there are no scores without a GPU
     monkeypatch.setattr(common, "has_gpu", lambda: True)
     scores = agents.scores(numbers, a)
     assert scores["agents.steps_vs_bf16.4"][:3] == (3.0, "x steps/s", "stock bf16, flashinfer")

@@ -85,7 +85,7 @@ def test_scores_compare_waits_and_hits(monkeypatch):
     assert rows["bf16.computed.at_once"]["cached_tokens"] == 0 and rows["bf16.appended.at_once"]["cached_tokens"] == 260
     # The time excludes the pause itself.
     assert rows["bf16.computed.pause"]["ms_median"] > 8.9 > rows["kvc_k4v4.cached.pause"]["ms_median"]
-    assert first_token.scores(rows, a) == {}  # no GPU here
+    assert first_token.scores(rows, a) == {}  # there are no scores without a GPU
     monkeypatch.setattr(common, "has_gpu", lambda: True)
     scores = first_token.scores(rows, a)
     assert len(scores) == 8

@@ -90,9 +90,9 @@ def chains(**fields):
         ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [None, 9.0, None]}, 2),
         ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [7.0, 9.0, 8.0]}, 1),
         ("clairvoyant", {"next_arrival": [5.0, 9.0, 7.0]}, 1),
-        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [15.0, 1.0, 1.0]}, 0),  # silent for a shorter time, but slow
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [15.0, 1.0, 1.0]}, 0),  # short silence, long pause
         ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [1.0, 1.0, 1.0]}, 1),
-        ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # the order is not told
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # the end is unknown
         ("told", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 0),
     ],
 )

@@ -83,7 +83,7 @@ PROBLEMS = [
 def test_solutions_pass_and_broken_ones_fail():
     p = PROBLEMS[3]
     assert humaneval.passes(p, p["canonical_solution"])
-    assert humaneval.passes(p, p["canonical_solution"] + "\n\nprint(1/0)")  # the rest is not the function
+    assert humaneval.passes(p, p["canonical_solution"] + "\n\nprint(1/0)")  # text after the function is not run
     assert not humaneval.passes(p, "    return a + b\n")
     assert not humaneval.passes(p, "    return (a +\n")
     assert not humaneval.passes(p, "    raise SystemExit(0)\n")

@@ -264,7 +264,7 @@ WRONG = [
     ({"lag": 512}, "--kvc-lag"),
     ({"policy": "leankv", "lag": 100}, "--kvc-lag"),
     ({"policy": "leankv", "lag": -64}, "--kvc-lag"),
-    ({"policy": "leankv", "lag": 64}, "--kvc-lag"),  # not larger than the window
+    ({"policy": "leankv", "lag": 64}, "--kvc-lag"),  # the lag must exceed the window
     ({"policy": "leankv", "lag": 1 << 21}, "--kvc-lag"),
     ({"policy": "h2o", "lag": "long"}, "--kvc-lag"),
     ({"policy": "quota", "lag": 512}, "--kvc-lag"),
@@ -280,7 +280,7 @@ WRONG = [
     ({"levels": ["k8v4"]}, "--kvc-levels"),
     ({"levels": 5}, "--kvc-levels"),
     ({"floor": "k3v3"}, "--kvc-floor"),
-    ({"floor": "k4v4"}, "--kvc-floor"),  # the server's own
+    ({"floor": "k4v4"}, "--kvc-floor"),  # the floor must differ from the server's format
     ({"high": "k4v8", "floor": "k8v4"}, "--kvc-floor"),
     ({"high": "k2v2", "floor": "k2v2"}, "--kvc-floor"),
     ({"high": "bf16", "floor": "k4v4"}, "--kvc-floor"),

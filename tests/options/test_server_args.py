@@ -320,7 +320,7 @@ def test_engine_accepts_kvc_options(server_args, model):
     [
         ("launch_server", "--kvc-block-size", "7"),
         ("serve", "--kvc-block-size", "7"),
-        ("serve", "--kvc-budget", "100x"),  # the model's config file shows it
+        ("serve", "--kvc-budget", "100x"),  # checked against the model's config file
     ],
 )
 def test_server_start_with_wrong_value_prints_one_sentence(entry, option, value, model):

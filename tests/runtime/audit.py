@@ -109,7 +109,7 @@ def _ids(component, value) -> list[int]:
 
 
 def unpacked_records(tier, stored: list[int]) -> tuple[PageStore, list[int]]:
-    """A store of its own that holds the stored blocks, and their block ids there."""
+    """A separate store with the stored blocks, and their block ids in it."""
     source = tier.runtime.store
     layout, n = source.layout, len(stored)
     store = PageStore.create(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-PLACES: dict[str, dict[str, bytes]] = {}  # by the setting `place`: records that outlive a server
+PLACES: dict[str, dict[str, bytes]] = {}  # records that outlive a server, by the setting `place`
 
 
 class MemoryBackend(HiCacheStorage):

@@ -185,7 +185,7 @@ def test_full_batch_is_rechecked_after_block_is_freed():
     more = server.runtime.take([4 * P])
     assert not look()
     server.runtime.free(more)
-    assert not look()  # no more than at the last refusal
+    assert not look()  # no more is free than at the last refusal
     running.clear()
     assert look()  # SGLang itself would never check again: no request is running that could end
     scheduler.chunked_req = object()
@@ -211,8 +211,8 @@ def test_prompt_that_never_fits_is_aborted(monkeypatch):
 
     assert not aborted(capacity + 2 * P)
     assert f"{10 * capacity} tokens does not fit" in aborted(10 * capacity)[0]
-    # An empty server admits or aborts every length: a prompt with neither outcome would wait forever and block all
-    # requests behind it.
+    # An empty server admits or aborts every length: a prompt with neither outcome would wait forever
+    # and block all requests after it.
     longest = next(n for n in range(capacity, 10 * capacity) if aborted(n))
     lengths = range(capacity - 3 * P, longest + 2 * P)
     assert len(lengths) > 3 * P

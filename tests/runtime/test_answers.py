@@ -295,7 +295,7 @@ def test_answers_planned_together_do_not_compete():
     server.runtime.log.push = lambda op: (moves.append(op) if isinstance(op, Compact) else None, queue(op))
     for step in range((COMPETE_EVERY + 2) * P):
         batch = SimpleNamespace(lengths=np.array([P + 3 + step] * 2), seqs=[r.kvc for r in reqs])
-        server.runtime.tokens_decoded(batch.seqs, batch.lengths)  # for both at once
+        server.runtime.tokens_decoded(batch.seqs, batch.lengths)  # plans both answers in one operation
         for req in reqs:
             assert server.decode(req, 7000 + step)
         assert alone.decode(only, 7000 + step)

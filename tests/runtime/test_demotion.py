@@ -157,7 +157,7 @@ def test_host_memory_keeps_format_of_node():
 
 
 def test_tree_keeps_demoted_copy_over_recomputed_one():
-    """Two requests compute one prefix; the tree keeps its own copy, whatever its format is."""
+    """Two requests compute one prefix; the tree keeps its own copy in any format."""
     server = ToyServer(**LADDER)
     kept = answered(server, 0)
     server.runtime.demotion.demote(np.array(kept), 10**6)

@@ -108,7 +108,7 @@ def test_smaller_limit_applies_at_start(tmp_path):
 
 
 def test_failed_write_loses_only_its_file(tmp_path, monkeypatch, caplog):
-    """Failed writes leave nothing behind and are logged once; the next successful write is found."""
+    """Failed writes leave no file and are logged once; the next successful write is found."""
     store = DiskStore(tmp_path, MODEL)
 
     def full(*args):

@@ -78,7 +78,7 @@ def test_eviction_visits_only_leaves_it_evicts(priority_calls):
     server = filled(20)
     calls = priority_calls(server)
     assert evict(server, 2) == 2 * P
-    assert calls.call_count <= 6  # not the 20 leaves
+    assert calls.call_count <= 6  # far fewer than the 20 leaves
 
 
 def test_evicted_blocks_are_counted():

@@ -43,7 +43,7 @@ def test_bytes_include_pages_tables_headers_and_ring(options):
 
 @pytest.mark.parametrize("low", [None, "k4v2"])
 def test_full_pool_is_packed_in_waves_within_reserve(low):
-    """All blocks are queued at once when nothing is free but the reserve: no page may be handed out twice."""
+    """All blocks are queued at once when only the reserve is free: no page may be handed out twice."""
     tiers = {"policy": "leankv", "high": "k8v4", "low": low} if low else {"high": "k4v4"}
     runtime = make_runtime(blocks=20, window=0, **tiers)
     blocks = runtime.take([P * i for i in range(runtime.capacity.available_tokens() // P)])
@@ -96,7 +96,7 @@ def test_most_recently_used_prefix_is_evicted_last():
         req = server.admit(prompt)
         blocks.append(req.kvc.blocks[0])
         server.finish(req)
-    server.finish(server.admit(prompts[0]))  # a hit
+    server.finish(server.admit(prompts[0]))  # the request hits the cached prompt
     order = []
     while server.runtime.ledger.idle_blocks:
         server.tree.evict(EvictParams(num_tokens=P))

@@ -434,7 +434,7 @@ def test_prompt_logprobs_are_rejected_where_chunks_have_probes(tight):
 
 
 def test_every_prompt_within_budget_limit_fits(tight):
-    """Every prompt up to the limit fits, no longer one does, and shorter chunks never lower the limit."""
+    """Every prompt up to the limit fits, every longer one does not, and shorter chunks never lower the limit."""
     room = tight.capacity.one_shot
     for text in ("one-shot:1x", "one-shot:5x", "one-shot:16x", "one-shot:64x", "one-shot:100", "one-shot:9999"):
         budget, before = Budget.parse(text), 0

@@ -114,10 +114,10 @@ class Kind:
     options: dict
     chunk: int | None = 2 * P
     levels: tuple[str | None, ...] = (None,)
-    disable: bool = False  # the radix cache
+    disable: bool = False  # disables the radix cache
     mixed: bool = False  # decode steps join prefills
     strip: bool = False  # answers with thoughts leave the cache
-    order: str = "fcfs"  # of admission
+    order: str = "fcfs"  # order of admission
     context: int = CONTEXT  # tokens of the longest request
     segment: int = thinning.SEGMENT  # blocks of a segment of a one-shot prompt
     servers: int = 0  # servers one after the other that share a folder of files

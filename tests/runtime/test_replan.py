@@ -21,7 +21,7 @@ LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3}
 
 
 class Batch:
-    """Requests that decode together, as records alone: nothing is flushed, and the operations queued by a step are
+    """Requests that decode together, without pages: nothing is flushed, and the operations queued by a step are
     counted."""
 
     def __init__(self, prompts: list[int], **options):

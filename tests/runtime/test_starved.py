@@ -146,7 +146,8 @@ class Starved(Client):
 
 
 class Peer:
-    """The other of two tensor-parallel ranks, at the end of a pipe. Both must decide alike whatever their disks do."""
+    """The other of two tensor-parallel ranks, at the end of a pipe. Both must decide alike independently of their
+    disks."""
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -221,7 +222,7 @@ def _server(
             if backend:
                 place, good, bad = tier.store.backend, MemoryBackend, BadBackend
             place.__class__, place.draw = draw.choice([good, bad]), disk_draw
-            if draw.random() < 0.8:  # otherwise real threads
+            if draw.random() < 0.8:  # the remaining runs use real threads
                 tier._readers, tier._writers, tier._lookers = threads = [Threads(disk_draw) for _ in range(3)]
         if peer is not None:
             peer.join(server)
@@ -330,7 +331,7 @@ def test_disabled_tiers_add_no_calls(monkeypatch):
             server.submit([100 * i + j for j in range(P + 3)], [5000 + j for j in range(P)], None, None)
         while server.waiting_queue or server.chunked_req is not None:
             server.turn()
-        for _ in range(3):  # the last prefill ends
+        for _ in range(3):  # process the result of the last prefill
             server.turn()
         sys.setprofile(count)
         try:

@@ -111,4 +111,4 @@ def test_frequent_snapshots_take_at_most_tenth_of_time(clock):
     assert internal_state.snapshot(runtime)["made"] == 1
     clock.seconds += 0.1
     assert internal_state.snapshot(runtime)["made"] == 2
-    assert internal_state.snapshot(object())["made"] == 3  # of another server in this process
+    assert internal_state.snapshot(object())["made"] == 3  # the count of another server in this process

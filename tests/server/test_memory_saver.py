@@ -12,7 +12,7 @@ from bench import common
 from .conftest import BLOCK, STOCK, TIE, tokens
 
 KV = {"tags": ["kv_cache"]}
-POOL = 512 << 20  # of the server "saver"
+POOL = 512 << 20  # bytes of the pool of the server "saver"
 
 
 def on_gpu(test):

@@ -103,7 +103,7 @@ def packed_prompt(*, head_dim: int, block_tokens: int) -> tuple[PageStore, torch
     fill(store, torch.tensor([3, 6]), *random_kv(store, block_tokens + 9, seed=1))
     ops.compact(store, torch.tensor([3]), 1, None, from_format=0)
     order = torch.rand(2, 2, 4 * block_tokens, generator=torch.Generator().manual_seed(2)).argsort(-1)
-    pages = torch.tensor([[6, 0], [3, 1]])  # of half a block
+    pages = torch.tensor([[6, 0], [3, 1]])  # each page holds half a block
     ops.pack_kept(store, torch.tensor([4, 2, 7, 1]), 3, 1, order[..., : 3 * block_tokens].int(), pages)
     rows = torch.tensor([[4, 2, 7, 5], [3, 6, 0, 0]], dtype=torch.int32)
     return store, rows, torch.tensor([3 * block_tokens + 3, block_tokens + 9], dtype=torch.int32)

@@ -51,7 +51,7 @@ def test_page_round_trip_and_zero_padding(fmt, has_scores):
     for a, b in zip(rows, back):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
-    # Slots without a token leave no trace, whatever their content.
+    # The content of slots without a token has no effect.
     valid = torch.arange(t) < 5
     masks = [valid[:, None]] * 2 + [valid] * 3  # keys and values are token-major, the rest ends in tokens
     other = PageRows(*(x if x is None else torch.where(m, x, 7) for x, m in zip(rows, masks)))

@@ -51,8 +51,8 @@ def test_rows_equal_reference_bit_for_bit(spec):
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
 def test_merged_passes_match_reference(slots, monkeypatch):
-    """The batch has three requests with a prefix, one of which leaves out its waiting block, one without a prefix, and
-    one without tokens."""
+    """The batch has three requests with a prefix, one of which has a waiting block, one without a prefix, and one
+    without tokens."""
     monkeypatch.setattr(module, "LEAST_NEW", 1)
     monkeypatch.setattr(module, "LEAST_PREFIX", 1)
     store, _, _ = request_case()
@@ -95,7 +95,7 @@ def test_plan_accepts_only_long_packed_prefixes(monkeypatch):
     assert not op.plan(ROWS, [P, 0, 0, 0, 0], [5, 4, 0, 0, 0])  # a short prefix
     assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [4, 4, 0, 0, 0])  # few new tokens
     assert not op.plan(ROWS, [2 * P + 1, 0, 0, 0, 0], [5, 4, 0, 0, 0])  # an open block
-    assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0], [[0, 1], [], [], [], []])  # nothing is left
+    assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0], [[0, 1], [], [], [], []])  # all blocks wait
     low = SimpleNamespace(block_formats=(store.block_formats[0], SimpleNamespace(low=FORMATS["k4v2"])))
     assert module.UnpackedPrefix.create(low, SimpleNamespace()) is None
 
