@@ -103,8 +103,8 @@ def test_scores_compare_most_agents():
 def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     slow = {"first_token_s_p90": 3.0, "output_token_s_p90": 0.01, "from_cache": 0.5}
     rows = iter([slow | {"first_token_s_p90": 1.0}, slow, slow])
-    monkeypatch.setattr(agent_replay.requests, "get", lambda *a, **k: Models())
-    monkeypatch.setattr(agent_replay.Replay, "run", lambda *a, **k: next(rows))
+    monkeypatch.setattr(agent_replay.requests, "get", lambda *args, **k: Models())
+    monkeypatch.setattr(agent_replay.Replay, "run", lambda *args, **k: next(rows))
     monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
     monkeypatch.setattr(agent_replay.common, "RESULTS", tmp_path)
     common = ["traces", "--url", "x", "--append", "--name", "r"]
@@ -112,8 +112,8 @@ def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     def recorded():
         return json.loads((tmp_path / "r.json").read_text())["numbers"]
 
-    a = agent_replay.arguments([*common, "--curve", "2,4,8", "--until-missed"])
-    agent_replay.measure(a, "x", [session("a")])
+    args = agent_replay.arguments([*common, "--curve", "2,4,8", "--until-missed"])
+    agent_replay.measure(args, "x", [session("a")])
     assert {"server.a2", "server.a4"} == {name for name in recorded() if ".a" in name}
     assert recorded()["most_agents"] == {"server": 2}
     rows = iter([slow])

@@ -63,8 +63,8 @@ def common_prefix(a, b):
 
 
 def make_sessions(*argv):
-    a = agents.arguments(["--model", "none", "--curve", "4", "--think", "3", *argv])
-    return agents.Sessions(DATA, "abcdefghij" * 10, Letters(), a)
+    args = agents.arguments(["--model", "none", "--curve", "4", "--think", "3", *argv])
+    return agents.Sessions(DATA, "abcdefghij" * 10, Letters(), args)
 
 
 def text(ids):
@@ -150,13 +150,13 @@ def row(steps_s, share=0.5, options=("--attention-backend", "fa3")):
 
 
 def test_scores_take_fastest_stock_server(monkeypatch):
-    a = make_sessions("--curve", "2,4").a
+    args = make_sessions("--curve", "2,4").a
     slow = ("--attention-backend", "flashinfer")
     numbers = {"kvc_k4v4.a4": row(6.0, 0.9), "bf16.a4": row(1.0), "bf16_flashinfer.a4": row(2.0, options=slow)}
     numbers |= {"fp8_e4m3.a4": row(3.0), "fp8_e4m3_hicache.a4": row(4.0), "bf16.a2": row(1.0, 0.1)}
-    assert agents.scores(numbers, a) == {}  # there are no scores without a GPU
+    assert agents.scores(numbers, args) == {}  # there are no scores without a GPU
     monkeypatch.setattr(common, "has_gpu", lambda: True)
-    scores = agents.scores(numbers, a)
+    scores = agents.scores(numbers, args)
     assert scores["agents.steps_vs_bf16.4"][:3] == (3.0, "x steps/s", "stock bf16, flashinfer")
     assert scores["agents.steps_vs_fp8.4"].value == 2.0 and scores["agents.steps_vs_fp8_hicache.4"].value == 1.5
     assert scores["agents.curve.kvc_k4v4.4"].value == 0.9 and scores["agents.curve.bf16.2"].value == 0.1

@@ -96,8 +96,8 @@ def harness(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "Server", FakeServer)
     monkeypatch.setattr(policies, "measure", fake_measure)
     argv = ["--model-path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "found.json"), "--parallel", "2"]
-    a = policies.arguments(argv)
-    return policies.Harness(a, MODEL, None, {}, {})
+    args = policies.arguments(argv)
+    return policies.Harness(args, MODEL, None, {}, {})
 
 
 def test_failed_cell_does_not_stop_others(harness, tmp_path):

@@ -55,9 +55,9 @@ def test_ports_differ_and_lie_outside_ephemeral_range():
 
 @pytest.mark.slow
 def test_server_with_taken_port_starts_at_another(taken, monkeypatch):
-    real = ports.free_ports
+    free_ports = ports.free_ports
     answers = iter([[taken, taken]])
-    monkeypatch.setattr(ports, "free_ports", lambda count: next(answers, None) or real(count))
+    monkeypatch.setattr(ports, "free_ports", lambda count: next(answers, None) or free_ports(count))
     with StandsIn([], model="none") as server:
         assert server.tried_ports[0] == taken != server.tried_ports[1]
         assert server.url == server.client.url == f"http://127.0.0.1:{server.port}" and len(server.tried_ports) == 2

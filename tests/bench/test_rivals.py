@@ -48,15 +48,15 @@ def test_diffkv_pages_match_byte_reader(bits):
         return struct.unpack_from("<e", data, 2 * at)[0]
 
     t, dim = page.tokens, 128
-    per, where = 16 // bits[0], 0
+    per, byte = 16 // bits[0], 0
     for token in (0, 1, t // 2, t - 1):
         scale, zero = half(page.key_meta + 2 * token), half(page.key_meta + 2 * token + 1)
         for thread, vector in itertools.product(range(4), range(dim // 4 // per // 4)):
             for j, e in itertools.product(range(4), range(per)):
                 word = words[(vector * t * 4 + token * 4 + thread) * 4 + j]
                 code = (word >> (bits[0] * e)) & ((1 << bits[0]) - 1)
-                where = thread * 32 + (vector * 4 + j) * per + e
-                assert keys[token, where] == pytest.approx(code * scale + zero)
+                byte = thread * 32 + (vector * 4 + j) * per + e
+                assert keys[token, byte] == pytest.approx(code * scale + zero)
         per_value = 16 // bits[1]
         scale, zero = half(page.value_meta + 2 * token), half(page.value_meta + 2 * token + 1)
         for thread, pack, e in itertools.product(range(8), range(16 // per_value), range(per_value)):

@@ -130,8 +130,8 @@ def test_intervals_agree_with_tango():
 
 
 def test_one_shot_prompts_and_long_contexts_have_separate_tables():
-    where = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
-    points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **where}
+    source = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
+    points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **source}
     board = {f"papers.oneshot.{r}x.qwen-0.5b.kv.delta": points | {"value": -float(r)} for r in (16, 8)}
     board["quality.32k.balanced.qwen-1.5b.niah.delta"] = points | {"value": -1.9}
     board["quality.32k.balanced.qwen-1.5b.kl_p99"] = points | {"value": 0.03, "unit": "nats a token"}

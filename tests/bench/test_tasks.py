@@ -40,13 +40,13 @@ def maker() -> Maker:
 def test_few_shot_labels_occur_only_in_context(maker):
     context, again, other = shots(maker, 0, 6000), shots(maker, 0, 6000), shots(maker, 1, 6000)
     assert context == again and 5900 < len(context.ids) <= 6000
-    known = dict(line.split(": ") for line in text(context.ids).splitlines() if ": " in line)
+    label_of_text = dict(line.split(": ") for line in text(context.ids).splitlines() if ": " in line)
     kind_of = {w: kind for kind, words in KINDS.items() for w in words.split()}
-    label_of = {kind_of[w]: label for w, label in known.items()}
+    label_of = {kind_of[w]: label for w, label in label_of_text.items()}
     assert sorted(label_of.values()) == sorted(LABELS) and len(context.questions) == len(KINDS)
     for q in context.questions:
         word = text(q.ask).strip(":\n")
-        assert word not in known and q.answer == label_of[kind_of[word]]
+        assert word not in label_of_text and q.answer == label_of[kind_of[word]]
     assert [q.answer for q in other.questions] != [q.answer for q in context.questions]
 
 
@@ -253,11 +253,11 @@ def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
 
 def test_cells_without_requested_task_are_measured_again(tmp_path):
     argv = ["--model-path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "found.json"), "--resume"]
-    a = policies.arguments([*argv, "--tasks", "niah,code"])
-    settings = {k: getattr(a, k) for k in (*policies.SETTINGS, "problems", "calls")}
+    args = policies.arguments([*argv, "--tasks", "niah,code"])
+    settings = {k: getattr(args, k) for k in (*policies.SETTINGS, "problems", "calls")}
     raw = {"stock": {"niah": [[True]]}, "k4v4": {"niah": [[True]], "code": [[True]]}}
     (tmp_path / "found.json").write_text(json.dumps({"numbers": {**settings, "raw": raw, "reference": "stock"}}))
-    assert set(policies.earlier(a)[0]) == {"k4v4"}
+    assert set(policies.earlier(args)[0]) == {"k4v4"}
     assert not policies.earlier(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
 
 
