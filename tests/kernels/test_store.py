@@ -115,11 +115,11 @@ class StoreMachine(RuleBasedStateMachine):
         blocks = blocks[:fits]
         if not blocks:
             return
-        to = min(max(1, format_id) + int(gen.choice([0, 1, 1, 2])), len(BLOCK_FORMATS) - 1)
+        target = min(max(1, format_id) + int(gen.choice([0, 1, 1, 2])), len(BLOCK_FORMATS) - 1)
         ids = torch.tensor(blocks)
-        tiers = random_tiers(self.store, len(blocks), BLOCK_FORMATS[to], gen)
-        counts = ops.compact(self.store, ids, to, tiers, from_format=format_id)
-        self.model.compact(blocks, BLOCK_FORMATS[to], tiers)
+        tiers = random_tiers(self.store, len(blocks), BLOCK_FORMATS[target], gen)
+        counts = ops.compact(self.store, ids, target, tiers, from_format=format_id)
+        self.model.compact(blocks, BLOCK_FORMATS[target], tiers)
         assert torch.equal(ops.block_head_pages(self.store, ids).sum((1, 2)).int(), counts)
         for b in blocks:
             self.model.check_bytes(b)

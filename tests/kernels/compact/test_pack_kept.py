@@ -72,21 +72,21 @@ def test_packing_packed_blocks_equals_packing_their_rows(spec, packed):
     blocks that had no pages, or in some of the sources."""
     store, best, pages, *_ = case(spec)
     t = store.layout.page(FORMATS[spec]).tokens
-    blocks, into = torch.tensor(BLOCKS[:FULL]), torch.tensor([1, BLOCKS[3]])
+    blocks, targets = torch.tensor(BLOCKS[:FULL]), torch.tensor([1, BLOCKS[3]])
     if packed:
         ops.compact(store, blocks[:packed], 1, None, from_format=0)
     rows = torch.stack([torch.stack(ops.load_dense(store, layer, blocks)[:2]) for layer in range(L)])
     rows = rows.movedim(2, 3).flatten(3, 4)  # [L, K or V, H, S, D]
     source_pages = int(ops.block_head_pages(store, blocks).sum())
     head, tail = store.cursor.tolist()
-    ops.pack_kept(store, blocks, 2, 1, best, pages, packed=packed, into=into)
+    ops.pack_kept(store, blocks, 2, 1, best, pages, packed=packed, into=targets)
     ops.check_invariants(store)
     assert store.format_id[BLOCKS].tolist() == [-1, -1, -1, 1, 0] and int(store.format_id[1]) == 1
     assert (store.cursor - torch.tensor([head, tail])).tolist() == [int(pages.sum()), source_pages]
     for layer in range(L):
         for head in range(H):
             kept = sorted(best[layer, head, : int(pages[layer, head]) * t].tolist())
-            for i, block in enumerate(into.tolist()):
+            for i, block in enumerate(targets.tolist()):
                 tokens = kept[i * P : (i + 1) * P]
                 keys, values = dense_head(store, block, layer, head, 0)
                 assert len(keys) == len(tokens) == int(store.counts[block, layer, head, 0])

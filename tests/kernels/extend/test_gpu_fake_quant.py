@@ -146,11 +146,11 @@ def test_same_answer_many_times(dense):
     q = queries(4 * HEADS, DIM)
     op = make(store, 4 * HEADS, dense=dense)
     first = [op.run(layer, q, k[layer], v[layer], scale=SCALE) for layer in (0, 1)]
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    num_wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(REPEATS):
         out = op.run(i % 2, q, k[i % 2], v[i % 2], scale=SCALE)
-        wrong += (out != first[i % 2]).any(-1).sum()
-    assert wrong == 0, f"{int(wrong)} of {REPEATS * q.shape[0] * q.shape[1]} rows differ"
+        num_wrong += (out != first[i % 2]).any(-1).sum()
+    assert num_wrong == 0, f"{int(num_wrong)} of {REPEATS * q.shape[0] * q.shape[1]} rows differ"
 
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer"])

@@ -201,9 +201,9 @@ def test_items_cover_every_token_once(new_tokens):
     for r, n in enumerate(new):
         for first in range(0, 2 * n, 32):
             parts = sorted(x for x in items if x[0] == r and x[2] == first)
-            of = -(-prefix[r] // 32) + new_tokens * -(-min(first + 32, 2 * n) // 64)
-            assert [x[4] for x in parts] == [0, *(x[5] for x in parts[:-1])] and parts[-1][5] == of
-            assert {x[6] for x in parts} == {max(of, 1)} and {(x[1], x[3]) for x in parts} == {(sum(new[:r]), 2 * n)}
+            total = -(-prefix[r] // 32) + new_tokens * -(-min(first + 32, 2 * n) // 64)
+            assert [x[4] for x in parts] == [0, *(x[5] for x in parts[:-1])] and parts[-1][5] == total
+            assert {x[6] for x in parts} == {max(total, 1)} and {(x[1], x[3]) for x in parts} == {(sum(new[:r]), 2 * n)}
             joined = [j for j in plan.merges.view(-1, 5).tolist() if j[:2] == [sum(new[:r]), first]]
             slots = [x[7] for x in parts]
             assert joined == ([[sum(new[:r]), first, 2 * n, slots[0], len(parts)]] if len(parts) > 1 else [])

@@ -204,11 +204,11 @@ def by_turns(level, device, *, dim, times, window=150):
                     levels, WAITING,
                 )
             )  # fmt: skip
-            how = {"scale": 0.09, "logit_cap": 0.0, "window": seen}
-            outs.append([engine.extend(layer, *(x.to(on) for x in rows), **how)])
+            options = {"scale": 0.09, "logit_cap": 0.0, "window": seen}
+            outs.append([engine.extend(layer, *(x.to(on) for x in rows), **options)])
             ends = torch.tensor(lens, device=on) + 1
             engine.plan_decode(slots.to(on), torch.arange(5, device=on), ends, ends.tolist())
-            outs[-1].append(engine.decode(layer, *(x.to(on) for x in step), **how))
+            outs[-1].append(engine.decode(layer, *(x.to(on) for x in step), **options))
         for want, got in zip(*outs):
             assert error(got, want.double()) < 0.03
 
