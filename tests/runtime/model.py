@@ -107,8 +107,8 @@ class ToyServer:
         req.prefix_len, req.last_node = match.device_prefix_len, match.last_device_node
         req.kv.cache_protected_len = req.prefix_len
         req.lock = self.tree.lock(req.last_node)
-        room = self.allocator.available_size() + self.tree.evictable_size()
-        if len(tokens) - req.prefix_len + 2 * P > room:
+        free_tokens = self.allocator.available_size() + self.tree.evictable_size()
+        if len(tokens) - req.prefix_len + 2 * P > free_tokens:
             self.tree.unlock(req.lock)
             return None
         prefix = self.tree.prefix_device_indices(req)

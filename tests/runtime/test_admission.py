@@ -315,8 +315,8 @@ def test_worker_reports_longest_request(monkeypatch):
     worker.model_runner.token_to_kv_pool_allocator = None
     with monkeypatch.context() as patched:
         patched.setattr(tp_worker, "get_schedule", MagicMock())
-        real = tp_worker.TpModelWorker.get_worker_info(worker)  # the positions in the tuple are SGLang's
-    assert (real[LENGTH], real[INPUT]) == (999, 994) and len([x for x in real if isinstance(x, int)]) == 2
+        actual = tp_worker.TpModelWorker.get_worker_info(worker)  # the positions in the tuple are SGLang's
+    assert (actual[LENGTH], actual[INPUT]) == (999, 994) and len([x for x in actual if isinstance(x, int)]) == 2
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", None)
     assert around_get_worker_info(lambda self: stock_info, worker) == stock_info
     runtime = ToyServer(high="k4v4", levels=("k8v8",)).runtime

@@ -87,9 +87,9 @@ def sizes_of(store: BackendStore) -> list[int]:
 
 
 def read(store: BackendStore, key: bytes):
-    (room,) = store.find([key]) or [0]
-    into = np.zeros(room, dtype=np.uint8)
-    return store.read(key, into), into
+    (num_bytes,) = store.find([key]) or [0]
+    record = np.zeros(num_bytes, dtype=np.uint8)
+    return store.read(key, record), record
 
 
 @on_backends(*BACKENDS)
@@ -255,5 +255,5 @@ def test_prompts_are_computed_when_backend_hangs(tmp_path, monkeypatch):
             server.turn()
         assert [list(r.output_ids) for r in server.requests.values()] == [[5000], [5001], [5002]]
         assert lookers.tasks and not tree.ongoing_prefetch
-        for done, why in (tree.attach_storage_backend("file"), tree.detach_storage_backend()):
-            assert not done and "running server" in why
+        for done, reason in (tree.attach_storage_backend("file"), tree.detach_storage_backend()):
+            assert not done and "running server" in reason

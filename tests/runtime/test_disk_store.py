@@ -28,8 +28,8 @@ def record_of(seed: int, size: int = 300) -> np.ndarray:
 
 
 def read(store: DiskStore, key: bytes, size: int = 300):
-    into = np.empty(size, dtype=np.uint8)
-    return store.read(key, into), into
+    record = np.empty(size, dtype=np.uint8)
+    return store.read(key, record), record
 
 
 def test_record_round_trips_within_and_across_servers(tmp_path):

@@ -60,8 +60,8 @@ def test_blocks_come_back_while_others_are_written(options):
             blocks = np.array([b for b, _ in leaving])
             stored += zip(tier.save(blocks).tolist(), [d for _, d in leaving])
             runtime.free(blocks)
-        back = [stored.pop(draw.randrange(len(stored))) for _ in range(draw.randint(0, min(6, len(stored))))]
-        loading = tier.load(np.array([i for i, _ in back])) if back else None
+        loaded = [stored.pop(draw.randrange(len(stored))) for _ in range(draw.randint(0, min(6, len(stored))))]
+        loading = tier.load(np.array([i for i, _ in loaded])) if loaded else None
         others = runtime.take([0] * 2)  # the next forward: launches saves and loads, then writes and packs
         runtime.flush()
         write_rows(runtime, others, 1000 + turn)
@@ -71,9 +71,9 @@ def test_blocks_come_back_while_others_are_written(options):
             torch.cuda.synchronize()
             assert tier.arrived() == 1 and loading.finished
             tier.loading.popleft()
-            assert digests(runtime, loading.blocks) == [d for _, d in back]
-            tier.free(np.array([i for i, _ in back]))
-            resident += zip(loading.blocks.tolist(), [d for _, d in back])
+            assert digests(runtime, loading.blocks) == [d for _, d in loaded]
+            tier.free(np.array([i for i, _ in loaded]))
+            resident += zip(loading.blocks.tolist(), [d for _, d in loaded])
         runtime.free(others)
         runtime.settle()
         ops.check_invariants(runtime.store)

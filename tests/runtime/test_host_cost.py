@@ -49,8 +49,8 @@ def filled(leaves: int, policy: str = "lru", **options) -> ToyServer:
 
 def evict(server: ToyServer, blocks: int) -> int:
     """Make room for `blocks` blocks more than are free; returns the number of evicted tokens."""
-    room = server.allocator.available_size() + blocks * P
-    with server.runtime.capacity.exact_need(room):
+    num_tokens = server.allocator.available_size() + blocks * P
+    with server.runtime.capacity.exact_need(num_tokens):
         return server.tree.evict(EvictParams(num_tokens=256 * P)).num_tokens_evicted
 
 
@@ -147,10 +147,10 @@ def test_heap_of_evictable_leaves_stays_bounded():
 def test_queue_copies_each_entry_once():
     """Each finished request packs one block and frees one; each entry is copied once, when the queue is drained."""
     log, copied = OpLog(), []
-    real = np.concatenate
+    concatenate_real = np.concatenate
 
     def concatenate(parts, *args, **options):
-        out = real(parts, *args, **options)
+        out = concatenate_real(parts, *args, **options)
         copied.append(len(out))
         return out
 

@@ -387,8 +387,8 @@ def test_admission_counts_whole_uncompressed_prompt(runtime):
     then grows into the memory that packing frees."""
     capacity, budget = runtime.capacity, Budget(ratio=8)
     new, chunk = 8 * P, P
-    usual = capacity.prompt_tokens(new, 4 * P, 1, chunk)
-    assert usual < 6 * P < new
+    packed_tokens = capacity.prompt_tokens(new, 4 * P, 1, chunk)
+    assert packed_tokens < 6 * P < new
     for answer in (0, 1, P, 4 * P):
         assert capacity.prompt_tokens(new, answer, 1, chunk, budget) == new + min(answer, P)
     kept = capacity.tokens_of_pages(budget.plan(runtime.layout, FORMATS["k4v4"], 8, new).pages)
@@ -422,28 +422,28 @@ def test_unsupported_one_shot_requests_are_rejected(runtime, windowed, page, ses
 
 def test_prompt_logprobs_are_rejected_where_chunks_have_probes(tight):
     """The request is refused exactly where its chunks have probes."""
-    room, budget = tight.capacity.one_shot, Budget(ratio=16)
+    sizes, budget = tight.capacity.one_shot, Budget(ratio=16)
     for tokens, stays in ((8 * P - 10, 0), (16 * P, 4), (27 * P, 2)):
-        assert room.stays(budget, tokens, 1, P) == stays
+        assert sizes.stays(budget, tokens, 1, P) == stays
         if 0 < stays < 4:
-            with pytest.raises(ValueError, match=f"up to {room.room - P} tokens") as e:
-                room.check_read(budget, tokens, 1, P)
+            with pytest.raises(ValueError, match=f"up to {sizes.room - P} tokens") as e:
+                sizes.check_read(budget, tokens, 1, P)
             assert str(e.value).count(". ") == 0
         else:
-            room.check_read(budget, tokens, 1, P)
+            sizes.check_read(budget, tokens, 1, P)
 
 
 def test_every_prompt_within_budget_limit_fits(tight):
     """Every prompt up to the limit fits, every longer one does not, and shorter chunks never lower the limit."""
-    room = tight.capacity.one_shot
+    sizes = tight.capacity.one_shot
     for text in ("one-shot:1x", "one-shot:5x", "one-shot:16x", "one-shot:64x", "one-shot:100", "one-shot:9999"):
         budget, before = Budget.parse(text), 0
         for chunk in (6 * P, 2 * P, P):
-            longest = room.longest(budget, 1, chunk)
-            fits = [room.stays(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
+            longest = sizes.longest(budget, 1, chunk)
+            fits = [sizes.stays(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
             assert fits == [True] * longest + [False] * 4 and longest >= before
             capacity = tight.sizing.capacity_tokens
-            assert all(room.need(budget, n, 1, 1, chunk) + P < capacity for n in range(1, longest))
-            assert room.need(budget, longest + 1, 1, 1, chunk) > capacity
+            assert all(sizes.need(budget, n, 1, 1, chunk) + P < capacity for n in range(1, longest))
+            assert sizes.need(budget, longest + 1, 1, 1, chunk) > capacity
             before = longest
-    assert room.longest(Budget(ratio=16), 1, None) < tight.sizing.capacity_tokens
+    assert sizes.longest(Budget(ratio=16), 1, None) < tight.sizing.capacity_tokens
