@@ -23,10 +23,10 @@ settings.load_profile("fixed")
 
 
 def pytest_configure(config):
-    named, expression = [a.partition("::")[0] for a in config.args], config.option.markexpr
-    interpreted = [name for name in named if needs_interpreter(name)]
-    plain = [name for name in named if name.endswith(".py") and name not in interpreted]
-    if expression == "interpreter" or (not expression and interpreted and interpreted == named):
+    paths, expression = [a.partition("::")[0] for a in config.args], config.option.markexpr
+    interpreted = [name for name in paths if needs_interpreter(name)]
+    plain = [name for name in paths if name.endswith(".py") and name not in interpreted]
+    if expression == "interpreter" or (not expression and interpreted and interpreted == paths):
         os.environ["TRITON_INTERPRET"] = "1"
     elif interpreter() and plain:
         raise pytest.UsageError(f"{plain[0]} runs without Triton's interpreter; unset TRITON_INTERPRET")

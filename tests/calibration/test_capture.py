@@ -152,8 +152,8 @@ def test_retrieval_heads_are_detected(model, ids, measured):
     for layer in range(LAYERS):
         w = probabilities(*rows[layer][:2]).reshape(KV_HEADS, -1, 2 * m, 2 * m).mean(1)
         for head in range(KV_HEADS):
-            paid = [w[head, m + i, max(0, i - 3) : min(m, i + 6)].sum() for i in range(m - 1)]
-            assert float(measured.tensors["head_retrieval"][layer, head]) == pytest.approx(np.mean(paid), rel=1e-3)
+            attention = [w[head, m + i, max(0, i - 3) : min(m, i + 6)].sum() for i in range(m - 1)]
+            assert float(measured.tensors["head_retrieval"][layer, head]) == pytest.approx(np.mean(attention), rel=1e-3)
     # A head whose queries look for the key after their own token's first copy.
     keys = torch.nn.functional.one_hot(torch.arange(2 * m) % m, m).float()
     queries = 50 * torch.nn.functional.one_hot((torch.arange(2 * m) + 1) % m, m).float()

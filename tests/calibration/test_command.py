@@ -85,12 +85,12 @@ def test_wrong_arguments_are_rejected(folder, capsys, more, words):
 
 
 def test_command_works_without_matplotlib(folder, monkeypatch, capsys):
-    real = builtins.__import__
+    real_import = builtins.__import__
 
     def no_matplotlib(name, *rest):
         if name.startswith("matplotlib"):
             raise ImportError(name)
-        return real(name, *rest)
+        return real_import(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     assert calibrate(folder, "--plot", "picture.png") == 1

@@ -24,12 +24,12 @@ def test_target_is_largest_attention_of_later_queries():
     got = gates.largest_attention(q, k, 0.3)
     for h in range(KV_HEADS):
         for i in range(20):
-            paid = [0.0]
+            attention = [0.0]
             for g in (2 * h, 2 * h + 1):
                 for j in range(i + 1, 20):
                     e = np.exp(0.3 * (k[h, : j + 1] @ q[g, j]).double().numpy())
-                    paid.append(e[i] / e.sum())
-            assert float(got[h, i]) == pytest.approx(max(paid), rel=1e-4)
+                    attention.append(e[i] / e.sum())
+            assert float(got[h, i]) == pytest.approx(max(attention), rel=1e-4)
 
 
 def test_training_recovers_rule():

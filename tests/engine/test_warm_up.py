@@ -219,13 +219,13 @@ def through_host_memory(runtime, ids):
     stored = runtime.host_tier.save(np.array(ids))
     runtime.free(ids)
     runtime.flush()
-    back = runtime.host_tier.load(stored)
+    loading = runtime.host_tier.load(stored)
     runtime.flush()
     runtime.page_ops.synchronize()  # blocks stay until their load has ended
-    assert back.finished
+    assert loading.finished
     runtime.host_tier.loading.clear()
     runtime.host_tier.free(stored)
-    return back.blocks.tolist()
+    return loading.blocks.tolist()
 
 
 def tensors(n, device):

@@ -77,9 +77,9 @@ def test_each_policy_has_its_own_defaults():
 
 
 def test_policies_read_only_known_settings(statistics):
-    known = set(KvcConfig().to_dict())
+    settings_names = set(KvcConfig().to_dict())
     for name in POLICIES:
-        assert set(policy_options(name)) <= known
+        assert set(policy_options(name)) <= settings_names
         file = {"calibration": statistics} if name in CALIBRATED else {}
         assert resolve(policy=name, **file).summary().startswith(name)
 

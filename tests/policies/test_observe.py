@@ -53,8 +53,8 @@ def check(sampling):
             if (i + 1) % step:
                 continue
             for j in range(i - max(1, sampling.skip) + 1):
-                paid = p[:, i - prefix, j].double().numpy() ** sampling.power
-                scores[:, j] = np.maximum(scores[:, j], paid) if worst else scores[:, j] + paid
+                weights = p[:, i - prefix, j].double().numpy() ** sampling.power
+                scores[:, j] = np.maximum(scores[:, j], weights) if worst else scores[:, j] + weights
             for j in range(i):
                 num_queries.flat[j] += step if window is None or i // 64 > j // 64 else 0
         for h in range(2):

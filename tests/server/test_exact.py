@@ -25,10 +25,10 @@ def tok(servers):
 
 def assert_same(alone, company):
     matches = [match(a, b) for a, b in zip(alone, company)]
-    wrong = [
+    mismatches = [
         (i, m.to_dict()) for i, m in enumerate(matches) if not (m.same or m.gap <= TIE) or m.drift > DRIFT
     ]
-    assert not wrong, wrong
+    assert not mismatches, mismatches
 
 
 def test_logprobs_of_prompts_match_transformers(exact, tok, off_by):

@@ -89,9 +89,9 @@ def test_budget_that_keeps_all_equals_default_format(packed, question):
     client = packed.client
     client.flush()
     all_kept = client.generate(question, 12, top=3, sampling=level("one-shot:1x"))
-    usual = client.generate(question, 12, top=3)
-    assert usual.cached_tokens == 0
-    comparison = match(all_kept, usual)
+    default = client.generate(question, 12, top=3)
+    assert default.cached_tokens == 0
+    comparison = match(all_kept, default)
     assert comparison.same or comparison.gap <= 1.0, comparison.to_dict()
 
 
