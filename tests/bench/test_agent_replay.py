@@ -21,15 +21,15 @@ class Cache:
     """A server that remembers all prompts; each answer takes a millisecond."""
 
     def __init__(self, fail_after=10**9):
-        self.asked, self.fail_after, self.lock = [], fail_after, threading.Lock()
+        self.prompts, self.fail_after, self.lock = [], fail_after, threading.Lock()
 
     def complete(self, prompt, answer):
         time.sleep(0.001)
         with self.lock:
-            if len(self.asked) >= self.fail_after:
+            if len(self.prompts) >= self.fail_after:
                 raise ConnectionError("gone")
-            hit = max((common_prefix(prompt, old) for old in self.asked), default=0)
-            self.asked.append(prompt)
+            hit = max((common_prefix(prompt, old) for old in self.prompts), default=0)
+            self.prompts.append(prompt)
         return Answer(0.5, 0.5 + 0.02 * (answer - 1), answer, len(prompt), min(hit, len(prompt) - 1))
 
 
@@ -42,7 +42,7 @@ def test_prompts_share_recorded_prefixes():
     assert one == again
     assert [len(p) for _, p in one] == [10, 14, 8]
     assert [common_prefix(x[1], y[1]) for x, y in itertools.pairwise(one)] == [9, 4]
-    assert common_prefix(one[0][1], other[0][1]) == 3  # the tools
+    assert common_prefix(one[0][1], other[0][1]) == 3  # sessions share their tools
     assert common_prefix(one[0][1], next(prompts(session("a", tools=2), "0"))[1]) < 2
     assert common_prefix(one[0][1], next(prompts(session("a"), "1"))[1]) == 3  # the same session, replayed later
 
@@ -90,12 +90,12 @@ def test_scores_compare_most_agents():
 
     numbers = {"stock_bf16.a8": row(1.0), "stock_bf16.a16": row(3.0)}
     numbers |= {"kvc.a16": row(1.0), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
-    numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # may hold more
-    found = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
-    assert {k: v.value for k, v in found.items()} == {
+    numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # its limit is not reached
+    compared = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
+    assert {k: v.value for k, v in compared.items()} == {
         "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)
     }  # fmt: skip
-    assert "at least" in found["agents.vs_bf16"].unit
+    assert "at least" in compared["agents.vs_bf16"].unit
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
 
@@ -103,8 +103,8 @@ def test_scores_compare_most_agents():
 def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     slow = {"first_token_s_p90": 3.0, "output_token_s_p90": 0.01, "from_cache": 0.5}
     rows = iter([slow | {"first_token_s_p90": 1.0}, slow, slow])
-    monkeypatch.setattr(agent_replay.requests, "get", lambda *a, **k: Models())
-    monkeypatch.setattr(agent_replay.Replay, "run", lambda *a, **k: next(rows))
+    monkeypatch.setattr(agent_replay.requests, "get", lambda *args, **k: Models())
+    monkeypatch.setattr(agent_replay.Replay, "run", lambda *args, **k: next(rows))
     monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
     monkeypatch.setattr(agent_replay.common, "RESULTS", tmp_path)
     common = ["traces", "--url", "x", "--append", "--name", "r"]
@@ -112,8 +112,8 @@ def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     def recorded():
         return json.loads((tmp_path / "r.json").read_text())["numbers"]
 
-    a = agent_replay.arguments([*common, "--curve", "2,4,8", "--until-missed"])
-    agent_replay.measure(a, "x", [session("a")])
+    args = agent_replay.arguments([*common, "--curve", "2,4,8", "--until-missed"])
+    agent_replay.measure(args, "x", [session("a")])
     assert {"server.a2", "server.a4"} == {name for name in recorded() if ".a" in name}
     assert recorded()["most_agents"] == {"server": 2}
     rows = iter([slow])
@@ -129,11 +129,11 @@ class Models:
 
 
 def test_arms_have_equal_memory():
-    found = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
-    assert {name: options[options.index("--max-total-tokens") + 1] for name, options in found.items()} == {
+    arms = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
+    assert {name: options[options.index("--max-total-tokens") + 1] for name, options in arms.items()} == {
         "stock_bf16": "1000", "stock_fp8": "2000", "stock_fp8_hicache": "2000", "kvc": "1000", "kvc_tiers": "1000"
     }  # fmt: skip
-    assert "5GB" in found["kvc_tiers"] and found["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
+    assert "5GB" in arms["kvc_tiers"] and arms["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
 
 
 def test_streamed_answer_is_timed():

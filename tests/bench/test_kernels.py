@@ -105,8 +105,8 @@ def test_compaction_scores():
     assert scores["compaction.decode_overhead_exposed"][0] == pytest.approx(0.8 / 2 / 10)
     assert "compaction.leankv_decode_overhead" not in scores
     tiers = dict(rows[-1], format="k8v4+k4v2", ms=0.2, plan_ms=0.1, plan_again_ms=0.3, again_ms=0.4)
-    found = compaction.scores([*rows, tiers], batch=64)["compaction.leankv_decode_overhead"]
-    assert found[0] == pytest.approx(1.0 / 2 / 10)
+    overhead = compaction.scores([*rows, tiers], batch=64)["compaction.leankv_decode_overhead"]
+    assert overhead[0] == pytest.approx(1.0 / 2 / 10)
     assert len(common.table(rows, compaction.COLUMNS).splitlines()) == 1 + len(rows)
     assert compaction.scores(rows[:2], 64) == {}
 

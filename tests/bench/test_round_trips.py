@@ -26,9 +26,9 @@ def test_scores_count_equal_answers_and_lost_points():
         demoted_host=worse, floor=phase("0", "x", "x", "x"),
     )  # fmt: skip
     assert got["demoted"]["niah"] | {"marks": None} == {"right": 2, "of": 4, "marks": None, "equal": 3, "same_hits": 4}
-    found = round_trips.scores(got)
-    assert found["agents.round_trips_equal"].value == pytest.approx(11 / 12)
-    assert found["agents.demoted_points"].value == pytest.approx(25)
+    scores = round_trips.scores(got)
+    assert scores["agents.round_trips_equal"].value == pytest.approx(11 / 12)
+    assert scores["agents.demoted_points"].value == pytest.approx(25)
 
 
 def test_prompt_with_fewer_hits_is_counted():

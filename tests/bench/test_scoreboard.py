@@ -23,16 +23,16 @@ def test_scores_come_from_commits_of_this_repository():
     if not (ROOT / ".git").exists():
         pytest.skip("needs the repository's history")
     for sha in {row["commit"] for row in json.loads(scoreboard.OUT.read_text()).values()}:
-        found = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
-        assert found.returncode == 0, f"{sha} is no ancestor of HEAD"
+        result = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
+        assert result.returncode == 0, f"{sha} is no ancestor of HEAD"
 
 
 def test_score_names_include_device(tmp_path):
     for day, (device, value) in enumerate({"NVIDIA H100 80GB HBM3": 2.0, "NVIDIA H200": 1.0, "CPU, 2": 9.0}.items(), 1):
         write(tmp_path, str(day), device, day, decode__x=(value, "x"), serve__x=(value, "x"))
-    found = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
-    assert found["decode.x"] == 1.0 and found["decode.x_h100"] == 2.0 and found["decode.x_cpu"] == 9.0
-    assert found["serve.x"] == 9.0 and "serve.x_h100" not in found  # correctness: the latest counts, wherever it ran
+    values = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
+    assert values["decode.x"] == 1.0 and values["decode.x_h100"] == 2.0 and values["decode.x_cpu"] == 9.0
+    assert values["serve.x"] == 9.0 and "serve.x_h100" not in values  # correctness: the latest counts, wherever it ran
 
 
 def test_rows_name_their_conditions(tmp_path):
@@ -130,8 +130,8 @@ def test_intervals_agree_with_tango():
 
 
 def test_one_shot_prompts_and_long_contexts_have_separate_tables():
-    where = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
-    points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **where}
+    source = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
+    points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **source}
     board = {f"papers.oneshot.{r}x.qwen-0.5b.kv.delta": points | {"value": -float(r)} for r in (16, 8)}
     board["quality.32k.balanced.qwen-1.5b.niah.delta"] = points | {"value": -1.9}
     board["quality.32k.balanced.qwen-1.5b.kl_p99"] = points | {"value": 0.03, "unit": "nats a token"}

@@ -134,7 +134,7 @@ def build(options, megabytes=40, device="cpu"):
 
 
 def sizes(window):
-    """Sizes of attention; `window` is that of one of two layers."""
+    """Sizes of attention; `window` applies to one of two layers."""
     windows = () if window < 0 else (window,)
     return dict(query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS, windows=windows)
 
@@ -147,12 +147,12 @@ def serve(runtime, cap, window=-1):
     layers = list(enumerate((-1, window)[:LAYERS]))
     # Each block has one place, as in a server: if two programs added to the scores of one block, one result would be
     # lost.
-    shown = runtime.take([P * j for j in range(COLUMNS)])
+    sampled = runtime.take([P * j for j in range(COLUMNS)])
     runtime.flush()
     for at in range(0, COLUMNS, 20):
-        runtime.queue_due(shown[at : at + 9], len(runtime.store.block_formats) - 1, length=COLUMNS * P)
+        runtime.queue_due(sampled[at : at + 9], len(runtime.store.block_formats) - 1, length=COLUMNS * P)
         runtime.flush()
-    row = torch.tensor(shown, dtype=torch.int32, device=device)
+    row = torch.tensor(sampled, dtype=torch.int32, device=device)
     slots = (row[:, None] * P + torch.arange(P, dtype=torch.int32, device=device)).flatten()
     for turn in range(min(40, int(os.environ.get("KVC_TEST_REPEATS", 40)))):
         n = gen.randint(1, 5)
@@ -208,7 +208,7 @@ def serve(runtime, cap, window=-1):
             attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap, window=seen)
         runtime.free(ids)
         runtime.flush()
-    runtime.free(shown)
+    runtime.free(sampled)
     runtime.flush()
 
 
@@ -219,13 +219,13 @@ def through_host_memory(runtime, ids):
     stored = runtime.host_tier.save(np.array(ids))
     runtime.free(ids)
     runtime.flush()
-    back = runtime.host_tier.load(stored)
+    loading = runtime.host_tier.load(stored)
     runtime.flush()
     runtime.page_ops.synchronize()  # blocks stay until their load has ended
-    assert back.finished
+    assert loading.finished
     runtime.host_tier.loading.clear()
     runtime.host_tier.free(stored)
-    return back.blocks.tolist()
+    return loading.blocks.tolist()
 
 
 def tensors(n, device):

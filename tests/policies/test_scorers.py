@@ -32,7 +32,7 @@ def pooled(scores: np.ndarray, size: int, best) -> np.ndarray:
 
 
 def chosen(first: int, last: int, window: int | None = None, stride: int = 1) -> tuple[list[int], int]:
-    """The sampled queries of a forward, and the weight of each."""
+    """The sampled queries of a forward and their weights."""
     step = SAMPLED if last - first == 1 else stride
     every = range(first if window is None else max(first, last - window), last)
     return [i for i in every if i % step == step - 1], step
@@ -209,9 +209,9 @@ def test_dapq(pseudo, horizon):
 def test_cake(pseudo, settings, gamma, pool):
     path, stats = pseudo
     world = World.make(Prune(scorer=f"cake{settings}", calibration=path))
-    paid = pseudo_attention(world, stats, 128)
-    means = paid.mean(3)
-    changing = ((paid - means[:, :, :, None]) ** 2).mean(3)
+    attention = pseudo_attention(world, stats, 128)
+    means = attention.mean(3)
+    changing = ((attention - means[:, :, :, None]) ** 2).mean(3)
     scores = (means + gamma * changing).reshape(3, L, H, G, P).mean(3)
     near = [range(max(0, i - pool // 2), min(P, i + pool // 2 + 1)) for i in range(P)]
     want = np.stack([scores[..., list(j)].mean(-1) for j in near], -1)
@@ -256,13 +256,13 @@ def test_arkv(attention, pseudo):
     for b in range(3):
         rest = {}
         for l, h in np.ndindex(L, H):
-            own = high * ops.spread(by_layer[l], H)[h]
+            num_high = high * ops.spread(by_layer[l], H)[h]
             order = np.argsort(-sums[b, l, h], kind="stable")
-            assert sorted(order[:own]) == sorted(np.flatnonzero(tiers[b, l, h] == 2))
-            rest[l, h] = [order[i : i + low] for i in range(own, P, low)]
+            assert sorted(order[:num_high]) == sorted(np.flatnonzero(tiers[b, l, h] == 2))
+            rest[l, h] = [order[i : i + low] for i in range(num_high, P, low)]
         worth = sorted(((-sums[b, l, h, page[0]], l, h, i) for (l, h), x in rest.items() for i, page in enumerate(x)))
-        won = worth[: round(0.25 * L * H * P / low)]
-        stored = {(l, h, int(t)) for _, l, h, i in won for t in rest[l, h][i]}
+        low_pages = worth[: round(0.25 * L * H * P / low)]
+        stored = {(l, h, int(t)) for _, l, h, i in low_pages for t in rest[l, h][i]}
         assert stored == {tuple(map(int, x)) for x in np.argwhere(tiers[b] == 1)}
         assert (tiers[b] == 0).any()
 
@@ -273,8 +273,8 @@ def test_defensivekv(attention, settings, window, values):
     for first, last in FORWARDS:
         for i in chosen(first, last, window)[0]:
             for kv in range(H):
-                paid = attention[:, heads(kv), i, :i].max(1)
-                worst[:, kv, :i] = np.maximum(worst[:, kv, :i], paid)
+                largest = attention[:, heads(kv), i, :i].max(1)
+                worst[:, kv, :i] = np.maximum(worst[:, kv, :i], largest)
     want = by_block(pooled(worst, 5, np.mean))
     want = np.maximum(want, want.mean(-1, keepdims=True))
     world = World.make(Prune(scorer=f"defensivekv{settings}"))

@@ -21,15 +21,15 @@ def check_device(runtime, reqs: Iterable = ()) -> None:
     """After a flush every page is in one place, and the ledger charges each block at least what it holds. For the
     one-shot prompts among the running `reqs` the charge equals what all their blocks hold together."""
     ops.check_invariants(runtime.store)
-    held, charge = pages_held(runtime.store), runtime.ledger.charge
-    regular = np.arange(len(held)) > 0
+    pages, charge = pages_held(runtime.store), runtime.ledger.charge
+    regular = np.arange(len(pages)) > 0
     for kept in filter(len, map(kept_blocks, reqs)):
-        assert held[kept].sum() == charge[kept].sum(), "a one-shot prompt holds other pages than it is charged"
+        assert pages[kept].sum() == charge[kept].sum(), "a one-shot prompt holds other pages than it is charged"
         regular[kept] = False
-    assert (held <= charge)[regular].all(), "the ledger is below the device"
+    assert (pages <= charge)[regular].all(), "the ledger is below the device"
     exact = [i for i, block_format in enumerate(runtime.store.block_formats) if block_format.exact]
     exact_blocks = np.isin(runtime.store.format_id.numpy(), exact) & regular
-    assert (held[exact_blocks] == charge[exact_blocks]).all(), "a block format of a known size has another"
+    assert (pages[exact_blocks] == charge[exact_blocks]).all(), "a block format of a known size has another"
     gaps = {r.kv.req_pool_idx for r in reqs if r.kvc is not None and r.kvc.gap}
     assert runtime.page_ops.gaps.rows == gaps, "a row has the gap of another request"
 
@@ -85,9 +85,9 @@ def check_tree(server) -> None:
             path = [*tokens, *child.key.token_ids]
             index = record.history(path, child.key.extra_key)
             data = child.component(FULL)
-            for value, found in ((data.value, blocks), (data.host_value, stored)):
+            for value, tokens_of in ((data.value, blocks), (data.host_value, stored)):
                 for i, block in enumerate(_ids(component, value), start=len(tokens) // P):
-                    found[block] = index[i * P : (i + 1) * P]
+                    tokens_of[block] = index[i * P : (i + 1) * P]
             stack.append((child, path))
     if blocks:
         record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.ladder)
@@ -109,7 +109,7 @@ def _ids(component, value) -> list[int]:
 
 
 def unpacked_records(tier, stored: list[int]) -> tuple[PageStore, list[int]]:
-    """A store of its own that holds the stored blocks, and their block ids there."""
+    """A separate store with the stored blocks, and their block ids in it."""
     source = tier.runtime.store
     layout, n = source.layout, len(stored)
     store = PageStore.create(

@@ -103,10 +103,10 @@ def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
     tree.fetched.append(_Fetched(None, node.id, BlockKey(node.key.token_ids, None), [], fetch, lock))
     tier.memory.take(tier.memory.free_units)
 
-    queue, asked = tree.tree_core.evictable_device_leaves, []
-    queue.next = lambda: asked.append(0) or (EvictionQueue.next(queue) if len(asked) < 10 else None)
+    queue, calls = tree.tree_core.evictable_device_leaves, []
+    queue.next = lambda: calls.append(0) or (EvictionQueue.next(queue) if len(calls) < 10 else None)
     tree.evict(EvictParams(num_tokens=10**9))
-    assert server.allocator.used_slots() == 0 and len(asked) < 10
+    assert server.allocator.used_slots() == 0 and len(calls) < 10
     fetch.reads[0].set_result(Stored(1, 1, 0))
     free = tier.memory.free_units
     tree.check_hicache_events()

@@ -209,10 +209,10 @@ def test_late_count_is_not_applied_to_reused_block():
     assert runtime.ledger.charge[block] == runtime.layout.block_pages_bf16
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_each_event_queues_expected_compactions(whole):
+@pytest.mark.parametrize("two_tiers", [False, True])
+def test_each_event_queues_expected_compactions(two_tiers):
     """Starts and N of the compactions that each event queues, for five written blocks and a window of one block."""
-    policy = dict(policy="leankv", high="k8v4", low="k4v2") if whole else dict(high="k4v4")
+    policy = dict(policy="leankv", high="k8v4", low="k4v2") if two_tiers else dict(high="k4v4")
     runtime = make_runtime(window=64, **policy)
     seq = runtime.new_sequence()
     assert runtime.grow([seq], [5 * 64])
@@ -227,8 +227,8 @@ def test_each_event_queues_expected_compactions(whole):
         ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_format == 0]
         return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]
 
-    assert queued(2 * 64, Phase.CHUNK) == ([] if whole else [([0], [0])])
-    assert queued(3 * 64, Phase.PREFILL) == [([0, 64], [0, 0]) if whole else ([64], [0])]
+    assert queued(2 * 64, Phase.CHUNK) == ([] if two_tiers else [([0], [0])])
+    assert queued(3 * 64, Phase.PREFILL) == [([0, 64], [0, 0]) if two_tiers else ([64], [0])]
     assert queued(3 * 64, None) == [] and queued(4 * 64, None) == [([128], [4 * 64])]
     seq.release()
     assert queued(4 * 64 + 1, Phase.END, seq.blocks[:4]) == [([192], [4 * 64 + 1])]

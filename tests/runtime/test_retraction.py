@@ -24,7 +24,7 @@ def test_retraction_evicts_as_many_tokens_as_rest_will_write(options, monkeypatc
     for i in range(24):  # until prompts of one block fill the cache
         server.finish(server.admit([*range(1000 * i, 1000 * i + P), 1]))
     free = server.allocator.available_size() // P
-    held = server.runtime.take([0] * free) if free else []
+    blocks = server.runtime.take([0] * free) if free else []
     cached, stay = server.tree.evictable_slots(), 9
     monkeypatch.setattr(schedule_batch, "release_kv_cache", lambda *args, **options: None)
     with get_context().override_server_args(device="cpu"):
@@ -37,7 +37,7 @@ def test_retraction_evicts_as_many_tokens_as_rest_will_write(options, monkeypatc
     # A whole uncompressed block is the smallest unit of room.
     assert cached > 3 * STEPS * stay and taken <= STEPS * stay + P / ratio
     assert server.allocator.available_size() >= STEPS * stay * ratio
-    server.runtime.free(held)
+    server.runtime.free(blocks)
     server.check()
 
 

@@ -123,8 +123,8 @@ class Queue:
         before = self.cached()
         with self.server.runtime.capacity.exact_need(self.server.allocator.available_size() + P):
             self.server.tree.evict(EvictParams(num_tokens=P))
-        (gone,) = before - self.cached()
-        return gone
+        (victim,) = before - self.cached()
+        return victim
 
     def cached(self) -> set[int]:
         return {n.key.token_ids[0] // 1000 for n in self.server.tree.root_node.children.values()}
@@ -151,7 +151,7 @@ def test_prefixes_of_waiting_prompts_are_evicted_last():
 
 
 def test_prefix_of_aborted_prompt_is_evicted_in_usual_order():
-    """Its rank falls, and the queue of leaves must be told."""
+    """Its rank falls, and the queue of leaves must be updated."""
     queue = Queue()
     for i in range(3):
         queue.turn(prompt(i))
