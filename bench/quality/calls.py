@@ -32,7 +32,7 @@ def calls(maker: Maker, data: dict, number: int, tokens: int) -> list[Context]:
 
 def _context(maker: Maker, functions: dict, trace: dict, tokens: int) -> Context | None:
     known = {f["name"]: f for name in trace["classes"] for f in functions[name]}
-    listing = "\n".join(described(f) for f in known.values())
+    listing = "\n".join(describe(f) for f in known.values())
     messages = [{"role": "system", "content": f"{INTRO}\n\n{listing}"}]
     points: list[tuple[int, Call]] = []  # messages before a call, and the call
     for turn in trace["turns"]:
@@ -64,7 +64,7 @@ def _split(maker: Maker, messages: list[dict]) -> tuple[list[int], list[int]]:
     return maker.ids(head), maker.ids(whole[len(head) :])
 
 
-def described(function: dict) -> str:
+def describe(function: dict) -> str:
     """Description of a function and of its parameters."""
     parameters = function["parameters"]
     lines = [f"{function['name']}({', '.join(parameters)}): {function['purpose']}"]

@@ -62,7 +62,7 @@ def common_prefix(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def made(*argv):
+def sessions_of(*argv):
     a = agents.arguments(["--model", "none", "--curve", "4", "--think", "3", *argv])
     return agents.Sessions(DATA, "abcdefghij" * 10, Letters(), a)
 
@@ -73,8 +73,8 @@ def text(ids):
 
 @pytest.mark.parametrize("join", [1, 2])
 def test_sessions_are_reproducible_and_share_tool_prompts(join):
-    sessions = [made("--join", str(join)).session(i) for i in range(8)]
-    assert sessions == [made("--join", str(join)).session(i) for i in range(8)]
+    sessions = [sessions_of("--join", str(join)).session(i) for i in range(8)]
+    assert sessions == [sessions_of("--join", str(join)).session(i) for i in range(8)]
     assert all(len(s.steps) == STEPS * join for s in sessions)
     heads = {}
     for i, s in enumerate(sessions):
@@ -90,25 +90,25 @@ def test_sessions_are_reproducible_and_share_tool_prompts(join):
 
 
 def test_filler_tokens_are_counted():
-    plain, filled = made(), made("--read", "50")
-    shares = filled.account(8)["shares"]
-    assert 0.8 < sum(shares.values()) < 1 and plain.account(8)["shares"]["filler"] == 0 < shares["filler"]
+    plain, filled = sessions_of(), sessions_of("--read", "50")
+    shares = filled.composition(8)["shares"]
+    assert 0.8 < sum(shares.values()) < 1 and plain.composition(8)["shares"]["filler"] == 0 < shares["filler"]
     more = filled.session(0).tokens - plain.session(0).tokens
     assert more == sum(step.parts["filler"] for step in filled.session(0).steps) > 0
 
 
 def test_session_ends_before_length_limit():
-    whole, cut = made().session(0), made("--longest", "400").session(0)
+    whole, cut = sessions_of().session(0), sessions_of("--longest", "400").session(0)
     assert cut.tokens <= 400 < whole.tokens and cut.steps == whole.steps[: len(cut.steps)]
-    assert len(made("--longest", "1").session(0).steps) == 1
+    assert len(sessions_of("--longest", "1").session(0).steps) == 1
 
 
 def test_steps_are_counted_after_ramp_up():
     server = Cache()
-    load = agents.Load(server, made(), 3, 0.002)
+    load = agents.Load(server, sessions_of(), 3, 0.002)
     row = load.run(0.3)
-    inside = [s for s in load.seen if not s.first]
-    assert sum(s.first for s in load.seen) == 3 and 0 < row["steps"] <= len(inside)
+    inside = [s for s in load.answered if not s.first]
+    assert sum(s.first for s in load.answered) == 3 and 0 < row["steps"] <= len(inside)
     assert row["steps_s"] == pytest.approx(row["steps"] / 0.3, rel=0.2) and row["ramp_s"] < 5
     # An unbounded cache holds everything sent or answered before; system prompts of different functions begin alike, so
     # a real cache hits more.
@@ -116,19 +116,19 @@ def test_steps_are_counted_after_ramp_up():
     # The model's answer is part of the history of the next step.
     answers = Counter(len(asked) for asked in server.asked)
     assert len(answers) > 3
-    one = agents.Load(Cache(1), made(), 3, 0.002).run(0.3)
+    one = agents.Load(Cache(1), sessions_of(), 3, 0.002).run(0.3)
     assert one["from_cache"] < row["from_cache"]
 
 
 def test_step_keeps_answer_of_model():
     server = Cache()
-    load = agents.Load(server, made(), 1, 0.0)
+    load = agents.Load(server, sessions_of(), 1, 0.0)
     load.run(0.1)
-    session, asked = made().session(1), server.asked
+    session, asked = sessions_of().session(1), server.asked
     first = next(i for i, ids in enumerate(asked) if ids == list(session.steps[0].sent))  # the agent's second session
     said = [first] * session.steps[0].answer
     assert asked[first + 1] == [*session.steps[0].sent, *said, *session.steps[1].sent]
-    step = load.seen[first + 1]
+    step = load.answered[first + 1]
     assert step.repeated == len(asked[first]) + len(said) and step.prompt == len(asked[first + 1])
 
 
@@ -140,9 +140,9 @@ def test_failed_agent_ends_run():
             return super().generate(history, answer)
 
     with pytest.raises(RequestRefused, match="broken"):
-        agents.Load(Broken(), made(), 2, 0.0).run(30)
+        agents.Load(Broken(), sessions_of(), 2, 0.0).run(30)
     with pytest.raises(RuntimeError, match="0 of 2 agents had an answer"):
-        agents.Load(Cache(seconds=0.2), made(), 2, 0.0).run(1, ramp=0.01)
+        agents.Load(Cache(seconds=0.2), sessions_of(), 2, 0.0).run(1, ramp=0.01)
 
 
 def row(steps_s, share=0.5, options=("--attention-backend", "fa3")):
@@ -150,7 +150,7 @@ def row(steps_s, share=0.5, options=("--attention-backend", "fa3")):
 
 
 def test_scores_take_fastest_stock_server(monkeypatch):
-    a = made("--curve", "2,4").a
+    a = sessions_of("--curve", "2,4").args
     slow = ("--attention-backend", "flashinfer")
     numbers = {"kvc_k4v4.a4": row(6.0, 0.9), "bf16.a4": row(1.0), "bf16_flashinfer.a4": row(2.0, options=slow)}
     numbers |= {"fp8_e4m3.a4": row(3.0), "fp8_e4m3_hicache.a4": row(4.0), "bf16.a2": row(1.0, 0.1)}
@@ -161,7 +161,7 @@ def test_scores_take_fastest_stock_server(monkeypatch):
     assert found["agents.steps_vs_fp8.4"].value == 2.0 and found["agents.steps_vs_fp8_hicache.4"].value == 1.5
     assert found["agents.curve.kvc_k4v4.4"].value == 0.9 and found["agents.curve.bf16.2"].value == 0.1
     assert "agents.steps_vs_bf16.2" not in found
-    assert agents.scores(numbers, made("--curve", "4", "--no-prefill-graphs").a) == {}
+    assert agents.scores(numbers, sessions_of("--curve", "4", "--no-prefill-graphs").args) == {}
     assert len(agents.table({"sessions": {}, **numbers}).splitlines()) == 1 + len(numbers)
 
 
