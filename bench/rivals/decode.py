@@ -31,7 +31,7 @@ DIFFKV = {
     "mix": ((8, 4), (4, 2)),
 }  # fmt: skip
 CHECKED = 9000  # tokens of the check; enough that DiffKV splits a request into parts, as in the timed runs
-WRONG = 0.02  # bound of the relative error of a correct kernel; outputs and partial outputs are bf16
+MAX_ERROR = 0.02  # bound of the relative error of a correct kernel; outputs and partial outputs are bf16
 COLUMNS = {"kernel": "", "store": "", "batch": "", "tokens": "", "ms": ".4f", "of_copy": ".1%", "error": ".4f"}
 COLUMNS["parts"] = ""
 
@@ -61,7 +61,7 @@ def of_diffkv(module: ModuleType, name: str, batch: int, tokens: int, layers: in
 def timed(make: Callable, name: str, store: str, batch: int, tokens: int, bandwidth: float, parts=(None,)) -> dict:
     """One kernel in one shape: first right, with few requests, then fast; the fastest of `parts`."""
     error = reference.error(make(2, CHECKED, 2))
-    if not error < WRONG:
+    if not error < MAX_ERROR:
         raise ValueError(f"wrong by {error:.3g}")
     layers = cold_layers(batch * tokens * HEADS * DIM // 2)  # of 2 bits, the least
     case, best = make(batch, tokens, layers), {}
@@ -126,7 +126,7 @@ def main() -> None:
     results.add(*mine.check(list(workloads().items()), args.jobs, Tuning()))
     for batch, tokens in args.shapes:
         for kernel, store, make, parts in others:
-            if budget.over(f"{kernel} {store} {batch}x{tokens}"):
+            if budget.exceeded(f"{kernel} {store} {batch}x{tokens}"):
                 continue
             try:
                 results.add(timed(make, kernel, store, batch, tokens, bandwidth, parts))
@@ -134,7 +134,7 @@ def main() -> None:
                 print(f"{kernel} {store} {batch}x{tokens}: {type(e).__name__} {str(e)[-300:]}", flush=True)
             torch.cuda.empty_cache()
         for name, w in workloads().items():
-            if not budget.over(f"ours {name} {batch}x{tokens}"):
+            if not budget.exceeded(f"ours {name} {batch}x{tokens}"):
                 row = mine.ours(name, Workload(**{**vars(w), "batch": batch, "tokens": tokens}), bandwidth, Tuning())
                 results.add(row | dict(kernel="ours", store=name))
     results.score(scores(results.rows))

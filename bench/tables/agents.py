@@ -68,7 +68,7 @@ def _turn(row: dict | None) -> str:
 
 def _server(server: str, found: dict[int, dict[str, dict]]) -> str:
     row = next(rows[server] for rows in found.values() if server in rows)
-    return server.replace("kvc_", "kvc, ") if server.startswith("kvc") else arms.described(row["options"])
+    return server.replace("kvc_", "kvc, ") if server.startswith("kvc") else arms.describe(row["options"])
 
 
 def _step(row: dict | None) -> str:

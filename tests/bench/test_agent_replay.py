@@ -10,7 +10,17 @@ import pytest
 
 from bench.agents.traces import Session, Step
 from bench.e2e import agent_replay
-from bench.e2e.agent_replay import Answer, Completions, Replay, Seen, most_agents, prompts, scaled, scores, summary
+from bench.e2e.agent_replay import (
+    Answer,
+    AnsweredPrompt,
+    Completions,
+    Replay,
+    most_agents,
+    prompts,
+    scaled,
+    scores,
+    summary,
+)
 
 
 def session(name, tools=3):
@@ -56,7 +66,7 @@ def test_steps_are_counted_after_ramp_up():
     server = Cache()
     replay = Replay(server, [session(str(i)) for i in range(6)], 3)
     row = replay.run(0.5, ramp=5)
-    assert sum(s.first for s in replay.seen) == 3 and 10 < row["answers"] <= len(replay.seen) - 3
+    assert sum(s.first for s in replay.answered) == 3 and 10 < row["answers"] <= len(replay.answered) - 3
     assert row["computed_again"] == 0 and 0 < row["from_cache"] < 1
     assert row["first_token_s_p90"] == 0.5 and row["output_token_s_p90"] == pytest.approx(0.02)
     assert row["sessions_h"] == pytest.approx(row["answers_h"] / 3, rel=0.3)
@@ -64,10 +74,10 @@ def test_steps_are_counted_after_ramp_up():
 
 
 def test_recomputed_tokens_are_counted():
-    seen = [Seen(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 380)]
+    seen = [AnsweredPrompt(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 380)]
     row = summary(seen, 10.0)
     assert row["from_cache"] == pytest.approx(180 / 300) and row["computed_again"] == pytest.approx(40 / 300)
-    silent = summary([Seen(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, True)], 10.0)
+    silent = summary([AnsweredPrompt(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, True)], 10.0)
     assert silent["from_cache"] is silent["computed_again"] is None and silent["sessions_h"] == 360
 
 

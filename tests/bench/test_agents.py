@@ -91,8 +91,8 @@ def test_sessions_are_reproducible_and_share_tool_prompts(join):
 
 def test_filler_tokens_are_counted():
     plain, filled = make_sessions(), make_sessions("--read", "50")
-    shares = filled.account(8)["shares"]
-    assert 0.8 < sum(shares.values()) < 1 and plain.account(8)["shares"]["filler"] == 0 < shares["filler"]
+    shares = filled.composition(8)["shares"]
+    assert 0.8 < sum(shares.values()) < 1 and plain.composition(8)["shares"]["filler"] == 0 < shares["filler"]
     more = filled.session(0).tokens - plain.session(0).tokens
     assert more == sum(step.parts["filler"] for step in filled.session(0).steps) > 0
 
@@ -107,8 +107,8 @@ def test_steps_are_counted_after_ramp_up():
     server = Cache()
     load = agents.Load(server, make_sessions(), 3, 0.002)
     row = load.run(0.3)
-    inside = [s for s in load.seen if not s.first]
-    assert sum(s.first for s in load.seen) == 3 and 0 < row["steps"] <= len(inside)
+    inside = [s for s in load.answered if not s.first]
+    assert sum(s.first for s in load.answered) == 3 and 0 < row["steps"] <= len(inside)
     assert row["steps_s"] == pytest.approx(row["steps"] / 0.3, rel=0.2) and row["ramp_s"] < 5
     # An unbounded cache holds everything sent or answered before; system prompts of different functions begin alike, so
     # a real cache hits more.
@@ -128,7 +128,7 @@ def test_step_keeps_answer_of_model():
     first = next(i for i, ids in enumerate(prompts) if ids == list(session.steps[0].sent))  # the agent's second session
     answer = [first] * session.steps[0].answer
     assert prompts[first + 1] == [*session.steps[0].sent, *answer, *session.steps[1].sent]
-    step = load.seen[first + 1]
+    step = load.answered[first + 1]
     assert step.repeated == len(prompts[first]) + len(answer) and step.prompt == len(prompts[first + 1])
 
 
@@ -150,7 +150,7 @@ def row(steps_s, share=0.5, options=("--attention-backend", "fa3")):
 
 
 def test_scores_take_fastest_stock_server(monkeypatch):
-    args = make_sessions("--curve", "2,4").a
+    args = make_sessions("--curve", "2,4").args
     slow = ("--attention-backend", "flashinfer")
     numbers = {"kvc_k4v4.a4": row(6.0, 0.9), "bf16.a4": row(1.0), "bf16_flashinfer.a4": row(2.0, options=slow)}
     numbers |= {"fp8_e4m3.a4": row(3.0), "fp8_e4m3_hicache.a4": row(4.0), "bf16.a2": row(1.0, 0.1)}
@@ -161,7 +161,7 @@ def test_scores_take_fastest_stock_server(monkeypatch):
     assert scores["agents.steps_vs_fp8.4"].value == 2.0 and scores["agents.steps_vs_fp8_hicache.4"].value == 1.5
     assert scores["agents.curve.kvc_k4v4.4"].value == 0.9 and scores["agents.curve.bf16.2"].value == 0.1
     assert "agents.steps_vs_bf16.2" not in scores
-    assert agents.scores(numbers, make_sessions("--curve", "4", "--no-prefill-graphs").a) == {}
+    assert agents.scores(numbers, make_sessions("--curve", "4", "--no-prefill-graphs").args) == {}
     assert len(agents.table({"sessions": {}, **numbers}).splitlines()) == 1 + len(numbers)
 
 

@@ -120,7 +120,7 @@ def test_run_resumes_where_it_ended(harness):
     harness.run(["stock", "k4v4"])
     a = harness.args
     a.resume = True
-    again = policies.Harness(a, MODEL, None, *policies.earlier(a))
+    again = policies.Harness(a, MODEL, None, *policies.earlier_cells(a))
     assert set(again.raw) == {"stock", "k4v4"} and set(again.tops) == {"stock"}
     again.run(["stock", "k4v4", "k8v8"])
     assert again.raw["k8v8"]["kl"]["reference"] == "stock"
@@ -152,7 +152,7 @@ class Recorder:
 def test_seen_protocol_sends_question_in_prompt(harness, monkeypatch, cell, level, apart):
     harness.args.protocol, server = "seen", Recorder()
     task = SimpleNamespace(tokens=None, free=False, right=lambda answer, text: answer == text)
-    monkeypatch.setitem(asking.ASKED, "niah", task)
+    monkeypatch.setitem(asking.TASKS, "niah", task)
     questions = [SimpleNamespace(ask=[i], answer=a) for i, a in enumerate(("right", "wrong"))]
     contexts = [SimpleNamespace(name="one", ids=[7, 8], questions=questions)]
     right, lengths, account = asking.ask(server, cell, "niah", contexts, harness.args)
@@ -175,7 +175,7 @@ def test_one_shot_scores_are_lost_points():
 def test_no_cell_starts_after_deadline(harness):
     harness.args.seconds = -1
     harness.run(["stock"])
-    assert harness.left == ["stock"] and not harness.raw
+    assert harness.not_started == ["stock"] and not harness.raw
 
 
 def calibration(folder):

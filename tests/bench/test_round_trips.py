@@ -16,7 +16,7 @@ def phase(*texts: str, hits: int = 64) -> dict:
 
 
 def rows(**phases: dict) -> dict:
-    return {n: round_trips.compared(p, phases.get(round_trips.BEFORE.get(n)), WORK) for n, p in phases.items()}
+    return {n: round_trips.compare(p, phases.get(round_trips.BEFORE.get(n)), WORK) for n, p in phases.items()}
 
 
 def test_scores_count_equal_answers_and_lost_points():

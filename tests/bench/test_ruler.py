@@ -111,4 +111,4 @@ def test_contexts_are_eight_times_as_many_with_one_question_each(monkeypatch):
     monkeypatch.setattr(suite.fetch, "ruler", lambda: FOLDER)
     monkeypatch.setattr(suite.ruler, "context", lambda maker, folder, task, number, tokens: (task, number, tokens))
     args = SimpleNamespace(first=2, contexts=3, length=512)
-    assert suite.ASKED["vt"].make(None, args) == [("vt", n, 512) for n in range(16, 40)]
+    assert suite.TASKS["vt"].make(None, args) == [("vt", n, 512) for n in range(16, 40)]

@@ -112,7 +112,7 @@ def test_calibration_score_compares_formats_with_same_key_mode(tmp_path):
 
 def test_row_at_floor_is_marked():
     marks = {"em": 2 / 104, "of": 104, "right_to_wrong": 1, "wrong_to_right": 1}
-    score = cells.lost(marks)
+    score = cells.delta(marks)
     assert score.unit.endswith("floor: stock has 2 right") and points_lost(score.to_dict()) == "floor"
 
 

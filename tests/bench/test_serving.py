@@ -18,7 +18,7 @@ def test_servers_follow_options():
     assert [n for n in servers if n.startswith("bf16")] == [
         "bf16", "bf16_fa3_p128", "bf16_flashinfer", "bf16_free", "bf16_free_fa3_p128", "bf16_free_flashinfer",
     ]  # fmt: skip
-    described = {n: arms.described(options) for n, (options, _) in servers.items()}
+    described = {n: arms.describe(options) for n, (options, _) in servers.items()}
     assert described["fp8_e4m3_fa3_p128"] == "stock fp8_e4m3, fa3, pages of 128 tokens"
     assert described["bf16"] == "stock bf16, fa3" and described["bf16_free_flashinfer"] == "stock bf16, flashinfer"
     assert servers["bf16"][1] == [64, 1, 8] and servers["bf16_free"][1] == [64] and servers["kvc_k4v4"][1] == [64, 1, 8]
@@ -104,20 +104,20 @@ def test_call_resumes_interrupted_one(monkeypatch, tmp_path):
         (tmp_path / "run.json").write_text(json.dumps(dict(commit="abc", device="GPU", numbers=rows)))
 
     monkeypatch.setattr(serving, "write_result", written)
-    assert serving.earlier(args) == {} and serving.missing({}, args, "bf16", [64, 1]) == [64, 1]
+    assert serving.earlier_rows(args) == {} and serving.missing({}, args, "bf16", [64, 1]) == [64, 1]
     serving.measure(server, args, "bf16", [], [64, 1], numbers)
-    assert loads[1:] == [(64, 0), (64, 1000), (1, 0), (1, 1000)] and serving.earlier(args) == numbers
+    assert loads[1:] == [(64, 0), (64, 1000), (1, 0), (1, 1000)] and serving.earlier_rows(args) == numbers
     assert numbers["bf16.c64"]["output_tok_s"] == 3.5 and len(numbers["bf16.c64"]["runs"]) == 2
     args.repeat = 3
     assert serving.missing(numbers, args, "bf16", [64, 1, 8]) == [64, 1, 8]
     serving.measure(server, args, "bf16", [], [64], numbers)
     assert loads[-1] == (64, 2000) and serving.missing(numbers, args, "bf16", [64]) == []
     # Results that another call added in the meantime are kept.
-    serving.keep({"kvc_k4v4.c64": {"runs": []}}, args)
-    assert set(serving.earlier(args)) == {"bf16.c64", "bf16.c1", "kvc_k4v4.c64"}
+    serving.save({"kvc_k4v4.c64": {"runs": []}}, args)
+    assert set(serving.earlier_rows(args)) == {"bf16.c64", "bf16.c1", "kvc_k4v4.c64"}
     (tmp_path / "run.json").write_text(json.dumps(dict(commit="def", device="GPU", numbers=numbers)))
     with pytest.raises(SystemExit, match="commit def"):
-        serving.earlier(args)
+        serving.earlier_rows(args)
 
 
 def test_profile_is_not_scored_as_run():

@@ -90,9 +90,9 @@ def test_solutions_pass_and_broken_ones_fail():
 
 
 def test_program_is_limited_in_time_and_memory():
-    assert sandbox.ends_well("x = 1")
-    assert not sandbox.ends_well("while True: pass", seconds=1)
-    assert not sandbox.ends_well("x = bytearray(1 << 34)")
+    assert sandbox.succeeds("x = 1")
+    assert not sandbox.succeeds("while True: pass", seconds=1)
+    assert not sandbox.succeeds("x = bytearray(1 << 34)")
 
 
 def test_context_omits_its_own_problem(maker):
@@ -225,10 +225,10 @@ def test_shared_blocks_are_counted_once():
 
 
 def test_tasks_are_chosen_by_name():
-    assert suite.chosen("calls,nll,niah") == ["niah", "nll", "calls"]
+    assert suite.select("calls,nll,niah") == ["niah", "nll", "calls"]
     with pytest.raises(ValueError, match="no task poetry"):
-        suite.chosen("poetry,kv")
-    assert set(suite.ASKED) == set(QUESTIONS)
+        suite.select("poetry,kv")
+    assert set(suite.TASKS) == set(QUESTIONS)
 
 
 def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
@@ -257,8 +257,8 @@ def test_cells_without_requested_task_are_measured_again(tmp_path):
     settings = {k: getattr(args, k) for k in (*policies.SETTINGS, "problems", "calls")}
     raw = {"stock": {"niah": [[True]]}, "k4v4": {"niah": [[True]], "code": [[True]]}}
     (tmp_path / "found.json").write_text(json.dumps({"numbers": {**settings, "raw": raw, "reference": "stock"}}))
-    assert set(policies.earlier(args)[0]) == {"k4v4"}
-    assert not policies.earlier(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
+    assert set(policies.earlier_cells(args)[0]) == {"k4v4"}
+    assert not policies.earlier_cells(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
 
 
 def test_presses_are_shown_beside_one_shot_level_of_same_size(tmp_path, monkeypatch):

@@ -36,9 +36,9 @@ def test_attention_matches_transformers(folder, reference):
 
 
 def test_window_over_all_tokens_is_never_short(reference):
-    assert reference.apart(prompt(WINDOW - ANSWER - 1), ANSWER)["short"] == 0
+    assert reference.drift(prompt(WINDOW - ANSWER - 1), ANSWER)["short"] == 0
 
 
 def test_short_window_shifts_logprobs_more_than_rounding(reference):
-    gaps = reference.apart(prompt(60), ANSWER)
+    gaps = reference.drift(prompt(60), ANSWER)
     assert gaps["short"] > gaps["rounded"] > 0
