@@ -114,7 +114,7 @@ def around_add_chunked_req(orig, self, req):
     end = min(len(req.full_untruncated_fill_ids), req.prefix_len + self.rem_chunk_tokens)
     need = runtime.capacity.new_block_tokens([req.kvc], [end]) + self.kvc_decode_tokens
     shortage = self.rem_chunk_tokens - int(self.rem_total_tokens)
-    whole = req.kvc.one_shot is not None and not req.kvc.one_shot.stays
+    whole = req.kvc.one_shot is not None and not req.kvc.one_shot.segment_blocks
     credit = runtime.capacity.chunk_credit(need, shortage, len(self.running_batch.reqs), whole)
     if credit is None:
         # No other prompt in this pass: SGLang charges a chunk of this one to every batch, and tracks only one such.

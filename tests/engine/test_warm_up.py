@@ -179,7 +179,7 @@ def serve(runtime, cap, window=-1):
             few = gen.randint(0, len(at))
             groups = np.array([[few, 1], [len(at) - few] * 2])
             runtime.queue_move(
-                at, from_format=policy.whole_format, to_format=policy.answer_format, lengths=np.full(len(at), 900),
+                at, from_format=policy.unplanned_format, to_format=policy.answer_format, lengths=np.full(len(at), 900),
                 groups=groups[groups[:, 0] > 0],
             )  # fmt: skip
             runtime.flush()

@@ -28,7 +28,7 @@ from .command import load
 from .queries import rotary_frequencies, unrotate
 
 PIECE, END = 1024, 128  # tokens of a piece, and tokens at its end that are left out because too few queries follow
-LEAST = 1e-6  # lower bound of attention, for its logarithm
+MIN_ATTENTION = 1e-6  # lower bound of attention, for its logarithm
 BATCH, RATE = 256, 3e-3
 
 
@@ -56,7 +56,7 @@ def collect(model: torch.nn.Module, ids: torch.Tensor, frequencies: torch.Tensor
         kept = slice(0, k.shape[1] - END)
         plain = unrotate(k, frequencies)[:, kept]
         rows[layer] = torch.cat((plain, v[:, kept].float()), -1).half()
-        targets[layer] = largest_attention(q, k, scale)[:, kept].clamp(min=LEAST).log()
+        targets[layer] = largest_attention(q, k, scale)[:, kept].clamp(min=MIN_ATTENTION).log()
         return causal(q, k, v, scale)
 
     run(model, ids, attend, torch.zeros(1, dtype=torch.int64, device=ids.device))
