@@ -100,7 +100,7 @@ class KvcAttnBackend(AttentionBackend):
         seqs += [None] * (len(lens) - len(seqs))  # an idle rank prefills a dummy prompt
         gaps = [0 if seq is None else seq.gap for seq in seqs]
         if any(gaps):
-            self.runtime.page_ops.gaps.leave_out(row_blocks, fb.req_pool_indices)
+            self.runtime.page_ops.gaps.close_up(row_blocks, fb.req_pool_indices)
             lens = [n - gap * p for n, gap in zip(lens, gaps)]
         prefix = [n - e for n, e in zip(lens, extend)]
         fake_quant_format = self.runtime.fake_quant_format(seqs)

@@ -53,7 +53,7 @@ def check_reads(server, reqs: list) -> None:
         backed |= np.arange(n) // P >= gap_end
         assert len(block_ids) == -(-n // P) and (row.numpy() == expected)[backed].all(), "a row and its record differ"
         listed = row[None, ::P].clone() // P
-        left_out = runtime.page_ops.gaps.leave_out(listed, torch.tensor([req.kv.req_pool_idx]))
+        left_out = runtime.page_ops.gaps.close_up(listed, torch.tensor([req.kv.req_pool_idx]))
         read = kept + block_ids[gap_end:]
         assert listed[0, : len(block_ids) - int(left_out)].tolist() == read, "a snapshot reads other blocks"
         format_ids = set(runtime.store.format_id[read].tolist())

@@ -233,7 +233,7 @@ def check(runtime, seq) -> None:
     assert held.sum() == held[owned].sum() == runtime.ledger.total == runtime.ledger.charge[owned].sum()
     assert runtime.gap_blocks == seq.missing == len(seq.blocks) - len(owned)
     row = torch.arange(len(seq.blocks)).int()[None]
-    out = int(runtime.page_ops.gaps.leave_out(row, torch.tensor([3])))
+    out = int(runtime.page_ops.gaps.close_up(row, torch.tensor([3])))
     assert out == seq.gap
     first = seq.one_shot.first if out else len(seq.blocks)
     left = [*seq.blocks[:first], *seq.blocks[first + out :]]
@@ -313,7 +313,7 @@ def test_packing_never_makes_host_wait(runtime):
     rows, at = torch.arange(24).view(2, 12), torch.tensor([3, 1])
     with NoSync():
         runtime.flush()
-        assert runtime.page_ops.gaps.leave_out(rows, at) is not None
+        assert runtime.page_ops.gaps.close_up(rows, at) is not None
     assert rows[1].tolist() == list(range(12, 24)) != rows[0].tolist()
 
 
