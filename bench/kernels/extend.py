@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from kvc_kernels.extend.few_tokens import TIERS as FEW_ROWS
-from kvc_kernels.extend.unpacked import LEAST_NEW
+from kvc_kernels.extend.unpacked import MIN_NEW
 from kvc_kernels.scores.reference import DECODE_STRIDE
 
 from . import collecting
@@ -52,7 +52,7 @@ def variants():
 
 def supports(name: str, new: int) -> bool:
     """Whether the variant supports `new` new tokens."""
-    return {"few": new * GROUP <= FEW_ROWS[-1], "unpacked": new >= LEAST_NEW}.get(name, True)
+    return {"few": new * GROUP <= FEW_ROWS[-1], "unpacked": new >= MIN_NEW}.get(name, True)
 
 
 def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: bool):

@@ -122,7 +122,7 @@ def changed_parameters() -> dict[str, str]:
 
 
 def table() -> list[str]:
-    """Markdown rows of all registered hooks, by file; `sglang.srt.` is left out."""
+    """Markdown rows of all registered hooks, by file, without the prefix `sglang.srt.`."""
     hooks = sorted(HOOKS.values(), key=lambda h: (h.file, h.target))
     return [f"| `{h.file}` | {h.kind} | `{h.target.removeprefix('sglang.srt.')}` |" for h in hooks]
 
@@ -137,12 +137,12 @@ def verify() -> None:
     if missing:
         problem = f"{len(missing)} of its hooks into SGLang did not apply ({', '.join(missing)})"
     elif changed:
-        problem = f"functions that it hooks have other parameters ({', '.join(changed)})"
+        problem = f"functions that it hooks have different parameters ({', '.join(changed)})"
     elif not loaded:
         problem = "it did not load completely (the log has the error)"
     else:
         return
     raise RuntimeError(
-        f"--kv-backend kvc cannot serve: {problem}; install the SGLang version it is made for ({SGLANG_VERSION}) or "
-        "start with --kv-backend default"
+        f"--kv-backend kvc cannot serve: {problem}; install the supported SGLang version ({SGLANG_VERSION}), or start "
+        "with --kv-backend default"
     )

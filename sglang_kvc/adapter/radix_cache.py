@@ -60,7 +60,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
     def evict_for_alloc(self, params: EvictParams, *, allocation_reclaim_satisfied=None) -> EvictResult:
         capacity = self.runtime.capacity
         goal = capacity.eviction_goal(params.num_tokens)
-        if goal <= capacity.reachable_tokens():  # otherwise every block that could be demoted would be dropped anyway
+        if goal <= capacity.reachable_tokens():  # otherwise all blocks that could be demoted are dropped anyway
             self.component.demotions.make_room(goal)
         missing = goal - capacity.available_tokens()
         if missing <= 0:
@@ -100,7 +100,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
     # ---- requests
 
     def checkpoint_into_tree(self, req, *, up_to: int, **kwargs) -> None:
-        """Insert the full blocks of the first `up_to` tokens. The request then goes on in the tree's blocks.
+        """Insert the full blocks of the first `up_to` tokens. The request then continues in the tree's blocks.
 
         SGLang checkpoints a request after each chunk, after its prefill, and when it finishes. With
         `--strip-thinking-cache` a finished request inserts only its prompt; blocks beyond it that were already in the
@@ -132,9 +132,9 @@ class KvcRadixCache(DiskCache, StreamingCache):
 
     def keep_retracted(self, req) -> None:
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
-        any others. Those that are left when the request resumes are a cache hit.
+        any others. When the request resumes, it hits those that are still there.
 
-        A one-shot prompt inserts nothing and is computed again as a whole."""
+        A one-shot prompt inserts nothing and is computed again from its first token."""
         if self.disable or req.kvc is None or req.kvc.one_shot is not None:
             return
         req.kvc_prefetched = False
@@ -198,7 +198,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
             self.back_up(req.last_node)
 
     def _drop_path(self, node_id: int) -> None:
-        """Free the blocks from the node up to the first one that another request uses."""
+        """Free the blocks of the node and of its ancestors, up to the first node that another request uses."""
         core = self.tree_core
         while not core.is_root(node_id) and (node := core.node_by_id(node_id)) in core.evictable_device_leaves:
             parent = node.parent.id

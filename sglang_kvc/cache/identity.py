@@ -1,4 +1,4 @@
-"""The identity of a server's blocks: everything besides their tokens that their content depends on."""
+"""The identity of a server's blocks: everything except their tokens that their content depends on."""
 
 from __future__ import annotations
 

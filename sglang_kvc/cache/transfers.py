@@ -27,13 +27,13 @@ class Loading:
     """A load under way: blocks being copied from the host to the device.
 
     queued: number of operations that are not launched yet. events: CUDA events at the ends of the launched ones (none
-    on the CPU, where a load ends at once). kept: tensors that a stream still reads.
+    on the CPU, where a load ends at once). in_use: tensors that a stream still reads.
     """
 
     blocks: np.ndarray
     queued: int = 0
     events: list[Any] = field(default_factory=list)
-    kept: list[torch.Tensor] = field(default_factory=list)
+    in_use: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -189,17 +189,15 @@ class Transfers:
             done = torch.cuda.Event()
             done.record()
             fill.loading.events.append(done)
-            fill.loading.kept.append(fill.ids)
+            fill.loading.in_use.append(fill.ids)
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:
         """Copy records between `rows[n, bytes]` on the device and `units[n, k]` of the host memory."""
         on_device = rows.view(-1, self.memory.unit_bytes)
         for at, first, n in runs(units.ravel()):
-            there, here = self.memory.data[first : first + n], on_device[at : at + n]
-            if to_host:
-                there.copy_(here, non_blocking=True)
-            else:
-                here.copy_(there, non_blocking=True)
+            host, device = self.memory.data[first : first + n], on_device[at : at + n]
+            target, source = (host, device) if to_host else (device, host)
+            target.copy_(source, non_blocking=True)
 
     def counts(self, first_units: np.ndarray) -> np.ndarray:
         """Token counts int16 `[n, L, H, 2]` of records that are in host memory, by their first units."""

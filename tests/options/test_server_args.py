@@ -162,7 +162,7 @@ def checks(monkeypatch):
     from sglang_kvc.options import server_args as module
 
     names = []
-    for name in ("prepare", "verify", "_refuse_strays"):
+    for name in ("prepare", "verify", "_refuse_unused_options"):
         check = getattr(module, name)
         monkeypatch.setattr(module, name, lambda args, name=name, check=check: (names.append(name), check(args))[1])
     return names

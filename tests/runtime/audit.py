@@ -53,16 +53,16 @@ def check_reads(server, reqs: list) -> None:
         backed |= np.arange(n) // P >= gap_end
         assert len(block_ids) == -(-n // P) and (row.numpy() == expected)[backed].all(), "a row and its record differ"
         listed = row[None, ::P].clone() // P
-        left_out = runtime.page_ops.gaps.leave_out(listed, torch.tensor([req.kv.req_pool_idx]))
+        left_out = runtime.page_ops.gaps.close_up(listed, torch.tensor([req.kv.req_pool_idx]))
         read = kept + block_ids[gap_end:]
         assert listed[0, : len(block_ids) - int(left_out)].tolist() == read, "a snapshot reads other blocks"
         format_ids = set(runtime.store.format_id[read].tolist())
         allowed = {0, format_id_of(runtime, req)}
         if req.kvc_level is None:
-            allowed |= {*runtime.policy.ladder, runtime.policy.whole_format, runtime.policy.answer_format}
+            allowed |= {*runtime.policy.ladder, runtime.policy.unplanned_format, runtime.policy.answer_format}
         assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
-            steps = 2 if req.kvc.one_shot.stays else 1
+            steps = 2 if req.kvc.one_shot.segment_blocks else 1
             record.check_kept(runtime.store, kept, req.history[: gap_end * P], req.kvc.prompt, steps)
         prompt = req.full_untruncated_fill_ids
         written = n if req.kvc.decoding else n - req.kvc.probe_tokens(req.prefix_len, n, len(prompt))
@@ -100,7 +100,7 @@ def check_files(server) -> tuple[int, int]:
     """Check that no transfer is in progress. Returns the numbers of bytes written and read."""
     tree, tier = server.tree_cache, server.runtime.host_tier
     tier.disk.synchronize()
-    assert not tree.fetched and not tier.disk.store.damaged
+    assert not tree.fetches and not tier.disk.store.damaged
     return tier.disk.store.bytes_written, tier.disk.store.bytes_read
 
 

@@ -227,27 +227,27 @@ def test_backend_that_fails_to_start_is_rejected(tier):
 @on_backends("memory")
 def test_slow_lookup_is_skipped(place, monkeypatch):
     """The prompt proceeds without the lookup, and so do later prompts until the backend has answered."""
-    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOKUP_SECONDS", 0.0)
     tier = DiskTier(place.tier, place.store())
     tasks: list[Future] = []
-    monkeypatch.setattr(tier._lookers, "submit", lambda *args: tasks.append(Future()) or tasks[-1])
-    first = tier.look([key_of(1)])
-    second = tier.look([key_of(1)])
+    monkeypatch.setattr(tier._lookup_thread, "submit", lambda *args: tasks.append(Future()) or tasks[-1])
+    first = tier.lookup([key_of(1)])
+    second = tier.lookup([key_of(1)])
     assert first.finished and second.finished and first.sizes == second.sizes == [] and len(tasks) == 1
     tasks[0].set_result([100])
-    tier.look([key_of(1)])
+    tier.lookup([key_of(1)])
     assert len(tasks) == 2 and first.sizes == [100]
     tier.close()
 
 
 def test_prompts_are_computed_when_backend_hangs(tmp_path, monkeypatch):
     """They wait for a limited time and are then computed. A running server can neither attach nor detach a backend."""
-    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOKUP_SECONDS", 0.02)
     runtime = make_runtime(high="k4v4", window=0, host_memory=200_000, storage="dynamic")
     with get_parallel().override(tp_rank=0, tp_size=1), configured(runtime, 2 * P, retract_every=1000):
         server = Overlap(runtime, 2 * P, disable=False, server_args=memory_backend.server_args(str(tmp_path)))
         tree = server.tree_cache
-        tree.disk._lookers = lookers = Threads(random.Random(0))  # never answers
+        tree.disk._lookup_thread = lookers = Threads(random.Random(0))  # never answers
         for i in range(3):
             server.submit([100 * i + j for j in range(P + 3)], [5000 + i], None, None)
         until = time.monotonic() + 30

@@ -79,13 +79,13 @@ def test_plans_of_whole_blocks_do_not_wait(options, device):
         with never_waiting(device) if turn else contextlib.nullcontext():
             ids = np.asarray(runtime.take([128 * i for i in range(9)]))
             runtime.flush()
-            runtime.queue_due(ids, policy.whole_format)
+            runtime.queue_due(ids, policy.unplanned_format)
             runtime.flush()
             rounds = [[[5, 9]], [[5, 4], [4, 16]]] if policy.answer_format else [None]
             for groups in rounds:
                 planned = ids if groups is None else ids[: sum(n for n, _ in groups)]
                 runtime.queue_move(
-                    planned, from_format=policy.whole_format, to_format=policy.answer_format or 1,
+                    planned, from_format=policy.unplanned_format, to_format=policy.answer_format or 1,
                     lengths=np.full(len(planned), 2000), **({} if groups is None else {"groups": np.array(groups)}),
                 )  # fmt: skip
                 runtime.flush()

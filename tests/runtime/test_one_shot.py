@@ -28,11 +28,11 @@ def test_budgets_are_parsed_from_text(text):
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("one-shot", "no budget"), ("one-shot:", "no budget"), ("one-shot:x", "no budget"),
-        ("one-shot:-4x", "no budget"),
-        ("one-shot:nanx", "no budget"), ("one-shot:1e3", "no budget"), ("one-shot:16x,", "no budget"),
+        ("one-shot", "not a budget"), ("one-shot:", "not a budget"), ("one-shot:x", "not a budget"),
+        ("one-shot:-4x", "not a budget"),
+        ("one-shot:nanx", "not a budget"), ("one-shot:1e3", "not a budget"), ("one-shot:16x,", "not a budget"),
         ("one-shot:0.99x", "out of range"), ("one-shot:64.1x", "out of range"), ("one-shot:0", "keeps nothing"),
-        ("one-shot:" + "9" * 10**6, "no budget"),
+        ("one-shot:" + "9" * 10**6, "not a budget"),
     ],
 )  # fmt: skip
 def test_invalid_budget_is_rejected_with_one_sentence(text, why):
@@ -68,7 +68,7 @@ def test_prompt_sizes_stay_within_budget(data):
         # At most one page is left over, and no head gets far less than its fair share.
         assert plan.pages == packed_pages or num_bytes + page_bytes + RING_ENTRY_BYTES > allowed
         average = plan.pages / rows
-        assert plan.kept_blocks == full or plan.kept_blocks * (p // t) >= one_shot.MOST * average
+        assert plan.kept_blocks == full or plan.kept_blocks * (p // t) >= one_shot.HEAD_LIMIT * average
     tokens = data.draw(st.integers(1, 2 * full * p))
     plan = Budget(tokens=tokens).plan(layout, fmt, full, full * p + tail)
     if plan is None:
@@ -238,7 +238,7 @@ def check(runtime, seq) -> None:
     assert pages.sum() == pages[owned].sum() == runtime.ledger.total == runtime.ledger.charge[owned].sum()
     assert runtime.gap_blocks == seq.missing == len(seq.blocks) - len(owned)
     row = torch.arange(len(seq.blocks)).int()[None]
-    out = int(runtime.page_ops.gaps.leave_out(row, torch.tensor([3])))
+    out = int(runtime.page_ops.gaps.close_up(row, torch.tensor([3])))
     assert out == seq.gap
     first = seq.one_shot.first if out else len(seq.blocks)
     left = [*seq.blocks[:first], *seq.blocks[first + out :]]
@@ -247,7 +247,7 @@ def check(runtime, seq) -> None:
 
 def slow_thinned(tokens: int, seq, chunks) -> dict[tuple[int, int], list[int]]:
     """Tokens that each head has before the last competition."""
-    size, stays = thinning.SEGMENT, seq.one_shot.stays
+    size, stays = thinning.SEGMENT, seq.one_shot.segment_blocks
     kept_by_head = {(layer, head): [] for layer in range(L) for head in range(H)}
     done = 0
     for end, probe, k, q in chunks[:-1]:
@@ -281,7 +281,7 @@ def test_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays, 
     runtime, tokens = tight, blocks * P + tail
     seq, k, v, chunks = arrive(runtime, tokens, chunk * P, budget)
     prompt, fmt = seq.one_shot, FORMATS["k4v4"]
-    assert prompt.stays == stays and any(probe for _, probe, *_ in chunks) == (stays < 4)
+    assert prompt.segment_blocks == stays and any(probe for _, probe, *_ in chunks) == (stays < 4)
     with NoSync():
         runtime.flush()
     check(runtime, seq)
@@ -318,7 +318,7 @@ def test_packing_never_makes_host_wait(runtime):
     rows, at = torch.arange(24).view(2, 12), torch.tensor([3, 1])
     with NoSync():
         runtime.flush()
-        assert runtime.page_ops.gaps.leave_out(rows, at) is not None
+        assert runtime.page_ops.gaps.close_up(rows, at) is not None
     assert rows[1].tolist() == list(range(12, 24)) != rows[0].tolist()
 
 
@@ -397,7 +397,7 @@ def test_admission_counts_whole_uncompressed_prompt(runtime):
     limit = runtime.sizing.capacity_tokens
     assert capacity.prompt_ever_fits(limit - 1, 1, chunk) and not capacity.prompt_ever_fits(limit - 1, 1, None, budget)
     # A chunk may not draw on the reserve for answers, because it is not packed soon.
-    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, waits_whole=True) == 0
+    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, packs_at_end=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_prompt_logprobs_are_rejected_where_chunks_have_probes(tight):
     """The request is refused exactly where its chunks have probes."""
     sizes, budget = tight.capacity.one_shot, Budget(ratio=16)
     for tokens, stays in ((8 * P - 10, 0), (16 * P, 4), (27 * P, 2)):
-        assert sizes.stays(budget, tokens, 1, P) == stays
+        assert sizes.segment_blocks(budget, tokens, 1, P) == stays
         if 0 < stays < 4:
             with pytest.raises(ValueError, match=f"up to {sizes.room - P} tokens") as e:
                 sizes.check_read(budget, tokens, 1, P)
@@ -440,7 +440,7 @@ def test_every_prompt_within_budget_limit_fits(tight):
         budget, before = Budget.parse(text), 0
         for chunk in (6 * P, 2 * P, P):
             longest = sizes.longest(budget, 1, chunk)
-            fits = [sizes.stays(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
+            fits = [sizes.segment_blocks(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
             assert fits == [True] * longest + [False] * 4 and longest >= before
             capacity = tight.sizing.capacity_tokens
             assert all(sizes.need(budget, n, 1, 1, chunk) + P < capacity for n in range(1, longest))

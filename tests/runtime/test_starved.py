@@ -183,7 +183,7 @@ def state(server: Overlap) -> tuple:
     tree, tier = server.tree_cache, server.runtime.host_tier
     nodes = [(n.id, len(n.key), n.evicted, n.backuped) for n in _nodes(tree)]
     queues = [r.rid for r in server.waiting_queue], [r.rid for r in server.running_batch.reqs]
-    fetches = len(tree.looking), len(tree.fetched)
+    fetches = len(tree.lookups), len(tree.fetches)
     return nodes, queues, len(tree.loads), fetches, server.runtime.ledger.total, tier.memory.free_units
 
 
@@ -223,7 +223,7 @@ def _server(
                 place, good, bad = tier.store.backend, MemoryBackend, BadBackend
             place.__class__, place.draw = draw.choice([good, bad]), disk_draw
             if draw.random() < 0.8:  # the remaining runs use real threads
-                tier._readers, tier._writers, tier._lookers = threads = [Threads(disk_draw) for _ in range(3)]
+                tier._readers, tier._writers, tier._lookup_thread = threads = [Threads(disk_draw) for _ in range(3)]
         if peer is not None:
             peer.join(server)
         for name in ("cache.disk_tier", "adapter.tree_disk"):

@@ -102,7 +102,7 @@ class PackedPart:
         flat, p = p, p.reshape(heads, group, -1, t).transpose(1, 2)  # [H, N, G, T] with N pages of all blocks
         meta = value_meta(self.page, self.raw).flatten(1, 2).float()  # [H, N, groups, 2, T]
         if self.valid is not None:
-            # Slots behind a head's tokens may lie in the scratch page, whose bytes may be NaN.
+            # Slots after a head's tokens may lie in the scratch page, whose bytes may be NaN.
             meta = meta.masked_fill(~self.valid.view(heads, -1, 1, 1, t), 0)
         packed = value_bytes(self.page, self.raw).flatten(1, 2)  # [H, N, D*bits/8, T]
         width, groups = self.page.value_row_bytes, self.page.value_groups
@@ -178,7 +178,7 @@ def _plain(store: PageStore, layer: int, blocks: torch.Tensor, tokens: int) -> P
 
 
 def _packed(store: PageStore, layer: int, blocks: torch.Tensor, block_format: BlockFormat) -> list[PackedPart]:
-    """Both tiers of `blocks[nb]`, all at `block_format`. A tier without tokens is left out."""
+    """Both tiers of `blocks[nb]`, all at `block_format`, without tiers that hold no tokens."""
     g, out = store.layout, []
     table = store.table[blocks, layer].transpose(0, 1).long()
     counts = store.counts[blocks, layer].permute(2, 1, 0).long()  # [2, H, nb]

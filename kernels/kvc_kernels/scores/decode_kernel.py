@@ -106,7 +106,7 @@ def _packed_tiles(
     g = tl.arange(0, NQ)
     ids = ()
     for k in tl.static_range(TILES * SPAN):
-        # Entries behind a head's pages are valid page ids, too.
+        # Entries after a head's pages are valid page ids, too.
         e = (first + k // SPAN * TILE) // T + k % SPAN
         ids = ids + (tl.load(row + (1 - 2 * SIDE) * e, mask=e * T < P, other=0),)
     count = tl.load(counts).to(tl.int32)
@@ -211,7 +211,7 @@ def _step_kernel(
         block_word = tl.load(listed + following)
         request_word = tl.load(listed + capacity + following)
         for r in range(first_request, last_request + 1):
-            # Requests that share a block have it in the same place. Behind a request's end, block ids are arbitrary.
+            # Requests that share a block have it in the same place. After a request's end, block ids are arbitrary.
             holds = r == first_request
             if r > first_request:
                 reaches = tl.load(requests + r * 4) > place * P

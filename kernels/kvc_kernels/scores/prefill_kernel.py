@@ -63,7 +63,7 @@ def _column_sums(
     """fp32 `[TILE]`: sums over queries of their probabilities for keys k (FIELDS pieces `[TILE, D / FIELDS]`), raised
     to POWER and reduced over G heads. `q_rows`, `lse_rows`: first counted query of the first head, at
     `first_position`; further queries follow by STRIDE. NEAREST > 0: number of tokens up to and including a query's
-    own that are left out. Queries before all of the keys are skipped, QB at a time: half of a prompt's queries if
+    own that do not count. Queries before all of the keys are skipped, QB at a time: half of a prompt's queries if
     all count.
     """
     result = tl.zeros([TILE], tl.float32)
@@ -105,7 +105,7 @@ def _attention_scores(
     """
     total = tl.zeros([TILE], tl.float32)
     for r in range(first, last + 1):
-        # A place behind a request's end holds an arbitrary block id.
+        # A place after a request's end holds an arbitrary block id.
         tokens = tl.load(requests + r * 4)
         other = tl.load(row_blocks + r * row_stride + j, mask=tokens > j * P, other=-1)
         if other.to(tl.int64) == block:

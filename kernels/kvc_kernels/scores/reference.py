@@ -45,15 +45,15 @@ class ScoreSampling:
     decode_stride: int = DECODE_STRIDE
 
     def __post_init__(self) -> None:
-        known = self.reduce in REDUCE and self.power in (1, 2)
-        if not known or self.skip < 0 or (self.window is not None and self.window < 1):
+        valid = self.reduce in REDUCE and self.power in (1, 2)
+        if not valid or self.skip < 0 or (self.window is not None and self.window < 1):
             raise ValueError(
                 f"attention is collected from 1 query or more, to the power 1 or 2, and reduced by {', '.join(REDUCE)}"
             )
         if any(s not in STRIDES for s in (self.stride, self.decode_stride)) or (self.window or 0) % self.stride:
             raise ValueError(
-                f"attention is collected from one query in {', '.join(map(str, STRIDES))}, and a window is a whole "
-                "number of such steps"
+                f"attention is collected from one query in {', '.join(map(str, STRIDES))}, and a window is a multiple "
+                "of that stride"
             )
 
     def raised(self, weights: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class ScoreSampling:
 
     @property
     def nearest(self) -> int:
-        """Number of tokens up to and including a query's own whose probability is left out."""
+        """Number of tokens up to and including a query's own whose probability does not count."""
         return max(1, self.skip)
 
     def decoding(self, position: int) -> bool:
@@ -86,7 +86,7 @@ def add_decode_scores(
 ) -> None:
     """Add one query's probabilities, reduced according to `sampling`; `weights` fp32 `[H, G, S]` per part.
 
-    The query's attention to its own token, the last one, is left out.
+    The query's attention to its own token, the last one, does not count.
     """
     for i, (part, w) in enumerate(zip(parts, weights)):
         scores = sampling.reduced(w if sampling.power == 1 else w.square())
@@ -112,7 +112,7 @@ def add_prefill_scores(
     heads of a KV head.
 
     `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes`: dense tokens of each part. The diagonal (a
-    token's attention to itself) and the diagonals below it that `sampling.skip` names are left out.
+    token's attention to itself) and the diagonals below it that `sampling.skip` names do not count.
     """
     new, slots = q.shape[1], k.shape[1]
     first = 0 if sampling.window is None else max(0, new - sampling.window)
@@ -220,7 +220,7 @@ def count_queries(
     extend_lens: torch.Tensor | None,
     sampling: ScoreSampling,
 ) -> None:
-    """Update the query counts once per forward: query_counts[block] += counted queries behind the block's last token.
+    """Update the query counts once per forward: query_counts[block] += counted queries after the block's last token.
 
     `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step;
     all on the store's device. One query per stride is sampled and counts for all of them.
@@ -232,8 +232,8 @@ def count_queries(
     if sampling.window is not None:
         first = torch.maximum(first, end - sampling.window)
     p = store.layout.block_tokens
-    behind = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
-    count = (end // stride - torch.maximum(first, behind) // stride).clamp_(min=0) * stride
+    block_end = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
+    count = (end // stride - torch.maximum(first, block_end) // stride).clamp_(min=0) * stride
     store.query_counts.index_add_(0, row_blocks.long().flatten(), count.flatten().to(torch.int32))
 
 
@@ -242,13 +242,13 @@ def mean_attention_scores(
 ) -> torch.Tensor:
     """Mean attention score of each token of full `blocks[n]`, fp32 `[n, L, H, P]` in token order.
 
-    Score divided by the number of counted queries: those behind the block and, if all queries count, those of the block
-    itself behind the token that a prompt's `stride` samples. A known common `format_id` of all blocks avoids the read
+    Score divided by the number of counted queries: those after the block and, if all queries count, those of the block
+    itself after the token that a prompt's `stride` samples. A known common `format_id` of all blocks avoids the read
     on the host.
     """
     p = store.layout.block_tokens
     num_queries = store.query_counts[blocks].view(-1, 1, 1, 1).float()
     if window is None:
-        behind = torch.arange(1, p + 1, device=store.device)
-        num_queries = num_queries + (p // stride - behind // stride) * stride
+        token_end = torch.arange(1, p + 1, device=store.device)
+        num_queries = num_queries + (p // stride - token_end // stride) * stride
     return block_scores(store, blocks, format_id) / num_queries.clamp(min=1)

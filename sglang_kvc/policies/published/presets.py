@@ -45,7 +45,7 @@ PUBLISHED: tuple[type[Policy], ...] = (
     ),
     preset(
         "minikv",
-        "MiniKV (arXiv 2411.18077): a quarter of heavy hitters in a pyramid of depth 7, a quarter of recent tokens, "
+        "MiniKV (arXiv 2411.18077): a quarter of heavy hitters in a pyramid with beta = 7, a quarter of recent tokens, "
         "all at 2 bits. k2v2 quantizes a channel of keys over a whole block, not in MiniKV's groups of 16 tokens, and "
         "the recent tokens are those of every block.",
         window=128,
@@ -91,7 +91,7 @@ PUBLISHED: tuple[type[Policy], ...] = (
     ),
     preset(
         "dapq",
-        "DapQ: attention of pseudo queries at the positions behind a block.",
+        "DapQ: attention of pseudo queries at the positions after a block.",
         high="k8v8",
         scorer=DapQ(),
         share=Uniform(),

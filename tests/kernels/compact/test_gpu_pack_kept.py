@@ -52,7 +52,7 @@ def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[s
         page_counts = ops.sequence_quota(torch.cat(worth), 40, 1)
         ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages, packed=before, into=targets)
         gaps.open(3, KEPT, FULL - KEPT)
-        gaps.leave_out(block_table, rows)
+        gaps.close_up(block_table, rows)
         gaps.close(3)
     finally:
         if device == "cuda":

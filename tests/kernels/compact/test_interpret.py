@@ -61,7 +61,7 @@ WHOLE = [
 def test_all_kept_gives_same_bytes(spec, block_tokens, page_tokens, keys, monkeypatch):
     """No tiers are given, and some blocks do not fill their pages."""
     if keys == "read twice":
-        monkeypatch.setattr(launch, "HELD", 1)
+        monkeypatch.setattr(launch, "WARP_ELEMENTS", 1)
     block_formats, has_scores = block_formats_of(spec), block_tokens == 64
     page = page_bytes_for(block_formats[1].high, page_tokens, head_dim=64, has_scores=has_scores)
     a, b = pair(

@@ -126,7 +126,7 @@ def test_supports_only_cases_kernel_was_written_for():
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         assert extend.supports(store())
         assert not extend.supports(store(head_dim=64))
-        assert not extend.supports(store(block_tokens=2 * extend.MOST_BLOCK_TOKENS))
+        assert not extend.supports(store(block_tokens=2 * extend.MAX_BLOCK_TOKENS))
         patch.setattr(extend, "available", lambda: False)  # then the Triton kernel serves
         assert not extend.supports(store())
         patch.setattr(extend, "available", lambda: True)

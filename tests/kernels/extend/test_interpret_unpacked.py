@@ -53,8 +53,8 @@ def test_rows_equal_reference_bit_for_bit(spec):
 def test_merged_passes_match_reference(slots, monkeypatch):
     """The batch has three requests with a prefix, one of which has a waiting block, one without a prefix, and one
     without tokens."""
-    monkeypatch.setattr(module, "LEAST_NEW", 1)
-    monkeypatch.setattr(module, "LEAST_PREFIX", 1)
+    monkeypatch.setattr(module, "MIN_NEW", 1)
+    monkeypatch.setattr(module, "MIN_PREFIX", 1)
     store, _, _ = request_case()
     group, prefix, new = 3, [P, 2 * P, 0, 0, 3 * P], [7, 5, 4, 0, 3]
     op = unpacked(store, HEADS * group, slots)
@@ -89,8 +89,8 @@ def test_plan_accepts_only_long_packed_prefixes(monkeypatch):
     store, _, _ = request_case()
     op = unpacked(store, HEADS, 2)
     assert not op.plan(ROWS, PREFIX, NEW)
-    monkeypatch.setattr(module, "LEAST_NEW", 5)
-    monkeypatch.setattr(module, "LEAST_PREFIX", 2 * P)
+    monkeypatch.setattr(module, "MIN_NEW", 5)
+    monkeypatch.setattr(module, "MIN_PREFIX", 2 * P)
     assert op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0])
     assert not op.plan(ROWS, [P, 0, 0, 0, 0], [5, 4, 0, 0, 0])  # a short prefix
     assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [4, 4, 0, 0, 0])  # few new tokens
@@ -103,8 +103,8 @@ def test_plan_accepts_only_long_packed_prefixes(monkeypatch):
 @pytest.mark.parametrize("exact", [None, [False, True, False, False, True]])
 def test_forward_over_stored_blocks_matches_reference(exact, monkeypatch):
     """A whole forward, with stand-ins for FlashInfer, against the reference."""
-    monkeypatch.setattr(module, "LEAST_NEW", 1)
-    monkeypatch.setattr(module, "LEAST_PREFIX", 1)
+    monkeypatch.setattr(module, "MIN_NEW", 1)
+    monkeypatch.setattr(module, "MIN_PREFIX", 1)
     store, k, v = request_case()
     fmt, q = store.block_formats[1].high, torch.randn(
         sum(NEW), HEADS * 2, DIM, generator=torch.Generator().manual_seed(5)

@@ -152,14 +152,14 @@ def test_passes_cover_every_run_once_within_staging_limit():
         for fake_quantized in (False, True):
             args = PREFIX, NEW, WAITING, [fake_quantized] * len(NEW)
             for limit in (1, 6, 12, 100):
-                passes = cut(*args, p=P, window=window, most=limit)
+                passes = cut(*args, p=P, window=window, max_slots=limit)
                 assert sum(sum(x.tokens) for x in passes) == sum(NEW)
                 for x in passes:
                     filled = [i[2] for i in x.pages] + [s for i in x.rows for s in i[2:4] if s >= 0]
                     assert sorted(filled) == list(range(x.size))
                     assert {s for run_slots in x.slots for s in run_slots} <= set(filled)
                     assert x.size <= limit or len({i[0] for i in x.pages + x.rows}) == 1
-    assert cut([], [], None, [], p=P, window=3, most=5) == []
+    assert cut([], [], None, [], p=P, window=3, max_slots=5) == []
 
 
 def test_tiers_are_rejected():
