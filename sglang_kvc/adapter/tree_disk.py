@@ -140,12 +140,12 @@ class DiskCache(HostCache):
         """Begin or check the fetch of records that continue the cached prefix of `req`; returns whether the prompt
         waits for them.
 
-        There is one lookup per prompt. Each rank looks for its own records, and the ranks agree on the number that all
-        have.
+        There is one lookup per prompt, and another one after each retraction. Each rank looks for its own records, and
+        the ranks agree on the number that all have.
         """
         if not self._uses_disk or req.kvc_private:
             return False
-        if hasattr(req, "kvc_fetched"):
+        if getattr(req, "kvc_fetched", False):
             return any(f.req is req for f in (*self.looking, *self.fetched))
         req.kvc_fetched = True
         node = self.tree_core.node_by_id(req.best_match_node)
