@@ -6,7 +6,6 @@ The key of a block is SGLang's chained hash of its tokens, of all tokens before 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -242,12 +241,3 @@ class DiskCache(HostCache):
 
 def _keys(hashes: list[str]) -> list[bytes]:
     return [bytes.fromhex(h) for h in hashes]
-
-
-def weights_digest(model: torch.nn.Module) -> bytes:
-    """A digest of a sample of every parameter. It differs between models of one architecture with different weights."""
-    samples = [p.detach().flatten()[:: max(1, p.numel() // 64)][:64] for p in model.parameters()]
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(sample.float().cpu().numpy().tobytes())
-    return digest.digest()

@@ -7,10 +7,13 @@ queue, so stream order makes the reuse of pages safe.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,7 +98,8 @@ class Runtime:
     windowed: bool = False  # whether the model has layers with sliding windows
     weights_changed: bool = False  # since the last reset
     released: bool = False  # the page store's memory is released, and nothing may touch it
-    weights: Callable[[], bytes] = lambda: b""  # identifies the weights and the rank's heads and layers
+    weights: Callable[[], bytes] = lambda: b""  # identifies the weights
+    model: Callable[[], str] = lambda: ""  # identifies everything else that K and V are computed from
     _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
 
     def __post_init__(self) -> None:
@@ -106,6 +110,12 @@ class Runtime:
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
         self.demotion = Demotion(self)
+
+    @functools.cached_property
+    def calibration_digest(self) -> str:
+        """Digest of the calibration file as the server read it at its start; empty without a file."""
+        path = self.config.calibration
+        return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
     def attach_host_tier(self) -> None:
         """Allocate the host memory of `config.host_memory` bytes."""
