@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
@@ -12,8 +14,8 @@ from ..cache.one_shot import WINDOW
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
+from .model_identity import model_text, weights_digest
 from .pool import KvcPool
-from .tree_disk import weights_digest
 
 
 def check_heads(layers, heads: int) -> None:
@@ -44,8 +46,8 @@ class KvcAttnBackend(AttentionBackend):
         policy = self.runtime.policy
         layers = attention_layers(runner.model)
         check_heads(layers, self.runtime.layout.heads)
-        shard = get_parallel().attn_tp_size, get_parallel().attn_tp_rank, pool.start_layer
-        self.runtime.weights = lambda: weights_digest(runner.model) + bytes(shard)
+        self.runtime.weights = lambda: weights_digest(runner.model)
+        self.runtime.model = functools.cache(lambda: model_text(runner, pool.start_layer))
         sizes = {
             "query_heads": runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
             "max_batch": rows,

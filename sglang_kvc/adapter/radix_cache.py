@@ -141,6 +141,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
         req.refresh_fill_ids()
         written = req.full_untruncated_fill_ids[: req.kv.kv_committed_len]
         self._follow_tree(req, BlockKey(written, req.extra_key, cache_salt=req.cache_salt))
+        req.kvc_fetched = False  # its blocks may leave for the disk before it resumes
         if self.reuse is not None:
             self.reuse.interrupt(req)
 

@@ -5,7 +5,6 @@ The key of a block is SGLang's chained hash of its tokens, of all tokens before 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -139,12 +138,12 @@ class DiskCache(HostCache):
         """Begin or check the fetch of records that continue the cached prefix of `req`; returns whether the prompt
         waits for them.
 
-        There is one lookup per prompt. Each rank looks for its own records, and the ranks agree on the number that all
-        have.
+        There is one lookup per prompt, and another one after each retraction. Each rank looks for its own records, and
+        the ranks agree on the number that all have.
         """
         if not self._uses_disk or req.kvc_private:
             return False
-        if hasattr(req, "kvc_fetched"):
+        if getattr(req, "kvc_fetched", False):
             return any(f.req is req for f in (*self.lookups, *self.fetches))
         req.kvc_fetched = True
         node = self.tree_core.node_by_id(req.best_match_node)
@@ -243,12 +242,3 @@ class DiskCache(HostCache):
 
 def _keys(hashes: list[str]) -> list[bytes]:
     return [bytes.fromhex(h) for h in hashes]
-
-
-def weights_digest(model: torch.nn.Module) -> bytes:
-    """A digest of a sample of every parameter. It differs between models of one architecture with different weights."""
-    samples = [p.detach().flatten()[:: max(1, p.numel() // 64)][:64] for p in model.parameters()]
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(sample.float().cpu().numpy().tobytes())
-    return digest.digest()

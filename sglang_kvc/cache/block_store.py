@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 MAGIC = b"kvcblock"
-VERSION = 1
+VERSION = 1  # rises when headers, records or the arithmetic of packing change
 # magic, version, identity, key, format id, pages, start, bytes of the record; the checksum of both follows.
 _FIELDS = struct.Struct("<8sI32s32sBxxxqqq")
 CHECKSUM_BYTES = 16

@@ -95,7 +95,8 @@ class Runtime:
     windowed: bool = False  # the model has layers with sliding windows
     weights_changed: bool = False  # since the last reset
     released: bool = False  # the page store's memory is released, and nothing may touch it
-    weights: Callable[[], bytes] = lambda: b""  # identifies the weights and the rank's heads and layers
+    weights: Callable[[], bytes] = lambda: b""  # identifies the weights
+    model: Callable[[], str] = lambda: ""  # identifies everything else that K and V are computed from
     _inexact_queued: bool = False  # a compaction is queued whose size depends on the data
 
     def __post_init__(self) -> None:

@@ -160,8 +160,8 @@ def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
         )
     if on and config.store_option:
         raise ConfigError(
-            f"--enable-memory-saver cannot be served with {config.store_option}, because records are named by a sample "
-            "of the weights, which may be released when a flush reads it; drop one of them."
+            f"--enable-memory-saver cannot be served with {config.store_option}, because records are named by a digest "
+            "of the weights, which may be released when a flush reads them; drop one of them."
         )
 
 
