@@ -23,7 +23,7 @@ from bench.quality import fetch
 from bench.quality.tasks import Maker
 from kvc_kernels.layout import RING_ENTRY_BYTES
 from sglang_kvc.cache.build import build_runtime
-from sglang_kvc.cache.runtime import Phase
+from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.calibration.measure.capture import attending
 from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.engine.attention import Attention, Snapshot
@@ -90,13 +90,13 @@ class Replay:
         if runtime.layout.has_scores:
             self.attention.note(snap, lens)
         logits = self._forward(self.texts[i, :prompt], at, self.attention.extend)
-        runtime.tokens_written(seq, prompt, Phase.PREFILL)
+        tokens_written(runtime, seq, prompt, Phase.PREFILL)
         return logits[-1].log_softmax(-1)
 
     def decode(self, length: int) -> torch.Tensor:
         """Log-probabilities `[B, V]` after the token at position `length` of each sequence."""
         runtime, device, lengths = self.runtime, self.model.device, np.full(len(self.seqs), length)
-        runtime.tokens_decoded(self.seqs, lengths)
+        tokens_decoded(runtime, self.seqs, lengths)
         assert runtime.grow_by_one(self.seqs, lengths + 1) is not None, "the answers do not fit"
         if length % self.block == 0:
             for i in range(len(self.seqs)):

@@ -10,7 +10,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from ..cache.runtime import NO_BLOCKS, Phase, Runtime
+from ..cache.blocks import NO_BLOCKS
+from ..cache.packing import Phase, tokens_written
+from ..cache.runtime import Runtime
 from ..cache.sequence import Sequence
 from ..options.config import REUSE
 from .block_key import BlockKey
@@ -120,7 +122,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
         if not done:
             all_tokens = len(req.full_untruncated_fill_ids)
             probe = seq.probe_tokens(req.prefix_len, up_to, all_tokens)
-            self.runtime.tokens_written(seq, up_to - probe, Phase.CHUNK if up_to < all_tokens else Phase.PREFILL)
+            tokens_written(self.runtime, seq, up_to - probe, Phase.CHUNK if up_to < all_tokens else Phase.PREFILL)
             if probe:
                 self._take_back(req, up_to - probe)
 
@@ -187,7 +189,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
         shared = seq.shared
         seq.release()
         private = req.kvc_private and (checkpointed or req.finished())
-        self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
+        tokens_written(self.runtime, seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
         self.runtime.free_sequence(seq)
         req.kvc = None
         self.end_turn(req)

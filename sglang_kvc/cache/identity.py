@@ -5,7 +5,6 @@ It errs on the side of a cold cache: a setting that may change a block counts, e
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -44,14 +43,13 @@ def identity(runtime: Runtime) -> bytes:
         "device": store.device.type,
         "policy": runtime.policy.name,
         "settings": [_settings(runtime.config), _settings(runtime.policy)],
-        "calibration": file_digest(runtime.config.calibration),
+        "calibration": runtime.calibration_digest,
     }
     return hashlib.blake2b(canonical(parts).encode(), digest_size=32).digest()
 
 
-@functools.cache
 def file_digest(path: str | None) -> str:
-    """Digest of a file as this process first saw it; empty without one. A server reads its calibration once."""
+    """Digest of a file's content; empty without a file."""
     return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """Runtime: one server's compressed cache, which owns the page store, the ledger, the block records and the op queue.
 
-The scheduler's CPU code takes and frees blocks and reports written tokens (`grow`, `free`, `tokens_written`), which
+The scheduler's CPU code takes and frees blocks (`grow`, `free`) and reports written tokens to `packing`, which
 fills the queue. The forward stream calls `flush` once at the start of every forward. The two share only the queue, so
 stream order makes the reuse of pages safe.
 """
@@ -8,9 +8,8 @@ stream order makes the reuse of pages safe.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,16 +19,16 @@ from kvc_kernels.layout import Format, PoolLayout
 from kvc_kernels.store import PageStore
 
 from ..policies import SEQUENCE, Policy
-from .blocks import Blocks, State
+from .blocks import NO_BLOCKS, Blocks, State
 from .capacity import Capacity
 from .counters import Counters
 from .demotion import Demotion
 from .host_tier import HostTier
+from .identity import file_digest
 from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
 from .op_queue import NO_GROUPS, Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
-from .prompt_packing import queue_prompt, queue_segments
 from .replanning import Replanning
 from .sequence import Sequence, extend_each
 from .sizing import Sizing
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
     from ..options.config import KvcConfig
 
-NO_BLOCKS = np.empty(0, dtype=np.int64)
 _current: Runtime | None = None
 
 
@@ -53,14 +51,6 @@ def install(runtime: Runtime | None) -> None:
     """Make `runtime` the one of this process."""
     global _current
     _current = runtime
-
-
-class Phase(Enum):
-    """Event at which written tokens are reported."""
-
-    CHUNK = "chunk"  # a part of the prompt is prefilled, and more follows
-    PREFILL = "prefill"  # the prompt is prefilled
-    END = "end"  # the request ends: finished, aborted or retracted
 
 
 @dataclass
@@ -107,6 +97,7 @@ class Runtime:
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
         self.demotion = Demotion(self)
+        self.calibration_digest = file_digest(self.config.calibration)  # the file may change while the server runs
 
     def attach_host_tier(self) -> None:
         """Allocate the host memory of `config.host_memory` bytes."""
@@ -165,60 +156,6 @@ class Runtime:
         table.length[rows] = lengths
         self.blocks.num_tokens[last] = filled
         return last * p + (filled - 1)
-
-    def tokens_written(
-        self, seq: Sequence, length: int, phase: Phase, kept: list[int] | np.ndarray = NO_BLOCKS
-    ) -> None:
-        """Queue the blocks that are due for packing now that `length` tokens of `seq` are written.
-
-        This and `tokens_decoded` alone decide when a block is packed:
-
-        * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). None after a chunk if the
-          policy packs prompts at their end.
-        * A decode step: blocks that left the window since the last step, planned by N = `length`. With overlap
-          scheduling the first step is prepared before the result of the prefill is processed; up to the prompt's length
-          N = 0. If the policy plans again, also the packed blocks whose turn it is.
-        * END: the full blocks that the tree keeps, `kept`, including those of the window. `length` is 0 if nothing was
-          generated.
-
-        With a lag, packing and planning are two events (`replanning`).
-
-        The first event after its end packs a one-shot prompt as one operation. If it does not fit uncompressed,
-        segments are also packed after each chunk. Its answer follows the rules above.
-        """
-        if phase is Phase.END:
-            self.queue_due(kept, seq.format_id, length)
-            self.replanning.queue_ended(kept, length)
-        elif seq.packs_at_end:
-            if phase is Phase.PREFILL:
-                queue_prompt(self, seq, length)
-            else:
-                queue_segments(self, seq, length)
-        elif phase is Phase.PREFILL or not self.capacity.packs_prompts_at_end:
-            due, unplanned = self.replanning.slide(seq, length)
-            self.queue_due(due, seq.format_id)
-            self.queue_due(unplanned, self.policy.unplanned_format)
-
-    def tokens_decoded(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
-        """Queue the blocks that are due for packing before the next decode step of `seqs`, of which `lengths` tokens
-        are written (int64 `[n]`). See `tokens_written`.
-
-        Takes a few operations for any number of sequences, and more for each sequence whose window moves."""
-        table, unplanned = self.blocks.sequences, self.policy.unplanned_format
-        left: dict[int, dict[int, int]] = defaultdict(dict)  # N of each block, by format
-        for i in (lengths >= table.due[table.rows_of(seqs)]).nonzero()[0].tolist():
-            seq, length = seqs[i], int(lengths[i])
-            if seq.packs_at_end:
-                queue_prompt(self, seq, length)
-                continue
-            n = length if length > seq.prompt else 0
-            for format_id, ids in zip((seq.format_id, unplanned), self.replanning.slide(seq, length)):
-                for block in ids:  # if several sequences leave a shared block in one step, the last one decides
-                    left[format_id].pop(block, None)
-                    left[format_id][block] = n
-        for format_id, blocks in left.items():
-            self.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
-        self.replanning.queue_turns(seqs, lengths)
 
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
         """The sequence of each request of a prefill; None for requests of the engine's own warm-up, which no scheduler

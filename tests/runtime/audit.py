@@ -142,7 +142,7 @@ def check_records(server) -> None:
             cold = runtime.demotion.tier_of(np.array(node_blocks)) > 0
             assert not cold or node in tree.component.demotions.nodes, "a cold node is never demoted"
         stored += _ids(tree.component, node.component(FULL).host_value)
-    stored += [i for fetched in getattr(tree, "fetched", ()) for i in fetched.fetch.ids.tolist()]
+    stored += [i for fetched in getattr(tree, "fetches", ()) for i in fetched.fetch.ids.tolist()]
     loading = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]
     anchors = [load.anchor for load in getattr(tree, "loads", ())]
     assert len(set(anchors)) == len(anchors), "blocks are loaded twice"

@@ -16,6 +16,7 @@ from kvc_kernels.ops import ScoreSampling
 from kvc_kernels.scores.reference import STRIDES
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact
+from sglang_kvc.cache.packing import tokens_decoded
 from sglang_kvc.cache.replanning import COMPETE_EVERY
 from sglang_kvc.options.request_quality import LOSSLESS
 from sglang_kvc.policies.base import EVIDENCE, with_evidence
@@ -295,7 +296,7 @@ def test_answers_planned_together_do_not_compete():
     server.runtime.log.push = lambda op: (moves.append(op) if isinstance(op, Compact) else None, queue(op))
     for step in range((COMPETE_EVERY + 2) * P):
         batch = SimpleNamespace(lengths=np.array([P + 3 + step] * 2), seqs=[r.kvc for r in reqs])
-        server.runtime.tokens_decoded(batch.seqs, batch.lengths)  # plans both answers in one operation
+        tokens_decoded(server.runtime, batch.seqs, batch.lengths)  # plans both answers in one operation
         for req in reqs:
             assert server.decode(req, 7000 + step)
         assert alone.decode(only, 7000 + step)

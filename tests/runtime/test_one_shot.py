@@ -13,7 +13,7 @@ from kvc_kernels.layout import FORMATS, RING_ENTRY_BYTES, PoolLayout, page_bytes
 from kvc_kernels.store import SCRATCH_BLOCK
 from sglang_kvc.cache import one_shot, thinning
 from sglang_kvc.cache.one_shot import POOL, REACH, SHARE, SINKS, WINDOW, Budget
-from sglang_kvc.cache.runtime import Phase
+from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.stats.collect import measure
 from tests.support.no_sync import NoSync
 
@@ -93,12 +93,12 @@ def prompt(runtime, tokens: int, budget: str, seed: int = 0, decodes: bool = Fal
     for layer in range(L):
         ops.append(runtime.store, layer, blocks[at // P], at % P, k[layer], v[layer])
         seq.one_shot.queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
-    runtime.tokens_written(seq, tokens // P // 2 * P, Phase.CHUNK)
+    tokens_written(runtime, seq, tokens // P // 2 * P, Phase.CHUNK)
     assert len(runtime.log) == 0, "a chunk was packed"
     if decodes:
-        runtime.tokens_decoded([seq], np.array([tokens]))
+        tokens_decoded(runtime, [seq], np.array([tokens]))
         assert len(runtime.log)
-    runtime.tokens_written(seq, tokens, Phase.PREFILL)
+    tokens_written(runtime, seq, tokens, Phase.PREFILL)
     return seq, k, v, q
 
 
@@ -215,7 +215,7 @@ def arrive(runtime, tokens: int, chunk: int, budget: str):
             ops.append(runtime.store, layer, blocks, at % P, keys, values)
             seq.one_shot.queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
         chunks.append((end, probe, stored_keys(runtime.store, seq, end), q.double().numpy()))
-        runtime.tokens_written(seq, end - probe, Phase.CHUNK if end < tokens else Phase.PREFILL)
+        tokens_written(runtime, seq, end - probe, Phase.CHUNK if end < tokens else Phase.PREFILL)
         if probe:
             runtime.cut(seq, end - probe)
         first = end - probe
@@ -343,7 +343,7 @@ def test_records_follow_one_shot_request(runtime):
     assert stats.tokens_by_tier["high"] == plan.pages * runtime.layout.page(FORMATS["k4v4"]).tokens
     # Blocks of the answer are packed as usual.
     for n in range(10 * P + 6, 12 * P + 2):
-        runtime.tokens_decoded([seq], np.array([n - 1]))
+        tokens_decoded(runtime, [seq], np.array([n - 1]))
         assert runtime.grow_by_one([seq], np.array([n])) is not None
         runtime.flush()
     assert blocks.format_id[seq.blocks[10:]].tolist() == [1, 1, 0]
@@ -368,7 +368,7 @@ def test_short_prompt_is_packed_like_answer(runtime):
     seq.prompt = 9
     assert runtime.grow([seq], [9])
     for n in range(10, P + 3):
-        runtime.tokens_decoded([seq], np.array([n - 1]))
+        tokens_decoded(runtime, [seq], np.array([n - 1]))
         runtime.grow_by_one([seq], np.array([n]))
         runtime.flush()
     assert runtime.blocks.format_id[seq.blocks].tolist() == [1, 0] and seq.gap == 0
@@ -379,7 +379,7 @@ def test_prompt_without_observed_queries_raises(runtime):
     seq.prompt = 4 * P
     assert runtime.grow([seq], [4 * P])
     with pytest.raises(RuntimeError, match="last queries"):
-        runtime.tokens_written(seq, 4 * P, Phase.PREFILL)
+        tokens_written(runtime, seq, 4 * P, Phase.PREFILL)
 
 
 def test_admission_counts_whole_uncompressed_prompt(runtime):
