@@ -81,15 +81,15 @@ SINGLES = {
 
 
 def singles(board: dict[str, dict], names: list[str]) -> list[str]:
-    """Figures one by one: those of cards side by side, the others below."""
+    """Tables of single figures: those that depend on the GPU model, with one column per model, and all others."""
     on_cards, others = [], []
     for name in names:
         title = SINGLES.get(name, f"`{name}`")
         if name.startswith(KEYED) and name not in ALIKE:
-            rows = [board.get(keyed_on(name, which)) for which in CARDS]
-            both = [r for r in rows if r]
+            rows = [board.get(keyed_on(name, card)) for card in CARDS]
+            known = [r for r in rows if r]
             values = [spread(r) if r else "" for r in rows]
-            on_cards.append([title, *values, *(_join(both, f) for f in ("baseline", "n", "commit"))])
+            on_cards.append([title, *values, *(_join(known, f) for f in ("baseline", "n", "commit"))])
         else:
             row = board[name]
             others.append([title, spread(row), short(row["device"]), row["baseline"], str(row["n"]), row["commit"][:7]])
