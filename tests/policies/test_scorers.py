@@ -281,3 +281,56 @@ def test_defensivekv(attention, settings, window, values):
     if values:
         want = want * by_block(np.linalg.norm(world.v.double().numpy(), axis=-1).transpose(0, 2, 1))
     np.testing.assert_allclose(score(world), want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings, step, length", [("", 1, 0), (",stride=4,decode_stride=2", 2, 0), ("", 1, N + 40)])
+def test_lazy_eviction(attention, settings, step, length):
+    alpha = 0.05
+    last, longest = np.tile(np.arange(1.0, N + 1), (L, H, 1)), np.zeros((L, H, N))
+    sure = np.ones((L, H, N), bool)
+    for l, kv, j in np.ndindex(L, H, 3 * P):
+        used = []
+        for first, end in FORWARDS:
+            # A prefill counts as its last important query.
+            stride = step if end - first == 1 else 4 if settings else 1
+            paid = {i + 1: attention[l, heads(kv), i, j].max() for i in range(first, end) if (i + 1) % stride == 0}
+            sure[l, kv, j] &= all(abs(x - alpha) > 1e-5 for x in paid.values())
+            used += [t for t, x in paid.items() if x >= alpha and t > j + 1][-1:]
+        times = [j + 1, *used]
+        last[l, kv, j] = times[-1]
+        # The interval from the token's own step counts until the second use.
+        longest[l, kv, j] = max(np.diff(times if len(used) < 2 else used), default=0)
+    last, longest, sure = by_block(last), by_block(longest), by_block(sure)
+    now = np.maximum(last.max((1, 2, 3), keepdims=True), length)
+    due = 2 / (1 + np.exp(np.minimum((now - last) / (longest + 1e-5 * step), 700)))
+    often = 2 / (1 + np.exp(np.maximum(longest / step - 1, 0)))
+    want = due + np.where(longest > 0, often, 0)
+    world = World.make(Prune(scorer=f"lazy-eviction:alpha={alpha}{settings}"))
+    got = world.policy.scorer.score(world.evidence(lengths=length)).double().numpy()
+    assert sure.mean() > 0.9 and 0.1 < (longest > 0).mean() < 0.95 and (last > PROMPT).any()
+    np.testing.assert_allclose(got[sure], want[sure], rtol=1e-3, atol=1e-6)
+
+
+def test_tokens_in_use_outlast_overdue_ones():
+    """A token used every 40 tokens stays while its next use is due, and goes before a token that was just used when it
+    is long overdue."""
+    from kvc_kernels.scores.recurrence import recurred
+
+    words = torch.zeros(P)
+    for token, uses in ((0, (100, 140, 180)), (1, (60, 70, 80)), (2, (178, 180)), (3, ())):
+        for step in uses:
+            words[token] = recurred(words[token : token + 1], torch.tensor([float(step)]), True)[0]
+
+    class Seen:
+        lengths, sampling = torch.tensor([200]), None
+
+        def attention_scores(self):
+            return words.view(1, 1, 1, P)
+
+        def positions(self):
+            return torch.arange(P).float()[None]
+
+    from sglang_kvc.policies.published.lazy_eviction import LazyEviction
+
+    recurring, overdue, busy, unused = LazyEviction().score(Seen())[0, 0, 0, :4].tolist()
+    assert recurring > 100 * overdue and busy > overdue and recurring > unused == 0

@@ -6,8 +6,8 @@ The recent tokens that its paper keeps are the window, which stays uncompressed.
 
 from __future__ import annotations
 
+from ..allocation import Ada, Pyramid, Uniform, Xkv
 from ..allocation import Cake as CakeShare
-from ..allocation import Pyramid, Uniform, Xkv
 from ..base import Policy
 from ..presets import preset
 from ..scorers.cake import Cake
@@ -18,6 +18,7 @@ from .compresskv import CompressKV
 from .defensivekv import DefensiveKV
 from .h2o import H2O
 from .kv_compress import KvCompress
+from .lazy_eviction import LazyEviction
 from .snapkv import SnapKV
 
 PUBLISHED: tuple[type[Policy], ...] = (
@@ -81,6 +82,14 @@ PUBLISHED: tuple[type[Policy], ...] = (
         "Layer-DefensiveKV (arXiv 2510.13334): the worst case over queries, ranked over all layers and heads.",
         high="k8v8",
         scorer=DefensiveKV(),
+    ),
+    preset(
+        "lazy-eviction",
+        "LazyEviction (arXiv 2506.15969): tokens that attention returns to; the answer's blocks compete in each layer.",
+        high="k8v8",
+        scorer=LazyEviction(),
+        share=Ada(),
+        lag=192,
     ),
     preset(
         "compresskv",

@@ -36,8 +36,9 @@ def launch(spec, group, head_dim, tuning, monkeypatch, reduce="max", kernel=step
         layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=4, num_blocks=2, device="cpu",
         dtype=torch.bfloat16
     )
+    sampling = ScoreSampling(reduce=reduce, alpha=0.01 if reduce == "recurrence" else 0.0)
     op = AttentionScores(
-        store, query_heads=8 * group, sampling=ScoreSampling(reduce=reduce), max_batch=4, max_blocks=8, step=tuning
+        store, query_heads=8 * group, sampling=sampling, max_batch=4, max_blocks=8, step=tuning
     )
     out = []
 
@@ -62,6 +63,7 @@ def launch(spec, group, head_dim, tuning, monkeypatch, reduce="max", kernel=step
     [
         ("k4v4", 4, 128, step.StepTuning(), 0, "max"),
         ("k4v4", 4, 128, step.StepTuning(), 0, "worst"),
+        ("k4v4", 4, 128, step.StepTuning(), 0, "recurrence"),
         ("k4v2", 8, 128, step.StepTuning(), 0, "max"),
         ("k8v4+k4v2", 7, 64, step.StepTuning(), 0, "max"),
         ("k8v4+k4v2", 4, 128, step.StepTuning(), 32, "max"),
@@ -85,7 +87,7 @@ def test_launched_programs_fit_on_gpu(
     assert 4 * (16384 // registers) >= tuning.programs * tuning.warps
 
 
-@pytest.mark.parametrize("reduce", ["max", "worst"])
+@pytest.mark.parametrize("reduce", ["max", "worst", "recurrence"])
 def test_prefill_scores_compile(reduce, monkeypatch):
     source, options = launch("k8v4+k4v2", 4, 128, None, monkeypatch, reduce, prefill._columns_kernel)
     assert "wgmma" in triton.compile(source, target=TARGET, options=options).asm["ptx"]

@@ -142,6 +142,46 @@ def test_a_captured_step_serves_later_ones(reduce):
     replays(captured, ops.ScoreSampling(reduce=reduce, decode_stride=1 if reduce == "max" else 2), "cuda")
 
 
+@pytest.mark.parametrize("spec, group", [("k4v4", 4), ("k8v4+k4v2", 7)])
+def test_recurrence_words_of_a_prefill_and_a_step(spec, group):
+    """Words are as the reference's, except where a probability is within 10 % of the threshold."""
+    from kvc_kernels.decode.attention import DecodeAttention
+    from kvc_kernels.scores.prefill_kernel import AttentionScores
+
+    from .test_interpret import ALPHA, NEW, PREFIX, SCALE, TOTAL, lse_of, packed_case, queries
+    from .test_interpret import ROWS as SHARED
+
+    rows, lens = SHARED.cuda(), torch.tensor(TOTAL, dtype=torch.int32, device="cuda")
+    results = []
+    for alpha in (0.9 * ALPHA, ALPHA, 1.1 * ALPHA):
+        sampling = ops.ScoreSampling(reduce="recurrence", decode_stride=1, alpha=alpha)
+        stores = packed_case(spec)
+        q = queries(sum(NEW), 2 * group)
+        prompt_lse = lse_of(stores[0], 1, q, TOTAL, PREFIX, 0.0).cuda()
+        store, mine = (
+            PageStore(**{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in vars(s).items()}) for s in stores
+        )
+        q = q.cuda()
+        op = AttentionScores(mine, query_heads=2 * group, sampling=sampling, max_batch=3, max_blocks=4)
+        ops.extend_attention(store, 1, q, rows, PREFIX, NEW, scale=SCALE, sampling=sampling)
+        op.plan(rows, PREFIX, NEW)
+        op.add(1, q, prompt_lse, scale=SCALE)
+        q, lse = q[:3].contiguous(), torch.empty((3, 2 * group), device="cuda")
+        ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, sampling=sampling)
+        attend = DecodeAttention(mine, max_batch=3, max_blocks=4, query_heads=2 * group)
+        attend.plan(rows, lens)
+        attend.run(1, q, scale=SCALE, lse=lse)
+        op.plan_decode(rows, lens)
+        op.add(1, q, lse, scale=SCALE)
+        blocks = SHARED.flatten().unique().long()
+        blocks = blocks[store.format_id.cpu()[blocks] >= 0].cuda()
+        results.append([ops.block_scores(s, blocks).view(torch.int32) for s in (store, mine)])
+    (low, _), (want, got), (high, _) = results
+    sure = low == high
+    assert sure[:, 1].float().mean() > 0.5 and torch.equal(want[sure], got[sure])
+    assert got[:, 1].max() > 0
+
+
 @pytest.mark.parametrize("kernel", [False, True])
 def test_queries_are_counted_without_waiting(kernel):
     """The lengths are on the device, as the backend passes them."""
