@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PhiConfig
 
 from kvc_kernels.ops import ScoreSampling
+from kvc_patches import weights
 from sglang_kvc.adapter import model_identity
 from sglang_kvc.adapter.model_identity import OPTIONS, adapter_digest, model_text, weights_digest
 from sglang_kvc.cache.identity import NO_EFFECT, canonical, identity
@@ -281,6 +282,42 @@ def test_buffers_that_grow_with_requests_do_not_count():
     model, before = Weights(), weights_digest(Weights())
     model.cos_sin_cache = torch.ones(99)
     assert weights_digest(model) == before
+
+
+# ---- weights that change while the server runs
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = make_runtime()
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
+    return runtime
+
+
+def test_update_counts_from_its_first_call_until_flush(runtime):
+    """Also if it fails later, because some weights may have changed."""
+    session = SimpleNamespace(_session=SimpleNamespace(loaded_weights=True))
+    weights.before_end(session, None)
+    assert not runtime.weights_changed
+    weights.before_update(session, None)
+    assert runtime.weights_changed
+    runtime.reset()
+    assert not runtime.weights_changed
+
+
+def test_session_without_calls_changes_weights_until_it_ends(runtime):
+    session = SimpleNamespace(_session=SimpleNamespace(loaded_weights=False))
+    weights.before_update(session, None)
+    runtime.reset()
+    weights.before_end(session, None)
+    assert runtime.weights_changed
+
+
+def test_every_call_that_updates_weights_is_hooked():
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    calls = {name for name in dir(SchedulerWeightUpdaterManager) if name.startswith("update_weights")}
+    assert {*calls, "begin_weight_update"} == set(weights.UPDATES)
 
 
 # ---- adapters
