@@ -62,11 +62,21 @@ def before_add_request_to_queue(self, req, is_retracted=False):
         req.set_finish_with_abort(str(e))
     unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
     req.kvc_private = unsalted or req.kvc_budget is not None
+    if runtime.config.store_option and req.lora_id is not None:
+        req.extra_key = f"{_adapter(self, req.lora_id)}@{req.extra_key}"  # KV events look for the id at the end
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if runtime.config.eviction == REUSE and (reuse := self.tree_cache.reuse) is not None:
         reuse.arrive(req)
     if req.to_finish is None:
         _bound(req, runtime, answers=self.is_generation)
+
+
+def _adapter(scheduler, lora_id: str) -> str:
+    """Digest of a LoRA adapter. Its id names an adapter of `--lora-paths` by its path, and the next server may find
+    other weights there."""
+    from sglang_kvc.adapter.model_identity import adapter_digest
+
+    return adapter_digest(scheduler.tp_worker.model_runner.lora_manager.loras[lora_id])
 
 
 def _bound(req, runtime, *, answers: bool) -> None:

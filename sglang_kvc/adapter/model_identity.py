@@ -1,4 +1,4 @@
-"""What a model computes K and V from: its config and its weights, for the identity of stored blocks."""
+"""What a model computes K and V from: its config, weights and adapters, for the identity of stored blocks."""
 
 from __future__ import annotations
 
@@ -61,6 +61,17 @@ def weights_digest(model: torch.nn.Module) -> bytes:
     return _digest(_weights(model))
 
 
+def adapter_digest(adapter: Any) -> str:
+    """A digest of a LoRA adapter as SGLang loaded it (`LoRAAdapter`), in hex. Kept with the adapter."""
+    known = getattr(adapter, "kvc_digest", None)
+    if known is None:
+        tensors = {f"{i} {name}": x for i, layer in enumerate(adapter.layers) for name, x in layer.weights.items()}
+        tensors |= adapter.embedding_layers | adapter.added_tokens_embeddings
+        known = _digest(sorted(tensors.items()), canonical([adapter.config.hf_config, adapter.scaling])).hex()
+        adapter.kvc_digest = known
+    return known
+
+
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     for path, module in model.named_modules():
@@ -69,8 +80,8 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}", buffer
 
 
-def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]], text: str = "") -> bytes:
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
     for name, x in tensors:
         x = x.detach()
         # A transposed weight lies contiguous in another order of its dims.

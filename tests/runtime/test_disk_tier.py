@@ -129,7 +129,7 @@ def test_weight_update_without_flush_stops_writes(tmp_path, monkeypatch):
         tree.disk.synchronize()
         return len(tree.disk.store)
 
-    weights.before_flush(None, None, True, "")
+    weights.before_update(None, None)
     assert files_of_a_prompt() == 0
     tree.reset()
     assert files_of_a_prompt() == 1

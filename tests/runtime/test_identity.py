@@ -15,15 +15,16 @@ from sglang.srt.configs.model_config import ModelConfig
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PhiConfig
 
 from kvc_kernels.ops import ScoreSampling
+from kvc_patches import weights
 from sglang_kvc.adapter import model_identity
-from sglang_kvc.adapter.model_identity import OPTIONS, model_text, weights_digest
+from sglang_kvc.adapter.model_identity import OPTIONS, adapter_digest, model_text, weights_digest
 from sglang_kvc.cache.identity import NO_EFFECT, canonical, identity
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies.allocation import Uniform
 from sglang_kvc.policies.budget import Budget
 from sglang_kvc.policies.scorers.expected_attention import ExpectedAttention
 
-from .model import P, make_runtime
+from .model import P, ToyServer, make_runtime
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -281,3 +282,82 @@ def test_buffers_that_grow_with_requests_do_not_count():
     model, before = Weights(), weights_digest(Weights())
     model.cos_sin_cache = torch.ones(99)
     assert weights_digest(model) == before
+
+
+# ---- weights that change while the server runs
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = make_runtime()
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
+    return runtime
+
+
+def test_update_counts_from_its_first_call_until_flush(runtime):
+    """Also if it fails later, because some weights may have changed."""
+    session = SimpleNamespace(_session=SimpleNamespace(loaded_weights=True))
+    weights.before_end(session, None)
+    assert not runtime.weights_changed
+    weights.before_update(session, None)
+    assert runtime.weights_changed
+    runtime.reset()
+    assert not runtime.weights_changed
+
+
+def test_session_without_calls_changes_weights_until_it_ends(runtime):
+    session = SimpleNamespace(_session=SimpleNamespace(loaded_weights=False))
+    weights.before_update(session, None)
+    runtime.reset()
+    weights.before_end(session, None)
+    assert runtime.weights_changed
+
+
+def test_every_call_that_updates_weights_is_hooked():
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    calls = {name for name in dir(SchedulerWeightUpdaterManager) if name.startswith("update_weights")}
+    assert {*calls, "begin_weight_update"} == set(weights.UPDATES)
+
+
+# ---- adapters
+
+
+def lora(value: float = 1.0, **config) -> SimpleNamespace:
+    tensors = {"q_proj.lora_A.weight": torch.full((4, 8), value), "q_proj.lora_B.weight": torch.ones(8, 4)}
+    return SimpleNamespace(
+        layers=[SimpleNamespace(weights=tensors), SimpleNamespace(weights={})], embedding_layers={},
+        added_tokens_embeddings={}, scaling=2.0, config=SimpleNamespace(hf_config={"r": 4, **config}),
+    )  # fmt: skip
+
+
+def test_adapters_differ_by_weights_and_config():
+    other_layer, scaled = lora(), lora()
+    other_layer.layers.reverse()
+    scaled.scaling = 1.0
+    digests = [adapter_digest(x) for x in (lora(), lora(2.0), lora(use_rslora=True), other_layer, scaled)]
+    assert len(set(digests)) == 5 and adapter_digest(lora()) == digests[0]
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_requests_of_changed_adapter_have_other_keys(monkeypatch, tmp_path, disk):
+    """SGLang derives the id of an adapter of `--lora-paths` from its name and path."""
+    from kvc_patches.requests import before_add_request_to_queue
+
+    options = {"host_memory": 200_000, "disk": str(tmp_path), "disk_size": 1 << 20} if disk else {}
+    server = ToyServer(**options)
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
+
+    def key(adapter, salt="", lora_id="f00") -> str:
+        req = SimpleNamespace(
+            sampling_params=SimpleNamespace(custom_params=None), lora_id=lora_id,
+            extra_key=(salt + (lora_id or "")) or None, to_finish=True,
+        )  # fmt: skip
+        manager = SimpleNamespace(loras={"f00": adapter})
+        worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+        before_add_request_to_queue(SimpleNamespace(is_generation=True, tp_worker=worker), req)
+        return req.extra_key
+
+    assert key(lora()) == key(lora()) and key(lora()).endswith("f00")
+    assert (key(lora()) != key(lora(2.0))) == disk and key(lora(), "salt") != key(lora())
+    assert key(lora(), lora_id=None) is None
