@@ -228,15 +228,15 @@ def summary(answered: Sequence[AnsweredPrompt], seconds: float) -> dict[str, Any
 
 
 def arms(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Name -> options of a server. All servers have the KV memory of `--tokens` bf16 tokens. The fp8 servers use pages
-    of 128 tokens, from which FlashAttention 3 reads fp8 faster."""
+    """Name -> options of a server. All servers have the KV memory of `--tokens` bf16 tokens and the same order of
+    admission. The fp8 servers use pages of 128 tokens, from which FlashAttention 3 reads fp8 faster."""
     memory, host = ["--max-total-tokens"], str(args.host_gb)
     attention = ["--attention-backend", common.default_attention()] if common.has_gpu() else []
     fp8 = ["--kv-cache-dtype", "fp8_e4m3", "--page-size", "128"]
     stock = common.stock(*memory, str(args.tokens), *attention, *args.server_args.split())
     stock_fp8 = common.stock(*memory, str(2 * args.tokens), *attention, *fp8, *args.server_args.split())
     ours = common.kvc("k4v4", *memory, str(args.tokens), *args.server_args.split(), memory=None)
-    tiers = ["--kvc-host-memory", f"{host}GB", "--schedule-policy", "hrrn", "--kvc-eviction", "reuse"]
+    tiers = ["--kvc-host-memory", f"{host}GB", "--kvc-eviction", "reuse"]
     servers = {
         "stock_bf16": stock,
         "stock_fp8": stock_fp8,
@@ -244,7 +244,7 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
         "kvc": ours,
         "kvc_tiers": [*ours, *tiers],
     }
-    return {name: [*options, "--enable-cache-report"] for name, options in servers.items()}
+    return {name: [*options, "--schedule-policy", "hrrn", "--enable-cache-report"] for name, options in servers.items()}
 
 
 def tier_counters(url: str) -> dict[str, float]:
