@@ -31,6 +31,7 @@ HEADS, DIM, P = 8, 128, 128
 BATCH = 64  # maximum number of uncompressed blocks
 REQUESTS, TOKENS, HIDDEN, INNER = 64, 8192, 4096, 14336
 REPEATS = 5  # runs of the work in one graph
+STEP = 6  # graphs that take about as long as one decode step of 32 layers
 COLUMNS = {"what": "", "beside": "", "load_of_bus": ".3f", "alone_ms": ".4f", "beside_ms": ".4f", "slowdown": ".3f"}
 
 
@@ -118,26 +119,50 @@ class DecodeWork:
         return {"attention": graph(attention), "layer": graph(layer)}
 
 
-def concurrent_ms(work: torch.cuda.CUDAGraph, launch: Callable[[], tuple] | None = None) -> tuple[float, float]:
+class Transfer:
+    """A transfer and its start and end events. `launch` launches its next part and returns whether it was the last."""
+
+    def __init__(self, launch: Callable[[], bool], first: torch.cuda.Stream, last: torch.cuda.Stream):
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.launch, self.last, self.launched = launch, last, False
+        self.start.record(first)
+        self.advance()
+
+    def advance(self) -> None:
+        if not self.launched and self.launch():
+            self.end.record(self.last)
+            self.launched = True
+
+    @property
+    def finished(self) -> bool:
+        return self.launched and self.end.query()
+
+
+def concurrent_ms(work: torch.cuda.CUDAGraph, begin: Callable[[], Transfer] | None = None) -> tuple[float, float]:
     """Mean milliseconds of one run of `work` during a transfer, and milliseconds of the transfer (0 without one).
 
-    `launch` starts the transfer and returns its start and end events. Replays of `work` are queued ahead of the device.
-    The first event is recorded after the launch, so host time of the launch does not count.
+    As in a server, the next part of the transfer is launched once in each decode step (`STEP` graphs), and one more
+    step is queued on the device by then.
     """
     torch.cuda.synchronize()
-    work.replay()
-    transfer = launch() if launch else None
+    for _ in range(STEP):
+        work.replay()
+    transfer = begin() if begin else None
     marks: list[torch.cuda.Event] = []
-    while len(marks) < (6 if transfer else 40) or (transfer and not transfer[1].query()):
+    while len(marks) < 8 * STEP or (transfer and not transfer.finished):
         work.replay()
         marks.append(torch.cuda.Event(enable_timing=True))
         marks[-1].record()
-        if len(marks) > 2:
-            marks[-3].synchronize()
+        if len(marks) > STEP:
+            marks[-STEP - 1].synchronize()
+        if transfer and transfer.finished:
+            break
+        if transfer and len(marks) % STEP == 0:
+            transfer.advance()
     torch.cuda.synchronize()
-    during = marks[: -2 if transfer else None]  # the last two may have run after the transfer
+    during = marks[: -STEP if transfer else None]  # the last ones may have run after the transfer
     run_ms = during[0].elapsed_time(during[-1]) / (len(during) - 1) / REPEATS
-    return run_ms, transfer[0].elapsed_time(transfer[1]) if transfer else 0.0
+    return run_ms, transfer.start.elapsed_time(transfer.end) if transfer else 0.0
 
 
 class Prefix:
@@ -173,30 +198,36 @@ class Prefix:
     def load(self) -> tuple[float, float]:
         """Move the blocks back; return milliseconds of the transfer and of the launches."""
         self.queue_load()
-        return timed(self.runtime.flush, self.transfers.move_stream)
 
-    def launch(self) -> tuple:
-        """Start a load and return its start and end events."""
-        self.queue_load()
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        ends[0].record(self.transfers.load_stream)
+        def flush() -> None:
+            while not self.flush():
+                pass
+
+        return timed(flush, self.transfers.move_stream)
+
+    def flush(self) -> bool:
+        """Launch what one flush may of a load; return whether nothing is left."""
         self.runtime.flush()
-        ends[1].record(self.transfers.move_stream)
-        return tuple(ends)
+        return not self.transfers.fills
 
-    def copy(self) -> tuple:
-        """Start only the copies of a load over the bus and return their start and end events."""
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    def begin_load(self) -> Transfer:
+        self.queue_load()
+        return Transfer(self.flush, self.transfers.load_stream, self.transfers.move_stream)
+
+    def begin_copy(self) -> Transfer:
+        """Only the copies of a load over the bus."""
         units = self.tier.units[self.ids]
         units = units[:, : int((units >= 0).sum(1).max())]
         rows = self.transfers._rows(self.transfers.load_buffers[0][0], units.shape[1])
-        with torch.cuda.stream(self.transfers.load_stream):
-            ends[0].record()
-            for at in range(0, len(units), len(rows)):
-                part = units[at : at + len(rows)]
-                self.transfers._copy(part, rows[: len(part)], to_host=False)
-            ends[1].record()
-        return tuple(ends)
+
+        def launch() -> bool:
+            with torch.cuda.stream(self.transfers.load_stream):
+                for at in range(0, len(units), len(rows)):
+                    part = units[at : at + len(rows)]
+                    self.transfers._copy(part, rows[: len(part)], to_host=False)
+            return True
+
+        return Transfer(launch, self.transfers.load_stream, self.transfers.load_stream)
 
 
 def median(values) -> float:
@@ -228,9 +259,9 @@ def main(argv: list[str] | None = None) -> None:
     graphs = work.graphs()
     alone = {name: concurrent_ms(g)[0] for _ in range(2) for name, g in graphs.items()}  # the first round warms up
     concurrent = []
-    for kind, launch in (("dma", prefix.copy), ("load", prefix.launch)):
+    for kind, begin in (("dma", prefix.begin_copy), ("load", prefix.begin_load)):
         for name, g in graphs.items():
-            times = [concurrent_ms(g, launch) for _ in range(args.times)]
+            times = [concurrent_ms(g, begin) for _ in range(args.times)]
             run, load = (median(x) for x in zip(*times))
             row = {"what": name, "beside": kind, "alone_ms": alone[name], "beside_ms": run}
             concurrent.append(row | {"slowdown": run / alone[name], "load_of_bus": load / floor})

@@ -143,7 +143,8 @@ def test_arms_have_equal_memory():
     assert {name: options[options.index("--max-total-tokens") + 1] for name, options in arms.items()} == {
         "stock_bf16": "1000", "stock_fp8": "2000", "stock_fp8_hicache": "2000", "kvc": "1000", "kvc_tiers": "1000"
     }  # fmt: skip
-    assert "5GB" in arms["kvc_tiers"] and arms["stock_fp8_hicache"][-2:] == ["5", "--enable-cache-report"]
+    assert "5GB" in arms["kvc_tiers"] and "--hicache-size" in arms["stock_fp8_hicache"]
+    assert all(options[options.index("--schedule-policy") + 1] == "hrrn" for options in arms.values())
 
 
 def test_streamed_answer_is_timed():
