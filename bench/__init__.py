@@ -1,4 +1,4 @@
-"""Measurements: one script per question. Each writes one JSON file. Run them from the repository root:
+"""Benchmarks. Each script answers one question and writes one JSON file. Run them from the repository root:
 
 python -m bench.serve.ratio
 """

@@ -34,15 +34,11 @@ class Answer:
     cached_tokens: int
     finish: dict[str, Any]
     logprobs: list[float] = field(default_factory=list)  # of the generated tokens
-    top: list[dict[int, float]] = field(
-        default_factory=list
-    )  # a generated token -> {token: logprob} of the best
-    input_logprobs: list[float] = field(
-        default_factory=list
-    )  # of the prompt's tokens, from logprob_start_len
+    top: list[dict[int, float]] = field(default_factory=list)  # per generated token: best candidates -> logprob
+    input_logprobs: list[float] = field(default_factory=list)  # of prompt tokens, from logprob_start_len
     input_top: list[dict[int, float]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
-    first_token_s: float | None = None  # from sending to the first token, if the answer was streamed
+    first_token_s: float | None = None  # from sending to the first token; only for streamed answers
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Answer:
@@ -70,7 +66,7 @@ class Answer:
 
 @dataclass
 class Client:
-    """Requests to one server. Greedy and of fixed length (`ignore_eos`) unless told otherwise."""
+    """Client of one server. By default, answers are greedy and have a fixed length (`ignore_eos`)."""
 
     url: str
 
@@ -87,9 +83,9 @@ class Client:
         sampling: dict[str, Any] | None = None,
         **extra: Any,
     ) -> dict[str, Any]:
-        """`input_from`: also the log-probabilities of the prompt's tokens from this position on.
+        """Body of a request. `input_from`: also return log-probabilities of prompt tokens from this position.
 
-        Log-probabilities of cached tokens make the server compute these tokens again, which shortens the prefix hit.
+        The server recomputes these tokens, even if they are cached, so the prefix hit is shorter.
         """
         body: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
         body["sampling_params"] = {
@@ -114,11 +110,9 @@ class Client:
             raise RequestRefused(response.status_code, response.text)
         return Answer.parse(response.json())
 
-    def generate_streamed(
-        self, prompt: Sequence[int] | str, max_new_tokens: int = 32, **options: Any
-    ) -> Answer:
-        """The answer of `generate`, with `first_token_s`. The server must not run with
-        `--incremental-streaming-output`, because the last event has to contain the whole answer."""
+    def generate_streamed(self, prompt: Sequence[int] | str, max_new_tokens: int = 32, **options: Any) -> Answer:
+        """The answer of `generate`, with `first_token_s`. The server must run without `--incremental-streaming-output`,
+        because the last event must contain the complete answer."""
         body = json.dumps(self.payload(prompt, max_new_tokens, stream=True, **options)).encode()
         request = Request(self.url + "/generate", body, {"Content-Type": "application/json"})
         began, first, event = time.monotonic(), None, {}
@@ -144,21 +138,22 @@ class Client:
         parallel: int = 8,
         **options: Any,
     ) -> list[Answer]:
-        """Answers to all prompts in order, `parallel` requests at a time."""
+        """Answers to all prompts, in order, with up to `parallel` concurrent requests."""
         with ThreadPoolExecutor(parallel) as pool:
             return list(pool.map(lambda p: self.generate(p, max_new_tokens, **options), prompts))
 
     def generate_each(
         self,
-        asked: Sequence,
+        prompts: Sequence,
         lengths: Sequence[int],
         parallel: int = 8,
         may_fail: bool = False,
         **options: Any,
     ) -> list[Answer | None]:
-        """Each prompt with its own number of new tokens. With `may_fail` a refused request gives None."""
+        """Like `generate_many`, with another number of new tokens for each prompt. With `may_fail`, a refused request
+        gives None."""
 
-        def one(prompt, n: int) -> Answer | None:
+        def generate(prompt, n: int) -> Answer | None:
             try:
                 return self.generate(prompt, n, **options)
             except RequestRefused:
@@ -167,10 +162,10 @@ class Client:
                 raise
 
         with ThreadPoolExecutor(parallel) as pool:
-            return list(pool.map(one, asked, lengths))
+            return list(pool.map(generate, prompts, lengths))
 
     def chat(self, messages: list[dict[str, str]], max_tokens: int = 32, **options: Any) -> dict[str, Any]:
-        """One OpenAI chat completion, as the server's JSON."""
+        """JSON of one OpenAI chat completion."""
         body = {
             "model": "default",
             "messages": messages,
@@ -187,7 +182,7 @@ class Client:
         return requests.post(self.url + path, json=body or {}, timeout=TIMEOUT)
 
     def flush(self, wait: float = 60) -> None:
-        """Empty the cache. Waits until nothing is running, and fails if that takes too long."""
+        """Empty the cache once no request runs; fail after `wait` seconds."""
         response = requests.post(self.url + "/flush_cache", params={"timeout": wait}, timeout=wait + 30)
         if response.status_code != 200:
             raise RequestRefused(response.status_code, response.text)
@@ -198,16 +193,16 @@ class Client:
         return response.json()
 
     def stats(self) -> dict[str, Any]:
-        """The cache's statistics (`KvcStats`); empty on a server without it."""
+        """Statistics of the cache (`KvcStats`); empty on a stock server."""
         return self.kvc_info().get("stats") or {}
 
     def kvc_info(self) -> dict[str, Any]:
-        """The server's `kvc` state: configuration, statistics, head map."""
+        """`kvc` state of the server: configuration, statistics, head map."""
         states = self.server_info().get("internal_states") or [{}]
         return states[0].get("kvc") or {}
 
     def when_idle(self, seconds: float = 30) -> dict[str, Any]:
-        """The cache's statistics once two readings in a row agree, because blocks are still compacted after the last
+        """Statistics of the cache once two consecutive readings agree, because blocks are still packed after the last
         answer."""
         last, until = None, time.monotonic() + seconds
         while time.monotonic() < until:

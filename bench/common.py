@@ -1,4 +1,4 @@
-"""Helpers of all measurements: start and stop a server, find the model, write a result file.
+"""Helpers of all benchmarks: servers, the demo model, and result files.
 
     with Server(kvc("k4v4", block=64)) as server:
         answer = server.client.generate(ids, max_new_tokens=32)
@@ -31,7 +31,7 @@ from bench.revision import RESULTS, ROOT, commit
 from kvc_kernels.layout import FORMATS
 
 START_TIMEOUT = 600  # a first start compiles; a shared machine is slow
-START_ATTEMPTS = 3  # where another process took a port before the server listened there
+START_ATTEMPTS = 3  # another process may take a port before the server listens on it
 STOP_TIMEOUT = 20
 
 
@@ -40,11 +40,11 @@ class ServerError(RuntimeError):
 
 
 class PortTakenError(ServerError):
-    """Another process listens where this server should."""
+    """Another process listens on a port of the server."""
 
 
 def demo_model() -> Path | None:
-    """The folder of the demo model, None if it does not exist (see `python -m sglang_kvc.demo.model`)."""
+    """Folder of the demo model; None if it does not exist (see `python -m sglang_kvc.demo.model`)."""
     from sglang_kvc.demo import model as demo
 
     return demo.model_dir() if demo.ready() else None
@@ -57,21 +57,21 @@ def has_gpu() -> bool:
 
 
 def default_attention() -> str:
-    """The attention backend that stock SGLang chooses: FlashAttention 3 on Hopper, else FlashInfer."""
+    """Default attention backend of stock SGLang: FlashAttention 3 on Hopper, else FlashInfer."""
     import torch
 
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     return "fa3" if hopper else "flashinfer"
 
 
-# ---- arguments of a server
+# ---- server options
 
-# CUDA graphs for a few requests at a time, and no part of SGLang that some CUDA machines lack.
+# CUDA graphs for a few concurrent requests, without parts of SGLang that some CUDA machines lack.
 ON_GPU = "--sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.85 --cuda-graph-max-bs-decode 8"
 
 
 def stock(*extra: str) -> list[str]:
-    """Options for SGLang's own cache; on a CPU with its plain torch attention."""
+    """Options for SGLang's cache; on a CPU with its plain torch attention."""
     args = ["--kv-backend", "default"]
     if not has_gpu():
         args += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
@@ -81,15 +81,15 @@ def stock(*extra: str) -> list[str]:
 
 
 def kvc_settings(name: str) -> dict[str, str]:
-    """A page format, or a policy and its settings, as `snapkv+budget=4x+high=k4v4`."""
+    """Settings from a name: a page format, or a policy and its settings like `snapkv+budget=4x+high=k4v4`."""
     head, *settings = name.split("+")
     out = {"policy": "quantise", "high": head} if head in FORMATS else {"policy": head}
     return out | {k.replace("-", "_"): v for k, v in (setting.split("=", 1) for setting in settings)}
 
 
 def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = "512MiB") -> list[str]:
-    """Options for the compressed cache with the format or policy `name` (`kvc_settings`). Without `memory`, `extra`
-    decides."""
+    """Options for the compressed cache with the format or policy `name` (`kvc_settings`). If `memory` is None, `extra`
+    must set it."""
     args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), *(["--kvc-memory", memory] if memory else [])]
     for option, value in kvc_settings(name).items():
         args += ["--kvc-" + option.replace("_", "-"), value]
@@ -97,7 +97,7 @@ def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = 
 
 
 def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]:
-    """Options for `stock` with pages as large as a block, so that both hit at the same boundaries; otherwise as `kvc`.
+    """Options of `stock` or `kvc`. Stock has pages of one block, so that both hit at the same boundaries.
 
     On a GPU, `ON_GPU` is added, and stock uses its default attention or KVC_STOCK_ATTENTION. `extra` overrides both.
     """
@@ -113,7 +113,7 @@ def either(name: str, *extra: str, block: int, memory: str = "1GB") -> list[str]
 
 
 class Server:
-    """One server process, as a context manager; all its output goes to `log`."""
+    """A server process, as a context manager. All of its output goes to `log`."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class Server:
     ):
         model = model or demo_model()
         if model is None:
-            raise ServerError("The demo model is not there; make it with: python -m sglang_kvc.demo.model")
-        # The server starts in a folder of its own, where a relative path would be taken for a name on the hub.
+            raise ServerError("The demo model is missing; create it with: python -m sglang_kvc.demo.model")
+        # The server starts in another folder, where a relative path would count as a name on the hub.
         self.model = str(Path(model).resolve() if Path(model).exists() else model)
         self.args = list(args)
-        self.chosen = port is None  # by this class, which may choose again
+        self.any_port = port is None
         self._listen_at(port)
-        # Servers choose their platform by their own command line, as a user's do.
+        # The command line decides the platform, as for a user.
         inherited = {k: v for k, v in os.environ.items() if k != "SGLANG_PLATFORM"}
         self.env = {**inherited, **_quiet_environment(), **(env or {})}
         self.log = Path(tempfile.mkdtemp(prefix="kvc-server-")) / "server.log"
@@ -141,13 +141,13 @@ class Server:
         self.seconds_to_start = 0.0
 
     def _listen_at(self, port: int | None) -> None:
-        """Choose `port` or a free port, and another one for communication between ranks."""
+        """Set the HTTP port (default: a free one) and the port for communication between ranks."""
         free = ports.free_ports(2)
         self.port = port or free[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = Client(self.url)
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        # Otherwise SGLang takes an ephemeral port.
+        # Otherwise SGLang uses an ephemeral port.
         if not any(x.split("=")[0] == "--nccl-port" for x in self.args):
             where += ["--nccl-port", str(free[1])]
         arguments = [*self.args, "--model-path", self.model, *where]
@@ -165,7 +165,7 @@ class Server:
             try:
                 return self._start()
             except PortTakenError:
-                if not self.chosen or attempt == START_ATTEMPTS - 1:
+                if not self.any_port or attempt == START_ATTEMPTS - 1:
                     raise
                 self._listen_at(None)
 
@@ -177,16 +177,16 @@ class Server:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=self.env,
-                cwd=self.log.parent,  # not the repository: `python -m` puts its own directory on the path
+                cwd=self.log.parent,  # not the repository, because `python -m` adds the current folder to the path
                 start_new_session=True,
             )
         self.guard.watch(self.process.pid)
         began = time.monotonic()
         try:
             while not self._healthy():
-                # If another process has the port, SGLang's ranks outlive the HTTP server.
+                # SGLang's ranks outlive an HTTP server whose port is taken.
                 if any(ports.TAKEN in x.lower() for x in self._lines()):
-                    raise PortTakenError(f"another process took a port of the server's:\n{self.tail()}")
+                    raise PortTakenError(f"another process took a port of the server:\n{self.tail()}")
                 if not self.alive:
                     raise ServerError(f"the server ended with code {self.process.returncode}:\n{self.tail()}")
                 if time.monotonic() - began > START_TIMEOUT:
@@ -196,7 +196,7 @@ class Server:
             self.stop()
             raise
         self.seconds_to_start = time.monotonic() - began
-        if has_gpu():  # a start names each part of SGLang that the machine lacks, and goes on without
+        if has_gpu():  # the start logs errors for optional parts of SGLang that the machine lacks
             self.started = len(self._lines())
 
     def _healthy(self) -> bool:
@@ -210,7 +210,7 @@ class Server:
         return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
-        """End the server at once, from any thread; pending requests get an error."""
+        """Kill the server, from any thread. Pending requests get an error."""
         if (process := self.process) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -221,9 +221,7 @@ class Server:
             return
         for sig, wait in ((signal.SIGTERM, STOP_TIMEOUT), (signal.SIGKILL, STOP_TIMEOUT)):
             try:
-                os.killpg(
-                    self.process.pid, sig
-                )  # its own session, so the group is the server and nothing else
+                os.killpg(self.process.pid, sig)  # its session contains only the server
             except ProcessLookupError:
                 break
             try:
@@ -243,13 +241,13 @@ class Server:
         """Lines of the log that a healthy server never writes."""
         bad = ("Traceback (most recent call last)", "memory leak", "Error:", "Scheduler hit an exception")
         lines = self._lines()[self.started :]
-        # The HTTP server writes a line for each request that it refuses, which is expected.
+        # The HTTP server logs each refused request, which is expected.
         return [x for x in lines if any(b in x for b in bad) and "[http_server] Error" not in x]
 
 
 def _quiet_environment() -> dict[str, str]:
     return {
-        # One thread by default: on a shared machine several threads spin at each other's barriers.
+        # One thread by default, because on a shared machine threads spin at barriers.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         # Otherwise every request to /health generates a token, and the cache never becomes idle.
@@ -265,7 +263,7 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
 def device_name() -> str:
-    """The accelerator, or the processor and the number of cores that this process may use."""
+    """Name of the accelerator, or of the processor with the number of cores that this process may use."""
     import torch
 
     if torch.cuda.is_available():
@@ -299,13 +297,13 @@ COMMIT_AT_START = commit()
 
 
 def measured_commit() -> str:
-    """The commit; both commits if the code changed during the measurement, because late servers ran the later one."""
+    """The commit. If it changed during the benchmark, both commits, because servers may have run either."""
     now = commit()
     return now if now == COMMIT_AT_START else f"{COMMIT_AT_START}..{now}"
 
 
 def command_line() -> str:
-    """The command line of this measurement, as typed at the repository root."""
+    """Command line of this benchmark, as typed at the repository root."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     name = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
@@ -322,7 +320,7 @@ def write_result(
 ) -> Path:
     """Write `bench/results/<name>.json`: `numbers` as measured, `scores` as name -> fields of a `Score`.
 
-    `quiet`: for intermediate results, which a long run writes after every part. `path`: another file.
+    `quiet`: print nothing, for intermediate results. `path`: another file.
     """
     path = (path or RESULTS / f"{name}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +333,7 @@ def write_result(
         "scores": {name: Score(*score).to_dict() for name, score in (scores or {}).items()},
         "numbers": numbers,
     }
-    # Atomically: an interrupted run must not leave half a file, nor may two runs mix their writes.
+    # Written atomically, so that no run leaves half a file and concurrent runs do not mix their writes.
     temporary = path.with_suffix(f".{os.getpid()}.part")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Comparison of two answers to one prompt: first difference, its margin, and the distance of the distributions."""
+"""Comparison of two answers to one prompt: first difference, its margin, and divergence of the distributions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 from bench.client import Answer
 
-TIE = 0.05  # nats; between two candidates this close, rounding decides
+TIE = 0.05  # nats; rounding decides between two candidates with a smaller gap
 
 
 @dataclass(frozen=True)
 class Match:
-    """`a` is the reference. `equal`: tokens before the first difference; later tokens are not comparable."""
+    """Comparison of two answers. `equal`: number of tokens before the first difference; later tokens are not
+    comparable."""
 
     equal: int
     total: int
-    gap: float | None = None  # the two candidates' difference in log-probability, the larger of both runs'
+    gap: float | None = None  # difference in log-probability of the two candidates, the larger one of both runs
     candidates: dict[str, dict[int, float | None]] | None = None
-    drift: float = 0.0  # largest difference of the two runs' log-probabilities of an equal token
+    drift: float = 0.0  # largest difference between the runs in the log-probability of an equal token
 
     @property
     def same(self) -> bool:
@@ -39,9 +40,9 @@ class Match:
 
 
 def match(a: Answer, b: Answer) -> Match:
-    """Compare two greedy answers. Both need `top` log-probabilities, else a difference cannot be judged.
+    """Compare two greedy answers; `a` is the reference. Both need `top` log-probabilities for the gap.
 
-    If a candidate is not among the best of a run, the gap is infinite.
+    The gap is infinite if a candidate is not among the best of a run.
     """
     total, drift = max(len(a.ids), len(b.ids)), 0.0
     for i, (x, y) in enumerate(zip(a.ids, b.ids)):
@@ -63,10 +64,10 @@ def agreement(a: Iterable[int], b: Iterable[int]) -> float:
 
 
 def kl_top(reference: list[dict[int, float]], other: list[dict[int, float]]) -> list[float]:
-    """KL(reference || other) of each position in nats, from the best candidates of both.
+    """KL(reference || other) at each position in nats, from the best candidates of both.
 
-    Candidates that both list are compared one by one, and all others as one. Merging outcomes cannot increase the
-    divergence, so this is a lower bound; with the ten best candidates it is close.
+    Candidates outside the intersection of both lists are merged into one outcome. Merging cannot increase the
+    divergence, so this is a lower bound, which is tight with the ten best candidates.
     """
     return [_kl(p, q) for p, q in zip(reference, other)]
 

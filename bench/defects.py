@@ -1,4 +1,4 @@
-"""Number of known open defects: tests marked `xfail`, which fail once the defect is fixed.
+"""Number of known open defects, which are tests marked `xfail`.
 
     python -m bench.defects
 """
@@ -13,7 +13,7 @@ from bench.revision import ROOT
 
 
 def marked(source: str) -> list[int]:
-    """Lines of a test file that say `pytest.mark.xfail` or `pytest.xfail`."""
+    """Lines of a test file with `pytest.mark.xfail` or `pytest.xfail`."""
     return sorted(n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute) and n.attr == "xfail")
 
 
@@ -23,9 +23,9 @@ def known(folder: Path = ROOT / "tests") -> list[str]:
 
 
 def main() -> None:
-    found = known()
+    defects = known()
     unit = "tests marked as known defects"
-    write_result("defects", {"tests": found}, scores={"defects.open": Score(len(found), unit)})
+    write_result("defects", {"tests": defects}, scores={"defects.open": Score(len(defects), unit)})
 
 
 if __name__ == "__main__":

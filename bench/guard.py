@@ -1,7 +1,7 @@
-"""Ends a server when the process that started it is gone, whether interrupted, killed, or out of memory.
+"""Guard that ends a server when the process that started it exits, even if that process is killed.
 
-A server has its own session, so signals from a terminal do not reach it. The guard is a process that holds the reading
-end of a pipe. Only the starter has the writing end, which closes when the starter ends.
+A server has its own session, so signals from a terminal do not reach it. The guard is a process that reads from a pipe.
+Only the starter has the writing end, which closes when the starter exits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if group and sys.stdin.readline() == "":
 
 
 class Guard:
-    """A watch on a process group. Create it before the group, so that the group is never unwatched."""
+    """Guard of a process group. Create it before the group, so that the group is always guarded."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -33,16 +33,16 @@ class Guard:
         )
 
     def watch(self, group: int) -> None:
-        self._say(str(group))
+        self._send(str(group))
 
     def release(self) -> None:
-        """End the watch, because the group has ended."""
-        self._say("ended")
+        """Stop the guard after the group has ended."""
+        self._send("ended")
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()

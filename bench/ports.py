@@ -1,7 +1,7 @@
-"""Free TCP ports for the measured servers.
+"""Free TCP ports for benchmark servers.
 
-A server is told its ports long before it listens. In the meantime the system may give ports from `ip_local_port_range`
-(32768 and up on Linux) to outgoing connections, so these ports are below that range.
+A server gets its ports long before it listens on them. Meanwhile, the system may use ports of `ip_local_port_range`
+(from 32768 on Linux) for outgoing connections, so these ports are below that range.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import socket
 
 RANGE = range(10000, 21000)  # `bench.quality.policies` counts up from the end of this range
-TAKEN = "address already in use"  # in the messages of uvicorn, torch and zmq; case varies
+TAKEN = "address already in use"  # part of the messages of uvicorn, torch and zmq, with varying case
 
 
 def are_free(*ports: int) -> bool:
@@ -24,17 +24,18 @@ def are_free(*ports: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct unbound ports, random from `RANGE`, so that concurrent callers get different ones.
+    """Distinct free ports, drawn at random from `RANGE`, so that concurrent callers rarely collide.
 
     Raises:
         OSError: fewer than `count` are free.
     """
-    # Not the shared generator: tests seed it, and would all get the same ports.
+    # Tests seed the global generator, so it would return the same ports to all of them.
     shuffled = random.SystemRandom().sample(RANGE, len(RANGE))
-    found: list[int] = []
+    ports: list[int] = []
     for port in shuffled:
         if are_free(port):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError(f"Fewer than {count} of the ports {RANGE.start} to {RANGE.stop - 1} are free; stop what has them.")
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    problem = f"Fewer than {count} of the ports {RANGE.start} to {RANGE.stop - 1} are free"
+    raise OSError(f"{problem}; stop the processes that use them.")

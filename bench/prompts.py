@@ -1,7 +1,7 @@
 """Prompts from text that every machine has: questions, dialogues, shared prefixes, long prose and code.
 
-All text comes from the Python standard library (the language reference in `pydoc_data.topics`, and modules'
-sources), so prompts are equal for equal Python versions; results record their `digest`.
+All text comes from the Python standard library: the language reference in `pydoc_data.topics`, and source code. Prompts
+therefore depend on the version of Python; results record their `digest`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# Reference chapters of several thousand words; each is used by one family of prompts only.
+# Chapters of the reference with several thousand words. Each is used by one family of prompts.
 CHAPTERS = ("compound", "assignment", "formatstrings", "types", "execmodel", "attribute-access", "debugger")
 MODULES = "textwrap heapq bisect shlex queue sched string fnmatch glob statistics csv cmd".split()
 
@@ -53,7 +53,7 @@ SYSTEM = "You are a careful assistant. Answer in full sentences and stay with th
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request. `group` names the prompts that share a prefix with it."""
+    """A prompt. Prompts of one `group` share a prefix."""
 
     name: str
     kind: str  # "question", "shared", "prose", "code" or "dialogue"
@@ -69,7 +69,7 @@ def tokenizer(model: str | Path):
 
 @lru_cache
 def chapter(name: str) -> str:
-    """One chapter of Python's language reference."""
+    """Chapter of Python's language reference."""
     from pydoc_data.topics import topics
 
     return topics[name]
@@ -77,7 +77,7 @@ def chapter(name: str) -> str:
 
 @lru_cache
 def prose() -> str:
-    """The whole reference: about 100,000 words of English."""
+    """Entire reference, about 100,000 words of English."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -89,13 +89,13 @@ def source(module: str) -> str:
 
 
 def chat(tok, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a dialogue, up to where the model's answer begins."""
+    """Token ids of a dialogue, up to the start of the model's answer."""
     text = tok.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tok(text, add_special_tokens=False).input_ids
 
 
 def cut(tok, text: str, tokens: int, start: int = 0) -> list[int]:
-    """`tokens` token ids of `text`, from token `start` on."""
+    """`tokens` token ids of `text`, from token `start`."""
     ids = tok(text, add_special_tokens=False).input_ids[start : start + tokens]
     if len(ids) < tokens:
         raise ValueError(f"the text has {len(ids)} tokens from {start} on, not {tokens}")
@@ -109,7 +109,7 @@ def questions(tok) -> list[Prompt]:
 
 
 def shared(tok, lengths: Iterable[int] = (200, 520, 1100, 1700)) -> list[Prompt]:
-    """Groups of four questions behind one long passage: the prefix is cached, the question is not."""
+    """Groups of four questions about one long passage, which becomes a cached prefix."""
     asks = (
         "Summarise this text in one sentence.",
         "Which three terms does the text define? Name them only.",
@@ -128,7 +128,7 @@ def shared(tok, lengths: Iterable[int] = (200, 520, 1100, 1700)) -> list[Prompt]
 
 
 def long_prose(tok, lengths: Iterable[int] = (700, 1000, 1300, 1600, 2000, 2400, 2700, 3000)) -> list[Prompt]:
-    """Passages to be continued."""
+    """Passages to continue."""
     text = prose()
     return [
         Prompt(f"prose-{length}", "prose", tuple(cut(tok, text, length, start=4000 * n)))
@@ -139,7 +139,7 @@ def long_prose(tok, lengths: Iterable[int] = (700, 1000, 1300, 1600, 2000, 2400,
 def code(
     tok, lengths: Iterable[int] = (50, 90, 150, 230, 300, 400, 520, 640, 770, 900, 1030, 1200)
 ) -> list[Prompt]:
-    """Beginnings of modules, to be continued."""
+    """Starts of modules to continue."""
     out = []
     for module, length in zip(MODULES, lengths):
         ids = tok(source(module), add_special_tokens=False).input_ids[:length]
@@ -148,7 +148,7 @@ def code(
 
 
 def dialogue(tok, n: int, answers: list[str]) -> Prompt:
-    """The next turn of dialogue `n`, whose earlier turns were answered by `answers`."""
+    """Next turn of dialogue `n` after earlier turns with the answers `answers`."""
     messages = [{"role": "system", "content": SYSTEM}]
     for question, answer in zip(DIALOGUES[n], [*answers, None]):
         messages.append(_user(question))
@@ -158,12 +158,12 @@ def dialogue(tok, n: int, answers: list[str]) -> Prompt:
 
 
 def single(tok) -> list[Prompt]:
-    """All prompts that do not depend on an earlier answer, 48 of them; the dialogues add 18."""
+    """All 48 prompts that do not depend on an earlier answer. The dialogues add 18."""
     return [*questions(tok), *shared(tok), *long_prose(tok), *code(tok)]
 
 
 def digest(prompts: Iterable[Prompt]) -> str:
-    """One fingerprint of a set of prompts."""
+    """Fingerprint of a list of prompts."""
     data = json.dumps([[p.name, list(p.ids)] for p in prompts])
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 

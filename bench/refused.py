@@ -1,4 +1,4 @@
-"""The supported SGLang release, and the number of its refused server options.
+"""Supported SGLang release, and number of refused server options.
 
     python -m bench.refused
 """

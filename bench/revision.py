@@ -1,6 +1,6 @@
-"""The measured commit, the card, and the folder of result files.
+"""Commit, GPU model and folder of result files.
 
-Uses only the standard library, because some harnesses run without the package.
+This module only needs the standard library, because some benchmarks run without the package.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ CODE = ("sglang_kvc", "kernels", "patches", "bench/*.py")
 
 
 def commit() -> str:
-    """The commit of the code measured, with a mark where measured files differ from it; KVC_COMMIT where the tree was
-    copied without its history, "unknown" without either."""
+    """Commit of the code, with `+changes` if the files differ from it. KVC_COMMIT overrides it, for copies without a
+    history; "unknown" if there is neither."""
     if "KVC_COMMIT" in os.environ:
         return os.environ["KVC_COMMIT"]
     try:
@@ -29,8 +29,8 @@ def commit() -> str:
 
 
 def card(device: str) -> str:
-    """`h200` for `NVIDIA H200`, `h100` for `NVIDIA H100 80GB HBM3`, `cpu` for a processor: part of file names and of
-    the names of figures that depend on the card."""
+    """Short device name for the names of files and figures: `h200` for `NVIDIA H200`, `h100` for `NVIDIA H100 80GB
+    HBM3`, `cpu` for a processor."""
     if device.startswith("CPU"):
         return "cpu"
     model = re.search(r"\b[A-Z]+\d+\b", device)

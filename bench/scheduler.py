@@ -1,4 +1,4 @@
-"""SGLang's scheduler without a model, with our hooks around it or without. Tests and host times use it."""
+"""SGLang's scheduler without a model, with or without our hooks. Tests and host-time benchmarks use it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _mix(orig, batch, running_batch):
 
 @contextlib.contextmanager
 def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = False):
-    """Context in which SGLang has the options of such a server, and our hooks are applied outside the scheduler itself.
+    """Set SGLang's options for `ModelFreeScheduler`, and apply our hooks outside the scheduler class.
 
-    runtime: None for a stock server, which has no hooks.
+    runtime: None for a stock server, without hooks.
     """
     options = dict(device="cpu", attention_backend="torch_native", chunked_prefill_size=chunk or -1)
     options |= dict(enable_mixed_chunk=mixed, pp_max_micro_batch_size=rows)
@@ -69,7 +69,7 @@ def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = Fa
 
 
 class Absent:
-    """Stand-in for an absent part of the scheduler: each attribute is the stand-in itself, which is false and empty."""
+    """Stand-in for a part of the scheduler. It is false and empty, and each attribute is the stand-in itself."""
 
     def __getattr__(self, name):
         return self
@@ -84,7 +84,7 @@ class Absent:
 
 
 class ModelFreeScheduler(Scheduler):
-    """A server for up to `rows` requests at a time, to be used inside `configured`. Subclasses define `run_batch`."""
+    """Scheduler for up to `rows` concurrent requests, for use in `configured`. Subclasses define `run_batch`."""
 
     def __init__(self, pool, allocator, tree, *, rows: int, page_size: int, chunk: int | None = None):
         self.req_to_token_pool, self.token_to_kv_pool_allocator, self.tree_cache = pool, allocator, tree

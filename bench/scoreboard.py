@@ -1,16 +1,15 @@
-"""Collect the figures of all raw result files into one, and render them into README and docs.
+"""Collect the figures of all raw result files and render them into README and docs.
 
     python -m bench.scoreboard [--check]
 
-Reads `scores` of every JSON under bench/results and writes bench/results/scoreboard.json: name -> value, unit,
-baseline, n, low, high, commands, commit, device, date, file. Figures that depend on the card have one name per card:
-the plain name is for the H200, `e2e.vs_bf16_h100` for the H100. If a figure was measured several times on one card, the
-latest counts.
+The scores of all JSON files in bench/results go to bench/results/scoreboard.json: name -> value, unit, baseline, n,
+low, high, commands, commit, device, date, file. Figures that depend on the GPU have one name per GPU model:
+`e2e.vs_bf16` for the H200, `e2e.vs_bf16_h100` for the H100. The latest measurement on a device counts.
 
-Renders the tables of docs/benchmarks.md between its `<!-- scoreboard -->` marks, the tables of `bench.quality.report`,
-and single figures in README and docs: `<!--= NAME -->1.92x<!--/-->` is the figure NAME, and with a file below
-bench/results, a path in it and a format `<!--= e2e/serving_h100 numbers/bf16.c64/output_tok_s .0f -->1374<!--/-->`.
-`--check` only reports whether they are up to date.
+Pages get the tables of docs/benchmarks.md between `<!-- scoreboard -->` marks, the tables of `bench.quality.report`,
+and single figures. `<!--= NAME -->1.92x<!--/-->` shows the figure NAME. A file in bench/results, a path in it and a
+format show a raw value: `<!--= e2e/serving_h100 numbers/bf16.c64/output_tok_s .0f -->1374<!--/-->`. `--check` only
+reports whether all files are up to date.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OUT = RESULTS / "scoreboard.json"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = "<!-- scoreboard -->"
 FIGURE = re.compile(r"<!--= (?P<name>\S+)(?: (?P<path>\S+) (?P<format>\S+))? -->.*?<!--/-->", re.DOTALL)
-# Names of the same figure under a preset.
+# Preset's name of a figure -> original name.
 ALIASES = {
     f"quality.{preset}.ratio_4k": f"serve.ratio_4k.{cell}"
     for preset, cell in (("safe", "k8v4"), ("balanced", "k4v4"), ("max", "max"))
@@ -42,7 +41,7 @@ ALIASES |= {f"quality.{preset}.ratio_body": f"quality.{preset}.smollm2.ratio_bod
 
 
 def collect(results: Path = RESULTS) -> dict[str, dict]:
-    """name -> {value, unit, baseline, n, commands, commit, device, date, file, maybe low and high}."""
+    """Name -> {value, unit, baseline, n, commands, commit, device, date, file, and low and high if known}."""
     board: dict[str, dict] = {}
     for path in sorted(results.rglob("*.json")):
         if path == results / OUT.name:
@@ -61,12 +60,12 @@ def collect(results: Path = RESULTS) -> dict[str, dict]:
 
 
 def board_row(score: dict, record: dict, file: Path) -> dict:
-    where = {field: record[field] for field in ("commit", "device", "date")}
-    return {"baseline": "", "n": 1, **score, "commands": commands(record), **where, "file": file.as_posix()}
+    origin = {field: record[field] for field in ("commit", "device", "date")}
+    return {"baseline": "", "n": 1, **score, "commands": commands(record), **origin, "file": file.as_posix()}
 
 
 def commands(record: dict) -> list[str]:
-    """The commands of a file's runs: each server's own command if its row has one."""
+    """Commands that wrote a file: those of its rows if they have any, else the command of the record."""
     numbers = record.get("numbers", {})
     rows = [row for row in numbers.values() if isinstance(row, dict)] if isinstance(numbers, dict) else []
     return list(dict.fromkeys(row["command"] for row in rows if {"options", "command"} <= row.keys())) or [
@@ -79,8 +78,8 @@ def _of_preset(name: str) -> bool:
 
 
 def _presets_of(results: Path) -> dict[str, dict]:
-    """Points that presets lose against stock of their own run. `max` was chosen on the first questions, so that others
-    count for it where they were asked."""
+    """Points of presets against stock of the same run. `max` was chosen on the first questions, so other questions
+    count for it if there are any."""
     out: dict[str, dict] = {}
     for group in sorted((g for g in merged(results / "quality") if g.length == LENGTH), key=lambda g: g.first):
         for name, score in cells.scores(group.rows, group.model, group.first).items():
@@ -92,34 +91,34 @@ def _presets_of(results: Path) -> dict[str, dict]:
 
 
 def _formats_of(results: Path) -> dict[str, dict]:
-    """The ratio of `k4v2`'s KL to `k4v4`'s, for each calibrated model."""
+    """Ratio of the KL of `k4v2` to that of `k4v4`, for each calibrated model."""
     out: dict[str, dict] = {}
     for path in sorted((results / "calibrate").glob("*.json")):
         record = json.loads(path.read_text())
-        found = record["numbers"]
-        kl = {r["format"]: r["kl_mean"] for r in found["formats"] if r.get("key_mode", "channel") == "channel"}
-        unit = f"x the mean KL of {found['settings']['scored']} tokens"
+        numbers = record["numbers"]
+        kl = {r["format"]: r["kl_mean"] for r in numbers["formats"] if r.get("key_mode", "channel") == "channel"}
+        unit = f"x the mean KL of {numbers['settings']['scored']} tokens"
         score = Score(kl["k4v2"] / kl["k4v4"], unit, "k4v4, simulated")
         row = board_row(score.to_dict(), record, path.relative_to(results))
-        out[f"quality.k4v2_over_k4v4_kl.{found['model']}"] = row
+        out[f"quality.k4v2_over_k4v4_kl.{numbers['model']}"] = row
     return out
 
 
 def render(page: str, board: dict[str, dict]) -> str:
-    """A page with fresh tables between its two marks, if it has them, and fresh figures."""
+    """Page with current figures, and current tables between its two marks if it has them."""
     if page.count(MARK) not in (0, 2):
-        raise SystemExit(f"error: the mark {MARK} stands on a page twice or not at all, not {page.count(MARK)} times")
+        raise SystemExit(f"error: a page has {page.count(MARK)} marks {MARK}; it must have 2 or none")
     if MARK in page:
         page = re.sub(f"{MARK}.*{MARK}", lambda _: f"{MARK}\n\n{tables(board)}\n\n{MARK}", page, flags=re.DOTALL)
     return FIGURE.sub(lambda m: m[0][: m[0].index("-->") + 3] + figure(m, board) + "<!--/-->", page)
 
 
 def figure(mark: re.Match, board: dict[str, dict]) -> str:
-    """The text between the marks of one figure. In its path `~1` is a slash within a key, as in JSON pointers."""
+    """Text between the marks of one figure. In a path, `~1` is a slash within a key, as in JSON pointers."""
     name, path = mark["name"], mark["path"]
     if path is None:
         if name not in board:
-            raise SystemExit(f"error: a page shows {name}, which no result file has; measure it or take it out")
+            raise SystemExit(f"error: a page shows {name}, which no result file has; measure it or remove it")
         return points_lost(board[name])
     value = json.loads((RESULTS / f"{name}.json").read_text())
     for key in path.split("/"):
@@ -133,7 +132,7 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    from bench.quality import report  # late import: it uses names of this module
+    from bench.quality import report
 
     board = collect()
     fresh = {OUT: json.dumps(board, indent=1) + "\n"}

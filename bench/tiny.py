@@ -1,4 +1,4 @@
-"""Models with random weights and the demo model's tokenizer: heads for two ranks, layers with windows, experts."""
+"""Tiny models with random weights and the demo model's tokenizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from bench import common
 def tiny_model(folder: Path, kv_heads: int = 2) -> Path:
     """Write the model to `folder`: 3 layers, 4 query heads and up to 2 KV heads of 64.
 
-    The first KV head attends to few tokens, the other to all tokens equally, so that a policy by attention keeps
-    different numbers of them.
+    The first KV head attends to few tokens, the other one to all tokens equally, so that policies based on attention
+    keep different numbers of tokens.
     """
     import torch
     from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
@@ -47,8 +47,8 @@ def tiny_qwen3(folder: Path) -> Path:
 
 
 def tiny_windowed(folder: Path, window: int = 100, *, head_dim: int = 64, like: Path | None = None) -> Path:
-    """Write a Gemma 3 to `folder`: 4 layers, of which only the third sees more than the last `window` tokens.
-    `like`: the model whose vocabulary and tokenizer are used; default: the demo model."""
+    """Write a Gemma 3 to `folder`: 4 layers, all but the third with a window of `window` tokens. `like`: model with the
+    vocabulary and tokenizer; default: the demo model."""
     import torch
     from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -64,7 +64,7 @@ def tiny_windowed(folder: Path, window: int = 100, *, head_dim: int = 64, like: 
     model = Gemma3ForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.q_norm.weight.add_(1.0)  # attention that picks tokens, rather than averages them
+            layer.self_attn.q_norm.weight.add_(1.0)  # sharpens attention
     return _save(model, folder, like)
 
 

@@ -1,7 +1,7 @@
 """Rules for all tests: fixed random numbers, no deadlines, and a process either with or without Triton's interpreter.
 
 Triton reads TRITON_INTERPRET when a kernel is defined. Files named `test_interpret*.py` need it, all other tests must
-not see it. A pytest run therefore takes one kind and leaves out the other. It takes the interpreter tests with `-m
+not see it. A pytest run therefore collects one kind and skips the other. It collects the interpreter tests with `-m
 interpreter`, when all paths on its command line name such files, or when TRITON_INTERPRET=1 is already set.
 """
 
@@ -23,10 +23,10 @@ settings.load_profile("fixed")
 
 
 def pytest_configure(config):
-    named, expression = [a.partition("::")[0] for a in config.args], config.option.markexpr
-    interpreted = [name for name in named if needs_interpreter(name)]
-    plain = [name for name in named if name.endswith(".py") and name not in interpreted]
-    if expression == "interpreter" or (not expression and interpreted and interpreted == named):
+    paths, expression = [a.partition("::")[0] for a in config.args], config.option.markexpr
+    interpreted = [name for name in paths if needs_interpreter(name)]
+    plain = [name for name in paths if name.endswith(".py") and name not in interpreted]
+    if expression == "interpreter" or (not expression and interpreted and interpreted == paths):
         os.environ["TRITON_INTERPRET"] = "1"
     elif interpreter() and plain:
         raise pytest.UsageError(f"{plain[0]} runs without Triton's interpreter; unset TRITON_INTERPRET")

@@ -29,7 +29,7 @@ ORDER = (
     "cli",
 )
 
-# Modules besides kvc_patches that may import sglang.srt, and why.
+# Modules other than kvc_patches that may import sglang.srt, and the reason.
 SGLANG = {
     "sglang_kvc.adapter": "subclasses the pool, allocator, radix cache and attention backend that SGLang calls",
     "sglang_kvc.cpu.platform_class": "subclasses SGLang's platform",
@@ -37,7 +37,7 @@ SGLANG = {
     "sglang_kvc.options.start": "reads what SGLang made of the arguments",
     "sglang_kvc.options.model_facts": "reads SGLang's ModelConfig, in the function that is given one",
 }
-# Modules that may import triton, besides the *_kernel files of kvc_kernels and GPU-only code.
+# Modules that may import triton, in addition to the *_kernel files of kvc_kernels and GPU-only code.
 NO_TRITON = ("sglang_kvc.cache", "sglang_kvc.options", "sglang_kvc.policies", "sglang_kvc.calibration")
 
 # (importer, imported) pairs that break a rule.

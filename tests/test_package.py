@@ -18,12 +18,12 @@ HOMES = {"sglang_kvc": ROOT, "kvc_kernels": ROOT / "kernels", "kvc_patches": ROO
 def test_every_package_is_installed():
     """The list in pyproject.toml is written by hand."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = [
+    existing = [
         ".".join(path.parent.relative_to(home).parts)
         for name, home in HOMES.items()
         for path in (home / name).rglob("__init__.py")
     ]
-    assert sorted(listed) == sorted(found)
+    assert sorted(listed) == sorted(existing)
 
 
 def test_scoreboard_readme_and_docs_show_committed_results(monkeypatch, capsys):

@@ -1,7 +1,7 @@
-"""The simulator's cache: chains of blocks in device memory and in host memory.
+"""Cache of the simulator: chains of blocks in device and host memory.
 
-A chain holds the cached blocks of a session, or of the tool definitions that sessions share. It loses blocks from its
-end, like leaves of a radix tree. Blocks that leave the device go to the host, if there is one.
+A chain has the cached blocks of a session, or of tool definitions that sessions share. It loses blocks from its end,
+like leaves of a radix tree. Blocks evicted from the device go to host memory, if there is any.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ BLOCK = 128  # tokens
 
 @dataclass(eq=False)
 class Chain:
-    """Blocks `[0, device)` are on the device and `[device, stored)` in host memory. A session's chain counts from the
-    end of `parent`, the tool definitions. Times are in seconds unless stated otherwise."""
+    """Consecutive blocks: `[0, device)` are on the device and `[device, stored)` in host memory. A session's chain
+    starts at the end of `parent`, the tool definitions. Times are in seconds unless stated otherwise."""
 
     parent: Chain | None = None
     device: int = 0
@@ -27,8 +27,8 @@ class Chain:
     waits_since: float | None = None  # arrival of the waiting request
     next_arrival: float = INFINITE
     hits: int = 0
-    dead: bool = False  # the session has ended, or continues without these blocks
-    pause: float = 0.0  # the session's typical pause in forwards, learned from its past
+    dead: bool = False  # the session has ended or no longer needs these blocks
+    pause: float = 0.0  # typical pause of the session in forwards, estimated from earlier pauses
     children: dict[Chain, None] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -38,7 +38,8 @@ class Chain:
 
 @dataclass
 class Cache:
-    """`capacity` and `host_capacity`: blocks. `device` and `host`: blocks in use."""
+    """Cache with `capacity` blocks on the device and `host_capacity` in host memory. `device`, `host`: blocks in
+    use."""
 
     capacity: int
     host_capacity: int
@@ -58,8 +59,7 @@ class Cache:
                 c.locks -= 1
 
     def make_room(self, blocks: int, now: float) -> bool:
-        """Evict until `blocks` blocks are free; returns whether they are. If eviction cannot free enough, nothing is
-        evicted."""
+        """Evict until `blocks` blocks are free. Return False, without evictions, if that is impossible."""
         missing = self.device + blocks - self.capacity
         if missing <= 0:
             return True
@@ -67,15 +67,15 @@ class Cache:
         if sum(c.device for c in victims) < missing:
             return False
         while missing > 0:
-            # A shared chain becomes a leaf when all chains that continue it have left.
+            # A shared chain is a leaf if none of its children is on the device.
             leaves = [c for c in victims if c.device and not any(child.device for child in c.children)]
             for chain in sorted(leaves, key=lambda c: self.order.rank(c, now)):
-                gone = min(missing, chain.device)
-                chain.device -= gone
-                self.device -= gone
-                missing -= gone
+                evicted = min(missing, chain.device)
+                chain.device -= evicted
+                self.device -= evicted
+                missing -= evicted
                 if self.host_capacity:
-                    self.host += gone
+                    self.host += evicted
                 else:
                     chain.stored = chain.device
                     self._forget(chain)
@@ -90,9 +90,9 @@ class Cache:
                 c for c in self.chains if c.stored > c.device and not any(child.stored for child in c.children)
             ]
             for chain in sorted(leaves, key=lambda c: self.order.rank(c, now)):
-                gone = min(self.host - self.host_capacity, chain.stored - chain.device)
-                chain.stored -= gone
-                self.host -= gone
+                evicted = min(self.host - self.host_capacity, chain.stored - chain.device)
+                chain.stored -= evicted
+                self.host -= evicted
                 self._forget(chain)
                 if self.host <= self.host_capacity:
                     return
@@ -102,8 +102,8 @@ class Cache:
             self.chains.pop(chain, None)
 
     def cut(self, chain: Chain, keep: int) -> None:
-        """The session continues without the blocks after its first `keep`. They stay until they are evicted, except a
-        single block, the ragged end of every prompt."""
+        """Detach the blocks after the first `keep`, because the session continues without them. They stay until they
+        are evicted. A single block, the partly filled end of every prompt, is freed."""
         device, stored = min(chain.device, keep), min(chain.stored, keep)
         on_device, on_host = chain.device - device, chain.stored - chain.device - (stored - device)
         chain.device, chain.stored = device, stored
@@ -111,8 +111,8 @@ class Cache:
             self.device -= on_device
             self.host -= on_host
             return
-        left = Chain(chain.parent, on_device, on_device + on_host, used=chain.used, ended=chain.ended, dead=True)
-        self.chains[left] = None
+        rest = Chain(chain.parent, on_device, on_device + on_host, used=chain.used, ended=chain.ended, dead=True)
+        self.chains[rest] = None
 
     def extend(self, chain: Chain, blocks: int) -> None:
         """Extend the locked `chain` to `blocks` blocks on the device, which has room for them."""

@@ -1,4 +1,4 @@
-"""The compared orders: of eviction, and of the admission of waiting prompts."""
+"""Compared orders of eviction, and of admission of waiting prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 INFINITE = float("inf")
 
-# ---- eviction: the lowest rank first. All orders but `clairvoyant` know only the past.
+# ---- eviction: the lowest rank first. Only `clairvoyant` knows the future.
 
 
 class Order:
@@ -24,29 +24,29 @@ class Order:
 
 
 class Lfu(Order):
-    """SGLang's `lfu`: the fewest uses first."""
+    """SGLang's `lfu`: least frequently used first."""
 
     def rank(self, c, now):
         return c.hits, c.used
 
 
 class Slru(Order):
-    """SGLang's `slru`: blocks that were used once first."""
+    """SGLang's `slru`: blocks used only once first."""
 
     def rank(self, c, now):
         return c.hits >= 2, c.used
 
 
 class Mru(Order):
-    """SGLang's `mru`: the most recently used first."""
+    """SGLang's `mru`: most recently used first."""
 
     def rank(self, c, now):
         return -c.used
 
 
 class Waiting(Order):
-    """SGLang's `lru`, which also counts a waiting prompt as a use: chains of waiting prompts go last, the latest
-    arrival first."""
+    """SGLang's `lru`, in which a waiting prompt counts as a use: chains of waiting prompts go last, the latest arrival
+    first among them."""
 
     def rank(self, c, now):
         return (0, c.used) if c.waits_since is None else (1, -c.waits_since)
@@ -55,9 +55,9 @@ class Waiting(Order):
 class Reuse(Order):
     """The session that is least likely to return first.
 
-    Pauses are modeled as exponential, with a gamma prior on the rate. After a pause of s the rate of return is
-    proportional to 1 / (b + s), where b is `weight` times the session's typical pause. The order by that rate is the
-    order of `ended - b`, which does not change with time. Chains of waiting prompts go last.
+    Pauses are modeled as exponential, with a gamma prior on the rate. After a pause of s, the expected rate of return
+    is proportional to 1 / (b + s), where b is `weight` times the session's typical pause. Sorting by this rate equals
+    sorting by `ended - b`, which does not change with time. Chains of waiting prompts go last.
     """
 
     def __init__(self, weight: float = 1.0):
@@ -95,30 +95,30 @@ ORDERS: dict[str, Order] = {
     "clairvoyant": Clairvoyant(),
 }
 
-# ---- admission: the next prompt to serve, from the waiting prompts in order of arrival
+# ---- admission: selects the next prompt from the waiting prompts, which are in order of arrival
 
 
 def fcfs(waiting: list[Turn], computed: int) -> Turn:
-    """The first one."""
+    """First come, first served."""
     return waiting[0]
 
 
 def lpm(waiting: list[Turn], computed: int) -> Turn:
-    """SGLang's `lpm`: the longest cached prefix."""
+    """SGLang's `lpm`: longest cached prefix first."""
     return max(waiting, key=lambda turn: turn.cached())
 
 
 def hrrn(waiting: list[Turn], computed: int) -> Turn:
-    """SGLang's `hrrn`: the largest ratio of tokens computed for others during the wait to the prompt's own tokens to
-    compute."""
+    """SGLang's `hrrn`: largest ratio first, of tokens computed for other prompts during the wait to uncached tokens of
+    the prompt."""
     return max(waiting, key=lambda turn: (computed - turn.computed_before) / max(1, turn.uncached()))
 
 
-def shortest(most: int) -> Callable[[list[Turn], int], Turn]:
-    """The fewest tokens to compute, unless `most` later prompts have overtaken the first one."""
+def shortest(max_overtaken: int) -> Callable[[list[Turn], int], Turn]:
+    """Fewest uncached tokens first, unless `max_overtaken` later prompts have overtaken the first one."""
 
     def pick(waiting: list[Turn], computed: int) -> Turn:
-        if waiting[0].overtaken >= most:
+        if waiting[0].overtaken >= max_overtaken:
             return waiting[0]
         return min(waiting, key=lambda turn: turn.uncached())
 

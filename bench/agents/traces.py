@@ -1,8 +1,8 @@
-"""Recorded sessions of coding agents: the sizes of their prompts and answers, and the pauses between them.
+"""Recorded sessions of coding agents: token counts of prompts and answers, and pauses.
 
 The file is gzipped JSON, `{"meta": .., "sessions": [{"id", "tools", "system", "steps"}, ..]}`. A step is a list of five
 numbers: input tokens, tokens shared with the previous prompt (a multiple of 64), output tokens, seconds between the
-last answer and this prompt, and seconds until the answer. No text is recorded. It was made from
+last answer and this prompt, and seconds until the answer. It has no text. The file derives from
 github.com/callanjfox/kv-cache-tester (Apache-2.0) and is not part of this repository.
 """
 
@@ -20,9 +20,8 @@ SPLITS = ("tune", "report")
 
 @dataclass(frozen=True)
 class Step:
-    """One prompt and its answer, in tokens. `shared`: number of first tokens of `prompt` that are those of the previous
-    prompt.
-    `pause`: seconds from the end of the last answer to the arrival of this prompt."""
+    """A prompt and its answer, in tokens. `shared`: number of first tokens that equal those of the previous prompt.
+    `pause`: seconds between the last answer and this prompt."""
 
     prompt: int
     shared: int
@@ -32,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Session:
-    """`tools`: number of first tokens, which describe tools. Sessions with equal numbers have the same tools."""
+    """Steps of a session. `tools`: number of first tokens that describe tools. Equal numbers mean equal tools."""
 
     name: str
     tools: int
@@ -44,25 +43,25 @@ class Session:
 
 
 def load(path: Path, *, longest: int, pause: float, split: str | None = None) -> list[Session]:
-    """Sessions whose prompts with their answers have at most `longest` tokens; longer pauses are cut to `pause`
-    seconds. `split`: one of two disjoint halves."""
+    """Load the sessions in which each prompt and its answer have at most `longest` tokens. Longer pauses are cut to
+    `pause` seconds. `split`: one of two disjoint halves."""
     with gzip.open(path, "rt") as file:
         recorded = json.load(file)["sessions"]
-    some = [_session(s, pause) for s in sorted(recorded, key=lambda s: s["id"])]
-    some = [s for s in some if len(s.steps) > 1 and s.longest <= longest]
-    random.Random(0).shuffle(some)
-    return some if split is None else some[SPLITS.index(split) :: 2]
+    sessions = [_session(s, pause) for s in sorted(recorded, key=lambda s: s["id"])]
+    sessions = [s for s in sessions if len(s.steps) > 1 and s.longest <= longest]
+    random.Random(0).shuffle(sessions)
+    return sessions if split is None else sessions[SPLITS.index(split) :: 2]
 
 
 def _session(record: dict, pause: float) -> Session:
-    steps, before = [], 0
-    for prompt, shared, answer, think, _ in record["steps"]:
-        steps.append(Step(prompt, min(shared, before, prompt), max(answer, 1), min(float(think), pause)))
-        before = prompt
+    steps, previous = [], 0
+    for prompt, shared, answer, recorded_pause, _ in record["steps"]:
+        steps.append(Step(prompt, min(shared, previous, prompt), max(answer, 1), min(float(recorded_pause), pause)))
+        previous = prompt
     return Session(record["id"], min(record["tools"], *(s.prompt for s in steps)), tuple(steps))
 
 
 def endless_share(sessions: Sequence[Session]) -> float:
-    """Share of all prompt tokens that were in the previous prompt: the hit rate of a cache that never evicts."""
+    """Hit rate of a cache that never evicts: the share of prompt tokens that are shared with the previous prompt."""
     steps = [step for s in sessions for step in s.steps]
     return sum(s.shared for s in steps) / sum(s.prompt for s in steps)

@@ -1,26 +1,27 @@
-"""Agents in a closed loop at any OpenAI-compatible server: time to first token over their number.
+"""Replay of agents against any OpenAI-compatible server: time to first token by number of agents.
 
-    python -m bench.e2e.agent_replay TRACES.json.gz --url http://127.0.0.1:30000 --server mine    # a running server
-    ... --arm kvc,stock_fp8 --model <folder> --load-format dummy --tokens 420000   # starts them in turn; --list-arms
-    ... --curve 16,32,48,64 --seconds 600 --time-scale 0.5 --append      # adds to the result file
-    ... --until-missed                                  # ends the curve behind the first number that misses a target
-    python -m bench.e2e.agent_replay --plot                             # the result file as a picture
-    python -m bench.e2e.agent_replay --workload bfcl --data FILE ..     # dialogues with real tool outputs
+    python -m bench.e2e.agent_replay TRACES.json.gz --url http://127.0.0.1:30000 --server NAME    # a running server
+    python -m bench.e2e.agent_replay --workload bfcl --data FILE ..      # dialogues with real function results
+    ... --arm kvc,stock_fp8 --model <folder> --load-format dummy --tokens 420000   # start these servers one by one
+    ... --list-arms                                     # print the command of each server
+    ... --curve 16,32,48,64 --seconds 600 --time-scale 0.5 --append      # add to the result file
+    ... --until-missed                                  # stop at the first number of agents that misses a target
+    python -m bench.e2e.agent_replay --plot             # plot the result file
 
-TRACES is described in `bench.agents.traces`. Each agent plays one session after the other, the first from somewhere in
-it. A prompt has the recorded length, and its recorded first tokens are those of the prompt before; all other tokens are
-drawn from a seed. The answer has the recorded length (`ignore_eos`) and is not sent back. A prompt is sent when the
-recorded pause, times `--time-scale`, has passed since the last answer.
+`bench.agents.traces` describes TRACES. Each agent plays one session after another and starts at a random step of its
+first session. Prompts and answers have their recorded lengths (`ignore_eos`). A prompt shares the recorded number of
+first tokens with the previous prompt; its other tokens are drawn with a fixed seed. Answers are not sent back. An agent
+sends its next prompt once the recorded pause, times `--time-scale`, has passed since the last answer.
 
-`--workload bfcl` plays BFCL's dialogues instead (`bench.e2e.dialogues`), whose text is tokenized with the tokenizer of
-`--model`. A `--length-scale` below 1 cuts each text at its end. Functions take `--tool-seconds` on average.
+`--workload bfcl` replays dialogues from BFCL instead (`bench.e2e.dialogues`). The tokenizer of `--model` encodes their
+text. A `--length-scale` below 1 cuts each text at its end. A function runs for `--tool-seconds` on average, times
+`--time-scale`.
 
-Prompts go to `/v1/completions` as lists of token ids, or as words with `--text` where a server takes no ids. Answers
-count that end within `--seconds` after every agent has had its first one. What comes from the cache is known where the
-server reports `cached_tokens` (SGLang: `--enable-cache-report`), bytes that moved between tiers where `/server_info`
-is ours.
+Prompts go to `/v1/completions` as token ids. `--text` sends words to servers that take no ids. The measurement starts
+when every agent has had its first answer, and lasts `--seconds`. Cache hits are known if the server reports
+`cached_tokens` (SGLang: `--enable-cache-report`). Transfers between tiers are known if it runs this plug-in.
 
-`agent_targets` compares the most agents at the targets.
+`agent_targets` compares servers by the number of agents that they serve within the latency targets.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ from bench.agents.traces import Session, Step
 from bench.common import RESULTS
 from bench.compare import percentile
 from bench.e2e import dialogues
-from bench.e2e.agent_targets import FIRST_TOKEN_S, holds, most_agents, points, scores
+from bench.e2e.agent_targets import FIRST_TOKEN_S, meets_targets, most_agents, points, scores
 from bench.e2e.dialogues import Dialogue
-from bench.e2e.serving import named
+from bench.e2e.serving import result_name
 
 TRACES, BFCL = "traces", "bfcl"
-NAMES = {TRACES: "e2e/agent_replay", BFCL: "e2e/agent_replay_bfcl"}  # of the result files
-SCORES = {TRACES: "agents", BFCL: "agents.bfcl"}
+NAMES = {TRACES: "e2e/agent_replay", BFCL: "e2e/agent_replay_bfcl"}  # result files
+SCORE_PREFIXES = {TRACES: "agents", BFCL: "agents.bfcl"}
 TITLES = {TRACES: "Recorded coding agents", BFCL: "Agents in BFCL's dialogues"}
 TOKENS = range(1000, 9000)  # ids that prompts are drawn from; every vocabulary has them
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 TIMEOUT = 1800
 
 
-# ---- what is sent
+# ---- prompts
 
 
 def scaled(session: Session, length: float, pause: float) -> Session:
-    """`session` with `length` times as many tokens and `pause` times as long pauses."""
+    """`session` with its token counts multiplied by `length` and its pauses by `pause`."""
 
     def tokens(n: int) -> int:
         return max(1, round(n * length))
@@ -74,18 +75,18 @@ def scaled(session: Session, length: float, pause: float) -> Session:
 
 
 def prompts(session: Session, unique: str) -> Iterator[tuple[Step, list[int]]]:
-    """Steps and their prompts as token ids. Sessions with equally many tokens of tools begin with the same ones; all
-    else is the session's own, which `unique` names. A dialogue has its own text."""
+    """Steps and their prompts as token ids. Sessions with equal numbers of tool tokens share these tokens. All other
+    tokens depend on the session and on `unique`. The tokens of a dialogue come from its text."""
     if isinstance(session, Dialogue):
         mark = random.Random(f"{session.name} {unique}").choices(TOKENS, k=dialogues.MARK)
         yield from session.prompts(mark)
         return
     tools = random.Random(f"tools {session.tools}").choices(TOKENS, k=session.tools)
-    draw, before = random.Random(f"{session.name} {unique}"), tools
+    rng, prompt = random.Random(f"{session.name} {unique}"), tools
     for step in session.steps:
-        kept = before[: max(step.shared, min(session.tools, step.prompt))]
-        before = [*kept, *draw.choices(TOKENS, k=step.prompt - len(kept))]
-        yield step, before
+        prefix = prompt[: max(step.shared, min(session.tools, step.prompt))]
+        prompt = [*prefix, *rng.choices(TOKENS, k=step.prompt - len(prefix))]
+        yield step, prompt
 
 
 # ---- one request
@@ -93,8 +94,7 @@ def prompts(session: Session, unique: str) -> Iterator[tuple[Step, list[int]]]:
 
 @dataclass
 class Answer:
-    """Seconds from sending to the first token and to the last one; tokens as the server counts them, None if it does
-    not say."""
+    """Seconds from sending to the first and to the last token; token counts as reported by the server, or None."""
 
     first_token: float
     seconds: float
@@ -109,21 +109,20 @@ class Server(Protocol):
 
 @dataclass
 class Completions:
-    """`/v1/completions` of any server, streamed."""
+    """Client of a server's `/v1/completions`, with streaming."""
 
     url: str
     model: str = "default"
     text: bool = False
 
     def complete(self, prompt: list[int], answer: int) -> Answer:
-        said: Any = " ".join(WORDS[i % len(WORDS)] for i in prompt) if self.text else prompt
-        body = {"model": self.model, "prompt": said, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+        content: Any = " ".join(WORDS[i % len(WORDS)] for i in prompt) if self.text else prompt
+        body = {"model": self.model, "prompt": content, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         began, first, usage, chunks = time.monotonic(), None, {}, 0
-        sent = Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urlopen(sent, timeout=TIMEOUT) as response:  # `requests` hands out lines late
+        headers = {"Content-Type": "application/json"}
+        request = Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=TIMEOUT) as response:  # `requests` delays the lines of a stream
             for line in response:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue
@@ -144,100 +143,107 @@ class Completions:
 
 
 @dataclass
-class Seen:
-    """One answered prompt. shared: its tokens that were sent before, by its session or as tools of another one."""
+class AnsweredPrompt:
+    """One answered prompt. `shared`: number of its tokens that were also in the session's previous prompt. The first
+    prompt of a dialogue shares its tool tokens if an earlier session had the same ones."""
 
     answer: Answer
     prompt: int
     shared: int
     ended: float
-    first: bool  # of its agent
-    last: bool  # of its session
+    first: bool  # the agent's first prompt
+    last: bool  # the session's last prompt
 
 
 class Replay:
-    """`agents` agents at `server`: agent i plays sessions i, i + agents, .., and the first one follows the last."""
+    """`agents` agents that send prompts to `server`. Agent i plays sessions i, i + agents, .., modulo their number."""
 
     def __init__(self, server: Server, sessions: Sequence[Session], agents: int, seed: int = 0):
         self.server, self.sessions, self.agents, self.seed = server, sessions, agents, seed
-        self.lock, self.over, self.all_ran = threading.Lock(), threading.Event(), threading.Event()
-        self.seen: list[Seen] = []
-        self.tools: set[tuple[int, ...]] = set()  # that were sent
+        self.lock, self.stop, self.ramped_up = threading.Lock(), threading.Event(), threading.Event()
+        self.answered: list[AnsweredPrompt] = []
+        self.known_tools: set[tuple[int, ...]] = set()  # tool tokens of the sessions started so far
         self.started = 0
 
     def run(self, seconds: float, ramp: float, progress: float = 10.0) -> dict[str, Any]:
-        """Play, and sum up what ended in the `seconds` after every agent's first answer, which takes `ramp` at most."""
+        """Run the agents and summarize the answers of the measured `seconds`. The measurement starts when every agent
+        has had its first answer.
+
+        Raises:
+            RuntimeError: some agent had no answer after `ramp` seconds.
+        """
         with ThreadPoolExecutor(self.agents) as pool:
-            lives = [pool.submit(self.live, i) for i in range(self.agents)]
+            running = [pool.submit(self.run_agent, i) for i in range(self.agents)]
             began = time.monotonic()
-            self.all_ran.wait(ramp)
+            self.ramped_up.wait(ramp)
             started, measured = self.started, time.monotonic()
-            while not self.over.wait(min(progress, max(0.0, measured + seconds - time.monotonic()))):
-                gone = time.monotonic() - measured
-                print(f"  {self.agents} agents, {gone:5.0f} s: {len(self.seen)} answers", flush=True)
+            while not self.stop.wait(min(progress, max(0.0, measured + seconds - time.monotonic()))):
+                elapsed = time.monotonic() - measured
+                print(f"  {self.agents} agents, {elapsed:5.0f} s: {len(self.answered)} answers", flush=True)
                 if time.monotonic() >= measured + seconds:
                     break
             ended = time.monotonic()
-            self.over.set()
-            for life in lives:
-                life.result()
+            self.stop.set()
+            for future in running:
+                future.result()
         if started < self.agents:
             raise RuntimeError(f"{started} of {self.agents} agents had an answer after {ramp:.0f} s; give more --ramp")
-        inside = [s for s in self.seen if not s.first and measured <= s.ended <= ended]
-        return {"ramp_s": measured - began, "measured_s": ended - measured, **summary(inside, ended - measured)}
+        counted = [s for s in self.answered if not s.first and measured <= s.ended <= ended]
+        return {"ramp_s": measured - began, "measured_s": ended - measured, **summary(counted, ended - measured)}
 
-    def live(self, agent: int) -> None:
-        draw, first = random.Random(f"{self.seed} {agent}"), True
+    def run_agent(self, agent: int) -> None:
+        rng, first = random.Random(f"{self.seed} {agent}"), True
         try:
             for number in itertools.count(agent, self.agents):
                 session = self.sessions[number % len(self.sessions)]
-                skipped = draw.randrange(len(session.steps)) if first else 0
+                skipped = rng.randrange(len(session.steps)) if first else 0
                 for i, (step, prompt) in enumerate(prompts(session, f"{self.seed} {number}")):
                     if i == 0 and self.are_new(prompt[: session.tools]):
                         step = replace(step, shared=0)
                     if i < skipped:
                         continue
-                    if not first and self.over.wait(step.pause):
+                    if not first and self.stop.wait(step.pause):
                         return
                     answer = self.server.complete(prompt, step.answer)
-                    self.note(answer, step, first, i == len(session.steps) - 1)
+                    self.record(answer, step, first, i == len(session.steps) - 1)
                     first = False
-                    if self.over.is_set():
+                    if self.stop.is_set():
                         return
         except BaseException:
-            self.over.set()
-            self.all_ran.set()
+            self.stop.set()
+            self.ramped_up.set()
             raise
 
     def are_new(self, tools: list[int]) -> bool:
+        """Whether no earlier session had these tool tokens; adds them to the known ones."""
         with self.lock:
-            new = tuple(tools) not in self.tools
-            self.tools.add(tuple(tools))
+            new = tuple(tools) not in self.known_tools
+            self.known_tools.add(tuple(tools))
         return new
 
-    def note(self, answer: Answer, step: Step, first: bool, last: bool) -> None:
+    def record(self, answer: Answer, step: Step, first: bool, last: bool) -> None:
         with self.lock:
-            self.seen.append(Seen(answer, step.prompt, step.shared, time.monotonic(), first, last))
+            self.answered.append(AnsweredPrompt(answer, step.prompt, step.shared, time.monotonic(), first, last))
             self.started += first
             if self.started == self.agents:
-                self.all_ran.set()
+                self.ramped_up.set()
 
 
-def summary(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
-    """Shares are of prompt tokens; None where the server does not say what came from its cache."""
-    if not seen:
+def summary(answered: Sequence[AnsweredPrompt], seconds: float) -> dict[str, Any]:
+    """Rates, latencies and shares of prompt tokens. A share is None if the server does not report cached tokens."""
+    if not answered:
         raise RuntimeError(f"no answer ended within {seconds:.0f} s; give more --seconds")
-    first = [s.answer.first_token for s in seen]
-    rest = [(s.answer.seconds - s.answer.first_token) / (s.answer.tokens - 1) for s in seen if s.answer.tokens > 1]
-    known = [s for s in seen if s.answer.cached is not None and s.answer.prompt]
+    first = [s.answer.first_token for s in answered]
+    rest = [(s.answer.seconds - s.answer.first_token) / (s.answer.tokens - 1) for s in answered if s.answer.tokens > 1]
+    known = [s for s in answered if s.answer.cached is not None and s.answer.prompt]
     total = sum(s.answer.prompt for s in known)
-    # SGLang adds what a retracted request finds when it resumes, which may be more than its prompt.
+    # SGLang also counts the tokens that a retracted request hits when it resumes, so the sum may exceed the prompt.
     cached = sum(min(s.answer.cached, s.answer.prompt) for s in known)
-    out: dict[str, Any] = {"answers": len(seen), "answers_h": 3600 * len(seen) / seconds}
-    out["sessions_h"] = 3600 * sum(s.last for s in seen) / seconds
+    out: dict[str, Any] = {"answers": len(answered), "answers_h": 3600 * len(answered) / seconds}
+    out["sessions_h"] = 3600 * sum(s.last for s in answered) / seconds
     out["from_cache"] = cached / total if known else None
-    again = sum(max(0, min(s.shared, s.prompt - 1) - s.answer.cached) for s in known)
-    out["computed_again"] = again / total if known else None
+    recomputed = sum(max(0, min(s.shared, s.prompt - 1) - s.answer.cached) for s in known)
+    out["computed_again"] = recomputed / total if known else None
     for name, values in (("first_token_s", first), ("output_token_s", rest or [0.0])):
         out |= {f"{name}_p{round(100 * q)}": percentile(values, q) for q in (0.5, 0.9, 0.99)}
     return out
@@ -246,77 +252,79 @@ def summary(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
 # ---- servers
 
 
-def arms(a: argparse.Namespace) -> dict[str, list[str]]:
-    """name -> options of SGLang's server, all with the KV memory of `--tokens` bf16 tokens and the same order of
-    admission. FlashAttention 3 reads fp8 faster from pages of 128 tokens."""
-    memory, host = ["--max-total-tokens"], str(a.host_gb)
+def arms(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Name -> options of a server. All servers have the KV memory of `--tokens` bf16 tokens and the same order of
+    admission. The fp8 servers use pages of 128 tokens, from which FlashAttention 3 reads fp8 faster."""
+    memory, host = ["--max-total-tokens"], str(args.host_gb)
     attention = ["--attention-backend", common.default_attention()] if common.has_gpu() else []
     fp8 = ["--kv-cache-dtype", "fp8_e4m3", "--page-size", "128"]
-    stock = common.stock(*memory, str(a.tokens), *attention, *a.server_args.split())
-    half = common.stock(*memory, str(2 * a.tokens), *attention, *fp8, *a.server_args.split())
-    ours = common.kvc("k4v4", *memory, str(a.tokens), *a.server_args.split(), memory=None)
-    agents = ["--kvc-host-memory", f"{host}GB", "--kvc-eviction", "reuse"]
-    every = {
+    stock = common.stock(*memory, str(args.tokens), *attention, *args.server_args.split())
+    stock_fp8 = common.stock(*memory, str(2 * args.tokens), *attention, *fp8, *args.server_args.split())
+    ours = common.kvc("k4v4", *memory, str(args.tokens), *args.server_args.split(), memory=None)
+    tiers = ["--kvc-host-memory", f"{host}GB", "--kvc-eviction", "reuse"]
+    servers = {
         "stock_bf16": stock,
-        "stock_fp8": half,
-        "stock_fp8_hicache": [*half, "--enable-hierarchical-cache", "--hicache-size", host],
+        "stock_fp8": stock_fp8,
+        "stock_fp8_hicache": [*stock_fp8, "--enable-hierarchical-cache", "--hicache-size", host],
         "kvc": ours,
-        "kvc_tiers": [*ours, *agents],
+        "kvc_tiers": [*ours, *tiers],
     }
-    shared = ["--schedule-policy", "hrrn", "--enable-cache-report"]
-    return {name: [*options, *shared] for name, options in every.items()}
+    return {name: [*options, "--schedule-policy", "hrrn", "--enable-cache-report"] for name, options in servers.items()}
 
 
-def moved(url: str) -> dict[str, float]:
-    """Totals of the blocks that our server has moved between tiers; empty for others."""
+def tier_counters(url: str) -> dict[str, float]:
+    """Counters of the host and disk tiers; empty for stock servers."""
     with contextlib.suppress(requests.RequestException, ValueError, KeyError, IndexError):
-        state = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]["kvc"]["stats"]
-        return {k: v for k, v in state.items() if k.startswith(("host_", "disk_")) and isinstance(v, (int, float))}
+        stats = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]["kvc"]["stats"]
+        return {k: v for k, v in stats.items() if k.startswith(("host_", "disk_")) and isinstance(v, (int, float))}
     return {}
 
 
-def recorded(a: argparse.Namespace) -> dict[str, Any]:
-    """The rows of the result file that this run goes on with; other runs may add to it meanwhile."""
-    path = RESULTS / f"{a.name}.json"
-    return json.loads(path.read_text())["numbers"] if a.append and path.exists() else {}
+def earlier_rows(args: argparse.Namespace) -> dict[str, Any]:
+    """Rows of the result file with `--append`, else none. Concurrent runs may add rows."""
+    path = RESULTS / f"{args.name}.json"
+    return json.loads(path.read_text())["numbers"] if args.append and path.exists() else {}
 
 
-def settings_of(a: argparse.Namespace, sessions: Sequence[Session]) -> dict[str, Any]:
-    """What all rows of a result file have in common."""
+def settings_of(args: argparse.Namespace, sessions: Sequence[Session]) -> dict[str, Any]:
+    """Settings that all rows of a result file must share."""
     fields = ("tokens", "host_gb", "seconds", "time_scale", "length_scale", "longest", "pause")
-    own = {k: getattr(a, k) for k in fields} | {"workload": a.workload}
-    own |= {k: getattr(a, k) for k in dialogues.OPTIONS} if a.workload == BFCL else {}
-    own |= {"sessions": len(sessions), "endless": traces.endless_share(sessions)}
-    if recorded(a).get("settings", own) != own:
-        raise SystemExit(f"error: {a.name}.json has rows of other settings; give them again, or another --name")
-    return own
+    settings = {k: getattr(args, k) for k in fields} | {"workload": args.workload}
+    settings |= {k: getattr(args, k) for k in dialogues.OPTIONS} if args.workload == BFCL else {}
+    settings |= {"sessions": len(sessions), "endless": traces.endless_share(sessions)}
+    # Files of recorded traces may lack the key `workload`.
+    earlier = {"workload": TRACES} | earlier_rows(args).get("settings", settings)
+    if earlier != settings:
+        raise SystemExit(f"error: {args.name}.json has rows with other settings; use those, or give another --name")
+    return settings
 
 
-def measure(a: argparse.Namespace, url: str, sessions: Sequence[Session], options: Sequence[str] = ()) -> None:
+def measure(args: argparse.Namespace, url: str, sessions: Sequence[Session], options: Sequence[str] = ()) -> None:
     model = requests.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
-    settings = settings_of(a, sessions)
-    own: dict[str, Any] = {}
-    for agents in map(int, a.curve.split(",")):
-        if f"{a.server}.a{agents}" in recorded(a):
+    settings = settings_of(args, sessions)
+    new_rows: dict[str, Any] = {}
+    for agents in map(int, args.curve.split(",")):
+        name = f"{args.server}.a{agents}"
+        if name in earlier_rows(args):
             continue
-        before = moved(url)
-        replay = Replay(Completions(url, model, a.text), sessions, agents, seed=agents)
-        row = replay.run(a.seconds, a.ramp)
-        after = moved(url)
+        before = tier_counters(url)
+        replay = Replay(Completions(url, model, args.text), sessions, agents, seed=agents)
+        row = replay.run(args.seconds, args.ramp)
+        after = tier_counters(url)
         row["tiers"] = {k: [before[k], v] for k, v in after.items() if k in before}
-        own[f"{a.server}.a{agents}"] = row | {"options": list(options), "command": common.command_line()}
+        new_rows[name] = row | {"options": list(options), "command": common.command_line()}
         shown = {k: v for k, v in row.items() if k not in ("tiers", "ramp_s")}
-        print(f"{a.server}.a{agents}", " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)
-        numbers = recorded(a) | own | {"settings": settings}
+        print(name, " ".join(f"{k} {v:.4g}" for k, v in shown.items() if v is not None), flush=True)
+        numbers = earlier_rows(args) | new_rows | {"settings": settings}
         numbers["most_agents"] = most_agents(numbers)
-        scored = scores(numbers, settings["endless"], SCORES[a.workload])
-        common.write_result(a.name, numbers, scores=scored, quiet=True)
-        if a.until_missed and not holds(row):
+        scored = scores(numbers, settings["endless"], SCORE_PREFIXES[args.workload])
+        common.write_result(args.name, numbers, scores=scored, quiet=True)
+        if args.until_missed and not meets_targets(row):
             break
 
 
 def plot(name: str, title: str) -> None:
-    """One curve for each server: the 90th percentile of the time to the first token over the number of agents."""
+    """Plot p90 time to first token over the number of agents, one curve per server."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -338,63 +346,65 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("traces", type=Path, nargs="?")
     p.add_argument("--workload", default=TRACES, choices=list(NAMES))
-    p.add_argument("--url", help="of a running server")
-    p.add_argument("--arm", help="servers to start instead, one after the other, separated by commas; see --list-arms")
-    p.add_argument("--list-arms", action="store_true", help="print the command of each server")
-    p.add_argument("--plot", action="store_true", help="draw the result file and end")
-    p.add_argument("--server", default="", help="name in the results of the server at --url; default: `server`")
-    p.add_argument("--model", help="for --arm, and the tokenizer of bfcl; default: the demo model")
+    p.add_argument("--url", help="address of a running server")
+    p.add_argument("--arm", help="names of servers to start one by one, separated by commas; see --list-arms")
+    p.add_argument("--list-arms", action="store_true", help="print the command of each server and exit")
+    p.add_argument("--plot", action="store_true", help="plot the result file and exit")
+    p.add_argument("--server", default="", help="result name of the server at --url; default: `server`")
+    p.add_argument("--model", help="for --arm and for the tokenizer of bfcl; default: the demo model")
     p.add_argument("--load-format", default="auto")
     p.add_argument("--server-args", default="", help="more options for every arm")
-    p.add_argument("--tokens", type=int, default=420_000, help="bf16 tokens whose memory every arm gets")
-    p.add_argument("--host-gb", type=int, default=64, help="host memory of the arms that use it")
-    p.add_argument("--curve", default="16,24,32,48,64", help="numbers of agents")
-    p.add_argument("--seconds", type=float, default=600, help="that are counted at each point")
-    p.add_argument("--ramp", type=float, default=600, help="until every agent has had an answer, at most")
-    p.add_argument("--time-scale", type=float, default=1.0, help="of the recorded pauses")
-    p.add_argument("--length-scale", type=float, default=1.0, help="of the recorded lengths, for small servers")
-    p.add_argument("--longest", type=int, default=120_000, help="recorded tokens of a prompt with its answer, at most")
-    p.add_argument("--pause", type=float, default=300.0, help="longest recorded pause, in seconds")
+    p.add_argument("--tokens", type=int, default=420_000, help="KV memory of every arm, in bf16 tokens")
+    p.add_argument("--host-gb", type=int, default=64, help="host memory of arms with a host tier, in GB")
+    p.add_argument("--curve", default="16,24,32,48,64", help="numbers of agents, separated by commas")
+    p.add_argument("--seconds", type=float, default=600, help="measured time of each point")
+    p.add_argument("--ramp", type=float, default=600, help="maximum seconds until every agent has had an answer")
+    p.add_argument("--time-scale", type=float, default=1.0, help="factor for the recorded pauses")
+    p.add_argument("--length-scale", type=float, default=1.0, help="factor for the recorded lengths")
+    p.add_argument("--longest", type=int, default=120_000, help="maximum recorded tokens of a prompt and its answer")
+    p.add_argument("--pause", type=float, default=300.0, help="maximum recorded pause in seconds; longer ones are cut")
     p.add_argument("--text", action="store_true", help="send words, for servers that take no token ids")
-    p.add_argument("--until-missed", action="store_true", help="end the curve behind the first number that misses")
-    p.add_argument("--append", action="store_true", help="go on with the result file")
-    p.add_argument("--name", help="of the result file; default: one for each card")
+    p.add_argument("--until-missed", action="store_true", help="end a curve at its first point that misses a target")
+    p.add_argument("--append", action="store_true", help="keep the rows of the result file and add to them")
+    p.add_argument("--name", help="name of the result file; default: one per GPU model")
     dialogues.add_options(p)
-    a = p.parse_args(argv)
-    a.name = a.name or named(NAMES[a.workload])
-    if not (a.list_arms or a.plot) and ((a.traces is None) == (a.workload == TRACES) or bool(a.url) == bool(a.arm)):
-        p.error("give the traces or --workload bfcl, and either --url or --arm")
-    if a.text and a.workload == BFCL:
-        p.error("--text needs traces, because the prompts of bfcl are token ids")
-    if unknown := {*(a.arm or "").split(",")} - {"", *arms(a)}:
-        p.error(f"--arm knows {', '.join(arms(a))}, not {', '.join(sorted(unknown))}")
-    a.server = a.server or "server"
-    return a
+    args = p.parse_args(argv)
+    args.name = args.name or result_name(NAMES[args.workload])
+    if not (args.list_arms or args.plot):
+        if (args.traces is None) == (args.workload == TRACES) or bool(args.url) == bool(args.arm):
+            p.error("either TRACES or --workload bfcl, and either --url or --arm are required")
+    if args.text and args.workload == BFCL:
+        p.error("--text requires TRACES, because the prompts of bfcl are token ids")
+    if unknown := {*(args.arm or "").split(",")} - {"", *arms(args)}:
+        p.error(f"no such arm: {', '.join(sorted(unknown))}; choose from {', '.join(arms(args))}")
+    args.server = args.server or "server"
+    return args
 
 
-def load(a: argparse.Namespace) -> Sequence[Session]:
-    if a.workload == BFCL:
-        return dialogues.load(a)
-    sessions = traces.load(a.traces, longest=a.longest, pause=a.pause)
-    return [scaled(s, a.length_scale, a.time_scale) for s in sessions]
+def load(args: argparse.Namespace) -> Sequence[Session]:
+    if args.workload == BFCL:
+        return dialogues.load(args)
+    sessions = traces.load(args.traces, longest=args.longest, pause=args.pause)
+    return [scaled(s, args.length_scale, args.time_scale) for s in sessions]
 
 
 def main() -> None:
-    a = arguments()
-    if a.plot:
-        return plot(a.name, TITLES[a.workload])
-    if a.list_arms:
-        for name, options in arms(a).items():
-            print(f"{name}:\n  python -m sglang.launch_server --model-path {a.model or '<folder>'} {' '.join(options)}")
+    args = arguments()
+    if args.plot:
+        return plot(args.name, TITLES[args.workload])
+    if args.list_arms:
+        for name, options in arms(args).items():
+            model = args.model or "<folder>"
+            print(f"{name}:\n  python -m sglang.launch_server --model-path {model} {' '.join(options)}")
         return None
-    sessions = load(a)
-    if a.url:
-        return measure(a, a.url.rstrip("/"), sessions)
-    for arm in a.arm.split(","):
-        with common.Server([*arms(a)[arm], "--load-format", a.load_format], model=a.model) as server:
-            a.server = arm
-            measure(a, server.client.url, sessions, server.args)
-        a.append = True  # the next arm keeps the rows of this one
+    sessions = load(args)
+    if args.url:
+        return measure(args, args.url.rstrip("/"), sessions)
+    for arm in args.arm.split(","):
+        with common.Server([*arms(args)[arm], "--load-format", args.load_format], model=args.model) as server:
+            args.server = arm
+            measure(args, server.client.url, sessions, server.args)
+        args.append = True  # the next arm must keep these rows
     return None
 
 

@@ -1,21 +1,20 @@
-"""Agents in a closed loop, on servers with equal KV memory: prefix-cache hit rate and time of a step.
+"""Closed-loop benchmark of agents on servers with equal KV memory: prefix-cache hit rate and step time.
 
     python -m bench.e2e.agents --model <folder> --load-format dummy       # on a GPU: stock bf16 and fp8, ours
-    ... --hicache-gib 64         # also stock fp8 with SGLang's hierarchical cache, in 64 GB of the host's memory
-    ... --only bf16 --append     # adds to the result file; existing points are not measured again
-    ... --data FILE              # of `python -m bench.quality.fetch tasks`, for machines without a network
+    ... --hicache-gib 64         # also stock fp8 with SGLang's hierarchical cache in 64 GB of host memory
+    ... --only bf16 --append     # add to the result file; existing points are not measured again
+    ... --data FILE              # output of `python -m bench.quality.fetch tasks`, for machines without a network
     python -m bench.e2e.agents --curve 4,16 --join 1 --seconds 20 --tokens 10000    # CPU engine, a tiny model
 
-A session is one or more dialogues of BFCL's multi-turn problems with long results: a shared system prompt with
-functions, then user messages and results of functions. Each step sends the whole history and gets an answer as long as
-the dialogue's call plus a thought of `--think` tokens; the model's actual answer becomes part of the history. Then the
-function runs for a time that is exponentially distributed around `--pause` seconds, with a fixed seed. Meanwhile no
-request holds the session's blocks. Random weights suffice, because only lengths matter.
+A session joins one or more dialogues from BFCL's multi-turn problems with long results: a shared system prompt with
+functions, then user messages and function results. Each step sends the entire history. The answer is as long as the
+dialogue's call plus `--think` tokens, and the generated tokens become part of the history. The function then runs for
+an exponentially distributed time with mean `--pause` seconds and a fixed seed. During that time no request locks the
+session's blocks. Random weights suffice, because only lengths matter.
 
-For each number in `--curve`, that many agents run at a time from an empty cache, each one session after the other. An
-agent begins somewhere in its first session, so that histories have typical lengths. The measured steps are those that
-end within `--seconds` after every agent has had its first answer; the time before that is `ramp_s`. Unfinished steps
-are aborted at the end.
+For each number in `--curve`, that many agents start with an empty cache and play one session after another. An agent
+starts at a random step of its first session, so that histories have typical lengths. The measurement starts when every
+agent has had its first answer (after `ramp_s`), and lasts `--seconds`. Unfinished steps are then aborted.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ from bench.common import Score
 from bench.compare import percentile
 from bench.e2e import arms, serving, small
 from bench.quality import fetch, taskdata
-from bench.quality.calls import INTRO, RESULT, described
+from bench.quality.calls import INTRO, RESULT, describe
 
 NAME, SEED = "e2e/agents", 3
-KEPT = ("join", "think", "read", "longest", "pause", "seconds")  # options that define the sessions
-DONE = "Done."  # the answer when nothing is left to do, counted as one token
-RAMP = 240  # seconds until every agent has had its first answer, at most
+SESSION_OPTIONS = ("join", "think", "read", "longest", "pause", "seconds")  # recorded in the result file
+DONE = "Done."  # the final answer to the user, counted as one token
+RAMP = 240  # maximum seconds until every agent has had its first answer
 
 
 @dataclass(frozen=True)
 class Step:
-    sent: tuple[int, ...]  # tokens behind the history
+    sent: tuple[int, ...]  # tokens appended to the history
     answer: int  # tokens
-    parts: Counter  # kind of text -> tokens, of both, without the text of the chat template
-    call: tuple[int, ...]  # tokens of the dialogue's own answer
+    parts: Counter  # kind of text -> tokens of `sent` and the answer, without the chat template
+    call: tuple[int, ...]  # tokens of the dialogue's call, or of `DONE`
 
 
 @dataclass(frozen=True)
 class Session:
     functions: tuple[str, ...]
-    head: int  # first tokens, which sessions with the same functions share
+    head: int  # number of first tokens that sessions with the same functions share
     steps: tuple[Step, ...]
 
     @property
@@ -65,21 +64,21 @@ class Session:
 
 
 @dataclass
-class Seen:
-    """One answered step."""
+class AnsweredStep:
+    """One answered step, in tokens and seconds."""
 
     prompt: int
     cached: int
-    repeated: int  # prompt tokens that this session, or one with the same system prompt, sent or received earlier
+    repeated: int  # prompt tokens that this session, or another one with the same system prompt, processed earlier
     answer: int
     seconds: float
     ended: float  # time.monotonic()
-    first: bool  # of its agent, which fills the cache
+    first: bool  # the agent's first step, which fills the cache
 
 
 def template(tok) -> tuple[str, str, str, str]:
-    """Text of the chat template around messages: before the system prompt, between it and the first user message,
-    between an answer and the next user message, and between that and the next answer."""
+    """Chat template text before the system prompt, between it and the first user message, between an answer and the
+    next user message, and between that message and the next answer."""
     marks = ["@@system@@", "@@first@@", "@@answer@@", "@@next@@"]
     roles = ["system", "user", "assistant", "user"]
     messages = [{"role": r, "content": m} for r, m in zip(roles, marks)]
@@ -92,20 +91,20 @@ def template(tok) -> tuple[str, str, str, str]:
 
 
 class Sessions:
-    """Numbered sessions of `a.join` dialogues with the same functions; the same arguments, the same sessions.
+    """Reproducible, numbered sessions of `args.join` dialogues with the same functions.
 
-    A session ends early if its history would exceed `a.longest` tokens. It begins with its number, so that sessions
-    share no more than the system prompt although dialogues repeat.
+    A session ends early if its history would exceed `args.longest` tokens. Its first message starts with its number, so
+    that sessions share only the system prompt, although dialogues repeat.
     """
 
-    def __init__(self, data: dict, essays: str, tok, a: argparse.Namespace):
-        self.data, self.a = data, a
+    def __init__(self, data: dict, essays: str, tok, args: argparse.Namespace):
+        self.data, self.args = data, args
         self.tok, self.marks = tok, template(tok)
-        self.pages = self.ids(essays) if a.read else ()
+        self.essay_ids = self.ids(essays) if args.read else ()
         self.groups: dict[tuple[str, ...], list[dict]] = {}
         for trace in data["traces"]:
             self.groups.setdefault(tuple(trace["classes"]), []).append(trace)
-        self.dialogues = [(names, trace) for names, some in self.groups.items() for trace in some]
+        self.dialogues = [(names, trace) for names, group in self.groups.items() for trace in group]
         random.Random(SEED).shuffle(self.dialogues)
         self.ids, self.session = lru_cache(1 << 16)(self.ids), lru_cache(1024)(self.session)
 
@@ -114,64 +113,64 @@ class Sessions:
 
     def session(self, number: int) -> Session:
         begin, first, after, answer = self.marks
-        draw, ids = random.Random(f"{SEED} session {number}"), self.ids
+        rng, ids = random.Random(f"{SEED} session {number}"), self.ids
         names, trace = self.dialogues[number % len(self.dialogues)]
-        known = {f["name"]: f for n in names for f in self.data["functions"][n]}
-        head = ids(f"{begin}{INTRO}\n\n" + "\n".join(described(f) for f in known.values()) + first)
-        others = draw.choices(self.groups[names], k=self.a.join - 1)
+        functions = {f["name"]: f for n in names for f in self.data["functions"][n]}
+        head = ids(f"{begin}{INTRO}\n\n" + "\n".join(describe(f) for f in functions.values()) + first)
+        joined = [trace, *rng.choices(self.groups[names], k=self.args.join - 1)]
         steps: list[Step] = []
         sent, parts = [*head, *ids(f"Session {number}.\n")], Counter(functions=len(head))
 
-        def ask(call: tuple[int, ...], tokens: int) -> None:
+        def end_step(call: tuple[int, ...], tokens: int) -> None:
             nonlocal sent, parts
-            length = self.a.think + tokens + 1
+            length = self.args.think + tokens + 1
             steps.append(Step(tuple(sent), length, parts + Counter(answers=length), call))
             sent, parts = [], Counter()
 
-        for turn in [turn for dialogue in [trace, *others] for turn in dialogue["turns"]]:
-            said = ids(turn["user"] + answer)
-            sent += said
-            parts["users"] += len(said)
+        for turn in [turn for dialogue in joined for turn in dialogue["turns"]]:
+            message = ids(turn["user"] + answer)
+            sent += message
+            parts["users"] += len(message)
             for call, result in turn["calls"]:
-                ask(ids(call), len(ids(call)))
-                returned, filler = ids(f"{after}{RESULT}{result}\n"), self.filler(draw)
+                end_step(ids(call), len(ids(call)))
+                returned, filler = ids(f"{after}{RESULT}{result}\n"), self.filler(rng)
                 sent += [*returned, *filler, *ids(answer)]
                 parts += Counter(results=len(returned), filler=len(filler))
-            ask(ids(DONE), 1)
+            end_step(ids(DONE), 1)
             sent += ids(after)
         totals = itertools.accumulate(len(step.sent) + step.answer for step in steps)
-        fitting = [step for step, total in zip(steps, totals) if total <= self.a.longest]
+        fitting = [step for step, total in zip(steps, totals) if total <= self.args.longest]
         return Session(names, len(head), tuple(fitting or steps[:1]))
 
-    def filler(self, draw: random.Random) -> tuple[int, ...]:
-        """Text of essays, about `--read` tokens: from a quarter of it to twice as much."""
-        length = int(self.a.read * 2 ** draw.uniform(-2, 1))
-        at = draw.randrange(len(self.pages)) if length else 0
-        return tuple(itertools.islice(itertools.cycle(self.pages), at, at + length))
+    def filler(self, rng: random.Random) -> tuple[int, ...]:
+        """Essay text, a quarter to twice of `--read` tokens long."""
+        length = int(self.args.read * 2 ** rng.uniform(-2, 1))
+        at = rng.randrange(len(self.essay_ids)) if length else 0
+        return tuple(itertools.islice(itertools.cycle(self.essay_ids), at, at + length))
 
-    def account(self, agents: int) -> dict:
-        """Composition of the first sessions of `agents` agents: shares of tokens by kind of text, and lengths."""
-        some = [self.session(i) for i in range(agents)]
-        parts: Counter = sum((step.parts for s in some for step in s.steps), Counter())
-        lengths = [s.tokens for s in some]
+    def composition(self, agents: int) -> dict:
+        """Composition of the first `agents` sessions: token shares by kind of text, and lengths."""
+        sessions = [self.session(i) for i in range(agents)]
+        parts: Counter = sum((step.parts for s in sessions for step in s.steps), Counter())
+        lengths = [s.tokens for s in sessions]
         kinds = ("functions", "users", "results", "filler", "answers")
         return {
             "shares": {kind: parts[kind] / sum(lengths) for kind in kinds},
             "tokens_mean": sum(lengths) / len(lengths),
             "tokens_longest": max(lengths),
-            "steps_mean": sum(len(s.steps) for s in some) / len(some),
+            "steps_mean": sum(len(s.steps) for s in sessions) / len(sessions),
         }
 
 
 class Load:
-    """`agents` agents at one server."""
+    """Closed loop of `agents` agents at one server."""
 
-    def __init__(self, client: Client, made: Sessions, agents: int, pause: float):
-        self.client, self.made, self.agents, self.pause = client, made, agents, pause
-        self.lock, self.over, self.all_ran = threading.Lock(), threading.Event(), threading.Event()
-        self.heads: set[tuple[str, ...]] = set()  # functions of system prompts that were sent
+    def __init__(self, client: Client, sessions: Sessions, agents: int, pause: float):
+        self.client, self.sessions, self.agents, self.pause = client, sessions, agents, pause
+        self.lock, self.stop, self.ramped_up = threading.Lock(), threading.Event(), threading.Event()
+        self.heads: set[tuple[str, ...]] = set()  # functions of the system prompts sent so far
         self.started = 0  # agents that had their first answer
-        self.seen: list[Seen] = []
+        self.answered: list[AnsweredStep] = []
 
     def run(self, seconds: float, ramp: float = RAMP) -> dict:
         """Run the agents, and summarize the steps that ended in the `seconds` after the ramp-up.
@@ -182,43 +181,44 @@ class Load:
         self.client.flush()
         began = time.monotonic()
         with ThreadPoolExecutor(self.agents) as pool:
-            lives = [pool.submit(self.live, i) for i in range(self.agents)]
-            ready = self.all_ran.wait(ramp)
+            running = [pool.submit(self.run_agent, i) for i in range(self.agents)]
+            ready = self.ramped_up.wait(ramp)
             measured = time.monotonic()
             if ready:
-                self.over.wait(seconds)  # set early if an agent failed
+                self.stop.wait(seconds)  # set early if an agent failed
             ended = time.monotonic()
-            self.over.set()
+            self.stop.set()
             self.client.post("/abort_request", {"abort_all": True})
-            for life in lives:
-                life.result()
+            for future in running:
+                future.result()
         if not ready:
             raise RuntimeError(f"{self.started} of {self.agents} agents had an answer after {ramp:.0f} s")
-        steps = [s for s in self.seen if not s.first and measured <= s.ended < ended]
+        steps = [s for s in self.answered if not s.first and measured <= s.ended < ended]
         return {"ramp_s": measured - began, "measured_s": ended - measured, **summary(steps, ended - measured)}
 
-    def live(self, agent: int) -> None:
-        """Sessions `agent`, `agent + agents`, ..; the first from somewhere in it, behind random tokens as answers."""
-        draw, first = random.Random(f"{SEED} agent {agent}"), True
+    def run_agent(self, agent: int) -> None:
+        """Play sessions `agent`, `agent + agents`, .. The first one starts at a random step, with random tokens in
+        place of its earlier answers."""
+        rng, first = random.Random(f"{SEED} agent {agent}"), True
         try:
             for number in itertools.count(agent, self.agents):
-                session = self.made.session(number)
-                skipped = draw.randrange(len(session.steps)) if first else 0
+                session = self.sessions.session(number)
+                skipped = rng.randrange(len(session.steps)) if first else 0
                 history: list[int] = []
                 for step in session.steps[:skipped]:
-                    history += [*step.sent, *draw.choices(step.sent, k=step.answer)]
-                known = self.known_head(session)
+                    history += [*step.sent, *rng.choices(step.sent, k=step.answer)]
+                repeated = self.known_head(session)
                 for step in session.steps[skipped:]:
                     history += step.sent
-                    answer = self.step(history, step, known, first)
+                    answer = self.step(history, step, repeated, first)
                     if answer is None:
                         return
                     history += answer
-                    first, known = False, len(history)
-                    if self.over.wait(draw.expovariate(1 / self.pause) if self.pause else 0):
+                    first, repeated = False, len(history)
+                    if self.stop.wait(rng.expovariate(1 / self.pause) if self.pause else 0):
                         return
         except BaseException:
-            self.over.set()
+            self.stop.set()
             raise
 
     def known_head(self, session: Session) -> int:
@@ -227,31 +227,31 @@ class Load:
             self.heads.add(session.functions)
         return session.head if known else 0
 
-    def step(self, history: list[int], step: Step, known: int, first: bool) -> list[int] | None:
-        """The answer; None where the run is over."""
+    def step(self, history: list[int], step: Step, repeated: int, first: bool) -> list[int] | None:
+        """Tokens of the answer; None if the run has ended."""
         began = time.monotonic()
         try:
             answer = self.client.generate(history, step.answer)
         except RequestRefused:
-            if self.over.is_set():
+            if self.stop.is_set():
                 return None
             raise
-        if self.over.is_set():
+        if self.stop.is_set():
             return None
         ended = time.monotonic()
-        one = Seen(len(history), answer.cached_tokens, known, len(answer.ids), ended - began, ended, first)
+        row = AnsweredStep(len(history), answer.cached_tokens, repeated, len(answer.ids), ended - began, ended, first)
         with self.lock:
-            self.seen.append(one)
+            self.answered.append(row)
             self.started += first
             if self.started == self.agents:
-                self.all_ran.set()
+                self.ramped_up.set()
         return answer.ids
 
 
-def summary(steps: list[Seen], seconds: float) -> dict:
+def summary(steps: list[AnsweredStep], seconds: float) -> dict:
     if not steps:
         raise RuntimeError(f"no step ended within {seconds:.0f} s; take more --seconds")
-    taken, prompt = [s.seconds for s in steps], sum(s.prompt for s in steps)
+    times, prompt = [s.seconds for s in steps], sum(s.prompt for s in steps)
     cached = sum(s.cached for s in steps)
     return {
         "steps": len(steps),
@@ -261,46 +261,46 @@ def summary(steps: list[Seen], seconds: float) -> dict:
         "from_cache": cached / prompt,
         "sent_before": sum(s.repeated for s in steps) / prompt,
         "steps_s": len(steps) / seconds,
-        "step_s_mean": sum(taken) / len(taken),
-        "step_s_median": percentile(taken, 0.5),
-        "step_s_p99": percentile(taken, 0.99),
+        "step_s_mean": sum(times) / len(times),
+        "step_s_median": percentile(times, 0.5),
+        "step_s_p99": percentile(times, 0.99),
     }
 
 
-def servers(a: argparse.Namespace) -> dict[str, list[str]]:
-    """name -> options; all with the memory of `a.tokens` bf16 tokens."""
+def servers(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Name -> options of a server. All servers have the KV memory of `args.tokens` bf16 tokens."""
     if not common.has_gpu():
-        return small.servers(a, "--chunked-prefill-size", "512")
-    only, a.only = a.only, ""
-    a.server_args += f" --cuda-graph-max-bs-decode {max(a.curve)}"
-    out = small.servers(a)
-    if a.hicache_gib:
-        extra = ["--enable-hierarchical-cache", "--hicache-size", str(a.hicache_gib)]
+        return small.servers(args, "--chunked-prefill-size", "512")
+    only, args.only = args.only, ""
+    args.server_args += f" --cuda-graph-max-bs-decode {max(args.curve)}"
+    out = small.servers(args)
+    if args.hicache_gib:
+        hicache = ["--enable-hierarchical-cache", "--hicache-size", str(args.hicache_gib)]
         fp8 = {name: options for name, options in out.items() if arms.is_variant(name, arms.FP8)}
-        out |= {name.replace(arms.FP8, arms.HICACHE): [*options, *extra] for name, options in fp8.items()}
-    a.only = only
-    return arms.chosen(out, only)
+        out |= {name.replace(arms.FP8, arms.HICACHE): [*options, *hicache] for name, options in fp8.items()}
+    args.only = only
+    return arms.select(out, only)
 
 
-def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
-    """Hit rate and speedup in steps per second over stock at each point of the curve, for the first format. No scores
-    if servers do not capture prefills, which is not the default, or on a CPU, where stock attends in plain torch."""
-    if a.no_prefill_graphs or not common.has_gpu():
+def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Score]:
+    """Hit rate, and speedup in steps per second over stock, at each point of the curve, for the first format. Runs
+    without prefill graphs (not the default) and on a CPU (where stock's attention is plain torch) give no scores."""
+    if args.no_prefill_graphs or not common.has_gpu():
         return {}
-    out, mine = {}, f"kvc_{a.formats.split(',')[0]}"
-    for agents in a.curve:
+    out, ours = {}, f"kvc_{args.formats.split(',')[0]}"
+    for agents in args.curve:
         point = f"a{agents}"
         for server in arms.servers_at(numbers, point):
             row = numbers[f"{server}.{point}"]
             unit = f"share of the prompt tokens of {row['steps']} steps"
-            which = "" if server.startswith("kvc") else arms.described(row["options"])
-            out[f"agents.curve.{server}.{agents}"] = Score(row["from_cache"], unit, which)
+            baseline = "" if server.startswith("kvc") else arms.describe(row["options"])
+            out[f"agents.curve.{server}.{agents}"] = Score(row["from_cache"], unit, baseline)
         for name, stock in (("bf16", arms.BF16), ("fp8", arms.FP8), ("fp8_hicache", arms.HICACHE)):
             best = arms.fastest(numbers, stock, point, lambda row: row["steps_s"])
-            if best and f"{mine}.{point}" in numbers:
-                ratio = numbers[f"{mine}.{point}"]["steps_s"] / numbers[best]["steps_s"]
+            if best and f"{ours}.{point}" in numbers:
+                ratio = numbers[f"{ours}.{point}"]["steps_s"] / numbers[best]["steps_s"]
                 out[f"agents.steps_vs_{name}.{agents}"] = Score(
-                    ratio, "x steps/s", arms.described(numbers[best]["options"])
+                    ratio, "x steps/s", arms.describe(numbers[best]["options"])
                 )
     return out
 
@@ -320,43 +320,43 @@ def table(numbers: dict[str, dict]) -> str:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--curve", default="16,32,64,128,256", help="numbers of agents, one after the other")
-    p.add_argument("--seconds", type=float, default=40, help="that are measured at each point, behind the ramp-up")
-    p.add_argument("--join", type=int, default=1, help="dialogues in a session")
-    p.add_argument("--think", type=int, default=64, help="tokens of an answer besides the call")
-    p.add_argument("--read", type=int, default=0, help="tokens of essays that a result brings along besides, about")
-    p.add_argument("--longest", type=int, default=65536, help="tokens of a history; a session ends before it has more")
+    p.add_argument("--curve", default="16,32,64,128,256", help="numbers of agents, separated by commas")
+    p.add_argument("--seconds", type=float, default=40, help="measured time of each point, after the ramp-up")
+    p.add_argument("--join", type=int, default=1, help="dialogues per session")
+    p.add_argument("--think", type=int, default=64, help="tokens of an answer in addition to the call")
+    p.add_argument("--read", type=int, default=0, help="approximate number of essay tokens added to each result")
+    p.add_argument("--longest", type=int, default=65536, help="maximum tokens of a session")
     p.add_argument("--pause", type=float, default=2.0, help="mean seconds between an answer and the next step")
-    p.add_argument("--hicache-gib", type=int, default=0, help="host memory of stock fp8's second tier; 0: none")
-    p.add_argument("--data", type=Path, help="file of `bench.quality.fetch tasks`; default: a new one")
-    a = small.arguments(p, argv, tokens=120_000, name=NAME)
-    a.curve = [int(n) for n in a.curve.split(",")]
-    return a
+    p.add_argument("--hicache-gib", type=int, default=0, help="host memory of stock fp8's hierarchical cache; 0: none")
+    p.add_argument("--data", type=Path, help="output of `bench.quality.fetch tasks`; default: download it")
+    args = small.arguments(p, argv, tokens=120_000, name=NAME)
+    args.curve = [int(n) for n in args.curve.split(",")]
+    return args
 
 
 def main() -> None:
-    a = arguments()
-    a.model = small.model(a)
-    data = taskdata.load(a.data or fetch.tasks())
-    made = Sessions(data["agents_long"], data["essays"], prompts.tokenizer(a.model), a)
-    numbers = serving.earlier(a)
-    numbers["sessions"] = made.account(max(a.curve)) | {k: getattr(a, k) for k in KEPT}
+    args = arguments()
+    args.model = small.model(args)
+    data = taskdata.load(args.data or fetch.tasks())
+    sessions = Sessions(data["agents_long"], data["essays"], prompts.tokenizer(args.model), args)
+    numbers = serving.earlier_rows(args)
+    numbers["sessions"] = sessions.composition(max(args.curve)) | {k: getattr(args, k) for k in SESSION_OPTIONS}
     print(numbers["sessions"], flush=True)
-    for name, options in servers(a).items():
-        todo = [agents for agents in a.curve if f"{name}.a{agents}" not in numbers]
+    for name, options in servers(args).items():
+        todo = [agents for agents in args.curve if f"{name}.a{agents}" not in numbers]
         if not todo:
             continue
-        with common.Server(options, model=a.model) as server:
-            Load(server.client, made, 4, 0.0).run(3)  # compile and warm up
+        with common.Server(options, model=args.model) as server:
+            Load(server.client, sessions, 4, 0.0).run(3)  # compile and warm up
             for agents in todo:
                 before = server.log.read_text(errors="replace").count("Retract requests")
-                row = Load(server.client, made, agents, a.pause).run(a.seconds)
+                row = Load(server.client, sessions, agents, args.pause).run(args.seconds)
                 after = server.log.read_text(errors="replace").count("Retract requests")
-                numbers |= serving.earlier(a)  # a call on another GPU may have added to it
+                numbers |= serving.earlier_rows(args)  # a concurrent call on another GPU may have added rows
                 row |= {"retractions": after - before, "options": options, "command": common.command_line()}
                 numbers[f"{name}.a{agents}"] = row
                 print(table({f"{name}.a{agents}": row}), flush=True)
-                common.write_result(a.name, numbers, scores=scores(numbers, a), quiet=True)
+                common.write_result(args.name, numbers, scores=scores(numbers, args), quiet=True)
             if errors := server.errors():
                 raise RuntimeError(f"{name}: {errors}")
     print(table(numbers))

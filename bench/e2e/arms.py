@@ -1,8 +1,8 @@
-"""The compared servers: stock SGLang with each attention backend and KV dtype, and ours.
+"""Names and options of the compared servers: stock SGLang with several attention backends and KV dtypes, and ours.
 
-A stock server is named by its KV dtype, and by its attention backend unless that is the first of `--stock-backends`:
+A stock server is named after its KV dtype and, unless it uses the first of `--stock-backends`, its attention backend:
 `bf16`, `fp8_e4m3`, `bf16_flashinfer`, `fp8_e4m3_fa3_p128`. The baseline is always the fastest stock server of a dtype
-in the same result file; `described` names it.
+in the same result file.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ class Backend(NamedTuple):
 
 
 def stock(server: str, backends: str, options: list[str]) -> dict[str, list[str]]:
-    """name -> options of one stock server for each of `backends`; the first one's name is `server` alone."""
+    """Name -> options of one stock server per backend. The server with the first backend is named `server`."""
     parsed = [Backend.parse(text) for text in backends.split(",")]
     names = [server if i == 0 else f"{server}_{backend}" for i, backend in enumerate(parsed)]
     return {n: ["--kv-backend", "default", *b.options, *options] for n, b in zip(names, parsed, strict=True)}
 
 
-def chosen(servers: dict, only: str) -> dict:
-    """The servers named in `only`, separated by commas; all of them if it is empty."""
+def select(servers: dict, only: str) -> dict:
+    """Servers named in the comma-separated list `only`; all servers if it is empty."""
     wanted = [name for name in only.split(",") if name]
     if unknown := set(wanted) - set(servers):
         raise SystemExit(f"error: no server {', '.join(sorted(unknown))}; there are {', '.join(servers)}")
     return {name: server for name, server in servers.items() if not wanted or name in wanted}
 
 
-def is_variant(server: str, of: str) -> bool:
-    """Whether `server` is `of` with some attention backend (and not, say, with a hierarchical cache)."""
-    special = ("free", "hicache")
-    rest = server.removeprefix(of)
-    return server.startswith(of) and (not rest or (rest[0] == "_" and rest[1:].split("_")[0] not in special))
+def is_variant(server: str, base: str) -> bool:
+    """Whether `server` differs from `base` at most in its attention backend."""
+    suffix = server.removeprefix(base)
+    return server.startswith(base) and (
+        not suffix or (suffix[0] == "_" and suffix[1:].split("_")[0] not in ("free", "hicache"))
+    )
 
 
-def fastest(runs: dict[str, dict], of: str, point: str, speed: Callable[[dict], float]) -> str | None:
-    """The name of the run at `point` whose `speed` is highest, of the stock server `of` with any attention backend."""
-    names = [f"{server}.{point}" for server in servers_at(runs, point) if is_variant(server, of)]
+def fastest(runs: dict[str, dict], base: str, point: str, speed: Callable[[dict], float]) -> str | None:
+    """Name of the run at `point` with the highest `speed` among the variants of the stock server `base`."""
+    names = [f"{server}.{point}" for server in servers_at(runs, point) if is_variant(server, base)]
     return max(names, key=lambda name: speed(runs[name]), default=None)
 
 
@@ -67,7 +68,7 @@ def servers_at(runs: dict[str, dict], point: str) -> list[str]:
     return [name.removesuffix(f".{point}") for name in runs if name.endswith(f".{point}")]
 
 
-def described(options: list[str]) -> str:
+def describe(options: list[str]) -> str:
     """Description of a stock server from its options: `stock bf16, fa3, pages of 128 tokens`."""
     pairs = dict(pairwise(options))
     text = [f"stock {pairs.get('--kv-cache-dtype', BF16)}", pairs.get("--attention-backend", "default attention")]

@@ -1,9 +1,9 @@
-"""BFCL's multi-turn problems as sessions for `bench.e2e.agent_replay`: prompts of real text with real tool outputs.
+"""BFCL's multi-turn problems as sessions for `bench.e2e.agent_replay`, with real text and real function results.
 
-The text is that of `bench.e2e.agents.Sessions`, without filler: a system prompt with functions, user messages, calls
-and the results of the calls. Each prompt is the previous one, followed by the dialogue's own call and its result, so
-prompts do not depend on the server's answers. An answer has the length of the call and of a thought, which later
-prompts do not contain.
+The text comes from `bench.e2e.agents.Sessions`, without filler: a system prompt with functions, user messages, calls
+and their results. Each prompt extends the previous prompt with the call from the dataset and its result, so prompts do
+not depend on the server's answers. An answer has `--think` tokens more than the call, and later prompts contain only
+the call.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from bench.e2e import agents
 from bench.quality import fetch, taskdata
 
 OPTIONS = ("join", "think", "tool_seconds")  # recorded in the result file
-MARK = 8  # tokens after the system prompt that distinguish one replay of a session from another
+MARK = 8  # tokens after the system prompt that differ between replays of a session
 
 
 @dataclass(frozen=True)
 class Dialogue(traces.Session):
-    """A session with the tokens of its prompts. `texts`: for each step, the tokens that its prompt has after the
-    previous prompt. The first `tools` tokens, the system prompt, also count as shared in the first step: sessions with
-    the same functions begin with them."""
+    """A session with the tokens of its prompts. `texts`: tokens that each step appends to the previous prompt. The
+    first `tools` tokens are the system prompt. They count as shared in the first step, because sessions with the same
+    functions share them."""
 
     texts: tuple[tuple[int, ...], ...]
 
@@ -43,7 +43,7 @@ class Dialogue(traces.Session):
 
 
 def load(args: argparse.Namespace) -> list[Dialogue]:
-    """One session for each problem, with the tokenizer of `args.model`."""
+    """One session per problem. The tokenizer of `args.model` encodes the text."""
     data = taskdata.load(args.data or fetch.tasks())["agents_long"]
     options = argparse.Namespace(join=args.join, think=args.think, read=0, longest=args.longest)
     sessions = agents.Sessions(data, "", prompts.tokenizer(args.model or common.demo_model()), options)
@@ -51,7 +51,8 @@ def load(args: argparse.Namespace) -> list[Dialogue]:
 
 
 def dialogue(name: str, session: agents.Session, args: argparse.Namespace) -> Dialogue:
-    """`session` with `args.length_scale` of each text, cut at its end. Pauses are exponentially distributed."""
+    """Convert `session`. Texts and answers have `args.length_scale` of their tokens, and texts are cut at the end.
+    Pauses are exponentially distributed."""
 
     def cut(text: tuple[int, ...]) -> tuple[int, ...]:
         return text[: max(1, round(len(text) * args.length_scale))]
@@ -72,7 +73,7 @@ def dialogue(name: str, session: agents.Session, args: argparse.Namespace) -> Di
 
 def add_options(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("bfcl")
-    group.add_argument("--data", type=Path, help="file of `bench.quality.fetch tasks`; default: a new one")
+    group.add_argument("--data", type=Path, help="output of `bench.quality.fetch tasks`; default: download it")
     group.add_argument("--join", type=int, default=1, help="dialogues per session")
     group.add_argument("--think", type=int, default=64, help="tokens of an answer in addition to the call")
-    group.add_argument("--tool-seconds", type=float, default=2.0, help="mean run time of a function")
+    group.add_argument("--tool-seconds", type=float, default=2.0, help="mean seconds that a function runs")

@@ -1,4 +1,4 @@
-"""Charts of server measurements: bars for one load, or curves over the number of agents.
+"""Charts of server benchmarks: bars for one load, or curves over the number of agents.
 
     python -m bench.e2e.plot e2e/serving_h200 e2e/agents_h200
 """
@@ -17,9 +17,9 @@ BARS = (
     ("ttft_ms_median", 1e-3, "%.1f", "median time to first token, s"),
 )
 CURVES = (
-    ("from_cache", 100, "tokens of prompts that come from the cache, %"),
-    ("step_s_mean", 1, "mean time of a step, s"),
-    ("step_s_p99", 1, "p99 time of a step, s"),
+    ("from_cache", 100, "prompt tokens from the cache, %"),
+    ("step_s_mean", 1, "mean step time, s"),
+    ("step_s_p99", 1, "p99 step time, s"),
 )
 OURS, STOCK = "#2a7f62", ("#9aa5b1", "#5b6b7b", "#c3a26b", "#8b6bab", "#b5564e")
 
@@ -27,11 +27,11 @@ OURS, STOCK = "#2a7f62", ("#9aa5b1", "#5b6b7b", "#c3a26b", "#8b6bab", "#b5564e")
 def label(server: str, row: dict) -> str:
     if server.startswith("kvc_"):
         return server.replace("kvc_", "kvc, ")
-    return arms.described(row["options"]).replace(", ", ",\n", 1)
+    return arms.describe(row["options"]).replace(", ", ",\n", 1)
 
 
 def points(numbers: dict, mark: str) -> dict[int, dict[str, dict]]:
-    """Number of sessions -> server -> its row, of the runs named `server.<mark><number>`."""
+    """Number of sessions -> server -> row, for the runs named `server.<mark><number>`."""
     out: dict[int, dict[str, dict]] = {}
     for name, row in numbers.items():
         server, _, point = name.rpartition(".")
@@ -41,36 +41,37 @@ def points(numbers: dict, mark: str) -> dict[int, dict[str, dict]]:
 
 
 def bars(record: dict, pyplot):
-    """Of the most sessions at once."""
-    most, found = max(points(record["numbers"], "c").items())
-    found = {server: row for server, row in found.items() if not arms.is_variant(server, f"{arms.BF16}_free")}
-    order = sorted(found, key=lambda server: (server.startswith("kvc"), found[server]["output_tok_s"]))
-    colours = [OURS if server.startswith("kvc") else STOCK[0] for server in order]
+    """Bar charts of the runs with the largest number of sessions."""
+    sessions, rows = max(points(record["numbers"], "c").items())
+    rows = {server: row for server, row in rows.items() if not arms.is_variant(server, f"{arms.BF16}_free")}
+    order = sorted(rows, key=lambda server: (server.startswith("kvc"), rows[server]["output_tok_s"]))
+    colors = [OURS if server.startswith("kvc") else STOCK[0] for server in order]
     figure, axes = pyplot.subplots(1, len(BARS), figsize=(5 + len(order), 3.2))
     for axis, (key, scale, text, title) in zip(axes, BARS):
-        drawn = axis.bar([label(s, found[s]) for s in order], [found[s][key] * scale for s in order], color=colours)
+        drawn = axis.bar([label(s, rows[s]) for s in order], [rows[s][key] * scale for s in order], color=colors)
         axis.bar_label(drawn, fmt=text, fontsize=9)
         axis.set_title(title, fontsize=10)
         axis.tick_params(axis="x", labelsize=7)
-    figure.suptitle(f"{most} sessions at once on one {record['device']}, in equal KV memory", fontsize=10)
+    figure.suptitle(f"{sessions} concurrent sessions on one {record['device']}, in equal KV memory", fontsize=10)
     return figure, axes
 
 
 def curves(record: dict, pyplot):
-    found = points(record["numbers"], "a")
-    servers = list(dict.fromkeys(server for rows in found.values() for server in rows))
-    colours = iter(STOCK)
+    rows_by_agents = points(record["numbers"], "a")
+    servers = list(dict.fromkeys(server for rows in rows_by_agents.values() for server in rows))
+    colors = iter(STOCK)
     figure, axes = pyplot.subplots(1, len(CURVES), figsize=(12, 3.6))
     for server in servers:
-        known = {agents: rows[server] for agents, rows in found.items() if server in rows}
-        colour = OURS if server.startswith("kvc") else next(colours)
+        rows_of_server = {agents: rows[server] for agents, rows in rows_by_agents.items() if server in rows}
+        color = OURS if server.startswith("kvc") else next(colors)
         for axis, (key, scale, _) in zip(axes, CURVES):
-            text = label(server, next(iter(known.values()))).replace("\n", " ")
-            axis.plot(list(known), [row[key] * scale for row in known.values()], "o-", color=colour, label=text)
+            text = label(server, next(iter(rows_of_server.values()))).replace("\n", " ")
+            values = [row[key] * scale for row in rows_of_server.values()]
+            axis.plot(list(rows_of_server), values, "o-", color=color, label=text)
     for axis, (_, _, title) in zip(axes, CURVES):
         axis.set_title(title, fontsize=9)
         axis.set_xscale("log", base=2)
-        axis.set_xticks(list(found), [str(n) for n in found])
+        axis.set_xticks(list(rows_by_agents), [str(n) for n in rows_by_agents])
         axis.set_ylim(bottom=0)
     axes[0].set_xlabel("agents", fontsize=9)
     axes[0].legend(fontsize=7)

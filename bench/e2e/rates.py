@@ -1,10 +1,10 @@
-"""Tokens/s and running requests over the compression rate of one-shot prompts (KV-Compress' figures 7 and 8).
+"""Throughput and running requests by compression rate of one-shot prompts, like figures 7 and 8 of KV-Compress.
 
     python -m bench.e2e.rates --model <folder> --load-format dummy [--rates 1,2,4,8,16,32,64]
 
-64 requests of 4096 tokens that generate 512 each. Memory for 30,000 bf16 tokens holds 6 of them uncompressed. One
-server with this plug-in serves every rate, because requests choose it; stock bf16 is the baseline. Options and figures
-are those of `bench.e2e.serving`. Random weights prove speed, never quality.
+The load is 64 requests with 4096 prompt tokens and 512 output tokens. Memory for 30,000 bf16 tokens holds 6 of them
+uncompressed. Requests choose their rate, so one server serves all rates. The baseline is stock bf16. Options and
+figures are those of `bench.e2e.serving`. Random weights show speed, not quality.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from bench.e2e import arms, serving
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = serving.parser()
-    p.add_argument("--rates", default="1,2,4,8,16,32,64", help="separated by commas")
-    p.set_defaults(tokens=30_000, quick=True, name=serving.named("e2e/rates"))
-    a = serving.arguments(argv, p)
-    a.rates = [int(rate) for rate in a.rates.split(",")]
-    return a
+    p.add_argument("--rates", default="1,2,4,8,16,32,64", help="compression rates, separated by commas")
+    p.set_defaults(tokens=30_000, quick=True, name=serving.result_name("e2e/rates"))
+    args = serving.arguments(argv, p)
+    args.rates = [int(rate) for rate in args.rates.split(",")]
+    return args
 
 
 def scores(numbers: dict[str, dict]) -> dict[str, Score]:
-    """Output tokens/s of each rate over those of the fastest stock bf16."""
+    """Output tokens/s at each rate relative to the fastest stock bf16 server."""
     best = arms.fastest(numbers, arms.BF16, "rate1", lambda run: run["output_tok_s"])
     if best is None:
         return {}
@@ -36,35 +36,34 @@ def scores(numbers: dict[str, dict]) -> dict[str, Score]:
     }
 
 
-def measure(server: Server, a: argparse.Namespace, name: str, options: list[str], rates: list[int], numbers: dict):
-    """One load at each rate, into `numbers` and the result file."""
-    serving.load(server, a, 8, 8, 16)  # compile and warm up
+def measure(server: Server, args: argparse.Namespace, name: str, options: list[str], rates: list[int], numbers: dict):
+    """Run the load at each rate; add the figures to `numbers` and the result file."""
+    serving.load(server, args, 8, 8, 16)  # compile and warm up
     for rate in rates:
         quality = f"one-shot:{rate}x" if name == "kvc" else ""
         runs = []
-        for i in range(a.repeat):
+        for seed in range(0, 1000 * args.repeat, 1000):
             server.client.flush()
-            seed = 1000 * i
-            runs.append(serving.load(server, a, a.prompts, a.prompts, a.output, seed=seed, quality=quality))
+            runs.append(serving.load(server, args, args.prompts, args.prompts, args.output, seed=seed, quality=quality))
         numbers[f"{name}.rate{rate}"] = {"options": options, **serving.summary(runs)}
         print(f"{name}.rate{rate}: " + ", ".join(f"{k} {v:g}" for k, v in runs[-1].items()), flush=True)
-        write_result(a.name, numbers, scores=scores(numbers), quiet=True)
+        write_result(args.name, numbers, scores=scores(numbers), quiet=True)
 
 
 def main() -> None:
-    a = arguments()
-    numbers = serving.earlier(a)
-    for name, (options, _) in serving.servers(a).items():
+    args = arguments()
+    numbers = serving.earlier_rows(args)
+    for name, (options, _) in serving.servers(args).items():
         ours = name.startswith("kvc")
         if not ours and not arms.is_variant(name, arms.BF16):
             continue
         name = "kvc" if ours else name
-        rates = [r for r in (a.rates if ours else [1]) if f"{name}.rate{r}" not in numbers]
+        rates = [r for r in (args.rates if ours else [1]) if f"{name}.rate{r}" not in numbers]
         if rates:
-            with Server(options, model=a.model) as server:
-                measure(server, a, name, options, rates, numbers)
+            with Server(options, model=args.model) as server:
+                measure(server, args, name, options, rates, numbers)
     print(serving.table(numbers))
-    write_result(a.name, numbers, scores=scores(numbers))
+    write_result(args.name, numbers, scores=scores(numbers))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
-"""End to end: output tokens/s of the compressed cache, stock bf16 and stock fp8 on one machine, with equal KV memory,
-in one run.
+"""Throughput and latency of the compressed cache, stock bf16 and stock fp8 under load, in equal KV memory.
 
     python -m bench.e2e.serving --model <folder> --load-format dummy          # on a GPU
-    python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # the constrained runs alone
-    ... --stock-backends fa3,fa3:128,flashinfer   # stock servers with each; scores take the fastest of them
-    ... --repeat 5           # each load five times; figures are medians with minimum and maximum
-    ... --together           # start all servers at once, if the GPU has room; one is loaded at a time
-    ... --also "h2o: --kvc-policy prune --kvc-scorer h2o --kvc-budget 4x"   # a further server of ours, kvc_h2o
-    ... --profile FOLDER     # a trace of ten decode steps of each server, and its kernels in the result file
+    python -m bench.e2e.serving --model <folder> --load-format dummy --quick  # only the constrained runs
+    ... --stock-backends fa3,fa3:128,flashinfer   # one stock server per backend; the fastest is the baseline
+    ... --repeat 5           # run each load five times; figures are medians with minimum and maximum
+    ... --together           # start all servers at once, if the GPU has room, and load them one by one
+    ... --also "h2o: --kvc-policy prune --kvc-scorer h2o --kvc-budget 4x"   # an additional server, kvc_h2o
+    ... --profile FOLDER     # trace ten decode steps of each server and add its kernels to the result file
 
-Constrained: every server gets the KV memory of `--tokens` bf16 tokens (fp8 twice the tokens, ours the same bytes).
-By default stock SGLang and our server also capture prefills in CUDA graphs, broken at each attention. That takes time
-at start and saves host time, which matters when few tokens are new. `--no-prefill-graphs` turns it off for all servers;
-such runs give no score.
+Constrained runs: every server has the KV memory of `--tokens` bf16 tokens. This is room for twice as many fp8 tokens.
+Like stock SGLang, our server captures prefills in CUDA graphs by default, broken at each attention. Graphs save host
+time, which matters when few tokens are new. `--no-prefill-graphs` turns them off for all servers; such runs give no
+scores.
 
-Unconstrained: loads with ample memory. If `--tokens` hold all requests, this is the same server. Otherwise bf16 gets a
-server with more memory (all of it, or `--free-tokens`), and our server stays the same. Load comes from SGLang's own
-generator (random token ids). Random weights prove speed, never quality.
+Unconstrained runs: loads with ample memory. If `--tokens` hold all requests, the constrained servers run them.
+Otherwise stock bf16 gets a server with more memory (all of it, or `--free-tokens`), and our server keeps its memory.
+SGLang's load generator sends random token ids. Random weights show speed, not quality.
 
-The result file is written after every load. `--append` continues the file of an earlier call on the same commit and
-device. Loads that it already has often enough are not repeated, so an interrupted call can be repeated, and
-`--only NAMES` adds servers. Concurrent calls on several GPUs may share one file.
+The result file is written after every load. `--append` adds to the file of an earlier call at the same commit on the
+same device, and runs only the loads that the file lacks. Repeat an interrupted call with it, or add servers with
+`--only NAMES`. Concurrent calls on several GPUs may share one file.
 """
 
 from __future__ import annotations
@@ -64,172 +63,175 @@ FIGURES = {
     "duration_s": r"Benchmark duration \(s\):\s+([\d.]+)",
 }
 RUNNING = ("running_median", "running_most")  # concurrently decoding requests, from the server's log
-FREE = f"{arms.BF16}_free"  # stock with ample memory, if `--tokens` do not hold a load
+FREE = f"{arms.BF16}_free"  # stock with ample memory, for loads that `--tokens` do not hold
 DECODE_WAIT = 300  # maximum seconds until all prompts of a traced load decode
-LEAST_PROMPTS = 8
-TRACE_OUTPUT = 256  # minimum tokens of a traced request: until the log's second report, and the traced steps
+MIN_PROMPTS = 8
+TRACE_OUTPUT = 256  # minimum output tokens of a traced request; covers two log reports and the traced steps
 
-
-BACKENDS_HELP = "of stock's attention, separated by commas; fa3:128 has pages of 128 tokens; default: SGLang's own"
+BACKENDS_HELP = "attention backends of stock, separated by commas; fa3:128 has 128-token pages; default: SGLang's"
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", required=True)
     p.add_argument("--load-format", default="auto")
-    p.add_argument("--tokens", type=int, default=120_000, help="bf16 tokens whose memory every server gets")
+    p.add_argument("--tokens", type=int, default=120_000, help="KV memory of every server, in bf16 tokens")
     p.add_argument("--input", type=int, default=4096)
     p.add_argument("--output", type=int, default=512)
     p.add_argument("--prompts", type=int, default=64)
     p.add_argument("--formats", default="k4v4", help="formats of our servers, separated by commas")
-    p.add_argument("--also", action="append", default=[], metavar="NAME: OPTIONS", help="an additional server of ours")
-    p.add_argument("--concurrency", default="1,8,64", help="of the runs with memory to spare; empty: none")
+    p.add_argument("--also", action="append", default=[], metavar="NAME: OPTIONS", help="an additional kvc server")
+    p.add_argument("--concurrency", default="1,8,64", help="concurrencies of the unconstrained runs; empty: none")
     p.add_argument("--stock-backends", default="", help=BACKENDS_HELP)
     p.add_argument("--repeat", type=int, default=1, help="number of runs of each load")
-    p.add_argument("--no-prefill-graphs", action="store_true", help="no server captures prefills")
+    p.add_argument("--no-prefill-graphs", action="store_true", help="turn off prefill CUDA graphs on all servers")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
-    p.add_argument("--server-args", default="", help="more options for every server")
-    p.add_argument("--quick", action="store_true", help="no unconstrained runs")
-    p.add_argument("--append", action="store_true", help="keep what the result file holds of other servers")
-    p.add_argument("--free-tokens", type=int, default=0, help="tokens of the unconstrained runs; 0: all memory")
+    p.add_argument("--server-args", default="", help="additional options of every server")
+    p.add_argument("--quick", action="store_true", help="skip the unconstrained runs")
+    p.add_argument("--append", action="store_true", help="keep the rows of the result file and add to them")
+    p.add_argument("--free-tokens", type=int, default=0, help="tokens of unconstrained stock; 0: all memory")
     p.add_argument("--together", action="store_true", help="start all servers at once, load them one by one")
     p.add_argument("--profile", default="", help="folder for traces of decode steps")
-    p.add_argument("--name", default="", help="of the result file; default: e2e/serving_CARD")
+    p.add_argument("--name", default="", help="name of the result file; default: e2e/serving_CARD")
     return p
 
 
 def arguments(argv: list[str] | None = None, given: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """The options in `argv`; `given`: a parser with other defaults or more options."""
-    a = (given or parser()).parse_args(argv)
-    if a.quick:
-        a.concurrency = ""
-    a.stock_backends = a.stock_backends or default_attention()
-    a.name = a.name or named("e2e/serving")
-    return a
+    """Parse `argv`. `given`: a parser with other defaults or additional options."""
+    args = (given or parser()).parse_args(argv)
+    if args.quick:
+        args.concurrency = ""
+    args.stock_backends = args.stock_backends or default_attention()
+    args.name = args.name or result_name("e2e/serving")
+    return args
 
 
-def named(bench: str) -> str:
-    """The result file's name; each card has its own file."""
+def result_name(bench: str) -> str:
+    """Name of the result file of this GPU model."""
     return f"{bench}_{card(device_name())}"
 
 
-def servers(a: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
-    """name -> (server options, concurrencies)."""
-    base = ["--load-format", a.load_format, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-    base += ["--cuda-graph-max-bs-decode", "64", *a.server_args.split()]
-    base += ["--cuda-graph-backend-prefill=disabled"] if a.no_prefill_graphs else []
-    memory = ["--max-total-tokens", str(a.tokens)]
-    spare = ["--max-total-tokens", str(a.free_tokens)] if a.free_tokens else []
-    free = [int(c) for c in a.concurrency.split(",") if c]
-    fits = [c for c in free if c * (a.input + a.output) <= a.tokens]
-    both = [a.prompts, *(c for c in fits if c != a.prompts)]
+def servers(args: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
+    """Name -> (server options, concurrencies)."""
+    base = ["--load-format", args.load_format, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+    base += ["--cuda-graph-max-bs-decode", "64", *args.server_args.split()]
+    base += ["--cuda-graph-backend-prefill=disabled"] if args.no_prefill_graphs else []
+    memory = ["--max-total-tokens", str(args.tokens)]
+    free_memory = ["--max-total-tokens", str(args.free_tokens)] if args.free_tokens else []
+    free = [int(c) for c in args.concurrency.split(",") if c]
+    fits = [c for c in free if c * (args.input + args.output) <= args.tokens]
+    bf16_loads = [args.prompts, *(c for c in fits if c != args.prompts)]
 
     def stock(name: str, options: list[str], loads: list[int]) -> dict[str, tuple[list[str], list[int]]]:
-        return {n: (o, loads) for n, o in arms.stock(name, a.stock_backends, [*base, *options]).items()}
+        return {n: (o, loads) for n, o in arms.stock(name, args.stock_backends, [*base, *options]).items()}
 
-    out = stock(arms.BF16, memory, both)
-    twice = ["--max-total-tokens", str(2 * a.tokens)]
-    out |= stock(arms.FP8, ["--kv-cache-dtype", arms.FP8, *twice], [a.prompts])
-    for i, fmt in enumerate(a.formats.split(",")):
+    out = stock(arms.BF16, memory, bf16_loads)
+    out |= stock(arms.FP8, ["--kv-cache-dtype", arms.FP8, "--max-total-tokens", str(2 * args.tokens)], [args.prompts])
+    for i, fmt in enumerate(args.formats.split(",")):
         ours = [*base, "--kv-backend", "kvc", "--kvc-high", fmt, *memory]
-        out[f"kvc_{fmt}"] = (ours, [a.prompts] if i else [*both, *(c for c in free if c not in both)])
-    for name, _, options in (text.partition(":") for text in a.also):
+        out[f"kvc_{fmt}"] = (ours, [args.prompts] if i else [*bf16_loads, *(c for c in free if c not in bf16_loads)])
+    for name, _, options in (text.partition(":") for text in args.also):
         ours = [*base, "--kv-backend", "kvc", *options.split(), *memory]
-        out[f"kvc_{name.strip()}"] = (ours, [a.prompts])
+        out[f"kvc_{name.strip()}"] = (ours, [args.prompts])
     if len(fits) < len(free):
-        out |= stock(FREE, spare, [c for c in free if c not in fits])
-    return arms.chosen(out, a.only)
+        out |= stock(FREE, free_memory, [c for c in free if c not in fits])
+    return arms.select(out, args.only)
 
 
 def load(
-    server: Server, a: argparse.Namespace, concurrency: int, prompts: int, output: int, *, input: int = 0,
+    server: Server, args: argparse.Namespace, concurrency: int, prompts: int, output: int, *, input: int = 0,
     seed: int = 0, quality: str = "",
 ) -> dict[str, float]:  # fmt: skip
-    """One run of SGLang's own load generator, in this process (it takes 10 s to import); every request at its full
-    length. `quality`: what every request asks of our server, like `one-shot:8x`. Its figures by name."""
+    """Run SGLang's load generator in this process, because its import takes 10 s; return its figures by name. All
+    answers have their full length. `quality`: the quality that every request asks for, like `one-shot:8x`."""
     from sglang.benchmark.serving import cli_main
 
     command = ["sglang.benchmark.serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(server.port)]
-    command += ["--tokenizer", a.model, "--dataset-name", "random-ids", "--random-range-ratio", "1.0"]
-    command += ["--random-input-len", str(input or a.input), "--random-output-len", str(output)]
+    command += ["--tokenizer", args.model, "--dataset-name", "random-ids", "--random-range-ratio", "1.0"]
+    command += ["--random-input-len", str(input or args.input), "--random-output-len", str(output)]
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(seed + concurrency)]
-    # No warm-up request: it would be the load's first prompt, and leave it in the cache.
+    # A warm-up request would leave the load's first prompt in the cache.
     command += ["--warmup-requests", "0", "--output-file", str(server.log.parent / "load.jsonl")]
-    if quality:  # SGLang's generator replaces the whole object
+    if quality:  # this replaces all sampling parameters of the generator
         sampling = {"temperature": 0, "max_new_tokens": output, "ignore_eos": True, "custom_params": {"kvc": quality}}
         command += ["--extra-request-body", json.dumps({"sampling_params": sampling})]
-    said, skip = io.StringIO(), len(server.log.read_text(errors="replace"))
-    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
+    stdout, skip = io.StringIO(), len(server.log.read_text(errors="replace"))
+    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(stdout):
         cli_main()
-    found = {name: float(m[1]) for name, p in FIGURES.items() if (m := re.search(p, said.getvalue()))}
-    if "output_tok_s" not in found:
-        raise RuntimeError(f"the load generator reported nothing:\n{said.getvalue()[-2000:]}\n{server.tail()}")
-    return found | running(server.log, skip)
+    figures = {name: float(m[1]) for name, p in FIGURES.items() if (m := re.search(p, stdout.getvalue()))}
+    if "output_tok_s" not in figures:
+        raise RuntimeError(f"the load generator reported nothing:\n{stdout.getvalue()[-2000:]}\n{server.tail()}")
+    return figures | running(server.log, skip)
 
 
 def running(log: Path, skip: int) -> dict[str, float]:
-    """Number of concurrently decoding requests, from the log after its first `skip` characters, which reports it every
-    40 steps."""
-    found = re.findall(r"Decode batch.*#running-req: (\d+),", log.read_text(errors="replace")[skip:])
-    counts = [int(n) for n in found] or [0]
+    """Median and maximum number of concurrently decoding requests, from the log after its first `skip` characters."""
+    counts = decode_counts(log, skip) or [0]
     return dict(zip(RUNNING, (statistics.median(counts), max(counts)), strict=True))
 
 
-def when_decoding(log: Path, skip: int, requests: int, over: threading.Event) -> None:
-    """Wait until `requests` requests decode, from the server's log after its first `skip` characters.
+def decode_counts(log: Path, skip: int) -> list[int]:
+    """Numbers of decoding requests, which the log reports every 40 steps."""
+    return [int(n) for n in re.findall(r"Decode batch.*#running-req: (\d+),", log.read_text(errors="replace")[skip:])]
 
-    The log reports every 40 steps. At the first report the last prompts may still be prefilled; at the second they
-    cannot.
+
+def wait_until_decoding(log: Path, skip: int, requests: int, stop: threading.Event) -> None:
+    """Wait until the log reports `requests` decoding requests for the second time after its first `skip` characters.
+
+    At the first report, the last prompts may still be prefilled.
     """
     until = time.monotonic() + DECODE_WAIT
-    while time.monotonic() < until and not over.is_set():
-        said = re.findall(r"Decode batch.*#running-req: (\d+),", log.read_text(errors="replace")[skip:])
-        if said.count(str(requests)) >= 2:
+    while time.monotonic() < until and not stop.is_set():
+        if decode_counts(log, skip).count(requests) >= 2:
             return
         time.sleep(0.05)
-    raise RuntimeError(f"the log never said twice that {requests} requests decode")
+    raise RuntimeError(f"the log did not report {requests} decoding requests twice")
 
 
-def trace(server: Server, a: argparse.Namespace, name: str) -> dict:
-    """Ten steps that decode `a.prompts` requests, as a torch trace in `a.profile`; returns its summary.
+def trace(server: Server, args: argparse.Namespace, name: str) -> dict:
+    """Write a torch trace of ten decode steps with `args.prompts` requests to `args.profile`; return its summary.
 
-    The prompts are as long as in the measured runs, or shorter so that all fit into the smallest server's memory.
+    Prompts are shorter than in the measured runs if the smallest server could not hold all of them otherwise.
     """
-    folder, mark, steps = Path(a.profile).resolve(), str(int(time.time())), 10
-    output = max(a.output, TRACE_OUTPUT)
-    input = max(16, min(a.input, int(0.9 * a.tokens) // a.prompts - output))
+    folder, mark, steps = Path(args.profile).resolve(), str(int(time.time())), 10
+    output = max(args.output, TRACE_OUTPUT)
+    input = max(16, min(args.input, int(0.9 * args.tokens) // args.prompts - output))
     body = {"num_steps": steps, "output_dir": str(folder), "activities": ["CPU", "GPU"]}
-    # Stacks and shapes are most of a trace's bytes.
+    # Stacks and shapes would take most of the trace's bytes.
     body |= {"profile_prefix": name, "profile_id": mark, "with_stack": False, "record_shapes": False}
     server.client.flush()
-    over, skip = threading.Event(), len(server.log.read_text(errors="replace"))
+    stop, skip = threading.Event(), len(server.log.read_text(errors="replace"))
 
     def start() -> None:
-        when_decoding(server.log, skip, a.prompts, over)
+        wait_until_decoding(server.log, skip, args.prompts, stop)
         server.client.post("/start_profile", body).raise_for_status()
 
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(start)
         try:
-            load(server, a, a.prompts, a.prompts, output, input=input)
+            load(server, args, args.prompts, args.prompts, output, input=input)
         finally:
-            over.set()
+            stop.set()
         started.result()
     files = sorted(folder.glob(f"{name}-{mark}-*.json.gz"))
     if not files:
         raise RuntimeError(f"the server wrote no trace to {folder}")
-    return {"requests": a.prompts, "input": input, "output": output, "steps": steps, **profile(files[0])}
+    return {"requests": args.prompts, "input": input, "output": output, "steps": steps, **profile(files[0])}
 
 
-def earlier(a: argparse.Namespace) -> dict[str, dict]:
-    """The numbers of an earlier call; refused if they are of another commit or device."""
-    path = RESULTS / f"{a.name}.json"
-    if not (a.append and path.exists()):
+def earlier_rows(args: argparse.Namespace) -> dict[str, dict]:
+    """Rows of the result file with `--append`, else none.
+
+    Raises:
+        SystemExit: they are from another commit or device.
+    """
+    path = RESULTS / f"{args.name}.json"
+    if not (args.append and path.exists()):
         return {}
     record = json.loads(path.read_text())
     for field, now in (("commit", measured_commit()), ("device", device_name())):
         if record[field] != now:
-            raise SystemExit(f"error: {path.name} holds {field} {record[field]}, not {now}: leave --append out")
+            raise SystemExit(f"error: {path.name} is for {field} {record[field]}, not {now}; run without --append")
     return record["numbers"]
 
 
@@ -243,57 +245,59 @@ def table(numbers: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def missing(numbers: dict, a: argparse.Namespace, name: str, concurrencies: list[int]) -> list[int]:
-    """The loads of a server that `numbers` has fewer than `--repeat` times."""
-    return [c for c in concurrencies if len(numbers.get(f"{name}.c{c}", {}).get("runs", [])) < a.repeat]
+def missing(numbers: dict, args: argparse.Namespace, name: str, concurrencies: list[int]) -> list[int]:
+    """Loads of a server that `numbers` has fewer than `--repeat` times."""
+    return [c for c in concurrencies if len(numbers.get(f"{name}.c{c}", {}).get("runs", [])) < args.repeat]
 
 
 def summary(runs: list[dict[str, float]]) -> dict:
-    """Each figure's median over the runs of one load, and the runs."""
+    """Median of each figure over the runs of one load, and the runs themselves."""
     return {f: statistics.median(run[f] for run in runs) for f in (*FIGURES, *RUNNING) if f in runs[0]} | {"runs": runs}
 
 
-def keep(numbers: dict, a: argparse.Namespace, *, quiet: bool = True) -> None:
-    """Write the result file, merged with results that calls on other GPUs have added."""
-    numbers |= {name: run for name, run in earlier(a).items() if name not in numbers}
-    write_result(a.name, numbers, scores=a.score(numbers, a), quiet=quiet)
+def save(numbers: dict, args: argparse.Namespace, *, quiet: bool = True) -> None:
+    """Write the result file, merged with the rows that concurrent calls have added."""
+    numbers |= {name: run for name, run in earlier_rows(args).items() if name not in numbers}
+    write_result(args.name, numbers, scores=args.score(numbers, args), quiet=quiet)
 
 
 def measure(
-    server: Server, a: argparse.Namespace, name: str, options: list[str], concurrencies: list[int], numbers: dict
+    server: Server, args: argparse.Namespace, name: str, options: list[str], concurrencies: list[int], numbers: dict
 ) -> None:
-    """All loads of one server, into `numbers` and the result file."""
-    start = round(server.seconds_to_start, 1)  # with --together all start at once
-    load(server, a, 8, 8, 16)  # compile and warm up
+    """Run all loads of one server; add the figures to `numbers` and the result file."""
+    start = round(server.seconds_to_start, 1)  # with --together, servers start concurrently
+    load(server, args, 8, 8, 16)  # compile and warm up
     for c in concurrencies:
-        prompts = a.prompts if c == a.prompts else max(2 * c, LEAST_PROMPTS)
+        prompts = args.prompts if c == args.prompts else max(2 * c, MIN_PROMPTS)
         runs = list(numbers.get(f"{name}.c{c}", {}).get("runs", []))
-        while len(runs) < a.repeat:
+        while len(runs) < args.repeat:
             server.client.flush()
-            runs.append(load(server, a, c, prompts, a.output, seed=1000 * len(runs)))
+            runs.append(load(server, args, c, prompts, args.output, seed=1000 * len(runs)))
             kvc = server.client.stats() if name.startswith("kvc") else None
-            said = {"options": options, "command": command_line(), "prompts": prompts, "stats": kvc, "start_s": start}
-            numbers[f"{name}.c{c}"] = said | summary(runs)
+            setup = {"options": options, "command": command_line(), "prompts": prompts, "stats": kvc, "start_s": start}
+            numbers[f"{name}.c{c}"] = setup | summary(runs)
             print(f"{name}.c{c}: " + ", ".join(f"{k} {v:g}" for k, v in runs[-1].items()), flush=True)
-            keep(numbers, a)
-    if a.profile:
+            save(numbers, args)
+    if args.profile:
         try:
-            found = trace(server, a, name)
-            numbers[name] = {"profile": found}
-            print(f"{name}: {found['steps']} decode steps\n{profile_table(found)}", flush=True)
-            keep(numbers, a)
+            kernels = trace(server, args, name)
+            numbers[name] = {"profile": kernels}
+            print(f"{name}: {kernels['steps']} decode steps\n{profile_table(kernels)}", flush=True)
+            save(numbers, args)
         except Exception as e:
             print(f"{name}: no trace, {type(e).__name__} {str(e)[:300]}", flush=True)
     for line in server.errors():
         print(name, line)
 
 
-def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
-    """The scoreboard's ratios for the first format; none for other loads or for servers with extra options."""
-    usual, fields = arguments(["--model", a.model]), ("tokens", "input", "output", "prompts", "server_args")
-    if any(getattr(a, f) != getattr(usual, f) for f in (*fields, "no_prefill_graphs")):
+def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Score]:
+    """Ratios of the first format to the fastest stock server. Only the default load without extra server options gives
+    scores."""
+    defaults = arguments(["--model", args.model])
+    fields = ("tokens", "input", "output", "prompts", "server_args", "no_prefill_graphs")
+    if any(getattr(args, f) != getattr(defaults, f) for f in fields):
         return {}
-    ours, out = f"kvc_{a.formats.split(',')[0]}", {}
+    ours, out = f"kvc_{args.formats.split(',')[0]}", {}
 
     def compare(name: str, stock: str, concurrency: int, figure: str = "output_tok_s") -> None:
         point, sign = f"c{concurrency}", 1 if figure == "output_tok_s" else -1
@@ -301,53 +305,53 @@ def scores(numbers: dict[str, dict], a: argparse.Namespace) -> dict[str, Score]:
         if best and f"{ours}.{point}" in numbers:
             out[name] = ratio(numbers[f"{ours}.{point}"], numbers[best], figure)
 
-    compare("e2e.vs_bf16", arms.BF16, a.prompts)
-    compare("e2e.vs_fp8", arms.FP8, a.prompts)
-    compare("e2e.ttft_vs_fp8", arms.FP8, a.prompts, "ttft_ms_median")
-    spare = "e2e.unconstrained_vs_bf16"
-    most = a.tokens // (a.input + a.output)  # sessions that its usual memory holds
-    free = [int(c) for c in a.concurrency.split(",") if c]
+    compare("e2e.vs_bf16", arms.BF16, args.prompts)
+    compare("e2e.vs_fp8", arms.FP8, args.prompts)
+    compare("e2e.ttft_vs_fp8", arms.FP8, args.prompts, "ttft_ms_median")
+    name = "e2e.unconstrained_vs_bf16"
+    capacity = args.tokens // (args.input + args.output)  # requests that the constrained stock server holds
+    free = [int(c) for c in args.concurrency.split(",") if c]
     for c in free:
-        compare(f"{spare}_c{c}", arms.BF16 if c <= most else FREE, c)
-    if found := [out[f"{spare}_c{c}"] for c in free if f"{spare}_c{c}" in out]:
-        worst = min(found)
-        out[spare] = worst._replace(unit=f"{worst.unit}, worst of {len(found)} concurrencies")
+        compare(f"{name}_c{c}", arms.BF16 if c <= capacity else FREE, c)
+    if ratios := [out[f"{name}_c{c}"] for c in free if f"{name}_c{c}" in out]:
+        worst = min(ratios)
+        out[name] = worst._replace(unit=f"{worst.unit}, worst of {len(ratios)} concurrencies")
     return out
 
 
 UNITS = {"output_tok_s": "x output tok/s", "ttft_ms_median": "x median time to first token"}
 
 
-def ratio(mine: dict, stock: dict, figure: str) -> Score:
-    """Ratio of medians; `low` and `high` are its limits over the runs of both."""
-    x, y = ([run[figure] for run in side["runs"]] for side in (mine, stock))
+def ratio(ours: dict, stock: dict, figure: str) -> Score:
+    """Ratio of medians; `low` and `high` are limits over all pairs of runs."""
+    x, y = ([run[figure] for run in side["runs"]] for side in (ours, stock))
     return Score(
-        mine[figure] / stock[figure], UNITS[figure], arms.described(stock["options"]), n=min(len(x), len(y)),
+        ours[figure] / stock[figure], UNITS[figure], arms.describe(stock["options"]), n=min(len(x), len(y)),
         low=min(x) / max(y), high=max(x) / min(y),
     )  # fmt: skip
 
 
 def main(argv: list[str] | None = None, score: Callable[..., dict[str, Score]] = scores) -> None:
-    """Run the load of `argv`; `score(numbers, a)` makes the result file's scores."""
-    a = arguments(argv)
-    a.score = score
-    numbers = earlier(a)
-    wanted = {name: (options, missing(numbers, a, name, loads)) for name, (options, loads) in servers(a).items()}
-    chosen = {name: (options, loads) for name, (options, loads) in wanted.items() if loads or a.profile}
+    """Run the loads that `argv` asks for. `score(numbers, args)` returns the scores of the result file."""
+    args = arguments(argv)
+    args.score = score
+    numbers = earlier_rows(args)
+    wanted = {name: (options, missing(numbers, args, name, loads)) for name, (options, loads) in servers(args).items()}
+    todo = {name: (options, loads) for name, (options, loads) in wanted.items() if loads or args.profile}
     with contextlib.ExitStack() as running:
-        if a.together:
-            waiting = {name: Server(options, model=a.model) for name, (options, _) in chosen.items()}
-            with ThreadPoolExecutor(max(1, len(waiting))) as pool:
-                list(pool.map(running.enter_context, waiting.values()))
-        for name, (options, concurrencies) in chosen.items():
+        if args.together:
+            pending = {name: Server(options, model=args.model) for name, (options, _) in todo.items()}
+            with ThreadPoolExecutor(max(1, len(pending))) as pool:
+                list(pool.map(running.enter_context, pending.values()))
+        for name, (options, concurrencies) in todo.items():
             with contextlib.ExitStack() as alone:
-                if a.together:
-                    server = waiting[name]
+                if args.together:
+                    server = pending[name]
                 else:
-                    server = alone.enter_context(Server(options, model=a.model))
-                measure(server, a, name, options, concurrencies, numbers)
+                    server = alone.enter_context(Server(options, model=args.model))
+                measure(server, args, name, options, concurrencies, numbers)
     print(table(numbers))
-    keep(numbers, a, quiet=False)
+    save(numbers, args, quiet=False)
 
 
 if __name__ == "__main__":

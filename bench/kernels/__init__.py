@@ -1,4 +1,4 @@
-"""Benchmarks of the kernels. They also run from a bare checkout, where the package is not installed."""
+"""Kernel benchmarks. They also run from a checkout without an installed package."""
 
 import pathlib
 import sys

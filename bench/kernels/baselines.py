@@ -1,9 +1,9 @@
-"""Stock decode attention on the same shapes: FlashInfer (bf16, fp8_e4m3; pages of 1 and 16 tokens) and SGLang's Triton.
+"""Stock decode attention over bf16 and fp8_e4m3: FlashAttention 3, FlashInfer and SGLang's Triton kernel.
 
     python -m bench.kernels.baselines [--out FILE.json] [--warm] [--shapes 64x8192,16x32768]
 
-Needs flashinfer and sglang importable. `--warm` only compiles. Tokens lie in random slots (pages of 1) or random pages.
-`bench.kernels.decode` times the same functions beside our kernel.
+Needs flashinfer, sgl_kernel and sglang. `--warm` only compiles. Pages are in random order. `bench.kernels.decode` times
+the same functions together with our kernel.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def flashinfer(batch: int, tokens: int, dim: int, dtype: torch.dtype, page: int,
 
 
 def fa3(batch: int, tokens: int, dim: int, dtype: torch.dtype, page: int) -> float:
-    """FlashAttention 3 as SGLang's `fa3` backend calls it while decoding: page table and scheduler metadata made once a
-    step. Over fp8 pages queries are fp8, too."""
+    """FlashAttention 3 as SGLang's `fa3` backend calls it in decode steps: page table and scheduler metadata are built
+    once per step, and queries over fp8 pages are fp8, too."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
     dev, total = "cuda", batch * tokens // page
@@ -101,7 +101,7 @@ def sglang_triton(batch: int, tokens: int, dim: int, dtype: torch.dtype) -> floa
 
 
 def kernels(kv: str, *, quick: bool) -> dict:
-    """name -> (function, further arguments); with `quick` only the fastest variants."""
+    """Name -> (function, additional arguments). With `quick`, only the fastest variants."""
     runs = {f"fa3_page{p}": (fa3, (p,)) for p in (1, 64, 128)}
     runs |= {f"flashinfer_page{p}_tc": (flashinfer, (p, True)) for p in (1, 16)}
     if not quick:
@@ -114,7 +114,7 @@ def kernels(kv: str, *, quick: bool) -> dict:
 def measure(
     batch: int, tokens: int, dim: int, kv: str, bandwidth: float, *, quick: bool, library: str = ""
 ) -> list[dict]:
-    """Rows of all kernels of a `library` (default: all) that run here; others are named and left out."""
+    """Rows of all kernels of `library` (default: all libraries). Prints the errors of kernels that do not run."""
     rows = []
     size = batch * tokens * HEADS * dim * 2 * DTYPES[kv].itemsize
     for kernel, (fn, extra) in kernels(kv, quick=quick).items():
@@ -136,7 +136,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap.add_argument("--out", default=str(RESULTS / "baselines.json"))
     ap.add_argument("--warm", action="store_true")
     ap.add_argument("--shapes", default="64x8192,16x32768")
-    ap.add_argument("--quick", action="store_true", help="FlashInfer's fastest forms only")
+    ap.add_argument("--quick", action="store_true", help="only the fastest variants")
     ap.add_argument("--dims", default="128,64")
     ap.add_argument("--seconds", type=float, default=220)
     args = ap.parse_args(argv)
@@ -151,7 +151,7 @@ def main() -> None:
     for dim in map(int, args.dims.split(",")):
         for batch, tokens in args.shapes if dim == 128 else args.shapes[:1]:
             for kv in DTYPES:
-                if not budget.over(f"{kv} {batch}x{tokens} D{dim}"):
+                if not budget.exceeded(f"{kv} {batch}x{tokens} D{dim}"):
                     results.add(*measure(batch, tokens, dim, kv, bandwidth, quick=args.quick))
     print(table(results.rows, COLUMNS))
     budget.show()

@@ -10,12 +10,11 @@ from .common import Workload, choose_page_bytes
 from .extend_stock import DIM, GROUP, HEADS, SCALE
 from .timing import timed
 
-# Sampled queries of a prompt.
 SAMPLINGS = {"window 64": ScoreSampling(64), "all": ScoreSampling(), "one in 16": ScoreSampling(stride=16)}
 
 
-def collecting(tokens: int) -> list[dict]:
-    """Cost of collecting attention scores in a prompt of `tokens` tokens, relative to one layer's prefill."""
+def prefill_rows(tokens: int) -> list[dict]:
+    """Times of one layer's prefill of `tokens` tokens and of collecting its attention scores, by sampling."""
     from kvc_kernels.layout import PoolLayout
     from kvc_kernels.scores.prefill_kernel import AttentionScores
     from tests.support.random_store import random_store
@@ -41,8 +40,8 @@ def collecting(tokens: int) -> list[dict]:
 
 
 def sampled_step(batch: int, tokens: int):
-    """(store, blocks `[B, NB]`, lengths `[B]`, queries) of a decode step of `batch` requests of about `tokens` in k4v4,
-    all with their own length."""
+    """Store, blocks `[B, NB]`, lengths `[B]` and queries of a decode step. Each of the `batch` requests has another
+    length, at most `tokens`, in k4v4."""
     from kvc_kernels.layout import PoolLayout
     from tests.support.random_store import random_store
 
@@ -58,9 +57,9 @@ def sampled_step(batch: int, tokens: int):
     return store, rows, lens, torch.randn((batch, HEADS * GROUP, DIM), device="cuda", dtype=torch.bfloat16)
 
 
-def collecting_steps(batch: int, tokens: int) -> list[dict]:
-    """The same cost in one decode step, if all requests are sampled, or only those that `ScoreSampling` samples, here
-    one in DECODE_STRIDE."""
+def decode_rows(batch: int, tokens: int) -> list[dict]:
+    """Times of one layer's decode step and of collecting its attention scores, for all requests and for one request in
+    DECODE_STRIDE."""
     from kvc_kernels.decode.attention import DecodeAttention
     from kvc_kernels.scores.prefill_kernel import AttentionScores
 
@@ -71,8 +70,8 @@ def collecting_steps(batch: int, tokens: int) -> list[dict]:
     attend.plan(rows, lens)
     lse = torch.empty((batch, HEADS * GROUP), device="cuda")
     ms = timed(lambda: attend.run(0, q, scale=SCALE, lse=lse))
-    whole = [("attention", ms), ("one layer", ms + layer.products_ms(batch))]
-    out = [dict(case="score decode", name=name, prefix=tokens, new=batch, ms=ms) for name, ms in whole]
+    times = {"attention": ms, "one layer": ms + layer.products_ms(batch)}
+    out = [dict(case="score decode", name=name, prefix=tokens, new=batch, ms=ms) for name, ms in times.items()]
     for stride in (1, DECODE_STRIDE):
         sampling = ScoreSampling(reduce="sum", power=2, decode_stride=stride)
         op = AttentionScores(

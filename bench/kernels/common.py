@@ -1,17 +1,16 @@
-"""Helpers of the kernel benchmarks: device facts, timing, workloads, result files."""
+"""Device facts, timing, workloads and result files of the kernel benchmarks."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import pathlib
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
-from bench.common import Score
+from bench.common import Score, command_line
 from bench.revision import RESULTS as ALL_RESULTS
 from bench.revision import card, commit
 from kvc_kernels import layout
@@ -29,10 +28,10 @@ def device_facts() -> dict:
 
 
 class Results:
-    """A result file that is written again after every row, so that an interrupted run keeps its rows.
+    """A result file. It is rewritten after every row, so that an interrupted run keeps its rows.
 
-    `scores` (name -> fields of a `Score`) is what `bench/scoreboard.py` collects. Each card has a file of its own:
-    `decode_targets.json` in the folder of results is `decode_targets_h200.json` there.
+    `bench/scoreboard.py` collects `scores` (name -> fields of a `Score`). Each GPU model has its own file:
+    `decode_targets.json` becomes `decode_targets_h200.json` on an H200.
     """
 
     def __init__(self, path: str | pathlib.Path, **facts):
@@ -72,31 +71,26 @@ class Results:
         print(f"written: {self.path}", flush=True)
 
 
-def command_line() -> str:
-    """The command line of this measurement, as typed at the repository root."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return " ".join(["python", *(["-m", spec.name] if spec else [sys.argv[0]]), *sys.argv[1:]])
-
-
 class Budget:
-    """A time limit in seconds; points beyond it are left out and named."""
+    """Time limit that records the names of skipped points."""
 
     def __init__(self, seconds: float):
-        self.end, self.left_out = time.monotonic() + seconds, []
+        self.end, self.skipped = time.monotonic() + seconds, []
 
-    def over(self, point: str) -> bool:
-        late = time.monotonic() > self.end
-        if late:
-            self.left_out.append(point)
-        return late
+    def exceeded(self, point: str) -> bool:
+        """Whether time has run out, so that `point` is skipped."""
+        exceeded = time.monotonic() > self.end
+        if exceeded:
+            self.skipped.append(point)
+        return exceeded
 
     def show(self) -> None:
-        if self.left_out:
-            print(f"left out for want of time: {', '.join(self.left_out)}")
+        if self.skipped:
+            print(f"skipped for lack of time: {', '.join(self.skipped)}")
 
 
 def table(rows: list[dict], columns: dict[str, str]) -> str:
-    """Text with a header and a line a row; `columns`: key -> format, absent values stay blank."""
+    """Text table with a header and one line per row. `columns`: key -> format. Missing values stay blank."""
     lines = [list(columns)]
     lines += [["" if r.get(c) is None else format(r[c], f) for c, f in columns.items()] for r in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
@@ -104,7 +98,7 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
 
 
 def time_graph(fn, *, inner: int = 10, outer: int = 7) -> float:
-    """Median milliseconds of `fn(i)`, i = 0 .. inner - 1, from replays of a CUDA graph that holds these calls."""
+    """Median milliseconds per call in replays of a CUDA graph of `fn(0)` .. `fn(inner - 1)`."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -128,7 +122,7 @@ def time_graph(fn, *, inner: int = 10, outer: int = 7) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a large device-to-device copy, read plus written (best of a copy and of an add kernel)."""
+    """Bytes read and written per second of a large device-to-device copy: the better of a copy and an add kernel."""
     a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_(0, 256)
     b = torch.empty_like(a)
     a4, b4 = a.view(torch.int32), b.view(torch.int32)
@@ -147,7 +141,7 @@ def copy_bandwidth() -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """The stored tokens and the requests. `ladder`: "k4v4" or "k8v4+k4v2" (one packed block format); `kept`: see
+    """Requests and their stored tokens. `ladder`: one packed block format, like "k4v4" or "k8v4+k4v2". `kept`: see
     `counts`."""
 
     ladder: str
@@ -159,9 +153,9 @@ class Workload:
     heads: int = 8
     group: int = 4
     head_dim: int = 128
-    layers: int = 1  # more than one if a layer would otherwise stay in the L2 cache between runs
-    long: int = 0  # tokens of the first request if it is longer than the others
-    window: int = -1  # tokens before its own that a query sees; -1: all
+    layers: int = 1  # more than one if a single layer would stay in the L2 cache between runs
+    long: int = 0  # tokens of the first request; 0: `tokens`
+    window: int = -1  # tokens before its own that a query attends to; -1: all
 
     @property
     def formats(self):
@@ -184,8 +178,9 @@ class Workload:
         return PoolLayout(self.layers, self.heads, self.head_dim, self.block_tokens, size)
 
     def counts(self, blocks: int, gen: torch.Generator) -> torch.Tensor:
-        """int `[blocks, L, H, 2]`. "full", "uniform:M:W[:R]" (M +- W percent of P, rounded up to R tokens),
-        "mix:M:W:m:w" (both tiers uniform), or "heads:A:B" (head by head from A to B percent)."""
+        """Kept tokens per tier, int64 `[blocks, L, H, 2]`, as `kept` says: "full", "uniform:M:W[:R]" (M +- W percent of
+        P, rounded up to R tokens), "mix:M:W:m:w" (both tiers uniform), or "heads:A:B" (from A percent in the first head
+        to B percent in the last)."""
         kind, *args = self.kept.split(":")
         p = self.block_tokens
         out = torch.zeros((blocks, self.layers, self.heads, 2), dtype=torch.int64)
@@ -209,7 +204,7 @@ class Workload:
         return out
 
     def build(self, *, batch: int | None = None, tokens: int | None = None, seed: int = 0, format_id: int = 1):
-        """(store, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`, stored bytes without slack)."""
+        """Store, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`, and stored bytes of one layer without slack."""
         batch, tokens = batch or self.batch, tokens or self.tokens
         gen = torch.Generator().manual_seed(seed)
         lens = torch.full((batch,), tokens)
@@ -221,37 +216,37 @@ class Workload:
         format_ids = torch.full((n,), min(format_id, len(block_formats) - 1))
         ids = 1 + torch.randperm(n, generator=gen)
         rows = torch.zeros((batch, int(nb.max())), dtype=torch.int32)
-        for i, some in enumerate(ids.split(nb.tolist())):
-            rows[i, : len(some)] = some
+        for i, blocks in enumerate(ids.split(nb.tolist())):
+            rows[i, : len(blocks)] = blocks
             if lens[i] % p:
-                format_ids[some[-1] - 1] = 0
+                format_ids[blocks[-1] - 1] = 0
         counts = self.counts(n, gen)
         store = random_store(self.layout(), block_formats, format_ids, counts, device="cuda", seed=seed)
         plain = format_ids == 0
         plain_tokens = int(plain.sum()) * p - int(((-lens) % p).sum())
-        size = self.stored_bytes(counts[~plain], plain_tokens)  # of one layer
+        size = self.stored_bytes(counts[~plain], plain_tokens)
         if 0 <= self.window < tokens:
             size = size * (self.window + 1) // tokens
         return store, rows.cuda(), lens.int().cuda(), size
 
     def stored_bytes(self, counts: torch.Tensor, plain_tokens: int) -> int:
-        """Bytes of codes, metadata, headers, table entries and counts that a perfect kernel reads."""
+        """Bytes that an ideal kernel reads for one layer: codes, metadata, headers, table entries and counts."""
         layout = self.layout()
         total = plain_tokens * self.heads * 4 * self.head_dim
         for side, f in enumerate(self.formats if len(counts) else []):
             page = layout.page(f)
-            per = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
+            token_bytes = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
             n = counts[:, 0, :, side]
-            total += int(n.sum()) * per + int((-(-n // page.tokens)).sum()) * 4
+            total += int(n.sum()) * token_bytes + int((-(-n // page.tokens)).sum()) * 4
             total += len(counts) * self.heads * (layout.header_bytes + 2)
         return total
 
 
 def cold_layers(size: int) -> int:
-    """Layers of `size` bytes to cycle through so that none is found in the L2 cache (60 MB)."""
+    """Number of layers of `size` bytes to cycle through, so that none stays in the L2 cache (60 MB)."""
     return max(1, min(32, -(-240_000_000 // size)))
 
 
 def page_bytes_for(fmt: str, tokens: int, head_dim: int = 128) -> int:
-    """The size of a page that holds exactly `tokens` tokens of `fmt`."""
+    """Size of a page with room for exactly `tokens` tokens of `fmt`."""
     return layout.page_bytes_for(FORMATS[fmt], tokens, head_dim=head_dim, has_scores=False)

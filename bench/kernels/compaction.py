@@ -1,19 +1,20 @@
-"""Compaction of a prompt's blocks in all layers and heads: the kernel, its plan, and plain torch.
+"""Time to pack a prompt's blocks in all layers and heads: the kernel, its plan, and plain torch.
 
     python -m bench.kernels.compaction [--tokens 16384] [--layers 32] [--formats k4v4,k8v4+k4v2] [--seconds 220]
 
-8 KV heads, head_dim 128. The roofline reads every K/V row once and writes every packed byte once, at copy bandwidth.
-The share of prefill relates a whole prompt's blocks to the prefill of an 8B-shaped model (`layer.py`). The share of
-decoding is for `--batch` requests at `--context` tokens, each of which fills one block per block length of steps; each
-block is moved by its own launch.
+8 KV heads, head_dim 128. The roofline (`floor_ms`) reads every K/V row once and writes every packed byte once, at copy
+bandwidth. The prefill overhead relates all blocks of a prompt to the prefill of an 8B-shaped model. The decode overhead
+is for `--batch` requests of `--context` tokens. Each request fills one block per `--block` steps, and each block has
+its own launch.
 
-`ms` is the device's time while the host runs ahead of it, as with overlap scheduling: the device is kept busy until all
-launches are queued. `launch_ms` is the host's time for them. Prefill and decode step are modeled: matrix products and
-attention of a layer, times the number of layers.
+`ms` is device time while the host runs ahead, as with overlap scheduling: the device is busy until all launches are
+queued. `launch_ms` is the host's time for the launches. Times of a prefill and a decode step are modeled as the matrix
+products and attention of a layer (`layer.py`) times the number of layers.
 
-Two-tier formats also have `again_ms`, a move of packed blocks that takes some tokens down a tier, and `plan_ms`,
-LeanKV's plan of uncompressed and of packed blocks, each with the host's launches. During generation, a full block costs
-one plan and move, and on average at most one more of a packed block (`places_to_replan`).
+Two-tier formats also have `again_ms`, the time of a move that demotes some tokens of packed blocks, and `plan_ms` and
+`plan_again_ms`, the times of LeanKV's plan of uncompressed and of packed blocks, all with the host's launch times. A
+block that fills during generation costs one plan and one move. On average, at most one packed block is planned and
+moved again (`places_to_replan`).
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from .common import (
 )
 
 HEADS, DIM = 8, 128
-AHEAD_CYCLES = 20_000_000  # about 10 ms, in which the host queues the measured work
+AHEAD_CYCLES = 20_000_000  # about 10 ms, during which the host queues the measured work
 
 
 def build(names: str, layers: int, blocks: int, block_tokens: int, device: str = "cuda"):
-    """A store with `blocks` full uncompressed blocks of random rows; scored where there are two tiers.
+    """Store, block ids and tiers of `blocks` full uncompressed blocks of random rows.
 
-    Pages are those that a server would choose. Tiers are None if everything is kept, as the server's policy would
-    return.
+    The page size is the one that a server would choose. Two-tier formats have scores. As in the server's policies,
+    tiers are None if all tokens are kept.
     """
     from kvc_kernels.store import PageStore
 
@@ -69,13 +70,13 @@ def build(names: str, layers: int, blocks: int, block_tokens: int, device: str =
         return store, ids, None
     gen = torch.Generator(device=device).manual_seed(0)
     shape = (blocks, layers, HEADS, block_tokens)
-    # About what thresholds leave: 35 % high, 40 % low, the rest pruned, in ragged heads.
+    # Similar to LeanKV's thresholds: 35 % high, 40 % low, the rest pruned, with another share in each head.
     x = torch.rand(shape, generator=gen, device=device) + 0.24 * torch.rand(shape[:3], device=device).unsqueeze(-1)
     return store, ids, torch.where(x < 0.47, 2, torch.where(x < 0.87, 1, 0)).to(torch.int8)
 
 
 def refill(store, ids: torch.Tensor) -> None:
-    """Give `ids` fresh uncompressed pages of random rows."""
+    """Give the blocks `ids` new uncompressed pages with random rows."""
     from kvc_kernels import ops
     from kvc_kernels.common.bits import bf16_rows
 
@@ -83,18 +84,18 @@ def refill(store, ids: torch.Tensor) -> None:
         ops.release(store, ids)
     ops.take_bf16(store, ids)
     k, v = bf16_rows(store.layout.page(BF16), store.pages, store.dtype)
-    for some in store.table[ids].flatten().long().split(1 << 16):
+    for pages in store.table[ids].flatten().long().split(1 << 16):
         for rows in (k, v):
-            rows[some] = torch.randn((len(some), *rows.shape[1:]), device=store.device).to(store.dtype)
+            rows[pages] = torch.randn((len(pages), *rows.shape[1:]), device=store.device).to(store.dtype)
 
 
-def once(store, ids, tiers, move, repeats: int) -> tuple[float, float]:
-    """`timed`, each time from fresh rows."""
+def move_time(store, ids, tiers, move, repeats: int) -> tuple[float, float]:
+    """`timed` for a first move, each time from new uncompressed rows."""
     return timed(lambda: refill(store, ids), lambda: move(store, ids, 1, tiers, from_format=0), repeats)
 
 
 def timed(prepare: Callable[[], object], run: Callable[[], object], repeats: int = 5) -> tuple[float, float]:
-    """Median milliseconds on the device, with the host ahead, and of the host's launches."""
+    """Median milliseconds of `run` on the device, while the host runs ahead, and on the host."""
     device, host = [], []
     for _ in range(repeats):
         prepare()
@@ -112,7 +113,7 @@ def timed(prepare: Callable[[], object], run: Callable[[], object], repeats: int
 
 
 def plan_time(store, ids, args) -> float:
-    """Milliseconds of a quota plan that keeps half of the pages, from random scores."""
+    """Milliseconds of a quota plan that keeps half of the pages, with random scores."""
     from kvc_kernels import ops
 
     layout = store.layout
@@ -131,7 +132,7 @@ def plan_time(store, ids, args) -> float:
 
 
 def tiered(store, ids, tiers) -> dict[str, float]:
-    """Times of two-tier blocks other than their first move. The blocks are packed afterwards."""
+    """Times of plans and of a second move of two-tier blocks. The blocks are packed afterwards."""
     from kvc_kernels import ops
     from kvc_kernels.compact.launch import compact_triton
     from kvc_kernels.tiering.thresholds_kernel import plan_thresholds_triton
@@ -152,28 +153,28 @@ def tiered(store, ids, tiers) -> dict[str, float]:
         out[f"{key}_ms"], out[f"{key}_launch_ms"] = timed(lambda: None, plan)
         if not format_id:
             compact_triton(store, ids, 1, tiers, from_format=0)
-    less = (tiers - (torch.rand(tiers.shape, device=tiers.device) < 0.1).to(torch.int8)).clamp_(min=0)
+    demoted = (tiers - (torch.rand(tiers.shape, device=tiers.device) < 0.1).to(torch.int8)).clamp_(min=0)
 
-    def fresh():
+    def prepare():
         refill(store, ids)
         compact_triton(store, ids, 1, tiers, from_format=0)
 
     def move():
-        compact_triton(store, ids, 1, less, from_format=1)
+        compact_triton(store, ids, 1, demoted, from_format=1)
 
-    timed(fresh, move, 1)
-    out["again_ms"], out["again_launch_ms"] = timed(fresh, move)
+    timed(prepare, move, 1)
+    out["again_ms"], out["again_launch_ms"] = timed(prepare, move)
     return out
 
 
 def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
-    """One row: `blocks` blocks moved by the kernel, and once by plain torch on the same device."""
+    """Row of `blocks` blocks, moved by the kernel and once by plain torch on the same device."""
     from kvc_kernels import ops
     from kvc_kernels.compact.launch import compact_triton
 
     store, ids, tiers = build(names, args.layers, blocks, args.block)
-    once(store, ids, tiers, compact_triton, 1)
-    ours, launch = once(store, ids, tiers, compact_triton, 5)
+    move_time(store, ids, tiers, compact_triton, 1)
+    ours, launch = move_time(store, ids, tiers, compact_triton, 5)
     pages = int((store.table[ids] > 0).sum())
     digest = ops.block_digest(store, int(ids[0]))
     rows_read = blocks * args.block * args.layers * HEADS * DIM * 4
@@ -183,8 +184,8 @@ def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
         launch_ms=launch, floor_ms=floor, digest_of_one_block=digest,
     )  # fmt: skip
     if blocks > 1:
-        once(store, ids, tiers, ops.compact.reference, 1)
-        row["torch_ms"], _ = once(store, ids, tiers, ops.compact.reference, 1)
+        move_time(store, ids, tiers, ops.compact.reference, 1)
+        row["torch_ms"], _ = move_time(store, ids, tiers, ops.compact.reference, 1)
     if len(names.split("+")) == 1:
         refill(store, ids)
         row["quota_plan_ms"] = plan_time(store, ids, args)
@@ -194,7 +195,7 @@ def measure(names: str, blocks: int, args, bandwidth: float) -> dict:
 
 
 def model_times(args) -> list[dict]:
-    """Milliseconds of a whole prefill and of a decode step of an 8B-shaped model, from one layer's."""
+    """Modeled milliseconds of a prefill and of a decode step of an 8B-shaped model."""
     from kvc_kernels.decode.attention import DecodeAttention
 
     from . import layer
@@ -214,17 +215,18 @@ def model_times(args) -> list[dict]:
 
 
 def scores(rows: list[dict], batch: int) -> dict[str, tuple[float, str]]:
-    """Of the first format: the prompt's blocks over its prefill, and a step's share of blocks over the step."""
+    """Overheads of the first format: packing a prompt over its prefill, and packing during a decode step over the
+    step."""
     moves = [r for r in rows if r["case"] == "compact"]
-    whole = {r["name"]: r["ms"] for r in rows if r["case"] == "model"}
-    if not moves or len(whole) < 2:
+    model = {r["name"]: r["ms"] for r in rows if r["case"] == "model"}
+    if not moves or len(model) < 2:
         return {}
-    mine = {r["blocks"]: r for r in moves if r["format"] == moves[0]["format"]}
-    prompt, out = mine[max(mine)], {}
-    out["compaction.prefill_overhead"] = (prompt["ms"] / whole["prefill"], "share of a modelled prefill")
-    if 1 in mine:
-        # Blocks fill at random steps, so most come alone. Exposed: where nothing hides the host's launches.
-        one, step = mine[1], whole["decode step"] * mine[1]["block_tokens"] / batch
+    by_blocks = {r["blocks"]: r for r in moves if r["format"] == moves[0]["format"]}
+    prompt, out = by_blocks[max(by_blocks)], {}
+    out["compaction.prefill_overhead"] = (prompt["ms"] / model["prefill"], "share of a modelled prefill")
+    if 1 in by_blocks:
+        # Blocks fill at random steps, so a move usually has one block. `step`: time in which the batch fills one block.
+        one, step = by_blocks[1], model["decode step"] * by_blocks[1]["block_tokens"] / batch
         out["compaction.decode_overhead"] = (one["ms"] / step, "share of a modelled decode step")
         exposed = max(one["ms"], one["launch_ms"]) / step
         out["compaction.decode_overhead_exposed"] = (exposed, "share of a modelled decode step, launches not hidden")
@@ -260,7 +262,7 @@ def main() -> None:
     results.add(*model_times(args))
     for names in args.formats.split(","):
         for blocks in (args.tokens // args.block, 8, 1):
-            if not budget.over(f"{names}, {blocks} blocks"):
+            if not budget.exceeded(f"{names}, {blocks} blocks"):
                 results.add(measure(names, blocks, args, bandwidth))
                 torch.cuda.empty_cache()
     results.score(scores(results.rows, args.batch))

@@ -1,13 +1,13 @@
-"""Decode attention beside the stock kernels in one run: the scoreboard's `decode.*` figures.
+"""Decode attention compared with the fastest stock kernel in the same run: the scoreboard's `decode.*` figures.
 
     python -m bench.kernels.decode targets|grid|uneven [--seconds 220] [--block 128] [--page-tokens 0]
         [--engine auto|triton|gluon] [--out FILE]
 
-8 KV heads, GQA 4, head_dim 128 unless a row says otherwise. `targets`: every format at 64 x 8K and 16 x 32K against the
-fastest stock kernel over bf16 and over fp8_e4m3. `grid`: k4v4 against FlashInfer over bf16 for 1 .. 256 requests of
-1K .. 128K tokens. `uneven`: lengths, heads, groups and head_dim, by time per stored byte against an even case; a layer
-with a window against one of as many tokens. Each kernel is checked against float64 first, on fresh random bytes.
-FlashInfer compiles at its first use; let `bench.kernels.baselines --warm` do that before.
+The default is 8 KV heads, GQA 4, head_dim 128. `targets` compares every format at 64 x 8K and 16 x 32K with the fastest
+stock kernels over bf16 and fp8_e4m3. `grid` compares k4v4 with stock over bf16 for 1 .. 256 requests of 1K .. 128K
+tokens. `uneven` varies lengths, heads, groups and head_dim, and compares the time per stored byte with an even case; it
+also compares a layer with a window with a layer of as many tokens. Each kernel is first checked against float64 on
+fresh random bytes. FlashInfer compiles at its first use, so run `bench.kernels.baselines --warm` first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from . import baselines, geometry
 from .common import RESULTS, Budget, Results, Workload, cold_layers, copy_bandwidth, page_bytes_for, table
 
 SHAPES = ((64, 8192), (16, 32768))
-BATCHES, TOKENS, MOST = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768, 131072), 1 << 20
-WRONG = 4e-3  # bound of the relative error of a correct kernel; rounding to bf16 alone gives 1.1e-3
+BATCHES, TOKENS, MAX_TOKENS = (1, 4, 16, 64, 256), (1024, 4096, 8192, 32768, 131072), 1 << 20
+MAX_ERROR = 4e-3  # relative error of a correct kernel; rounding to bf16 alone gives 1.1e-3
 SLACK_MS = 0.003
-WINDOW = "window of"  # what names of layers with one begin with: shown, and no part of a score
+WINDOW = "window of"  # prefix of the names of layers with a window, which do not count in scores
 
 
 def workloads(block: int, page_tokens: int) -> dict[str, Workload]:
-    """name -> what is stored. `page_tokens` of the (high) format; 0: pages as the server chooses them."""
+    """Name -> workload. `page_tokens`: tokens per page of the (high) format; 0: pages as the server chooses them."""
 
     def make(spec: str, kept: str = "full") -> Workload:
         size = page_bytes_for(spec.split("+")[0], page_tokens) if page_tokens else 0
@@ -58,16 +58,16 @@ def targets(args) -> list[tuple[str, Workload]]:
 def grid(args) -> list[tuple[str, Workload]]:
     k4 = workloads(args.block, args.page_tokens)["k4v4"]
     return [
-        # A few layers, so that a small cache is not found in L2.
+        # Several layers, so that a small cache does not stay in L2.
         ("k4v4", replace(k4, batch=b, tokens=t, layers=cold_layers(b * t * 8 * 132)))
         for t in TOKENS
         for b in BATCHES
-        if b * t <= MOST
+        if b * t <= MAX_TOKENS
     ]
 
 
 def uneven(args) -> list[tuple[str, Workload]]:
-    """Names have the form case/even; cases are compared with the time per byte of their even case."""
+    """Workloads named `case/even`. The time per byte of a case is compared with that of its even case."""
     k4 = workloads(args.block, args.page_tokens)["k4v4"]
     size = page_bytes_for("k4v4", args.page_tokens, 64) if args.page_tokens else 0
     narrow = replace(k4, head_dim=64, page_bytes=size)
@@ -88,8 +88,11 @@ SUITES = {"targets": targets, "grid": grid, "uneven": uneven}
 
 
 def check(points: list[tuple[str, Workload]], jobs: int, tuning: Tuning) -> list[dict]:
-    """Compile each kernel and compare it with float64, in processes that fill the compile cache."""
-    # Short, and with windows that are shorter.
+    """Compile each kernel and compare it with float64, in processes that fill the compile cache.
+
+    Raises:
+        SystemExit: a kernel is wrong.
+    """
     small = dict.fromkeys(
         replace(w, batch=2, tokens=0, long=0, layers=2, window=min(w.window, 99)) for _, w in points
     )
@@ -97,17 +100,17 @@ def check(points: list[tuple[str, Workload]], jobs: int, tuning: Tuning) -> list
     with concurrent.futures.ProcessPoolExecutor(min(jobs, len(small)), context) as pool:
         errors = pool.map(geometry.check, small, [tuning] * len(small))
         rows = [dict(case="check", ladder=w.ladder, group=w.group, error=e) for w, e in zip(small, errors)]
-    bad = [r for r in rows if not r["error"] < WRONG]
+    bad = [r for r in rows if not r["error"] < MAX_ERROR]
     if bad:
-        raise SystemExit(f"wrong answers, nothing timed: {bad}")
+        raise SystemExit(f"wrong results, nothing timed: {bad}")
     return rows
 
 
 def ours(name: str, w: Workload, bandwidth: float, tuning: Tuning) -> dict:
     row = geometry.measure(w, [(tuning, 0)], bandwidth)[0]
     torch.cuda.empty_cache()
-    kept = {x: row[x] for x in ("ms", "plan_ms", "bytes", "of_copy", "nan", "workload")}
-    return dict(case="ours", name=name, batch=w.batch, tokens=w.tokens, **kept)
+    figures = {x: row[x] for x in ("ms", "plan_ms", "bytes", "of_copy", "nan", "workload")}
+    return dict(case="ours", name=name, batch=w.batch, tokens=w.tokens, **figures)
 
 
 def run(args, results: Results, budget: Budget, bandwidth: float) -> None:
@@ -117,7 +120,7 @@ def run(args, results: Results, budget: Budget, bandwidth: float) -> None:
     kinds = {"targets": ("bf16", "fp8_e4m3"), "grid": ("bf16",), "uneven": ()}[args.suite]
     shapes = dict.fromkeys((w.batch, w.tokens) for _, w in points)
     for batch, tokens in shapes:
-        if budget.over(f"{batch}x{tokens}"):
+        if budget.exceeded(f"{batch}x{tokens}"):
             continue
         quick = args.suite == "grid"
         for kv in kinds:
@@ -142,19 +145,19 @@ def best_stock(rows: list[dict]) -> dict[tuple[str, int, int], float]:
 
 
 def fastest(rows: list[dict], kv: str) -> str:
-    """The stock kernels that were the fastest at some shape, by name."""
+    """Description of the stock kernels that are fastest for at least one shape."""
     best = best_stock(rows)
     stock = [r for r in rows if r["case"] == "stock" and r["kv"] == kv]
     names = {r["name"] for r in stock if r["ms"] == best[kv, r["batch"], r["tokens"]]}
     return f"stock {kv}: {', '.join(sorted(names))}"
 
 
-def compared(rows: list[dict]) -> list[dict]:
-    """Our rows with their ratios to the stock kernels of the same shape, or to the even case."""
+def ratios_of(rows: list[dict]) -> list[dict]:
+    """Our rows with ratios to the fastest stock kernel of the same shape, or to the even case."""
     stock, out = best_stock(rows), []
-    mine = [r for r in rows if r["case"] == "ours" and not r["nan"]]
-    per_byte = {r["name"].split("/")[0]: r["ms"] / r["bytes"] for r in mine}
-    for r in mine:
+    valid = [r for r in rows if r["case"] == "ours" and not r["nan"]]
+    per_byte = {r["name"].split("/")[0]: r["ms"] / r["bytes"] for r in valid}
+    for r in valid:
         line = {k: r[k] for k in ("name", "batch", "tokens", "ms", "of_copy")}
         for kv, short in (("bf16", "bf16"), ("fp8_e4m3", "fp8")):
             other = stock.get((kv, r["batch"], r["tokens"]))
@@ -168,18 +171,18 @@ def compared(rows: list[dict]) -> list[dict]:
 
 
 def scores(suite: str, rows: list[dict]) -> dict[str, Score]:
-    """The scoreboard's figures: the worst of all measured shapes."""
-    lines, out = compared(rows), {}
+    """Scores: the worst ratio over all measured shapes."""
+    lines, out = ratios_of(rows), {}
     if suite == "targets":
         for name in dict.fromkeys(r["name"] for r in lines):
-            mine = [r for r in lines if r["name"] == name]
+            shapes = [r for r in lines if r["name"] == name]
             for kv, dtype in (("bf16", "bf16"), ("fp8", "fp8_e4m3")):
-                ratios = [r[f"vs_{kv}"] for r in mine if f"vs_{kv}" in r]
+                ratios = [r[f"vs_{kv}"] for r in shapes if f"vs_{kv}" in r]
                 if ratios:
                     unit = f"x fastest stock {kv}, worst of {len(ratios)} shapes"
                     out[f"decode.vs_{kv}.{name}"] = Score(min(ratios), unit, fastest(rows, dtype))
             if name == "k8v4":
-                share = min(r["of_copy"] for r in mine)
+                share = min(r["of_copy"] for r in shapes)
                 out["decode.bandwidth.k8v4"] = Score(share, "share of copy bandwidth", "a device copy")
     if suite == "grid":
         ratios = [1 / r["vs_bf16"] for r in lines if "vs_bf16" in r]
@@ -205,7 +208,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap.add_argument("suite", choices=SUITES)
     ap.add_argument("--out", default="", help="default: bench/results/kernels/decode_SUITE.json")
     ap.add_argument("--seconds", type=float, default=220)
-    ap.add_argument("--stock", default="", choices=("", "fa3", "flashinfer"), help="library beside ours; default: all")
+    ap.add_argument("--stock", default="", choices=("", "fa3", "flashinfer"), help="stock library; default: all")
     ap.add_argument("--jobs", type=int, default=12)
     ap.add_argument("--block", type=int, default=128)
     ap.add_argument("--page-tokens", type=int, default=0)
@@ -223,7 +226,7 @@ def main() -> None:
     results = Results(args.out, copy_bytes_per_s=bandwidth)
     run(args, results, budget, bandwidth)
     results.score(scores(args.suite, results.rows))
-    lines = compared(results.rows)
+    lines = ratios_of(results.rows)
     print(table(lines, COLUMNS))
     if args.suite == "grid":
         slow = [r for r in lines if "bf16_ms" in r and r["ms"] > max(1.03 * r["bf16_ms"], r["bf16_ms"] + SLACK_MS)]

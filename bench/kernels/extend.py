@@ -1,13 +1,13 @@
-"""Prefill attention over a long cached prefix in packed pages, and stock kernels over bf16 pages of the same lengths.
+"""Prefill attention over a long cached prefix in packed pages, compared with stock kernels over bf16 pages.
 
     python -m bench.kernels.extend [--prefix 102400] [--new 1,4,8,16,64,1024] [--format k4v4] [--block 128]
         [--seconds 220] [--stock "fa3 page 128,.."]
 
-One layer of 8 KV heads, GQA 4, head_dim 128. Stock is FlashAttention 3, SGLang's default on Hopper, and FlashInfer, in
-the forms of `STOCK`; the fastest counts, and the score names it. Every variant is checked against float64 on a short
-prefix first, with fresh random inputs. Further cases: few new tokens after a cache hit, where the host's launch time
-also matters; several requests at once (`BATCHES`); a prompt without a prefix, exact and fake-quantized; other head
-sizes (`HEAD_DIMS`); and the cost of collecting attention in a prefill of `--score` tokens.
+One layer has 8 KV heads, GQA 4, head_dim 128. The baseline is the fastest variant of FlashAttention 3 (SGLang's default
+on Hopper) and FlashInfer in `STOCK`; scores name it. Every variant is first checked against float64 on a short prefix
+with fresh random inputs. Other cases are few new tokens after a cache hit, with the host's launch time; several
+requests (`BATCHES`); a prompt without a prefix, exact and fake-quantized; other head sizes (`HEAD_DIMS`); and
+collecting attention scores in a prefill of `--score` tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from functools import partial
 import torch
 
 from kvc_kernels.extend.few_tokens import TIERS as FEW_ROWS
-from kvc_kernels.extend.unpacked import LEAST_NEW
+from kvc_kernels.extend.unpacked import MIN_NEW
 from kvc_kernels.scores.reference import DECODE_STRIDE
 
-from .collecting import collecting, collecting_steps
+from . import collecting
 from .common import RESULTS, Budget, Results, Workload, copy_bandwidth, table
 from .extend_stock import DIM, GROUP, HEADS, SCALE, STOCK, fa3_paged, new_rows, stock
 from .timing import host_us, matmul_rate, timed
@@ -33,31 +33,32 @@ BATCHES = {  # name -> cached tokens of each request
     "16 of 2K to 26K": [2560 * (1 + i * 7 % 10) for i in range(16)],
     "64K among 15 x 1K": [65536] + [1024] * 15,
 }
-HEAD_DIMS = (64, 256)  # the CUDA kernel takes heads of 128 alone
+HEAD_DIMS = (64, 256)  # the CUDA kernel only supports 128
 HEAD_DIM_CASES = ((102400, 1024), (16384, 2048))  # (cached, new) tokens
-FEW, HIT = (1, 5, 32), 4352  # new tokens behind a hit, and tokens of the hit
+FEW, HIT = (1, 5, 32), 4352  # new tokens after a hit, and tokens of the hit
 
 
 def variants():
-    """name -> options of `ExtendAttention`."""
+    """Name -> options of `ExtendAttention`."""
     from kvc_kernels.extend.attention import Tuning
 
     out = {"hopper": dict(hopper=True, dense="none")}
     out["few"] = dict(appended=True, dense="none")  # the decode kernel
     out["triton 64x4"] = dict(hopper=False, dense="none")
     out["triton 128x8"] = dict(hopper=False, dense="none", tuning=Tuning(rows=128, warps=8))
-    out["unpacked"] = dict(whole=True, hopper=False)  # for FlashInfer, where there are many new tokens
+    out["unpacked"] = dict(whole=True, hopper=False)  # for FlashInfer with many new tokens
     return out
 
 
-def takes(name: str, new: int) -> bool:
-    """Whether the variant takes `new` new tokens."""
-    return {"few": new * GROUP <= FEW_ROWS[-1], "unpacked": new >= LEAST_NEW}.get(name, True)
+def supports(name: str, new: int) -> bool:
+    """Whether the variant supports `new` new tokens."""
+    return {"few": new * GROUP <= FEW_ROWS[-1], "unpacked": new >= MIN_NEW}.get(name, True)
 
 
 def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: bool):
-    """A closure over one plan; with `check`, the worst relative error of an output row instead. `prefix` is of whole
-    blocks; the new rows are in the pages of further blocks, too."""
+    """Function that runs our kernel over one plan, stored bytes, and store; with `check`, the largest relative error of
+    an output row instead. `prefix` is a multiple of the block size. The new rows are also in the pages of more
+    blocks."""
     from kvc_kernels.append.kernel import append_triton
     from kvc_kernels.extend.attention import ExtendAttention
 
@@ -78,7 +79,7 @@ def run_ours(work: Workload, prefix: int, new: int, options: dict, *, check: boo
 
 
 def reference(store, q, k, v, rows, prefix: int) -> torch.Tensor:
-    """float64 `[N, Hq, D]` on the GPU."""
+    """Reference output, float64 `[N, Hq, D]` on the GPU."""
     from tests.support.random_store import dense_head
 
     new, p, out = q.shape[0], store.layout.block_tokens, []
@@ -86,28 +87,29 @@ def reference(store, q, k, v, rows, prefix: int) -> torch.Tensor:
         parts = [dense_head(store, int(b), 0, h, min(p, prefix - j * p)) for j, b in enumerate(rows[0].tolist())]
         kc, vc = (torch.cat([x[i].cuda() for x in parts] + [y[:, h].double()]) for i, y in ((0, k), (1, v)))
         logits = torch.einsum("ngd,sd->gns", q[:, h * GROUP : (h + 1) * GROUP].double(), kc) * q.shape[-1] ** -0.5
-        later = torch.arange(len(kc), device="cuda") - (len(kc) - new) > torch.arange(new, device="cuda").unsqueeze(1)
-        w = torch.softmax(logits.masked_fill(later, -torch.inf), -1)
+        future = torch.arange(len(kc), device="cuda") - (len(kc) - new) > torch.arange(new, device="cuda").unsqueeze(1)
+        w = torch.softmax(logits.masked_fill(future, -torch.inf), -1)
         out.append(torch.einsum("gns,sd->ngd", w, vc))
     return torch.cat(out, 1)
 
 
 def fresh_prompt(new: int) -> list[dict]:
-    """No prefix at all: the libraries' ragged prefill, the kernels' own tiles, and fake-quantized earlier blocks."""
+    """Rows of a prompt without a prefix: our kernels, the libraries' ragged prefill, and fake-quantized blocks."""
     from kvc_kernels.extend.attention import ExtendAttention
 
     work, rows = Workload("k4v4", block_tokens=128), []
     store, blocks, _, _ = work.build(batch=1, tokens=new, format_id=0)
     q, k, v = new_rows(new)
     fmt = store.block_formats[1].high
-    ours = {name: options for name, options in variants().items() if name not in ("unpacked", "few")}
-    more = {"fa3 ragged": dict(dense="fa3"), "fake-quantized, fa3": dict(dense="fa3", fake_quant_format=fmt)}
-    more |= {"flashinfer ragged": dict(dense="flashinfer")}
-    more |= {"fake-quantized, flashinfer": dict(dense="flashinfer", fake_quant_format=fmt)}
-    for name, options in {**ours, **more, "fake-quantized, triton": dict(dense="none", fake_quant_format=fmt)}.items():
+    cases = {name: options for name, options in variants().items() if name not in ("unpacked", "few")}
+    for library in ("fa3", "flashinfer"):
+        cases[f"{library} ragged"] = dict(dense=library)
+        cases[f"fake-quantized, {library}"] = dict(dense=library, fake_quant_format=fmt)
+    cases["fake-quantized, triton"] = dict(dense="none", fake_quant_format=fmt)
+    for name, options in cases.items():
         op = ExtendAttention(store, query_heads=HEADS * GROUP, **options)
         if op.ragged is None and options.get("dense") != "none":
-            continue  # without the library, other kernels would be timed under its name
+            continue  # the library is missing, so another kernel would run
         op.plan(blocks, [0], [new])
         ms = timed(lambda op=op: op.run(0, q, k, v, scale=SCALE))
         rows.append(dict(case="no prefix", prefix=0, new=new, name=name, ms=ms))
@@ -126,8 +128,8 @@ def baselines(prefixes: list[int], new: list[int], names: Sequence[str]) -> dict
     return out
 
 
-def batches(work: Workload, good: set[str], new: int, names: Sequence[str]) -> list[dict]:
-    """Requests with `new` tokens each over prefixes that they do not share."""
+def batches(work: Workload, correct: set[str], new: int, names: Sequence[str]) -> list[dict]:
+    """Rows of several requests with `new` tokens over separate prefixes."""
     from kvc_kernels.extend.attention import ExtendAttention
 
     out = []
@@ -139,12 +141,12 @@ def batches(work: Workload, good: set[str], new: int, names: Sequence[str]) -> l
         for i, n in enumerate(prefixes):
             rows[i, -(-n // p) :] = 0
         q, k, v = new_rows(sum(news))
-        for name in good - {"unpacked", "few"}:
+        for name in correct - {"unpacked", "few"}:
             op = ExtendAttention(store, query_heads=HEADS * GROUP, **variants()[name])
             op.plan(rows, prefixes, news)
             times[name] = timed(partial(op.run, 0, q, k, v, scale=SCALE))
         out += [
-            dict(case=case, prefix=sum(prefixes), new=new, name=name, ms=ms, vs_stock=ms / best, ours=name in good)
+            dict(case=case, prefix=sum(prefixes), new=new, name=name, ms=ms, vs_stock=ms / best, ours=name in correct)
             for name, ms in times.items()
         ]
         del store, rows
@@ -152,12 +154,12 @@ def batches(work: Workload, good: set[str], new: int, names: Sequence[str]) -> l
 
 
 def over_prefix(
-    work: Workload, good: set[str], prefix: int, new: int, bandwidth: float, rate: float, names: Sequence[str]
+    work: Workload, correct: set[str], prefix: int, new: int, bandwidth: float, rate: float, names: Sequence[str]
 ) -> list[dict]:
-    """Stock over bf16 pages, then ours over packed ones."""
+    """Rows of one request: stock over bf16 pages, ours over packed pages."""
     ops = 4 * new * HEADS * GROUP * DIM * (prefix + new / 2)
     base, ours, size = baselines([prefix], [new], names), {}, 0
-    for name in sorted(name for name in good if takes(name, new)):
+    for name in sorted(name for name in correct if supports(name, new)):
         fn, size, store = run_ours(work, prefix, new, variants()[name], check=False)
         ours[name] = timed(fn)
         del fn, store
@@ -172,7 +174,8 @@ def over_prefix(
 
 
 def head_dims(fmt: str) -> list[dict]:
-    """Heads that the CUDA kernel does not take: the Triton kernel, blocks unpacked for a library, and stock."""
+    """Rows of head sizes that the CUDA kernel does not support: the Triton kernel, unpacked blocks for a library, and
+    stock."""
     out = []
     for dim in HEAD_DIMS:
         work = Workload(fmt, block_tokens=128, head_dim=dim)
@@ -191,52 +194,50 @@ def head_dims(fmt: str) -> list[dict]:
     return out
 
 
-def few_new(work: Workload, good: set[str], names: Sequence[str]) -> list[dict]:
-    """Few new tokens after a hit: each of our kernels that supports them, and stock over bf16 pages."""
+def few_new(work: Workload, correct: set[str], names: Sequence[str]) -> list[dict]:
+    """Rows of few new tokens after a hit: our kernels that support them, and stock over bf16 pages."""
     out = []
     for new in FEW:
-        made = {}
+        functions = {}
         for name in names:
             try:
-                made[name] = stock(name, [HIT], [new])
+                functions[name] = stock(name, [HIT], [new])
             except Exception as error:
                 print(f"{name}: {type(error).__name__} {str(error)[:200]}", flush=True)
-        for name in sorted(x for x in good & {"hopper", "few", "triton 64x4"} if takes(x, new)):
-            made[name] = run_ours(work, HIT, new, variants()[name], check=False)[0]
-        for name, fn in made.items():
+        for name in sorted(x for x in correct & {"hopper", "few", "triton 64x4"} if supports(x, new)):
+            functions[name] = run_ours(work, HIT, new, variants()[name], check=False)[0]
+        for name, fn in functions.items():
             row = dict(case="few", prefix=HIT, new=new, name=name, ms=timed(fn), host_us=host_us(fn))
-            out.append(row | dict(ours=name in good))
-        del made
+            out.append(row | dict(ours=name in correct))
+        del functions
     return out
 
 
 def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
-    """The scoreboard's figures: times over the fastest stock kernel's, of our fastest variant, and the share that
-    collecting adds."""
+    """Times of our fastest variant relative to the fastest stock kernel, and overheads of collecting scores."""
     out = {}
     for new, name in ((1, "1"), (16, "16"), (64, "64"), (1024, "1k")):
-        mine = [r for r in rows if r["case"] == "prefix" and r["new"] == new]
-        ratios = [r["vs_stock"] for r in mine if r["ours"]]
-        others = [(r["ms"], r["name"]) for r in mine if not r["ours"]]
-        if ratios and others:
-            out[f"extend.vs_stock.{name}"] = (min(ratios), "time over the fastest stock", f"bf16, {min(others)[1]}")
-    several = [min(r["vs_stock"] for r in rows if r["case"] == case and r["ours"]) for case in
-               {r["case"] for r in rows if r["case"] in BATCHES}]  # fmt: skip
-    if several and not math.isnan(max(several)):
-        stock: dict[str, tuple[float, str]] = {}  # of each batch
-        for r in (r for r in rows if r["case"] in BATCHES and not r["ours"]):
-            stock[r["case"]] = min(stock.get(r["case"], (math.inf, "")), (r["ms"], r["name"]))
-        names = {name for _, name in stock.values()}
-        unit = f"time over the fastest stock, worst of {len(several)} batches"
-        out["extend.vs_stock.batch"] = (max(several), unit, f"bf16, {', '.join(sorted(names))}")
+        points = [r for r in rows if r["case"] == "prefix" and r["new"] == new]
+        ratios = [r["vs_stock"] for r in points if r["ours"]]
+        stock_times = [(r["ms"], r["name"]) for r in points if not r["ours"]]
+        if ratios and stock_times:
+            baseline = f"bf16, {min(stock_times)[1]}"
+            out[f"extend.vs_stock.{name}"] = (min(ratios), "time over the fastest stock", baseline)
+    cases = {case: [r for r in rows if r["case"] == case] for case in BATCHES}
+    ratios = [min(r["vs_stock"] for r in points if r["ours"]) for points in cases.values() if points]
+    if ratios and not math.isnan(max(ratios)):
+        stock_times = [[(r["ms"], r["name"]) for r in points if not r["ours"]] for points in cases.values()]
+        names = {min(times)[1] for times in stock_times if times}
+        unit = f"time over the fastest stock, worst of {len(ratios)} batches"
+        out["extend.vs_stock.batch"] = (max(ratios), unit, f"bf16, {', '.join(sorted(names))}")
     times = {r["name"]: r["ms"] for r in rows if r["case"] == "score"}
     if len(times) > 1:
-        whole = times["prefill of one layer"]
-        out["score.prefill_overhead"] = (times["window 64"] / whole, "share of a modelled prefill, window 64")
+        prefill = times["prefill of one layer"]
+        out["score.prefill_overhead"] = (times["window 64"] / prefill, "share of a modelled prefill, window 64")
         for name, short in (("all", "all"), ("one in 16", "sampled")):
             if name in times:
                 unit = f"share of a modelled prefill, queries: {name}"
-                out[f"score.prefill_overhead_{short}"] = (times[name] / whole, unit)
+                out[f"score.prefill_overhead_{short}"] = (times[name] / prefill, unit)
     steps = {r["name"]: r["ms"] for r in rows if r["case"] == "score decode"}
     if (sampled := f"one step in {DECODE_STRIDE}") in steps:
         out["score.decode_overhead"] = (steps[sampled] / steps["one layer"], f"share of a decode step, {sampled}")
@@ -256,11 +257,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--fresh", type=int, default=8192, help="tokens of the prompt without a prefix; 0: none")
     parser.add_argument(
-        "--score", type=int, default=16384, help="tokens of the prompt whose attention scores are added up; 0: none"
+        "--score", type=int, default=16384, help="tokens of the prompt whose attention scores are collected; 0: none"
     )
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument("--out", default=str(RESULTS / "extend.json"))
-    parser.add_argument("--stock", default=",".join(STOCK), help="stock kernels that are measured")
+    parser.add_argument("--stock", default=",".join(STOCK), help="stock kernels, separated by commas")
     args = parser.parse_args(argv)
     args.stock = args.stock.split(",")
     return args
@@ -279,19 +280,19 @@ def main() -> None:
             print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
             continue
         results.add(dict(case="check", name=name, worst_row_error=worst))
-    good = {r["name"] for r in results.rows if r["worst_row_error"] < 0.02}
-    jobs = {f"{n} new": lambda n=n: over_prefix(work, good, args.prefix, n, bandwidth, rate, args.stock)
+    correct = {r["name"] for r in results.rows if r["worst_row_error"] < 0.02}
+    jobs = {f"{n} new": lambda n=n: over_prefix(work, correct, args.prefix, n, bandwidth, rate, args.stock)
             for n in map(int, filter(None, args.new.split(",")))}  # fmt: skip
-    jobs["few new"] = lambda: few_new(work, good, args.stock)
-    jobs["batches"] = lambda: batches(work, good, 64, args.stock)
+    jobs["few new"] = lambda: few_new(work, correct, args.stock)
+    jobs["batches"] = lambda: batches(work, correct, 64, args.stock)
     jobs["head dims"] = lambda: head_dims(args.format)
     if args.score:
-        jobs["scores"] = lambda: collecting(args.score)
-        jobs["scores of steps"] = lambda: collecting_steps(64, args.score // 2)
+        jobs["scores"] = lambda: collecting.prefill_rows(args.score)
+        jobs["scores of steps"] = lambda: collecting.decode_rows(64, args.score // 2)
     if args.fresh:
         jobs["no prefix"] = lambda: fresh_prompt(args.fresh)
     for name, job in jobs.items():
-        if not budget.over(name):
+        if not budget.exceeded(name):
             try:
                 results.add(*job())
             except Exception as error:

@@ -1,4 +1,4 @@
-"""Stock kernels for new tokens over a cached prefix: FlashAttention 3 and FlashInfer over bf16 pages."""
+"""Stock prefill attention over a cached prefix in bf16 pages: FlashAttention 3 and FlashInfer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def new_rows(n: int, dim: int = DIM):
 
 
 def flashinfer_paged(backend: str, page: int, prefixes: list[int], new: list[int]):
-    """A closure that attends each request's new tokens over its prefix and themselves in randomly placed bf16 pages."""
+    """Function that runs FlashInfer for new tokens over their prefixes, in bf16 pages in random order."""
     import flashinfer
 
     def starts(x):
@@ -42,15 +42,15 @@ def flashinfer_paged(backend: str, page: int, prefixes: list[int], new: list[int
 
 
 def fa3_paged(page: int, prefixes: list[int], new: list[int], dim: int = DIM):
-    """The same by the FlashAttention 3 that SGLang's `fa3` backend calls."""
+    """Function that runs FlashAttention 3 in the same way, as SGLang's `fa3` backend calls it."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     totals = [p + n for p, n in zip(prefixes, new)]
     pages = [-(-n // page) for n in totals]
     k, v = torch.randn((2, sum(pages), page, HEADS, dim), device="cuda", dtype=torch.bfloat16)
     table = torch.zeros((len(new), max(pages)), dtype=torch.int32, device="cuda")
-    for row, some in zip(table, torch.randperm(sum(pages), device="cuda").int().split(pages)):
-        row[: len(some)] = some
+    for row, ids in zip(table, torch.randperm(sum(pages), device="cuda").int().split(pages)):
+        row[: len(ids)] = ids
     q = new_rows(sum(new), dim)[0].contiguous()
     starts = torch.tensor([0, *new], device="cuda").cumsum(0).int()
     lens = torch.tensor(totals, dtype=torch.int32, device="cuda")
@@ -59,7 +59,7 @@ def fa3_paged(page: int, prefixes: list[int], new: list[int], dim: int = DIM):
 
 
 def stock(name: str, prefixes: list[int], new: list[int]):
-    """A closure of the stock kernel with this name of `STOCK`."""
+    """Function that runs the stock kernel `name`, one of `STOCK`."""
     library, *form = name.split()
     page = int(form[-1])
     return fa3_paged(page, prefixes, new) if library == "fa3" else flashinfer_paged(form[0], page, prefixes, new)

@@ -1,10 +1,9 @@
-"""Decode attention by block size, page size, tile and token counts: checks every point, then times it.
+"""Decode attention by block size, page size, tile and token counts.
 
     python -m bench.kernels.geometry SUITE [--out FILE.json] [--jobs 12] [--seconds 220]
 
-Each distinct kernel is first compiled and checked on a small store against float64, in parallel processes that fill
-the compile cache, then all points are timed one after another. The figures of the scoreboard come
-from `bench.kernels.decode`.
+Parallel processes first compile each distinct kernel and check it against float64 on a small store, which fills the
+compile cache. All points are then timed one by one. The scoreboard's figures come from `bench.kernels.decode`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .common import RESULTS, Budget, Results, Workload, copy_bandwidth, page_byt
 
 
 def suite_tune() -> list[tuple[Workload, Tuning, int]]:
-    """Engines and launch parameters, full blocks; the third of a point is columns (0: default)."""
+    """Points (workload, tuning, columns; 0: default) over engines and launch parameters, with full blocks."""
     out = []
     gluon, triton = Tuning("gluon"), Tuning("triton")
     sizes = [(f, n) for f in ("k8v8", "k8v4", "k4v4") for n in (32, 64)] + [("k4v2", 64), ("k2v2", 64)]
@@ -43,32 +42,33 @@ def suite_tune() -> list[tuple[Workload, Tuning, int]]:
 
 
 def suite_geometry() -> list[tuple[Workload, Tuning, int]]:
-    """Block and page sizes, ragged counts, two tiers."""
+    """Points over block and page sizes, ragged counts and two tiers."""
     out = []
-    one = Tuning()
+    default = Tuning()
     for tokens in (32, 64, 128):
         size = page_bytes_for("k4v4", tokens)
         for p in (128, 256, 512):
-            out.append((Workload("k4v4", block_tokens=p, page_bytes=size), one, 0))
-            out.append((Workload("k4v4", "uniform:50:12", p, size), one, 0))
+            out.append((Workload("k4v4", block_tokens=p, page_bytes=size), default, 0))
+            out.append((Workload("k4v4", "uniform:50:12", p, size), default, 0))
     for grain in (16, 32, 64):
         for tokens in (32, 64):
-            out.append((Workload("k4v4", f"uniform:50:12:{grain}", 256, page_bytes_for("k4v4", tokens)), one, 0))
+            out.append((Workload("k4v4", f"uniform:50:12:{grain}", 256, page_bytes_for("k4v4", tokens)), default, 0))
     for tile in (16, 32):
-        out.append((Workload("k4v4", "uniform:50:12", 256, page_bytes_for("k4v4", 32)), replace(one, tile=tile), 0))
-    out.append((Workload("k4v4", "uniform:50:0", 256, page_bytes_for("k4v4", 64)), one, 0))
+        out.append((Workload("k4v4", "uniform:50:12", 256, page_bytes_for("k4v4", 32)), replace(default, tile=tile), 0))
+    out.append((Workload("k4v4", "uniform:50:0", 256, page_bytes_for("k4v4", 64)), default, 0))
     for size in (page_bytes_for("k8v4", 16), page_bytes_for("k8v4", 32), page_bytes_for("k8v4", 48),
                  page_bytes_for("k8v4", 64)):  # fmt: skip
         for p in (256, 512):
-            out.append((Workload("k8v4+k4v2", "mix:35:12:40:12", p, size), one, 0))
-    out.append((Workload("k8v4+k4v2", "mix:35:12:40:12", 256, page_bytes_for("k8v4", 32)), replace(one, tile=32), 0))
+            out.append((Workload("k8v4+k4v2", "mix:35:12:40:12", p, size), default, 0))
+    mix = Workload("k8v4+k4v2", "mix:35:12:40:12", 256, page_bytes_for("k8v4", 32))
+    out.append((mix, replace(default, tile=32), 0))
     d64 = Workload("k4v4", page_bytes=page_bytes_for("k4v4", 64, 64), head_dim=64)
-    out += [(d64, one, 0), (d64, replace(one, tile=128), 0)]
+    out += [(d64, default, 0), (d64, replace(default, tile=128), 0)]
     return out
 
 
 def suite_main() -> list[tuple[Workload, Tuning, int]]:
-    """The targets' points: every format full, half pruned, the two-tier mix, head_dim 64; both engines."""
+    """Points of the targets: every format with full blocks, half pruned, two tiers, head_dim 64; both engines."""
     gluon, triton = Tuning("gluon"), Tuning("triton")
     out = []
     for name, tokens in (("k8v8", 32), ("k8v4", 32), ("k4v4", 64), ("k4v2", 64), ("k2v2", 64)):
@@ -86,7 +86,7 @@ def suite_main() -> list[tuple[Workload, Tuning, int]]:
 
 
 def suite_ragged() -> list[tuple[Workload, Tuning, int]]:
-    """Blocks that policies leave part-filled, by both engines, in both shapes of the targets."""
+    """Points of partly filled blocks, for both engines and both shapes of the targets."""
     kept = [("k8v4+k4v2", "mix:35:12:40:12")] + [("k4v4", k) for k in ("uniform:50:12", "heads:10:90", "heads:50:50")]
     out = [(Workload(name, k, 128), Tuning(engine), 0) for name, k in kept for engine in ("triton", "gluon")]
     return out + [(replace(w, batch=16, tokens=32768), t, c) for w, t, c in out[:4]]
@@ -96,7 +96,7 @@ SUITES = {"main": suite_main, "tune": suite_tune, "geometry": suite_geometry, "r
 
 
 def check(w: Workload, t: Tuning) -> float:
-    """Relative error against float64 on a small store with a bf16 tail, written over NaN."""
+    """Relative error against float64 on a small store with a bf16 tail. The output buffer starts as NaN."""
     tokens = 2 * w.block_tokens + 37
     store, rows, lens, _ = w.build(batch=2, tokens=tokens, seed=int(time.time()) % 10007)
     q = torch.randn((2, w.heads * w.group, w.head_dim), device="cuda").bfloat16()
@@ -139,11 +139,9 @@ def measure(w: Workload, tunings: list[tuple[Tuning, int]], bandwidth: float) ->
 def line(r: dict) -> str:
     w, t = r["workload"], r["tuning"]
     tune = f"{t['engine']:6s} w{t['warps']} t{t['tile']} r{t['max_registers'] or '-'} p{t['plain_tile']}"
-    what = (
-        f"{w['ladder']:10s} {w['kept']:16s} P{w['block_tokens']} D{w['head_dim']} {w['batch']}x{w['tokens']}"
-    )
+    workload = f"{w['ladder']:10s} {w['kept']:16s} P{w['block_tokens']} D{w['head_dim']} {w['batch']}x{w['tokens']}"
     return (
-        f"{what} G{w['group']} T{r['tokens_a_page']} {tune} columns {r['items']}: {r['ms'] * 1e3:7.1f} us"
+        f"{workload} G{w['group']} T{r['tokens_a_page']} {tune} columns {r['items']}: {r['ms'] * 1e3:7.1f} us"
         f"  {100 * r['of_copy']:5.1f} % of copy  plan {r['plan_ms'] * 1e3:.1f} us{'  NaN!' if r['nan'] else ''}"
     )
 
@@ -154,7 +152,7 @@ def main() -> None:
     ap.add_argument("--out", default="", help="default: bench/results/kernels/geometry_SUITE.json")
     ap.add_argument("--seconds", type=float, default=220)
     ap.add_argument("--jobs", type=int, default=12)
-    ap.add_argument("--shard", help="i/n: only check this part (used by the parallel first pass)")
+    ap.add_argument("--shard", help="i/n: only check this part (for the parallel first pass)")
     args = ap.parse_args()
     points = SUITES[args.suite]()
     small = {}
@@ -189,7 +187,7 @@ def main() -> None:
     results = Results(args.out or RESULTS / f"geometry_{args.suite}.json", copy_bytes_per_s=bandwidth)
     budget = Budget(args.seconds - (time.time() - started))
     for w, tunings in grouped.items():
-        if budget.over(f"{w.ladder} {w.kept} P{w.block_tokens}"):
+        if budget.exceeded(f"{w.ladder} {w.kept} P{w.block_tokens}"):
             continue
         try:
             results.add(*measure(w, tunings, bandwidth))

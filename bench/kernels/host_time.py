@@ -1,8 +1,8 @@
-"""Host time of a forward: the plan, and the launches of all layers. Kernels are not run.
+"""Host time of a forward: the plan, and the launches of all layers, without running kernels.
 
-`python -m bench.kernels.host_time [OUT]`; needs no GPU. Two forwards of a model of 32 layers: a warm prompt of 5 new
-tokens behind 4096 cached ones, and a decode step of 64 requests. The figure is CPU time of the scheduler's thread
-without the launches themselves, FlashInfer and CUDA: the Python of this project and of torch.
+`python -m bench.kernels.host_time [OUT]`; needs no GPU. There are two forwards of a model with 32 layers: a warm prompt
+of 5 new tokens after 4096 cached ones, and a decode step of 64 requests. The figure is the scheduler thread's CPU time
+in the Python code of this project and of torch, without CUDA launches and FlashInfer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPEATS = 60
 
 
 def make_backend(**options) -> KvcAttnBackend:
-    """The backend of a server with a small pool on the CPU, which it treats as a GPU."""
+    """Backend of a server with a small pool on the CPU, which it treats as a GPU."""
     runtime = build_runtime(
         KvcConfig(block_size=P, **options), num_bytes=256 << 20, layers=LAYERS, heads=HEADS, head_dim=DIM,
         dtype=torch.bfloat16, device="cpu",
@@ -49,7 +49,7 @@ def make_backend(**options) -> KvcAttnBackend:
 
 
 def batch(requests: int, length: int, new: int) -> SimpleNamespace:
-    """SGLang's forward batch of `requests` requests of `length` tokens, `new` of them in this forward; 0: decoding."""
+    """SGLang's forward batch of `requests` requests of `length` tokens. `new`: new tokens per request; 0: decoding."""
     tokens = requests * max(1, new)
     mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: new == 0)
     lens = torch.full((requests,), length)
@@ -61,7 +61,7 @@ def batch(requests: int, length: int, new: int) -> SimpleNamespace:
 
 
 def measure(backend: KvcAttnBackend, fb: SimpleNamespace) -> dict[str, float]:
-    """Median milliseconds of CPU time of the plan and of all layers."""
+    """Median CPU milliseconds of the plan and of all layers."""
     layers = [
         SimpleNamespace(
             layer_id=i, tp_q_head_num=QUERY_HEADS, tp_k_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM,

@@ -1,8 +1,7 @@
-"""One decoder layer of an 8B-shaped model with random weights: the time of a prefill or decode step apart from the
-cache.
+"""Modeled time of one decoder layer of an 8B-shaped model with random weights, for relative overheads.
 
-Hidden size 4096, 32 query heads, 8 KV heads, head_dim 128, MLP 14336, 32 layers. Four products and attention; norms,
-rotations and the sampler are left out, so relative overheads are overestimated rather than underestimated.
+Hidden size 4096, 32 query heads, 8 KV heads, head_dim 128, MLP 14336, 32 layers. The model covers four matrix products
+and attention. Without norms, rotations and the sampler, relative overheads are rather too high than too low.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ SHAPES = ((HIDDEN, (GROUP + 2) * HEADS * DIM), (GROUP * HEADS * DIM, HIDDEN), (H
 
 
 def products_ms(tokens: int) -> float:
-    """Milliseconds of a layer's four matrix products for `tokens` rows; weights of two layers, so that L2 is cold."""
+    """Milliseconds of a layer's four matrix products for `tokens` rows. Two layers alternate, so that L2 is cold."""
     weights = [[torch.randn(s, device="cuda").bfloat16() for s in SHAPES] for _ in range(2)]
     inputs = [torch.randn((tokens, s[0]), device="cuda").bfloat16() for s in SHAPES]
 
@@ -28,7 +27,7 @@ def products_ms(tokens: int) -> float:
 
 
 def prefill_ms(tokens: int) -> float:
-    """A layer's prefill of one prompt: products, and causal attention by the library that serves it here."""
+    """Milliseconds of a layer's prefill of one prompt: matrix products, and causal attention by the served library."""
     from kvc_kernels.extend.dense_prefill import ragged_prefill
 
     qkv = torch.randn((tokens, (GROUP + 2) * HEADS, DIM), device="cuda").bfloat16()

@@ -1,4 +1,4 @@
-"""A planted error that compute-sanitizer must find, in a kernel with one of our names.
+"""Planted error for compute-sanitizer, in a kernel that has the name of one of ours.
 
     compute-sanitizer --tool memcheck python bench/kernels/planted.py memcheck
 """

@@ -1,13 +1,13 @@
-"""compute-sanitizer over the kernel tests, test by test: memcheck and racecheck.
+"""Run of the kernel tests under compute-sanitizer's memcheck and racecheck, with one result per test.
 
     python -m bench.kernels.sanitizer [--tools memcheck,racecheck] [--seconds 540] [--jobs 16] [--again] [tests/..]
 
-Only our kernels are watched (`--kernel-name`), because watching those of torch, cuDNN and FlashInfer takes most of the
-time. To prove that it works, each tool must first find an error planted in a kernel with one of our names. Files with
-the longest tests come first, one process per test. Tests that did not run in time are open. The next run continues with
-open tests, with tests whose file or kernels have changed, and with tests that had errors; with `--again` it repeats
-all. Each row has its commit and device. A test that fails without a finding of the tool failed by its values. A run
-over selected files makes no score.
+The tools watch only our kernels (`--kernel-name`), because watching those of torch, cuDNN and FlashInfer would take
+most of the time. Each tool must first find an error planted in a kernel with the name of one of ours. Files with the
+longest tests come first, in one process per test. Results are kept between runs. A run repeats only tests that have no
+result or had errors, and tests whose file or kernels have changed; `--again` repeats all tests. Each row has its commit
+and device. A test that fails although the tool reports nothing computed wrong values. Runs over selected files give no
+scores.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .common import RESULTS, Results
 
 KERNELS = ROOT / "kernels" / "kvc_kernels"
 PLANTED = Path(__file__).with_name("planted.py")
-CHUNK = 6  # maximum tests per process, enough to share imports and compiled kernels
-# Each compiles every kernel and takes minutes under a tool; if they ran last, they would not finish.
+CHUNK = 6  # maximum tests per process, which share imports and compiled kernels
+# These compile every kernel and take minutes under a tool, so they start first.
 FAKE_QUANT = "tests/kernels/extend/test_gpu_fake_quant.py"
 LONGEST = ("tests/engine/test_gpu_warm_up.py", "tests/runtime/test_gpu.py", FAKE_QUANT)
-REPEATS = "8"  # for tests that repeat launches to look for differences, because a tool checks each launch
-LEAST_SECONDS = 45  # minimum seconds left to start a process
+REPEATS = "8"  # for tests that repeat launches to find differences; fewer, because a tool checks each launch
+MIN_SECONDS = 45  # remaining time below which no process starts
 TOOLS = ("memcheck", "racecheck")
 
 
 def kernel_names() -> list[str]:
-    """Names of our kernels on the device."""
+    """Names of our kernels, in Python and in CUDA."""
     python = "\n".join(p.read_text() for p in sorted(KERNELS.rglob("*.py")))
     cuda = "\n".join(p.read_text() for p in sorted(KERNELS.rglob("*.cu*")))
     return sorted({*re.findall(r"^def (\w*kernel)\(", python, re.M), *re.findall(r"__global__ .*?(\w+)\(const", cuda)})
@@ -61,7 +61,7 @@ def collect(paths: list[str]) -> list[str]:
 
 @cache
 def sources(file: str) -> str:
-    """A digest of our kernels, of the code beside them that launches them, and of the tests in `file`."""
+    """Digest of our kernels, the code that launches them, and the test file `file`."""
     digest = hashlib.sha256()
     for path in [*sorted(p for p in KERNELS.rglob("*") if p.is_file() and p.suffix != ".pyc"), ROOT / file]:
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -73,33 +73,34 @@ def file_of(test: str) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(max(1, torch.cuda.device_count()))]
+    """Names of the visible GPUs, as in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(max(1, torch.cuda.device_count()))]
 
 
 def read_log(text: str) -> list[dict]:
-    """For each test that a process finished: id, outcome, reported errors, and the reason of a failure."""
-    found, test, errors = [], None, []
+    """Rows of the tests that a process finished: id, outcome, number of errors, first errors, reason of a failure."""
+    rows, test, errors = [], None, []
     lines = iter(text.splitlines())
     for line in lines:
         if re.match(r"=+ (FAILURES|ERRORS|warnings summary|short test summary|\d+ (passed|failed|skipped))", line):
-            break  # tests are named again from here on
+            break  # the summary repeats the names of tests
         if match := re.match(r"(tests/\S+::.*?) ?(=========.*|PASSED.*|FAILED.*|SKIPPED.*|ERROR.*|)$", line):
             test, errors, line = match[1], [], match[2]
         if re.match(r"=+ (Error|Invalid|Race|Uninitialized|Program hit|Barrier|Fatal)", line):
             errors.append(line.strip("= "))
         if test and (match := re.match(r"(PASSED|FAILED|SKIPPED|ERROR)\b", line)):
-            found.append(dict(test=test, outcome=match[1].lower(), errors=len(errors), first=errors[:3]))
+            rows.append(dict(test=test, outcome=match[1].lower(), errors=len(errors), first=errors[:3]))
             test = None
     reasons = (match[1] for line in lines if (match := re.match(rf"(?:{ROOT}/)?(\S+\.py:\d+: .+)", line)))
-    for row, reason in zip((r for r in found if r["outcome"] == "failed"), reasons):  # in the same order
+    # pytest lists the reasons in the order of the failed tests.
+    for row, reason in zip((r for r in rows if r["outcome"] == "failed"), reasons):
         row["why"] = reason
-    return found
+    return rows
 
 
 class Sanitizer:
-    """Runs of one tool at a time in a process each, on the GPUs there are in turn."""
+    """Runs tools in processes that take turns on the visible GPUs. `end`: time limit, as time.monotonic()."""
 
     def __init__(self, end: float):
         self.program, self.end = shutil.which("compute-sanitizer"), end
@@ -107,12 +108,12 @@ class Sanitizer:
         self.watch = [x for name in kernel_names() for x in ("--kernel-name", f"kns={name}")]
 
     def run(self, tool: str, *command: str) -> str:
-        """Output of the tool and the command until they end or time runs out."""
-        whole = [self.program, "--tool", tool, *self.watch, "--print-limit", "20", sys.executable, *command]
+        """Run a Python command under `tool` until it ends or time runs out; return the output of both."""
+        argv = [self.program, "--tool", tool, *self.watch, "--print-limit", "20", sys.executable, *command]
         with tempfile.TemporaryFile("w+") as out:
             gpu = self.gpus[next(self.turn) % len(self.gpus)]
-            where = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "KVC_TEST_REPEATS": REPEATS}
-            process = subprocess.Popen(whole, cwd=ROOT, env=where, stdout=out, stderr=out, start_new_session=True)
+            env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "KVC_TEST_REPEATS": REPEATS}
+            process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
             try:
                 process.wait(max(1.0, self.end - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -126,16 +127,16 @@ class Sanitizer:
         return bool(re.search(r"SUMMARY: [1-9]", text))
 
     def tests(self, tool: str, ids: list[str]) -> list[dict]:
-        if self.end - time.monotonic() < LEAST_SECONDS:
+        if self.end - time.monotonic() < MIN_SECONDS:
             return []
         text = self.run(tool, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=line", *ids)
-        said = dict(tool=tool, commit=commit(), device=device_name())
-        return [row | said | dict(sources=sources(file_of(row["test"]))) for row in read_log(text)]
+        origin = dict(tool=tool, commit=commit(), device=device_name())
+        return [row | origin | dict(sources=sources(file_of(row["test"]))) for row in read_log(text)]
 
 
 def chunks(todo: list[tuple[str, str]], jobs: int) -> list[tuple[str, list[str]]]:
-    """(tool, tests of one file) for each process, from all (tool, test); smaller ones where jobs would be idle.
-    Those of LONGEST come first, one by one."""
+    """Split all (tool, test) into one (tool, tests of one file) per process, small enough that no job is idle. Tests of
+    LONGEST come first, one per process."""
     size = max(1, min(CHUNK, len(todo) // jobs))
     files: dict[tuple[str, str], list[str]] = {}
     for tool, test in todo:
@@ -144,19 +145,19 @@ def chunks(todo: list[tuple[str, str]], jobs: int) -> list[tuple[str, list[str]]
     order = sorted(files, key=lambda x: ((*LONGEST, x[0]).index(x[0]), x[1] != "racecheck"))
     out = []
     for file, tool in order:
-        some, step = files[file, tool], 1 if file in LONGEST else size
-        out += [(tool, some[i : i + step]) for i in range(0, len(some), step)]
+        tests, step = files[file, tool], 1 if file in LONGEST else size
+        out += [(tool, tests[i : i + step]) for i in range(0, len(tests), step)]
     return out
 
 
 def scores(rows: list[dict], tests: int) -> dict[str, tuple[float, str]]:
     out = {}
     for tool in TOOLS:
-        mine = [r for r in rows if r["tool"] == tool and r["outcome"] != "skipped"]
-        if mine:
-            wrong = sum(r["outcome"] != "passed" and not r["errors"] for r in mine)
-            unit = f"errors in {len(mine)} of {tests} kernel tests" + (f", {wrong} failed by value" if wrong else "")
-            out[f"sanitizer.{tool}"] = (sum(r["errors"] for r in mine), unit)
+        ran = [r for r in rows if r["tool"] == tool and r["outcome"] != "skipped"]
+        if ran:
+            wrong = sum(r["outcome"] != "passed" and not r["errors"] for r in ran)
+            unit = f"errors in {len(ran)} of {tests} kernel tests" + (f", {wrong} failed by value" if wrong else "")
+            out[f"sanitizer.{tool}"] = (sum(r["errors"] for r in ran), unit)
     return out
 
 
@@ -165,8 +166,8 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", default=["tests"])
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--again", action="store_true", help="also what the result file holds of the same sources")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="concurrent processes")
+    parser.add_argument("--again", action="store_true", help="repeat tests that have a result for the same sources")
     parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.json")
     args = parser.parse_args()
     sanitizer, tools = Sanitizer(time.monotonic() + args.seconds), args.tools.split(",")
@@ -174,13 +175,13 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     ids, results = collect(args.paths), Results(args.out, kernels=kernel_names())
     if results.path.exists() and not args.again:
-        before = json.loads(results.path.read_text())["rows"]
-        kept = {file for file in {file_of(r["test"]) for r in before} if (ROOT / file).exists()}
-        same = [r for r in before if (f := file_of(r["test"])) in kept and r["sources"] == sources(f)]
-        results.rows = [r for r in same if not r["errors"]]
+        for row in json.loads(results.path.read_text())["rows"]:
+            file = file_of(row["test"])
+            if not row["errors"] and (ROOT / file).exists() and row["sources"] == sources(file):
+                results.rows.append(row)
     blind = [tool for tool in tools if not sanitizer.finds_planted(tool)]
     if blind:
-        print(f"{', '.join(blind)} did not find the error planted for it: nothing it says counts", flush=True)
+        print(f"{', '.join(blind)} did not find the planted error, so its results do not count", flush=True)
         return 1
     done = {(r["tool"], r["test"]) for r in results.rows}
     todo = chunks([(tool, t) for t in ids for tool in tools if (tool, t) not in done], args.jobs)

@@ -1,9 +1,9 @@
-"""Launch parameters for collecting attention scores in decode steps: time for a layer of 64 requests of 8K tokens.
+"""Sweep of launch parameters for collecting attention scores in decode steps of 64 requests of 8K tokens.
 
     python -m bench.kernels.score_steps [--out FILE]
 
-The served parameters come first, with the attention and the matrix products of a layer, for the scoreboard. Others
-follow, by sampling stride (`stride`), each with its largest difference from the scores of the first.
+The scoreboard's figures come first: times of the served parameters, and of a layer's attention and matrix products. The
+sweep has times by sampling stride, and each row has the largest difference of its scores from those of the first row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TUNINGS = (
 
 
 def scores(store) -> torch.Tensor:
-    """fp32 `[pages, tokens]`, those of the packed format: a view."""
+    """Scores in the pages of the packed format, an fp32 view `[pages, tokens]`."""
     at, size = store.layout.page(store.block_formats[1].high).segments["scores"]
     return store.pages.view(torch.float32)[:, at // 4 : (at + size) // 4]
 
@@ -43,13 +43,13 @@ def main() -> None:
     parser.add_argument("--out", default=str(RESULTS / "score_steps.json"))
     args = parser.parse_args()
     results = Results(args.out)
-    results.add(*collecting.collecting_steps(BATCH, TOKENS))
+    results.add(*collecting.decode_rows(BATCH, TOKENS))
     results.score(extend.scores(results.rows))
     store, rows, lens, q = collecting.sampled_step(BATCH, TOKENS)
     lse = torch.full((BATCH, HEADS * GROUP), 20.0, device="cuda")
     first = None
     for tuning in TUNINGS:
-        took = {}
+        ms_by_stride = {}
         for stride in STRIDES:
             op = AttentionScores(
                 store, query_heads=HEADS * GROUP, sampling=ScoreSampling(reduce="sum", power=2, decode_stride=stride),
@@ -57,13 +57,13 @@ def main() -> None:
             )  # fmt: skip
             op.plan_decode(rows, lens)
             if stride == 1:
-                scores(store)[...] = 0  # random bytes
+                scores(store)[...] = 0  # the pages start with random bytes
                 op.add(0, q, lse, scale=SCALE)
-                added = scores(store).clone()
-                first = added if first is None else first
-            took[stride] = time_graph(lambda _, op=op: op.add(0, q, lse, scale=SCALE))
-        row = dict(case="sweep", **asdict(tuning), difference=float((added - first).abs().max() / first.max()))
-        results.add(row | dict(ms_by_stride=took))
+                collected = scores(store).clone()
+                first = collected if first is None else first
+            ms_by_stride[stride] = time_graph(lambda _, op=op: op.add(0, q, lse, scale=SCALE))
+        row = dict(case="sweep", **asdict(tuning), difference=float((collected - first).abs().max() / first.max()))
+        results.add(row | dict(ms_by_stride=ms_by_stride))
         print(results.rows[-1], flush=True)
 
 

@@ -1,10 +1,10 @@
-"""Bytes of the memory sectors that decode attention fetches, and stored bytes. Needs no GPU.
+"""Bytes of the memory sectors that decode attention fetches, compared with stored bytes. Needs no GPU.
 
     python -m bench.kernels.sectors
 
-A GPU fetches whole sectors of 32 bytes. Keys lie token by token, so a part-filled tile costs its tokens; a value row
-holds one feature pair of all tokens of a page, so a page whose last run of 16 tokens is not begun may still be fetched
-whole. The time of a ragged format depends on these bytes; `of_copy` of the other scripts counts the stored ones.
+A GPU fetches full sectors of 32 bytes. Keys are stored token by token, so a partly filled page costs only its tokens. A
+value row holds one feature pair of all tokens of a page, so a partly filled page may be fetched in full. The time of a
+ragged format depends on the fetched bytes; `of_copy` of the other scripts counts stored bytes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from bench.common import write_result
 from .common import Workload, table
 from .decode import workloads
 
-SECTOR, RUN = 32, 16  # bytes; tokens that the kernel copies or leaves together, of values and metadata
+SECTOR, RUN = 32, 16  # bytes; consecutive tokens whose values and metadata the kernel copies or skips together
 
 
-def touched(pieces: list[tuple[int, int]]) -> int:
-    """Bytes of the sectors that (offset, bytes) pieces of one page touch."""
+def sector_bytes(pieces: list[tuple[int, int]]) -> int:
+    """Bytes of the sectors of one page that overlap the pieces (offset, bytes)."""
     return SECTOR * len({s for at, n in pieces if n for s in range(at // SECTOR, (at + n - 1) // SECTOR + 1)})
 
 
-def of_count(w: Workload, side: int, count: int, *, key_rows: bool = True) -> int:
-    """Bytes for `count` tokens of one block, head and tier. `key_rows`: keys are skipped one by one, not in runs."""
+def fetched_bytes(w: Workload, side: int, count: int, *, key_rows: bool = True) -> int:
+    """Fetched bytes for `count` tokens of one block, head and tier. `key_rows`: keys are skipped token by token, not in
+    runs."""
     layout = w.layout()
     page = layout.page(w.formats[side])
     total = 0
     for first in range(0, count, page.tokens):
         tokens = min(page.tokens, count - first)
         run = min(-(-tokens // RUN) * RUN, page.tokens)
-        rows = page.value_row_bytes * page.tokens // page.tokens
         pieces = [(page.offset("key_codes"), (tokens if key_rows else run) * page.key_row_bytes)]
-        pieces += [(page.offset("value_codes") + r * page.tokens, run) for r in range(rows)]
+        pieces += [(page.offset("value_codes") + r * page.tokens, run) for r in range(page.value_row_bytes)]
         meta = page.offset("value_meta")
         pieces += [(meta + 2 * r * page.tokens, 2 * run) for r in range(2 * page.value_groups)]
-        total += touched(pieces)
+        total += sector_bytes(pieces)
     return total
 
 
@@ -56,9 +56,8 @@ def measure(w: Workload) -> dict:
     for name, key_rows in (("fetched_mb", True), ("fetched_by_runs_mb", False)):
         total = fixed
         for side in range(len(w.formats)):
-            values, often = torch.unique(counts[:, 0, :, side], return_counts=True)
-            each = [of_count(w, side, int(v), key_rows=key_rows) for v in values]
-            total += sum(e * int(n) for e, n in zip(each, often))
+            for count, n in zip(*torch.unique(counts[:, 0, :, side], return_counts=True)):
+                total += int(n) * fetched_bytes(w, side, int(count), key_rows=key_rows)
         out[name] = total / 1e6
     return out
 

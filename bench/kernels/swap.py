@@ -1,14 +1,14 @@
-"""A long prefix to host memory and back: time relative to the bus, and the slowdown of concurrent decoding.
+"""Transfer of a long prefix to host memory and back: time relative to the bus, and slowdown of concurrent decoding.
 
     python -m bench.kernels.swap [--tokens 102400] [--layers 32]
 
-8 KV heads, head_dim 128, blocks of 128 tokens in k4v4: an 8B model's cache. Blocks go through the runtime's operation
-queue, as in a server. The floor is one copy of the same bytes between page-locked and device memory, in large pieces,
-in the same run. `*_host_ms` is the host's time for all launches.
+The cache is that of an 8B model: 8 KV heads, head_dim 128, blocks of 128 tokens in k4v4. Blocks go through the
+runtime's operation queue, as in a server. The floor is a copy of the same bytes between page-locked and device memory
+in large pieces, in the same run. `*_host_ms` is the host's time for all launches.
 
-Two CUDA graphs run during a load: decode attention of 64 requests of 8192 tokens over another store (`attention`), and
-one layer of an 8B model, which adds the four matrix products (`layer`). `load` moves blocks back, `dma` only copies the
-same bytes into the buffers. Concurrent times are means over all runs during the load.
+Two CUDA graphs run concurrently with a load: decode attention of 64 requests of 8192 tokens over another store
+(`attention`), and one layer of an 8B model, which adds four matrix products (`layer`). `load` moves blocks back to the
+device. `dma` only copies the same bytes to the buffers. Concurrent times are means over all runs during the load.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from sglang_kvc.options.config import KvcConfig
 from .common import RESULTS, Results, Workload, table
 
 HEADS, DIM, P = 8, 128, 128
-BATCH = 64  # uncompressed blocks at a time
+BATCH = 64  # maximum number of uncompressed blocks
 REQUESTS, TOKENS, HIDDEN, INNER = 64, 8192, 4096, 14336
-GROUP = 5  # runs of a graph
+REPEATS = 5  # runs of the work in one graph
+STEP = 6  # graphs that take about as long as one decode step of 32 layers
 COLUMNS = {"what": "", "beside": "", "load_of_bus": ".3f", "alone_ms": ".4f", "beside_ms": ".4f", "slowdown": ".3f"}
 
 
@@ -38,18 +39,18 @@ def packed_blocks(runtime: Runtime, n: int) -> np.ndarray:
     """`n` packed blocks with random bytes in their pages."""
     blocks: list[int] = []
     while len(blocks) < n:
-        some = runtime.take([0] * min(BATCH, n - len(blocks)))
+        batch = runtime.take([0] * min(BATCH, n - len(blocks)))
         runtime.flush()
-        runtime.queue_due(np.asarray(some))
+        runtime.queue_due(np.asarray(batch))
         runtime.flush()
-        blocks += some
+        blocks += batch
     runtime.settle()
     runtime.store.pages.random_(0, 256)
     return np.array(blocks)
 
 
 def timed(launch, stream: torch.cuda.Stream) -> tuple[float, float]:
-    """Milliseconds from the launch until `stream` is done, and milliseconds of the host."""
+    """Milliseconds until `stream` is idle after `launch`, and milliseconds of `launch` on the host."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     launch()
@@ -59,7 +60,7 @@ def timed(launch, stream: torch.cuda.Stream) -> tuple[float, float]:
 
 
 def bus(num_bytes: int, to_host: bool) -> float:
-    """Milliseconds of one copy of `num_bytes` bytes in pieces of 64 MiB; the best of three."""
+    """Milliseconds of one copy of `num_bytes` bytes in pieces of 64 MiB, best of three."""
     piece = 64 << 20
     host = torch.empty(piece, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(piece, dtype=torch.uint8, device="cuda")
@@ -76,22 +77,22 @@ def bus(num_bytes: int, to_host: bool) -> float:
 
 
 def graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`run`, GROUP times."""
+    """CUDA graph of `run`, REPEATS times."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
     torch.cuda.current_stream().wait_stream(side)
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made):
-        for _ in range(GROUP):
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for _ in range(REPEATS):
             run()
-    made.replay()
-    return made
+    captured.replay()
+    return captured
 
 
-class Work:
-    """Work that runs during a load, in its own store."""
+class DecodeWork:
+    """Decoding that runs concurrently with a load, over a store of its own."""
 
     def __init__(self):
         self.store, self.rows, self.lens, _ = Workload("k4v4", block_tokens=P, batch=REQUESTS, tokens=TOKENS).build()
@@ -118,29 +119,54 @@ class Work:
         return {"attention": graph(attention), "layer": graph(layer)}
 
 
-def beside(work: torch.cuda.CUDAGraph, launch: Callable[[], tuple] | None = None) -> tuple[float, float]:
-    """Milliseconds of one run of `work` while what `launch` starts is under way, and of that (0 with none).
+class Transfer:
+    """A transfer and its start and end events. `launch` launches its next part and returns whether it was the last."""
 
-    `launch` returns two events, at the begin and the end. The device always has the next runs queued, but for the time
-    that the launch takes on the host, which does not count."""
+    def __init__(self, launch: Callable[[], bool], first: torch.cuda.Stream, last: torch.cuda.Stream):
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.launch, self.last, self.launched = launch, last, False
+        self.start.record(first)
+        self.advance()
+
+    def advance(self) -> None:
+        if not self.launched and self.launch():
+            self.end.record(self.last)
+            self.launched = True
+
+    @property
+    def finished(self) -> bool:
+        return self.launched and self.end.query()
+
+
+def concurrent_ms(work: torch.cuda.CUDAGraph, begin: Callable[[], Transfer] | None = None) -> tuple[float, float]:
+    """Mean milliseconds of one run of `work` during a transfer, and milliseconds of the transfer (0 without one).
+
+    As in a server, the next part of the transfer is launched once in each decode step (`STEP` graphs), and one more
+    step is queued on the device by then.
+    """
     torch.cuda.synchronize()
-    work.replay()
-    ends = launch() if launch else None
+    for _ in range(STEP):
+        work.replay()
+    transfer = begin() if begin else None
     marks: list[torch.cuda.Event] = []
-    while len(marks) < (6 if ends else 40) or (ends and not ends[1].query()):
+    while len(marks) < 8 * STEP or (transfer and not transfer.finished):
         work.replay()
         marks.append(torch.cuda.Event(enable_timing=True))
         marks[-1].record()
-        if len(marks) > 2:
-            marks[-3].synchronize()
+        if len(marks) > STEP:
+            marks[-STEP - 1].synchronize()
+        if transfer and transfer.finished:
+            break
+        if transfer and len(marks) % STEP == 0:
+            transfer.advance()
     torch.cuda.synchronize()
-    while_under_way = marks[: -2 if ends else None]  # the last ones were queued before the end was seen
-    each = while_under_way[0].elapsed_time(while_under_way[-1]) / (len(while_under_way) - 1) / GROUP
-    return each, ends[0].elapsed_time(ends[1]) if ends else 0.0
+    during = marks[: -STEP if transfer else None]  # the last ones may have run after the transfer
+    run_ms = during[0].elapsed_time(during[-1]) / (len(during) - 1) / REPEATS
+    return run_ms, transfer.start.elapsed_time(transfer.end) if transfer else 0.0
 
 
 class Prefix:
-    """Blocks in host memory, and their way back."""
+    """Packed blocks of a prefix that move between device and host memory."""
 
     def __init__(self, tokens: int, layers: int):
         self.n, plain = tokens // P, 4 * layers * HEADS * DIM * P
@@ -158,7 +184,7 @@ class Prefix:
         self.ids = np.empty(0, dtype=np.int64)
 
     def save(self) -> tuple[float, float]:
-        """Milliseconds of the blocks' way to the host, and of the host."""
+        """Move the blocks to the host; return milliseconds of the transfer and of the launches."""
         self.tier.free(self.ids)
         self.ids = self.tier.save(self.blocks)
         self.num_bytes = int((self.tier.units[self.ids] >= 0).sum()) * self.tier.memory.unit_bytes
@@ -170,32 +196,38 @@ class Prefix:
         self.tier.loading.clear()
 
     def load(self) -> tuple[float, float]:
-        """The same back."""
+        """Move the blocks back; return milliseconds of the transfer and of the launches."""
         self.queue_load()
-        return timed(self.runtime.flush, self.transfers.move_stream)
 
-    def launch(self) -> tuple:
-        """Events at the begin and the end of a load."""
-        self.queue_load()
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        ends[0].record(self.transfers.load_stream)
+        def flush() -> None:
+            while not self.flush():
+                pass
+
+        return timed(flush, self.transfers.move_stream)
+
+    def flush(self) -> bool:
+        """Launch what one flush may of a load; return whether nothing is left."""
         self.runtime.flush()
-        ends[1].record(self.transfers.move_stream)
-        return tuple(ends)
+        return not self.transfers.fills
 
-    def copy(self) -> tuple:
-        """The bus's part of a load alone."""
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    def begin_load(self) -> Transfer:
+        self.queue_load()
+        return Transfer(self.flush, self.transfers.load_stream, self.transfers.move_stream)
+
+    def begin_copy(self) -> Transfer:
+        """Only the copies of a load over the bus."""
         units = self.tier.units[self.ids]
         units = units[:, : int((units >= 0).sum(1).max())]
         rows = self.transfers._rows(self.transfers.load_buffers[0][0], units.shape[1])
-        with torch.cuda.stream(self.transfers.load_stream):
-            ends[0].record()
-            for at in range(0, len(units), len(rows)):
-                part = units[at : at + len(rows)]
-                self.transfers._copy(part, rows[: len(part)], to_host=False)
-            ends[1].record()
-        return tuple(ends)
+
+        def launch() -> bool:
+            with torch.cuda.stream(self.transfers.load_stream):
+                for at in range(0, len(units), len(rows)):
+                    part = units[at : at + len(rows)]
+                    self.transfers._copy(part, rows[: len(part)], to_host=False)
+            return True
+
+        return Transfer(launch, self.transfers.load_stream, self.transfers.load_stream)
 
 
 def median(values) -> float:
@@ -212,43 +244,43 @@ def main(argv: list[str] | None = None) -> None:
     prefix = Prefix(args.tokens, args.layers)
     rows = []
     for turn in range(args.times + 1):  # the first one compiles kernels
-        saved, back = prefix.save(), prefix.load()
+        saved, loaded = prefix.save(), prefix.load()
         floors = bus(prefix.num_bytes, True), bus(prefix.num_bytes, False)
         row = {
             "what": "alone", "tokens": args.tokens, "gb": prefix.num_bytes / 1e9, "save_ms": saved[0],
-            "load_ms": back[0], "save_floor_ms": floors[0], "load_floor_ms": floors[1], "save_host_ms": saved[1],
-            "load_host_ms": back[1], "page_lock_s": prefix.page_lock_s,
+            "load_ms": loaded[0], "save_floor_ms": floors[0], "load_floor_ms": floors[1], "save_host_ms": saved[1],
+            "load_host_ms": loaded[1], "page_lock_s": prefix.page_lock_s,
         }  # fmt: skip
         if turn:
             rows.append(row)
             results.add(row)
     floor = median(r["load_floor_ms"] for r in rows)
-    work = Work()
+    work = DecodeWork()
     graphs = work.graphs()
-    alone = {name: beside(g)[0] for _ in range(2) for name, g in graphs.items()}
-    found = []
-    for kind, launch in (("dma", prefix.copy), ("load", prefix.launch)):
+    alone = {name: concurrent_ms(g)[0] for _ in range(2) for name, g in graphs.items()}  # the first round warms up
+    concurrent = []
+    for kind, begin in (("dma", prefix.begin_copy), ("load", prefix.begin_load)):
         for name, g in graphs.items():
-            both = [beside(g, launch) for _ in range(args.times)]
-            run, load = median(b[0] for b in both), median(b[1] for b in both)
+            times = [concurrent_ms(g, begin) for _ in range(args.times)]
+            run, load = (median(x) for x in zip(*times))
             row = {"what": name, "beside": kind, "alone_ms": alone[name], "beside_ms": run}
-            found.append(row | {"slowdown": run / alone[name], "load_of_bus": load / floor})
-            results.add(found[-1])
-    print(table(found, COLUMNS))
-    slowdown = {r["what"]: r["slowdown"] for r in found if r["beside"] == "load"}
+            concurrent.append(row | {"slowdown": run / alone[name], "load_of_bus": load / floor})
+            results.add(concurrent[-1])
+    print(table(concurrent, COLUMNS))
+    slowdown = {r["what"]: r["slowdown"] for r in concurrent if r["beside"] == "load"}
     save = [r["save_ms"] / r["save_floor_ms"] for r in rows]
     load = [r["load_ms"] / r["load_floor_ms"] for r in rows]
     unit, baseline = "of the time of a plain copy", "one copy of the same bytes over the same bus"
-    beside_unit, n = "of the time alone", len(rows)
+    slowdown_unit, n = "of the time alone", len(rows)
     results.score(
         {
             "agents.swap_in_of_pcie": Score(median(load), unit, baseline=baseline, n=n),
             "agents.swap_out_of_pcie": Score(median(save), unit, baseline=baseline, n=n),
             "agents.attention_beside_swap": Score(
-                slowdown["attention"], beside_unit, baseline="decode attention alone", n=n
+                slowdown["attention"], slowdown_unit, baseline="decode attention alone", n=n
             ),
             "agents.decode_slowdown": Score(
-                slowdown["layer"], beside_unit, baseline="one layer's decode step alone", n=n
+                slowdown["layer"], slowdown_unit, baseline="one layer's decode step alone", n=n
             ),
         }
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Times of functions on the device and on the host."""
+"""Timing of functions on the device and on the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .common import time_graph
 
 
 def matmul_rate() -> float:
-    """Operations a second of a large bf16 product."""
+    """Operations per second of a large bf16 matrix product."""
     a, b = torch.randn((2, 8192, 8192), device="cuda", dtype=torch.bfloat16)
     return 2 * 8192**3 / (time_graph(lambda _: a @ b, inner=3) * 1e-3)
 
 
 def timed(fn) -> float:
-    """Median milliseconds; from a CUDA graph where the function can be captured, else from events."""
+    """Median milliseconds of `fn`, from a CUDA graph if it can be captured, else from events."""
     try:
         return time_graph(lambda _: fn(), inner=5)
     except RuntimeError:
@@ -34,7 +34,7 @@ def timed(fn) -> float:
 
 
 def host_us(fn, calls: int = 100) -> float:
-    """Median microseconds of the host's thread in a call of `fn`, while the device keeps up or lags."""
+    """Median microseconds of host time per call of `fn`."""
     fn()
     times = []
     for _ in range(7):

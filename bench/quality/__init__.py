@@ -1,1 +1,1 @@
-"""Answers of real models on real tasks, through a running server."""
+"""Benchmarks of answer quality: real models and tasks, through a running server."""

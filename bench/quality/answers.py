@@ -1,12 +1,12 @@
-"""Effect of a cache on long answers: the same text through the model with and without it, token by token.
+"""Effect of a cache on long answers: a fixed text is decoded token by token with and without compression.
 
     python -m bench.quality.answers --cells "k4v4;kv-compress+high=k4v4+budget=8x" [--model smollm2] [--new 2048]
 
-Needs no server. Pages, policies, attention and the rules for packing blocks are those of the server; the model comes
-from transformers. Each cell reads the prompt, then decodes the text that follows it one token at a time, and its
-next-token distribution is compared with that of the uncompressed model: KL(uncompressed || cell) and the share of equal
-best tokens. `ratio` is the 16-bit size of all blocks of the sequences over their actual size, packed and open, with all
-metadata, averaged over the answer. Cells are comparable at equal ratios.
+Needs no server. Pages, policies, attention and the rules for packing blocks are those of the server; the model runs in
+transformers. Each cell prefills the prompt and decodes the text that follows. Its next-token distribution is compared
+with that of the uncompressed model: KL(uncompressed || cell), and the share of equal most likely tokens. `ratio` is the
+16-bit size of all blocks of the sequences over their actual size (packed and open blocks with all metadata), averaged
+over the answer. Compare cells at equal ratios.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from bench.quality import fetch
 from bench.quality.tasks import Maker
 from kvc_kernels.layout import RING_ENTRY_BYTES
 from sglang_kvc.cache.build import build_runtime
-from sglang_kvc.cache.runtime import Phase
+from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.calibration.measure.capture import attending
 from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.engine.attention import Attention, Snapshot
 from sglang_kvc.options.resolve import resolve_config
 
-EVERY = 64  # tokens between two readings of the memory
+EVERY = 64  # tokens between two measurements of memory
 
 
 class Replay:
-    """`model` over the cache of `cell`, for `texts` int64 `[B, prompt + new]` that decode in one batch."""
+    """`model` with the cache of `cell`. It decodes `texts`, int64 `[B, prompt + new]`, in one batch."""
 
     def __init__(self, model, cell: str, block: int, texts: torch.Tensor):
         facts, (batch, tokens) = identity_of(model.config), texts.shape
         settings = {f"kvc_{name}": value for name, value in common.kvc_settings(cell).items()}
         config = resolve_config(SimpleNamespace(kvc_block_size=block, **settings))
         geometry = {"layers": facts.layers, "heads": facts.kv_heads, "head_dim": facts.head_dim}
-        self.dense_bytes = 4 * facts.layers * facts.kv_heads * facts.head_dim  # of a token
+        self.dense_bytes = 4 * facts.layers * facts.kv_heads * facts.head_dim  # per token
         self.runtime = runtime = build_runtime(
             config, num_bytes=3 * batch * (tokens + 2 * block) * self.dense_bytes, **geometry, dtype=model.dtype,
             device=model.device,
@@ -55,7 +55,7 @@ class Replay:
         self.table = torch.zeros((batch, blocks * block), dtype=torch.int32, device=model.device)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, run) -> torch.Tensor:
-        """Logits fp32 `[n, V]` of tokens `[n]`, each at its own position and of its own request."""
+        """fp32 logits `[n, V]` of tokens `ids` at `positions`, both `[n]`."""
 
         def attend(layer, q, k, v, scale):
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
@@ -65,13 +65,13 @@ class Replay:
             return self.model(ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
 
     def _bind(self, i: int) -> None:
-        """Write the slots of the last block of sequence `i` to its row."""
+        """Write the slots of sequence `i`'s last block to its row of the table."""
         blocks, p = self.seqs[i].blocks, self.block
         at = torch.arange(p, dtype=torch.int32, device=self.table.device)
         self.table[i, (len(blocks) - 1) * p : len(blocks) * p] = blocks[-1] * p + at
 
     def prefill(self, i: int, prompt: int) -> torch.Tensor:
-        """Log-probabilities `[V]` behind the prompt of sequence `i`."""
+        """Log-probabilities `[V]` after the prompt of sequence `i`."""
         seq, runtime, device = self.seqs[i], self.runtime, self.model.device
         assert runtime.grow([seq], [prompt]), "the prompt does not fit"
         seq.prompt = prompt
@@ -90,13 +90,13 @@ class Replay:
         if runtime.layout.has_scores:
             self.attention.note(snap, lens)
         logits = self._forward(self.texts[i, :prompt], at, self.attention.extend)
-        runtime.tokens_written(seq, prompt, Phase.PREFILL)
+        tokens_written(runtime, seq, prompt, Phase.PREFILL)
         return logits[-1].log_softmax(-1)
 
     def decode(self, length: int) -> torch.Tensor:
-        """Log-probabilities `[B, V]` behind the token at position `length` of all sequences."""
+        """Log-probabilities `[B, V]` after the token at position `length` of each sequence."""
         runtime, device, lengths = self.runtime, self.model.device, np.full(len(self.seqs), length)
-        runtime.tokens_decoded(self.seqs, lengths)
+        tokens_decoded(runtime, self.seqs, lengths)
         assert runtime.grow_by_one(self.seqs, lengths + 1) is not None, "the answers do not fit"
         if length % self.block == 0:
             for i in range(len(self.seqs)):
@@ -123,23 +123,23 @@ class Replay:
 
 
 def uncompressed(model, text: torch.Tensor, first: int) -> torch.Tensor:
-    """Log-probabilities fp16 `[n, V]` behind the tokens of `text` from position `first` on."""
+    """Log-probabilities, fp16 `[n, V]`, after the tokens of `text` from position `first`."""
     hidden = model.model(text[None], use_cache=False).last_hidden_state[0, first:]
     return torch.cat([model.lm_head(x).float().log_softmax(-1).half() for x in hidden.split(256)])
 
 
 def measure(model, cell: str, texts: torch.Tensor, reference: list[torch.Tensor], prompt: int, block: int) -> dict:
-    """KL and agreement of one cell; `reference[B]`: log-probabilities from the prompt's last token on."""
-    replay, apart, equal = Replay(model, cell, block, texts), [], []
+    """KL and agreement of one cell. `reference[B]`: uncompressed log-probabilities from the prompt's last token."""
+    replay, divergences, equal = Replay(model, cell, block, texts), [], []
     new = texts.shape[1] - prompt
     for i in range(len(texts)):
         replay.prefill(i, prompt)
     for step in range(new):
-        mine = replay.decode(prompt + step)
-        right = torch.stack([r[step + 1] for r in reference]).float()
-        apart.append((right.exp() * (right - mine)).sum(-1).cpu())
-        equal.append((right.argmax(-1) == mine.argmax(-1)).float().cpu())
-    kl, agreement = torch.stack(apart, 1), torch.stack(equal, 1)  # [B, new]
+        q = replay.decode(prompt + step)
+        p = torch.stack([logprobs[step + 1] for logprobs in reference]).float()
+        divergences.append((p.exp() * (p - q)).sum(-1).cpu())
+        equal.append((p.argmax(-1) == q.argmax(-1)).float().cpu())
+    kl, agreement = torch.stack(divergences, 1), torch.stack(equal, 1)  # [B, new]
     by_text = kl.mean(1).tolist()
     error = statistics.stdev(by_text) / len(by_text) ** 0.5 if len(by_text) > 1 else float("nan")
     return {
@@ -159,7 +159,7 @@ def main() -> None:
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", choices=fetch.MODELS, default="smollm2")
-    p.add_argument("--cells", required=True, help="separated by ';', settings by '+'")
+    p.add_argument("--cells", required=True, help="cells, separated by ';'; settings by '+'")
     p.add_argument("--texts", type=int, default=4)
     p.add_argument("--prompt", type=int, default=256)
     p.add_argument("--new", type=int, default=2048)

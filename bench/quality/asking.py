@@ -1,7 +1,7 @@
-"""Questions to the server of one cell.
+"""Requests to the server of one cell.
 
-Protocol `unseen`: contexts are sent first, and questions after their blocks are packed, so that a context is compressed
-without its questions. Protocol `seen`: each question is one prompt with its context, as in the papers on pruning.
+Protocol `unseen`: the contexts are sent first, the questions after all blocks are packed. A context is therefore
+compressed without its questions. Protocol `seen`: context and question are one prompt, as in papers on pruning.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bench import common
 from bench.client import Answer
-from bench.quality.cells import keeps_questions_apart, served
+from bench.quality.cells import must_isolate_questions, split_level
 from bench.quality.run import SCORED
-from bench.quality.suite import ASKED, NLL, Work, resident
+from bench.quality.suite import NLL, TASKS, Workload, resident
 from bench.quality.tasks import Context
 from bench.serve.ratio import in_flight
 
 SEEN, UNSEEN = PROTOCOLS = ("seen", "unseen")
 TOP = 20  # number of compared candidates per scored token
-SCORERS = 4  # answers scored at a time; each program of HumanEval takes a while
+SCORERS = 4  # concurrent checks of answers; each HumanEval program takes a while
 STATS = ("ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens_by_tier")
 Tops = list[list[dict[int, float]]]  # passage, token -> log-probabilities of the best candidates
 
 
 class CellError(RuntimeError):
-    """The server answers, but not as the measurement requires."""
+    """An answer does not meet a condition of the benchmark."""
 
 
 def settle(server: common.Server, full_tokens: int, seconds: float = 20) -> dict:
-    """The cache's statistics after they have settled, with the share of full blocks that are packed."""
+    """Statistics of the cache once they no longer change, with the share of full blocks that are packed."""
     last, until = server.client.stats(), time.monotonic() + seconds
     while last and time.monotonic() < until:
         time.sleep(0.1)
@@ -43,8 +43,8 @@ def settle(server: common.Server, full_tokens: int, seconds: float = 20) -> dict
 
 
 def load(server: common.Server, prefixes: list, block: int) -> dict:
-    """Send all prefixes one after the other, so that a policy's collected attention does not depend on other
-    requests."""
+    """Send all prefixes one by one, so that the attention that a policy collects does not depend on other requests;
+    return the statistics."""
     server.client.flush()
     for ids in prefixes:
         server.client.generate(ids, 1)
@@ -54,41 +54,41 @@ def load(server: common.Server, prefixes: list, block: int) -> dict:
 def ask(
     server: common.Server, cell: str, name: str, contexts: list[Context], args
 ) -> tuple[list[list[bool]], list, dict]:
-    """Ask all questions about all contexts. Returns, by context, whether each answer is right and its number of tokens,
-    and the statistics before the questions (protocol `seen`: None)."""
-    task, (_, level), seen = ASKED[name], served(cell), args.protocol == SEEN
+    """Ask all questions about all contexts. Returns by context whether each answer is right, and its number of tokens;
+    also the statistics before the questions (empty in protocol `seen`)."""
+    task, (_, level), seen = TASKS[name], split_level(cell), args.protocol == SEEN
     account = {} if seen else load(server, [c.ids for c in contexts], args.block)
-    asked = [(c, q) for c in contexts for q in c.questions]
+    pairs = [(c, q) for c in contexts for q in c.questions]
     sampling: dict = {"stop": list(task.stop)} if task.free else {}
     sampling |= {"custom_params": {"kvc": level}} if level else {}
     options = {"ignore_eos": not task.free, "sampling": sampling}
-    apart, numbers = seen and keeps_questions_apart(cell), itertools.count()
+    isolated, numbers = seen and must_isolate_questions(cell), itertools.count()
 
-    def one(pair) -> Answer:
+    def answer_to(pair) -> Answer:
         context, question = pair
         tokens = task.tokens or args.answer_tokens
-        alone = {"extra_key": f"{cell}-{name}-{next(numbers)}"} if apart else {}
-        answer = server.client.generate([*context.ids, *question.ask], tokens, **options, **alone)
+        namespace = {"extra_key": f"{cell}-{name}-{next(numbers)}"} if isolated else {}
+        answer = server.client.generate([*context.ids, *question.ask], tokens, **options, **namespace)
         hit = len(context.ids) // args.block * args.block
         if answer.cached_tokens < hit and not seen:
             raise CellError(f"{context.name}: {answer.cached_tokens} tokens cached, not {hit}")
         return answer
 
     with ThreadPoolExecutor(args.concurrency) as pool:
-        answers = list(pool.map(one, asked))
-    # After all answers, because some tasks run programs, which would slow the server on a small machine.
+        answers = list(pool.map(answer_to, pairs))
+    # Checked after all answers, because some tasks run programs that would slow down the server.
     with ThreadPoolExecutor(SCORERS) as pool:
-        marks = iter(list(pool.map(lambda pair, answer: task.right(pair[1].answer, answer.text), asked, answers)))
-    lengths = iter([len(a.ids) for a in answers])
-    return _as(contexts, marks), _as(contexts, lengths), account
+        marks = list(pool.map(lambda pair, answer: task.right(pair[1].answer, answer.text), pairs, answers))
+    return _by_context(contexts, marks), _by_context(contexts, [len(a.ids) for a in answers]), account
 
 
-def _as(contexts: list[Context], values) -> list[list]:
-    return [[next(values) for _ in c.questions] for c in contexts]
+def _by_context(contexts: list[Context], values: list) -> list[list]:
+    remaining = iter(values)
+    return [[next(remaining) for _ in c.questions] for c in contexts]
 
 
 def likelihood(server: common.Server, passages: list[list[int]], block: int) -> tuple[list[float], Tops, dict]:
-    """Nats per token of the ends of all passages, their best candidates, and the statistics (see `run.likelihood`)."""
+    """Nats per token of the end of each passage, the best candidates, and the statistics (see `run.likelihood`)."""
     begin = len(passages[0]) - SCORED - 1
     account = load(server, [p[:begin] for p in passages], block)
     nats, tops = [], []
@@ -103,18 +103,19 @@ def likelihood(server: common.Server, passages: list[list[int]], block: int) -> 
     return nats, tops, account
 
 
-def measure(server: common.Server, cell: str, work: Work, args, out: dict) -> Tops:
-    """Fill `out` as results arrive, so that an interrupted cell keeps them; returns the best candidates."""
+def measure(server: common.Server, cell: str, workload: Workload, args, out: dict) -> Tops:
+    """Run all tasks and return the best candidates. Results are added to `out` as they arrive, so that an interrupted
+    cell keeps them."""
     out["accounts"], tops = {}, []
     for name in args.tasks:
         if name == NLL:
-            out[NLL], tops, out["accounts"][NLL] = likelihood(server, work.passages, args.block)
+            out[NLL], tops, out["accounts"][NLL] = likelihood(server, workload.passages, args.block)
             continue
-        out[name], lengths, out["accounts"][name] = ask(server, cell, name, work.contexts[name], args)
-        if ASKED[name].free:
+        out[name], lengths, out["accounts"][name] = ask(server, cell, name, workload.contexts[name], args)
+        if TASKS[name].free:
             out.setdefault("lengths", {})[name] = lengths
     if server.client.stats():
         server.client.flush()
-        running = in_flight(server, work.sample(), served(cell)[1])
+        running = in_flight(server, workload.sample(), split_level(cell)[1])
         out["accounts"]["running"] = {k: running[k] for k in STATS}
     return tops

@@ -1,9 +1,8 @@
-"""The measured cells: every policy at every size, the most informative first, and the reasons why some are not
-measured.
+"""Measured cells: every policy at every size. Invalid cells are refused with a reason.
 
-A *cell* is one server configuration. Its name is that of `common.kvc`: a format (`k4v4`), or a policy and its
-settings (`snapkv+budget=4x+high=k4v4`); `stock` and `stock-fp8` are SGLang's own cache. An @ precedes the level that
-each request asks for (`k4v4@one-shot:8x`).
+A *cell* is one server configuration, named as in `common.kvc`: a format (`k4v4`), or a policy and its settings
+(`snapkv+budget=4x+high=k4v4`). `stock` and `stock-fp8` are SGLang's own cache. An @ precedes the quality that each
+request asks for (`k4v4@one-shot:8x`).
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from sglang_kvc.policies.registry import POLICIES, PRESETS
 
 STOCK, FP8 = "stock", "stock-fp8"
 BUDGETS = ("4x", "8x", "2x")
-# The most informative first; presets that are not in this list follow.
+# Presets that run first, because they are the most informative.
 FIRST = ("ada-expected", "quota", "kv-compress", "snapkv", "h2o", "random", "streaming-llm", "pyramid", "minikv")
-# The presets that docs/policies.md recommends, as cells.
+# Cells of the presets that docs/policies.md recommends.
 RECOMMENDED = {"safe": "k8v4", "balanced": "k4v4", "max": "max", "fp8": FP8}
 FIXED_FORMATS = ("minikv", "mikv")  # their formats are the method
-LONG = 28_000  # tokens of a context; both Qwen models take 32,768
-QUANTISED = ("k8v8", "k4v2", "k2v2")
+LONG = 28_000  # tokens of a long context; both Qwen models support 32,768
+FORMAT_CELLS = ("k8v8", "k4v2", "k2v2")
 
 
 def names() -> list[str]:
-    """All cells, by importance. Many are refused: see `refusal`."""
+    """Names of all cells, by importance. `refusal` rejects many of them."""
     presets = [p.name for p in PRESETS if p.name not in RECOMMENDED]
     presets = [n for n in FIRST if n in presets] + [n for n in presets if n not in FIRST]
-    out = [*dict.fromkeys([STOCK, *RECOMMENDED.values()]), "bf16", *QUANTISED, "leankv", "arkv"]
-    out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # drops nothing, and so meets few budgets
+    out = [*dict.fromkeys([STOCK, *RECOMMENDED.values()]), "bf16", *FORMAT_CELLS, "leankv", "arkv"]
+    out += [_named(p, "4x", None) for p in presets] + ["mikv"]  # it drops no tokens, so few budgets are possible
     out += [_named(p, b, "k4v4") for b in ("4x", "8x") for p in presets]
     out += [_named(p, b, None) for b in ("8x", "2x") for p in presets]
-    # The same format for all methods, to compare them; and pruning combined with lower formats.
+    # The same format for all methods, for comparisons; then pruning combined with lower formats.
     out += [_named(p, b, "k8v8") for b in BUDGETS for p in presets]
     out += [_named(p, "8x", high) for high in ("k4v2", "k2v2") for p in presets]
     return list(dict.fromkeys(n for n in out if n))
@@ -52,24 +51,24 @@ def names() -> list[str]:
 def _named(policy: str, budget: str, high: str | None) -> str | None:
     if high and policy in FIXED_FORMATS:
         return None
-    own = POLICIES[policy]().high
-    return f"{policy}+budget={budget}" + (f"+high={high}" if high and high != own else "")
+    default = POLICIES[policy]().high
+    return f"{policy}+budget={budget}" + (f"+high={high}" if high and high != default else "")
 
 
 def scores(rows: dict[str, dict], model: str, first: int = 0, length: int = 0) -> dict[str, Score]:
-    """The scoreboard's figures for the recommended presets and stock fp8: difference in points from stock in the same
-    run, with its 95 % interval, KL, bytes. `first`: number of the first context. Contexts of `LONG` tokens or more have
-    separate names."""
+    """Scores of the recommended presets and stock fp8: points gained or lost against stock in the same run with 95 %
+    interval, KL, and bytes. `first`: number of the first context. Contexts of at least `LONG` tokens have separate
+    names."""
     out: dict[str, Score] = {}
     quality = "quality.32k" if length >= LONG else "quality"
     for name, cell in RECOMMENDED.items():
         row = rows.get(cell, {})
         for task in TITLES:
             if "right_to_wrong" in row.get(task, {}):
-                out[f"{quality}.{name}.{model}.{task}.delta"] = lost(row[task], chosen_on(cell, task, first))
-        asked = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
-        if asked:
-            out[f"{quality}.{name}.{model}.all.delta"] = lost(together(asked), f" of {len(asked)} tasks")
+                out[f"{quality}.{name}.{model}.{task}.delta"] = delta(row[task], chosen_on(cell, task, first))
+        marks = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
+        if marks:
+            out[f"{quality}.{name}.{model}.all.delta"] = delta(combined(marks), f" of {len(marks)} tasks")
         if row.get("kl"):
             unit = "nats a token, from the 20 best candidates"
             out[f"{quality}.{name}.{model}.kl_p99"] = Score(row["kl"]["p99"], unit, REFERENCE)
@@ -79,74 +78,75 @@ def scores(rows: dict[str, dict], model: str, first: int = 0, length: int = 0) -
 
 
 def one_shot_scores(rows: dict[str, dict], model: str) -> dict[str, Score]:
-    """Points that requests at `one-shot` levels lose against stock in the same run."""
+    """Points that requests at `one-shot` levels gain or lose against stock in the same run."""
     out: dict[str, Score] = {}
     for cell, row in rows.items():
-        kind, _, rate = (served(cell)[1] or "").partition(":")
+        kind, _, rate = (split_level(cell)[1] or "").partition(":")
         for task in TITLES:
             if kind == "one-shot" and "right_to_wrong" in row.get(task, {}):
-                out[f"papers.oneshot.{rate}.{model}.{task}.delta"] = lost(row[task])
+                out[f"papers.oneshot.{rate}.{model}.{task}.delta"] = delta(row[task])
     return out
 
 
 PLAIN = "bf16 keys and values alone"
 REFERENCE = "stock bf16 of the same run"
-FLOOR = 0.05  # share of stock's right answers below which a task cannot show a loss
+FLOOR = 0.05  # share of right answers of stock below which a task cannot show a loss
 
 
 def chosen_on(cell: str, task: str, first: int) -> str:
-    """Note on questions by which a preset was chosen: the dictionaries of the first contexts for `max`."""
+    """Note for questions that the choice of a preset was based on: the dictionaries of the first contexts for `max`."""
     return " on which it was chosen" if (cell, task, first) == ("max", "kv", 0) else ""
 
 
-def together(tasks: list[dict]) -> dict:
-    """The marks of several tasks combined as one."""
+def combined(tasks: list[dict]) -> dict:
+    """Marks of several tasks, combined as those of one task."""
     of = sum(marks["of"] for marks in tasks)
     flips = {k: sum(marks[k] for marks in tasks) for k in ("right_to_wrong", "wrong_to_right")}
     return {"of": of, "em": sum(marks["em"] * marks["of"] for marks in tasks) / of, **flips}
 
 
-def lost(marks: dict, which: str = "") -> Score:
-    """Points of one task against stock of the same run. `marks`: of `run.summary`; `which`: what its questions are."""
-    won, gone, of = marks["wrong_to_right"], marks["right_to_wrong"], marks["of"]
-    right = round(marks["em"] * of) - won + gone  # of stock
-    floor = f", floor: stock has {right} right" if right < FLOOR * of else ""
-    low, high = paired(won, gone, of)
-    unit = f"points of {of} questions{which}{floor}"
-    return Score(100 * (won - gone) / of, unit, REFERENCE, low=100 * low, high=100 * high)
+def delta(marks: dict, note: str = "") -> Score:
+    """Points gained or lost in one task against stock of the same run. `marks`: of `run.summary`. `note`: added to the
+    unit."""
+    gained, lost, of = marks["wrong_to_right"], marks["right_to_wrong"], marks["of"]
+    stock_right = round(marks["em"] * of) - gained + lost
+    floor = f", floor: stock has {stock_right} right" if stock_right < FLOOR * of else ""
+    low, high = paired(gained, lost, of)
+    unit = f"points of {of} questions{note}{floor}"
+    return Score(100 * (gained - lost) / of, unit, REFERENCE, low=100 * low, high=100 * high)
 
 
-def chosen(wanted: str) -> list[str]:
-    """`all`, or names separated by commas; a policy's name stands for all of its cells."""
-    everything = names()
+def select(wanted: str) -> list[str]:
+    """Names of cells from a comma-separated list, or `all`. The name of a policy selects all of its cells."""
+    all_names = names()
     if wanted == "all":
-        return everything
+        return all_names
     out: list[str] = []
     for name in wanted.split(","):
-        mine = [n for n in everything if n.split("+")[0] == name]
-        out += mine if mine and name not in everything else [name]
+        of_policy = [n for n in all_names if n.split("+")[0] == name]
+        out += of_policy if of_policy and name not in all_names else [name]
     return list(dict.fromkeys(out))
 
 
-def served(name: str) -> tuple[str, str | None]:
-    """The server of a cell, and the level that its requests ask for, if any."""
+def split_level(name: str) -> tuple[str, str | None]:
+    """Server of a cell, and the level that its requests ask for, or None."""
     server, _, level = name.partition("@")
     return server, level or None
 
 
-def keeps_questions_apart(name: str) -> bool:
-    """Whether the attention of a prompt's question decides which context tokens are kept, so that prompts must not
-    share blocks."""
-    server, level = served(name)
+def must_isolate_questions(name: str) -> bool:
+    """Whether prompts must not share blocks, because the attention of a question decides which context tokens are
+    kept."""
+    server, level = split_level(name)
     if server in (STOCK, FP8) or level:
-        return False  # a level that reads the question has private blocks for each request
+        return False  # requests at a level that depends on the question have private blocks
     settings = common.kvc_settings(server)
     policy = POLICIES[settings["policy"]]
     return policy(**{k: v for k, v in settings.items() if k in ("scorer", "share")}).scope == SEQUENCE
 
 
 def needs_calibration(name: str) -> bool:
-    name, _ = served(name)
+    name, _ = split_level(name)
     if name in (STOCK, FP8):
         return False
     settings = common.kvc_settings(name)
@@ -156,17 +156,16 @@ def needs_calibration(name: str) -> bool:
 
 
 def refusal(name: str, identity: Identity, block: int, calibration: Path | None) -> str | None:
-    """The reason, in a sentence, why this cell is not measured, from the server's own configuration; None if it is
-    measured."""
-    name, _ = served(name)
+    """Why this cell is not measured, as a sentence, from the server's configuration; None if it is measured."""
+    name, _ = split_level(name)
     if name in (STOCK, FP8):
         return None
     settings = common.kvc_settings(name)
     if needs_calibration(name):
         settings["calibration"] = str(calibration) if calibration else None
-    given = SimpleNamespace(**{f"kvc_{k}": v for k, v in settings.items()}, kvc_block_size=block)
+    options = SimpleNamespace(**{f"kvc_{k}": v for k, v in settings.items()}, kvc_block_size=block)
     try:
-        config = resolve_config(given)
+        config = resolve_config(options)
         policy = make_policy(config)
         shape = {"layers": identity.layers, "heads": identity.kv_heads, "head_dim": identity.head_dim}
         layout = make_layout(config, policy, **shape)
@@ -179,15 +178,16 @@ def refusal(name: str, identity: Identity, block: int, calibration: Path | None)
 
 
 def attempts(name: str, args, port: int) -> Iterator[list[str]]:
-    """Options of the server, followed by fallbacks if it does not start, because the reference must exist."""
-    name, _ = served(name)
-    # Cells share the device. All have equal memory, and no CUDA graphs, because capture takes longer than the tasks.
+    """Options of the server, followed by fallbacks for a stock server that does not start, because it is the
+    reference."""
+    name, _ = split_level(name)
+    # All servers share the device and have equal memory. Capturing CUDA graphs would take longer than the tasks.
     common_options = ["--enable-fp32-lm-head", "--max-total-tokens", str(args.tokens), "--nccl-port", str(port + 1)]
     common_options += ["--skip-server-warmup"]
     gpu = args.device == "cuda"
     if gpu:
         common_options += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
-        common_options += ["--mem-fraction-static", "0.85"]  # no server takes this much: --max-total-tokens is lower
+        common_options += ["--mem-fraction-static", "0.85"]  # an upper bound; --max-total-tokens is lower
         common_options += ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
         common_options += ["--chunked-prefill-size", "8192"]
     if name not in (STOCK, FP8):

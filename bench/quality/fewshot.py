@@ -1,7 +1,7 @@
-"""Many-shot classification: words of eight kinds, each with a label that only the context defines.
+"""Many-shot classification of words of eight kinds, with labels that only the context defines.
 
-The labels are colors, assigned at random for each context, so that no model knows them and a lost context shows. The
-questions are words that are not in the list, one of each kind; chance is one in eight.
+The labels are colors, assigned at random in each context. A model cannot know them, so answers depend on the context.
+The questions are words that are not in the list, one of each kind. Guesses are right in one of eight cases.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ KINDS = {
 
 
 def shots(maker: Maker, number: int, tokens: int) -> Context:
-    """Words and labels that fill the context; if there are too few, they are repeated in another order.
+    """Context filled with words and labels, repeated in another order if there are too few.
 
-    Plain lines without a dialogue, because small models continue a list better than they talk about it.
+    It has plain lines and no dialogue, because small models continue a list better than they talk about it.
     """
     rng = random.Random(f"few-shot {number}")
     labels = dict(zip(KINDS, rng.sample(LABELS, len(KINDS))))
     kinds = {kind: rng.sample(words.split(), len(words.split())) for kind, words in KINDS.items()}
-    asked = [(words.pop(), labels[kind]) for kind, words in kinds.items()]
-    rng.shuffle(asked)
-    known = [(word, labels[kind]) for kind, words in kinds.items() for word in words]
+    questions = [(words.pop(), labels[kind]) for kind, words in kinds.items()]
+    rng.shuffle(questions)
+    shown = [(word, labels[kind]) for kind, words in kinds.items() for word in words]
     intro = "Words of the same kind have the same colour.\n"
     lines: list[str] = []
     n = len(maker.ids(intro))
     while n < tokens:
-        rng.shuffle(known)
-        for word, label in known:
+        rng.shuffle(shown)
+        for word, label in shown:
             n += len(maker.ids(f"\n{word}: {label}"))
             if n >= tokens:
                 break
             lines.append(f"\n{word}: {label}")
-    questions = [Question(tuple(maker.ids(f"\n{w}:")), label) for w, label in asked]
-    return Context(f"shots-{number}", tuple(maker.ids(intro + "".join(lines))), tuple(questions))
+    asks = (Question(tuple(maker.ids(f"\n{w}:")), label) for w, label in questions)
+    return Context(f"shots-{number}", tuple(maker.ids(intro + "".join(lines))), tuple(asks))

@@ -1,6 +1,6 @@
-"""Findings of the papers, tested on these models: pairs of cells of equal bytes, asked the same questions.
+"""Tests of the papers' findings: pairs of cells with equal bytes that answer the same questions.
 
-The sign test counts the questions that only one of the two cells answers, in both tasks together.
+The sign test counts the questions that only one of the two cells answers correctly, over both tasks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from math import comb
 from bench.quality.merged import Merged
 
 TASKS = ("niah", "kv")
-# finding -> pairs of cells, with the supposedly better one first
+# Finding -> pairs of cells; the first cell of a pair is better if the finding holds.
 FINDINGS = {
     "LeanKV: K8V4 is as good as 16 bits": [("k8v4", "stock")],
     "LeanKV, KV-Compress: heads and layers with budgets of their own beat equal ones": [
@@ -34,17 +34,18 @@ FINDINGS = {
         ("xkv+budget=8x+high=k4v4", "pyramid+budget=8x+high=k4v4"),
     ],
 }
-SURE = 0.05
+SIGNIFICANCE = 0.05
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p-value of this split of `wins + losses` fair coin tosses."""
-    n, most = wins + losses, max(wins, losses)
-    return min(1.0, 2 * sum(comb(n, k) for k in range(most, n + 1)) / 2**n) if n else 1.0
+    """Two-sided p-value of `wins` among `wins + losses` fair coin tosses."""
+    n = wins + losses
+    return min(1.0, 2 * sum(comb(n, k) for k in range(max(wins, losses), n + 1)) / 2**n) if n else 1.0
 
 
 def compare(group: Merged, better: str, other: str) -> dict | None:
-    """Shares of right answers of both cells by task, and p over all questions; None if a cell was not measured."""
+    """Shares of right answers of both cells by task, and the sign test over all questions; None if a cell is
+    missing."""
     if better not in group.raw or other not in group.raw:
         return None
     wins = losses = 0
@@ -57,7 +58,7 @@ def compare(group: Merged, better: str, other: str) -> dict | None:
     return {"shares": shares, "wins": wins, "losses": losses, "p": sign_test(wins, losses)}
 
 
-def verdict(found: dict) -> str:
-    if found["p"] >= SURE:
+def verdict(comparison: dict) -> str:
+    if comparison["p"] >= SIGNIFICANCE:
         return "no difference"
-    return "holds" if found["wins"] > found["losses"] else "the other way round"
+    return "holds" if comparison["wins"] > comparison["losses"] else "the other way round"

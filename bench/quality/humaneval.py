@@ -1,25 +1,25 @@
-"""HumanEval behind solved problems: the prefix is existing code, the question a function to write.
+"""HumanEval with a context of solved problems: the prefix is existing code, the question a function to write.
 
-A problem never occurs in its own context: problems are divided into groups, and a context consists of solved problems
-of other groups. An answer is right if its tests pass.
+Problems are divided into groups, and a context has solved problems of other groups only, so a problem never occurs in
+its own context. An answer is right if its tests pass.
 """
 
 from __future__ import annotations
 
 import random
 
-from bench.quality.sandbox import ends_well
+from bench.quality.sandbox import succeeds
 from bench.quality.tasks import Context, Maker, Question
 
 GROUPS = 4
-# Lines that are not indented end the function.
+# Unindented lines end the function.
 STOP = ("\ndef ", "\nclass ", "\nfrom ", "\nimport ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```", "\n'''")
 
 
 def solved(maker: Maker, problems: list[dict], number: int, tokens: int) -> list[Context]:
-    """`number` problems, spread over all, each behind one of a few contexts."""
-    asked = [problems[i * len(problems) // number] for i in range(min(number, len(problems)))]
-    groups = [asked[g::GROUPS] for g in range(GROUPS) if asked[g::GROUPS]]
+    """Contexts of up to `tokens` tokens, with `number` evenly spaced problems as questions."""
+    selected = [problems[i * len(problems) // number] for i in range(min(number, len(problems)))]
+    groups = [selected[g::GROUPS] for g in range(GROUPS) if selected[g::GROUPS]]
     out = []
     for g, group in enumerate(groups):
         others = [p for p in problems if p not in group]
@@ -35,8 +35,8 @@ def solved(maker: Maker, problems: list[dict], number: int, tokens: int) -> list
 
 
 def passes(problem: dict, text: str) -> bool:
-    """Whether the problem's tests pass with this text as the rest of its function."""
+    """Whether the problem's tests pass with `text` as the body of its function."""
     for stop in STOP:
         text = text.split(stop)[0]
     check = f"check({problem['entry_point']})"
-    return ends_well(f"{problem['prompt']}{text}\n\n{problem['test']}\n\n{check}\n")
+    return succeeds(f"{problem['prompt']}{text}\n\n{problem['test']}\n\n{check}\n")

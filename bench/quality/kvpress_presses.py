@@ -1,8 +1,8 @@
-"""The compared presses of NVIDIA's kvpress, over the whole context or block by block.
+"""Presses of NVIDIA's kvpress, applied to the entire context or block by block.
 
-kvpress needs an older transformers than SGLang, so this module runs in a separate environment. Importing kvpress also
-imports `datasets` and `fire` for presses that are not run here. If they are not installed, stand-ins that fail when
-used replace them during the import; `STAND_INS` names them.
+kvpress needs an older transformers than SGLang, so this module runs in a separate environment. kvpress imports
+`datasets` and `fire` for presses that do not run here. If they are not installed, stand-ins that fail when called
+replace them during the import; `STAND_INS` lists them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAND_INS: list[str] = []
 
 
 class _StandIn(ModuleType):
-    """A stand-in module; everything imported from it fails when called."""
+    """Stand-in for a module. Everything imported from it fails when called."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -41,7 +41,7 @@ def _import_kvpress():
     try:
         import kvpress
     finally:
-        for name in names:  # nothing else may take them for the packages
+        for name in names:  # later imports must not find the stand-ins
             del sys.modules[name]
     STAND_INS.extend(names)
     return kvpress
@@ -51,17 +51,17 @@ kvpress = _import_kvpress()
 
 
 class Blocks(kvpress.BasePress):
-    """Any press, applied to each full block separately: every block keeps the same share, independent of later tokens.
+    """A press applied to each full block separately. Every block keeps the same share, independent of later tokens.
 
-    A block is scored with the information available at its end: hidden states and positions of all earlier tokens, but
-    only its own keys and values. The kept tokens are therefore the same for every sequence with this prefix, as in a
-    shared cache. Tokens after the last full block are all kept, as on the server, so compare by the kept share. Over
-    blocks of 128 PyramidKV falls back to SnapKV.
+    The score of a block depends on the hidden states and positions of all tokens up to its end, but only on its own
+    keys and values. The kept tokens are therefore equal for all sequences with this prefix, as in a shared cache. As on
+    the server, all tokens after the last full block are kept, so compare by the kept share. With blocks of 128 tokens,
+    PyramidKV falls back to SnapKV.
 
-    kvpress has two wrappers of its own. `ChunkPress` (scope `chunk`) scores a block from its own hidden states as if it
-    began the sequence, takes score presses only, and fails on short ends; it agrees with this class where a score
-    needs the keys alone. `BlockPress` evicts from earlier blocks as later ones come: one budget for the whole
-    sequence, so that a block's content depends on what follows it. A shared block cannot do that; it is not run.
+    kvpress has two wrappers of this kind. `ChunkPress` (scope `chunk`) scores a block from its own hidden states, as if
+    the sequence began there. It only supports score presses and fails on short ends. It agrees with this class if
+    scores depend on keys alone. `BlockPress` has one budget for the sequence and evicts from earlier blocks when later
+    ones arrive. A shared block must not depend on later tokens, so `BlockPress` does not run here.
     """
 
     def __init__(self, press, size: int):
@@ -71,28 +71,28 @@ class Blocks(kvpress.BasePress):
         self.press.post_init_from_model(model)
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-        whole = keys.shape[2] // self.size * self.size
+        full_tokens = keys.shape[2] // self.size * self.size
         cos, sin = kwargs["position_embeddings"]
         out, masked = [], []
-        for begin in range(0, whole, self.size):
+        for begin in range(0, full_tokens, self.size):
             end = begin + self.size
-            own = slice(begin, end)
+            block = slice(begin, end)
             module.masked_key_indices = None
             out.append(
                 self.press.compress(
                     module,
                     hidden_states[:, :end],
-                    keys[:, :, own],
-                    values[:, :, own],
-                    None if attentions is None else attentions[:, :, own, own],
+                    keys[:, :, block],
+                    values[:, :, block],
+                    None if attentions is None else attentions[:, :, block, block],
                     {**kwargs, "position_embeddings": (cos[:, :end], sin[:, :end])},
                 )
             )
             if module.masked_key_indices is not None:
                 batch, head, token = module.masked_key_indices
                 masked.append((batch, head, token + begin))
-        out.append((keys[:, :, whole:], values[:, :, whole:]))
-        # AdaKV drops nothing; kvpress hides these keys from the questions' attention.
+        out.append((keys[:, :, full_tokens:], values[:, :, full_tokens:]))
+        # AdaKV drops no keys. kvpress masks these keys in the attention of the questions.
         module.masked_key_indices = tuple(torch.cat(x) for x in zip(*masked)) if masked else None
         return tuple(torch.cat(x, dim=2) for x in zip(*out))
 
@@ -107,7 +107,7 @@ PRESSES: dict[str, Callable[[float], kvpress.BasePress]] = {
     "expected": kvpress.ExpectedAttentionPress,
     "keydiff": kvpress.KeyDiffPress,
     "snapkv": kvpress.SnapKVPress,
-    "snapkv-w8": lambda ratio: kvpress.SnapKVPress(ratio, window_size=8),  # the window of one-shot prompts here
+    "snapkv-w8": lambda ratio: kvpress.SnapKVPress(ratio, window_size=8),  # our window for one-shot prompts
     "ada-snapkv": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
     "ada-snapkv-w8": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=8)),
     "critical-ada-snapkv": lambda ratio: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio)),
@@ -117,11 +117,11 @@ PRESSES: dict[str, Callable[[float], kvpress.BasePress]] = {
     "random": kvpress.RandomPress,
     "knorm": kvpress.KnormPress,
 }
-EAGER = ("h2o",)  # presses that read the prompt's attention, which only the eager implementation returns
+EAGER = ("h2o",)  # presses that need attention weights, which only the eager implementation returns
 
 
 def build(name: str, keep: float, scope: str, block: int):
-    """The press of that name, or None for the full cache."""
+    """Press `name` that keeps the share `keep`; None for the full cache."""
     if name == "full":
         return None
     press = PRESSES[name](1 - keep)

@@ -1,20 +1,20 @@
-"""The questions of `bench.quality.run` through NVIDIA's kvpress: the loss by pruning without a server.
+"""Quality of NVIDIA's kvpress on the questions of `bench.quality.run`, without a server.
 
     python bench/quality/kvpress_run.py --model-path DIR --model qwen-0.5b --essays FILE --out FILE
         [--device cuda|cpu] [--length 2048] [--contexts 13] [--presses NAME,..] [--keep 0.5,0.25,0.125]
         [--scope sequence|block|chunk] [--block 128] [--parallel 6] [--seconds 200] [--protocol unseen|seen]
 
-Protocol `unseen`: one context is compressed once, then every question is asked against the same cache. Protocol `seen`:
-a press sees each question together with its context and keeps as many tokens of the prompt as a `one-shot` server,
-which keeps the share `--keep` of the full blocks and every token after them. As on the server, the first token of an
-answer is computed from the whole prompt.
+Protocol `unseen`: a context is compressed once, and all of its questions use this cache. Protocol `seen`: a press sees
+each question together with its context. It keeps as many tokens of the prompt as a `one-shot` server, which keeps the
+share `--keep` of the full blocks and all tokens after them. As on the server, the first token of an answer is computed
+from the full prompt.
 
-Answers are greedy, and compared exactly. `full` compresses nothing and checks this harness; changed answers are counted
-against it. `--scope` is the part of the text that a press sees. `sequence`, the whole text, is kvpress unchanged;
-`kvpress_presses.Blocks` explains the others.
+Answers are greedy and compared exactly. The press `full` compresses nothing; it checks this harness and is the
+reference for changed answers. `--scope` is the part of the text that a press sees. `sequence`, the entire text, is
+kvpress without changes; `kvpress_presses.Blocks` explains the other scopes.
 
-It runs in a separate environment (`pip install kvpress==0.5.5 "transformers<5.3"`) and imports nothing of SGLang.
-`bench.quality.fetch` makes the model's folder and the essays.
+The script runs in a separate environment (`pip install kvpress==0.5.5 "transformers<5.3"`) without SGLang.
+`bench.quality.fetch` creates the model's folder and the essays.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ DEFAULTS = {
 KEEP = {UNSEEN: "0.5,0.25,0.125", SEEN: "0.4362,0.2012,0.1003,0.0501"}  # seen: of k4v4 at one-shot 8x, 16x, 32x, 64x
 NAMES = {*",".join(DEFAULTS.values()).split(","), "knorm", "full"}
 SETTINGS = ("model", "length", "contexts", "scope", "block", "answer_tokens", "protocol")
-GRACE = 20  # seconds after the deadline for the contexts that are under way
+GRACE = 20  # seconds after the deadline for contexts that are being processed
 
 
-class Asker:
-    """One model that answers questions about compressed contexts."""
+class Runner:
+    """A model that answers questions about compressed contexts."""
 
     def __init__(self, path: str, device: str):
         import torch
@@ -70,38 +70,38 @@ class Asker:
         self.tok = AutoTokenizer.from_pretrained(path)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.model.to(device).eval()
-        if not hasattr(self.model.config, "head_dim"):  # CriticalKV reads it; Qwen2's configuration leaves it out
+        if not hasattr(self.model.config, "head_dim"):  # CriticalKV needs it, but Qwen2's configuration lacks it
             self.model.config.head_dim = self.model.model.layers[0].self_attn.head_dim
-        # As on the server. With bf16 logits many answers would depend on the order of equal logits.
+        # fp32 as on the server. With bf16 logits, many answers would depend on the order of equal logits.
         self.head = self.model.lm_head.weight.float()
         self.layers = [layer.self_attn for layer in self.model.model.layers]
         for layer in self.layers:
             layer.register_forward_pre_hook(fit_mask, with_kwargs=True)
 
     def measure(self, cell: dict, contexts: dict[str, list[Context]], tokens: int, deadline: float) -> dict:
-        """Whether each question is answered right, for as many contexts as time allows."""
+        """Row of a cell: which answers are right, for as many contexts as time allows."""
         press = self.presses.build(cell["press"], cell["keep"], cell["scope"], cell["block"])
         self.model.set_attn_implementation("eager" if cell["press"] in self.presses.EAGER else "sdpa")
-        began, kept = time.monotonic(), []
+        began, shares = time.monotonic(), []
         answers: dict[str, list[list[bool]]] = {task: [] for task in contexts}
         for number in range(len(next(iter(contexts.values())))):
             if time.time() > deadline:
                 break
-            for task, made in contexts.items():
-                self.torch.manual_seed(number)  # `random` chooses anew for each layer and context
+            for task, task_contexts in contexts.items():
+                self.torch.manual_seed(number)  # the press `random` draws other tokens for each layer and context
                 ask = self.ask_seen if cell["protocol"] == SEEN else self.ask
-                found, share = ask(made[number], press, tokens, cell)
-                answers[task].append(found)
-                kept.append(share)
-        row = {**cell, "kept": sum(kept) / len(kept) if kept else None, "contexts": len(kept) // len(contexts)}
-        for task, found in answers.items():
-            flat = [x for one in found for x in one]
+                marks, share = ask(task_contexts[number], press, tokens, cell)
+                answers[task].append(marks)
+                shares.append(share)
+        row = {**cell, "kept": sum(shares) / len(shares) if shares else None, "contexts": len(shares) // len(contexts)}
+        for task, by_context in answers.items():
+            flat = [mark for marks in by_context for mark in marks]
             em = sum(flat) / len(flat) if flat else None
-            row[task] = {"right": sum(flat), "of": len(flat), "em": em, "answers": found}
+            row[task] = {"right": sum(flat), "of": len(flat), "em": em, "answers": by_context}
         return {**row, "seconds": round(time.monotonic() - began, 2)}
 
     def ask(self, context: Context, press, tokens: int, cell: dict) -> tuple[list[bool], float]:
-        """Whether each answer about one compressed context is right, and the share of keys and values that is kept."""
+        """Whether each answer about one compressed context is right, and the kept share of keys and values."""
         with self.torch.inference_mode():
             _, cache, share = self.compressed(context.ids, press)
             sizes = [layer.keys.shape[2] for layer in cache.layers]
@@ -114,7 +114,7 @@ class Asker:
         return out, share
 
     def ask_seen(self, context: Context, press, tokens: int, cell: dict) -> tuple[list[bool], float]:
-        """The same where each question is compressed together with its context."""
+        """Like `ask`, but each question is compressed together with its context."""
         out, shares = [], []
         with self.torch.inference_mode():
             for question in context.questions:
@@ -127,7 +127,7 @@ class Asker:
         return out, sum(shares) / len(shares)
 
     def compressed(self, ids, press) -> tuple[int, Any, float]:
-        """The most likely next token, the compressed cache, and the kept share."""
+        """Most likely next token, compressed cache, and kept share."""
         from transformers import DynamicCache
 
         for layer in self.layers:
@@ -141,18 +141,18 @@ class Asker:
         return first, cache, (heads * sum(sizes) - hidden) / (heads * len(sizes) * len(ids))
 
     def answer(self, question, first: int, cache, position: int, tokens: int) -> bool:
-        """Continue after the first token, with the positions of the uncompressed text, until the answer is right or
-        cannot be."""
-        got = [first]
+        """Whether the answer that starts with token `first` is right. Decoding uses the positions of the uncompressed
+        text and ends as soon as the result is certain."""
+        ids = [first]
         while True:
-            text = self.tok.decode(got, skip_special_tokens=True)
-            if right(question.answer, text) or len(got) == tokens or not could_be_right(question.answer, text):
+            text = self.tok.decode(ids, skip_special_tokens=True)
+            if right(question.answer, text) or len(ids) == tokens or not could_be_right(question.answer, text):
                 return right(question.answer, text)
-            got.append(self.forward(got[-1:], cache, position))
+            ids.append(self.forward(ids[-1:], cache, position))
             position += 1
 
     def forward(self, ids, cache, position: int) -> int:
-        """Append `ids` to the cache; the most likely next token."""
+        """Append `ids` to the cache and return the most likely next token."""
         ids = self.torch.tensor([ids], device=self.device)
         at = self.torch.arange(position, position + ids.shape[1], device=self.device)[None]
         states = self.model.model(input_ids=ids, position_ids=at, past_key_values=cache).last_hidden_state
@@ -160,9 +160,10 @@ class Asker:
 
 
 def fit_mask(module, args, kwargs):
-    """transformers makes one mask, as long as the first layer's cache; a pyramid's other layers hold fewer tokens.
+    """Hook that cuts the attention mask to the length of the layer's cache.
 
-    Every past token is visible, so the last columns of the mask fit each layer.
+    transformers makes one mask for the first layer's length, but other layers of a pyramid hold fewer tokens. All past
+    tokens are visible, so the last columns of the mask are right for each layer.
     """
     mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     if mask is None or cache is None:
@@ -172,7 +173,7 @@ def fit_mask(module, args, kwargs):
 
 
 def kept_of_prompt(tokens: int, keep: float, block: int) -> float:
-    """The share of a prompt that a server keeps: a share of the full blocks, and all tokens after them."""
+    """Share of a prompt that a server keeps: the share `keep` of the full blocks, and all tokens after them."""
     full = tokens // block * block
     return (keep * full + tokens - full) / tokens
 
@@ -182,13 +183,13 @@ def could_be_right(answer: str, text: str) -> bool:
 
 
 def work(args, contexts, todo, results, deadline: float) -> None:
-    """One process: takes cells until none are left or the time is up."""
+    """Main function of a process: measure cells until none are left or time runs out."""
     try:
         import torch
 
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.parallel))
-        asker = Asker(args.model_path, args.device)
-        results.put((None, {"stand_ins": asker.presses.STAND_INS}))
+        runner = Runner(args.model_path, args.device)
+        results.put((None, {"stand_ins": runner.presses.STAND_INS}))
     except Exception:
         results.put((None, {"error": traceback.format_exc()}))
         return
@@ -198,7 +199,7 @@ def work(args, contexts, todo, results, deadline: float) -> None:
             results.put((number, {**cell, "error": "no time left"}))
             continue
         try:
-            row = asker.measure(cell, contexts, args.answer_tokens, deadline)
+            row = runner.measure(cell, contexts, args.answer_tokens, deadline)
         except Exception as e:
             traceback.print_exc()
             row = {**cell, "error": f"{type(e).__name__}: {e}"}
@@ -207,8 +208,8 @@ def work(args, contexts, todo, results, deadline: float) -> None:
         results.put((number, row))
 
 
-def turned(row: dict, full: dict, tasks) -> None:
-    """Count the answers that are right only with the full cache, and those that are right only here."""
+def count_flips(row: dict, full: dict, tasks) -> None:
+    """Add the numbers of answers that are right only with the full cache, and only with the press."""
     for task in tasks:
         pairs = [(a, b) for x, y in zip(full[task]["answers"], row[task]["answers"]) for a, b in zip(x, y)]
         row[task]["right_to_wrong"] = sum(a and not b for a, b in pairs)
@@ -239,7 +240,7 @@ def describe(args, contexts: dict[str, list[Context]]) -> dict:
 
 
 def collect(args, cells: list[dict], contexts: dict[str, list[Context]], record: dict, deadline: float) -> dict:
-    """Start the processes and write the file after every cell; what is missing at the end is recorded as an error."""
+    """Start the processes and write the file after every cell. Cells without a result are recorded as errors."""
     context = multiprocessing.get_context("spawn")
     todo, results = context.Queue(), context.Queue()
     for item in [*enumerate(cells), *[None] * args.parallel]:
@@ -279,7 +280,7 @@ def write(out: Path, record: dict, cells: list[dict], rows: dict[int, dict], con
     ordered = [rows[n] for n in range(len(cells)) if n in rows]
     for row in ordered:
         if full and row is not full and "error" not in row:
-            turned(row, full, contexts)
+            count_flips(row, full, contexts)
     temporary = out.with_suffix(".part")
     temporary.write_text(json.dumps({**record, "rows": ordered}, indent=1) + "\n")
     temporary.rename(out)
@@ -297,14 +298,14 @@ def show(row: dict, tasks) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True)
-    parser.add_argument("--model", required=True, help="its name in the results")
+    parser.add_argument("--model", required=True, help="name of the model in the results")
     parser.add_argument("--essays", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--contexts", type=int, default=13)
-    parser.add_argument("--presses", help=f"of {', '.join(sorted(NAMES))}; `full` is always run")
-    parser.add_argument("--keep", help=f"default: {KEEP[UNSEEN]}, and in the protocol seen {KEEP[SEEN]}")
+    parser.add_argument("--presses", help=f"separated by commas: {', '.join(sorted(NAMES))}; `full` always runs")
+    parser.add_argument("--keep", help=f"kept shares; default: {KEEP[UNSEEN]}, in protocol seen {KEEP[SEEN]}")
     parser.add_argument("--protocol", default=UNSEEN, choices=PROTOCOLS)
     parser.add_argument("--scope", default="sequence", choices=("sequence", "block", "chunk"))
     parser.add_argument("--block", type=int, default=128)
@@ -315,19 +316,19 @@ def main() -> int:
     deadline = time.time() + args.seconds
     presses = (args.presses or DEFAULTS[args.protocol]).split(",")
     if args.protocol == SEEN and args.scope != "sequence":
-        parser.error("the protocol seen is for the scope sequence: blocks that others share cannot know a question")
+        parser.error("protocol seen needs scope sequence, because shared blocks cannot depend on a question")
     if unknown := set(presses) - NAMES:
         parser.error(f"no such presses: {', '.join(sorted(unknown))}")
 
     from transformers import AutoTokenizer
 
     maker = Maker(AutoTokenizer.from_pretrained(args.model_path), args.essays.read_text())
-    made = {"niah": maker.needles, "kv": maker.dictionary}
-    contexts = {task: [make(i, args.length) for i in range(args.contexts)] for task, make in made.items()}
+    makers = {"niah": maker.needles, "kv": maker.dictionary}
+    contexts = {task: [make(i, args.length) for i in range(args.contexts)] for task, make in makers.items()}
     keep = args.keep or KEEP[args.protocol]
     names = [("full", 1.0)] + [(p, float(k)) for k in keep.split(",") for p in presses if p != "full"]
-    same = {"scope": args.scope, "block": args.block, "protocol": args.protocol}
-    cells = [{"press": p, "keep": k, **same} for p, k in names]
+    shared = {"scope": args.scope, "block": args.block, "protocol": args.protocol}
+    cells = [{"press": p, "keep": k, **shared} for p, k in names]
     args.parallel = min(args.parallel, len(cells))
     rows = collect(args, cells, contexts, describe(args, contexts), deadline)
     return int(any("error" in row for row in rows.values()) or len(rows) < len(cells))

@@ -1,7 +1,7 @@
-"""Merges all policy result files of one model and length, so that cells from several runs stand side by side.
+"""Merged policy result files of one model and length, for tables with cells from several runs.
 
-Every run has its own reference, against which flips and KL are counted. A cell of several runs is taken from the run
-with the most tasks, the latest of equals.
+Flips and KL of a cell are relative to the reference of its own run. If several runs have a cell, the run with the most
+tasks counts, then the latest one.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from bench.quality.tasks import TITLES
 
 @dataclass
 class Merged:
-    """Rows as the tables show them, and single answers, by cell."""
+    """Table rows and single answers, by cell."""
 
     model: str
     length: int
-    questions: int  # of a task whose contexts have eight each
+    questions: int  # of a task with eight questions per context
     device: str
-    first: int = 0  # number of the first context: others than 0 are other questions
+    first: int = 0  # number of the first context; another number means other questions
     rows: dict[str, dict] = field(default_factory=dict)
     raw: dict[str, dict] = field(default_factory=dict)
-    source: dict[str, tuple[dict, Path]] = field(default_factory=dict)  # the record that a cell's row is from, its file
+    source: dict[str, tuple[dict, Path]] = field(default_factory=dict)  # record and file of a cell's row
 
     @property
     def tasks(self) -> list[str]:
         return [t for t in TITLES if any(t in row for row in self.rows.values())]
 
     def answers(self, cell: str, task: str) -> list[bool]:
-        """Right or wrong of each question, in the order that all cells share."""
+        """Whether each answer is right, in the order that all cells share."""
         return [right for context in self.raw[cell][task] for right in context]
 
 
 def merged(folder: Path = RESULTS / "quality") -> list[Merged]:
-    """Merged results for each model, length, number of contexts and first context; long contexts first."""
+    """Merged results by model, length, number of contexts and first context. Long contexts come first."""
     out: dict[tuple, Merged] = {}
     ranks: dict[tuple, tuple] = {}
     for path in sorted(folder.glob("policies_*.json")):
         record = json.loads(path.read_text())
         n = record["numbers"]
         key = n["model"], n["length"], n["contexts"], n.get("first", 0)
-        fresh = Merged(n["model"], n["length"], 8 * n["contexts"], record["device"], n.get("first", 0))
-        group = out.setdefault(key, fresh)
+        new_group = Merged(n["model"], n["length"], 8 * n["contexts"], record["device"], n.get("first", 0))
+        group = out.setdefault(key, new_group)
         for name, row in n["cells"].items():
-            # The reference is that of the run with the most cells.
+            # The row of `stock` comes from the run with the most cells.
             rank = (_tasks(row), len(n["cells"]) if name == "stock" else 0, record.get("date", ""))
             if rank > ranks.get((key, name), (-1,)):
                 ranks[key, name] = rank

@@ -4,10 +4,10 @@
     python -m bench.quality.pareto bench/results/quality/seen_qwen-0.5b_2048.json \\
         [--kvpress bench/results/quality/kvpress_qwen-0.5b_2048_seen.json]
 
-Quality over bytes per token, one point per cell; up and to the left is best. The line is the Pareto front: the cells
-that no other cell beats in both. `body` counts packed blocks, `running` all of a request of the measured length, both
-with all overheads. The second form has one-shot levels, and what kvpress' presses lose that keep as many tokens in 16
-bits.
+The plot shows quality over bytes per token, one point per cell; the upper left is best. The line is the Pareto front:
+the cells that no other cell beats in both. `body` counts packed blocks, `running` all blocks of a request of the
+measured length, both with all overheads. The second form shows one-shot levels, and presses of kvpress that keep as
+many tokens in 16 bits.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def _exact(task: str) -> Callable[[dict], float | None]:
     return lambda row: row[task]["em"] if task in row else None
 
 
-# axis label -> value of a row, whether more is better
+# Axis label -> function that reads the value of a row, whether more is better
 PANELS = {
     **{f"{title}, exact match": (_exact(task), True) for task, title in TITLES.items()},
     "KL to bf16, mean nats per token": (lambda r: r["kl"]["mean"] if r.get("kl") else None, False),
 }
-LEAST_KL = 1e-4  # lower end of a logarithmic axis
+MIN_KL = 1e-4  # lower end of the logarithmic axis
 
 
 def table(rows: dict[str, dict], head: bool = True) -> str:
-    """One line a cell."""
+    """Text table with one line per cell."""
     lines, tasks = [], [t for t in TITLES if any(t in r for r in rows.values())]
     if head:
         line = f"{'cell':36} {'B/token':>8} {'body':>6} {'e2e':>6} {'kept':>6} {'packed':>6}  "
@@ -60,7 +60,7 @@ def _kl(kl: dict) -> tuple[float | None, float | None]:
 
 
 def front(points: dict[str, tuple[float, float]], more: bool) -> list[str]:
-    """Names of the cells that no other cell beats in both bytes and quality, from few bytes to many."""
+    """Names of the cells that no other cell beats in both bytes and quality, by ascending bytes."""
     out, best = [], None
     for name in sorted(points, key=lambda n: (points[n][0], -points[n][1] if more else points[n][1])):
         y = points[name][1]
@@ -70,18 +70,18 @@ def front(points: dict[str, tuple[float, float]], more: bool) -> list[str]:
     return out
 
 
-def plot(record: dict, png: Path, over: str = "body") -> None:
-    """One panel a measure; colours are policies, labels the settings."""
+def plot(record: dict, png: Path, size: str = "body") -> None:
+    """Plot one panel per metric. Colors show policies, labels settings."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    numbers, (field, _) = record["numbers"], OVER[over]
+    numbers, (field, _) = record["numbers"], OVER[size]
     rows = numbers["cells"]
     families = list(dict.fromkeys(_family(n) for n in rows))
-    colours = dict(zip(families, pyplot.get_cmap("tab20").colors * 2))
+    colors = dict(zip(families, pyplot.get_cmap("tab20").colors * 2))
     panels = {t: p for t, p in PANELS.items() if any(p[0](r) is not None for r in rows.values())}
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(7 * len(panels), 7.5), layout="constrained", squeeze=False
@@ -89,17 +89,18 @@ def plot(record: dict, png: Path, over: str = "body") -> None:
     for axis, (title, (read, more)) in zip(axes[0], panels.items()):
         points = {n: (r[field], read(r)) for n, r in rows.items() if read(r) is not None}
         if not more:
-            points = {n: (x, max(y, LEAST_KL)) for n, (x, y) in points.items() if n != numbers["reference"]}
+            points = {n: (x, max(y, MIN_KL)) for n, (x, y) in points.items() if n != numbers["reference"]}
             axis.set_yscale("log")
         for family in families:
-            mine = {n: p for n, p in points.items() if _family(n) == family}
-            if mine:
-                axis.scatter(*zip(*mine.values()), color=colours[family], label=family, s=46, zorder=3)
+            members = [p for n, p in points.items() if _family(n) == family]
+            if members:
+                axis.scatter(*zip(*members), color=colors[family], label=family, s=46, zorder=3)
         best = front(points, more)
-        axis.plot(*zip(*(points[n] for n in best)), color="0.6", linewidth=1, zorder=1) if best else None
+        if best:
+            axis.plot(*zip(*(points[n] for n in best)), color="0.6", linewidth=1, zorder=1)
         for n in best:
             axis.annotate(n, points[n], fontsize=7, xytext=(4, 4), textcoords="offset points")
-        axis.set(title=title, xlabel=f"bytes per token, {over}", xscale="log")
+        axis.set(title=title, xlabel=f"bytes per token, {size}", xscale="log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
         axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.xaxis.set_minor_formatter(NullFormatter())
@@ -111,7 +112,7 @@ def plot(record: dict, png: Path, over: str = "body") -> None:
 
 
 def presses(rows: dict[str, dict], record: dict) -> dict[str, dict]:
-    """Cells of kvpress: their tokens are 16 bits, as those of `stock` in `rows`."""
+    """Rows of kvpress' presses. Kept tokens have 16 bits, like those of `stock` in `rows`."""
     size, out = rows["stock"]["bytes_body"], {}
     for r in record["rows"]:
         if not r.get("error") and r["press"] != "full":
@@ -121,7 +122,7 @@ def presses(rows: dict[str, dict], record: dict) -> dict[str, dict]:
 
 
 def _family(name: str) -> str:
-    """The policy of a cell; formats of every token are one family, and levels of one kind another."""
+    """Policy of a cell. All formats without pruning are one family, and all levels of one kind another."""
     policy = name.split("+")[0]
     if "@" in name:
         return name.split("@")[1].partition(":")[0]
@@ -132,8 +133,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--over", choices=list(OVER), default="body")
-    parser.add_argument("--kvpress", type=Path, help="result file of kvpress_run in the protocol seen")
-    parser.add_argument("--png", type=Path, help="default: beside the result file")
+    parser.add_argument("--kvpress", type=Path, help="result file of kvpress_run with protocol seen")
+    parser.add_argument("--png", type=Path, help="default: next to the result file")
     args = parser.parse_args()
     record = json.loads(args.results.read_text())
     print(table(record["numbers"]["cells"]))

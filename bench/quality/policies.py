@@ -1,18 +1,17 @@
-"""Every policy at every size, through the server: loss of quality, and actual bytes.
+"""Loss of quality and actual bytes of every policy at every size, through the server.
 
-    python -m bench.quality.policies --model qwen-0.5b --calibration FILE     # once, on a GPU: some 5 minutes
+    python -m bench.quality.policies --model qwen-0.5b --calibration FILE     # on a GPU, about 5 minutes
     python -m bench.quality.policies --model qwen-0.5b --tasks niah,kv,nll,fewshot,extract,code,calls --data FILE
     python -m bench.quality.policies --model qwen-0.5b --first 1000 --cells stock,max    # on other questions
     python -m bench.quality.policies --model smollm2 --device cpu --length 600 --contexts 1 --cells snapkv --parallel 1
     python -m bench.quality.policies --model qwen-0.5b --protocol seen --tasks niah,kv --cells stock,k4v4@one-shot:8x
 
-Each cell (`bench.quality.cells`) is a server of its own; several share the device. The tasks are those of
-`bench.quality.suite`, in one of the two protocols of `bench.quality.asking`. All contexts of a task are resident at
-once, and questions are asked concurrently. Flips and KL are against stock SGLang in bf16, KL from the best candidates
-of the scored tokens.
+Each cell (`bench.quality.cells`) runs in its own server; several servers share the device. `bench.quality.suite` has
+the tasks, `bench.quality.asking` the two protocols. All contexts of a task stay in the cache, and questions are asked
+concurrently. Flips and KL are relative to stock SGLang in bf16. KL covers the best candidates of the scored tokens.
 
-A cell that fails is recorded with the end of its log; the result file is written after each cell. `--resume` takes
-finished cells from it. No cell begins after `--seconds`, and the last cells are ended `--grace` seconds later.
+The result file is written after each cell. It also records failed cells, with the end of their logs. `--resume` reuses
+its finished cells. No cell starts after `--seconds`, and remaining cells are stopped `--grace` seconds later.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ from bench.ports import are_free
 from bench.quality import cells, fetch, pareto, suite, taskdata
 from bench.quality.asking import PROTOCOLS, SEEN, UNSEEN, CellError, Tops, measure
 from bench.quality.run import SCORED, summary
-from bench.quality.suite import NLL, Work
+from bench.quality.suite import NLL, Workload
 from bench.quality.tasks import Maker
 from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 
 REPLY = 256  # tokens of memory for a question and its answer, in open blocks
-# Settings whose change makes cells incomparable.
+# Cells with different settings are not comparable.
 SETTINGS = ("model", "length", "contexts", "first", "block", "answer_tokens", "protocol")
-LIMITS = {"code": "problems", "calls": "calls"}  # the same, only if the task is asked
-PORTS = 21000, 32000, 16  # after bench.ports.RANGE, and below the system's range for outgoing connections
+LIMITS = {"code": "problems", "calls": "calls"}  # task -> setting that only matters for this task
+PORTS = 21000, 32000, 16  # above bench.ports.RANGE and below the system's range for outgoing connections
 
 
 # ---- many cells
 
 
 class Harness:
-    """Runs cells in threads, a few at a time, and holds all results under one lock."""
+    """Runs cells in threads and collects their results under one lock."""
 
-    def __init__(self, args, identity: Identity, work: Work, raw: dict[str, dict], tops: dict[str, Tops]):
-        self.args, self.identity, self.work = args, identity, work
-        self.raw, self.tops = raw, tops  # of an earlier run
+    def __init__(self, args, identity: Identity, workload: Workload, raw: dict[str, dict], tops: dict[str, Tops]):
+        self.args, self.identity, self.workload = args, identity, workload
+        self.raw, self.tops = raw, tops  # initially those of an earlier run
         self.failed: dict[str, list[dict]] = {}
         self.refused: dict[str, str] = {}
-        self.left: list[str] = []  # not begun before the deadline
+        self.not_started: list[str] = []  # cells that did not start before the deadline
         self.lock, self.began = threading.RLock(), time.monotonic()
         self.running: dict[str, tuple[float, common.Server]] = {}
         ports = range(args.port, *PORTS[1:])
-        self.ports = (p for p in ports if are_free(*range(p, p + 6)))  # two for each attempt at a server
+        self.ports = (p for p in ports if are_free(*range(p, p + 6)))  # two ports for each attempt
 
     @property
     def seconds(self) -> float:
@@ -72,32 +71,32 @@ class Harness:
         for name in names:
             if why := cells.refusal(name, self.identity, self.args.block, self.args.calibration):
                 self.refused[name] = why
-                print(f"{name}: left out. {why}", flush=True)
+                print(f"{name}: skipped. {why}", flush=True)
         threading.Thread(target=self.watch, daemon=True).start()
         with ThreadPoolExecutor(self.args.parallel) as pool:
-            list(pool.map(self.cell, [n for n in names if n not in self.refused and n not in self.raw]))
+            list(pool.map(self.run_cell, [n for n in names if n not in self.refused and n not in self.raw]))
 
-    def abandon(self, *_) -> None:
-        """End all servers when this process is told to end, because they have their own sessions and would outlive
-        it."""
+    def exit(self, *_) -> None:
+        """Kill all servers and exit, on a signal. The servers have their own sessions and would outlive this
+        process."""
         for _, server in list(self.running.values()):
             server.kill()
         os._exit(1)
 
     def watch(self) -> None:
-        """End the servers of cells that take too long, and all servers after the grace period."""
+        """Kill the servers of cells that take too long, and all servers after the grace period."""
         while True:
             time.sleep(1)
             with self.lock:
-                over = self.seconds > self.args.seconds + self.args.grace
-                late = [s for t, s in self.running.values() if over or time.monotonic() - t > self.args.cell_seconds]
+                ended = self.seconds > self.args.seconds + self.args.grace
+                late = [s for t, s in self.running.values() if ended or time.monotonic() - t > self.args.cell_seconds]
             for server in late:
                 server.kill()
 
-    def cell(self, name: str) -> None:
-        """Run one cell in its thread; its failure must not stop the others."""
+    def run_cell(self, name: str) -> None:
+        """Run one cell in its thread. A failure must not stop other cells."""
         if self.seconds > self.args.seconds:
-            self.left.append(name)
+            self.not_started.append(name)
             return
         with self.lock:
             port = next(self.ports)
@@ -112,7 +111,7 @@ class Harness:
                 self.failed.setdefault(name, []).append(out)
                 print(f"{name}: failed. {out['error'].splitlines()[-1]}", flush=True)
             if self.seconds > self.args.seconds or out["seconds"]["start"]:
-                break  # fallback options are only for a server that does not start
+                break  # fallbacks are only for a server that does not start
             port += 2
         try:
             self.report(name)
@@ -129,7 +128,7 @@ class Harness:
             server.start()
             up = time.monotonic()
             out["seconds"]["start"] = up - began
-            tops = measure(server, name, self.work, self.args, out)
+            tops = measure(server, name, self.workload, self.args, out)
             out["seconds"]["tasks"] = time.monotonic() - up
             out |= {"log_errors": server.errors()[:10], "commit": common.commit()}
             with self.lock:
@@ -140,13 +139,13 @@ class Harness:
         finally:
             with self.lock:
                 del self.running[name]
-            server.kill()  # at once: nothing of it is wanted any more
+            server.kill()  # a graceful stop would take longer
             server.stop()
 
     # ---- results
 
     def report(self, name: str | None = None) -> Path:
-        """Write the result file; with `name`, after this cell."""
+        """Write the result file. `name`: the cell that just finished."""
         with self.lock:
             reference = next((n for n in (cells.STOCK, "bf16") if n in self.raw), None)
             for other in self.tops:
@@ -158,7 +157,7 @@ class Harness:
                 self.args.reference.write_bytes(gzip.compress(json.dumps(self.tops[name]).encode()))
             keys = (*SETTINGS, *LIMITS.values(), "data_sha256", "tasks", "parallel", "concurrency", "tokens")
             numbers = {k: getattr(self.args, k) for k in keys} | {"wall_seconds": self.seconds, "reference": reference}
-            numbers |= {"cells": rows, "refused": self.refused, "failed": self.failed, "not_begun": self.left}
+            numbers |= {"cells": rows, "refused": self.refused, "failed": self.failed, "not_begun": self.not_started}
             if self.args.protocol == SEEN:
                 scores = cells.one_shot_scores(rows, self.args.model)
             else:
@@ -167,23 +166,23 @@ class Harness:
             return common.write_result(self.args.name, numbers, scores=scores, quiet=True, path=self.args.out)
 
     def _compare(self, name: str, reference: str | None) -> None:
-        """KL of every scored token against the reference; computed once, because it takes long."""
+        """Add the KL of all scored tokens from the reference. It is computed only once, because it takes long."""
         known = self.raw[name].get("kl", {}).get("reference") == reference
         if known or not self.tops.get(reference) or not self.tops[name]:
             return
         pairs = zip(self.tops[reference], self.tops[name])
-        kl = [x for theirs, mine in pairs for x in kl_top(theirs, mine)]
-        found = {"mean": statistics.fmean(kl), "p99": percentile(kl, 0.99), "max": max(kl), "tokens": len(kl)}
-        self.raw[name]["kl"] = {"reference": reference, **found}
+        kl = [x for p, q in pairs for x in kl_top(p, q)]
+        figures = {"mean": statistics.fmean(kl), "p99": percentile(kl, 0.99), "max": max(kl), "tokens": len(kl)}
+        self.raw[name]["kl"] = {"reference": reference, **figures}
 
     def row(self, name: str, reference: str | None) -> dict:
-        """The table's row of one cell."""
-        got = self.raw[name]
-        plain = 4 * self.identity.layers * self.identity.kv_heads * self.identity.head_dim  # bytes a token, K and V
-        out = summary({**got, "ratio": None}, self.raw[reference] if reference not in (None, name) else None)
-        accounts = [a for a in got["accounts"].values() if a]
+        """Table row of one cell."""
+        raw = self.raw[name]
+        plain = 4 * self.identity.layers * self.identity.kv_heads * self.identity.head_dim  # bytes of K and V per token
+        out = summary({**raw, "ratio": None}, self.raw[reference] if reference not in (None, name) else None)
+        accounts = [a for a in raw["accounts"].values() if a]
         if accounts:
-            first, running = accounts[0], got["accounts"]["running"]
+            first, running = accounts[0], raw["accounts"]["running"]
             tiers = first["tokens_by_tier"]
             packed = tiers["high"] + tiers["low"] + tiers["pruned"]
             out |= {"kept": (tiers["high"] + tiers["low"]) / packed if packed else 1.0}
@@ -191,9 +190,9 @@ class Harness:
             body = first["bytes_per_token_body"] or running["bytes_per_token"]
             out |= {"bytes_body": body, "bytes": running["bytes_per_token"]}
         else:
-            size = plain / 2 if name == cells.FP8 else plain  # scales are one a tensor
+            size = plain / 2 if name == cells.FP8 else plain  # the single scale per tensor does not count
             out |= {"kept": 1.0, "packed": None, "bytes_body": size, "bytes": size}
-        return out | {"ratio_body": plain / out["bytes_body"], "ratio": plain / out["bytes"], "kl": got.get("kl")}
+        return out | {"ratio_body": plain / out["bytes_body"], "ratio": plain / out["bytes"], "kl": raw.get("kl")}
 
 
 def _order(names: list[str]):
@@ -206,78 +205,79 @@ def _order(names: list[str]):
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="smollm2", choices=list(fetch.MODELS))
-    p.add_argument("--model-path", type=Path, help="its folder, where it is not in the cache folder")
-    p.add_argument("--essays", type=Path, help="text file of the essays, if not in the cache folder")
-    p.add_argument("--data", type=Path, help="file of fetch tasks, if not in the cache folder; also has the essays")
-    p.add_argument("--calibration", type=Path, help="file of sglang-kvc calibrate, for ada-expected and xkv")
+    p.add_argument("--model-path", type=Path, help="folder of the model; default: in the cache folder")
+    p.add_argument("--essays", type=Path, help="text file of the essays; default: in the cache folder")
+    p.add_argument("--data", type=Path, help="output of `bench.quality.fetch tasks`; default: in the cache folder")
+    p.add_argument("--calibration", type=Path, help="output of `sglang-kvc calibrate`, for ada-expected and xkv")
     p.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     p.add_argument("--length", type=int, default=2048)
-    p.add_argument("--contexts", type=int, default=13, help="of each task; 8 questions each")
-    p.add_argument("--first", type=int, default=0, help="number of the first context; HumanEval and calls have one set")
-    p.add_argument("--tasks", default=",".join(suite.DEFAULT), help=f"of {', '.join(suite.NAMES)}")
-    p.add_argument("--problems", type=int, default=164, help="of HumanEval")
-    p.add_argument("--calls", type=int, default=100, help="maximum tool calls within twice the length")
-    p.add_argument("--cells", default="all", help="names, separated by commas; a policy's name means all of its cells")
-    p.add_argument("--parallel", type=int, default=6, help="servers at a time")
-    p.add_argument("--port", type=int, default=PORTS[0], help="the first one; two runs at a time need two")
-    p.add_argument("--concurrency", type=int, default=16, help="questions at a time, of one server")
-    p.add_argument("--seconds", type=float, default=280, help="no cell begins later")
-    p.add_argument("--grace", type=float, default=90, help="seconds for the last ones to end")
-    p.add_argument("--cell-seconds", type=float, help="a cell that takes longer is ended (GPU: 240, CPU: 7200)")
+    p.add_argument("--contexts", type=int, default=13, help="contexts per task, with 8 questions each")
+    p.add_argument("--first", type=int, default=0, help="number of the first context; no effect on code and calls")
+    p.add_argument("--tasks", default=",".join(suite.DEFAULT), help=f"separated by commas: {', '.join(suite.NAMES)}")
+    p.add_argument("--problems", type=int, default=164, help="maximum problems of HumanEval")
+    p.add_argument("--calls", type=int, default=100, help="maximum tool calls, in contexts of up to twice --length")
+    p.add_argument("--cells", default="all", help="separated by commas; the name of a policy selects all of its cells")
+    p.add_argument("--parallel", type=int, default=6, help="concurrent servers")
+    p.add_argument("--port", type=int, default=PORTS[0], help="first port; concurrent runs need different ones")
+    p.add_argument("--concurrency", type=int, default=16, help="concurrent questions per server")
+    p.add_argument("--seconds", type=float, default=280, help="time after which no cell starts")
+    p.add_argument("--grace", type=float, default=90, help="additional seconds for running cells")
+    p.add_argument("--cell-seconds", type=float, help="time limit of a cell; default: 240 on a GPU, 7200 on a CPU")
     p.add_argument("--block", type=int, default=128)
     p.add_argument("--answer-tokens", type=int, default=7)
-    p.add_argument("--protocol", choices=PROTOCOLS, default=UNSEEN, help="whether a question is a part of the prompt")
-    p.add_argument("--resume", action="store_true", help="take cells from the result file if they are in it")
-    p.add_argument("--list", action="store_true", help="only say what would be measured")
-    p.add_argument("--out", type=Path, help="result file (default: one in bench/results/quality)")
-    a = p.parse_args(argv)
+    p.add_argument("--protocol", choices=PROTOCOLS, default=UNSEEN, help="seen: context and question are one prompt")
+    p.add_argument("--resume", action="store_true", help="reuse the cells of the result file")
+    p.add_argument("--list", action="store_true", help="only list the cells")
+    p.add_argument("--out", type=Path, help="result file; default: one in bench/results/quality")
+    args = p.parse_args(argv)
     try:
-        a.tasks = suite.chosen(a.tasks)
+        args.tasks = suite.select(args.tasks)
     except ValueError as e:
         p.error(str(e))
-    if a.device == "cpu":
+    if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if a.protocol == SEEN and NLL in a.tasks:
-        p.error("in the protocol seen nothing is scored but answers; give --tasks without nll, like niah,kv")
-    a.device = "cuda" if common.has_gpu() else "cpu"
-    a.cell_seconds = a.cell_seconds or (240 if a.device == "cuda" else 7200)
-    a.model_path = (a.model_path or fetch.MODELS[a.model]()).resolve()  # servers run in a folder of their own
-    a.data_sha256 = None  # until it is read
-    kind = "seen" if a.protocol == SEEN else "policies"  # the tables of docs/quality.md are of `policies` files
-    a.name = f"quality/{kind}_{a.model}_{a.length}" + (f"_from_{a.first}" if a.first else "")
-    a.out = a.out or common.RESULTS / f"{a.name}.json"
-    a.reference = a.out.with_suffix(".reference.json.gz")
-    # All contexts of a task, uncompressed, with room for scores and tables, and what is asked at a time.
-    a.tokens = int(1.4 * a.contexts * (a.length + SCORED + a.block)) + a.concurrency * REPLY + 4096
-    return a
+    if args.protocol == SEEN and NLL in args.tasks:
+        p.error("protocol seen only scores answers; give --tasks without nll, like niah,kv")
+    args.device = "cuda" if common.has_gpu() else "cpu"
+    args.cell_seconds = args.cell_seconds or (240 if args.device == "cuda" else 7200)
+    args.model_path = (args.model_path or fetch.MODELS[args.model]()).resolve()  # servers run in other folders
+    args.data_sha256 = None  # set when the file is read
+    kind = "seen" if args.protocol == SEEN else "policies"
+    args.name = f"quality/{kind}_{args.model}_{args.length}" + (f"_from_{args.first}" if args.first else "")
+    args.out = args.out or common.RESULTS / f"{args.name}.json"
+    args.reference = args.out.with_suffix(".reference.json.gz")
+    # All contexts of a task, uncompressed, with room for scores and tables, and the concurrent questions.
+    args.tokens = int(1.4 * args.contexts * (args.length + SCORED + args.block)) + args.concurrency * REPLY + 4096
+    return args
 
 
-def earlier(a: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
+def earlier_cells(args: argparse.Namespace) -> tuple[dict[str, dict], dict[str, Tops]]:
     """Cells of an earlier run with the same settings; greedy answers stay valid."""
-    if not (a.resume and a.out.exists()):
+    if not (args.resume and args.out.exists()):
         return {}, {}
-    numbers = json.loads(a.out.read_text())["numbers"]
-    wanted = [*SETTINGS, *(k for task, k in LIMITS.items() if task in a.tasks)]
-    if any(({"first": 0, "protocol": UNSEEN} | numbers).get(k) != getattr(a, k) for k in wanted):
+    numbers = json.loads(args.out.read_text())["numbers"]
+    settings = [*SETTINGS, *(k for task, k in LIMITS.items() if task in args.tasks)]
+    if any(({"first": 0, "protocol": UNSEEN} | numbers).get(k) != getattr(args, k) for k in settings):
         return {}, {}
-    raw = {n: got for n, got in numbers["raw"].items() if all(task in got for task in a.tasks)}
+    raw = {name: cell for name, cell in numbers["raw"].items() if all(task in cell for task in args.tasks)}
     reference = numbers["reference"] if numbers["reference"] in raw else None
-    if reference is None or not a.reference.exists():
-        return {n: got for n, got in raw.items() if n != reference}, {}  # its candidates are wanted again
-    tops = json.loads(gzip.decompress(a.reference.read_bytes()))
+    if reference is None or not args.reference.exists():
+        # The reference must run again, because its candidates are missing.
+        return {name: cell for name, cell in raw.items() if name != reference}, {}
+    tops = json.loads(gzip.decompress(args.reference.read_bytes()))
     return raw, {reference: [[{int(t): v for t, v in token.items()} for token in passage] for passage in tops]}
 
 
-def texts(a: argparse.Namespace) -> str:
-    """Return the essays, and replace `a.data` by the content of the data file."""
-    if a.data or set(a.tasks) & set(suite.CARRIED):
-        a.data = taskdata.load(a.data or fetch.tasks())
-        a.data_sha256 = a.data["sha256"]
-    return a.essays.read_text() if a.essays else a.data["essays"] if a.data else fetch.essays().read_text()
+def load_texts(args: argparse.Namespace) -> str:
+    """Return the essays, and replace `args.data` by the content of the data file if a task needs it."""
+    if args.data or set(args.tasks) & set(suite.FROM_DATA):
+        args.data = taskdata.load(args.data or fetch.tasks())
+        args.data_sha256 = args.data["sha256"]
+    return args.essays.read_text() if args.essays else args.data["essays"] if args.data else fetch.essays().read_text()
 
 
 def statistics_only(file: Path, folder: Path) -> Path:
-    """The calibration file without its verdicts, because cells also measure formats that it marks as broken."""
+    """Copy of the calibration file without its verdicts, because cells also measure formats that it rejects."""
     from safetensors.torch import load_file, save_file
 
     out = folder / "statistics.safetensors"
@@ -286,39 +286,39 @@ def statistics_only(file: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    a = arguments()
+    args = arguments()
     from transformers import AutoConfig
 
-    identity = identity_of(AutoConfig.from_pretrained(a.model_path))
+    identity = identity_of(AutoConfig.from_pretrained(args.model_path))
     with tempfile.TemporaryDirectory(prefix="kvc-policies-") as folder:
-        if a.calibration:
-            a.calibration = statistics_only(a.calibration, Path(folder))
-        names = cells.chosen(a.cells)
-        if a.list:
+        if args.calibration:
+            args.calibration = statistics_only(args.calibration, Path(folder))
+        names = cells.select(args.cells)
+        if args.list:
             for name in names:
-                print(f"{name:40} {cells.refusal(name, identity, a.block, a.calibration) or ''}")
+                print(f"{name:40} {cells.refusal(name, identity, args.block, args.calibration) or ''}")
             return 0
-        maker = Maker(prompts.tokenizer(a.model_path), texts(a))
-        work = Work.of(maker, a)
-        a.tokens = max(a.tokens, work.tokens(a))
-        harness = Harness(a, identity, work, *earlier(a))
-        signal.signal(signal.SIGTERM, harness.abandon)
-        signal.signal(signal.SIGINT, harness.abandon)
+        maker = Maker(prompts.tokenizer(args.model_path), load_texts(args))
+        workload = Workload.create(maker, args)
+        args.tokens = max(args.tokens, workload.tokens(args))
+        harness = Harness(args, identity, workload, *earlier_cells(args))
+        signal.signal(signal.SIGTERM, harness.exit)
+        signal.signal(signal.SIGINT, harness.exit)
         harness.run(names)
         path = harness.report()
     record = json.loads(path.read_text())
     print(pareto.table(record["numbers"]["cells"]))
     for name, failures in harness.failed.items():
-        what = "failed" if name not in harness.raw else "began with other options"
-        print(f"{name}: {what}. {failures[-1]['error'].strip().splitlines()[-1]}")
-    if harness.left:
-        print(f"not begun: {', '.join(harness.left)}")
+        state = "failed" if name not in harness.raw else "started with other options"
+        print(f"{name}: {state}. {failures[-1]['error'].strip().splitlines()[-1]}")
+    if harness.not_started:
+        print(f"not started: {', '.join(harness.not_started)}")
     if not harness.raw:
-        return 1  # nothing to draw
+        return 1
     try:
         pareto.plot(record, path.with_name(f"{path.stem}_body.png"))
     except ImportError:
-        print("no plot: matplotlib is not installed; python -m bench.quality.pareto FILE makes it elsewhere")
+        print("no plot, because matplotlib is not installed; to plot elsewhere: python -m bench.quality.pareto FILE")
     print(f"written: {path}")
     return 0
 

@@ -1,8 +1,9 @@
-"""The tables of docs/quality.md and docs/quality-cells.md, from the result files.
+"""Tables of docs/quality.md and docs/quality-cells.md from the result files.
 
     python -m bench.quality.report [--check]
 
-Each table stands between two marks like `<!-- policies -->`. `--check` only reports whether they are up to date.
+A table replaces the text between two marks like `<!-- policies -->`. `--check` only reports whether tables are up to
+date.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from sglang_kvc.policies.registry import POLICIES
 
 DOCS = (ROOT / "docs" / "quality.md", ROOT / "docs" / "quality-cells.md")
 MAIN = 2048  # tokens of a context in the tables of docs/quality.md
-NEAR = 0.05  # of all tokens
-# Presses of kvpress, and the cells that do the same in 8 bits.
-SAME = {
+MAX_SHARE_GAP = 0.05  # largest difference in the kept share of tokens
+# Press of kvpress -> pattern of the cells with the same method and 8 bits
+METHODS = {
     "keydiff": r"quota\+budget=\dx\+high=k8v8\+share=uniform",
     "snapkv": r"snapkv\+budget=\dx",
     "h2o": r"h2o\+budget=\dx",
@@ -37,7 +38,7 @@ SAME = {
     "random": r"random\+budget=\dx\+high=k8v8",
     "ada-expected": r"ada-expected\+budget=\dx\+high=k8v8",
 }
-# Columns of the table of all policies: bytes of a packed block against bf16, and the format of what is kept.
+# Columns of the table of all policies: size of a packed block relative to bf16, and the format of kept tokens.
 SIZES = (("2x", "k8v8"), ("4x", "k8v8"), ("8x", "k8v8"), ("8x", "k4v4"))
 
 
@@ -47,10 +48,11 @@ def numbers(path: str) -> dict | None:
 
 
 def groups(length: int | None = None, *, others: bool = False) -> list[Merged]:
-    """Merged server results by model; only for contexts of one length if it is given, and with `others` also for
+    """Merged server results by model, for contexts of `length` tokens (default: all lengths). `others`: also for
     contexts other than the first ones."""
-    found = [g for g in merged(RESULTS / "quality") if length in (None, g.length)]
-    return [g for g in found if others or not g.first]
+    return [
+        g for g in merged(RESULTS / "quality") if length in (None, g.length) and (others or not g.first)
+    ]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -59,42 +61,40 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def by_model(pattern: str) -> dict[str, dict]:
-    """model -> the numbers of the file `pattern` (with `{}` for the model) where there is one."""
-    return {m: found for m in MODELS if (found := numbers(pattern.format(m)))}
+    """Model -> numbers of its result file. `pattern`: path with `{}` for the model."""
+    return {m: content for m in MODELS if (content := numbers(pattern.format(m)))}
 
 
 def key_groups() -> str:
-    """Keys per channel in groups of tokens."""
+    """Table of keys per channel in groups of tokens."""
     return quantisers("quality/key_groups_{}.json")
 
 
 def quantisers(pattern: str = "quality/quantisers_{}.json") -> str:
-    """Quantization methods by line, and the KL of each model (mean, p99)."""
-    found = by_model(pattern)
-    kl = {m: {(r["side"], r["name"]): r for r in n["rows"]} for m, n in found.items()}
-    ways = dict.fromkeys(way for rows in kl.values() for way in rows)
+    """Table of quantization methods with the KL of each model (mean, p99)."""
+    kl = {m: {(r["side"], r["name"]): r for r in n["rows"]} for m, n in by_model(pattern).items()}
     rows = []
-    for way in ways:
-        bits = "/".join(dict.fromkeys(f"{rows[way]['bits']:g}" for rows in kl.values() if way in rows))
-        cells = [f"{r[way]['kl_mean']:.4f}, {r[way]['kl_p99']:.3f}" if way in r else "" for r in kl.values()]
-        rows.append([*way, bits, *cells])
-    return table(["of", "way", "bits", *(MODELS[m] for m in found)], rows)
+    for method in dict.fromkeys(method for results in kl.values() for method in results):
+        bits = "/".join(dict.fromkeys(f"{r[method]['bits']:g}" for r in kl.values() if method in r))
+        cells = [f"{r[method]['kl_mean']:.4f}, {r[method]['kl_p99']:.3f}" if method in r else "" for r in kl.values()]
+        rows.append([*method, bits, *cells])
+    return table(["of", "way", "bits", *(MODELS[m] for m in kl)], rows)
 
 
 def formats() -> str:
-    """Results of `sglang-kvc calibrate` for each format."""
-    found = by_model("calibrate/{}.json")
-    kl = {m: {(r["format"], r.get("key_mode", "channel")): r for r in n["formats"]} for m, n in found.items()}
+    """Table of the results of `sglang-kvc calibrate` for each format."""
+    files = by_model("calibrate/{}.json")
+    kl = {m: {(r["format"], r.get("key_mode", "channel")): r for r in n["formats"]} for m, n in files.items()}
     rows = []
     for name, mode in dict.fromkeys(key for rows in kl.values() for key in rows):
         cells = (r[name, mode] for r in kl.values())
         rows.append([name, mode, *(f"{c['kl_mean']:.4f}, {c['kl_p99']:.3f} ({c['verdict']})" for c in cells)])
-    return table(["format", "keys per", *(MODELS[m] for m in found)], rows)
+    return table(["format", "keys per", *(MODELS[m] for m in files)], rows)
 
 
 def _policy_row(name: str, r: dict, tasks: list[str], free: list[str], first: int | None) -> list[str]:
-    """With the number of the first context: points against stock of the same run, with their interval, instead of the
-    share of right answers."""
+    """Row of a cell. `first`: None for shares of right answers; the number of the first context for points against
+    stock of the same run, with interval."""
     out = [f"`{name}`", f"{r['ratio_body']:.2f}x", f"{r['ratio']:.2f}x", f"{100 * r['kept']:.0f} %"]
     for task in tasks:
         t = r.get(task)
@@ -103,7 +103,7 @@ def _policy_row(name: str, r: dict, tasks: list[str], free: list[str], first: in
             continue
         flips = f" (-{t['right_to_wrong']} +{t['wrong_to_right']})" if "right_to_wrong" in t else ""
         if first is not None and flips:
-            out.append(points_lost(cells.lost(t, cells.chosen_on(name, task, first)).to_dict()) + flips)
+            out.append(points_lost(cells.delta(t, cells.chosen_on(name, task, first)).to_dict()) + flips)
         else:
             out.append(f"{100 * t['em']:.1f} %{flips}")
     out += [f"{r[t]['length_ratio']:.2f}x" if "length_ratio" in r.get(t, {}) else "" for t in free]
@@ -121,7 +121,7 @@ def _title(task: str, of: int, questions: int) -> str:
 
 
 def _cells(group: Merged, rows: dict[str, dict], points: bool = False) -> str:
-    """A table of some cells of one model, from large to small and within that from good to bad."""
+    """Table of cells of one model, sorted by size and then by quality."""
     tasks = [t for t in group.tasks if any(t in r for r in rows.values())]
     free = [t for t in tasks if any("length_ratio" in r.get(t, {}) for r in rows.values())]
     ranked = sorted(rows.items(), key=lambda c: (round(c[1]["ratio_body"], 1), -_first(c[1], tasks)))
@@ -135,27 +135,28 @@ def _cells(group: Merged, rows: dict[str, dict], points: bool = False) -> str:
 
 
 def _devices(group: Merged, names: Iterable[str]) -> str:
-    """Devices and commits of the cells."""
+    """Devices and commits of the cells `names`."""
     records = [group.source[name][0] for name in names if name in group.source]
     return ", ".join(dict.fromkeys(f"{short(r['device'])} at {r['commit'][:7]}" for r in records))
 
 
 def presets(length: int = MAIN) -> str:
-    """The presets and fp8 against stock in 16 bits of the same run, with every task."""
-    wanted = [cells.STOCK, *cells.RECOMMENDED.values()]
-    some = groups(length, others=True)
-    return "\n\n".join(_cells(g, {n: g.rows[n] for n in wanted if n in g.rows}, points=True) for g in some)
+    """Tables of the presets and fp8 against stock in 16 bits of the same run, with all tasks."""
+    names = [cells.STOCK, *cells.RECOMMENDED.values()]
+    return "\n\n".join(
+        _cells(g, {n: g.rows[n] for n in names if n in g.rows}, points=True) for g in groups(length, others=True)
+    )
 
 
 def longer() -> str:
-    """The same with contexts twice as long."""
+    """`presets` for contexts of twice the length."""
     return presets(2 * MAIN)
 
 
 def policies() -> str:
-    """Every policy at every size: needles / dictionary, and the mean KL."""
-    elsewhere = ("quota", *cells.RECOMMENDED, "mikv")
-    names = ["quota", *(p.name for p in (*PUBLISHED, *RECOMMENDED) if p.name not in elsewhere)]
+    """Table of all policies and sizes: needles / dictionary, and the mean KL."""
+    excluded = ("quota", *cells.RECOMMENDED, "mikv")
+    names = ["quota", *(p.name for p in (*PUBLISHED, *RECOMMENDED) if p.name not in excluded)]
     out = []
     for group in groups(MAIN):
         rows = []
@@ -170,11 +171,11 @@ def policies() -> str:
 
 
 def _at(group: Merged, policy: str, size: str, fmt: str) -> str:
-    own = POLICIES[policy]().high
+    default = POLICIES[policy]().high
     if policy in cells.FIXED_FORMATS:
         name = f"{policy}+budget={size}" if fmt == "k4v4" else ""
     else:
-        name = f"{policy}+budget={size}" + ("" if fmt == own else f"+high={fmt}")
+        name = f"{policy}+budget={size}" + ("" if fmt == default else f"+high={fmt}")
     return _short(group.rows[name]) if name in group.rows else ""
 
 
@@ -185,57 +186,57 @@ def _short(row: dict) -> str:
 
 
 def papers() -> str:
-    """Findings of the papers, pair by pair and model by model."""
+    """Table of the papers' findings, by pair of cells and model."""
     rows = []
     for finding, pairs in findings.FINDINGS.items():
         for better, other in pairs:
             for group in groups(MAIN):
-                found = findings.compare(group, better, other)
-                if found is None:
+                result = findings.compare(group, better, other)
+                if result is None:
                     continue
-                shares = [f"{100 * a:.1f} / {100 * b:.1f} %" for a, b in found["shares"]]
-                p = f"+{found['wins']} -{found['losses']}, p = {found['p']:.2g}"
-                said = "holds" if other == cells.STOCK and found["p"] >= findings.SURE else findings.verdict(found)
-                rows.append([finding, MODELS[group.model], f"`{better}`, `{other}`", *shares, p, said])
+                shares = [f"{100 * a:.1f} / {100 * b:.1f} %" for a, b in result["shares"]]
+                p = f"+{result['wins']} -{result['losses']}, p = {result['p']:.2g}"
+                equal = other == cells.STOCK and result["p"] >= findings.SIGNIFICANCE
+                verdict = "holds" if equal else findings.verdict(result)
+                rows.append([finding, MODELS[group.model], f"`{better}`, `{other}`", *shares, p, verdict])
                 finding = ""
     return table(["finding", "model", "cells", "needles", "dictionary", "sign test", ""], rows)
 
 
 def everything() -> str:
-    """One table a model and length: all cells."""
+    """Tables of all cells, one per model and length."""
     return "\n\n".join(_cells(g, g.rows) for g in groups())
 
 
 def kvpress() -> str:
-    """kvpress' own figures for the same contexts, and the same method's here at about the same share of tokens."""
-    rows, mine = [], {(g.model, g.length): g for g in groups()}
+    """Table of kvpress' figures, and of our figures for the same method, contexts and similar share of tokens."""
+    rows, by_key = [], {(g.model, g.length): g for g in groups()}
     for settings, r in _presses():
-        group = mine.get((settings["model"], settings["length"]))
-        press = _does(r["press"], settings, r["keep"])
+        group = by_key.get((settings["model"], settings["length"]))
+        press = _method(r["press"], settings, r["keep"])
         name = f"`{r['press']}`" + (f", as `{press}`" if press != r["press"] else "")
         scope = settings["scope"] if press != "full" else ""
-        where = [MODELS[settings["model"]], f"{settings['length']}", name, scope]
-        marks = _marks(r)
-        cell = _ours(group, press, r["kept"])
-        here = _beside(group, cell, r) if group and cell else ["", ""]
-        rows.append([*where, f"{100 * r['kept']:.0f} %", str(r["niah"]["of"]), marks, *here])
+        cell = _matching_cell(group, press, r["kept"])
+        comparison = _comparison(group, cell, r) if group and cell else ["", ""]
+        row = [MODELS[settings["model"]], f"{settings['length']}", name, scope, f"{100 * r['kept']:.0f} %"]
+        rows.append([*row, str(r["niah"]["of"]), _marks(r), *comparison])
     head = ["model", "tokens", "press", "scope", "kept", "questions", "needles / dictionary", "here (kept)"]
     head.append("sign test")
     return table(head, rows) if rows else ""
 
 
 def generation() -> str:
-    """Each cell's distance from stock along its own answers, nearest first."""
-    found = {n: r for f in ("leankv", "max") for n, r in (numbers(f"quality/generation_{f}.json") or {}).items()}
+    """Table of the KL of each cell from stock along its own answers, smallest first."""
+    results = {n: r for f in ("leankv", "max") for n, r in (numbers(f"quality/generation_{f}.json") or {}).items()}
     rows = [
         [f"`{n}`", f"{r['nats']:.4f} +- {r['standard_error']:.4f}", ", ".join(f"{q:.4f}" for q in r["quarters"])]
-        for n, r in sorted(found.items(), key=lambda item: item[1]["nats"])
+        for n, r in sorted(results.items(), key=lambda item: item[1]["nats"])
     ]
     return table(["cell", "nats a token", "quarters"], rows)
 
 
 def one_shot() -> str:
-    """One-shot levels, and kvpress' presses that see each question with its context and keep as many tokens."""
+    """Table of one-shot levels, and of kvpress' presses that also see the question and keep as many tokens."""
     rows = []
     for model, title in MODELS.items():
         ours, file = numbers(f"quality/seen_{model}_{MAIN}.json"), RESULTS / f"quality/kvpress_{model}_{MAIN}_seen.json"
@@ -243,13 +244,13 @@ def one_shot() -> str:
             continue
         presses = [r for r in json.loads(file.read_text())["rows"] if not r.get("error")]
         for cell in sorted(ours["cells"], key=lambda c: ours["cells"][c]["ratio_body"]):
-            mine, kept = ours["cells"][cell], ours["cells"][cell]["kept"]
+            kept = ours["cells"][cell]["kept"]
             share = "" if cell == cells.STOCK else f"{100 * kept:.0f} %"
             answers = {task: _flat(ours["raw"][cell][task]) for task in findings.TASKS}
-            rows.append([title, f"`{cell}`", share, _marks(mine), ""])
+            rows.append([title, f"`{cell}`", share, _marks(ours["cells"][cell]), ""])
             for r in presses:
                 if abs(r["keep"] - kept) < 0.01:
-                    wins, losses = _against(answers, r)
+                    wins, losses = _wins_and_losses(answers, r)
                     test = f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"
                     rows.append([title, f"kvpress `{r['press']}`", share, _marks(r), test])
     head = ["model", "", "kept of full blocks", "needles / dictionary", "this project against it, sign test"]
@@ -260,14 +261,14 @@ _ORDER = ("qwen-0.5b", "qwen-1.5b", "smollm2")
 
 
 def _presses() -> list[tuple[dict, dict]]:
-    """(settings, row) of all kvpress results, by model, length, scope and share; of duplicates the run with more
-    questions."""
+    """(settings, row) of all kvpress results, sorted by model, length, scope and share. If several runs have a row, the
+    one with more questions counts."""
     out: dict[tuple, tuple[dict, dict]] = {}
     for path in sorted((RESULTS / "quality").glob("kvpress_*.json")):
         record = json.loads(path.read_text())
         settings = record["settings"]
         if settings.get("protocol") == SEEN:
-            continue  # other tables
+            continue  # these rows belong to `one_shot`
         for r in (r for r in record["rows"] if not r.get("error")):
             by_block = settings["scope"] == "block" and r["press"] != "full"  # drops nothing at any size
             key = (_ORDER.index(settings["model"]), -settings["length"], by_block, -r["keep"], r["press"])
@@ -276,32 +277,31 @@ def _presses() -> list[tuple[dict, dict]]:
     return [out[key] for key in sorted(out)]
 
 
-def _does(press: str, settings: dict, keep: float) -> str:
-    """The method that a kvpress press amounts to: PyramidKV is SnapKV if its last layer, at 1/20 of the mean (its
+def _method(press: str, settings: dict, keep: float) -> str:
+    """Method that a press effectively uses. PyramidKV is SnapKV if its last layer, with 1/20 of the mean budget (its
     beta), would keep fewer tokens than the window of 64."""
     tokens = settings["block"] if settings["scope"] == "block" else settings["length"]
     return "snapkv" if press == "pyramidkv" and tokens * keep / 20 < 64 else press
 
 
-def _ours(group: Merged | None, press: str, kept: float) -> str | None:
-    """The cell of the same method with the nearest kept share, None if none is near."""
-    if group is None or press not in SAME:
+def _matching_cell(group: Merged | None, press: str, kept: float) -> str | None:
+    """Cell of the same method with the nearest kept share; None if all are too far."""
+    if group is None or press not in METHODS:
         return cells.STOCK if group and press == "full" else None
-    near = {n: abs(r["kept"] - kept) for n, r in group.rows.items() if re.fullmatch(SAME[press], n)}
-    return min((n for n, far in near.items() if far < NEAR), key=lambda n: near[n], default=None)
+    gaps = {n: abs(r["kept"] - kept) for n, r in group.rows.items() if re.fullmatch(METHODS[press], n)}
+    return min((n for n, gap in gaps.items() if gap < MAX_SHARE_GAP), key=lambda n: gaps[n], default=None)
 
 
-def _beside(group: Merged, cell: str, press: dict) -> list[str]:
-    """Our cell's marks, and the sign test over common questions: those that only our cell got right, and those that
-    only the press got right."""
+def _comparison(group: Merged, cell: str, press: dict) -> list[str]:
+    """Marks of our cell, and the sign test over common questions."""
     row = group.rows[cell]
-    wins, losses = _against({task: group.answers(cell, task) for task in findings.TASKS}, press)
+    wins, losses = _wins_and_losses({task: group.answers(cell, task) for task in findings.TASKS}, press)
     kept = "" if cell == cells.STOCK else f" ({100 * row['kept']:.0f} %)"
     return [_marks(row) + kept, f"+{wins} -{losses}, p = {findings.sign_test(wins, losses):.2g}"]
 
 
-def _against(ours: dict[str, list[bool]], press: dict) -> tuple[int, int]:
-    """Numbers of questions that only our cell, and that only the press, got right."""
+def _wins_and_losses(ours: dict[str, list[bool]], press: dict) -> tuple[int, int]:
+    """Numbers of questions that only our cell answers correctly, and that only the press does."""
     wins = losses = 0
     for task, answers in ours.items():
         pairs = list(zip(answers, _flat(press[task]["answers"])))
@@ -340,7 +340,7 @@ def main() -> int:
         before = doc.read_text()
         after = render(before)
         if check and before != after:
-            print(f"error: {doc.relative_to(ROOT)} is not what the files say; run python -m bench.quality.report")
+            print(f"error: {doc.relative_to(ROOT)} is not up to date; run python -m bench.quality.report")
             return 1
         doc.write_text(after)
     return 0

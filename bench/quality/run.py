@@ -1,12 +1,12 @@
-"""Do answers get worse when the cache is compressed? One context, several questions, through the server.
+"""Effect of compression on answers: several questions per context, through the server.
 
     python -m bench.quality.run [--model smollm2|qwen-0.5b] [--formats stock,bf16,k8v4,k4v4,leankv]
         [--tasks niah,kv,nll] [--contexts 16] [--length 1024]
 
-*niah*: 8 magic numbers hidden in essays. *kv*: a dictionary that fills the context. *nll*: nats per token
-of the 255 tokens behind a cached piece of essay. A context is sent once; then every question is asked
-against the cached prefix, and the hit is checked. Exact match, greedy. Answers that turned wrong or right are counted
-against stock SGLang, whose own figures check this harness.
+*niah*: 8 magic numbers hidden in essays. *kv*: a dictionary that fills the context. *nll*: nats per token of the 255
+tokens after a cached passage of an essay. A context is sent once. Every question must then hit the cached prefix.
+Answers are greedy and compared exactly. Answers that changed from right to wrong or back are counted relative to stock
+SGLang, whose figures also check this harness.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 
 from bench import common, prompts
 from bench.quality import fetch
+from bench.quality.findings import sign_test
 from bench.quality.tasks import TITLES, Context, Maker, right
 
 NAME = "quality"
@@ -27,7 +28,7 @@ SCORED = 255  # tokens whose likelihood is measured
 
 
 def ask(server: common.Server, context: Context, block: int, tokens: int) -> list[bool]:
-    """Send the context, then each question; whether each answer is right."""
+    """Send the context, then each question; return whether each answer is right."""
     server.client.flush()
     server.client.generate(context.ids, 1)
     if server.client.stats():
@@ -42,10 +43,10 @@ def ask(server: common.Server, context: Context, block: int, tokens: int) -> lis
 
 
 def likelihood(server: common.Server, ids: list[int], block: int) -> float:
-    """Nats per token of the last 255 tokens, everything before cached.
+    """Nats per token of the last 255 tokens, with all earlier tokens cached.
 
-    The server returns a prompt's log-probabilities from a given position on, and computes all tokens from there again.
-    The first of them has no computed predecessor and is not counted.
+    The server returns log-probabilities of a prompt from a given position and recomputes the tokens from there. The
+    first of them has no computed predecessor and does not count.
     """
     begin = len(ids) - SCORED - 1
     server.client.flush()
@@ -54,7 +55,7 @@ def likelihood(server: common.Server, ids: list[int], block: int) -> float:
         server.client.when_idle()
     answer = server.client.generate(ids, 1, input_from=begin)
     hit = begin // block * block
-    # A hit ends at least one token before the first requested logits.
+    # A hit ends at least one token before the first requested log-probability.
     assert hit - block <= answer.cached_tokens <= begin and answer.cached_tokens > 0, answer.cached_tokens
     assert len(answer.input_logprobs) == SCORED, len(answer.input_logprobs)
     return -statistics.fmean(answer.input_logprobs)
@@ -77,25 +78,26 @@ def measure(fmt: str, model, maker: Maker, args) -> dict:
     return out
 
 
-def summary(got: dict, reference: dict | None) -> dict:
-    out: dict[str, object] = {"ratio_body": got["ratio"]}
+def summary(raw: dict, reference: dict | None) -> dict:
+    """Figures of one format or cell from its raw results, relative to `reference`."""
+    out: dict[str, object] = {"ratio_body": raw["ratio"]}
     for task in TITLES:
-        if task not in got:
+        if task not in raw:
             continue
-        mine = [x for row in got[task] for x in row]
-        out[task] = {"right": sum(mine), "of": len(mine), "em": statistics.fmean(mine)}
+        marks = [x for row in raw[task] for x in row]
+        out[task] = {"right": sum(marks), "of": len(marks), "em": statistics.fmean(marks)}
         if reference and task in reference:
-            theirs = [x for row in reference[task] for x in row]
-            lost = sum(a and not b for a, b in zip(theirs, mine))
-            won = sum(b and not a for a, b in zip(theirs, mine))
-            out[task] |= {"right_to_wrong": lost, "wrong_to_right": won, "sign_test_p": sign_test(lost, won)}
-        lengths = [_mean(run.get("lengths", {}).get(task)) for run in (got, reference or {})]
+            reference_marks = [x for row in reference[task] for x in row]
+            lost = sum(a and not b for a, b in zip(reference_marks, marks))
+            gained = sum(b and not a for a, b in zip(reference_marks, marks))
+            out[task] |= {"right_to_wrong": lost, "wrong_to_right": gained, "sign_test_p": sign_test(lost, gained)}
+        lengths = [_mean(run.get("lengths", {}).get(task)) for run in (raw, reference or {})]
         if all(lengths):
             out[task]["length_ratio"] = lengths[0] / lengths[1]
-    if "nll" in got:
-        out["nll"] = {"nats": statistics.fmean(got["nll"]), "passages": len(got["nll"])}
+    if "nll" in raw:
+        out["nll"] = {"nats": statistics.fmean(raw["nll"]), "passages": len(raw["nll"])}
         if reference and "nll" in reference:
-            delta = [a - b for a, b in zip(got["nll"], reference["nll"])]
+            delta = [a - b for a, b in zip(raw["nll"], reference["nll"])]
             spread = statistics.stdev(delta) / math.sqrt(len(delta)) if len(delta) > 1 else math.nan
             out["nll"] |= {"delta": statistics.fmean(delta), "delta_standard_error": spread}
     return out
@@ -103,12 +105,6 @@ def summary(got: dict, reference: dict | None) -> dict:
 
 def _mean(rows: list[list[int]] | None) -> float | None:
     return statistics.fmean(n for row in rows for n in row) if rows else None
-
-
-def sign_test(lost: int, won: int) -> float:
-    """Two-sided p-value of this split if both outcomes are equally likely."""
-    n, k = lost + won, min(lost, won)
-    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0
 
 
 def main() -> None:
@@ -122,7 +118,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=7)
-    parser.add_argument("--resume", action="store_true", help="take formats from the result file if they are in it")
+    parser.add_argument("--resume", action="store_true", help="reuse the formats of the result file")
     args = parser.parse_args()
     model = fetch.MODELS[args.model]()
     maker = Maker(prompts.tokenizer(model), fetch.essays().read_text())
@@ -130,17 +126,17 @@ def main() -> None:
     raw, rows, reference = {}, {}, None
     earlier = _earlier(args, settings) if args.resume else {}
     for fmt in args.formats.split(","):
-        got = earlier.get(fmt) or {**measure(fmt, model, maker, args), "commit": common.commit()}
-        reference = got if fmt == "stock" else reference
-        raw[fmt], rows[fmt] = got, summary(got, None if fmt == "stock" else reference)
+        raw[fmt] = earlier.get(fmt) or {**measure(fmt, model, maker, args), "commit": common.commit()}
+        reference = raw[fmt] if fmt == "stock" else reference
+        rows[fmt] = summary(raw[fmt], None if fmt == "stock" else reference)
         print(fmt, rows[fmt], flush=True)
-        # After each format, so that an interrupted run keeps its results.
+        # Written after each format, so that an interrupted run keeps its results.
         numbers = {**settings, "formats": rows, "raw": raw}
         common.write_result(f"{NAME}/{args.model}_{args.length}", numbers)
 
 
 def _earlier(args, settings: dict) -> dict[str, dict]:
-    """Raw results by format of an earlier run with the same settings; greedy answers stay valid."""
+    """Raw results by format of an earlier run with the same settings. Greedy answers stay valid."""
     path = common.RESULTS / f"{NAME}/{args.model}_{args.length}.json"
     numbers = json.loads(path.read_text())["numbers"] if path.exists() else {}
     return numbers["raw"] if settings.items() <= numbers.items() else {}

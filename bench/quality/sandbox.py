@@ -1,8 +1,8 @@
-"""Runs a program that a model wrote, and checks whether it succeeds.
+"""Sandbox for programs that a model wrote.
 
-It runs in a separate process and folder, without site packages, with limits on time, memory and files. That stops
-accidents, not attacks. The time limit counts processor time, because cells share the machine. A program that only
-sleeps ends after four times as many seconds.
+A program runs in a separate process and folder, without site packages, with limits on time, memory and files. The
+limits stop accidents, not attacks. The time limit counts CPU time, because cells share the machine. A program that only
+sleeps is killed after four times as many seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 SECONDS = 5
 MEMORY = 2 << 30
-ENDED = 77  # the last line was reached; a program that leaves earlier, by `exit()` too, has another code
+ENDED = 77  # exit code after the last line; a program that exits earlier has another one
 RUNNER = f"""
 import os, resource, sys
 for what, limit in ((resource.RLIMIT_CPU, int(sys.argv[2])), (resource.RLIMIT_AS, {MEMORY}),
@@ -28,8 +28,8 @@ os._exit({ENDED})
 """
 
 
-def ends_well(program: str, seconds: int = SECONDS) -> bool:
-    """Whether the program runs to its end without an exception."""
+def succeeds(program: str, seconds: int = SECONDS) -> bool:
+    """Whether the program reaches its end without an exception."""
     with tempfile.TemporaryDirectory(prefix="kvc-code-") as folder:
         file = Path(folder) / "program.py"
         file.write_text(program, errors="replace")
@@ -48,5 +48,5 @@ def ends_well(program: str, seconds: int = SECONDS) -> bool:
             return False
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+                os.killpg(process.pid, signal.SIGKILL)  # with its child processes
             process.wait()

@@ -1,4 +1,4 @@
-"""All tasks by name: their contexts, the length limit of answers, and the check for right answers."""
+"""Tasks by name: contexts, length limit of answers, and check of answers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from bench.quality.records import records, same_value
 from bench.quality.run import SCORED
 from bench.quality.tasks import Context, Maker, right
 
-NLL = "nll"  # likelihood: passages instead of questions
+NLL = "nll"  # likelihood task, which has passages instead of questions
 DEFAULT = ("niah", "kv", NLL)
 
 
 @dataclass(frozen=True)
 class Task:
-    make: Callable[[Maker, Any], list[Context]]  # of a maker and the command's arguments
-    right: Callable[[Any, str], bool] = right  # of a question's answer and the text that was generated
-    tokens: int | None = None  # of an answer at most; None: --answer-tokens
-    stop: tuple[str, ...] = field(default=())  # what ends an answer; with none it is as long as it may be
+    make: Callable[[Maker, Any], list[Context]]  # (maker, command-line arguments) -> contexts
+    right: Callable[[Any, str], bool] = right  # (expected answer, generated text) -> whether it is right
+    tokens: int | None = None  # maximum length of an answer; None: --answer-tokens
+    stop: tuple[str, ...] = field(default=())  # strings that end an answer; without any, it has the maximum length
 
     @property
     def free(self) -> bool:
-        """Whether the model ends its answer itself, so that the answer's length is meaningful."""
+        """Whether the model ends its answer, so that its length is meaningful."""
         return bool(self.stop)
 
 
-def _each(make: Callable[[Maker, int, int], Context]) -> Callable[[Maker, Any], list[Context]]:
+def _numbered(make: Callable[[Maker, int, int], Context]) -> Callable[[Maker, Any], list[Context]]:
     return lambda maker, args: [make(maker, args.first + i, args.length) for i in range(args.contexts)]
 
 
 def _ruler(task: str) -> Callable[[Maker, Any], list[Context]]:
-    """Eight contexts for each of other tasks, because RULER asks one question about a context."""
+    """Contexts of a RULER task, eight times as many as for other tasks, because each has only one question."""
 
     def make(maker: Maker, args) -> list[Context]:
         numbers = range(8 * args.first, 8 * (args.first + args.contexts))
@@ -45,11 +45,11 @@ def _ruler(task: str) -> Callable[[Maker, Any], list[Context]]:
     return make
 
 
-ASKED = {
-    "niah": Task(_each(Maker.needles)),
-    "kv": Task(_each(Maker.dictionary)),
-    "fewshot": Task(_each(shots), tokens=3),
-    "extract": Task(_each(records), same_value, tokens=6),
+TASKS = {
+    "niah": Task(_numbered(Maker.needles)),
+    "kv": Task(_numbered(Maker.dictionary)),
+    "fewshot": Task(_numbered(shots), tokens=3),
+    "extract": Task(_numbered(records), same_value, tokens=6),
     "vt": Task(_ruler("vt"), ruler.names_all, tokens=30),
     "cwe": Task(_ruler("cwe"), ruler.names_most, tokens=60),
     "multikey": Task(_ruler("multikey"), ruler.names_all, tokens=45),
@@ -60,52 +60,53 @@ ASKED = {
         lambda maker, args: calls(maker, args.data["agents"], args.calls, 2 * args.length), same_call, 80, ("\n",)
     ),
 }
-CARRIED = ("code", "calls")  # made of the data file
-NAMES = ("niah", "kv", NLL, *(n for n in ASKED if n not in DEFAULT))
+FROM_DATA = ("code", "calls")  # tasks that need the data file
+NAMES = ("niah", "kv", NLL, *(n for n in TASKS if n not in DEFAULT))
 
 
-def chosen(names: str) -> list[str]:
-    """The tasks named in a list separated by commas, in order of measurement: cheap and informative tasks first."""
+def select(names: str) -> list[str]:
+    """Task names from a comma-separated list, in the order in which they run: cheap and informative tasks first."""
     wanted = names.split(",")
     if unknown := sorted(set(wanted) - set(NAMES)):
-        raise ValueError(f"There is no task {', '.join(unknown)}; there are {', '.join(NAMES)}.")
+        raise ValueError(f"There is no task {', '.join(unknown)}; choose from {', '.join(NAMES)}.")
     return [n for n in NAMES if n in wanted]
 
 
 @dataclass
-class Work:
-    """The questions to every cell, created once."""
+class Workload:
+    """Contexts and passages that all cells get."""
 
-    contexts: dict[str, list[Context]]  # of each task with questions
+    contexts: dict[str, list[Context]]  # by task
     passages: list[list[int]]
 
     @classmethod
-    def of(cls, maker: Maker, args) -> Work:
-        made = {n: ASKED[n].make(maker, args) for n in args.tasks if n in ASKED}
+    def create(cls, maker: Maker, args) -> Workload:
+        contexts = {n: TASKS[n].make(maker, args) for n in args.tasks if n in TASKS}
         count = args.contexts if NLL in args.tasks else 0
-        return cls(made, [maker.passage(args.first + i, args.length + SCORED + 1) for i in range(count)])
+        return cls(contexts, [maker.passage(args.first + i, args.length + SCORED + 1) for i in range(count)])
 
     def sample(self) -> list[int]:
-        """A context of the measured length."""
-        made = [list(contexts[0].ids) for contexts in self.contexts.values()]
-        return made[0] if made else self.passages[0][: -SCORED - 1]
+        """Token ids of one context of the measured length."""
+        for contexts in self.contexts.values():
+            return list(contexts[0].ids)
+        return self.passages[0][: -SCORED - 1]
 
     def tokens(self, args) -> int:
-        """Tokens of memory that the largest task takes: its contexts once, and the concurrent questions."""
-        need = [0]
+        """Memory in tokens that the largest task needs for its contexts and the concurrent questions."""
+        sizes = [0]
         for name, contexts in self.contexts.items():
             longest = max(len(q.ask) for c in contexts for q in c.questions)
-            asked = longest + (ASKED[name].tokens or args.answer_tokens) + 2 * args.block
-            need.append(int(1.4 * resident((c.ids for c in contexts), 1)) + args.concurrency * asked + 4096)
-        return max(need)
+            request = longest + (TASKS[name].tokens or args.answer_tokens) + 2 * args.block
+            sizes.append(int(1.4 * resident((c.ids for c in contexts), 1)) + args.concurrency * request + 4096)
+        return max(sizes)
 
 
 def resident(prefixes: Iterable, block: int) -> int:
-    """Tokens in full blocks of all prefixes; shared beginnings count once."""
-    ends = set()
+    """Number of tokens in full blocks of all prefixes. Shared blocks count once."""
+    digests = set()
     for ids in prefixes:
         digest = 0
         for begin in range(0, len(ids) // block * block, block):
             digest = hash((digest, tuple(ids[begin : begin + block])))
-            ends.add(digest)
-    return len(ends) * block
+            digests.add(digest)
+    return len(digests) * block

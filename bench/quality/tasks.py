@@ -1,7 +1,6 @@
-"""Tasks with one long context and several separate questions, the use case of a shared prefix.
+"""Tasks with a long context and several questions, as in requests with a shared prefix.
 
-A context is compressed without knowledge of its questions. Contexts and questions are token ids, so that a context is
-an exact prefix of all its requests.
+Contexts and questions are token ids, so that a context is an exact prefix of all of its requests.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# Tasks with questions, in the order of the tables, and their titles there.
+# Task -> title in tables, in their order.
 TITLES = {
     "niah": "8 needles",
     "kv": "dictionary",
@@ -27,8 +26,8 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Question:
-    ask: tuple[int, ...]  # tokens behind the context, up to where the answer begins
-    answer: Any  # the expected answer, in most tasks the text itself
+    ask: tuple[int, ...]  # tokens between the context and the answer
+    answer: Any  # expected answer; text in most tasks
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Context:
 
 
 class Maker:
-    """Creates contexts of one model's tokens; equal arguments give equal contexts."""
+    """Creates contexts in the tokens of one model. Equal arguments give equal contexts."""
 
     def __init__(self, tok, essays: str):
         self.tok = tok
@@ -48,7 +47,7 @@ class Maker:
         ]
         self.words = sorted({w for w in re.findall(r"\b[a-z]{4,9}\b", essays)})
         self.text_ids = tok(essays, add_special_tokens=False).input_ids
-        # The chat template around a user message, split at the message.
+        # Chat template before and after a user message.
         mark = "@@message@@"
         text = tok.apply_chat_template(
             [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
@@ -62,7 +61,7 @@ class Maker:
         return Question(tuple(self.ids(f"\n\n{ask}{self.tail}{begin}")), answer)
 
     def haystack(self, rng: random.Random, tokens: int) -> list[str]:
-        """Consecutive sentences of the essays, about `tokens` tokens."""
+        """Consecutive sentences of the essays, with at least `tokens` tokens."""
         at = rng.randrange(len(self.sentences))
         out, n = [], 0
         while n < tokens:
@@ -73,7 +72,7 @@ class Maker:
         return out
 
     def needles(self, number: int, tokens: int, count: int = 8) -> Context:
-        """`count` magic numbers hidden at random places; one question about each."""
+        """Context with `count` magic numbers hidden at random places, and one question about each."""
         rng = random.Random(f"needles {number}")
         keys = rng.sample(self.words, count)
         values = [str(rng.randrange(1000, 10000)) for _ in keys]
@@ -90,7 +89,7 @@ class Maker:
         return Context(f"needles-{number}", tuple(self.ids(text)), tuple(questions))
 
     def dictionary(self, number: int, tokens: int, count: int = 8) -> Context:
-        """A dictionary that fills the context: everything may be asked, and nothing is filler."""
+        """Context filled by a dictionary, without filler text, and questions about `count` entries."""
         rng = random.Random(f"dictionary {number}")
         words = self.words[:]
         rng.shuffle(words)
@@ -111,11 +110,11 @@ class Maker:
         return Context(f"dictionary-{number}", tuple(self.ids(text)), tuple(questions))
 
     def passage(self, number: int, tokens: int) -> list[int]:
-        """A piece of the essays, for the likelihood of its end."""
+        """Passage of the essays with `tokens` tokens."""
         at = number * 8000 % (len(self.text_ids) - tokens)
         return self.text_ids[at : at + tokens]
 
 
 def right(answer: str, text: str) -> bool:
-    """Whether the generated text begins with the answer."""
+    """Whether the generated text starts with the answer."""
     return text.strip().lstrip('"').startswith(answer)

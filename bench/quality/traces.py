@@ -1,8 +1,8 @@
-"""Dialogues of an agent with its functions, from BFCL's multi-turn problems: each call with its actual result.
+"""Dialogues of agents with function calls and their actual results, from BFCL's multi-turn problems.
 
-The package has questions, the right calls, and simulators for the functions. The calls are run on the simulators, so
-the histories are realistic. Everything is seeded, so the same package gives the same traces. Two of its sets are used:
-`BASE`, and `LONG`, whose simulators return long lists, files and pages.
+The package has questions, expected calls, and simulators of the functions. Running the calls on the simulators gives
+realistic histories. The same package always gives the same traces. Two of its sets are used: `BASE`, and `LONG`, whose
+simulators return long lists, files and pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 BASE, LONG = "multi_turn_base", "multi_turn_long_context"
 DATA = "bfcl_eval/data"
 SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
-# A class of functions -> the module of its simulator, which is mostly that of its descriptions too.
+# Class of functions -> module of its simulator and of its descriptions.
 MODULES = {
     "GorillaFileSystem": "gorilla_file_system",
     "MathAPI": "math_api",
@@ -33,7 +33,7 @@ STATELESS = "MathAPI"
 
 
 def read(wheel: Path, kind: str = BASE) -> dict:
-    """`functions`: class -> descriptions; `traces`: each with its classes and turns of (call, result)."""
+    """`functions`: class -> descriptions. `traces`: dialogues with classes, and turns of (call, result)."""
     with zipfile.ZipFile(wheel) as archive:
 
         def lines(name: str) -> list[dict]:
@@ -56,7 +56,7 @@ def read(wheel: Path, kind: str = BASE) -> dict:
 
 
 def _brief(description: dict) -> dict:
-    """Name, purpose and parameters, without the text that all functions of a class share."""
+    """Name, purpose and parameters of a function, without the text that all functions of a class share."""
     parameters = description["parameters"]
     fields = ("type", "description", "default")
     return {
@@ -79,18 +79,18 @@ def _trace(problem: dict, answers: list[list[str]], simulators: dict[str, type],
         public = [m for m in dir(simulator) if not m.startswith("_")]
         methods |= {m: getattr(simulator, m) for m in public if callable(getattr(simulator, m))}
     turns = [
-        {"user": "\n".join(m["content"] for m in asked), "calls": [[c, _run(c, methods)] for c in calls]}
-        for asked, calls in zip(problem["question"], answers)
+        {"user": "\n".join(m["content"] for m in messages), "calls": [[c, _run(c, methods)] for c in calls]}
+        for messages, calls in zip(problem["question"], answers)
     ]
     return {"id": problem["id"], "classes": classes, "turns": turns}
 
 
 def _run(call: str, methods: dict) -> str:
-    """The call's result, as an agent sees it."""
+    """Result of a call as an agent sees it."""
     node = ast.parse(call, mode="eval").body
     try:
         positional = [ast.literal_eval(a) for a in node.args]
         result = methods[node.func.id](*positional, **{k.arg: ast.literal_eval(k.value) for k in node.keywords})
-    except Exception as e:  # which the agent would have seen, too
+    except Exception as e:  # the agent sees exceptions, too
         result = {"error": f"{type(e).__name__}: {e}"}
     return result if isinstance(result, str) else json.dumps(result, default=str)

@@ -1,5 +1,4 @@
-"""Kernels of other projects, from their checkouts, compared with ours on the same shapes. None of their code is kept
-here.
+"""Comparison with kernels of other projects on the same shapes. Their code comes from their checkouts.
 
     git clone https://github.com/FutureMLS-Lab/OSCAR ; git clone https://github.com/zyqCSL/DiffKV
     python -m bench.rivals.decode --oscar OSCAR --diffkv DiffKV

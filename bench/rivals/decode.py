@@ -1,10 +1,10 @@
-"""Decode attention of other projects and ours in one run, each checked against float64 over its stored tokens.
+"""Decode attention compared with other projects in one run. Each kernel is checked against float64.
 
     python -m bench.rivals.decode --oscar CHECKOUT --diffkv CHECKOUT [--shapes 64x8192,16x32768] [--seconds 300]
 
-8 KV heads, GQA 4, head_dim 128. OSCAR: 2 bits, cut into the number of parts that is fastest. DiffKV: the formats that
-we have, too, everything kept, and its mix (35 +- 12 % high K8V4, 40 +- 12 % low K4V2, by head). Ours: the same formats,
-as the server lays them out.
+8 KV heads, GQA 4, head_dim 128. OSCAR runs with 2 bits and the fastest number of parts. DiffKV runs with our formats
+without pruning, and with its mix (35 +- 12 % high K8V4, 40 +- 12 % low K4V2, by head). Ours has the same formats in the
+server's layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from bench.kernels import decode as mine
+from bench.kernels import decode as ours
 from bench.kernels.common import RESULTS, Budget, Results, Workload, cold_layers, copy_bandwidth, table, time_graph
 from kvc_kernels.decode.attention import Tuning
 
@@ -25,26 +25,26 @@ from . import diffkv, oscar, reference
 
 HEADS, GROUP, DIM = 8, 4, 128
 OURS = ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "mix")
-# name -> (high, low) bits of keys and values, as DiffKV has them, and tokens of each as `ragged` draws them.
+# Name -> (high, low) bits of keys and values in DiffKV.
 DIFFKV = {
     "k8v8": ((8, 8), (8, 8)), "k8v4": ((8, 4), (8, 4)), "k4v4": ((4, 4), (4, 4)), "k4v2": ((4, 2), (4, 2)),
     "mix": ((8, 4), (4, 2)),
 }  # fmt: skip
 CHECKED = 9000  # tokens of the check; enough that DiffKV splits a request into parts, as in the timed runs
-WRONG = 0.02  # bound of the relative error of a correct kernel; outputs and partial outputs are bf16
+MAX_ERROR = 0.02  # bound of the relative error of a correct kernel; outputs and partial outputs are bf16
 COLUMNS = {"kernel": "", "store": "", "batch": "", "tokens": "", "ms": ".4f", "of_copy": ".1%", "error": ".4f"}
 COLUMNS["parts"] = ""
 
 
 def ragged(batch: int, layers: int, heads: int, tokens: int) -> torch.Tensor:
-    """int64 `[B, L, H, 2]`: 35 +- 12 % high tokens, 40 +- 12 % low ones."""
+    """Random numbers of tokens, int64 `[B, L, H, 2]`: 35 +- 12 % high and 40 +- 12 % low."""
     u = torch.rand((batch, layers, heads, 2)) * 2 - 1
     return ((torch.tensor([0.35, 0.40]) + 0.12 * u) * tokens).round().long()
 
 
 def workloads() -> dict[str, Workload]:
-    known = mine.workloads(128, 0)
-    return {name: known.get(name) or Workload(name, "full", 128) for name in OURS}
+    workloads_by_name = ours.workloads(128, 0)
+    return {name: workloads_by_name.get(name) or Workload(name, "full", 128) for name in OURS}
 
 
 def of_oscar(module: ModuleType, batch: int, tokens: int, layers: int) -> oscar.Case:
@@ -59,11 +59,16 @@ def of_diffkv(module: ModuleType, name: str, batch: int, tokens: int, layers: in
 
 
 def timed(make: Callable, name: str, store: str, batch: int, tokens: int, bandwidth: float, parts=(None,)) -> dict:
-    """One kernel in one shape: first right, with few requests, then fast; the fastest of `parts`."""
+    """Row of one kernel and shape. The kernel is first checked with few requests, then timed with the fastest of
+    `parts`.
+
+    Raises:
+        ValueError: the kernel is wrong.
+    """
     error = reference.error(make(2, CHECKED, 2))
-    if not error < WRONG:
+    if not error < MAX_ERROR:
         raise ValueError(f"wrong by {error:.3g}")
-    layers = cold_layers(batch * tokens * HEADS * DIM // 2)  # of 2 bits, the least
+    layers = cold_layers(batch * tokens * HEADS * DIM // 2)  # the size for 2 bits, the smallest format
     case, best = make(batch, tokens, layers), {}
     for n in parts:
         if n is not None:
@@ -75,7 +80,7 @@ def timed(make: Callable, name: str, store: str, batch: int, tokens: int, bandwi
 
 
 def rivals(args: argparse.Namespace) -> list[tuple[str, str, Callable, tuple]]:
-    """(kernel, what it stores, function of batch, tokens and layers, numbers of parts to try)."""
+    """(kernel, format, function from batch, tokens and layers to a case, numbers of parts to try) of each rival."""
     out = []
     if args.oscar:
         module = oscar.load(args.oscar)
@@ -90,15 +95,15 @@ def rivals(args: argparse.Namespace) -> list[tuple[str, str, Callable, tuple]]:
 
 
 def scores(rows: list[dict]) -> dict[str, tuple[float, str]]:
-    """Speedup of our kernel: each of our formats over OSCAR's 2 bits, and equal formats over DiffKV."""
+    """Speedup of each of our formats over OSCAR's 2 bits and over the same format of DiffKV."""
     times = {(r["kernel"], r["store"], r["batch"], r["tokens"]): r["ms"] for r in rows if "ms" in r}
     out: dict[str, tuple[float, str]] = {}
     for store in OURS:
-        for kernel, theirs in (("oscar", "int2"), ("diffkv", store)):
+        for kernel, rival_store in (("oscar", "int2"), ("diffkv", store)):
             pairs = [
-                (times[kernel, theirs, b, t], ms)
+                (times[kernel, rival_store, b, t], ms)
                 for (k, s, b, t), ms in times.items()
-                if (k, s) == ("ours", store) and (kernel, theirs, b, t) in times
+                if (k, s) == ("ours", store) and (kernel, rival_store, b, t) in times
             ]
             if pairs:
                 unit = f"x, worst of {len(pairs)} shapes"
@@ -123,10 +128,10 @@ def main() -> None:
     args = arguments()
     budget, bandwidth, others = Budget(args.seconds), copy_bandwidth(), rivals(args)
     results = Results(args.out, copy_bytes_per_s=bandwidth)
-    results.add(*mine.check(list(workloads().items()), args.jobs, Tuning()))
+    results.add(*ours.check(list(workloads().items()), args.jobs, Tuning()))
     for batch, tokens in args.shapes:
         for kernel, store, make, parts in others:
-            if budget.over(f"{kernel} {store} {batch}x{tokens}"):
+            if budget.exceeded(f"{kernel} {store} {batch}x{tokens}"):
                 continue
             try:
                 results.add(timed(make, kernel, store, batch, tokens, bandwidth, parts))
@@ -134,8 +139,8 @@ def main() -> None:
                 print(f"{kernel} {store} {batch}x{tokens}: {type(e).__name__} {str(e)[-300:]}", flush=True)
             torch.cuda.empty_cache()
         for name, w in workloads().items():
-            if not budget.over(f"ours {name} {batch}x{tokens}"):
-                row = mine.ours(name, Workload(**{**vars(w), "batch": batch, "tokens": tokens}), bandwidth, Tuning())
+            if not budget.exceeded(f"ours {name} {batch}x{tokens}"):
+                row = ours.ours(name, Workload(**{**vars(w), "batch": batch, "tokens": tokens}), bandwidth, Tuning())
                 results.add(row | dict(kernel="ours", store=name))
     results.score(scores(results.rows))
     print(table([r for r in results.rows if "kernel" in r], COLUMNS))

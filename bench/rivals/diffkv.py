@@ -1,7 +1,8 @@
-"""DiffKV's decode attention (LeanKV's code): pages of one head and one format, high ones from the left and low ones
-from the right of a table of both. CUDA C++, a block of threads a query head; it also adds up the scores of tokens.
+"""DiffKV's decode attention, from LeanKV's code. It is CUDA C++ with one thread block per query head.
 
-Read at commit 6cf5d20. Its file is compiled for one GQA group and the formats asked for, instead of all 120 kernels.
+A page has one head and one format. A table lists high pages from the left and low pages from the right. The kernel also
+accumulates scores of tokens. The code is for commit 6cf5d20. It is compiled for one GQA group and the given formats
+instead of all 120 kernels.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from types import ModuleType
 import torch
 
 SOURCE = "csrc/attention/sparse_attention_kernels.cu"
-CUT = "#define CALL_LAUNCHER("  # behind it all formats are instantiated
+CUT = "#define CALL_LAUNCHER("  # the code from here on instantiates all formats
 KEY_VEC, KEY_THREADS, VALUE_VEC, VALUE_THREADS = 4, 4, 2, 8  # its cache_utils.h
 PARTITION = 4800
-# Tokens a page, by (key bits, value bits), each with one scale and zero (fp16) a token and head.
+# (Key bits, value bits) -> tokens per page, with one scale and zero (fp16) per token and head.
 PAGE_TOKENS = {(8, 8): 24, (8, 4): 32, (8, 2): 37, (4, 4): 46, (4, 2): 60, (4, 1): 69}
 
 BINDING = """
@@ -33,8 +34,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ m.def("run", &{name}); }}
 
 
 def source(text: str, high: tuple[int, int], low: tuple[int, int], group: int) -> str:
-    """Source to compile, from DiffKV's file: the launcher of one format, without the other GQA groups, and a
-    binding."""
+    """Source to compile from DiffKV's file: the launcher of one format and GQA group, and a binding."""
     if CUT not in text:
         raise SystemExit("error: DiffKV's kernel file is not the one of commit 6cf5d20")
     head = text[: text.index(CUT)]
@@ -47,7 +47,7 @@ def source(text: str, high: tuple[int, int], low: tuple[int, int], group: int) -
 
 
 def load(checkout: Path, high: tuple[int, int], low: tuple[int, int], group: int) -> ModuleType:
-    """A compiled extension with `run`; needs nvcc and ninja, and a minute or two."""
+    """Compile the extension with `run`. This needs nvcc and ninja, and one or two minutes."""
     from torch.utils.cpp_extension import load as build
 
     path = checkout / SOURCE
@@ -85,7 +85,7 @@ class Page:
 
     @property
     def padded(self) -> int:
-        """Tokens, as the value part counts them."""
+        """Number of tokens, rounded up as in the value part."""
         return -(-self.tokens // VALUE_VEC) * VALUE_VEC
 
     @property
@@ -106,11 +106,11 @@ class Page:
 
     @property
     def size(self) -> int:
-        """With a score (fp32) and a position (int32) of each token."""
+        """Size with a score (fp32) and a position (int32) of each token."""
         return self.scores + 2 * _up(2 * self.tokens, 16)
 
     def unpack(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int16 `[.., size]` -> keys and values fp64 `[.., tokens, D]`."""
+        """Keys and values fp64 `[.., tokens, D]` of int16 pages `[.., size]`."""
         keys = _codes(page, self._keys(), self.key_bits)
         values = _codes(page, self._values(), self.value_bits)
         return keys * self._meta(page, self.key_meta, 0) + self._meta(page, self.key_meta, 1), (
@@ -118,8 +118,8 @@ class Page:
         )
 
     def _keys(self) -> torch.Tensor:
-        """int64 `[tokens, D]`: the code of each feature, counted in codes from the start of the page. A key is read by
-        four threads, a run of features each, in vectors of four packs; vectors of all tokens lie together."""
+        """Index of each feature's code from the start of the page, int64 `[tokens, D]`. Four threads read a key. Each
+        reads consecutive features in vectors of four packs. Vectors of all tokens are adjacent."""
         token, d, pack = torch.arange(self.tokens)[:, None], torch.arange(self.dim), 16 // self.key_bits
         thread, rest = d // (self.dim // KEY_THREADS), d % (self.dim // KEY_THREADS)
         vector, inner = rest // pack // KEY_VEC, rest // pack % KEY_VEC
@@ -127,7 +127,8 @@ class Page:
         return at * pack + rest % pack
 
     def _values(self) -> torch.Tensor:
-        """The same of values: eight threads read two tokens at a time, and packs of all tokens lie together."""
+        """Index of each feature's code for values. Eight threads read two tokens at a time. Packs of all tokens are
+        adjacent."""
         token, d, pack = torch.arange(self.tokens)[:, None], torch.arange(self.dim), 16 // self.value_bits
         thread, rest = d // (self.dim // VALUE_THREADS), d % (self.dim // VALUE_THREADS)
         pair, inner = token // VALUE_VEC, token % VALUE_VEC
@@ -140,7 +141,7 @@ class Page:
         return both.unflatten(-1, (self.tokens, 2))[..., which, None].double()
 
     def random(self, n: int, size: int, device: str) -> torch.Tensor:
-        """int16 `[n, size]` pages of random codes, with values of about 1."""
+        """Pages of random codes, int16 `[n, size]`, with values of about 1."""
         page = torch.randint(-(1 << 15), 1 << 15, (n, size), dtype=torch.int16, device=device)
         for at, bits in ((self.key_meta, self.key_bits), (self.value_meta, self.value_bits)):
             meta = torch.empty((n, self.tokens, 2), dtype=torch.float16, device=device)
@@ -156,7 +157,7 @@ def _up(x: int, to: int) -> int:
 
 
 def _codes(page: torch.Tensor, index: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes fp64 `[.., tokens, D]` at `index`, counted in codes; the lowest bits of 16 come first."""
+    """Codes fp64 `[.., tokens, D]` at the code indices `index`. The lowest bits of an int16 come first."""
     pack = 16 // bits
     index = index.to(page.device)
     return ((page[..., index // pack].int() >> (index % pack * bits)) & ((1 << bits) - 1)).double()
@@ -164,7 +165,7 @@ def _codes(page: torch.Tensor, index: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass
 class Case:
-    """Random stored tokens: `counts` int `[B, L, H, 2]` high and low ones of each request, layer and head."""
+    """Random stored tokens. `counts`: high and low tokens of each request, layer and head, int `[B, L, H, 2]`."""
 
     module: ModuleType | None
     high: Page
@@ -203,7 +204,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of one layer: codes, scales and zeros that a perfect kernel reads."""
+        """Bytes of codes, scales and zeros that an ideal kernel reads for one layer."""
         total = 0
         for side, page in enumerate((self.high, self.low)):
             total += int(self.counts[:, 0, :, side].sum()) * (2 * (page.key_packs + page.value_packs) + 8)
@@ -217,7 +218,7 @@ class Case:
         return self.out
 
     def dense(self, layer: int, request: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values fp64 `[tokens, D]` of one request, head by head."""
+        """Keys and values fp64 `[tokens, D]` of one request, by head."""
         out = []
         for h in range(self.heads):
             row, sides = self.tables[request, layer, h], []

@@ -1,7 +1,7 @@
-"""OSCAR's decode attention (its SGLang branch, `--kv-cache-dtype int2`): keys and values of 2 bits, with a scale and a
-zero a token and head, but bf16 for the first 64 and the last 256 tokens of a request. Triton, three launches.
+"""OSCAR's decode attention, from its SGLang branch (`--kv-cache-dtype int2`). It is Triton with three launches.
 
-Read at commit 473ff3f9. Rotations are not part of the kernel: queries come rotated, values are rotated back outside.
+Keys and values have 2 bits, with a scale and a zero per token and head. The first 64 and the last 256 tokens of a
+request are bf16. The code is for commit 473ff3f9. Rotations are not part of the kernel.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 KERNELS = "sglang-research/python/sglang/srt/layers/attention/triton_ops/decode_attention.py"
 FIRST, RECENT = 64, 256  # tokens in bf16: SGLANG_MIXED_KV_PREFIX_TOKENS, SGLANG_MIXED_KV_RECENT_TOKENS
 EXACT_SPLITS = 8  # SGLANG_MIXED_KV_HP_MAX_SPLITS
-SPLITS = (2, 4, 8, 16, 32)  # of the packed tokens; its default is 8, its notes say 32
+SPLITS = (2, 4, 8, 16, 32)  # parts of the packed tokens; OSCAR's default is 8, its notes recommend 32
 
 
 def load(checkout: Path) -> ModuleType:
-    """Its module of decode kernels; what that imports of SGLang is in the installed one, too."""
+    """OSCAR's module of decode kernels. Its imports from SGLang come from the installed package."""
     path = checkout / KERNELS
     if not path.exists():
         raise SystemExit(f"error: {path} is not there; clone https://github.com/FutureMLS-Lab/OSCAR")
@@ -32,10 +32,10 @@ def load(checkout: Path) -> ModuleType:
 
 @dataclass
 class Case:
-    """Random stored tokens of B requests, the same number for each; a layer in each of the pools' lists.
+    """Random stored tokens of requests with equal lengths. Pools are lists with one item per layer.
 
-    Codes are uint8 `[slots, H, D / 4]`: crumb i of byte j is feature i * D / 4 + j. Scales and zeros are fp32
-    `[slots, H, 2]`, a value is (code - zero) * scale. Slots are in random order, as a used pool has them.
+    Codes are uint8 `[slots, H, D / 4]`; 2-bit code i of byte j is feature i * D / 4 + j. Scales and zeros are fp32
+    `[slots, H, 2]`; a value is (code - zero) * scale. Slots are in random order, as in a used pool.
     """
 
     module: ModuleType
@@ -67,17 +67,17 @@ class Case:
         self.split(self.splits)
 
     def split(self, splits: int) -> None:
-        """Split the packed tokens of each request into at most this many parts."""
+        """Split the packed tokens of each request into at most `splits` parts."""
         self.splits = splits
-        whole = (self.batch, self.heads * self.group, EXACT_SPLITS + splits)
-        self.part_o = torch.empty((*whole, self.dim), dtype=torch.float32, device=self.device)
-        self.part_lse = torch.empty(whole, dtype=torch.float32, device=self.device)
+        shape = (self.batch, self.heads * self.group, EXACT_SPLITS + splits)
+        self.part_o = torch.empty((*shape, self.dim), dtype=torch.float32, device=self.device)
+        self.part_lse = torch.empty(shape, dtype=torch.float32, device=self.device)
         self.counts = torch.full((self.batch,), splits, dtype=torch.int32, device=self.device)
         self.exact_counts = torch.full((self.batch,), EXACT_SPLITS, dtype=torch.int32, device=self.device)
 
     @property
     def bytes(self) -> int:
-        """Of one layer, read by a perfect kernel."""
+        """Bytes that an ideal kernel reads for one layer."""
         packed = self.dim // 4 + 8
         return 2 * self.batch * self.heads * (self.packed * packed + self.exact * 2 * self.dim)
 
@@ -91,13 +91,13 @@ class Case:
         )  # fmt: skip
 
     def dense(self, layer: int, request: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values fp64 `[tokens, D]` of one request, head by head."""
-        mine = self.order[request * self.packed : (request + 1) * self.packed]
+        """Keys and values fp64 `[tokens, D]` of one request, by head."""
+        packed = self.order[request * self.packed : (request + 1) * self.packed]
         exact = self.exact_order[request * self.exact : (request + 1) * self.exact]
         out = []
         for side in (0, 1):
-            codes, meta = self.codes[layer][side, mine], self.meta[layer][side, mine].double()
-            crumbs = torch.cat([(codes >> 2 * i) & 3 for i in range(4)], -1).double()
-            values = (crumbs - meta[..., 1:]) * meta[..., :1]
+            codes, meta = self.codes[layer][side, packed], self.meta[layer][side, packed].double()
+            codes_by_feature = torch.cat([(codes >> 2 * i) & 3 for i in range(4)], -1).double()
+            values = (codes_by_feature - meta[..., 1:]) * meta[..., :1]
             out.append(torch.cat([values, self.rows[layer][side, exact].double()]))
         return list(zip(*(x.unbind(1) for x in out)))

@@ -1,4 +1,4 @@
-"""Decode attention in float64 over the stored tokens of a case."""
+"""Reference of decode attention in float64 over the stored tokens of a case."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def attend(case, request: int) -> torch.Tensor:
-    """fp64 `[Hq, D]` of one request: its `q[B, Hq, D]` over `dense(layer, request)`, keys and values `[tokens, D]` head
-    by head, as a case may keep other tokens for each."""
+    """Output of one request, fp64 `[Hq, D]`. `case.dense` returns keys and values `[tokens, D]` by head, because heads
+    may have different numbers of tokens."""
     dense = case.dense(0, request)
     dim = case.q.shape[-1]
     out = []
@@ -17,7 +17,7 @@ def attend(case, request: int) -> torch.Tensor:
 
 
 def error(case) -> float:
-    """Relative error of layer 0 of a case, written over NaN."""
+    """Relative error of a case in layer 0. The output buffer starts as NaN."""
     out = case.run(0).double()
     want = torch.stack([attend(case, r) for r in range(case.batch)])
     return ((out - want).norm() / want.norm()).item()

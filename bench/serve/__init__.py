@@ -1,1 +1,1 @@
-"""Measurements of a running server."""
+"""Benchmarks and checks of a running server."""

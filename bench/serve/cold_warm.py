@@ -1,15 +1,15 @@
-"""Compares answers from the cache with computed ones, and with each other.
+"""Comparison of warm answers (from the cache) with cold ones (computed), and with each other.
 
     python -m bench.serve.cold_warm [--formats stock,bf16,k8v4,k4v4,leankv] [--prompts 24] [--block 128] [--name NAME]
 
-Every prompt is asked cold (after a flush) and at once again, warm; the second request must hit the cache exactly up to
-the last block boundary. *Agreement* is the share of equal tokens up to the first difference of an answer, which is
-where both runs had the same past; `.answers` is the share of answers that are equal as a whole. *KL* is of the warm
-from the cold distribution at these positions, from the ten best candidates of each. Stock SGLang also flips some tokens
-by rounding, so it is measured, too.
+*Cold and warm*: every prompt is sent after a flush, and then again. The second request must hit the cache exactly up to
+the last block boundary. *Agreement* is the share of equal tokens among the positions at which both runs had the same
+context, which end with the first difference. `.answers` is the share of equal answers. *KL* is the divergence of the
+warm from the cold distribution at these positions, over the ten best candidates of each. Rounding also changes tokens
+of stock SGLang, so stock is a reference.
 
-*Warm against warm*: prompts are asked again from the same cached state, alone in the batch, in rounds with
-other traffic in between: other questions behind the same text, and unrelated ones.
+*Warm and warm*: prompts are repeated from the same cached state, each alone in its batch. Between the rounds there is
+other traffic: prompts that share these prefixes, and unrelated ones.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ FORMATS = ("stock", "bf16", "k8v4", "k4v4", "leankv")
 TOP = 10
 UP_TO = "share of tokens up to the first difference"
 ROUNDS = 3
-# Policies whose blocks depend on nothing but their own rows: their warm answers must repeat.
+# The blocks of these policies depend on the request that filled them, so warm answers may differ.
 SEQUENCE_SCOPE = ("leankv",)
 
 
 def texts(tok, block: int, count: int) -> list[list[int]]:
-    """Passages spread over the reference, with lengths that put the end of the hit at every block boundary up to
-    2400."""
+    """Token ids of passages of the Python reference. Their hits end at every block boundary up to 2400 tokens."""
     borders = range(block, 2400, block)
     lengths = [borders[i % len(borders)] + 20 + 29 * i % (block - 40) for i in range(count)]
     return [prompts.cut(tok, prompts.prose(), n, start=2900 * i) for i, n in enumerate(lengths)]
 
 
 def compare(a: Answer, b: Answer) -> dict:
-    """`a` cold or reference, `b` what is judged."""
+    """Compare answer `b` with the reference `a`."""
     m = match(a, b)
-    compared = min(m.equal + 1, m.total)  # the first difference is the last position with a common past
+    compared = min(m.equal + 1, m.total)  # the first difference is the last position with a common context
     return {
         "equal": m.equal,
         "compared": compared,
@@ -66,9 +65,9 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
-def cold_warm(server: common.Server, asked: list[list[int]], block: int, tokens: int) -> tuple[list, list]:
+def cold_warm(server: common.Server, prompt_ids: list[list[int]], block: int, tokens: int) -> tuple[list, list]:
     cold, warm = [], []
-    for ids in asked:
+    for ids in prompt_ids:
         server.client.flush()
         cold.append(server.client.generate(ids, tokens, top=TOP))
         if server.client.stats():
@@ -79,16 +78,16 @@ def cold_warm(server: common.Server, asked: list[list[int]], block: int, tokens:
     return cold, warm
 
 
-def warm_warm(server: common.Server, tok, asked: list[list[int]], block: int, tokens: int) -> dict:
-    """Share of repetitions, over prompts and rounds, with the same tokens as the first warm answer."""
+def warm_warm(server: common.Server, tok, prompt_ids: list[list[int]], block: int, tokens: int) -> dict:
+    """Share of repeated prompts whose answer equals the first warm answer."""
     client = server.client
     client.flush()
-    for ids in asked:
+    for ids in prompt_ids:
         client.generate(ids, 1)
     reference = {}
-    same, parted = 0, []
+    same, different = 0, []
     for turn in range(ROUNDS + 1):
-        for i, ids in enumerate(asked):
+        for i, ids in enumerate(prompt_ids):
             answer = client.generate(ids, tokens, top=TOP)
             assert answer.cached_tokens == (len(ids) - 1) // block * block, "other traffic evicted the prefix"
             if turn == 0:
@@ -96,34 +95,34 @@ def warm_warm(server: common.Server, tok, asked: list[list[int]], block: int, to
             elif answer.ids == reference[i].ids:
                 same += 1
             else:
-                parted.append({"prompt": i, "round": turn, **match(reference[i], answer).to_dict()})
-        # Branches of the same prefixes and unrelated prompts, several at a time.
-        others = [ids[: -(7 + turn)] + prompts.cut(tok, "and then " * 40, 30 + turn) for ids in asked[:4]]
+                different.append({"prompt": i, "round": turn, **match(reference[i], answer).to_dict()})
+        # Concurrent prompts: some share these prefixes, others are unrelated.
+        others = [ids[: -(7 + turn)] + prompts.cut(tok, "and then " * 40, 30 + turn) for ids in prompt_ids[:4]]
         others += [
             prompts.cut(tok, prompts.source("typing"), 300, start=300 * (4 * turn + k)) for k in range(4)
         ]
         client.generate_many(others, 8, parallel=4)
-    total = ROUNDS * len(asked)
+    total = ROUNDS * len(prompt_ids)
     return {
-        "prompts": len(asked),
+        "prompts": len(prompt_ids),
         "rounds": ROUNDS,
         "same": same,
         "of": total,
         "match": same / total,
-        "parted": parted,
+        "parted": different,
     }
 
 
-def measure(fmt: str, tok, args, asked: list[list[int]]) -> dict:
+def measure(fmt: str, tok, args, prompt_ids: list[list[int]]) -> dict:
     extra = ("--enable-fp32-lm-head",)
     options, block = common.either(fmt, *extra, block=args.block), args.block
     with common.Server(options) as server:
-        cold, warm = cold_warm(server, asked, block, args.tokens)
-        some = asked[:: max(1, len(asked) // args.repeat)][: args.repeat]
-        again = warm_warm(server, tok, some, block, args.tokens)
+        cold, warm = cold_warm(server, prompt_ids, block, args.tokens)
+        repeated = prompt_ids[:: max(1, len(prompt_ids) // args.repeat)][: args.repeat]
+        repetitions = warm_warm(server, tok, repeated, block, args.tokens)
         assert not server.errors(), server.errors()
     rows = [compare(a, b) for a, b in zip(cold, warm)]
-    return {"cold": cold, "warm": warm, "warm_vs_cold": summary(rows), "warm_warm": again, "rows": rows}
+    return {"cold": cold, "warm": warm, "warm_vs_cold": summary(rows), "warm_warm": repetitions, "rows": rows}
 
 
 def main() -> None:
@@ -133,56 +132,56 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeat", type=int, default=5, help="prompts that are asked again and again")
+    parser.add_argument("--repeat", type=int, default=5, help="number of prompts that are repeated")
     parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--name", default=NAME, help="of the result file")
+    parser.add_argument("--name", default=NAME, help="name of the result file")
     args = parser.parse_args()
     tok = prompts.tokenizer(common.demo_model())
-    asked = texts(tok, args.block, args.prompts)
-    out, reference = {}, None
+    prompt_ids = texts(tok, args.block, args.prompts)
+    formats, reference = {}, None
     for fmt in args.formats.split(","):
-        got = measure(fmt, tok, args, asked)
+        answers = measure(fmt, tok, args, prompt_ids)
         if fmt == "stock":
-            reference = got["cold"]
-        row = {k: got[k] for k in ("warm_vs_cold", "warm_warm")}
+            reference = answers["cold"]
+        row = {k: answers[k] for k in ("warm_vs_cold", "warm_warm")}
         if reference:
             for state in ("cold", "warm"):
                 row[f"{state}_vs_stock_cold"] = summary(
-                    [compare(a, b) for a, b in zip(reference, got[state])]
+                    [compare(a, b) for a, b in zip(reference, answers[state])]
                 )
-        row["rows"] = [{**r, "kl": [round(x, 6) for x in r["kl"]]} for r in got["rows"]]
-        out[fmt] = row
+        row["rows"] = [{**r, "kl": [round(x, 6) for x in r["kl"]]} for r in answers["rows"]]
+        formats[fmt] = row
         print(fmt, {k: v for k, v in row.items() if k != "rows"}, flush=True)
-        # After each format, so that an interrupted run keeps its results.
-        lengths = [len(x) for x in asked]
-        numbers = {"block": args.block, "answer_tokens": args.tokens, "lengths": lengths, "formats": out}
+        # Written after each format, so that an interrupted run keeps its results.
+        lengths = [len(x) for x in prompt_ids]
+        numbers = {"block": args.block, "answer_tokens": args.tokens, "lengths": lengths, "formats": formats}
         common.write_result(args.name, numbers, scores=scores(numbers, common.has_gpu()))
 
 
-def shares(name: str, found: dict, tokens: int, baseline: str) -> dict[str, Score]:
-    """The scores of one `summary`: tokens up to the first difference, and whole answers."""
-    whole, n = f"share of answers of {tokens} tokens", found["prompts"]
+def agreement_scores(name: str, row: dict, tokens: int, baseline: str) -> dict[str, Score]:
+    """Scores of one `summary`: agreement up to the first difference, and the share of equal answers."""
+    unit, n = f"share of answers of {tokens} tokens", row["prompts"]
     return {
-        name: Score(found["agreement"], UP_TO, baseline, n),
-        f"{name}.answers": Score(found["same_answers"], whole, baseline, n),
+        name: Score(row["agreement"], UP_TO, baseline, n),
+        f"{name}.answers": Score(row["same_answers"], unit, baseline, n),
     }
 
 
 def scores(numbers: dict, gpu: bool) -> dict[str, Score]:
-    """n is the number of prompts; warm against warm, of repetitions."""
-    result, out, tokens = {}, numbers["formats"], numbers["answer_tokens"]
-    for fmt, row in out.items():
+    """n is the number of prompts, or of repeated prompts for `warm_warm_match`."""
+    result, formats, tokens = {}, numbers["formats"], numbers["answer_tokens"]
+    for fmt, row in formats.items():
         name = f"serve.cold_warm_agreement{'_gpu' * gpu}.{fmt}"
-        result |= shares(name, row["warm_vs_cold"], tokens, "the same server's computed answer")
+        result |= agreement_scores(name, row["warm_vs_cold"], tokens, "the same server's computed answer")
         if "cold_vs_stock_cold" in row and fmt != "stock":
             name = f"serve.stock_agreement{'_gpu' * gpu}.{fmt}"
-            result |= shares(name, row["cold_vs_stock_cold"], tokens, "stock's computed answer")
-    pure = [row["warm_warm"] for fmt, row in out.items() if fmt not in ("stock", *SEQUENCE_SCOPE)]
-    if pure:
-        of = sum(w["of"] for w in pure)
-        share = sum(w["same"] for w in pure) / of
+            result |= agreement_scores(name, row["cold_vs_stock_cold"], tokens, "stock's computed answer")
+    block_scope = [row["warm_warm"] for fmt, row in formats.items() if fmt not in ("stock", *SEQUENCE_SCOPE)]
+    if block_scope:
+        total = sum(w["of"] for w in block_scope)
+        share = sum(w["same"] for w in block_scope) / total
         baseline = "the first answer from the cache"
-        result["serve.warm_warm_match"] = Score(share, "share of repeated prompts", baseline, n=of)
+        result["serve.warm_warm_match"] = Score(share, "share of repeated prompts", baseline, n=total)
     return result
 
 

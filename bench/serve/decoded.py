@@ -1,11 +1,12 @@
-"""Difference between blocks filled by decoding and blocks filled by a prefill, at several page sizes.
+"""Comparison of blocks filled by decoding with blocks filled by a prefill, at several page sizes.
 
     python -m bench.serve.decoded [--caches stock,bf16,k4v4/64,k4v4/32,k4v4/48] [--texts 6] [--block 64]
 
-A prompt is answered. Prompt, answer and a few more words are then sent behind the decoded blocks, cold, and behind the
-blocks of the cold run. *Drift*: the largest difference of the log-probabilities of a token up to the first token that
-differs. Decoding computes rows alone, so their products round differently, also in stock SGLang. Blocks of a prefill
-should give no drift. `k4v4/48`: pages of 48 tokens, of which the second of every block is part-filled.
+The server answers a prompt. A longer prompt, made of prompt, answer and a few more words, is then sent three times:
+over the decoded blocks, cold, and over the blocks of the cold run. *Drift* is the largest difference of a token's
+log-probability up to the first token that differs. Decoding computes each row alone, so its products round differently
+than in a prefill, also in stock SGLang. Blocks of a prefill should give no drift. `k4v4/48` has pages of 48 tokens, so
+the second page of every block is partly filled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CACHES = "stock,bf16,k4v4/64,k4v4/32,k4v4/48"
 
 
 def options(cache: str, block: int, head_dim: int) -> list[str]:
-    """Server options of `stock`, a format, or a format / tokens of a page."""
+    """Server options of `stock`, a format, or `format/tokens per page`."""
     extra = ["--chunked-prefill-size", str(2 * block), "--enable-fp32-lm-head"]
     if cache == "stock":
         return common.stock("--page-size", str(block), "--max-total-tokens", "8192", *extra)
@@ -35,7 +36,7 @@ def options(cache: str, block: int, head_dim: int) -> list[str]:
 
 
 def drifts(server: common.Server, tok, texts: int, block: int) -> list[dict]:
-    """One row per text: drift behind the decoded blocks and behind the prefill's own, and whether answers are equal."""
+    """One row per text: drift over decoded and over prefilled blocks, and whether the answers are equal."""
     out, chapter = [], prompts.chapter("assignment")
     for i in range(texts):
         prompt = prompts.cut(tok, chapter, 3 * block + 10, start=211 * i)
@@ -67,11 +68,14 @@ def main() -> None:
     for cache in args.caches.split(","):
         with common.Server(options(cache, args.block, dim), env=common.STRICT) as server:
             rows = drifts(server, tok, args.texts, args.block)
-        found = [r["decoded"] for r in rows]
+        decoded = [r["decoded"] for r in rows]
         numbers["caches"][cache] = {
-            "mean": statistics.fmean(found), "max": max(found), "same_answers": sum(r["decoded_same"] for r in rows),
-            "prefilled_max": max(r["prefilled"] for r in rows), "rows": rows,
-        }  # fmt: skip
+            "mean": statistics.fmean(decoded),
+            "max": max(decoded),
+            "same_answers": sum(r["decoded_same"] for r in rows),
+            "prefilled_max": max(r["prefilled"] for r in rows),
+            "rows": rows,
+        }
         print(cache, {k: v for k, v in numbers["caches"][cache].items() if k != "rows"}, flush=True)
         common.write_result(NAME, numbers, quiet=True)
 

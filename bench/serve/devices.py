@@ -1,14 +1,15 @@
-"""Compares greedy answers of two devices, with the differences of stock SGLang by rounding as reference.
+"""Comparison of greedy answers on two devices, relative to how much stock SGLang differs between them.
 
-    python -m bench.serve.devices --record FILE                                      # on the one
-    python -m bench.serve.devices --against bench/results/serve/devices_cpu.json.gz  # on the other
+    python -m bench.serve.devices --record FILE                                      # on the first device
+    python -m bench.serve.devices --against bench/results/serve/devices_cpu.json.gz  # on the second device
     ... [--caches stock,bf16,k8v4,k4v4,quota,kv-compress+budget=4x] [--parallel N] [--prompts 24] [--model smollm2]
 
-Every prompt is asked cold, and every third one again, warm. Against a recording: the share of equal tokens where both
-had the same past (up to and with the first difference), how little was between the tokens that differ first, and the KL
-divergence from the ten best candidates. Devices multiply matrices in other orders, so that stock SGLang differs too;
-rows that differ by rounding also round to other codes, and pruning may drop another one. So a cache's mean KL may be
-FACTOR times stock's, plus SHARE of what the cache costs (its recorded mean KL against stock), plus SLACK; else exit 1.
+Every prompt is sent cold, and every third prompt again, warm. Compared with the recording are: the share of equal
+tokens up to and including the first difference, the gap between the first tokens that differ, and the KL divergence
+over the ten best candidates. Matrix products round differently on each device, so stock SGLang differs, too. Such a
+difference can also change a quantized code or the choice of a pruned token. The mean KL of a cache may therefore be
+FACTOR times that of stock, plus SHARE of the cache's own loss (its recorded mean KL against stock), plus SLACK.
+Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from bench import common, prompts
 from bench.client import Answer
 from bench.compare import TIE
 from bench.quality import fetch
-from bench.serve.cold_warm import compare, shares, summary, texts
+from bench.serve.cold_warm import agreement_scores, compare, summary, texts
 
 NAME, SCORE = "serve/devices", "serve.devices_agreement"
 CACHES = "stock,bf16,k8v4,k4v4,quota,kv-compress+budget=4x"
 BLOCK, CHUNK, TOP, AGAIN = 128, 1024, 10, 3
-DIGITS = 4  # of a log-probability in a recording
-FACTOR, SHARE, SLACK = 3.0, 0.5, 0.0005  # the last in nats a token
+DIGITS = 4  # decimals of a log-probability in a recording
+FACTOR, SHARE, SLACK = 3.0, 0.5, 0.0005  # SLACK in nats per token
 
 
 def options(cache: str, args: argparse.Namespace) -> list[str]:
@@ -42,21 +43,21 @@ def options(cache: str, args: argparse.Namespace) -> list[str]:
 
 
 def pack(a: Answer) -> dict:
-    """The part of an answer that a recording keeps."""
+    """Fields of an answer that a recording stores."""
     top = [[x for t, lp in position.items() for x in (t, round(lp, DIGITS))] for position in a.top]
     return {"ids": a.ids, "logprobs": [round(x, DIGITS) for x in a.logprobs], "top": top}
 
 
-def unpack(kept: dict) -> Answer:
-    top = [dict(zip(position[::2], position[1::2])) for position in kept["top"]]
-    return Answer("", kept["ids"], 0, 0, {}, logprobs=kept["logprobs"], top=top)
+def unpack(fields: dict) -> Answer:
+    top = [dict(zip(position[::2], position[1::2])) for position in fields["top"]]
+    return Answer("", fields["ids"], 0, 0, {}, logprobs=fields["logprobs"], top=top)
 
 
-def ask(cache: str, args: argparse.Namespace, asked: list[list[int]]) -> dict[str, list]:
-    """{"cold": an answer a prompt, "warm": one or None}, as `pack` makes them."""
+def ask(cache: str, args: argparse.Namespace, prompt_ids: list[list[int]]) -> dict[str, list]:
+    """Packed answers to each prompt: {"cold": [answer, ..], "warm": [answer or None, ..]}."""
     out: dict[str, list] = {"cold": [], "warm": []}
     with common.Server(options(cache, args), model=args.folder) as server:
-        for i, ids in enumerate(asked):
+        for i, ids in enumerate(prompt_ids):
             server.client.flush()
             answers = [server.client.generate(ids, args.tokens, top=TOP)]
             if i % AGAIN == 0:
@@ -73,17 +74,17 @@ def ask(cache: str, args: argparse.Namespace, asked: list[list[int]]) -> dict[st
 
 
 def warm_same(caches: dict[str, list]) -> str:
-    """Number of warm answers that equal the cold ones, on one device."""
+    """Number of warm answers that equal the cold ones on one device, like `7/8`."""
     pairs = [(a["ids"], b["ids"]) for a, b in zip(caches["cold"], caches["warm"]) if b]
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 
 
 def agreement(reference: dict[str, list], here: dict[str, list]) -> dict:
-    """One cache on both devices: the recorded one is the reference."""
-    rows = {s: [compare(unpack(a), unpack(b)) for a, b in zip(reference[s], here[s]) if b] for s in here}
-    every = [r for found in rows.values() for r in found]
-    gaps = sorted(r["gap"] for r in every if r["gap"] is not None)
-    out = {s: summary(found) for s, found in rows.items() if found} | summary(every)
+    """Compare the answers of one cache with the recorded ones."""
+    by_state = {s: [compare(unpack(a), unpack(b)) for a, b in zip(reference[s], here[s]) if b] for s in here}
+    all_rows = [r for rows in by_state.values() for r in rows]
+    gaps = sorted(r["gap"] for r in all_rows if r["gap"] is not None)
+    out = {s: summary(rows) for s, rows in by_state.items() if rows} | summary(all_rows)
     out |= {"parted": len(gaps), "ties": sum(g <= TIE for g in gaps)}
     out["gaps"] = [round(g, DIGITS) if math.isfinite(g) else "not among the best" for g in gaps]
     out["warm_as_cold"] = {"reference": warm_same(reference), "here": warm_same(here)}
@@ -91,63 +92,67 @@ def agreement(reference: dict[str, list], here: dict[str, list]) -> dict:
 
 
 def too_far(rows: dict[str, dict]) -> list[str]:
-    """Caches that differ by more than is allowed; in a run without stock its own difference counts as none."""
+    """Messages for the caches that differ by more than the limit. Without a run of stock, its difference counts as
+    0."""
     noise = FACTOR * rows.get("stock", {"kl_mean": 0.0})["kl_mean"] + SLACK
     limits = {c: noise + SHARE * r["cost"] for c, r in rows.items() if c != "stock"}
-    bad = {c: limit for c, limit in limits.items() if not rows[c]["kl_mean"] <= limit}
-    return [f"{c}: mean KL {rows[c]['kl_mean']:.5f}, allowed {limit:.5f}" for c, limit in bad.items()]
+    means = {c: rows[c]["kl_mean"] for c in limits}
+    return [f"{c}: mean KL {means[c]:.5f}, allowed {limits[c]:.5f}" for c in limits if not means[c] <= limits[c]]
 
 
 def scores(numbers: dict) -> dict[str, common.Score]:
-    """Answers of both states, cold and warm; n is their number."""
-    recorded, out = numbers["reference"], {}
-    for cache, found in numbers["caches"].items():
-        baseline = f"answers of {recorded['device']} at {recorded['commit']}"
-        out |= shares(f"{SCORE}.{cache.split('+')[0]}", found, numbers["answer_tokens"], baseline)
+    """Scores over cold and warm answers together; n is their number."""
+    reference, out = numbers["reference"], {}
+    baseline = f"answers of {reference['device']} at {reference['commit']}"
+    for cache, row in numbers["caches"].items():
+        out |= agreement_scores(f"{SCORE}.{cache.split('+')[0]}", row, numbers["answer_tokens"], baseline)
     return out
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--result", type=Path, help="of --against; default: bench/results/serve/devices.json")
+    parser.add_argument("--record", type=Path, help="write a recording to this file")
+    parser.add_argument("--against", type=Path, help="compare with this recording")
+    parser.add_argument("--result", type=Path, help="result file; default: bench/results/serve/devices.json")
     parser.add_argument("--caches", default=CACHES)
     parser.add_argument("--model", default="smollm2", choices=fetch.MODELS)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--parallel", type=int, help="servers at a time; default: all on a GPU, else 1")
-    parser.add_argument("--server-args", default="", help="more options for every server")
+    parser.add_argument("--parallel", type=int, help="concurrent servers; default: all on a GPU, else 1")
+    parser.add_argument("--server-args", default="", help="additional options of every server")
     args = parser.parse_args()
     caches = args.caches.split(",")
-    if args.against:  # its own prompts: the library's text is another in every version of Python
+    if args.against:  # use the recorded prompts, because the library's text depends on the version of Python
         reference = json.loads(gzip.decompress(args.against.read_bytes()))
         args.model, args.tokens = reference["model"], reference["tokens"]
         if missing := set(caches) - {*reference["caches"]}:
             parser.error(f"{args.against} has no {', '.join(missing)}")
     args.folder = fetch.MODELS[args.model]()
-    asked = reference["asked"] if args.against else texts(prompts.tokenizer(args.folder), BLOCK, args.prompts)
-    asked = asked[: args.prompts]
-    told = {"command": common.command_line(), "commit": common.measured_commit(), "device": common.device_name()}
-    told["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    told |= {"model": args.model, "tokens": args.tokens, "asked": asked, "caches": {}}
+    prompt_ids = reference["asked"] if args.against else texts(prompts.tokenizer(args.folder), BLOCK, args.prompts)
+    prompt_ids = prompt_ids[: args.prompts]
+    recording = {"command": common.command_line(), "commit": common.measured_commit(), "device": common.device_name()}
+    recording["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    recording |= {"model": args.model, "tokens": args.tokens, "asked": prompt_ids, "caches": {}}
     rows, failures = {}, []
     with ThreadPoolExecutor(args.parallel or (len(caches) if common.has_gpu() else 1)) as pool:
-        for cache, answers in {c: pool.submit(ask, c, args, asked) for c in caches}.items():
+        for cache, answers in {c: pool.submit(ask, c, args, prompt_ids) for c in caches}.items():
             if error := answers.exception():
                 failures.append(f"{cache}: {error}")
                 continue
-            told["caches"][cache] = here = answers.result()
+            recording["caches"][cache] = here = answers.result()
             print(cache, "warm as cold:", warm_same(here), flush=True)
-            if args.record:  # after each, so that a run that is cut short leaves what it has
-                args.record.write_bytes(gzip.compress(json.dumps(told, separators=(",", ":")).encode(), mtime=0))
+            if args.record:  # after each cache, so that an interrupted run keeps its results
+                args.record.write_bytes(gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0))
             if args.against:
-                rows[cache] = agreement((past := reference["caches"])[cache], here)
-                rows[cache]["cost"] = agreement(past["stock"], past[cache])["kl_mean"] if "stock" in past else 0.0
+                recorded = reference["caches"]
+                rows[cache] = agreement(recorded[cache], here)
+                rows[cache]["cost"] = (
+                    agreement(recorded["stock"], recorded[cache])["kl_mean"] if "stock" in recorded else 0.0
+                )
                 print({k: v for k, v in rows[cache].items() if k not in ("cold", "warm")}, flush=True)
                 numbers = {"reference": {k: reference[k] for k in ("command", "commit", "device", "date")}}
                 numbers |= {"model": args.model, "block": BLOCK, "answer_tokens": args.tokens}
-                numbers |= {"lengths": [*map(len, asked)], "allowed": [FACTOR, SHARE, SLACK], "caches": rows}
+                numbers |= {"lengths": [*map(len, prompt_ids)], "allowed": [FACTOR, SHARE, SLACK], "caches": rows}
                 common.write_result(NAME, numbers, scores=scores(numbers), path=args.result, quiet=True)
     failures += too_far(rows)
     print(*failures, sep="\n", file=sys.stderr)

@@ -1,15 +1,15 @@
-"""Host time of a decode step with many long requests, ours and SGLang's, in SGLang's scheduler without a model.
+"""Host time of a decode step with many long requests: our cache and stock, in SGLang's scheduler without a model.
 
     python -m bench.serve.host_step [--requests 256] [--tokens 32768] [--quick]
 
-CPU time of the scheduler's thread per step: the next batch is prepared, queued operations on pages are launched (the
-kernels are left out, as is the model), and the result of the step before is processed. Medians and means over `--steps`
-steps, on one core. Some steps fill blocks and some do not, so the mean is the relevant figure. Stock has pages of one
-token, SGLang's default, and all of its requests fit as bf16.
+The figure is CPU time of the scheduler's thread per step on one core, as median and mean over `--steps` steps. A step
+prepares the next batch, launches queued page operations (without running kernels or the model), and processes the
+result of the previous step. Only some steps fill blocks, so the mean is the relevant figure. Stock has pages of one
+token, SGLang's default, and memory for all requests in bf16.
 
-Some host time of a server is not included: inputs, sampling and replies to clients, which are equal on both sides; the
-plan of the attention backend; and, for our cache, the driver's part of launches and copies. Each step copies its slots
-to the device, and one in which blocks fill has six launches, a running sum and two copies more; stock's allocator has
+The figure excludes inputs, sampling and replies to clients, which are equal on both sides. It also excludes the plan of
+the attention backend and, for our cache, the CUDA driver's time for launches and copies. Every step copies its slots to
+the device. A step that fills blocks has six more launches, a running sum and two more copies. Stock's allocator has
 none of these.
 """
 
@@ -51,7 +51,7 @@ LAYERS, HEADS, HEAD_DIM = 1, 1, 32
 
 
 class Server(ModelFreeScheduler):
-    """A server that decodes forever. `runtime` None: stock."""
+    """Scheduler with our cache, or with stock's if `runtime` is None."""
 
     def __init__(self, runtime, pool, allocator, tree, rows: int):
         super().__init__(pool, allocator, tree, rows=rows, page_size=P if runtime else 1)
@@ -61,7 +61,7 @@ class Server(ModelFreeScheduler):
         params = SamplingParams(max_new_tokens=answer, ignore_eos=True)
         params.normalize(None)
         prompt = array("q", range(i * tokens, (i + 1) * tokens))
-        # Prompts that end at different offsets in a block, as in a mix of requests.
+        # Prompts end at different offsets in a block, as in real traffic.
         req = Req(str(i), "", prompt[: tokens - i % P], params, vocab_size=1 << 30)
         if self.runtime:
             requests.before_add_request_to_queue(self, req)
@@ -99,7 +99,7 @@ class Server(ModelFreeScheduler):
 
 
 def kvc_runtime(blocks: int) -> Runtime:
-    """A pool for `blocks` uncompressed blocks of a model with one small layer."""
+    """Runtime with room for `blocks` uncompressed blocks of a model with one small layer."""
     num_bytes = int(blocks * 2 * HEADS * HEAD_DIM * P * 2 * 1.2)
     return build_runtime(
         KvcConfig(block_size=P), num_bytes=num_bytes, layers=LAYERS, heads=HEADS, head_dim=HEAD_DIM,
@@ -119,7 +119,7 @@ def make_server(runtime: Runtime | None, rows: int, context: int) -> Server:
 
 
 def measure(kvc: bool, rows: int, tokens: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a decode step of all requests."""
+    """Milliseconds of host time of a decode step of `rows` requests."""
     answer = steps + 4 * WARMUP
     runtime = kvc_runtime(rows * (-(-(tokens + answer) // P) + 1)) if kvc else None
     with configured(runtime, rows=rows):

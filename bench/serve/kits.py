@@ -1,19 +1,19 @@
-"""Runs SGLang's own test kits against a server with the compressed cache, under strict memory checks.
+"""SGLang's test kits against a server with the compressed cache, under strict memory checks.
 
     python -m bench.serve.kits [--quick] [--only radix,abort] [--format k4v4,leankv] [--block 64] [--nodes 400]
 
-Each kit runs unmodified as a client of our server (`sglang.test.kits`). The server checks its memory
-account in every step (SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY). After each kit the server must be
-alive, its log free of errors, and, once flushed, every page free again: the radix kit, for example, checks only status
-codes. Results are added to those of earlier runs with the same settings. `--quick` asks for fewer nodes, clients and
-tokens. On a CPU several kits run with smaller numbers than their defaults; the result file lists them.
+Each kit of `sglang.test.kits` runs unmodified as a client of our server. The server checks its memory accounting in
+every step (SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY). Some kits check little more than status codes. After each kit,
+the server must therefore be alive, its log free of errors and, after a flush, every page free. Results are merged with
+those of earlier runs with the same settings. `--quick` uses fewer nodes, clients and tokens. On a CPU, several kits run
+with smaller numbers than their defaults; the result file lists them.
 
-Several formats are served at the same time, each by its own process and servers. On a GPU the kits are those of
-`GPU_KITS`, servers have overlap scheduling and CUDA graphs, and the share of kits that pass is the score
-`kits.gpu.<format>`, once all of them ran at one commit with the default numbers.
+Several formats run concurrently, each in its own process with its own servers. On a GPU, only `GPU_KITS` run, and the
+servers use overlap scheduling and CUDA graphs. The score `kits.gpu.<format>` is the share of kits that pass; all of
+them must have run at one commit with the default numbers.
 
-The model is the demo model. Without a network, copy its folder to another machine and name the folder above
-it in SGLANG_KVC_CACHE (`python -m sglang_kvc.demo.model` prints where it is here).
+The model is the demo model. For a machine without a network, copy the folder that `python -m sglang_kvc.demo.model`
+prints, and set SGLANG_KVC_CACHE to its parent folder there.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from bench import common, prompts
 from bench.compare import TIE, match
 
 NAME = "serve/kits"
-NODES = 400  # what the kit itself takes
+NODES = 400  # the kit's default
 BLOCK = 64
-# Nats between the log-probabilities of a token, computed and from the cache: batches of other shapes round otherwise.
+# Maximum difference in nats between a token's cold and warm log-probabilities: other batch shapes round differently.
 DRIFT_ON_GPU = 0.4
 RUNNING = ("--max-running-requests", "16")
-MEMORY = {"cpu": "192MiB", "gpu": "256MiB"}  # little, so that the radix kit meets eviction
+MEMORY = {"cpu": "192MiB", "gpu": "256MiB"}  # small enough that the radix kit causes evictions
 
 
 @dataclass(frozen=True)
 class Kit:
-    """One kit. `run(server, args, notes)` raises on failure and notes the numbers that it used."""
+    """One kit. `run(server, args, notes)` raises on failure and adds the numbers that it used to `notes`."""
 
     name: str
     run: Callable[[common.Server, argparse.Namespace, dict], None]
     env: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = RUNNING
-    gpu_args: tuple[str, ...] | None = None  # in their place on a GPU
-    cpu_memory: str | None = None  # where it must not be little; on a GPU no server is started for that
+    gpu_args: tuple[str, ...] | None = None  # replace `args` on a GPU
+    cpu_memory: str | None = None  # replaces MEMORY["cpu"]; on a GPU, this would need another server
 
 
 def radix(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
-    """A random tree of prompts, all sent at once: splits, evictions and duplicates in any order."""
+    """Send a random tree of prompts at once, which causes splits, evictions and duplicates in any order."""
     from sglang.test.kits import radix_cache_server_kit as kit
 
     notes.update(nodes=40 if args.quick else args.nodes, chunk=64 if args.quick else 256)
     random.seed(7)
-    # The kit's own caller sends prompts longer than this model's context, too.
+    # The kit also generates prompts that exceed this model's context.
     nodes = [x for x in kit.gen_radix_tree(notes["nodes"], notes["chunk"]) if len(x["input_ids"]) < 6000]
     data = {
         "input_ids": [x["input_ids"] for x in nodes],
@@ -78,30 +78,31 @@ def radix(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
         notes["content"] = _content(server, [x["input_ids"] for x in nodes])
 
 
-def _content(server: common.Server, asked: list[list[int]]) -> dict:
+def _content(server: common.Server, prompt_ids: list[list[int]]) -> dict:
     """Check that the resulting tree gives the same answers as an empty cache, which the kit itself does not check."""
-    long = [ids for ids in asked if len(ids) > 300]
-    some = long[:: max(1, len(long) // 12)]
-    warm = [server.client.generate(ids, 4, top=5) for ids in some]
+    long = [ids for ids in prompt_ids if len(ids) > 300]
+    sample = long[:: max(1, len(long) // 12)]
+    warm = [server.client.generate(ids, 4, top=5) for ids in sample]
     cold = []
-    for ids in some:
+    for ids in sample:
         server.client.flush()
         cold.append(server.client.generate(ids, 4, top=5))
     pairs = [match(a, b) for a, b in zip(cold, warm)]
     notes = {
-        "prompts": len(some),
+        "prompts": len(sample),
         "hit_tokens": sum(a.cached_tokens for a in warm),
         "same": sum(m.same for m in pairs),
         "drift": max(m.drift for m in pairs),
     }
-    assert notes["hit_tokens"], "nothing of the tree was left to look at"
-    most = DRIFT_ON_GPU if common.has_gpu() else TIE
-    assert all(m.ok and m.drift < most for m in pairs), [m.to_dict() for m in pairs if not m.ok or m.drift >= most]
+    assert notes["hit_tokens"], "all prompts of the tree were evicted"
+    limit = DRIFT_ON_GPU if common.has_gpu() else TIE
+    bad = [m.to_dict() for m in pairs if not (m.ok and m.drift < limit)]
+    assert not bad, bad
     return notes
 
 
 def cache_hit(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
-    """Multi-turn: each round must hit all of the round before, up to a block border; 5 blocks a turn."""
+    """Multi-turn kit with 5 blocks per turn: each round must hit the previous round up to a block boundary."""
     from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 
     numbers = {"num_clients": 6, "num_rounds": 4, "request_length": 5 * 64 + 9, "output_length": 40}
@@ -120,8 +121,8 @@ def mixin(
     skip: dict[str, str] | None = None,
     gpu_numbers: dict | None = None,
 ) -> Callable[[common.Server, argparse.Namespace, dict], None]:
-    """A kit written as a mix-in of unittest classes. `skip`: test -> reason why the model cannot pass it.
-    `gpu_numbers`: numbers for a GPU, where answers must be long enough to still run when the kit acts."""
+    """Runner of a kit that is a mix-in for unittest classes. `skip`: test -> reason why the model cannot pass it.
+    `gpu_numbers`: numbers for a GPU, where short answers would end before the kit acts."""
 
     def run(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
         module, name = path.split(":")
@@ -139,13 +140,13 @@ def mixin(
         notes["tests_run"] = result.testsRun
         bad = [f"{c.id()}: {text.strip().splitlines()[-1]}" for c, text in result.failures + result.errors]
         assert not bad, "; ".join(bad)
-        assert result.testsRun, "the kit holds no test"
+        assert result.testsRun, "the kit has no test"
 
     return run
 
 
 def kl(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
-    """Log-probabilities of a generated answer, cached and recomputed."""
+    """Compare the log-probabilities of a generated answer, cached and recomputed."""
     from sglang.test import kl_test_utils
 
     # The kit's samples come from a hub; ours are long prose. Its threshold is the caller's.
@@ -159,7 +160,7 @@ def kl(server: common.Server, args: argparse.Namespace, notes: dict) -> None:
 
 
 KL_THRESHOLD = 0.02
-LONG = 7000  # tokens of an answer that takes a small model seconds on a GPU, too; its context has 8192
+LONG = 7000  # tokens of an answer that takes seconds even on a GPU; the model's context has 8192
 ABORT = {"abort_all_num_requests": 16, "abort_all_max_new_tokens": 4000, "abort_all_sleep": 6}
 PAUSE = {"pause_num_requests": 12, "pause_max_new_tokens": 192}
 ABORT_GPU = {"abort_all_max_new_tokens": LONG, "abort_all_sleep": 2}
@@ -170,7 +171,7 @@ WAITING_GPU = {"waiting_timeout_max_new_tokens": LONG}
 WAVES_GPU = {"running_timeout_max_new_tokens": LONG}
 WAVES = {"running_timeout_num_wave1": 4, "running_timeout_num_wave2": 4}
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "16"}
-# On stock SGLang the same, same run: bench/results/serve/kits_stock_p64.json.
+# Stock SGLang fails the same tests: bench/results/serve/kits_stock_p64.json.
 CANNOT = {
     "test_basic_math": "the demo model cannot multiply",
     "test_ascii_ratio": "the demo model ends this raw prompt at its first token, on stock SGLang as well",
@@ -217,13 +218,13 @@ KITS = {
     ),
     "retract": Kit("radix_cache_server_kit, forced retraction", radix, env=RETRACT),
 }
-# Kits that need no grammar backend and no better model. Neighbors with equal options share a server.
+# Kits that need neither a grammar backend nor a better model. Consecutive kits with equal options share a server.
 GPU_KITS = ("radix", "hit", "abort", "stress", "pause", "waiting", "running", "retract")
 
 
 @contextlib.contextmanager
 def _offline_requests():
-    """The hit kit samples its token ids through a data set of the hub; only their randomness matters."""
+    """Replace the hit kit's prompts, which come from a data set on a hub, with random token ids."""
     from types import SimpleNamespace
 
     from sglang.test.kits import cache_hit_kit
@@ -236,16 +237,16 @@ def _offline_requests():
             for _ in range(num_prompts)
         ]
 
-    kept = cache_hit_kit.sample_random_requests
+    original = cache_hit_kit.sample_random_requests
     cache_hit_kit.sample_random_requests = sample
     try:
         yield
     finally:
-        cache_hit_kit.sample_random_requests = kept
+        cache_hit_kit.sample_random_requests = original
 
 
 def run_kit(kit: Kit, server: common.Server, args: argparse.Namespace) -> dict:
-    """Run one kit and the checks after it."""
+    """Run one kit and check the server afterwards."""
     server.client.flush()
     start = server.client.when_idle().get("pages_free")
     before = len(server.errors())
@@ -275,11 +276,11 @@ def _after(server: common.Server, start: int | None, before: int) -> str:
     if new := server.errors()[before:]:
         return f"errors in the server's log: {new[:3]}"
     end = server.client.when_idle().get("pages_free")
-    return "" if start == end else f"{start} pages were free before, {end} after the flush"
+    return "" if start == end else f"{start} pages were free before the kit, {end} after the flush"
 
 
 def server_options(kit: Kit, args: argparse.Namespace) -> list[str]:
-    # SGLang's own warm-up is shorter than the least answer that the kit of pauses asks for.
+    # SGLang's warm-up request is shorter than the minimum answer length of the pause kit.
     shared = ["--enable-fp32-lm-head", "--chunked-prefill-size", "512", "--skip-server-warmup"]
     options = [*kit.args, *shared]
     if common.has_gpu():
@@ -296,14 +297,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="", help=f"of {','.join(KITS)}")
-    parser.add_argument("--format", default="k4v4", help="a packed format, bf16, quota, leankv; or stock; or several")
+    parser.add_argument("--only", default="", help=f"kits, separated by commas: {','.join(KITS)}")
+    parser.add_argument("--format", default="k4v4", help="formats or policies, separated by commas; or stock")
     parser.add_argument("--block", type=int, default=BLOCK)
     parser.add_argument("--nodes", type=int, default=NODES, help="prompts of the radix kit")
-    parser.add_argument("--memory", default="", help=f"of the cache; {MEMORY['cpu']}, on a GPU {MEMORY['gpu']}")
+    parser.add_argument("--memory", default="", help=f"KV memory; default: {MEMORY['cpu']}, on a GPU {MEMORY['gpu']}")
     args = parser.parse_args()
     if unknown := {*filter(None, args.only.split(","))} - {*KITS}:
-        parser.error(f"no such kit: {', '.join(sorted(unknown))}; there are {', '.join(KITS)}")
+        parser.error(f"no such kit: {', '.join(sorted(unknown))}; choose from {', '.join(KITS)}")
     if "," in args.format:
         return side_by_side(args.format.split(","), sys.argv[1:])
 
@@ -331,7 +332,8 @@ def main() -> int:
 
 
 def side_by_side(formats: list[str], argv: list[str]) -> int:
-    """One process for each format, because kits patch modules; interrupted with this one. 1 if any failed."""
+    """Run one process per format, because kits patch modules; return 1 if any failed. Interrupting this process
+    interrupts them."""
     command = [sys.executable, "-m", "bench.serve.kits", *argv]
     runs = [subprocess.Popen([*command, "--format", fmt], cwd=common.ROOT) for fmt in formats]
     try:
@@ -345,17 +347,18 @@ def side_by_side(formats: list[str], argv: list[str]) -> int:
 
 
 def scores(args: argparse.Namespace, kits: list[dict]) -> dict[str, tuple[float, str]]:
-    """Scores on a GPU, if all kits ran at this commit with their default numbers or more."""
+    """Scores on a GPU, if all kits ran at this commit with at least their default numbers."""
     last = {r["kit"]: r for r in kits if r["commit"] == common.commit()}
-    wanted = [KITS[name].name for name in GPU_KITS]
-    if not common.has_gpu() or args.quick or args.block != BLOCK or args.nodes < NODES or not {*wanted} <= {*last}:
+    required = [KITS[name].name for name in GPU_KITS]
+    if not common.has_gpu() or args.quick or args.block != BLOCK or args.nodes < NODES or not {*required} <= {*last}:
         return {}
-    passed = sum(last[name]["passed"] for name in wanted)
-    return {f"kits.gpu.{args.format}": (passed / len(wanted), f"share of {len(wanted)} kits of SGLang")}
+    passed = sum(last[name]["passed"] for name in required)
+    return {f"kits.gpu.{args.format}": (passed / len(required), f"share of {len(required)} kits of SGLang")}
 
 
 def _write(args, row: dict) -> None:
-    """Called after each kit, so that an interrupted run keeps its results; earlier results of a kit are replaced."""
+    """Write the result file after each kit, so that an interrupted run keeps its results. The row replaces the kit's
+    earlier row."""
     name = f"{NAME}_{args.format}_p{args.block}"
     name += ("_gpu" if common.has_gpu() else "") + ("_quick" if args.quick else "")
     row |= {"commit": common.commit(), "command": common.command_line()}

@@ -1,14 +1,13 @@
-"""Checks that a block's packed bytes are a function of its own K/V rows and the policy alone.
+"""Check that a block's packed bytes depend only on its own K/V rows and the policy.
 
     python -m bench.serve.page_hash [--blocks 12] [--block 64] [--histories 20] [--device cuda] [--name NAME]
 
-K and V rows of the served model are captured once from a real text. Then they are written into fresh
-caches in many random histories: blocks in any order, rows in pieces of any size, compacted alone or
-together, beside other blocks, in page ids left behind by blocks that came and went, with evictions in
-between, and through the runtime's own queue. The digest of every block (format id, counts, key header, page bytes) must
-be the one that it has when packed alone in an empty cache. As a control, rows with a single changed element must give
-another digest. On a GPU (the default where there is one) the kernels write, and blocks whose bytes equal those that
-plain torch writes on the CPU are also counted.
+The model's K and V rows of a real text are captured once. Random histories then write them to fresh caches through the
+runtime's queue: blocks in any order, rows in pieces of any size, blocks packed alone or together, page ids reused after
+evictions. The digest of every block (format id, counts, key header, page bytes) must equal that of the same block
+packed alone in an empty cache. As a control, rows with a single changed element must give another digest. On a GPU (the
+default if there is one), kernels write the pages, and the blocks whose bytes equal those of plain torch on the CPU are
+counted, too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.validate import check_settings
 
 NAME = "serve/page_hash"
-# Policies of scope "block"; what LeanKV keeps depends on the request that filled the block, by definition.
+# Policies of scope `block`. LeanKV's choice depends on the request that filled the block, by definition.
 CONFIGS = {
     **{f: {"high": f} for f in ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2")},
     "quota": {"policy": "quota"},
@@ -34,7 +33,7 @@ CONFIGS = {
 
 
 def capture(model_dir, tok, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K (after RoPE) and V of a real text, `[L, tokens, H, D]` in bf16."""
+    """K (after RoPE) and V of a real text, bf16 `[L, tokens, H, D]`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
@@ -48,19 +47,19 @@ def capture(model_dir, tok, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Replay:
-    """One cache, and the blocks of the text that are in it."""
+    """A cache and the blocks of the text that it holds."""
 
     def __init__(self, config: KvcConfig, k: torch.Tensor, v: torch.Tensor, capacity: int):
-        """On the device of the rows `k` and `v`."""
+        """`capacity`: blocks. The cache is on the device of `k` and `v`."""
         layers, _, heads, dim = k.shape
         size = {"layers": layers, "heads": heads, "head_dim": dim}
         num_bytes = capacity * config.block_size * layers * heads * dim * 4 * 3 // 2
         self.runtime = build_runtime(config, num_bytes=num_bytes, dtype=k.dtype, device=k.device, **size)
         self.k, self.v, self.p = k, v, config.block_size
-        self.held: dict[int, int] = {}  # block of the text -> block id in the cache
+        self.block_ids: dict[int, int] = {}  # block of the text -> block id in the cache
 
     def write(self, indices: list[int], rng: random.Random) -> None:
-        """Take a block for each of `indices` and write their rows in pieces, interleaved."""
+        """Take a block for each of `indices` and write their rows in random pieces."""
         ids = self.runtime.take([i * self.p for i in indices])
         assert ids is not None, "the cache is too small for this history"
         self.runtime.flush()
@@ -72,7 +71,7 @@ class Replay:
             pending = pending[n:]
         for i in indices:
             self.runtime.blocks.num_tokens[places[i]] = self.p
-        self.held.update(places)
+        self.block_ids.update(places)
 
     def _append(self, piece: list[tuple[int, int]], places: dict[int, int]) -> None:
         device = self.k.device
@@ -83,18 +82,18 @@ class Replay:
             ops.append(self.runtime.store, layer, blocks, offsets, self.k[layer, rows], self.v[layer, rows])
 
     def pack(self, indices: list[int]) -> None:
-        assert self.runtime.queue_due([self.held[i] for i in indices]) == len(indices)
+        assert self.runtime.queue_due([self.block_ids[i] for i in indices]) == len(indices)
         self.runtime.flush()
 
     def drop(self, indices: list[int]) -> None:
-        self.runtime.free([self.held.pop(i) for i in indices])
+        self.runtime.free([self.block_ids.pop(i) for i in indices])
         self.runtime.flush()
 
     def digest(self, i: int) -> str:
-        return ops.block_digest(self.runtime.store, self.held[i])
+        return ops.block_digest(self.runtime.store, self.block_ids[i])
 
 
-def alone(config: KvcConfig, k: torch.Tensor, v: torch.Tensor, i: int) -> str:
+def digest_alone(config: KvcConfig, k: torch.Tensor, v: torch.Tensor, i: int) -> str:
     replay = Replay(config, k, v, 8)
     replay.write([i], random.Random(0))
     replay.pack([i])
@@ -102,35 +101,35 @@ def alone(config: KvcConfig, k: torch.Tensor, v: torch.Tensor, i: int) -> str:
 
 
 def history(config: KvcConfig, k, v, blocks: int, seed: int) -> tuple[list[tuple[int, str]], set[int]]:
-    """One random life of a cache: (block of the text, digest) of every packing, and the page ids used."""
+    """Random history of a cache: (block of the text, digest) of every packing, and the page ids used."""
     rng = random.Random(seed)
     replay = Replay(config, k, v, blocks + 6)
-    seen: list[tuple[int, str]] = []
+    digests: list[tuple[int, str]] = []
     pages: set[int] = set()
-    todo = rng.sample(range(blocks), blocks) * 2  # everything is evicted once and written again
+    todo = rng.sample(range(blocks), blocks) * 2  # every block is evicted once and written again
     waiting: list[int] = []
     while todo or waiting:
-        fresh = [i for i in dict.fromkeys(todo[: rng.randint(1, 4)]) if i not in replay.held]
+        fresh = [i for i in dict.fromkeys(todo[: rng.randint(1, 4)]) if i not in replay.block_ids]
         for i in fresh:
             todo.remove(i)
         if fresh:
             replay.write(fresh, rng)
             waiting += fresh
         elif todo:
-            busy = [i for i in dict.fromkeys(todo) if i in replay.held and i not in waiting]
-            if busy:
-                replay.drop(rng.sample(busy, rng.randint(1, len(busy))))
+            packed = [i for i in dict.fromkeys(todo) if i in replay.block_ids and i not in waiting]
+            if packed:
+                replay.drop(rng.sample(packed, rng.randint(1, len(packed))))
         rng.shuffle(waiting)
         n = rng.randint(1, 5)
         now, waiting = waiting[:n], waiting[n:]
         if now:
             replay.pack(now)
-            seen += [(i, replay.digest(i)) for i in now]
-            pages.add(int(replay.runtime.store.table[replay.held[now[0]], 0, 0, 0]))
+            digests += [(i, replay.digest(i)) for i in now]
+            pages.add(int(replay.runtime.store.table[replay.block_ids[now[0]], 0, 0, 0]))
     # Blocks that were packed early must not have changed since.
-    seen += [(i, replay.digest(i)) for i in replay.held]
+    digests += [(i, replay.digest(i)) for i in replay.block_ids]
     ops.check_invariants(replay.runtime.store)
-    return seen, pages
+    return digests, pages
 
 
 def main() -> int:
@@ -141,7 +140,7 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=64, help="tokens of a block")
     parser.add_argument("--histories", type=int, default=20)
     parser.add_argument("--device", default="cuda" if common.has_gpu() else "cpu")
-    parser.add_argument("--name", default=NAME, help="of the result file")
+    parser.add_argument("--name", default=NAME, help="name of the result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = common.demo_model()
@@ -150,21 +149,21 @@ def main() -> int:
     rows, equal, total, control = {}, 0, 0, True
     for name, options in CONFIGS.items():
         config = check_settings(KvcConfig(block_size=args.block, **options))
-        expected = [alone(config, k, v, i) for i in range(args.blocks)]
+        expected = [digest_alone(config, k, v, i) for i in range(args.blocks)]
         changed = k.clone()
         changed[-1, 3, -1, 5] += 8
-        control &= alone(config, changed, v, 0) != expected[0] and len(set(expected)) == args.blocks
-        digests, places = [], set()
+        control &= digest_alone(config, changed, v, 0) != expected[0] and len(set(expected)) == args.blocks
+        digests, first_pages = [], set()
         for seed in range(args.histories):
-            seen, pages = history(config, k, v, args.blocks, seed)
-            digests += seen
-            places |= pages
-        good = sum(expected[i] == d for i, d in digests)
-        rows[name] = {"digests": len(digests), "equal": good, "different_first_pages": len(places)}
+            history_digests, pages = history(config, k, v, args.blocks, seed)
+            digests += history_digests
+            first_pages |= pages
+        matches = sum(expected[i] == d for i, d in digests)
+        rows[name] = {"digests": len(digests), "equal": matches, "different_first_pages": len(first_pages)}
         if k.device.type != "cpu":
-            rows[name]["as_on_cpu"] = sum(alone(config, *on_cpu, i) == d for i, d in enumerate(expected))
+            rows[name]["as_on_cpu"] = sum(digest_alone(config, *on_cpu, i) == d for i, d in enumerate(expected))
         print(name, rows[name], flush=True)
-        equal, total = equal + good, total + len(digests)
+        equal, total = equal + matches, total + len(digests)
     baseline = "the same rows packed alone"
     scores = {"serve.page_hash_match": common.Score(equal / total, "share of packed blocks", baseline, n=total)}
     numbers = {"block": args.block, "blocks": args.blocks, "histories": args.histories, "configs": rows}

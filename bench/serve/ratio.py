@@ -1,11 +1,10 @@
-"""Compression of the cache, by the running server's own statistics of all its bytes.
+"""Compression ratio of the cache, from the statistics of a running server.
 
     python -m bench.serve.ratio [--formats k4v4,leankv] [--lengths 1024,4096,7936] [--block 128]
 
-For each format a server gets contexts of real text, one length at a time, and is asked for its account
-while the request is generating: *body* is the packed blocks with page slack, scales, headers, tables and
-ring entries; *end to end* has the uncompressed end of the sequence in it, too. Both against bf16 K and V
-without any overhead.
+For each format, a server gets prompts of real text, one length at a time. Its statistics are read while it generates
+the answer. *Body* covers the packed blocks with page slack, scales, headers, tables and ring entries. *End to end* also
+covers the uncompressed end of the sequence. Both are relative to bf16 K and V without any overhead.
 """
 
 from __future__ import annotations
@@ -20,36 +19,40 @@ from bench import common, prompts
 
 NAME = "serve/ratio"
 FORMATS = ("bf16", "k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "quota", "max", "leankv")
-PACKED = FORMATS[1:6]  # whose occupancy is compared
-LENGTHS = (1024, 4096, 7936)  # the last leaves room for an answer within the model's 8192
+PACKED = FORMATS[1:6]  # formats whose occupancy is compared
+LENGTHS = (1024, 4096, 7936)  # the last leaves room for an answer in the model's context of 8192
 DECODED = 6  # generated tokens before the statistics are read; the prompt's blocks are packed in the first step
 
 
+FIELDS = (
+    "ratio", "ratio_body", "bytes_per_token", "bytes_per_token_body", "occupancy", "tier_shares", "tokens",
+    "packed_tokens", "bytes", "packed_bytes", "bf16_token_bytes", "page_bytes", "config",
+)  # fmt: skip
+
+
 def in_flight(server: common.Server, prompt: list[int], level: str | None = None) -> dict:
-    """The server's statistics while this prompt's request is generating. `level`: its requested quality."""
-    rid = f"looked-at-{len(prompt)}"  # of its own, so that no abort of an earlier request can meet it
+    """Statistics of the server while it answers this prompt. `level`: the requested quality."""
+    rid = f"ratio-{len(prompt)}"  # unique, so that an abort of an earlier request cannot hit it
     sampling = {"custom_params": {"kvc": level}} if level else {}
     payload = server.client.payload(prompt, 200, stream=True, rid=rid, sampling=sampling)
-    looked: list[dict] = []
+    stats: dict | None = None
     with requests.post(server.url + "/generate", json=payload, stream=True, timeout=3600) as response:
         for line in response.iter_lines(decode_unicode=True):
             if not line.startswith("data: {"):
                 continue
             meta = json.loads(line[6:])["meta_info"]
-            if not looked and meta["completion_tokens"] >= DECODED:
-                looked.append(server.client.stats())
-                # From another thread, because the answer to this request must be read on.
-                threading.Thread(
-                    target=server.client.post, args=("/abort_request", {"rid": rid})
-                ).start()
-    assert looked, "the request ended before the server was asked"
-    return looked[0]
+            if stats is None and meta["completion_tokens"] >= DECODED:
+                stats = server.client.stats()
+                # Abort from another thread, because this one must read the rest of the stream.
+                threading.Thread(target=server.client.post, args=("/abort_request", {"rid": rid})).start()
+    assert stats, "the request ended before the statistics were read"
+    return stats
 
 
 def check(stats: dict, prompt_tokens: int) -> None:
-    """The statistics must not claim fewer bytes than the taken pages have, nor tokens that do not exist."""
+    """Check that the statistics cover the bytes of all used pages and count only tokens that exist."""
     used = (stats["pages_total"] - stats["pages_free"]) * stats["page_bytes"]
-    assert stats["bytes"] >= used, f"{stats['bytes']} bytes claimed, but {used} are taken from the pool"
+    assert stats["bytes"] >= used, f"{stats['bytes']} bytes reported, but {used} are in use"
     assert prompt_tokens <= stats["tokens"] <= prompt_tokens + 200, stats["tokens"]
 
 
@@ -61,24 +64,7 @@ def measure(fmt: str, lengths: list[int], block: int, texts: dict[int, list[int]
             stats = in_flight(server, texts[n])
             check(stats, n)
             server.client.flush()
-            keep = (
-                "ratio",
-                "ratio_body",
-                "bytes_per_token",
-                "bytes_per_token_body",
-                "occupancy",
-                "tier_shares",
-            )
-            sizes = (
-                "tokens",
-                "packed_tokens",
-                "bytes",
-                "packed_bytes",
-                "bf16_token_bytes",
-                "page_bytes",
-                "config",
-            )
-            rows[str(n)] = {k: stats[k] for k in keep + sizes}
+            rows[str(n)] = {k: stats[k] for k in FIELDS}
             print(fmt, n, {k: rows[str(n)][k] for k in ("ratio", "ratio_body", "occupancy")}, flush=True)
         assert not server.errors(), server.errors()
     return rows
@@ -91,7 +77,7 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--name", default=NAME, help="of the result file")
+    parser.add_argument("--name", default=NAME, help="name of the result file")
     args = parser.parse_args()
     formats, lengths = args.formats.split(","), [int(n) for n in args.lengths.split(",")]
     tok = prompts.tokenizer(common.demo_model())
@@ -104,8 +90,7 @@ PLAIN = "bf16 keys and values alone"
 
 
 def scores(rows: dict) -> dict[str, tuple[float, str]]:
-    """Body at the longest length that was measured; end to end at 4k; occupancy the worst of all formats, if all
-    were measured."""
+    """Body ratio at the longest length, end-to-end ratio at 4K, and the lowest occupancy if all formats ran."""
     out = {}
     for fmt, by_length in rows.items():
         longest = by_length[max(by_length, key=int)]
@@ -113,9 +98,7 @@ def scores(rows: dict) -> dict[str, tuple[float, str]]:
             out[f"serve.ratio_body.{fmt}"] = (longest["ratio_body"], "x smaller", PLAIN)
         if "4096" in by_length:
             out[f"serve.ratio_4k.{fmt}"] = (by_length["4096"]["ratio"], "x smaller", PLAIN)
-    occupancies = [
-        r["occupancy"] for by_length in rows.values() for r in by_length.values() if r["occupancy"]
-    ]
+    occupancies = [r["occupancy"] for by_length in rows.values() for r in by_length.values() if r["occupancy"]]
     if set(rows) >= set(PACKED) and occupancies:
         out["serve.occupancy"] = (min(occupancies), "share of token slots, worst format")
     return out

@@ -1,16 +1,16 @@
-"""A server that is killed under load and restarted on its disk tier after most files were damaged.
+"""Restart of a server on its disk tier after a kill under load, with most files damaged.
 
     python -m bench.serve.restart [--prompts 1000] [--parallel N]
 
-Prompts of two blocks and a few tokens are answered, and answered again from the cache. SIGKILL ends the server while
-other requests run. Then one file of each of `--prompts` prompts is truncated or gets one wrong bit; a fifth as many
-prompts keep their files. All prompts are sent again to a new server on the same folder. It runs on the CPU engine,
-where a block that is computed again gives the same answer; a GPU rounds differently in a batch of another shape.
+A server answers prompts of two blocks and a few tokens twice, the second time from its cache. SIGKILL ends it while
+other requests run. For each of `--prompts` prompts, one file is then truncated or gets a flipped bit; a fifth as many
+prompts keep intact files. A new server on the same folder gets all prompts again. The benchmark runs on the CPU engine,
+where a recomputed block gives the same answer. On a GPU, other batch shapes round differently.
 
 `agents.restart_warm_hit` is the share of earlier hit tokens that hit again, for prompts with intact files. A damaged
 block counts as served (`agents.corrupt_served`) if a prompt hits tokens after it, or if its answer changed. The run
-fails unless the server found every damaged file. The model is small and random: its log-probabilities tell other
-prompts from the right ones, which `control_changed` counts.
+fails unless the server detects every damaged file. The small random model's log-probabilities differ between prompts;
+`control_changed` is the share of neighboring prompts that `changed` tells apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK, BLOCKS = 64, 2
 HIT = BLOCK * BLOCKS
 PARALLEL = 8
 NEW, TOP = 4, 3
-# Log-probabilities of a block that was read and of the same block computed again, in a batch of another shape.
+# Maximum difference in log-probability between a block that was read and the same block recomputed in another batch.
 SAME = 1e-3
 
 
@@ -50,7 +50,7 @@ def options(folder: Path, prompts: int) -> list[str]:
 
 
 def files_of(folder: Path, ids: list[int]) -> list[Path]:
-    """The files of a prompt's full blocks, in their order."""
+    """Files of a prompt's full blocks, in order."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -59,7 +59,7 @@ def files_of(folder: Path, ids: list[int]) -> list[Path]:
 
 
 def damage(path: Path, rng: random.Random) -> None:
-    """Cut the file at a random place, or turn one bit of it."""
+    """Truncate the file at a random place, or flip one of its bits."""
     content = bytearray(path.read_bytes())
     at = rng.randrange(len(content))
     if rng.random() < 0.5:
@@ -69,84 +69,85 @@ def damage(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-def killed_under_load(server: common.Server, rng: random.Random, parallel: int) -> None:
-    """SIGKILL while requests that are new to the server run."""
-    over = threading.Event()
+def kill_under_load(server: common.Server, rng: random.Random, parallel: int) -> None:
+    """Send SIGKILL while the server computes new prompts."""
+    stop = threading.Event()
 
     def ask() -> None:
         draw = random.Random(rng.random())
         with contextlib.suppress(OSError, RequestRefused):
-            while not over.is_set():
+            while not stop.is_set():
                 server.client.generate(draw.choices(range(1000, 9000), k=5 * BLOCK), 8)
 
     load = [threading.Thread(target=ask) for _ in range(parallel)]
     for thread in load:
         thread.start()
-    over.wait(5)
+    stop.wait(5)
     os.killpg(server.process.pid, signal.SIGKILL)
-    over.set()
+    stop.set()
     for thread in load:
         thread.join()
     server.stop()
 
 
 def changed(before: Answer, after: Answer) -> bool:
-    """Whether an answer is not the one before."""
-    found = match(before, after)
-    return found.drift > SAME or not found.same
+    """Whether two answers differ by more than rounding."""
+    result = match(before, after)
+    return result.drift > SAME or not result.same
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--prompts", type=int, default=1000, help="of which one file is damaged")
-    p.add_argument("--parallel", type=int, default=PARALLEL, help="requests at a time")
+    p.add_argument("--prompts", type=int, default=1000, help="number of prompts with a damaged file")
+    p.add_argument("--parallel", type=int, default=PARALLEL, help="concurrent requests")
     p.add_argument("--name", default="serve/restart")
-    a = p.parse_args()
+    args = p.parse_args()
     if has_gpu():
-        p.error("answers are compared on the CPU engine; set CUDA_VISIBLE_DEVICES to nothing")
+        p.error("answers are compared on the CPU engine; run with CUDA_VISIBLE_DEVICES= (empty)")
     rng, began = random.Random(0), time.monotonic()
-    whole = -(-a.prompts // 5)
-    prompts = [rng.choices(range(1000, 9000), k=HIT + 9) for _ in range(a.prompts + whole)]
-    places = [rng.randrange(BLOCKS) for _ in range(a.prompts)]
+    intact = -(-args.prompts // 5)
+    prompts = [rng.choices(range(1000, 9000), k=HIT + 9) for _ in range(args.prompts + intact)]
+    damaged_blocks = [rng.randrange(BLOCKS) for _ in range(args.prompts)]
     with tempfile.TemporaryDirectory(prefix="kvc-restart-") as folder:
         disk = Path(folder) / "disk"
         server = common.Server(options(disk, len(prompts)), model=tiny_model(Path(folder) / "model"))
 
         def ask() -> list[Answer]:
-            return server.client.generate_many(prompts, NEW, parallel=a.parallel, top=TOP)
+            return server.client.generate_many(prompts, NEW, parallel=args.parallel, top=TOP)
 
         with server:
             ask()
             before = ask()
-            written = server.client.when_idle()
-            killed_under_load(server, rng, a.parallel)
-            for prompt, place in zip(prompts, places):
-                damage(files_of(disk, prompt)[place], rng)
+            stats = server.client.when_idle()
+            kill_under_load(server, rng, args.parallel)
+            for prompt, damaged_block in zip(prompts, damaged_blocks):
+                damage(files_of(disk, prompt)[damaged_block], rng)
             server.start()
             after = ask()
-            found = server.client.when_idle()
-    turned = [changed(x, y) for x, y in zip(before, after, strict=True)]
-    behind = sum(x.cached_tokens > place * BLOCK for x, place in zip(after, places))
-    expected, hit = (sum(x.cached_tokens for x in answers[a.prompts :]) for answers in (before, after))
+            detected = server.client.when_idle()["disk_damaged"]
+    different = [changed(x, y) for x, y in zip(before, after, strict=True)]
+    hits_after_damage = sum(x.cached_tokens > damaged_block * BLOCK for x, damaged_block in zip(after, damaged_blocks))
+    expected, hit = (sum(x.cached_tokens for x in answers[args.prompts :]) for answers in (before, after))
     control = [changed(x, y) for x, y in itertools.pairwise(before)]
     numbers = {
-        "prompts": a.prompts, "whole_prompts": whole, "parallel": a.parallel, "seconds": time.monotonic() - began,
-        "files_before_kill": written["disk_blocks"], "hit_before": expected, "hit_after_kill": hit,
-        "changed_after_kill": sum(turned[a.prompts :]), "damaged_found": found["disk_damaged"],
-        "hit_before_damage": sum(x.cached_tokens for x in after[: a.prompts]),
-        "could_hit_before_damage": BLOCK * sum(places), "hit_behind_damage": behind,
-        "changed_by_damage": sum(turned[: a.prompts]), "control_changed": sum(control) / len(control),
+        "prompts": args.prompts, "whole_prompts": intact, "parallel": args.parallel,
+        "seconds": time.monotonic() - began,
+        "files_before_kill": stats["disk_blocks"], "hit_before": expected, "hit_after_kill": hit,
+        "changed_after_kill": sum(different[args.prompts :]), "damaged_found": detected,
+        "hit_before_damage": sum(x.cached_tokens for x in after[: args.prompts]),
+        "could_hit_before_damage": BLOCK * sum(damaged_blocks), "hit_behind_damage": hits_after_damage,
+        "changed_by_damage": sum(different[: args.prompts]), "control_changed": sum(control) / len(control),
     }  # fmt: skip
     print(numbers)
-    wrong = max(behind, sum(turned[: a.prompts]))
+    wrong = max(hits_after_damage, sum(different[: args.prompts]))
     scores = {
-        "agents.restart_warm_hit": Score(hit / expected, "share of the tokens that hit before SIGKILL", n=whole),
-        "agents.corrupt_served": Score(wrong, f"damaged files served, of {a.prompts}", n=a.prompts),
+        "agents.restart_warm_hit": Score(hit / expected, "share of the tokens that hit before SIGKILL", n=intact),
+        "agents.corrupt_served": Score(wrong, f"damaged files served, of {args.prompts}", n=args.prompts),
     }
-    write_result(a.name, numbers, scores=scores)
-    if found["disk_damaged"] != a.prompts:
-        print(f"error: the server found {found['disk_damaged']} damaged files, not {a.prompts}")
-    return int(found["disk_damaged"] != a.prompts or wrong > 0)
+    write_result(args.name, numbers, scores=scores)
+    if detected != args.prompts:
+        print(f"error: the server detected {detected} damaged files, not {args.prompts}")
+    return int(detected != args.prompts or wrong > 0)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""Tokens that are prefilled again when sessions grow past memory, in SGLang's own scheduler without a model.
+"""Recomputed tokens when sessions outgrow the memory, in SGLang's scheduler without a model.
 
     python -m bench.serve.retraction [--sessions 64] [--quick]
 
-Sessions begin one after the other. Their answers together exceed the memory, so SGLang retracts some and resumes them
-later. Every prefilled token beyond the first prefill of each prompt is counted. `freed` is SGLang's behavior: a
-retracted request frees all of its tokens. `kept` leaves its full blocks to the prefix cache, and `hosted` also has host
-memory behind the pool. Counts are exact and depend on no machine.
+Sessions start one by one. Their answers together exceed the memory, so SGLang retracts some requests and resumes them
+later. All prefilled tokens beyond the first prefill of each prompt are counted. `freed`: a retracted request frees all
+of its tokens, as in stock SGLang. `kept`: its full blocks stay in the prefix cache. `hosted`: there is also a host
+tier. Counts are exact and do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -34,7 +35,7 @@ P = host_step.P
 
 
 class Server(host_step.Server):
-    """Counts prefilled tokens and retractions, until all requests have ended."""
+    """Scheduler that counts prefilled tokens and retractions."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -49,10 +50,10 @@ class Server(host_step.Server):
     def submit(self, i: int, tokens: int, answer: int) -> None:
         super().submit(i, tokens, answer)
         self.requests.append(self.waiting_queue[-1])
-        self.requests[-1].sampling_params.ignore_eos = False  # SGLang plans less than the longest answer
+        self.requests[-1].sampling_params.ignore_eos = False  # SGLang then reserves less than the longest answer
 
     def run(self, args) -> None:
-        """A session begins every `args.every` turns."""
+        """Start a session every `args.every` turns and run until all requests have ended."""
         for turn in range(args.sessions * (args.every + args.prompt + args.answer)):
             i, later = divmod(turn, args.every)
             if i < args.sessions and not later:
@@ -61,22 +62,23 @@ class Server(host_step.Server):
                 hooks.before_on_idle(self)
                 if i >= args.sessions and all(req.finished() for req in self.requests):
                     break
-        assert all(req.finished() for req in self.requests), "requests wait for ever"
+        assert all(req.finished() for req in self.requests), "requests wait forever"
         self.retracted = sum(req.retraction_count for req in self.requests)
 
 
-def measure(args, *, kept: bool, hosted: bool) -> dict[str, int]:
+def measure(args, *, keep_blocks: bool, hosted: bool) -> dict[str, int]:
     length = args.prompt + args.answer
     block_bytes = 2 * host_step.HEADS * host_step.HEAD_DIM * P * 2
     needed = args.sessions * -(-length // P) * block_bytes
     shape = {"layers": host_step.LAYERS, "heads": host_step.HEADS, "head_dim": host_step.HEAD_DIM}
     size = int(args.memory * needed)
     runtime = build_runtime(KvcConfig(block_size=P), num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
-    if hosted:  # as many pages, beside the buffers
+    if hosted:  # the same number of pages, plus the tier's buffers
         size += HostLayout.of(runtime.layout, runtime.store.block_formats, size).device_bytes
         config = KvcConfig(block_size=P, host_memory=needed)
         runtime = build_runtime(config, num_bytes=size, dtype=torch.bfloat16, device="cpu", **shape)
     free_all = mock.patch.object(KvcRadixCache, "keep_retracted", lambda self, req: None)
+    retraction = contextlib.nullcontext() if keep_blocks else free_all
     with configured(runtime, rows=args.sessions, chunk=args.chunk):
         pool = ReqToTokenPool(args.sessions, length + P, "cpu", enable_memory_saver=False)
         allocator = KvcAllocator(runtime, SimpleNamespace(runtime=runtime), "cpu")
@@ -86,7 +88,7 @@ def measure(args, *, kept: bool, hosted: bool) -> dict[str, int]:
         if hosted:
             tree.init_hicache(None, None)
             server.enable_hierarchical_cache = True
-        with mock.patch.object(KvcRadixCache, "keep_retracted", KvcRadixCache.keep_retracted) if kept else free_all:
+        with retraction:
             server.run(args)
     prompts = sum(len(req.origin_input_ids) for req in server.requests)
     return {
@@ -104,7 +106,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--every", type=int, default=8, help="decode steps between two sessions")
-    parser.add_argument("--memory", type=float, default=0.15, help="share of what all sessions need uncompressed")
+    parser.add_argument("--memory", type=float, default=0.15, help="share of the uncompressed size of all sessions")
     parser.add_argument("--quick", action="store_true", help="few short sessions, no result file")
     args = parser.parse_args()
     if args.quick:
@@ -113,18 +115,19 @@ def main() -> None:
     no_launch = mock.patch.object(JITFunction, "run", lambda *args, **options: None)
     with no_launch, mock.patch.object(PageStore, "use_kernels", True):
         rows = {
-            "freed": measure(args, kept=False, hosted=False),
-            "kept": measure(args, kept=True, hosted=False),
+            "freed": measure(args, keep_blocks=False, hosted=False),
+            "kept": measure(args, keep_blocks=True, hosted=False),
         }
-    rows["hosted"] = measure(args, kept=True, hosted=True)  # host memory is read, so pages are really written
+    rows["hosted"] = measure(args, keep_blocks=True, hosted=True)  # the tier reads pages
     for name, row in rows.items():
         print(f"{name:8}" + "".join(f"{count:>18} {value:9}" for count, value in row.items()))
     if not args.quick:
-        again = {name: row["prefilled_again"] for name, row in rows.items()}
+        recomputed = {name: row["prefilled_again"] for name, row in rows.items()}
         unit = f"of the tokens prefilled again by {args.sessions} sessions of {args.prompt} + {args.answer} tokens"
+        baseline = "a retraction frees all"
         scores = {
-            "papers.retraction_recompute": Score(again["hosted"] / again["freed"], unit, "a retraction frees all"),
-            "papers.retraction_recompute_pool": Score(again["kept"] / again["freed"], unit, "a retraction frees all"),
+            "papers.retraction_recompute": Score(recomputed["hosted"] / recomputed["freed"], unit, baseline),
+            "papers.retraction_recompute_pool": Score(recomputed["kept"] / recomputed["freed"], unit, baseline),
         }
         write_result("serve/retraction", rows | vars(args), scores=scores)
 

@@ -1,9 +1,9 @@
-"""The radix tree at size: match, insert and evict in a tree of many leaves.
+"""Cost of match, insert and evict in a radix tree with many leaves.
 
     python -m bench.serve.tree [--leaves 100000] [--quick]
 
-Each leaf is a private block behind one of 1,000 shared blocks. CPU time of the scheduler's thread, median of `REPEATS`,
-for ours and for SGLang's own tree with the same keys; nothing is computed and nothing is read from pages.
+Each leaf is a private block below one of 1,000 shared blocks. The figures are CPU time of the scheduler's thread,
+median of `REPEATS`, for our tree and SGLang's with the same keys. No model runs, and no page is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ P, SHARED, REPEATS, EVICTED = 64, 1000, 200, 16
 
 
 def key(i: int) -> RadixKey:
-    """A shared block, then the block of leaf `i`."""
+    """Key of leaf `i`: a shared block, then a private one."""
     shared = i % SHARED
     tokens = array("q", [*range(shared * P, shared * P + P), *range(10**6 + i * P, 10**6 + i * P + P)])
     return RadixKey(tokens, None)
@@ -53,7 +53,7 @@ class Ours:
         return self.tree.component.slots_of(self.runtime.take([0] * (tokens // P)))
 
     def insert(self, i: int) -> None:
-        """Insert one leaf. A shared block that the tree already has would be freed by the request's checkpoint."""
+        """Insert one leaf and free the shared block if the tree already has it, as a request would."""
         k = key(i)
         value = self.value(len(k))
         known = self.tree.insert(InsertParams(key=k, value=value, prev_prefix_len=len(k))).prefix_len
@@ -75,6 +75,7 @@ class Stock:
 
 
 def microseconds(call, repeats: int = REPEATS) -> float:
+    """Median CPU time of `call`."""
     times = []
     for i in range(repeats):
         began = time.thread_time()

@@ -1,12 +1,12 @@
-"""A served model with sliding windows, compared with stock SGLang: cold, cached, and appended to a cached prefix.
+"""Comparison of a model with sliding windows with stock SGLang: cold, warm, and appended to a cached prefix.
 
     python -m bench.serve.windows [--caches bf16,k4v4] [--head-dim 64] [--window 100] [--tokenizer FOLDER]
 
-The model is a Gemma 3 with random weights and four layers, one of which sees everything. *Drift*: the mean difference
-of the tokens' log-probabilities to stock's, up to the first token that differs; *gap*: the margin between the two
-candidates there. Stock itself drifts between a cold and a cached prompt (the row `stock`), because its matrix products
-have other shapes. On a GPU, KVC_STOCK_ATTENTION names stock's backend; with `triton` stock's windows are one token
-short while it generates, see `bench.serve.windows_reference`.
+The model is a Gemma 3 with random weights and four layers, one of which attends without a window. *Drift* is the mean
+difference from stock's log-probabilities up to the first token that differs, *gap* the margin between the two
+candidates there. Stock itself drifts between a cold and a warm prompt (row `stock`), because its matrix products have
+other shapes. On a GPU, KVC_STOCK_ATTENTION names stock's backend. With `triton`, stock's windows are one token short
+during generation, see `bench.serve.windows_reference`.
 """
 
 from __future__ import annotations
@@ -28,42 +28,44 @@ LENGTHS = (60, 99, 100, 101, 250, 385, 1000, 3000)
 
 
 def prompt(tokens: int, more: int = 0) -> list[int]:
-    """A prompt of this many tokens, and the text appended to it."""
+    """Random prompt of `tokens` tokens, followed by `more` appended tokens."""
     draw = random.Random(tokens)
     return [draw.randrange(1000, 40_000) for _ in range(tokens + more)]
 
 
 def ask(server: common.Server, lengths: tuple[int, ...]) -> dict[str, list[Answer]]:
-    """Answers to one prompt of each length, each kind of them in the order of the lengths."""
+    """Answers of each kind to one prompt per length."""
     out: dict[str, list[Answer]] = {"cold": [], "warm": [], "appended": []}
     for n in lengths:
-        whole = prompt(n, more=17)
-        cold, warm = (server.client.generate(whole[:n], ANSWER, top=TOP) for _ in range(2))
+        ids = prompt(n, more=17)
+        cold, warm = (server.client.generate(ids[:n], ANSWER, top=TOP) for _ in range(2))
         out["cold"].append(cold)
         out["warm"].append(warm)
-        # The same tokens for every server, which may have answered differently.
-        out["appended"].append(server.client.generate(whole, ANSWER, top=TOP))
+        # The appended tokens are equal on all servers, unlike the answers.
+        out["appended"].append(server.client.generate(ids, ANSWER, top=TOP))
     return out
 
 
-def apart(a: Answer, b: Answer) -> dict:
-    found = match(a, b)
-    differences = [abs(x - y) for x, y in zip(a.logprobs[: found.equal], b.logprobs)]
-    return {
-        "drift": statistics.fmean(differences) if differences else 0.0, "equal": found.equal, "gap": found.gap,
-        "cached": b.cached_tokens,
-    }  # fmt: skip
+def difference(a: Answer, b: Answer) -> dict:
+    m = match(a, b)
+    drifts = [abs(x - y) for x, y in zip(a.logprobs[: m.equal], b.logprobs)]
+    drift = statistics.fmean(drifts) if drifts else 0.0
+    return {"drift": drift, "equal": m.equal, "gap": m.gap, "cached": b.cached_tokens}
 
 
-def compared(mine: dict[str, list[Answer]], stock: dict[str, list[Answer]]) -> dict:
-    """Against stock's cold answers (its own appended ones for those), and whether warm is as cold."""
-    rows = {kind: [apart(*x) for x in zip(stock["cold" if kind == "warm" else kind], mine[kind])] for kind in mine}
-    flat = [r for some in rows.values() for r in some]
+def compare(ours: dict[str, list[Answer]], stock: dict[str, list[Answer]]) -> dict:
+    """Differences of cold and warm answers from stock's cold ones, and of appended answers from stock's appended ones;
+    also the number of warm answers that equal the cold ones."""
+    references = {"cold": stock["cold"], "warm": stock["cold"], "appended": stock["appended"]}
+    rows = {kind: [difference(*pair) for pair in zip(references[kind], ours[kind])] for kind in ours}
+    flat = [row for rows_of_kind in rows.values() for row in rows_of_kind]
     return {
-        "drift": statistics.fmean(r["drift"] for r in flat), "drift_worst": max(r["drift"] for r in flat),
+        "drift": statistics.fmean(r["drift"] for r in flat),
+        "drift_worst": max(r["drift"] for r in flat),
         "gap_worst": max((r["gap"] for r in flat if r["gap"] is not None), default=0.0),
-        "warm_as_cold": sum(a.ids == b.ids for a, b in zip(mine["cold"], mine["warm"])), "answers": rows,
-    }  # fmt: skip
+        "warm_as_cold": sum(a.ids == b.ids for a, b in zip(ours["cold"], ours["warm"])),
+        "answers": rows,
+    }
 
 
 def main() -> None:
@@ -85,7 +87,7 @@ def main() -> None:
             answers = ask(server, LENGTHS)
             assert not server.errors(), server.errors()
         stock = stock or answers
-        numbers["caches"][cache] = row = compared(answers, stock)
+        numbers["caches"][cache] = row = compare(answers, stock)
         print(cache, {k: v for k, v in row.items() if k != "answers"}, flush=True)
         common.write_result(args.name, numbers, quiet=True)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, and where their figures come from."""
+"""Tables of docs/benchmarks.md and the origins of their figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .questions import long_contexts, one_shot, presets
 from .singles import SINGLES, singles
 from .text import CARDS, bare, titled
 
-LONGEST = 60  # characters of a word of a command on the page
-FEW = 3  # groups of figures that are named one by one
+MAX_WORD = 60  # characters of a word of a command
+MAX_GROUPS = 3  # number of groups of figures that are listed individually
 
 
 def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
-    """Markdown: tables by format, answers, agents, single figures, and how all of it was measured."""
+    """Markdown lines of all tables, pictures and commands."""
     used: set[str] = set()
     text: list[str] = []
     for make in (formats, decode, presets, one_shot, long_contexts, partial(agents, results=results)):
@@ -30,33 +30,35 @@ def tables(board: dict[str, dict], results: Path = RESULTS) -> str:
 
 
 def pictures(results: Path) -> list[str]:
-    """Pictures that `bench.e2e.plot` drew for each card."""
+    """Links to the plots of `bench.e2e.plot` for each GPU model."""
     titles = {"serving": "64 sessions in equal KV memory", "agents": "Agents in equal KV memory",
               "agent_replay": "Recorded coding agents", "agent_replay_bfcl": "Agents in BFCL's dialogues"}  # fmt: skip
-    found = [(title, f"{bench}_{which}.png", name) for which, name in CARDS.items() for bench, title in titles.items()]
-    shown = [f"![{title}, {name}](../bench/results/e2e/{file})" for title, file, name in found
-             if (results / "e2e" / file).exists()]  # fmt: skip
-    return [*shown, ""] if shown else []
+    links = []
+    for card, name in CARDS.items():
+        for bench, title in titles.items():
+            if (results / "e2e" / f"{bench}_{card}.png").exists():
+                links.append(f"![{title}, {name}](../bench/results/e2e/{bench}_{card}.png)")
+    return [*links, ""] if links else []
 
 
 def origins(board: dict[str, dict]) -> list[str]:
-    """For each raw file: which figures, on what, and the commands of its runs."""
+    """For each raw file: its figures, device, commit and commands."""
     files: dict[str, list[str]] = {}
     for name, row in board.items():
         files.setdefault(row["file"], []).append(name)
     out = titled("Commands", ["Paths are below `bench/results`.", ""] if files else [])
     for file, names in sorted(files.items()):
         row, groups = board[names[0]], sorted({".".join(bare(n).split(".")[:2]) for n in names})
-        if len(groups) > FEW:
+        if len(groups) > MAX_GROUPS:
             groups = sorted({g.split(".")[0] + ".*" for g in groups})
         calls = "; ".join(f"`{_cut(command)}`" for command in row["commands"])
         if len(row["commands"]) == 1 and "--append" in calls:
             calls += " and earlier calls"
-        what = ", ".join(f"`{group}`" for group in groups)
-        out.append(f"- {what} on {row['device']} at {row['commit'][:7]} (`{file}`): {calls}")
+        figures = ", ".join(f"`{group}`" for group in groups)
+        out.append(f"- {figures} on {row['device']} at {row['commit'][:7]} (`{file}`): {calls}")
     return out
 
 
 def _cut(command: str) -> str:
-    """A command whose lists are cut: the whole of it is in the file."""
-    return " ".join(word if len(word) <= LONGEST else word.split(",")[0] + ",.." for word in command.split(" "))
+    """Command with shortened lists. The file has the full command."""
+    return " ".join(word if len(word) <= MAX_WORD else word.split(",")[0] + ",.." for word in command.split(" "))

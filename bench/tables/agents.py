@@ -12,19 +12,19 @@ from .text import CARDS, lines, titled
 
 
 def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
-    """The curve of each card: what comes from the cache, and how long a step takes."""
+    """Tables of hit rates and step times over the number of agents, for each GPU model."""
     out, used = [], {n for n in board if n.startswith("agents.curve.")}
-    for which, name in CARDS.items():
+    for card, name in CARDS.items():
         for bench in ("agent_replay", "agent_replay_bfcl"):
-            out += _replayed(results / "e2e" / f"{bench}_{which}.json", name)
-        path = results / "e2e" / f"agents_{which}.json"
+            out += _replayed(results / "e2e" / f"{bench}_{card}.json", name)
+        path = results / "e2e" / f"agents_{card}.json"
         if not path.exists():
             continue
         record = json.loads(path.read_text())
-        found, sessions = points(record["numbers"], "a"), record["numbers"]["sessions"]
-        servers = dict.fromkeys(server for rows in found.values() for server in rows)
-        rows = [[_server(server, found), *(_step(rows.get(server)) for rows in found.values())] for server in servers]
-        shares, head = sessions["shares"], ["server", *(f"{n} agents" for n in found)]
+        curve, sessions = points(record["numbers"], "a"), record["numbers"]["sessions"]
+        servers = dict.fromkeys(server for rows in curve.values() for server in rows)
+        rows = [[_server(server, curve), *(_step(rows.get(server)) for rows in curve.values())] for server in servers]
+        shares, head = sessions["shares"], ["server", *(f"{n} agents" for n in curve)]
         text = (
             f"Each cell gives the prefix-cache hit rate by tokens, steps per second, and the mean / median / p99 "
             f"seconds per step on one {name}. Histories average {sessions['tokens_mean'] / 1000:.1f}K tokens and reach "
@@ -38,28 +38,26 @@ def agents(board: dict[str, dict], results: Path) -> tuple[list[str], set[str]]:
 
 
 def _replayed(path: Path, card_name: str) -> list[str]:
-    """Recorded coding agents, or agents in BFCL's dialogues, at each server of one card."""
+    """Table of recorded coding agents, or of agents in BFCL's dialogues, for one GPU model."""
     if not path.exists():
         return []
     record = json.loads(path.read_text())
-    numbers, found = record["numbers"], points(record["numbers"], "a")
-    settings, servers = numbers["settings"], dict.fromkeys(s for rows in found.values() for s in rows)
-    rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in found.values()), str(numbers["most_agents"][s])]
+    numbers, curve = record["numbers"], points(record["numbers"], "a")
+    settings, servers = numbers["settings"], dict.fromkeys(s for rows in curve.values() for s in rows)
+    rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in curve.values()), str(numbers["most_agents"][s])]
             for s in servers]  # fmt: skip
     if settings.get("workload") == "bfcl":
-        title = "Agents in BFCL's dialogues, with real outputs of functions, "
+        workload = "Agents in BFCL's dialogues with real function results"
         lengths = (
-            f"A session has {settings['join']} dialogues, and an answer has {settings['think']} tokens in addition to "
-            f"its call. Texts are cut to {settings['length_scale']:g} of their lengths. Functions take "
+            f"Dialogues per session: {settings['join']}. An answer has {settings['think']} tokens in addition to its "
+            f"call. Texts have {settings['length_scale']:g} of their lengths. A function takes "
             f"{settings['tool_seconds'] * settings['time_scale']:g} s on average."
         )
     else:
-        title = "Recorded coding agents "
-        lengths = (
-            f"Lengths are {settings['length_scale']:g} of the recorded ones, pauses {settings['time_scale']:g}."
-        )
+        workload = "Recorded coding agents"
+        lengths = f"Lengths are {settings['length_scale']:g} of the recorded ones, pauses {settings['time_scale']:g}."
     text = (
-        f"{title}in a closed loop on one {card_name}. Each cell gives the prefix-cache hit rate by "
+        f"{workload} in a closed loop on one {card_name}. Each cell gives the prefix-cache hit rate by "
         f"tokens, the p50 / p90 time to the first token in seconds, and the p90 time per output token in milliseconds. "
         f"The last column has the most agents within 2 s and 25 ms. Each server has the KV memory of "
         f"{settings['tokens']:,} bf16 tokens; `kvc tiers` and SGLang's hierarchical cache (`hicache`) have "
@@ -68,7 +66,7 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         f"Each point covers {settings['seconds']:g} s behind the ramp-up "
         f"({record['commit'][:7]}, n = 1)."
     )
-    return [text, "", *lines(["server", *(f"{n} agents" for n in found), "most"], rows)]
+    return [text, "", *lines(["server", *(f"{n} agents" for n in curve), "most"], rows)]
 
 
 def _turn(row: dict | None) -> str:
@@ -79,9 +77,9 @@ def _turn(row: dict | None) -> str:
     return f"{hit}{first} s; {1000 * row['output_token_s_p90']:.0f} ms"
 
 
-def _server(server: str, found: dict[int, dict[str, dict]]) -> str:
-    row = next(rows[server] for rows in found.values() if server in rows)
-    return server.replace("kvc_", "kvc, ") if server.startswith("kvc") else arms.described(row["options"])
+def _server(server: str, curve: dict[int, dict[str, dict]]) -> str:
+    row = next(rows[server] for rows in curve.values() if server in rows)
+    return server.replace("kvc_", "kvc, ") if server.startswith("kvc") else arms.describe(row["options"])
 
 
 def _step(row: dict | None) -> str:

@@ -1,4 +1,4 @@
-"""Tables with a row for each page format: sizes, agreement of answers, decode attention."""
+"""Tables with one row per page format: sizes, agreement of answers, decode attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {
     "serve.ratio_body": "compression of packed blocks",
     "serve.ratio_4k": "compression of a running 4K-token request",
 }
-# Tokens up to the first difference, and whole answers (`.answers` behind the format).
+# Tokens up to the first difference. Names that end with `.answers` are for entire answers.
 ANSWERS = {
     "serve.cold_warm_agreement": "cached vs. fresh prefill, CPU engine",
     "serve.cold_warm_agreement_gpu": "cached vs. fresh prefill, GPU",
@@ -29,41 +29,44 @@ DECODE = {"decode.vs_bf16": "stock bf16", "decode.vs_fp8": "stock fp8"}
 
 
 def formats(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """Sizes, and agreement of answers."""
-    sizes, of_sizes, size_names = by_format(board, SIZES, lambda name: shown(board[name]))
+    """Tables of sizes and of agreement of answers."""
+    sizes, size_notes, size_names = by_format(board, SIZES, lambda name: shown(board[name]))
 
-    def both(name: str) -> str:
-        whole = board.get(f"{name}.answers")
-        return shown(board[name]) + (f" / {shown(whole)}" if whole else "")
+    def agreement(name: str) -> str:
+        answers = board.get(f"{name}.answers")
+        return shown(board[name]) + (f" / {shown(answers)}" if answers else "")
 
-    answers, of_answers, names = by_format(board, ANSWERS, both)
-    out = [*titled("Size", sizes), *captions(of_sizes)]
+    answers, answer_notes, names = by_format(board, ANSWERS, agreement)
+    out = [*titled("Size", sizes), *captions(size_notes)]
     if answers:
-        out += [*titled("Agreement of answers", [ANSWERS_NOTE, "", *answers]), *captions(of_answers)]
+        out += [*titled("Agreement of answers", [ANSWERS_NOTE, "", *answers]), *captions(answer_notes)]
     return out, size_names | names | {f"{name}.answers" for name in names}
 
 
 def decode(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """Decode attention on each card against stock."""
+    """Table of decode attention against stock, for each GPU model."""
     columns = [(keyed_on(f"{d}.{{}}", c), f"{name}, vs. {DECODE[d]}") for c, name in CARDS.items() for d in DECODE]
-    found = {title: {f: board[n] for f in FORMATS if (n := pattern.format(f)) in board} for pattern, title in columns}
-    found = {title: rows for title, rows in found.items() if rows}
+    by_column = {}
+    for pattern, title in columns:
+        if rows := {f: board[pattern.format(f)] for f in FORMATS if pattern.format(f) in board}:
+            by_column[title] = rows
     body = []
     for fmt in FORMATS:
-        if any(fmt in rows for rows in found.values()):
-            cells = (spread(rows[fmt]) if fmt in rows else "" for rows in found.values())
+        if any(fmt in rows for rows in by_column.values()):
+            cells = (spread(rows[fmt]) if fmt in rows else "" for rows in by_column.values())
             body.append([TITLES.get(fmt, fmt), *cells])
     notes = []
-    for title, rows in found.items():
-        against = ", ".join(sorted({r["baseline"] for r in rows.values()}))
-        notes.append(f"{title} ({against}): {measured(list(rows.values()))}")
+    for title, rows in by_column.items():
+        baselines = ", ".join(sorted({r["baseline"] for r in rows.values()}))
+        notes.append(f"{title} ({baselines}): {measured(list(rows.values()))}")
     names = {pattern.format(f) for pattern, _ in columns for f in FORMATS}
-    table = titled("Decode attention", [DECODE_NOTE, "", *lines(["pages", *found], body)] if body else [])
+    table = titled("Decode attention", [DECODE_NOTE, "", *lines(["pages", *by_column], body)] if body else [])
     return [*table, *captions(notes)], names & set(board)
 
 
 def by_format(board: dict[str, dict], columns: dict[str, str], cell) -> tuple[list[str], list[str], set[str]]:
-    """A table with a line a format; what its columns were measured with; the names in it. `cell`: of a name."""
+    """Table with one line per format, notes on how its columns were measured, and names of its figures. `cell`:
+    function from a name to the text of a cell."""
     used = {c: [f"{c}.{fmt}" for fmt in FORMATS if f"{c}.{fmt}" in board] for c in columns}
     columns = {c: title for c, title in columns.items() if used[c]}
     rows = []
@@ -72,5 +75,5 @@ def by_format(board: dict[str, dict], columns: dict[str, str], cell) -> tuple[li
         if any(line):
             rows.append([TITLES.get(fmt, fmt), *line])
     notes = [f"{title}: {measured([board[name] for name in used[c]])}" for c, title in columns.items()]
-    names = {name for some in used.values() for name in some}
+    names = {name for column in used.values() for name in column}
     return lines(["format", *columns.values()], rows), notes, names

@@ -21,14 +21,13 @@ against stock SGLang in bf16 of the same run, in points; KL is in nats per token
 
 
 def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """Points that presets lose against bf16, a row for each model and preset; and the names of the figures shown."""
+    """Table of the points of presets against bf16 with one row per model and preset, and the names of its figures."""
     columns = {"ratio_body": "compression"}
     columns |= {"all.delta": "all tasks"} | {f"{task}.delta": name for task, name in QUESTIONS.items()}
     columns |= {"kl_p99": "KL p99"}
-    asked = {n.rsplit(".", 2)[1] for n in board if n.startswith("quality.") and n.endswith(".delta")}
-    columns = {c: title for c, title in columns.items() if not c.endswith(".delta") or c.split(".")[0] in asked}
-    every = [f"quality.{p}.{m}.{c}" for p in PRESETS for m in MODELS for c in columns]
-    used = {n for n in every if n in board}
+    tasks = {n.rsplit(".", 2)[1] for n in board if n.startswith("quality.") and n.endswith(".delta")}
+    columns = {c: title for c, title in columns.items() if not c.endswith(".delta") or c.split(".")[0] in tasks}
+    used = {n for p in PRESETS for m in MODELS for c in columns if (n := f"quality.{p}.{m}.{c}") in board}
     rows = []
     for model, title in MODELS.items():
         for preset, name in PRESETS.items():
@@ -42,25 +41,25 @@ def presets(board: dict[str, dict]) -> tuple[list[str], set[str]]:
 
 
 def one_shot(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """Points that one-shot prompts lose, a row for each model and task and a column for each ratio."""
-    found = {n: n.split(".") for n in board if n.startswith("papers.oneshot.")}  # papers.oneshot.8x.qwen-0.5b.kv.delta
-    ratios = sorted({parts[2] for parts in found.values()}, key=lambda ratio: float(ratio[:-1]))
+    """Table of the points of one-shot prompts with one row per model and task, and one column per ratio."""
+    names = {n: n.split(".") for n in board if n.startswith("papers.oneshot.")}  # papers.oneshot.8x.qwen-0.5b.kv.delta
+    ratios = sorted({parts[2] for parts in names.values()}, key=lambda ratio: float(ratio[:-1]))
     rows = []
     for model, title in MODELS.items():
         for task, question in QUESTIONS.items():
-            names = [f"papers.oneshot.{ratio}.{model}.{task}.delta" for ratio in ratios]
-            rows += _row([title, question], [board.get(name) for name in names])
+            row_names = [f"papers.oneshot.{ratio}.{model}.{task}.delta" for ratio in ratios]
+            rows += _row([title, question], [board.get(name) for name in row_names])
     if not rows:
         return [], set()
     head = ["model", "task", *ratios, "measured"]
-    return titled("One-shot prompts", [ONE_SHOT_NOTE, "", *lines(head, rows)]), {*found}
+    return titled("One-shot prompts", [ONE_SHOT_NOTE, "", *lines(head, rows)]), {*names}
 
 
 def long_contexts(board: dict[str, dict]) -> tuple[list[str], set[str]]:
-    """Points that presets lose in long contexts, a row for each model and preset."""
+    """Table of the points of presets in long contexts with one row per model and preset."""
     columns = {"ratio_body": "compression", **{f"{t}.delta": q for t, q in QUESTIONS.items()}, "kl_p99": "KL p99"}
-    found = {n for n in board if n.startswith("quality.32k.")}
-    columns = {c: title for c, title in columns.items() if any(n.endswith(f".{c}") for n in found)}
+    names = {n for n in board if n.startswith("quality.32k.")}
+    columns = {c: title for c, title in columns.items() if any(n.endswith(f".{c}") for n in names)}
     rows = []
     for model, title in MODELS.items():
         for preset, name in PRESETS.items():
@@ -68,11 +67,13 @@ def long_contexts(board: dict[str, dict]) -> tuple[list[str], set[str]]:
     if not rows:
         return [], set()
     head = ["model", "preset", *columns.values(), "measured"]
-    return titled("Long contexts", [LONG_NOTE, "", *lines(head, rows)]), found
+    return titled("Long contexts", [LONG_NOTE, "", *lines(head, rows)]), names
 
 
 def _row(labels: list[str], figures: list[dict | None]) -> list[list[str]]:
-    """The row of `figures`, with device and commit of the last one; none without figures."""
+    """Row of `figures`, with device and commit of the last one; no row if all figures are missing."""
     last = next((f for f in reversed(figures) if f), None)
-    where = [f"{short(last['device'])}, {last['commit'][:7]}"] if last else []
-    return [[*labels, *(points_lost(f) if f else "" for f in figures), *where]] if last else []
+    if last is None:
+        return []
+    origin = f"{short(last['device'])}, {last['commit'][:7]}"
+    return [[*labels, *(points_lost(f) if f else "" for f in figures), origin]]

@@ -30,7 +30,7 @@ SINGLES = {
     "agents.bfcl.vs_fp8": "the same vs. stock fp8",
     "agents.bfcl.vs_fp8_hicache": "the same vs. stock fp8 with its hierarchical cache",
     "agents.bfcl.tiers_vs_static": "the same vs. k4v4 without host memory",
-    "agents.bfcl.hit_of_endless_2x": "prefix-cache hit rate of these agents with tiers at twice the most without",
+    "agents.bfcl.hit_of_endless_2x": "hit rate of these agents with tiers at twice the most agents without",
     "agents.restart_warm_hit": "cached tokens that a server finds again on disk after SIGKILL under load",
     "agents.corrupt_served": "blocks served from files that were cut short or got a wrong bit",
     "agents.round_trips_equal": "answers that stay equal when contexts go to host memory or disk and come back",
@@ -87,15 +87,15 @@ SINGLES = {
 
 
 def singles(board: dict[str, dict], names: list[str]) -> list[str]:
-    """Figures one by one: those of cards side by side, the others below."""
+    """Tables of single figures: those that depend on the GPU model, with one column per model, and all others."""
     on_cards, others = [], []
     for name in names:
         title = SINGLES.get(name, f"`{name}`")
         if name.startswith(KEYED) and name not in ALIKE:
-            rows = [board.get(keyed_on(name, which)) for which in CARDS]
-            both = [r for r in rows if r]
+            rows = [board.get(keyed_on(name, card)) for card in CARDS]
+            known = [r for r in rows if r]
             values = [spread(r) if r else "" for r in rows]
-            on_cards.append([title, *values, *(_join(both, f) for f in ("baseline", "n", "commit"))])
+            on_cards.append([title, *values, *(_join(known, f) for f in ("baseline", "n", "commit"))])
         else:
             row = board[name]
             others.append([title, spread(row), short(row["device"]), row["baseline"], str(row["n"]), row["commit"][:7]])

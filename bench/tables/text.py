@@ -1,10 +1,10 @@
-"""Figures and tables as Markdown, and the names that figures have on each card."""
+"""Figures and tables as Markdown, and names of figures on each GPU model."""
 
 from __future__ import annotations
 
 from bench.revision import card
 
-CARDS = {"h200": "H200", "h100": "H100"}  # the first one's figures have the bare names
+CARDS = {"h200": "H200", "h100": "H100"}  # figures of the first one have no suffix
 KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "papers.longgen.", "papers.rate")
 ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served", "agents.round_trips_equal", "agents.demoted_points",
          "agents.off_overhead")  # fmt: skip
@@ -12,14 +12,14 @@ COUNTS = ("errors", "tests", "damaged")  # units of whole numbers
 
 
 def keyed(name: str, device: str) -> str:
-    """The name with its card, where the figure depends on one; the bare name is that of the first of `CARDS`."""
+    """Name with the GPU model as a suffix, if the figure depends on it and it is not the first of `CARDS`."""
     if not name.startswith(KEYED) or name in ALIKE or card(device) == next(iter(CARDS)):
         return name
     return f"{name}_{card(device)}"
 
 
-def keyed_on(name: str, which: str) -> str:
-    return name if which == next(iter(CARDS)) else f"{name}_{which}"
+def keyed_on(name: str, model: str) -> str:
+    return name if model == next(iter(CARDS)) else f"{name}_{model}"
 
 
 def bare(name: str) -> str:
@@ -27,12 +27,12 @@ def bare(name: str) -> str:
 
 
 def shown(row: dict, value: float | None = None) -> str:
-    """A value as the tables print it: shares in percent, ratios with their sign."""
+    """Text of a value: shares in percent, ratios with an x, points with a sign."""
     unit, value = row["unit"], row["value"] if value is None else value
     if unit.startswith("share"):
         return f"{100 * value:.1f} %"
     if unit.startswith(("x", "time", "of stock's time")):
-        # Next to 1 the third digit says on which side.
+        # Close to 1, two decimals could hide on which side a value is.
         return f"{value:.{3 if abs(value - 1) < 0.02 else 2}f}x"
     if unit.startswith("points"):
         return f"{value:+.1f}"
@@ -42,7 +42,7 @@ def shown(row: dict, value: float | None = None) -> str:
 
 
 def spread(row: dict) -> str:
-    """With the least and the most of its runs, where it has several."""
+    """Text of a value, with the limits over its runs if there are several."""
     if "low" not in row or row["n"] == 1:
         return shown(row)
     return f"{shown(row)} ({shown(row, row['low'])} to {shown(row, row['high'])})"
@@ -78,8 +78,8 @@ def captions(notes: list[str]) -> list[str]:
 
 
 def measured(rows: list[dict]) -> str:
-    """Device, commit and number of runs of some figures, in short."""
-    found = dict.fromkeys(f"{short(r['device'])} at {r['commit'][:7]}" for r in rows)
+    """Text with devices, commits and numbers of runs of figures."""
+    origins = dict.fromkeys(f"{short(r['device'])} at {r['commit'][:7]}" for r in rows)
     counts = sorted({r["n"] for r in rows})
     n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-    return f"{', '.join(found)}; {n}"
+    return f"{', '.join(origins)}; {n}"

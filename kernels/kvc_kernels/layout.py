@@ -123,7 +123,7 @@ class PageLayout:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all segments of a full page, without the slack behind them."""
+        """Bytes of all segments of a full page, without the slack after them."""
         return self._segments(self.tokens)["end"][0]
 
 
@@ -183,7 +183,7 @@ class PoolLayout:
 
     @property
     def block_meta_bytes(self) -> int:
-        """Bytes of a block id besides its pages: table row, counts, header, storage format, query count."""
+        """Bytes of a block id without its pages: table row, counts, header, storage format, query count."""
         per_head = 4 * self.head_pages_bf16 + 2 * 2 + self.header_bytes
         return self.layers * self.heads * per_head + 1 + 4
 
@@ -225,11 +225,11 @@ def page_bytes_for(fmt: Format, tokens: int, *, head_dim: int, has_scores: bool)
 def choose_ladder_page_bytes(
     formats: list[Format], *, head_dim: int, block_tokens: int, has_scores: bool
 ) -> int | None:
-    """The page size in bytes for blocks that move from the first of `formats` down to the last; None if none serves.
+    """The page size in bytes for blocks that move from the first of `formats` down to the last; None if no size fits.
 
-    A block must take fewer pages in the last format than in the first. Among the sizes that hold exactly 64, 48, 32 or
-    16 tokens of one format, it is the one at which blocks take least on average over `formats`, relative to the bytes
-    of their codes and scales; the largest among equals.
+    A block must take fewer pages in the last format than in the first. The candidates hold exactly 64, 48, 32 or 16
+    tokens of one format. The result is the candidate at which blocks take the fewest bytes on average over `formats`,
+    relative to their codes and scales; the largest among equals.
     """
     best, least = None, float("inf")
     for tokens, fmt in itertools.product((WHOLE_PAGE_TOKENS, 48, 32, 16), formats):
@@ -250,12 +250,12 @@ def choose_page_bytes(
     """The page size in bytes with the least slack in the worst packed format of `formats`.
 
     The search covers sizes that hold 8 to 16 bf16 tokens, in steps of 16 bytes; ties go to the smaller page. With a
-    single packed format the last page of a whole block counts, too. With two tiers the token counts are ragged and it
-    does not.
+    single packed format, the unused part of a block's last page also counts. With two tiers the token counts are
+    ragged, and it does not.
 
     `whole`: every token of a block has one format, usually the first of `formats`. The page then holds exactly 64, 32
     or 16 tokens of that format: the number that costs the other formats least, and the largest among equals. Decode is
-    fastest with a tile of WHOLE_PAGE_TOKENS tokens behind a single page id.
+    fastest if a single page holds a tile of WHOLE_PAGE_TOKENS tokens.
     """
     if whole and formats[0].packed:
         steps = [t for t in (WHOLE_PAGE_TOKENS, 32, 16) if block_tokens % t == 0]

@@ -21,6 +21,7 @@ from .records import reference as records_reference
 from .records.reference import record_places
 from .scores import reference as scores_reference
 from .scores.prompt_end import LastQueries, prompt_scores
+from .scores.recurrence import recurrence
 from .scores.reference import ReferenceScores, ScoreSampling, mean_attention_scores
 from .tiering import importance, thresholds
 from .tiering.apportion import (
@@ -104,6 +105,7 @@ __all__ = [
     "ranked_tokens",
     "read_records",
     "record_places",
+    "recurrence",
     "release",
     "retention_curves",
     "rotated",

@@ -28,7 +28,7 @@ class PageStore:
     | `counts`       | int16 `[num_blocks, L, H, 2]`   | tokens stored high, low (unused in bf16 blocks)  |
     | `format_id`    | int8 `[num_blocks]`             | index into `block_formats`; 0: bf16; -1: free    |
     | `headers`      | fp16 `[num_blocks, L, H, 2, D]` | key channels: scale on the 8-bit grid, zero      |
-    | `query_counts` | int32 `[num_blocks]`            | queries behind the block that its scores cover   |
+    | `query_counts` | int32 `[num_blocks]`            | queries after the block that its scores cover    |
     | `ring`         | int32 `[num_pages]`             | ring buffer of free pages                        |
     | `cursor`       | int64 `[2]`                     | pages ever taken (head), ever returned (tail)    |
 
@@ -102,8 +102,8 @@ class PageStore:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU: copies from the host go through pinned memory, and the device runs behind the
-        host."""
+        """Whether the device is a GPU: copies from the host go through pinned memory, and the device runs
+        asynchronously."""
         return self.pages.is_cuda
 
     @property
@@ -129,5 +129,5 @@ class PageStore:
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
-        """All tensors of the pool; `like` is none."""
+        """All tensors of the pool, without `like`."""
         return [getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)]

@@ -24,11 +24,11 @@ def main() -> int:
         except (ImportError, AttributeError) as e:
             print(f"{name}.py does not register: {e}")
     print("\n".join(["| file | hook | function in sglang.srt |", "|---|---|---|", *registry.table()]))
-    lost = sorted(registry.TARGETS - set(registry.HOOKS) - {registry.SERVER_ARGS})
+    missing = sorted(registry.TARGETS - set(registry.HOOKS) - {registry.SERVER_ARGS})
     changed = registry.changed_parameters()
     print(f"\nhooks written for SGLang {registry.SGLANG_VERSION}, installed {version('sglang')}")
-    print("\n".join([*(f"{t}: not registered" for t in lost), *(f"{t}: {line}" for t, line in changed.items())]))
-    return int(bool(lost or changed))
+    print("\n".join([*(f"{t}: not registered" for t in missing), *(f"{t}: {line}" for t, line in changed.items())]))
+    return int(bool(missing or changed))
 
 
 def _compare(argv: list[str]) -> int:

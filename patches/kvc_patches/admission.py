@@ -36,11 +36,11 @@ def _credit(adder, tokens: float):
 
 def _staged(adder, runtime, req) -> int:
     """Tokens that `req` stages in this prefill. The adder lives for one pass and remembers them."""
-    known = adder.__dict__.setdefault("kvc_staged", {})
-    if id(req) not in known:
+    staged = adder.__dict__.setdefault("kvc_staged", {})
+    if id(req) not in staged:
         prefix = adder.tree_cache.path_blocks(req.last_node) if runtime.capacity.sizing.staged_tokens else ()
-        known[id(req)] = runtime.capacity.staged_tokens(prefix, format_id_of(runtime, req))
-    return known[id(req)]
+        staged[id(req)] = runtime.capacity.staged_tokens(prefix, format_id_of(runtime, req))
+    return staged[id(req)]
 
 
 def around_init(
@@ -65,7 +65,7 @@ def around_init(
 
 
 def _bring_back(adder, req):
-    """SGLang's verdict on a prompt whose cached blocks are in files or in host memory; None: admit it without waiting
+    """SGLang's result for a prompt whose cached blocks are in files or in host memory; None: admit it without waiting
     for them.
 
     While the blocks are being read, the prompt is skipped and later prompts are admitted."""
@@ -99,8 +99,8 @@ def around_add_one_req(orig, self, req, has_chunked_req, truncation_align_size):
     answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
     chunk = None if self.rem_chunk_tokens is None else chunk_tokens()
     need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk, budget_of(req))
-    chosen = (_staged(self, runtime, r) for r in self.can_run_list)
-    if not runtime.capacity.may_stage(_staged(self, runtime, req), chosen):
+    admitted = (_staged(self, runtime, r) for r in self.can_run_list)
+    if not runtime.capacity.may_stage(_staged(self, runtime, req), admitted):
         return AddReqResult.OTHER
     with _credit(self, new + answer - need):
         return orig(self, req, has_chunked_req, truncation_align_size)
@@ -114,10 +114,11 @@ def around_add_chunked_req(orig, self, req):
     end = min(len(req.full_untruncated_fill_ids), req.prefix_len + self.rem_chunk_tokens)
     need = runtime.capacity.new_block_tokens([req.kvc], [end]) + self.kvc_decode_tokens
     shortage = self.rem_chunk_tokens - int(self.rem_total_tokens)
-    whole = req.kvc.one_shot is not None and not req.kvc.one_shot.stays
-    credit = runtime.capacity.chunk_credit(need, shortage, len(self.running_batch.reqs), whole)
+    packs_at_end = req.kvc.one_shot is not None and not req.kvc.one_shot.segment_blocks
+    credit = runtime.capacity.chunk_credit(need, shortage, len(self.running_batch.reqs), packs_at_end)
     if credit is None:
-        # No other prompt in this pass: SGLang charges a chunk of this one to every batch, and tracks only one such.
+        # No other prompt in this pass: SGLang charges a chunk of this prompt to every batch, and tracks only one
+        # partly prefilled prompt.
         self.rem_chunk_tokens = 0
         return req
     with _credit(self, credit):

@@ -42,11 +42,13 @@ def _new_sequence(runtime, tree, req):
 
 
 def around_alloc_for_decode(orig, batch, token_per_req):
+    from sglang_kvc.cache.packing import tokens_decoded
+
     allocator = batch.token_to_kv_pool_allocator
     if (runtime := runtime_of(allocator)) is None:
         return orig(batch, token_per_req)
     seqs, lengths = runtime.blocks.sequences.of(batch.reqs), batch.seq_lens_cpu.numpy()
-    runtime.tokens_decoded(seqs, lengths)
+    tokens_decoded(runtime, seqs, lengths)
     if runtime.decodes_as_extend:
         runtime.extending = [(req.rid, req.kvc) for req in batch.reqs]
     with allocator.for_sequences(seqs, lengths + token_per_req):

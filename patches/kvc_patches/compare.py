@@ -133,7 +133,7 @@ def subclasses() -> list[Subclass]:
 
 
 def _parameters(node: ast.AST) -> list[str]:
-    """Parameters with their defaults, as text; annotations are left out."""
+    """Parameters with their defaults, as text, without annotations."""
     args = getattr(node, "args", None)
     if args is None:
         return []

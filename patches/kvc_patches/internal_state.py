@@ -10,26 +10,26 @@ from .lookup import current
 from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
-REST = 10  # statistics are reused for this multiple of the time it took to collect them
-_last: tuple[object, float, dict] | None = None  # runtime, until when, figures
+REUSE_FACTOR = 10  # statistics are reused for this multiple of the time it took to collect them
+_last: tuple[object, float, dict] | None = None  # runtime, time of expiry, statistics
 
 
 def snapshot(runtime) -> dict:
     """Statistics, head map and settings of this rank.
 
     Any client can ask for them, and the scheduler's thread collects them. To limit this to a tenth of its time, the
-    last statistics are returned again for `REST` times as long as it took to collect them."""
+    last statistics are returned again for `REUSE_FACTOR` times as long as it took to collect them."""
     global _last
     began = time.monotonic()
     if _last is None or _last[0] is not runtime or began > _last[1]:
         state = _figures(runtime)
         ended = time.monotonic()
-        _last = runtime, ended + REST * (ended - began), state
+        _last = runtime, ended + REUSE_FACTOR * (ended - began), state
     return _last[2]
 
 
 def _figures(runtime) -> dict:
-    """The statistics in builtins. One that cannot be read must not end the server."""
+    """The statistics in builtins. A failure must not end the server."""
     from sglang_kvc.stats.collect import figures
 
     state: dict = {"config": runtime.config.to_dict()}

@@ -1,10 +1,11 @@
 """`TpModelWorker.get_worker_info`: the longest request that SGLang accepts.
 
-SGLang accepts requests that fit into the pool uncompressed. Packed chunk by chunk, longer requests fit. The limit here
-is that of the format or one-shot budget that takes the least memory. `requests` applies each request's own limit.
+SGLang accepts requests that fit into the pool uncompressed. Longer requests fit if they are packed chunk by chunk. The
+limit here is that of the format or one-shot budget that takes the least memory. `requests` applies each request's own
+limit.
 
-SGLang admits a request only if one more page is free. A request that fits without that page would wait forever, with
-all others behind it. With pages of one token, this concerns one or two lengths; here a page is a block.
+SGLang admits a request only if one more page is free. A request that fits only without that page would wait forever and
+block the queue. With pages of one token, this concerns one or two lengths; here a page is a block.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ def around_get_worker_info(orig, self):
     info = orig(self)
     if (runtime := current()) is None:
         return info
-    out, margin = list(info), info[LENGTH] - info[INPUT]
+    limits, margin = list(info), info[LENGTH] - info[INPUT]
     # No request starts at a format below the server's own.
     formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
     longest = max(longest_request(runtime, format_id) for format_id in formats)
     longest = max(longest, *(tokens + 2 for tokens in longest_prompts(runtime).values()))
-    out[LENGTH] = min(self.model_config.context_len - 1, longest)
-    out[INPUT] = max(1, out[LENGTH] - margin)
-    return tuple(out)
+    limits[LENGTH] = min(self.model_config.context_len - 1, longest)
+    limits[INPUT] = max(1, limits[LENGTH] - margin)
+    return tuple(limits)
 
 
 def longest_prompts(runtime) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""Lookup of our objects behind those that SGLang passes to a hook.
+"""Lookup of our objects from those that SGLang passes to a hook.
 
-`sglang_kvc` is imported at call time, because hooks are registered in every process, also with another backend.
+`sglang_kvc` is imported at call time, because hooks are registered in every process, even with another backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def current() -> Runtime | None:
 
 
 def runtime_of(allocator: Any) -> Runtime | None:
-    """The runtime behind SGLang's token-to-KV allocator; None where the allocator is not ours."""
+    """The runtime of SGLang's token-to-KV allocator; None if the allocator is not ours."""
     from sglang_kvc.adapter.allocator import KvcAllocator
 
     return allocator.runtime if isinstance(allocator, KvcAllocator) else None

@@ -78,11 +78,11 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     return config
 
 
-def _check_memory(asked: int, available: int) -> None:
-    if asked > available:
+def _check_memory(requested: int, available: int) -> None:
+    if requested > available:
         raise ValueError(
-            f"--kvc-memory asks for {asked / 2**30:.2f} GiB but {available / 2**30:.2f} GiB are free for the "
-            "KV cache after loading the model; ask for less or raise --mem-fraction-static"
+            f"--kvc-memory asks for {requested / 2**30:.2f} GiB but {available / 2**30:.2f} GiB are free for the "
+            "KV cache after loading the model; ask for less, or raise --mem-fraction-static"
         )
 
 
@@ -142,7 +142,7 @@ def register_backends() -> None:
         def create(runner):
             from sglang_kvc.adapter.attention_backend import KvcAttnBackend
 
-            verify()  # in case the hook on `configure`, which verifies earlier, is missing
+            verify()  # again, because the hook on `configure`, which verifies earlier, may be missing
             return KvcAttnBackend(runner)
 
     if "kvc" not in registered_radix_cache_backends():

@@ -37,7 +37,7 @@ GAUGES = {
     "disk_bytes": ("Bytes of files of the disk tier.", lambda s: s.disk_bytes),
     "disk_written_bytes": ("Bytes written to files since start.", lambda s: s.disk_written_bytes),
     "disk_read_bytes": ("Bytes read from files since start.", lambda s: s.disk_read_bytes),
-    "disk_damaged": ("Files that were not as written, since start.", lambda s: s.disk_damaged),
+    "disk_damaged": ("Damaged files since start.", lambda s: s.disk_damaged),
 }
 # name -> (description, extra label, values of KvcStats by label)
 LABELLED_GAUGES = {
@@ -74,8 +74,8 @@ gauges = functools.cache(Gauges)
 
 
 def _stats(read):
-    """`read` applied to the runtime's statistics, without waiting for the device. None: no runtime, or reading
-    failed."""
+    """`read` applied to the runtime's statistics, without waiting for the device. None if there is no runtime, or if
+    reading fails."""
     from sglang_kvc.stats.collect import measure
 
     runtime = current()
@@ -103,7 +103,7 @@ def after_log_stats(result, self, stats):
         gauges(self._gauge_cls or Gauge, tuple(self.labels)).set(kvc_stats, self.labels)
     except Exception:
         self.kvc_gauges_failed = True
-        logger.exception("kvc: the gauges for Prometheus cannot be set and stay unset until the server restarts")
+        logger.exception("kvc: the Prometheus gauges cannot be set, and are not updated until the server restarts")
 
 
 def register() -> None:

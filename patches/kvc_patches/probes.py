@@ -17,8 +17,9 @@ def after_get_fill_ids(ids, self):
     if (budget := budget_of(self)) is None or (runtime := current()) is None:
         return ids
     tokens = len(self.full_untruncated_fill_ids)
-    stays = runtime.capacity.one_shot.stays(budget, tokens, format_id_of(runtime, self), chunk_tokens())
-    if probe := probe_tokens(stays or 0, self.prefix_len, self.extend_end, tokens):
+    room = runtime.capacity.one_shot
+    segment_blocks = room.segment_blocks(budget, tokens, format_id_of(runtime, self), chunk_tokens())
+    if probe := probe_tokens(segment_blocks or 0, self.prefix_len, self.extend_end, tokens):
         ids[len(ids) - probe :] = self.full_untruncated_fill_ids[tokens - probe :]
     return ids
 

@@ -61,9 +61,14 @@ TARGETS = frozenset(
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.mix_with_running",
         f"{_SRT}.managers.schedule_batch.release_req",
         f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
-        f"{_WEIGHT_UPDATER}.flush_cache_after_weight_update",
+        f"{_WEIGHT_UPDATER}.begin_weight_update",
+        f"{_WEIGHT_UPDATER}.end_weight_update",
         f"{_WEIGHT_UPDATER}.release_memory_occupation",
         f"{_WEIGHT_UPDATER}.resume_memory_occupation",
+        f"{_WEIGHT_UPDATER}.update_weights_from_disk",
+        f"{_WEIGHT_UPDATER}.update_weights_from_distributed",
+        f"{_WEIGHT_UPDATER}.update_weights_from_ipc",
+        f"{_WEIGHT_UPDATER}.update_weights_from_tensor",
         f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
         f"{_SRT}.mem_cache.allocation._alloc_page_size",
         f"{_SRT}.mem_cache.allocation.alloc_for_decode",
@@ -122,7 +127,7 @@ def changed_parameters() -> dict[str, str]:
 
 
 def table() -> list[str]:
-    """Markdown rows of all registered hooks, by file; `sglang.srt.` is left out."""
+    """Markdown rows of all registered hooks, by file, without the prefix `sglang.srt.`."""
     hooks = sorted(HOOKS.values(), key=lambda h: (h.file, h.target))
     return [f"| `{h.file}` | {h.kind} | `{h.target.removeprefix('sglang.srt.')}` |" for h in hooks]
 
@@ -137,12 +142,12 @@ def verify() -> None:
     if missing:
         problem = f"{len(missing)} of its hooks into SGLang did not apply ({', '.join(missing)})"
     elif changed:
-        problem = f"functions that it hooks have other parameters ({', '.join(changed)})"
+        problem = f"functions that it hooks have different parameters ({', '.join(changed)})"
     elif not loaded:
         problem = "it did not load completely (the log has the error)"
     else:
         return
     raise RuntimeError(
-        f"--kv-backend kvc cannot serve: {problem}; install the SGLang version it is made for ({SGLANG_VERSION}) or "
-        "start with --kv-backend default"
+        f"--kv-backend kvc cannot serve: {problem}; install the supported SGLang version ({SGLANG_VERSION}), or start "
+        "with --kv-backend default"
     )

@@ -6,8 +6,8 @@ check, so the scheduler then aborts such a request with the same sentence. The n
 first matched with the tree.
 
 A request that can never be admitted is aborted, because it would block the queue forever: SGLang queues embedding
-prompts of any length, and has one limit for all levels. An answer is cut to the room of its level, as SGLang cuts it to
-the size of its pool.
+prompts of any length, and has one limit for all levels. An answer is cut to the limit of its level, as SGLang cuts it
+to the size of its pool.
 
 A client can keep its request out of the tree: SGLang does so if `bootstrap_host` is that of its own warm-up for
 disaggregated servers. A prompt of two chunks would then compute its first chunk forever, because chunks advance by the
@@ -60,13 +60,23 @@ def before_add_request_to_queue(self, req, is_retracted=False):
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
-    confined = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
-    req.kvc_private = confined or req.kvc_budget is not None
+    unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
+    req.kvc_private = unsalted or req.kvc_budget is not None
+    if runtime.config.store_option and req.lora_id is not None:
+        req.extra_key = f"{_adapter(self, req.lora_id)}@{req.extra_key}"  # KV events look for the id at the end
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if runtime.config.eviction == REUSE and (reuse := self.tree_cache.reuse) is not None:
         reuse.arrive(req)
     if req.to_finish is None:
         _bound(req, runtime, answers=self.is_generation)
+
+
+def _adapter(scheduler, lora_id: str) -> str:
+    """Digest of a LoRA adapter. Its id names an adapter of `--lora-paths` by its path, and the next server may find
+    other weights there."""
+    from sglang_kvc.adapter.model_identity import adapter_digest
+
+    return adapter_digest(scheduler.tp_worker.model_runner.lora_manager.loras[lora_id])
 
 
 def _bound(req, runtime, *, answers: bool) -> None:
@@ -84,7 +94,7 @@ def _bound(req, runtime, *, answers: bool) -> None:
         level = f" at {req.kvc_level}" if req.kvc_level else ""
         req.set_finish_with_abort(
             f"The prompt of {prompt} tokens does not fit into the KV cache{level}, which holds "
-            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use one of up to "
+            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a prompt of up to "
             f"{longest_request(runtime, format_id, budget) - 2} tokens, or start the server with more --kvc-memory."
         )
     elif budget is not None and _reads_prompt(req):

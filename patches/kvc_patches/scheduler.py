@@ -6,7 +6,7 @@ forward stream. Page counts of its compactions are read there without a sync.
 
 from __future__ import annotations
 
-from .lookup import current, runtime_of
+from .lookup import current, format_id_of, runtime_of
 from .registry import hook
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -28,6 +28,7 @@ def around_get_new_batch_prefill(orig, self, running_batch):
 
     SGLang's free memory only shrinks while requests run, so it leaves a full batch alone until one of them ends.
     """
+    from sglang_kvc.adapter.tree_prefetch import prefetch
     from sglang_kvc.options.config import REUSE
 
     runtime = runtime_of(self.token_to_kv_pool_allocator)
@@ -43,7 +44,24 @@ def around_get_new_batch_prefill(orig, self, running_batch):
     plan = orig(self, running_batch)
     if plan.running_batch.batch_is_full and not was_full:
         runtime.capacity.remember_refusal()
+    if runtime.host_tier is not None and self.waiting_queue:
+        prefetch(self.tree_cache, self.waiting_queue, lambda: _unclaimed_tokens(self, runtime, plan))
     return plan
+
+
+def _unclaimed_tokens(scheduler, runtime, plan) -> float:
+    """Tokens of memory that neither the running nor the admitted requests may need."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    admitted = [] if plan.batch_to_run is None else plan.batch_to_run.reqs
+    claimed = 0.0
+    for req in {*plan.running_batch.reqs, *admitted, *filter(None, [scheduler.chunked_req])}:
+        answer = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        if not req.sampling_params.ignore_eos:
+            answer *= scheduler.new_token_ratio_tracker.current
+        prompt = 0 if req.kvc is None else max(0, len(req.full_untruncated_fill_ids) - req.kvc.length)
+        claimed += runtime.capacity.running_tokens(req.kvc, prompt + answer, format_id_of(runtime, req))
+    return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size() - claimed
 
 
 def before_on_idle(self):

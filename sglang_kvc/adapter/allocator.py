@@ -17,7 +17,7 @@ from .pool import KvcPool
 class KvcAllocator(BaseTokenToKVPoolAllocator):
     """Slot = block id * P + offset. Ownership follows `req.kvc` (a `Sequence`) and the tree's nodes, never tensors.
 
-    `available_size` is physical and conservative: tokens that an allocation gets now, in whole uncompressed blocks.
+    `available_size` is physical and conservative: tokens of the uncompressed blocks that can be taken now.
     """
 
     def __init__(self, runtime: Runtime, pool: KvcPool, device: str):
@@ -44,14 +44,14 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         return max_new_tokens
 
     def used_slots(self) -> int:
-        """Slots of all owned blocks, and of the places in the gaps of running sequences. Only the leak check reads this
-        exact, virtual count."""
+        """Number of slots of all owned blocks and of all places in the gaps of running sequences. Only the leak check
+        reads this exact, virtual count."""
         return (self.runtime.blocks.used_count + self.runtime.gap_blocks) * self.page_size
 
     @contextmanager
     def for_sequences(self, seqs: list[Sequence], lengths: list[int] | np.ndarray):
-        """Context in which `alloc` and `alloc_extend` allocate for `seqs`, which SGLang does not pass, so that they
-        hold `lengths` tokens."""
+        """Context in which `alloc` and `alloc_extend` let `seqs`, which SGLang does not pass, grow to `lengths`
+        tokens."""
         self._seqs, self._lengths = seqs, lengths
         try:
             yield
@@ -59,7 +59,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
             self._seqs = self._lengths = None
 
     def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
-        """Make room. Inside `for_sequences`, this is the room for the blocks that the sequences need, without SGLang's
+        """Make room. Inside `for_sequences`, the room is that of the blocks that the sequences need, without SGLang's
         slack."""
         if self._seqs is None:
             return super().evict_to_free_tokens(tree_cache, num_tokens)
@@ -80,7 +80,9 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Slots int64 `[need_size]` of one new token per sequence, None if they do not fit."""
         if self._seqs is None:
-            raise RuntimeError("--kv-backend kvc gives blocks to requests, and alloc(n) names none")
+            raise RuntimeError(
+                "--kv-backend kvc allocates blocks for requests, but alloc(n) names none; call it in `for_sequences`"
+            )
         slots = self.runtime.grow_by_one(self._seqs, self._lengths)
         return None if slots is None else self._to_device(slots)
 
@@ -97,6 +99,6 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
         self.runtime.reset()
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Refuse slots: the radix cache frees blocks by id, including those that it does not take over."""
+        """Refuse slots: the radix cache frees all blocks by id."""
         if free_index.numel():
             raise RuntimeError("--kv-backend kvc frees blocks by id, through the radix cache, not by slots")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
@@ -12,16 +14,16 @@ from ..cache.one_shot import WINDOW
 from ..engine.attention import Attention, Snapshot
 from ..engine.warm_up import compile_ahead
 from ..options.model_facts import attention_layers
+from .model_identity import model_text, weights_digest
 from .pool import KvcPool
-from .tree_disk import weights_digest
 
 
 def check_heads(layers, heads: int) -> None:
     """RuntimeError, in one sentence, if a layer's number of KV heads is not the pool's `heads`."""
-    if found := {layer.tp_k_head_num for layer in layers} - {heads}:
+    if other := {layer.tp_k_head_num for layer in layers} - {heads}:
         raise RuntimeError(
-            f"this model's attention has {min(found)} KV heads on a rank where {heads} are stored, because SGLang does "
-            "not serve it with DP attention; drop --enable-dp-attention and --attn-dp-size"
+            f"this model's attention has {min(other)} KV heads on a rank that stores {heads}, because SGLang does not "
+            "shard it with DP attention; drop --enable-dp-attention and --attn-dp-size"
         )
 
 
@@ -44,8 +46,8 @@ class KvcAttnBackend(AttentionBackend):
         policy = self.runtime.policy
         layers = attention_layers(runner.model)
         check_heads(layers, self.runtime.layout.heads)
-        place = get_parallel().attn_tp_size, get_parallel().attn_tp_rank, pool.start_layer
-        self.runtime.weights = lambda: weights_digest(runner.model) + bytes(place)
+        self.runtime.weights = lambda: weights_digest(runner.model)
+        self.runtime.model = functools.cache(lambda: model_text(runner, pool.start_layer))
         sizes = {
             "query_heads": runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
             "max_batch": rows,
@@ -100,7 +102,7 @@ class KvcAttnBackend(AttentionBackend):
         seqs += [None] * (len(lens) - len(seqs))  # an idle rank prefills a dummy prompt
         gaps = [0 if seq is None else seq.gap for seq in seqs]
         if any(gaps):
-            self.runtime.page_ops.gaps.leave_out(row_blocks, fb.req_pool_indices)
+            self.runtime.page_ops.gaps.close_up(row_blocks, fb.req_pool_indices)
             lens = [n - gap * p for n, gap in zip(lens, gaps)]
         prefix = [n - e for n, e in zip(lens, extend)]
         fake_quant_format = self.runtime.fake_quant_format(seqs)
@@ -116,16 +118,16 @@ class KvcAttnBackend(AttentionBackend):
         )  # fmt: skip
 
     def _last_queries(self, seqs, extend: list[int]) -> list[tuple[slice, ops.LastQueries]]:
-        """Rows of this forward's queries that one-shot prompts remember, and where."""
-        out, end = [], 0
+        """Rows of this forward's queries that one-shot prompts store, and their destinations."""
+        rows, end = [], 0
         for seq, new in zip(seqs, extend):
             end += new
             if seq is None or (prompt := seq.one_shot) is None or seq.decoding:
                 continue
             if prompt.queries is None:
                 prompt.queries = ops.LastQueries(self.runtime.store, self.query_heads, WINDOW)
-            out.append((slice(end - min(new, WINDOW), end), prompt.queries))
-        return out
+            rows.append((slice(end - min(new, WINDOW), end), prompt.queries))
+        return rows
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Do nothing: the attention buffers are static and have room for every row."""
@@ -142,10 +144,10 @@ class KvcAttnBackend(AttentionBackend):
         return self._layer(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
 
     def _run(self, attend, q, k, v, layer, save_kv_cache: bool, kwargs: dict):
-        if kwargs and (given := [name for name, value in kwargs.items() if value is not None]):
+        if unknown := [name for name, value in kwargs.items() if value is not None]:
             raise RuntimeError(
-                f"this model's attention takes {', '.join(given)}, which --kv-backend kvc does not know; serve it with "
-                "--kv-backend default"
+                f"this model's attention takes {', '.join(unknown)}, which --kv-backend kvc does not support; serve it "
+                "with --kv-backend default"
             )
         if k is None or not save_kv_cache:
             raise RuntimeError(

@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_parallel
 from kvc_kernels.layout import align_up
 from sglang_kvc.errors import ConfigError
 
-from ..cache.block_store import HEADER_BYTES, Stored, header, opened, record_size
+from ..cache.block_store import HEADER_BYTES, Stored, header, parse_header, record_size
 from .staging_pool import StagingPool
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class BackendStore:
     """A `BlockStore` in `backend`.
 
     counts: possible numbers of pages of a record. A page holds one unit of host memory. The names of a record's pages
-    contain their number, so its size is known once they are found. A backend cannot remove a record, so a damaged one
-    is ignored from then on. Like SGLang, this store calls the backend from at most one reading, one writing and one
-    asking thread at a time. Its threads copy and check records in parallel.
+    contain their number, so finding them tells the record's size. A backend cannot remove a record, so a damaged one is
+    ignored from then on. Like SGLang, this store calls the backend from at most one reading, one writing and one lookup
+    thread at a time. Its threads copy and check records in parallel.
     """
 
     threads, local, limit = 4, False, 0
@@ -54,11 +54,11 @@ class BackendStore:
         self.unit_bytes, self.identity = unit_bytes, identity
         self.bytes_written = self.bytes_read = self.damaged = 0
         self._written = 0  # records
-        self._counts = list(counts)  # most recently found first
+        self._counts = list(counts)  # most recently seen first
         self._damaged: set[bytes] = set()
-        self._failed = False  # one line is logged until something succeeds
+        self._failed = False  # the last call failed; its failure is logged once
         self._locks = {"read": threading.Lock(), "write": threading.Lock()}
-        self._spare: SimpleQueue[int] = SimpleQueue()  # first pages of the parts of the pool that no thread uses
+        self._spare: SimpleQueue[int] = SimpleQueue()  # first page of each part of the pool that no thread uses
         for first in range(0, pool.page_num, max(counts)):
             self._spare.put(first)
         backend.register_mem_pool_host(pool)
@@ -82,11 +82,11 @@ class BackendStore:
             backend = StorageBackendFactory.create_backend(name, config, pool)
         except Exception as error:
             raise ConfigError(
-                f"--hicache-storage-backend {name} cannot be started ({error}); install what it needs, and correct "
+                f"--hicache-storage-backend {name} cannot be started ({error}); install its requirements, or correct "
                 "--hicache-storage-backend-extra-config."
             ) from error
         by_address = name in BY_ADDRESS or (name == "dynamic" and bool(extra.get("interface_v1", 0)))
-        logger.info("kvc: blocks are kept by the storage backend %s behind host memory", name)
+        logger.info("kvc: the storage backend %s stores blocks", name)
         return cls(backend, pool, by_address, layout.unit_bytes, counts, identity)
 
     def of(self, identity: bytes) -> BackendStore:
@@ -105,7 +105,7 @@ class BackendStore:
         return self.bytes_written
 
     def record_bytes(self, key: bytes) -> None:
-        """Not known without asking."""
+        """Return None: only a call of the backend would tell."""
 
     def names(self, key: bytes, count: int) -> list[str]:
         """Names of the pages of a record with `count` pages."""
@@ -113,12 +113,12 @@ class BackendStore:
         return [f"{name}-{count}-{i}" for i in range(count)]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        good = next((n for n, key in enumerate(keys) if key in self._damaged), len(keys))
+        intact = next((n for n, key in enumerate(keys) if key in self._damaged), len(keys))
         sizes: list[int] = []
-        while len(sizes) < good:
-            rest = keys[len(sizes) : min(good, len(sizes) + STORAGE_BATCH_SIZE)]
+        while len(sizes) < intact:
+            batch = keys[len(sizes) : min(intact, len(sizes) + STORAGE_BATCH_SIZE)]
             for count in self._counts:
-                num_found = self._exist([self.names(key, count)[0] for key in rest])
+                num_found = self._exist([self.names(key, count)[0] for key in batch])
                 if num_found > 0:
                     sizes += [count * self.unit_bytes] * num_found
                     self._counts = [count, *(c for c in self._counts if c != count)]
@@ -128,11 +128,11 @@ class BackendStore:
         return sizes
 
     def _exist(self, names: list[str]) -> int:
-        """Number of stored pages, from the first on."""
+        """Number of `names` up to the first one that is not stored."""
         try:
             return min(int(self.backend.batch_exists(names, None)), len(names))
         except Exception as error:
-            self._fails(error)
+            self._note_failure(error)
             return 0
 
     def write(self, key: bytes, stored: Stored, record: np.ndarray) -> bool:
@@ -151,7 +151,7 @@ class BackendStore:
         return True
 
     def read(self, key: bytes, record: np.ndarray) -> Stored | None:
-        """Read a record of at most `record.nbytes` bytes, a whole number of units."""
+        """Read a record of at most `record.nbytes` bytes, which is a multiple of the unit size."""
         names = self.names(key, record.nbytes // self.unit_bytes)
         with self._pages(len(names)) as (indices, value):
             with self._locks["read"]:
@@ -163,7 +163,7 @@ class BackendStore:
             stored: Stored | str = "its size is wrong"
             if 0 <= size <= record.nbytes:
                 record[:size] = value[HEADER_BYTES : HEADER_BYTES + size]
-                stored = opened(self.identity, key, head, record[:size])
+                stored = parse_header(self.identity, key, head, record[:size])
         if isinstance(stored, str):
             self.forget(key, stored)
             return None
@@ -178,17 +178,17 @@ class BackendStore:
         finally:
             self._spare.put(first)
 
-    def _move(self, way: str, names: list[str], indices: torch.Tensor) -> bool:
+    def _move(self, direction: str, names: list[str], indices: torch.Tensor) -> bool:
         """Move pages between the pool and the backend; returns whether all were moved."""
         try:
             if self.by_address:
-                move = self.backend.batch_get_v1 if way == "read" else self.backend.batch_set_v1
+                move = self.backend.batch_get_v1 if direction == "read" else self.backend.batch_set_v1
                 done = all(move(names, indices, None))
             else:
                 pages = [self.pool.get_data_page(i) for i in indices]
-                done = self._fill(names, pages) if way == "read" else bool(self.backend.batch_set(names, pages))
+                done = self._fill(names, pages) if direction == "read" else bool(self.backend.batch_set(names, pages))
         except Exception as error:
-            self._fails(error)
+            self._note_failure(error)
             return False
         self._failed &= not done
         return done
@@ -198,20 +198,20 @@ class BackendStore:
         received: Any = self.backend.batch_get(names, pages)
         if received is None or any(page is None for page in received):
             return False
-        for page, got in zip(pages, received, strict=True):
-            if got.data_ptr() != page.data_ptr():
-                page.copy_(got.view(torch.uint8).view(-1))
+        for page, data in zip(pages, received, strict=True):
+            if data.data_ptr() != page.data_ptr():
+                page.copy_(data.view(torch.uint8).view(-1))
         return True
 
-    def _fails(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         if not self._failed:
             kind, name = type(error).__name__, type(self.backend).__name__
-            logger.warning("kvc: the storage backend %s fails, and blocks are left out: %s: %s", name, kind, error)
+            logger.warning("kvc: the storage backend %s failed, and blocks are skipped: %s: %s", name, kind, error)
         self._failed = True
 
-    def forget(self, key: bytes, why: str) -> None:
+    def forget(self, key: bytes, reason: str) -> None:
         name = self.names(key, 1)[0].partition("-")[0]
-        logger.warning("kvc: %s of the storage backend is not used (%s)", name, why)
+        logger.warning("kvc: %s of the storage backend is not used (%s)", name, reason)
         self.damaged += 1
         self._damaged.add(key)
 
@@ -221,7 +221,7 @@ class BackendStore:
         self._damaged.clear()
 
 
-def settings(args: Any) -> dict[str, Any]:
+def backend_settings(args: Any) -> dict[str, Any]:
     """The backend's settings from server arguments, without those for SGLang's own prefetching."""
     text = args.hicache_storage_backend_extra_config
     extra = HybridCacheController.parse_storage_backend_extra_config(text)[0]

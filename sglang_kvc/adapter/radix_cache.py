@@ -10,7 +10,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from ..cache.runtime import NO_BLOCKS, Phase, Runtime
+from ..cache.blocks import NO_BLOCKS
+from ..cache.packing import Phase, tokens_written
+from ..cache.runtime import Runtime
 from ..cache.sequence import Sequence
 from ..options.config import REUSE
 from .block_key import BlockKey
@@ -60,7 +62,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
     def evict_for_alloc(self, params: EvictParams, *, allocation_reclaim_satisfied=None) -> EvictResult:
         capacity = self.runtime.capacity
         goal = capacity.eviction_goal(params.num_tokens)
-        if goal <= capacity.reachable_tokens():  # otherwise every block that could be demoted would be dropped anyway
+        if goal <= capacity.reachable_tokens():  # otherwise all blocks that could be demoted are dropped anyway
             self.component.demotions.make_room(goal)
         missing = goal - capacity.available_tokens()
         if missing <= 0:
@@ -100,7 +102,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
     # ---- requests
 
     def checkpoint_into_tree(self, req, *, up_to: int, **kwargs) -> None:
-        """Insert the full blocks of the first `up_to` tokens. The request then goes on in the tree's blocks.
+        """Insert the full blocks of the first `up_to` tokens. The request then continues in the tree's blocks.
 
         SGLang checkpoints a request after each chunk, after its prefill, and when it finishes. With
         `--strip-thinking-cache` a finished request inserts only its prompt; blocks beyond it that were already in the
@@ -120,7 +122,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
         if not done:
             all_tokens = len(req.full_untruncated_fill_ids)
             probe = seq.probe_tokens(req.prefix_len, up_to, all_tokens)
-            self.runtime.tokens_written(seq, up_to - probe, Phase.CHUNK if up_to < all_tokens else Phase.PREFILL)
+            tokens_written(self.runtime, seq, up_to - probe, Phase.CHUNK if up_to < all_tokens else Phase.PREFILL)
             if probe:
                 self._take_back(req, up_to - probe)
 
@@ -132,14 +134,16 @@ class KvcRadixCache(DiskCache, StreamingCache):
 
     def keep_retracted(self, req) -> None:
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
-        any others. Those that are left when the request resumes are a cache hit.
+        any others. When the request resumes, it hits those that are still there.
 
-        A one-shot prompt inserts nothing and is computed again as a whole."""
+        A one-shot prompt inserts nothing and is computed again from its first token."""
         if self.disable or req.kvc is None or req.kvc.one_shot is not None:
             return
+        req.kvc_prefetched = False
         req.refresh_fill_ids()
         written = req.full_untruncated_fill_ids[: req.kv.kv_committed_len]
         self._follow_tree(req, BlockKey(written, req.extra_key, cache_salt=req.cache_salt))
+        req.kvc_fetched = False  # its blocks may leave for the disk before it resumes
         if self.reuse is not None:
             self.reuse.interrupt(req)
 
@@ -185,7 +189,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
         shared = seq.shared
         seq.release()
         private = req.kvc_private and (checkpointed or req.finished())
-        self.runtime.tokens_written(seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
+        tokens_written(self.runtime, seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
         self.runtime.free_sequence(seq)
         req.kvc = None
         self.end_turn(req)
@@ -197,7 +201,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
             self.back_up(req.last_node)
 
     def _drop_path(self, node_id: int) -> None:
-        """Free the blocks from the node up to the first one that another request uses."""
+        """Free the blocks of the node and of its ancestors, up to the first node that another request uses."""
         core = self.tree_core
         while not core.is_root(node_id) and (node := core.node_by_id(node_id)) in core.evictable_device_leaves:
             parent = node.parent.id

@@ -1,6 +1,6 @@
 """Streaming sessions over the prefix tree: a turn that ends leaves its full blocks there, and the next turn hits them.
 
-SGLang's own sessions keep the row of a turn for the next turn, so they would own blocks between turns, and a turn would
+SGLang's own sessions keep a turn's row for the next turn, so they would own blocks between turns, and a turn would
 start inside a block. Here a turn is a request like any other. The last block, which is not full, is computed again.
 """
 

@@ -94,7 +94,8 @@ class BlockComponent(FullComponent):
         return freed
 
     def priority(self, leaf):
-        """Rank of a leaf, the lowest evicted first: leaves of open sessions last, then the order of eviction."""
+        """Rank of a leaf; the lowest is evicted first. Leaves of open sessions rank above all others; within both
+        groups the eviction strategy decides."""
         if self.cache.enable_session_radix_cache:
             return self._session_ref_eviction_strategy(leaf)
         return self.tree_core.eviction_strategy.get_priority(leaf)
@@ -128,7 +129,7 @@ class BlockComponent(FullComponent):
     # ---- host memory
 
     def drive_host_eviction(self, num_tokens: int, tracker, device_frees, host_frees, cache_actions) -> None:
-        """Drop stored leaves, the first of the queue first."""
+        """Drop stored leaves in the order of their queue."""
         core = self.tree_core
         while tracker[self.component_type] < num_tokens and (leaf := core.evictable_host_leaves.next()) is not None:
             core._evict_host_leaf(leaf, tracker, device_frees, host_frees, cache_actions=cache_actions)

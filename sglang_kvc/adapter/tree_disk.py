@@ -1,12 +1,10 @@
-"""The disk tier in SGLang's radix tree: finished prefixes are written to a store behind host memory and found again by
-their hashes.
+"""The disk tier in SGLang's radix tree: finished prefixes are written to a store and found again by their hashes.
 
 The key of a block is SGLang's chained hash of its tokens, of all tokens before them and of the request's namespace.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -20,10 +18,10 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from ..cache.block_store import BlockStore
 from ..cache.blocks import State
 from ..cache.disk_store import DiskStore
-from ..cache.disk_tier import DiskTier, Fetch, Look
+from ..cache.disk_tier import DiskTier, Fetch, Lookup
 from ..cache.identity import identity
 from ..options.request_quality import is_private
-from .backend_store import BackendStore, settings
+from .backend_store import BackendStore, backend_settings
 from .block_key import BlockKey
 from .tree_host import HostCache
 
@@ -31,8 +29,8 @@ logger = logging.getLogger("sglang_kvc")
 
 
 @dataclass
-class _Fetched:
-    """A prompt's blocks behind the node `anchor`, which are looked up in the store and then read from it. `key` holds
+class _PrefixFetch:
+    """A prompt's blocks after the node `anchor`, which are looked up in the store and then read from it. `key` holds
     their tokens. `host_lock` keeps the anchor in the tree; None: the anchor was dropped."""
 
     req: Any
@@ -41,7 +39,7 @@ class _Fetched:
     hashes: list[str]
     fetch: Fetch | None
     host_lock: Any
-    look: Look | None = None
+    lookup: Lookup | None = None
 
 
 class DiskCache(HostCache):
@@ -60,18 +58,18 @@ class DiskCache(HostCache):
                 files.folder, len(files), files.num_bytes / 2**30, files.limit / 2**30,
             )  # fmt: skip
         elif config.storage is not None:
-            extra = settings(server_args)
-            store = kept = BackendStore.create(config.storage, extra, self.host_tier, identity(self.runtime))
-            self.cache_controller.storage_backend = kept.backend
+            extra = backend_settings(server_args)
+            store = remote = BackendStore.create(config.storage, extra, self.host_tier, identity(self.runtime))
+            self.cache_controller.storage_backend = remote.backend
             self.cache_controller.storage_backend_type = config.storage
         if store is not None:
             self.disk = self.host_tier.disk = DiskTier(self.host_tier, store)
 
     def _reset_full(self) -> None:
-        wait([read for f in getattr(self, "fetched", ()) for read in f.fetch.reads])
+        wait([read for f in getattr(self, "fetches", ()) for read in f.fetch.reads])
         super()._reset_full()
-        self.looking: list[_Fetched] = []
-        self.fetched: list[_Fetched] = []
+        self.lookups: list[_PrefixFetch] = []
+        self.fetches: list[_PrefixFetch] = []
         if self.disk is not None:
             self.disk.store = self.disk.store.of(identity(self.runtime))  # the weights may have changed
 
@@ -89,14 +87,14 @@ class DiskCache(HostCache):
 
     def attach_storage_backend(self, *args, **kwargs) -> tuple[bool, str]:
         return False, (
-            "A storage backend cannot be attached to a running server with --kv-backend kvc, because prompts look for "
-            "their blocks from the start on; give --hicache-storage-backend at the start."
+            "A storage backend cannot be attached to a running server with --kv-backend kvc, because prompts look up "
+            "their blocks from the start; give --hicache-storage-backend when the server starts."
         )
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         return False, (
-            "A storage backend cannot be detached from a running server with --kv-backend kvc, because blocks may be "
-            "on their way; start the server without --hicache-storage-backend."
+            "A storage backend cannot be detached from a running server with --kv-backend kvc, because reads and "
+            "writes may be under way; start the server without --hicache-storage-backend."
         )
 
     # ---- to the disk
@@ -114,9 +112,9 @@ class DiskCache(HostCache):
         while node.hash_value is None and node is not self.tree_core.root_node:
             missing.append(node)
             node = node.parent
-        for below in reversed(missing):
-            before = below.parent.hash_value[-1] if below.parent.hash_value else None
-            below.hash_value = get_storage_hash_str(below.key, before, page_size=self.page_size)
+        for descendant in reversed(missing):
+            previous = descendant.parent.hash_value[-1] if descendant.parent.hash_value else None
+            descendant.hash_value = get_storage_hash_str(descendant.key, previous, page_size=self.page_size)
         return missing[0].hash_value if missing else node.hash_value or []
 
     def back_up(self, node_id: int) -> None:
@@ -140,13 +138,13 @@ class DiskCache(HostCache):
         """Begin or check the fetch of records that continue the cached prefix of `req`; returns whether the prompt
         waits for them.
 
-        There is one lookup per prompt. Each rank looks for its own records, and the ranks agree on the number that all
-        have.
+        There is one lookup per prompt, and another one after each retraction. Each rank looks for its own records, and
+        the ranks agree on the number that all have.
         """
         if not self._uses_disk or req.kvc_private:
             return False
-        if hasattr(req, "kvc_fetched"):
-            return any(f.req is req for f in (*self.looking, *self.fetched))
+        if getattr(req, "kvc_fetched", False):
+            return any(f.req is req for f in (*self.lookups, *self.fetches))
         req.kvc_fetched = True
         node = self.tree_core.node_by_id(req.best_match_node)
         begin = sum(len(n.key) for n in self._path(node))
@@ -158,26 +156,28 @@ class DiskCache(HostCache):
         hashes = self._hashes(node)
         hashes = get_storage_hash_str(key, hashes[-1] if hashes else None, page_size=self.page_size)
         lock = self.inc_host_lock_ref(node.id).to_dec_params()
-        fetched = _Fetched(req, node.id, key, hashes, None, lock)
+        fetched = _PrefixFetch(req, node.id, key, hashes, None, lock)
         if self.disk.store.local:
-            return self._begin(fetched, self.disk.known(_keys(hashes)))
-        fetched.look = self.disk.look(_keys(hashes))
-        self.looking.append(fetched)
+            return self._begin(fetched, self.disk.record_sizes(_keys(hashes)))
+        fetched.lookup = self.disk.lookup(_keys(hashes))
+        self.lookups.append(fetched)
         return True
 
-    def _begin(self, fetched: _Fetched, sizes: list[int]) -> bool:
-        """Start reading the blocks, whose records have `sizes` bytes; returns whether there are any."""
-        n, most = self._agreed(len(sizes)), []
+    def _begin(self, fetched: _PrefixFetch, sizes: list[int]) -> bool:
+        """Start reading the blocks, whose records have `sizes` bytes; returns whether there are any.
+
+        Every rank reserves room for the largest record of all ranks."""
+        n, room = self._agreed(len(sizes)), []
         if n and fetched.host_lock is not None:
-            most = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
-        n = self._fitting(most)
+            room = self.runtime.reduce_max(torch.tensor(sizes[:n])).tolist()
+        n = self._fitting(room)
         if not n:
             if fetched.host_lock is not None:
                 self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
             return False
         fetched.key, fetched.hashes = fetched.key[: n * self.page_size], fetched.hashes[:n]
-        fetched.fetch = self.disk.fetch(_keys(fetched.hashes), sizes[:n], most[:n])
-        self.fetched.append(fetched)
+        fetched.fetch = self.disk.fetch(_keys(fetched.hashes), sizes[:n], room[:n])
+        self.fetches.append(fetched)
         return True
 
     def _fitting(self, sizes: list[int]) -> int:
@@ -193,38 +193,38 @@ class DiskCache(HostCache):
         super().check_hicache_events()
         if self.disk is None:
             return
-        while self.looking and self._agreed(int(self.looking[0].look.finished)):
-            first = self.looking.pop(0)
-            self._begin(first, first.look.sizes)
+        while self.lookups and self._agreed(int(self.lookups[0].lookup.finished)):
+            first = self.lookups.pop(0)
+            self._begin(first, first.lookup.sizes)
         self.disk.poll()
-        while self.fetched and self._agreed(int(self.fetched[0].fetch.finished)):
-            self._enter_fetched(self.fetched.pop(0))
+        while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
+            self._enter_fetched(self.fetches.pop(0))
 
-    def _enter_fetched(self, fetched: _Fetched) -> None:
-        """Give the blocks that were read to the tree. The prompt then hits them in host memory."""
+    def _enter_fetched(self, fetched: _PrefixFetch) -> None:
+        """Insert the blocks that were read into the tree. The prompt then hits them in host memory."""
         ids, p, tier = fetched.fetch.ids, self.page_size, self.host_tier
         num_found = self._agreed(fetched.fetch.found) if fetched.host_lock is not None else 0
-        kept, spare = ids[:num_found], ids[num_found:]
+        intact, unused = ids[:num_found], ids[num_found:]
         if num_found:
-            tier.pages[kept] = self.runtime.reduce_max(torch.from_numpy(tier.pages[kept])).numpy()
+            tier.pages[intact] = self.runtime.reduce_max(torch.from_numpy(tier.pages[intact])).numpy()
             key = fetched.key[: num_found * p]
             result = self.tree_core.insert_host(
-                fetched.anchor, key, self.component.slots_of(kept), fetched.hashes[:num_found]
+                fetched.anchor, key, self.component.slots_of(intact), fetched.hashes[:num_found]
             )
             self._apply_cache_actions(result.cache_actions)
             if self.reuse is not None:
                 self.reuse.find_again(fetched.req)
-            spare = np.concatenate((kept[: result.prefix_len // p], spare))  # already in the tree
-        if len(spare):
-            tier.free(spare)
+            unused = np.concatenate((intact[: result.prefix_len // p], unused))  # already in the tree
+        if len(unused):
+            tier.free(unused)
         if fetched.host_lock is not None:
             self.dec_host_lock_ref(fetched.anchor, fetched.host_lock)
 
     def _drop_subtree_no_host(self, node_id: int, tracker) -> bool:
-        """Drop a node for which host memory has no room. Reads behind it become useless and lose their lock, which
-        would otherwise keep the node and never let the eviction end."""
+        """Drop a node for which host memory has no room. Reads that continue it become useless and lose their lock,
+        which would otherwise keep the node, so that the eviction would never end."""
         node = self.tree_core.node_by_id(node_id)
-        for fetched in (*self.looking, *self.fetched):
+        for fetched in (*self.lookups, *self.fetches):
             lock = fetched.host_lock
             if lock is not None and node in self._path(self.tree_core.node_by_id(fetched.anchor)):
                 fetched.host_lock = None
@@ -233,7 +233,7 @@ class DiskCache(HostCache):
 
     @property
     def ongoing_prefetch(self) -> dict:
-        return {f.req.rid: f for f in (*getattr(self, "looking", ()), *getattr(self, "fetched", ()))}
+        return {f.req.rid: f for f in (*getattr(self, "lookups", ()), *getattr(self, "fetches", ()))}
 
     @ongoing_prefetch.setter
     def ongoing_prefetch(self, value) -> None:
@@ -242,12 +242,3 @@ class DiskCache(HostCache):
 
 def _keys(hashes: list[str]) -> list[bytes]:
     return [bytes.fromhex(h) for h in hashes]
-
-
-def weights_digest(model: torch.nn.Module) -> bytes:
-    """A digest of a sample of every parameter. It differs between models of one architecture with different weights."""
-    samples = [p.detach().flatten()[:: max(1, p.numel() // 64)][:64] for p in model.parameters()]
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(sample.float().cpu().numpy().tobytes())
-    return digest.digest()

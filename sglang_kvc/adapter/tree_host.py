@@ -38,8 +38,8 @@ class Hit(Enum):
     """Progress of the stored blocks that a waiting prompt hits."""
 
     LOADING = "loading"  # being copied; this prompt waits, others do not
-    NO_ROOM = "no room"  # the blocks do not fit yet
-    NEVER = "never"  # the blocks will not fit; the prompt is computed
+    NO_ROOM = "no room"  # the blocks do not fit now
+    NEVER = "never"  # the blocks do not fit, and nothing will make room; the prompt is computed
 
 
 @dataclass
@@ -119,7 +119,7 @@ class HostCache(UnifiedRadixCache):
     # ---- to the host: SGLang's eviction of a leaf without a host value asks for a backup first
 
     def _execute_kv_backup(self, node_id, device_value, comp_xfers, sidecar_xfers):
-        """Slots of the stored blocks; None if the host memory has no room for them, and the leaf is dropped."""
+        """Slots of the stored blocks. None if host memory has no room for them; the leaf is then dropped."""
         blocks = self.component.blocks_at(device_value)
         need, memory = int(self.host_tier.units_of(blocks).sum()), self.host_tier.memory
         if need > memory.num_units:
@@ -135,7 +135,7 @@ class HostCache(UnifiedRadixCache):
             self._finish_write_through_ack(node_id)
 
     def _drop_stored_leaf(self, node) -> None:
-        """Free the stored blocks of a leaf that is on the host alone, and the leaf."""
+        """Drop a leaf whose blocks are only on the host, and free them."""
         device_frees: dict = {}
         host_frees: dict = defaultdict(list)
         actions: list = []
@@ -147,8 +147,8 @@ class HostCache(UnifiedRadixCache):
     def bring_back(self, req, *, room: Callable[[], float], others_run: bool) -> Hit:
         """Begin or check the load of the stored blocks that `req` hits (`req.best_match_node`).
 
-        room: function that gives the tokens of memory that no running or admitted request may need. It is called when
-            the path is locked.
+        room: returns the tokens of memory that no running or admitted request may need. It is called when the path is
+            locked.
         others_run: whether running requests will free memory when they end.
         """
         node_id, core = req.best_match_node, self.tree_core
@@ -158,15 +158,15 @@ class HostCache(UnifiedRadixCache):
         # Already loading, for this prompt or, if the list is empty, in part for another prompt.
         if any(node.load_back_pending_id is not None for node in nodes) or not nodes:
             return Hit.LOADING
-        receipts = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
+        host_lock, lock = self.inc_host_lock_ref(node_id).to_dec_params(), self.inc_lock_ref(node_id).to_dec_params()
         if self.runtime.capacity.tokens_of_pages(self.host_tier.pages_of(ids)) > room() or not self._make_room(ids):
-            self.dec_lock_ref(node_id, receipts[1])
-            self.dec_host_lock_ref(node_id, receipts[0])
+            self.dec_lock_ref(node_id, lock)
+            self.dec_host_lock_ref(node_id, host_lock)
             return Hit.NO_ROOM if others_run or self.loads else Hit.NEVER
         for node in nodes:
             node.load_back_pending_id = node_id
         start = sum(len(n.key) for n in self._path(nodes[0].parent))
-        self.loads.append(_Load(node_id, start, self.host_tier.load(ids), receipts[1], receipts[0]))
+        self.loads.append(_Load(node_id, start, self.host_tier.load(ids), lock, host_lock))
         return Hit.LOADING
 
     def _make_room(self, ids: np.ndarray) -> bool:
@@ -182,11 +182,11 @@ class HostCache(UnifiedRadixCache):
 
     def _path(self, node) -> list:
         """Nodes from the root's child down to `node`."""
-        out = []
+        path = []
         while node is not self.tree_core.root_node:
-            out.append(node)
+            path.append(node)
             node = node.parent
-        return out[::-1]
+        return path[::-1]
 
     def check_hicache_events(self) -> None:
         """Called by the scheduler in every turn: enter finished loads into the tree."""
@@ -196,7 +196,7 @@ class HostCache(UnifiedRadixCache):
             self._enter(self.loads.pop(0))
 
     def _agreed(self, arrived: int) -> int:
-        """The minimum of a number over the tensor-parallel ranks, so that all trees change in the same turn."""
+        """Minimum of `arrived` over the tensor-parallel ranks, so that all trees change in the same turn."""
         if self.tp_world_size == 1:
             return arrived
         count = torch.tensor(arrived)
@@ -207,22 +207,22 @@ class HostCache(UnifiedRadixCache):
         """Give the loaded blocks to the nodes of the path. A node may have been split in the meantime. If another
         prompt has computed it again, the loaded copies of its blocks are freed."""
         core, blocks = self.tree_core, load.loading.blocks
-        at, evicted, kept, spare = 0, [], [], []
+        at, evicted, restored, duplicates = 0, [], [], []
         for node in self._path(core.node_by_id(load.anchor)):
             end = at + len(node.key)
             if at >= load.start:
                 part = blocks[(at - load.start) // self.page_size : (end - load.start) // self.page_size]
                 if node.evicted:
                     evicted.append(node.id)
-                    kept.append(part)
+                    restored.append(part)
                 else:
-                    spare.append(part)
+                    duplicates.append(part)
             at = end
-        if spare:
-            self.runtime.free(np.concatenate(spare))
-        if kept:
+        if duplicates:
+            self.runtime.free(np.concatenate(duplicates))
+        if restored:
             transfer = PoolTransfer(name=PoolName.KV, nodes_to_load=evicted)
-            slots = self.component.slots_of(np.concatenate(kept))
+            slots = self.component.slots_of(np.concatenate(restored))
             self._apply_cache_actions(core.commit_load_back(load.anchor, slots, transfer, {}))
         core.finish_load_back(load.anchor)
         self.dec_lock_ref(load.anchor, load.lock)

@@ -59,8 +59,8 @@ class ReuseOrder(EvictionStrategy):
             self.sessions.end(req.kvc_use, self.now, req.kvc_last)
 
     def wait(self, queue: Iterable) -> None:
-        """Set the waiting prompts, and re-rank the blocks of those that no longer wait, because the queue of evictable
-        leaves only detects higher ranks."""
+        """Set the waiting prompts. Blocks of prompts that have left the queue are re-ranked, because the queue of
+        evictable leaves only detects higher ranks."""
         for use in self.sessions.wait(req.kvc_use for req in queue if hasattr(req, "kvc_use")):
             self._rank_again(use)
 

@@ -1,5 +1,5 @@
 """CPU records of the compressed cache, and the runtime that owns them. Nothing here imports sglang or triton.
 
-`capacity.py` answers how much memory is needed. `Runtime.tokens_written` decides when a block is packed. `build.py`
+`capacity.py` answers how much memory is needed. `packing.py` decides when a block is packed. `build.py`
 makes the `Runtime`.
 """

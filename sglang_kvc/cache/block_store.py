@@ -1,4 +1,4 @@
-"""The interface of a record store behind host memory, and the header of every record in it.
+"""The interface of a record store (files or a storage backend), and the header of every record in it.
 
 A record is served only if it was written for the same model, settings and key, and no byte has changed.
 """
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 MAGIC = b"kvcblock"
-VERSION = 1
+VERSION = 1  # rises when headers, records or the arithmetic of packing change
 # magic, version, identity, key, format id, pages, start, bytes of the record; the checksum of both follows.
 _FIELDS = struct.Struct("<8sI32s32sBxxxqqq")
 CHECKSUM_BYTES = 16
@@ -34,7 +34,7 @@ class BlockStore(Protocol):
     """A store of records. A key (32 bytes) names a block by all tokens up to its end.
 
     identity: 32 bytes that name model, weights, layout and settings. Records with another identity are never read.
-    threads: number of threads that may read at a time, and as many more may write.
+    threads: number of threads that may read at a time; the same number may write.
     local: whether `find` answers at once. Otherwise one more thread may call it at the same time.
     num_bytes, limit: bytes stored, and their maximum; limit is 0 if unknown.
     """
@@ -69,7 +69,7 @@ class BlockStore(Protocol):
         """Read the record of `key` into `record`, uint8, of the size that `find` gave. None if it is missing or
         damaged."""
 
-    def forget(self, key: bytes, why: str) -> None:
+    def forget(self, key: bytes, reason: str) -> None:
         """Never serve the record of `key` again, because it is damaged."""
 
     def clear(self) -> None:
@@ -83,17 +83,17 @@ def header(identity: bytes, key: bytes, stored: Stored, record: np.ndarray) -> b
 
 
 def record_size(header: bytes) -> int:
-    """Bytes of the record behind a whole header. Nothing is checked."""
+    """Bytes of the record that follows `header`, which is complete but not checked."""
     return _FIELDS.unpack(header[: _FIELDS.size])[-1]
 
 
-def opened(identity: bytes, key: bytes, header: bytes, record: np.ndarray) -> Stored | str:
-    """The facts in the header of `record`, uint8; or, if header and record were not written for `key`, a text with the
-    reason."""
+def parse_header(identity: bytes, key: bytes, header: bytes, record: np.ndarray) -> Stored | str:
+    """The facts in the header of `record`, uint8; a text with the reason if header and record were not written for
+    `key` or are damaged."""
     fields = header[: _FIELDS.size]
-    magic, version, whose, name, format_id, pages, start, size = _FIELDS.unpack(fields)
-    if (magic, version, whose, name, size) != (MAGIC, VERSION, identity, key, record.nbytes):
-        return "it belongs to something else"
+    *names, format_id, pages, start, size = _FIELDS.unpack(fields)
+    if (*names, size) != (MAGIC, VERSION, identity, key, record.nbytes):
+        return "its header belongs to another record"
     if checksum(fields, record) != header[_FIELDS.size :]:
         return "its checksum is wrong"
     return Stored(format_id, pages, start)

@@ -10,6 +10,8 @@ from kvc_kernels.store import SCRATCH_BLOCK
 
 from .sequence_table import SequenceTable
 
+NO_BLOCKS = np.empty(0, dtype=np.int64)
+
 
 class State:
     """State of a block: FREE -> OPEN (bf16, being filled or inside a window) -> PACKED at format id 1, 2, ... -> FREE.

@@ -38,7 +38,7 @@ class Capacity:
     block_formats: tuple[BlockFormat, ...]
     policy: Policy
     window: int
-    most_whole: int = 0  # maximum tokens of a sequence in blocks that are packed whole and not planned yet
+    max_unplanned: int = 0  # maximum tokens of a sequence in packed blocks that are not planned yet
     _exact_need: int | None = None  # set inside `exact_need`
     _full_at: int = 0  # reachable tokens at the last refusal
 
@@ -57,8 +57,8 @@ class Capacity:
         return max(0, self.reachable_tokens() - self.available_tokens())
 
     def _tokens(self, pages: int, block_ids: int) -> int:
-        whole = min(pages // self.layout.block_pages_bf16, block_ids)
-        return max(0, min(whole * self.layout.block_tokens, self.sizing.capacity_tokens))
+        blocks = min(pages // self.layout.block_pages_bf16, block_ids)
+        return max(0, min(blocks * self.layout.block_tokens, self.sizing.capacity_tokens))
 
     def tokens_of_pages(self, pages: int) -> float:
         """Memory of `pages` pages."""
@@ -70,7 +70,7 @@ class Capacity:
         return pages <= self.ledger.reachable and block_ids <= free + idle
 
     def missing_tokens(self, pages: int, block_ids: int) -> int:
-        """Tokens to evict so that `block_ids` blocks with `pages` pages in total can be taken; 0: they can be now."""
+        """Tokens to evict so that `block_ids` blocks with `pages` pages in total can be taken; 0 if they fit now."""
         short = max(0, pages - self.ledger.free)
         blocks = max(-(-short // self.layout.block_pages_bf16), block_ids - self.blocks.free_count, 0)
         return blocks * self.layout.block_tokens
@@ -90,15 +90,15 @@ class Capacity:
     def growth_tokens(self, tokens: float, format_id: int, open_tokens: int) -> float:
         """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`.
 
-        One more block and the rest of the window stay uncompressed. Blocks that leave the window are packed, and with a
-        lag first packed whole.
+        One more block and the rest of the window stay uncompressed. Blocks that leave the window are packed, with a lag
+        at first with all their tokens.
         """
         first = self.layout.block_tokens + max(0, self.window - open_tokens)
         if tokens <= first:
             return tokens
-        whole = min(tokens - first, self.most_whole) if format_id == 1 else 0
-        packed = self.packed_tokens(whole, self.policy.whole_format)
-        return first + packed + self.packed_tokens(tokens - first - whole, format_id)
+        unplanned = min(tokens - first, self.max_unplanned) if format_id == 1 else 0
+        packed = self.packed_tokens(unplanned, self.policy.unplanned_format)
+        return first + packed + self.packed_tokens(tokens - first - unplanned, format_id)
 
     def running_tokens(self, seq: Sequence | None, tokens: float, format_id: int) -> float:
         """Memory that a running request needs to grow by `tokens`. `seq` is None if the request has just ended, because
@@ -115,9 +115,9 @@ class Capacity:
     # ---- prompts
 
     @property
-    def packs_whole_prompts(self) -> bool:
-        """Whether a chunked prompt is packed only at its end, because attention from its later tokens decides what is
-        kept."""
+    def packs_prompts_at_end(self) -> bool:
+        """Whether a chunked prompt is packed only at its end, because attention from its later tokens decides which
+        tokens it keeps."""
         return self.policy.scope == SEQUENCE
 
     @cached_property
@@ -136,61 +136,60 @@ class Capacity:
         """
         if budget is not None:
             return self.one_shot.need(budget, new, answer, format_id, chunk)
-        whole = new if chunk is None or self.packs_whole_prompts else min(new, 2 * chunk + self.window)
-        return whole + self.growth_tokens(new - whole + answer, format_id, whole)
+        unpacked = new if chunk is None or self.packs_prompts_at_end else min(new, 2 * chunk + self.window)
+        return unpacked + self.growth_tokens(new - unpacked + answer, format_id, unpacked)
 
     def longest_request(self, format_id: int, chunk: int | None) -> int:
         """Tokens of the longest request that an empty server admits, however they are divided into prompt and answer.
 
         SGLang admits a request only if one more page is free, and a page here is a block. If chunks are packed one by
-        one, the request may be longer than all memory holds uncompressed. A cached prefix then leaves a fractional
-        number of free blocks, which is rounded down.
+        one, the request may be longer than what fits uncompressed. A cached prefix then leaves a fractional number of
+        free blocks, which is rounded down.
         """
         p = self.layout.block_tokens
         room = self.sizing.capacity_tokens - p - 2
-        if chunk is not None and not self.packs_whole_prompts:
-            most_open = 2 * chunk + self.window + p
-            room = max(room, most_open + int((room - p - most_open) / self.packed_tokens(1, format_id)))
+        if chunk is not None and not self.packs_prompts_at_end:
+            max_open = 2 * chunk + self.window + p
+            room = max(room, max_open + int((room - p - max_open) / self.packed_tokens(1, format_id)))
         return max(1, min(room, (self.blocks.num_blocks - 3) * p))
 
     def prompt_ever_fits(self, new: int, format_id: int, chunk: int | None, budget: Budget | None = None) -> bool:
-        """Whether an empty server admits a prompt of `new` tokens. SGLang asks for one more block and for less than all
-        memory."""
+        """Whether an empty server admits a prompt of `new` tokens. SGLang requires one more free block, and never uses
+        all memory."""
         need = self.prompt_tokens(new, 0, format_id, chunk, budget) + self.layout.block_tokens
         return need < self.sizing.capacity_tokens
 
-    def chunk_credit(self, need: int, shortage: int, running: int, waits_whole: bool = False) -> int | None:
+    def chunk_credit(self, need: int, shortage: int, running: int, packs_at_end: bool = False) -> int | None:
         """Tokens that the next chunk of a prompt may draw from the reserve for answers; None: the chunk waits.
 
         `need`: tokens of its new blocks. `shortage`: tokens that SGLang would cut from it to keep the reserve. A chunk
         draws on the reserve only until it is packed, so it is not cut while each of the `running` requests can still
-        get a block. `waits_whole`: the chunk is packed only when its prompt is complete.
+        get a block. `packs_at_end`: the chunk is packed only when its prompt is complete.
         """
         room = self.reachable_tokens()
         if need > room:
             return None
-        whole = need + running * self.layout.block_tokens <= room
-        return max(0, shortage) if whole and not (waits_whole or self.packs_whole_prompts) else 0
+        others_can_grow = need + running * self.layout.block_tokens <= room
+        return max(0, shortage) if others_can_grow and not (packs_at_end or self.packs_prompts_at_end) else 0
 
     # ---- staging: fake-quantized copies of cached blocks that running windows keep uncompressed
 
     def staged_tokens(self, prefix: np.ndarray, format_id: int) -> int:
-        """Tokens that a prompt at `format_id` stages behind the cached blocks `prefix` (int64): those of uncompressed
-        blocks, if its queries see blocks fake-quantized."""
+        """Tokens that a prompt at `format_id` stages of its cached blocks `prefix` (int64): those of uncompressed
+        blocks, if its queries see blocks in the server's own fake-quantized format."""
         if not self.sizing.staged_tokens:
             return 0
-        if self.policy.fake_quant_format(format_id) is not self.policy.fake_quant_format(
-            self.policy.format_id_of(None)
-        ):
+        default = self.policy.fake_quant_format(self.policy.format_id_of(None))
+        if self.policy.fake_quant_format(format_id) is not default:
             return 0
         return int(np.count_nonzero(self.blocks.state[prefix] == State.OPEN)) * self.layout.block_tokens
 
-    def may_stage(self, staged: int, chosen: Iterable[int]) -> bool:
-        """Whether a prompt that stages `staged` tokens may join a prefill whose prompts stage `chosen`. The reserved
-        memory bounds the sum; one prompt alone is always admitted."""
+    def may_stage(self, staged: int, admitted: Iterable[int]) -> bool:
+        """Whether a prompt that stages `staged` tokens may join a prefill whose prompts stage `admitted`. The reserved
+        memory bounds the sum; a single prompt is always admitted."""
         if not staged:
             return True
-        others = list(chosen)
+        others = list(admitted)
         return not others or sum(others) + staged <= self.sizing.staged_tokens
 
     # ---- eviction, refusal
@@ -214,6 +213,6 @@ class Capacity:
         self._full_at = self.reachable_tokens()
 
     def has_room_again(self) -> bool:
-        """Whether at least one block became free since the last refusal. Each refusal raises the mark, so the scheduler
+        """Whether at least one block became free since the last refusal. Each refusal resets the mark, so the scheduler
         does not scan its queue in every step."""
         return self.reachable_tokens() >= self._full_at + self.layout.block_tokens

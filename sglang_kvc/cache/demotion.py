@@ -30,7 +30,7 @@ class Demotion:
         self.enabled = bool(self.lower.any())
 
     def tier_of(self, ids: np.ndarray) -> int:
-        """The highest format id at which some of the blocks `ids` may move; 0: none may."""
+        """Format id of the highest tier at which one of the blocks `ids` may move down; 0 if none may."""
         movable = self._movable(ids)
         return int(self.runtime.blocks.format_id[movable].min()) if len(movable) else 0
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .block_store import HEADER_BYTES, Stored, header, opened
+from .block_store import HEADER_BYTES, Stored, header, parse_header
 
 logger = logging.getLogger("sglang_kvc")
 
 SUFFIX = ".kvc"
-FREE_PART = 0.8  # share of the space that is free or already used by its files, if no size is given
+DEFAULT_SHARE = 0.8  # share of the space that is free or taken by its own files, if no size is given
 
 
 class DiskStore:
@@ -37,11 +37,11 @@ class DiskStore:
         self.bytes_written = self.bytes_read = self.damaged = 0
         self._lock = threading.Lock()
         self._failed = False  # the last write failed: one line is logged until one succeeds
-        self._begun: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
+        self._writing: set[bytes] = set()  # keys that are being written; `num_bytes` counts their files
         self._sizes: OrderedDict[bytes, int] = OrderedDict(sorted_files(self.folder))
         self.num_bytes = sum(self._sizes.values())
         free = shutil.disk_usage(folder).free + self.num_bytes
-        self.limit = int(free * FREE_PART) if limit is None else limit
+        self.limit = int(free * DEFAULT_SHARE) if limit is None else limit
         self._make_room()  # an earlier server may have had a higher limit
 
     def of(self, identity: bytes) -> DiskStore:
@@ -77,18 +77,18 @@ class DiskStore:
             if key in self._sizes:
                 self._sizes.move_to_end(key)
                 return True
-            if size > self.limit or key in self._begun:
+            if size > self.limit or key in self._writing:
                 return False
-            self._begun.add(key)
+            self._writing.add(key)
             self.num_bytes += size
         try:
             written = self._make_room() and self._write_file(key, stored, record)
         except OSError as error:
             if not self._failed:
-                logger.warning("kvc: a block cannot be written to %s and is left out: %s", self.folder, error)
+                logger.warning("kvc: a block cannot be written to %s and is skipped: %s", self.folder, error)
             self._failed = True
         with self._lock:
-            self._begun.discard(key)
+            self._writing.discard(key)
             if written:
                 self._failed = False
                 self._sizes[key] = size
@@ -98,7 +98,7 @@ class DiskStore:
         return written
 
     def _make_room(self) -> bool:
-        """Remove old files until the others, including those being written, fit. Returns whether they do."""
+        """Remove old files until the rest, including files being written, fits. Returns whether it does."""
         while True:
             with self._lock:
                 if self.num_bytes <= self.limit:
@@ -114,7 +114,7 @@ class DiskStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            with open(temporary, "wb") as file:  # buffered: a write that a full disk cuts short raises
+            with open(temporary, "wb") as file:  # buffered, so that a short write to a full disk raises
                 file.write(header(self.identity, key, stored, record))
                 file.write(record.data)
             os.replace(temporary, path)
@@ -137,7 +137,7 @@ class DiskStore:
         try:
             with open(path, "rb", buffering=0) as file:
                 head = file.read(HEADER_BYTES)
-                got = file.readinto(record.data)
+                num_read = file.readinto(record.data)
                 longer = file.read(1)
         except FileNotFoundError:  # another server of this folder removed it
             with self._lock:
@@ -146,21 +146,21 @@ class DiskStore:
         except OSError as error:
             self.forget(key, error.strerror or type(error).__name__)
             return None
-        whole = len(head) == HEADER_BYTES and got == record.nbytes and not longer
-        stored = opened(self.identity, key, head, record) if whole else "its size is wrong"
+        complete = len(head) == HEADER_BYTES and num_read == record.nbytes and not longer
+        stored = parse_header(self.identity, key, head, record) if complete else "its size is wrong"
         if isinstance(stored, str):
             self.forget(key, stored)
             return None
         with self._lock:
-            self.bytes_read += HEADER_BYTES + got
+            self.bytes_read += HEADER_BYTES + num_read
             if key in self._sizes:
                 self._sizes.move_to_end(key)
         return stored
 
-    def forget(self, key: bytes, why: str) -> None:
+    def forget(self, key: bytes, reason: str) -> None:
         """Remove the file of `key`, which is damaged."""
         path = self.path(key)
-        logger.warning("kvc: %s is not used (%s) and removed", path, why)
+        logger.warning("kvc: %s is not used (%s) and removed", path, reason)
         with self._lock:
             self.damaged += 1
             self.num_bytes -= self._sizes.pop(key, 0)

@@ -1,6 +1,6 @@
-"""Disk tier: stored blocks are written to a store behind host memory, and read back if no faster tier has them.
+"""Disk tier: stored blocks are written to a record store, and read back if no faster tier has them.
 
-Separate threads write and read the store. The scheduler's thread only starts them and checks which have ended.
+Separate threads write and read the store. The scheduler's thread only starts these operations and checks for their end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .block_store import BlockStore, Stored
 if TYPE_CHECKING:
     from .host_tier import HostTier
 
-MOST_WRITES = 256  # limit of writes under way
-LOOK_SECONDS = 2.0  # a prompt waits at most this long for a lookup
+MAX_WRITES = 256  # writes under way
+LOOKUP_SECONDS = 2.0  # a prompt waits at most this long for a lookup
 
 
 @dataclass
@@ -42,15 +42,15 @@ class Fetch:
     @property
     def found(self) -> int:
         """Number of blocks, from the first on, whose records were intact."""
-        wrong = (i for i, read in enumerate(self.reads) if read.result() is None)
-        return next(wrong, len(self.reads))
+        failed = (i for i, read in enumerate(self.reads) if read.result() is None)
+        return next(failed, len(self.reads))
 
 
-class Look:
-    """A lookup of the number of a prompt's records in the store, which is given up after `LOOK_SECONDS`."""
+class Lookup:
+    """A lookup of a prompt's records in the store, which is abandoned after `LOOKUP_SECONDS`."""
 
     def __init__(self, answer: Future[list[int]]):
-        self.answer, self.until = answer, time.monotonic() + LOOK_SECONDS
+        self.answer, self.until = answer, time.monotonic() + LOOKUP_SECONDS
 
     @property
     def finished(self) -> bool:
@@ -69,8 +69,8 @@ class DiskTier:
         self.tier, self.store = tier, store
         self._readers = ThreadPoolExecutor(store.threads, "kvc-disk-read")
         self._writers = ThreadPoolExecutor(store.threads, "kvc-disk-write")
-        self._lookers = ThreadPoolExecutor(1, "kvc-disk-look")
-        self._looks: deque[Look] = deque()
+        self._lookup_thread = ThreadPoolExecutor(1, "kvc-disk-lookup")
+        self._lookups: deque[Lookup] = deque()
         self._waiting: deque[tuple[int, int, bytes]] = deque()  # stored block, its generation, key
         self._writing: deque[Future] = deque()
         self._fetches: deque[Fetch] = deque()  # whose reads have not begun
@@ -95,7 +95,7 @@ class DiskTier:
             fetch.reads = [self._readers.submit(self._read, i, key, size) for i, key, size in parts]
         while self._writing and self._writing[0].done():
             self._writing.popleft()
-        while self._waiting and len(self._writing) < MOST_WRITES:
+        while self._waiting and len(self._writing) < MAX_WRITES:
             i, generation, key = self._waiting[0]
             if self.tier.generation[i] == generation:
                 if not self.tier.is_saved(i):
@@ -116,27 +116,28 @@ class DiskTier:
 
     # ---- from the disk
 
-    def known(self, keys: Sequence[bytes]) -> list[int]:
-        """Bytes of the records of `keys`, up to the first missing one. Asks the store, which may wait."""
+    def record_sizes(self, keys: Sequence[bytes]) -> list[int]:
+        """Bytes of the records of `keys`, up to the first missing one. The store may take its time to answer."""
         tier, sizes = self.tier, self.store.find(keys)
-        least, most = tier.layout.record.num_bytes(0), tier.units.shape[1] * tier.layout.unit_bytes
+        min_size, max_size = tier.layout.record.num_bytes(0), tier.units.shape[1] * tier.layout.unit_bytes
         for n, (key, size) in enumerate(zip(keys, sizes)):
-            if not least <= size <= most:
+            if not min_size <= size <= max_size:
                 self.store.forget(key, "its size is wrong")
                 return sizes[:n]
         return sizes
 
-    def look(self, keys: Sequence[bytes]) -> Look:
-        """Start `known` in a thread. While an earlier lookup is overdue, nothing is asked and the result is empty."""
-        while self._looks and self._looks[0].answer.done():
-            self._looks.popleft()
-        if not (self._looks and self._looks[0].finished):
-            look = Look(self._lookers.submit(self.known, list(keys)))
-            self._looks.append(look)
-            return look
-        nothing: Future[list[int]] = Future()
-        nothing.set_result([])
-        return Look(nothing)
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        """Start `record_sizes` in a thread. While an earlier lookup is overdue, no lookup starts and the result is
+        empty."""
+        while self._lookups and self._lookups[0].answer.done():
+            self._lookups.popleft()
+        if not (self._lookups and self._lookups[0].finished):
+            lookup = Lookup(self._lookup_thread.submit(self.record_sizes, list(keys)))
+            self._lookups.append(lookup)
+            return lookup
+        no_records: Future[list[int]] = Future()
+        no_records.set_result([])
+        return Lookup(no_records)
 
     def fetch(self, keys: Sequence[bytes], sizes: Sequence[int], room: Sequence[int]) -> Fetch:
         """Read the records of `keys`, which have `sizes` bytes, into host memory for records of `room` bytes. The
@@ -154,8 +155,7 @@ class DiskTier:
         if stored is None:
             return None
         if len(units) > 1:
-            rest = np.resize(record, len(units) * tier.memory.unit_bytes).reshape(len(units), -1)
-            data[units] = rest
+            data[units] = np.resize(record, len(units) * tier.memory.unit_bytes).reshape(len(units), -1)
         tier.format_id[i], tier.pages[i], tier.start[i] = stored.format_id, stored.pages, stored.start
         return stored
 
@@ -169,5 +169,5 @@ class DiskTier:
         self._writing.clear()
 
     def close(self) -> None:
-        for threads in (self._readers, self._writers, self._lookers):
+        for threads in (self._readers, self._writers, self._lookup_thread):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -41,8 +41,7 @@ class HostMemory:
 def _lock_pages(data: torch.Tensor) -> None:
     """Page-lock `data`, so that the GPU can copy from and to it directly.
 
-    Several threads first write the pages. Without that, the driver would map untouched memory in one thread, which
-    takes 0.7 s per GiB.
+    Several threads first touch the pages. Otherwise the driver maps them in one thread, which takes 0.7 s per GiB.
     """
     data.fill_(0)
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)

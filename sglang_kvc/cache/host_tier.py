@@ -32,16 +32,15 @@ class HostTier:
         self.layout = HostLayout.of(store.layout, store.block_formats, runtime.sizing.num_bytes)
         self.memory = HostMemory(num_bytes, self.layout.unit_bytes, page_locked=store.on_gpu)
         self.transfers = Transfers(store, self.layout, self.memory)
-        most = self.layout.units_for(store.layout.block_pages_bf16)
-        n = self.memory.num_units
-        self.units = np.full((n, most), -1, dtype=np.int64)
+        n, max_units = self.memory.num_units, self.layout.units_for(store.layout.block_pages_bf16)
+        self.units = np.full((n, max_units), -1, dtype=np.int64)
         self.format_id = np.zeros(n, dtype=np.int8)
         self.pages = np.zeros(n, dtype=np.int64)
         self.start = np.zeros(n, dtype=np.int64)
         self.generation = np.zeros(n, dtype=np.int64)  # rises when a stored block is freed
-        self.save_number = np.zeros(n, dtype=np.int64)  # of the save that writes the record
+        self.save_number = np.zeros(n, dtype=np.int64)  # number of the save that writes the record
         self.disk: DiskTier | None = None
-        self.stored = 0  # blocks
+        self.stored = 0  # blocks in host memory
         self.saved_blocks = self.loaded_blocks = 0  # totals since start
         self.loading: deque[Loading] = deque()
 
@@ -123,7 +122,7 @@ class HostTier:
         return loading
 
     def arrived(self) -> int:
-        """Loads that have ended, oldest first, up to the first one still under way."""
+        """Number of finished loads before the oldest one that is still under way."""
         n = 0
         for loading in self.loading:
             if not loading.finished:

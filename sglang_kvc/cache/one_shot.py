@@ -1,9 +1,8 @@
-"""One-shot prompts: a request whose whole prompt keeps a budget of pages, for this request alone.
+"""One-shot prompts: a request sets a budget of pages for its whole prompt, whose blocks no other request uses.
 
-The heads, layers and positions of the prompt compete when it is complete, by the attention of its last queries
-(KV-Compress, arXiv 2410.00161). A prompt that does not fit uncompressed is thinned before (`thinning`). `Budget` is
-what the client asks for, `Plan` the sizes that the CPU knows when it queues the packing, and `OneShotPrompt` the record
-of one request.
+When the prompt is complete, its heads, layers and positions compete by the attention of its last queries (KV-Compress,
+arXiv 2410.00161). A prompt that does not fit uncompressed is first thinned (`thinning`). `Budget` is the client's
+request, `Plan` the sizes that the CPU knows when it queues the packing, and `OneShotPrompt` the record of one request.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 PREFIX = "one-shot"
 WINDOW = 8  # queries at the end of a prompt that rank its tokens: KVC-w8
 POOL = 7  # neighbors over which scores are pooled, as the paper does for KVC-w
-REACH = 48  # tokens behind a token that share its score: a long value follows what the question attends to
-SHARE = 0.1  # of a score that they get
+REACH = 48  # tokens after a token that share its score: a long value follows what the question attends to
+SHARE = 0.1  # the share of its score that these tokens get
 SINKS = 4  # first tokens of a prompt, which every head keeps
-MOST = 4  # times the average that one head may keep
+HEAD_LIMIT = 4  # maximum pages of a head, as a multiple of the average
 RATIOS = (1.0, 64.0)
 
 
@@ -43,7 +42,7 @@ class Budget:
     def parse(cls, text: str) -> Budget:
         """'one-shot:16x' or 'one-shot:1024'. ValueError, in one sentence, for anything else."""
         m = re.fullmatch(rf"{PREFIX}:(?:(\d{{1,3}}(?:\.\d+)?)x|(\d{{1,9}}))", text.strip().lower())
-        why = "is no budget"
+        why = "is not a budget"
         if m and m[1]:
             if RATIOS[0] <= float(m[1]) <= RATIOS[1]:
                 return cls(ratio=float(m[1]))
@@ -71,21 +70,21 @@ class Budget:
         last = max(0, WINDOW - (tokens - blocks * layout.block_tokens))
         floor = -(-(SINKS + last) // page_tokens)
         if self.ratio is None:
-            wanted = self.tokens * heads / page_tokens  # type: ignore[operator]  # one of both is set
-            kept, pages = self._blocks(wanted, heads, per_block, blocks), int(wanted)
+            budget_pages = self.tokens * heads / page_tokens  # type: ignore[operator]  # one of both is set
+            kept_blocks, pages = self._kept_blocks(budget_pages, heads, per_block, blocks), int(budget_pages)
         else:
             num_bytes = 4 * heads * layout.head_dim * layout.block_tokens * blocks / self.ratio
             page_bytes = layout.page_bytes + RING_ENTRY_BYTES
-            kept = self._blocks(num_bytes / page_bytes, heads, per_block, blocks)
-            pages = int((num_bytes - kept * layout.block_meta_bytes) // page_bytes)
+            kept_blocks = self._kept_blocks(num_bytes / page_bytes, heads, per_block, blocks)
+            pages = int((num_bytes - kept_blocks * layout.block_meta_bytes) // page_bytes)
         pages = max(pages, floor * heads)
         if pages >= blocks * per_block * heads:
             return None
-        return Plan(pages, kept, floor, last)
+        return Plan(pages, kept_blocks, floor, last)
 
     @staticmethod
-    def _blocks(pages: float, heads: int, per_block: int, most: int) -> int:
-        return max(1, min(most, int(np.ceil(MOST * pages / heads / per_block))))
+    def _kept_blocks(pages: float, heads: int, per_block: int, blocks: int) -> int:
+        return max(1, min(blocks, int(np.ceil(HEAD_LIMIT * pages / heads / per_block))))
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,9 @@ class Plan:
     """Sizes of a packed prompt.
 
     pages: in total, over all layers and local heads.
-    kept_blocks: first blocks of the prompt, which hold all that is kept; no head keeps more than they hold.
-    floor: pages that every head keeps.
-    last: tokens of the full blocks whose queries rank the others, which are always kept.
+    kept_blocks: number of blocks that the kept tokens fill, from the prompt's first; no head keeps more than they hold.
+    floor: minimum pages of a head.
+    last: number of last tokens of the full blocks whose queries rank all tokens; they are always kept.
     """
 
     pages: int
@@ -108,27 +107,28 @@ class Plan:
 class OneShotPrompt:
     """The record of one request.
 
-    format_id: storage of what is kept, and of the answer.
+    format_id: format of the kept tokens and of the answer.
     row: the request's row of `req_to_token`, -1 before it has one.
     queries: its last query rows, from the first forward of the prompt until that is packed.
     packed: whether the packing of the whole prompt is queued; the answer is then packed like any other.
     tokens: length of the prompt.
-    stays: blocks of each segment that stay until the prompt is complete; 0: it is uncompressed until then.
-    reserved: first places of the sequence whose blocks stay until then.
-    first, dropped, held: the gap, places of the sequence without tokens, of which the first `held` have blocks.
+    segment_blocks: blocks that each segment keeps until the prompt is complete; 0: it is uncompressed until then.
+    reserved: number of first places of the sequence that keep their blocks until then.
+    first, dropped, num_spare: the gap: first place, number of places without tokens, and how many of these, from the
+        first on, have blocks.
     """
 
     budget: Budget
     format_id: int
     tokens: int
-    stays: int = 0
+    segment_blocks: int = 0
     reserved: int = 0
     row: int = -1
     queries: LastQueries | None = field(default=None, repr=False)
     packed: bool = False
     first: int = 0
     dropped: int = 0
-    held: int = 0
+    num_spare: int = 0
 
 
 def check_served(runtime: Runtime, *, in_session: bool, returns_experts: bool = False) -> None:
@@ -141,9 +141,9 @@ def check_served(runtime: Runtime, *, in_session: bool, returns_experts: bool = 
     elif in_session:
         why = "the next turn of a session reads the prompt, too"
     elif returns_experts:
-        why = "routed experts are kept by slot, and slots of the prompt are given to others"
+        why = "SGLang stores routed experts by slot, and other requests reuse slots of the prompt"
     else:
         return
     raise ValueError(
-        f"A {PREFIX} prompt cannot be served, because {why}; leave it out for what the server was started with."
+        f"A {PREFIX} prompt cannot be served, because {why}; drop it from custom_params to use the server's default."
     )

@@ -80,7 +80,7 @@ class PackPrompt:
     full: number of full blocks.
     tokens: tokens in the full blocks.
     into: blocks of the result. Each is one of `blocks` or has no pages.
-    row: row of `req_to_token`, which has a gap of `gap` places behind `into` from then on.
+    row: row of `req_to_token`, which then has a gap of `gap` places after `into`.
     """
 
     blocks: np.ndarray
@@ -100,11 +100,11 @@ class Thin:
     """Pack uncompressed blocks of a one-shot prompt: every head keeps its best tokens in fewer blocks. The other blocks
     are freed.
 
-    blocks: all blocks that hold tokens of the prompt, in order. The first `packed` of them were packed before, the
-        `count` behind them are packed now, and the rest stays uncompressed.
+    blocks: all blocks that hold tokens of the prompt, in order. The first `packed` of them were packed before, the next
+        `count` are packed now, and the rest stays uncompressed.
     tokens: tokens in all blocks, including the probe at the end.
     into: blocks of the result. Each is one of those that are packed now or has no pages.
-    row: row of `req_to_token`, which has a gap of `gap` places behind the packed blocks from then on.
+    row: row of `req_to_token`, which then has a gap of `gap` places after the packed blocks.
     """
 
     blocks: np.ndarray
@@ -154,7 +154,8 @@ class OpLog:
 
     The order is the contract: the ledger charges every operation under the assumption that all earlier ones have run.
     Merging neighbors keeps the order. A compaction may also run before earlier operations on other blocks, because it
-    draws on the reserve only and leaves no fewer pages free. It stays behind every `Take`, which may take its blocks.
+    draws on the reserve only and leaves no fewer pages free. It never runs before an earlier `Take`, which may take its
+    blocks.
     """
 
     _merges: list[_Merge] = field(default_factory=list)

@@ -110,7 +110,7 @@ class PageOps:
         """Plan and move, in waves whose destination pages fit the reserve."""
         target, pending = self.store.block_formats[op.to_format], []
         wave = max(1, self.reserve_pages // target.pages)
-        wave -= wave % 2 if wave > 1 else 0  # so that the ids of every wave begin at a multiple of 16 bytes
+        wave -= wave % 2 if wave > 1 else 0  # the ids of every wave begin at a multiple of 16 bytes
         for part, blocks, tiers in self._plans(op, wave):
             counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
             if not target.exact:
@@ -127,10 +127,10 @@ class PageOps:
                 part = slice(at, min(at + wave, count))
                 yield slice(first + at, first + part.stop), evidence.blocks[part], tiers[part]
             first += count
-        whole = self.policy.keeps_all or op.to_format == self.policy.whole_format
+        keeps_all = self.policy.keeps_all or op.to_format == self.policy.unplanned_format
         for at in range(first, n, wave):  # without groups
             part = slice(at, min(at + wave, n))
-            if whole:
+            if keeps_all:
                 yield part, self._to_device(op.blocks[part]), None
             else:
                 evidence = self._evidence(op, part)
@@ -149,13 +149,23 @@ class PageOps:
         host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
         return host.copy_(counts, non_blocking=True)
 
+    @property
+    def loads_left(self) -> bool:
+        """Whether copies of loads are still to be launched."""
+        return self.transfers is not None and bool(self.transfers.fills)
+
+    def launch_loads(self, *, all_of_them: bool) -> None:
+        """Launch copies of loads: all of them, or as many as a flush may."""
+        if self.transfers is not None:
+            self.transfers.launch_fills(all_of_them=all_of_them)
+
     def synchronize(self) -> None:
         if self.store.on_gpu:
             torch.cuda.synchronize(self.store.device)
 
 
 def _pooled(scores: torch.Tensor) -> torch.Tensor:
-    """Scores `[H, S]` of a prompt's tokens with those of their neighbors; changes `scores`. Sinks are kept in any case,
-    and the attention they draw says nothing about the tokens behind them."""
+    """Scores `[H, S]` of a prompt's tokens with those of their neighbors; changes `scores`. Sinks are always kept, and
+    the attention they draw says nothing about the tokens after them."""
     scores[:, :SINKS].zero_()
     return ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)

@@ -26,17 +26,17 @@ def queue_segments(runtime: Runtime, seq: Sequence, length: int) -> None:
     assert prompt is not None
     # The last queries' own tokens are never dropped.
     first, end = seq.window_start, min(length, prompt.tokens - WINDOW) // block_tokens // segment * segment
-    if prompt.stays == thinning.WHOLE or end <= first:
+    if prompt.segment_blocks == thinning.UNTHINNED or end <= first:
         return
     left = np.asarray(seq.slide(end * block_tokens), dtype=np.int64)
-    if prompt.stays == segment:
+    if prompt.segment_blocks == segment:
         runtime.queue_due(left, prompt.format_id)
         return
     if prompt.queries is None:
         raise RuntimeError("a chunk of a one-shot prompt is complete, but no forward noted its last queries")
-    packed, kept = (place // segment * prompt.stays for place in (first, end))
+    packed, kept_end = (place // segment * prompt.segment_blocks for place in (first, end))
     blocks = np.asarray(seq.blocks[:packed] + left.tolist() + seq.blocks[end:], dtype=np.int64)
-    into, gap = np.asarray(seq.blocks[packed:kept], dtype=np.int64), end - kept
+    into, gap = np.asarray(seq.blocks[packed:kept_end], dtype=np.int64), end - kept_end
     tokens = seq.length - (first - packed) * block_tokens
     runtime.log.push(
         Thin(blocks, packed, len(left), tokens, into, prompt.format_id, prompt.queries, prompt.row, gap)
@@ -45,7 +45,7 @@ def queue_segments(runtime: Runtime, seq: Sequence, length: int) -> None:
     _store(runtime, left, prompt.format_id, 0, 0)
     pages = len(into) * runtime.store.block_formats[prompt.format_id].pages
     _store(runtime, into, prompt.format_id, pages, len(left) * block_tokens)
-    _open_gap(runtime, seq, kept, end, max(0, min(prompt.reserved, end) - kept))
+    _open_gap(runtime, seq, kept_end, end, max(0, min(prompt.reserved, end) - kept_end))
     _drop(runtime, left[max(0, prompt.reserved - first) :])
 
 
@@ -65,11 +65,11 @@ def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
         return
     if queries is None:
         raise RuntimeError("a one-shot prompt is complete, but no forward noted its last queries")
-    if prompt.stays != thinning.WHOLE:
+    if prompt.segment_blocks != thinning.UNTHINNED:
         kept_blocks = min(plan.kept_blocks, prompt.reserved)
         heads = runtime.layout.layers * runtime.layout.heads
-        most = kept_blocks * heads * (block_tokens // runtime.layout.page(fmt).tokens)
-        plan = replace(plan, kept_blocks=kept_blocks, pages=min(plan.pages, most))
+        max_pages = kept_blocks * heads * (block_tokens // runtime.layout.page(fmt).tokens)
+        plan = replace(plan, kept_blocks=kept_blocks, pages=min(plan.pages, max_pages))
     packed = seq.blocks[: prompt.first if prompt.dropped else first]
     blocks = np.asarray(packed + seq.blocks[first : -(-seq.prompt // block_tokens)], dtype=np.int64)
     full_blocks = np.asarray(seq.blocks[:full], dtype=np.int64)
@@ -96,9 +96,9 @@ def _store(runtime: Runtime, blocks: np.ndarray, format_id: int, pages: int, tok
     runtime.blocks.format_id[blocks] = format_id
 
 
-def _open_gap(runtime: Runtime, seq: Sequence, first: int, end: int, held: int = 0) -> None:
+def _open_gap(runtime: Runtime, seq: Sequence, first: int, end: int, num_spare: int = 0) -> None:
     runtime.gap_blocks -= seq.missing
-    seq.open_gap(first, end, held)
+    seq.open_gap(first, end, num_spare)
     runtime.gap_blocks += seq.missing
 
 

@@ -1,7 +1,7 @@
 """Re-planning: when packed blocks of running sequences are planned again. The length of a sequence alone decides.
 
-With `--kvc-lag`, a block is packed whole when it leaves the window, and planned when `lag` tokens follow it, or when
-its last request ends. By then `EVIDENCE` decode queries have read it.
+With `--kvc-lag`, a block is packed with all its tokens when it leaves the window, and planned when `lag` tokens follow
+it, or when its last request ends. When `lag` tokens follow it, `EVIDENCE` decode queries have read it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .sequence import Sequence
 
-TURNS = 16  # turns per block of growth; 16 suffice for 2^16 blocks behind the window
+TURNS = 16  # turns per block of growth; 16 suffice for 2^16 blocks before the window
 COMPETE_EVERY = 4  # growth of an answer, in blocks, between two plans
 
 
@@ -24,16 +24,16 @@ def places_to_replan(lengths: np.ndarray, window: int, block_tokens: int) -> np.
     """Index of the packed block to plan again in each sequence, now that `lengths` tokens are written (int64 `[n]`);
     -1: none.
 
-    Block b leaves the window, or the lag, when b + 1 blocks lie behind the window. It is planned again when that number
+    Block b leaves the window, or the lag, when b + 1 blocks precede the window. It is planned again when that number
     reaches 2 (b + 1), 4 (b + 1) and so on. Thresholds and attention scores depend on the length, so a small growth
     changes little. n blocks have fewer than n turns in total. The k-th turns of a block boundary come k * P / 16 tokens
     after it, so one step plans at most one block per request. Only the length decides, so other running requests do not
     change how a sequence is packed.
     """
-    behind, past = np.divmod(lengths - window, block_tokens)
-    turn, early = np.divmod(past, max(1, block_tokens // TURNS))
-    due = (early == 0) & (turn > 0) & (behind > 0) & (behind % (1 << turn) == 0)
-    return np.where(due, (behind >> turn) - 1, -1)
+    blocks, rest = np.divmod(lengths - window, block_tokens)
+    turn, offset = np.divmod(rest, max(1, block_tokens // TURNS))
+    due = (offset == 0) & (turn > 0) & (blocks > 0) & (blocks % (1 << turn) == 0)
+    return np.where(due, (blocks >> turn) - 1, -1)
 
 
 class Replanning:
@@ -47,49 +47,51 @@ class Replanning:
         policy, config = runtime.policy, runtime.config
         self.runtime, self.block_tokens = runtime, runtime.layout.block_tokens
         self.lag = max(config.window, config.lag)
-        self.whole_format, self.answer_format = policy.whole_format, policy.answer_format
+        self.unplanned_format, self.answer_format = policy.unplanned_format, policy.answer_format
         self.planned_again = (1, 1) in policy.moves
 
     @property
-    def most_whole(self) -> int:
-        """Maximum tokens of a sequence in blocks that are packed whole."""
-        if not self.whole_format:
+    def max_unplanned(self) -> int:
+        """Maximum tokens of a sequence in packed blocks that are not planned yet."""
+        if not self.unplanned_format:
             return 0
         return self.lag + (COMPETE_EVERY * self.block_tokens if self.answer_format else 0)
 
-    def young(self, seq: Sequence, length: int) -> int:
-        """Index of the first block that is packed whole when it leaves the window, at `length` written tokens."""
-        if not self.whole_format or seq.format_id != 1:
+    def first_unplanned(self, seq: Sequence, length: int) -> int:
+        """Index of the first block that is packed but not planned when it leaves the window, at `length` written
+        tokens."""
+        if not self.unplanned_format or seq.format_id != 1:
             return len(seq.blocks)
         return seq.prompt // self.block_tokens if self.answer_format else max(0, length - self.lag) // self.block_tokens
 
     def slide(self, seq: Sequence, length: int) -> tuple[list[int], list[int]]:
-        """Blocks that leave the window of `seq` at `length` written tokens: those to plan, and those to pack whole."""
-        first_young = max(0, self.young(seq, length) - seq.window_start)
+        """Blocks that leave the window of `seq` at `length` written tokens: those to plan, and those to plan later."""
+        first = max(0, self.first_unplanned(seq, length) - seq.window_start)
         left = seq.slide(length)
-        return left[:first_young], left[first_young:]
+        return left[:first], left[first:]
 
     def queue_turns(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
         """Queue the re-plans that are due before the next decode step of `seqs`, of which `lengths` tokens are
         written."""
-        if self.whole_format:
-            behind, past = np.divmod(lengths - self.lag, self.block_tokens)
-            turns = np.flatnonzero((past == 0) & (behind > 0))
+        if self.unplanned_format:
+            blocks, rest = np.divmod(lengths - self.lag, self.block_tokens)
+            turns = np.flatnonzero((rest == 0) & (blocks > 0))
             if self.answer_format:
                 for i in turns.tolist():
-                    self._compete(seqs[i], int(lengths[i]), int(behind[i]))
+                    self._compete(seqs[i], int(lengths[i]), int(blocks[i]))
             else:
-                ids = [seqs[i].blocks[behind[i] - 1] for i in turns.tolist()]
-                self._queue(ids, self.whole_format, 1, lengths[turns])
+                ids = [seqs[i].blocks[blocks[i] - 1] for i in turns.tolist()]
+                self._queue(ids, self.unplanned_format, 1, lengths[turns])
         if self.planned_again:
             places = places_to_replan(lengths, self.lag, self.block_tokens)
             turns = np.flatnonzero(places >= 0)
             self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
 
     def queue_ended(self, ids: list[int] | np.ndarray, length: int) -> None:
-        """Queue plans for the blocks `ids` of an ended request that are still whole and that no other request uses."""
-        if self.whole_format:
-            self._queue(ids, self.whole_format, 0, length)
+        """Queue plans for those of the blocks `ids` of an ended request that are not planned yet and that no other
+        request uses."""
+        if self.unplanned_format:
+            self._queue(ids, self.unplanned_format, 0, length)
 
     def replan(self, ids: list[int] | np.ndarray, length: int | np.ndarray) -> int:
         """Queue re-plans for those of `ids` that are packed and used by one sequence only; returns how many. `length`
@@ -106,17 +108,18 @@ class Replanning:
         lengths = (np.zeros_like(ids) + length)[due]
         return self.runtime.queue_move(ids[due], from_format=from_format, to_format=1, lengths=lengths)
 
-    def _compete(self, seq: Sequence, length: int, behind: int) -> None:
-        """Each time that `COMPETE_EVERY` more blocks are behind the lag, queue one plan of all of the answer's blocks
-        there, up to index `behind`. No other request uses them, because the tree takes over an answer at its end."""
+    def _compete(self, seq: Sequence, length: int, end: int) -> None:
+        """Each time that `COMPETE_EVERY` more blocks have passed the lag, queue one plan of the answer's blocks up to
+        index `end`, which have passed it. No other request uses them, because the tree takes over an answer at its
+        end."""
         first = seq.prompt // self.block_tokens
-        planned, layout, policy = behind - first, self.runtime.layout, self.runtime.policy
+        planned, layout, policy = end - first, self.runtime.layout, self.runtime.policy
         if seq.format_id != 1 or planned <= 0 or planned % COMPETE_EVERY:
             return
-        pages = policy.answer_pages(layout, planned, seq.window_start - behind)
-        ids = np.array(seq.blocks[first:behind], dtype=np.int64)
-        if pages < planned * self.runtime.store.block_formats[self.whole_format].pages:
+        pages = policy.answer_pages(layout, planned, seq.window_start - end)
+        ids = np.array(seq.blocks[first:end], dtype=np.int64)
+        if pages < planned * self.runtime.store.block_formats[self.unplanned_format].pages:
             self.runtime.queue_move(
-                ids, from_format=self.whole_format, to_format=self.answer_format,
+                ids, from_format=self.unplanned_format, to_format=self.answer_format,
                 lengths=np.full_like(ids, length), groups=np.array([[planned, pages]]),
             )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GAIN = 0.25  # weight of a session's last pause in its typical pause
-PRIOR_GAIN = 1 / 512  # and in the typical pause of all sessions
+PRIOR_GAIN = 1 / 512  # weight of a pause in the typical pause of all sessions
 FIRST_PAUSE = 1000  # forwards; a server's typical pause before it has seen one
 
 
@@ -25,7 +25,7 @@ class Use:
     ended: number of forwards when its last request ended.
     busy: one of its requests waits or runs.
     place: arrival number of its waiting prompt; None if none waits.
-    over: its client said that no prompt will continue the last one.
+    done: its client said that no prompt will continue the last one.
     leaf: last node of the tree that its last prompt found or left.
     """
 
@@ -34,7 +34,7 @@ class Use:
     ended: int = 0
     busy: bool = True
     place: int | None = None
-    over: bool = False
+    done: bool = False
     leaf: Any = None
 
     def rank(self) -> tuple[int, float]:
@@ -47,7 +47,7 @@ class Use:
         """
         if self.place is not None:
             return 1, -self.place
-        if self.over:
+        if self.done:
             return -1, self.ended
         return 0, self.ended - math.exp(self.log_pause)
 
@@ -77,17 +77,17 @@ class Sessions:
         session waits or runs. Otherwise it is a new one.
         """
         if before is None or before.busy or cached < before.prompt - self.block_tokens:
-            before = Use(self.log_pause)
+            use = Use(self.log_pause)
         else:
-            pause = math.log(max(1, now - before.ended))
-            before.log_pause += GAIN * (pause - before.log_pause)
+            use, pause = before, math.log(max(1, now - before.ended))
+            use.log_pause += GAIN * (pause - use.log_pause)
             self.log_pause += PRIOR_GAIN * (pause - self.log_pause)
-            before.busy, before.over = True, False
-        before.prompt = prompt
-        return before
+            use.busy, use.done = True, False
+        use.prompt = prompt
+        return use
 
     def wait(self, uses: Iterable[Use]) -> list[Use]:
-        """Set the sessions whose prompts wait; returns those whose prompts no longer wait."""
+        """Set the sessions whose prompts wait; returns the sessions whose prompts have left the queue."""
         waiting = dict.fromkeys(uses)
         gone = [use for use in self.waiting if use not in waiting]
         for use in gone:
@@ -103,6 +103,6 @@ class Sessions:
         use.ended, use.place = now, next(self.places)
 
     @staticmethod
-    def end(use: Use, now: int, over: bool) -> None:
+    def end(use: Use, now: int, done: bool) -> None:
         """The request of `use` has ended."""
-        use.busy, use.ended, use.over, use.place = False, now, over, None
+        use.busy, use.ended, use.done, use.place = False, now, done, None

@@ -1,16 +1,15 @@
-"""Runtime: one server's compressed cache. Page store, ledger, block records and the operation queue behind a few verbs.
+"""Runtime: one server's compressed cache, which owns the page store, the ledger, the block records and the op queue.
 
-The scheduler's CPU code takes and frees blocks and reports written tokens (`grow`, `free`, `tokens_written`), which
-fills the queue. The forward stream calls `flush` once at the start of every forward. Between the two there is only the
-queue, so stream order makes the reuse of pages safe.
+The scheduler's CPU code takes and frees blocks (`grow`, `free`) and reports written tokens to `packing`, which
+fills the queue. The forward stream calls `flush` once at the start of every forward. The two share only the queue, so
+stream order makes the reuse of pages safe.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,27 +19,26 @@ from kvc_kernels.layout import Format, PoolLayout
 from kvc_kernels.store import PageStore
 
 from ..policies import SEQUENCE, Policy
-from .blocks import Blocks, State
+from .blocks import NO_BLOCKS, Blocks, State
 from .capacity import Capacity
 from .counters import Counters
 from .demotion import Demotion
 from .host_tier import HostTier
+from .identity import file_digest
 from .ledger import Ledger
 from .one_shot import Budget, OneShotPrompt
 from .op_queue import NO_GROUPS, Compact, EndGap, OpLog, Release, Take
 from .page_ops import PageOps, PendingCounts
-from .prompt_packing import queue_prompt, queue_segments
 from .replanning import Replanning
 from .sequence import Sequence, extend_each
 from .sizing import Sizing
-from .thinning import WHOLE, held_blocks
+from .thinning import UNTHINNED, thinned_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..options.config import KvcConfig
 
-NO_BLOCKS = np.empty(0, dtype=np.int64)
 _current: Runtime | None = None
 
 
@@ -53,14 +51,6 @@ def install(runtime: Runtime | None) -> None:
     """Make `runtime` the one of this process."""
     global _current
     _current = runtime
-
-
-class Phase(Enum):
-    """Event at which written tokens are reported."""
-
-    CHUNK = "chunk"  # a part of the prompt is prefilled, and more follows
-    PREFILL = "prefill"  # the prompt is prefilled
-    END = "end"  # the request ends: finished, aborted or retracted
 
 
 @dataclass
@@ -91,21 +81,23 @@ class Runtime:
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     host_tier: HostTier | None = None
     gap_blocks: int = 0  # places without a block, over all running sequences
-    decodes_as_extend: bool = False  # whether decode steps may run as prefills of one token (DP attention)
-    windowed: bool = False  # whether the model has layers with sliding windows
+    decodes_as_extend: bool = False  # decode steps may run as prefills of one token (DP attention)
+    windowed: bool = False  # the model has layers with sliding windows
     weights_changed: bool = False  # since the last reset
     released: bool = False  # the page store's memory is released, and nothing may touch it
-    weights: Callable[[], bytes] = lambda: b""  # identifies the weights and the rank's heads and layers
-    _open_queued: bool = False  # a compaction is queued whose outcome depends on the data
+    weights: Callable[[], bytes] = lambda: b""  # identifies the weights
+    model: Callable[[], str] = lambda: ""  # identifies everything else that K and V are computed from
+    _inexact_queued: bool = False  # a compaction is queued whose size depends on the data
 
     def __post_init__(self) -> None:
         self.replanning = Replanning(self)
         self.capacity = Capacity(
             self.ledger, self.blocks, self.layout, self.sizing, self.store.block_formats, self.policy,
-            self.config.window, self.replanning.most_whole
+            self.config.window, self.replanning.max_unplanned
         )
         self.page_ops = PageOps(self.store, self.policy, self.sizing.reserve_pages)
         self.demotion = Demotion(self)
+        self.calibration_digest = file_digest(self.config.calibration)  # the file may change while the server runs
 
     def attach_host_tier(self) -> None:
         """Allocate the host memory of `config.host_memory` bytes."""
@@ -126,9 +118,9 @@ class Runtime:
 
         It starts without cached tokens."""
         seq = Sequence.admit(self.blocks, self.layout.block_tokens, self.config.window, NO_BLOCKS, 0, format_id=0)
-        stays = self.capacity.one_shot.stays(budget, tokens, format_id, chunk) or WHOLE
-        reserved = held_blocks(stays, tokens // self.layout.block_tokens)
-        seq.one_shot = OneShotPrompt(budget, format_id, tokens, stays, reserved)
+        segment_blocks = self.capacity.one_shot.segment_blocks(budget, tokens, format_id, chunk) or UNTHINNED
+        reserved = thinned_blocks(segment_blocks, tokens // self.layout.block_tokens)
+        seq.one_shot = OneShotPrompt(budget, format_id, tokens, segment_blocks, reserved)
         return seq
 
     def grow(self, seqs: list[Sequence], lengths: list[int]) -> bool:
@@ -165,69 +157,15 @@ class Runtime:
         self.blocks.num_tokens[last] = filled
         return last * p + (filled - 1)
 
-    def tokens_written(
-        self, seq: Sequence, length: int, phase: Phase, kept: list[int] | np.ndarray = NO_BLOCKS
-    ) -> None:
-        """Queue the blocks that are due for packing now that `length` tokens of `seq` are written.
-
-        This and `tokens_decoded` are the only rule for when a block is packed:
-
-        * CHUNK, PREFILL: blocks that left the recent window, planned as a prompt (N = 0). None after a chunk if the
-          policy plans a prompt as a whole.
-        * A decode step: blocks that left the window since the last step, planned by N = `length`. With overlap
-          scheduling the first step is prepared before the result of the prefill is processed; up to the prompt's length
-          N = 0. Where the policy plans again, also the packed blocks whose turn it is.
-        * END: the full blocks that the tree keeps, `kept`, including those of the window. `length` is 0 if nothing was
-          generated.
-
-        With a lag, packing and planning are two events (`replanning`).
-
-        A one-shot prompt is packed as a whole by the first event after its end. If it does not fit uncompressed,
-        segments are also packed after each chunk. Its answer follows the rules above.
-        """
-        if phase is Phase.END:
-            self.queue_due(kept, seq.format_id, length)
-            self.replanning.queue_ended(kept, length)
-        elif seq.waits_whole:
-            if phase is Phase.PREFILL:
-                queue_prompt(self, seq, length)
-            else:
-                queue_segments(self, seq, length)
-        elif phase is Phase.PREFILL or not self.capacity.packs_whole_prompts:
-            left, young = self.replanning.slide(seq, length)
-            self.queue_due(left, seq.format_id)
-            self.queue_due(young, self.policy.whole_format)
-
-    def tokens_decoded(self, seqs: list[Sequence], lengths: np.ndarray) -> None:
-        """Queue the blocks that are due for packing before the next decode step of `seqs`, of which `lengths` tokens
-        are written (int64 `[n]`). See `tokens_written`.
-
-        Takes a few operations for any number of sequences, and more for each sequence whose window moves."""
-        table = self.blocks.sequences
-        left: dict[int, dict[int, int]] = defaultdict(dict)  # N of each block, by format
-        for i in (lengths >= table.due[table.rows_of(seqs)]).nonzero()[0].tolist():
-            seq, length = seqs[i], int(lengths[i])
-            if seq.waits_whole:
-                queue_prompt(self, seq, length)
-                continue
-            n = length if length > seq.prompt else 0
-            for format_id, ids in zip((seq.format_id, self.policy.whole_format), self.replanning.slide(seq, length)):
-                for block in ids:  # if several sequences leave a shared block in one step, the last one decides
-                    left[format_id].pop(block, None)
-                    left[format_id][block] = n
-        for format_id, blocks in left.items():
-            self.queue_due(list(blocks), format_id, np.array(list(blocks.values())))
-        self.replanning.queue_turns(seqs, lengths)
-
     def sequences_of(self, rids: list[str]) -> list[Sequence | None]:
         """The sequence of each request of a prefill; None for requests of the engine's own warm-up, which no scheduler
         allocated. RuntimeError if the last allocation was for other requests or in another order."""
-        known = [rid for rid, _ in self.extending]
-        if rids == known:
+        allocated = [rid for rid, _ in self.extending]
+        if rids == allocated:
             return [seq for _, seq in self.extending]
-        if not set(rids).isdisjoint(known):
+        if not set(rids).isdisjoint(allocated):
             raise RuntimeError(
-                f"a forward extends {len(rids)} requests but the last allocation was for {len(known)} others; "
+                f"a forward extends {len(rids)} requests but the last allocation was for {len(allocated)} others; "
                 "--kv-backend kvc needs both to be the same batch"
             )
         return [None] * len(rids)
@@ -262,7 +200,7 @@ class Runtime:
         return ids
 
     def free(self, ids: list[int] | np.ndarray) -> None:
-        """Return whole blocks. Forwards in flight may read them until the next flush."""
+        """Return blocks. Forwards in flight may read them until the next flush."""
         array = np.asarray(ids, dtype=np.int64)
         if len(array) == 0:
             return
@@ -271,7 +209,7 @@ class Runtime:
         self.log.push(Release(array))
 
     def queue_due(self, ids: list[int] | np.ndarray, format_id: int = 1, length: int | np.ndarray = 0) -> int:
-        """Queue those of the full blocks `ids` that are open and in no window, to be packed at `format_id`; returns how
+        """Queue the full blocks among `ids` that are open and in no window, to be packed at `format_id`; returns how
         many.
 
         `length` is N of the sequence, or of each block's, while it decodes, 0 in the prompt phase.
@@ -308,12 +246,12 @@ class Runtime:
         if len(due) == 0:
             return 0
         target = self.store.block_formats[to_format]
-        # A fixed outcome is credited now. An open one is charged its upper bound until the count comes back; moves
-        # never take more pages than they leave, so a re-plan is covered by the present charge.
+        # An exact size is credited now. Otherwise the upper bound is charged until the count comes back. A move never
+        # takes more pages than it leaves, so the present charge covers a re-plan.
         self.ledger.lower(due, target.pages)
         starts, generations = self.blocks.start[due], self.blocks.generation[due]
         self.log.push(Compact(due, from_format, to_format, starts, lengths, generations, groups))
-        self._open_queued |= not target.exact
+        self._inexact_queued |= not target.exact
         self.blocks.state[due] = State.PACKED
         self.blocks.format_id[due] = to_format
         self.counters.compactions += len(due)
@@ -324,7 +262,7 @@ class Runtime:
         self.page_ops.synchronize()
         for queued in (self.log, self.pending, self.extending):
             queued.clear()
-        self._open_queued = self.weights_changed = False
+        self._inexact_queued = self.weights_changed = False
         self.gap_blocks = 0
         self.page_ops.gaps.reset()
         if self.host_tier is not None:
@@ -348,15 +286,15 @@ class Runtime:
 
     # ---- queue (forward stream) and page counts
 
-    def flush(self) -> None:
-        """Apply all queued operations in order. Called on the forward stream before any layer runs."""
-        if not len(self.log):
-            return
+    def flush(self, *, all_loads: bool = False) -> None:
+        """Apply all queued operations in order. Called on the forward stream before any layer runs. Copies of a long
+        load are spread over several flushes, unless `all_loads`."""
         began = time.perf_counter()
-        compacted = self._open_queued = False
+        compacted = self._inexact_queued = False
         for op in self.log.drain():
             self.pending += self.page_ops.run(op, self.step)
             compacted |= isinstance(op, Compact)
+        self.page_ops.launch_loads(all_of_them=all_loads)
         if compacted:
             self.counters.compaction_ms += 1e3 * (time.perf_counter() - began)
 
@@ -381,13 +319,13 @@ class Runtime:
 
     @property
     def unsettled(self) -> bool:
-        """Whether operations are queued or page counts are on their way."""
-        return bool(len(self.log) or self.pending)
+        """Whether operations are queued, copies of loads are to be launched, or page counts are on their way."""
+        return bool(len(self.log) or self.pending or self.page_ops.loads_left)
 
     @property
     def overcharged(self) -> bool:
-        """Whether settling may free memory: page counts are on their way, or a queued compaction will yield some."""
-        return self._open_queued or bool(self.pending)
+        """Whether settling may lower charges: page counts are on their way, or a queued compaction will yield some."""
+        return self._inexact_queued or bool(self.pending)
 
     def settle(self) -> None:
         """Flush and harvest with a sync: at idle, and before a retraction.
@@ -395,6 +333,6 @@ class Runtime:
         The device is also synchronized before the flush, because a forward on another stream may still read what the
         queue changes."""
         self.page_ops.synchronize()
-        self.flush()
+        self.flush(all_loads=True)
         self.page_ops.synchronize()
         self.harvest(self.step)

@@ -89,7 +89,7 @@ class Sequence:
         self.records.sequences.length[self.row] = length
 
     def cut(self, length: int) -> list[int]:
-        """Keep `length` tokens; returns the blocks behind them, which are uncompressed and not shared."""
+        """Keep `length` tokens; returns the blocks after them, which are uncompressed and not shared."""
         p, table = self.block_tokens, self.records.sequences
         count = -(-length // p)
         dropped, self.blocks[count:] = self.blocks[count:], []
@@ -109,8 +109,8 @@ class Sequence:
         return self.length > self.prompt
 
     @property
-    def waits_whole(self) -> bool:
-        """Whether its prompt is a one-shot prompt that is not packed yet."""
+    def packs_at_end(self) -> bool:
+        """Whether its prompt is a one-shot prompt whose final packing is not queued yet."""
         return self.one_shot is not None and not self.one_shot.packed
 
     @property
@@ -121,11 +121,11 @@ class Sequence:
     @property
     def missing(self) -> int:
         """Number of places without blocks, at the end of the gap."""
-        return 0 if self.one_shot is None else self.one_shot.dropped - self.one_shot.held
+        return 0 if self.one_shot is None else self.one_shot.dropped - self.one_shot.num_spare
 
     def probe_tokens(self, first: int, end: int, tokens: int) -> int:
         """`thinning.probe_tokens` of its prompt."""
-        return probe_tokens(0 if self.one_shot is None else self.one_shot.stays, first, end, tokens)
+        return probe_tokens(0 if self.one_shot is None else self.one_shot.segment_blocks, first, end, tokens)
 
     def owned(self) -> list[int]:
         """The blocks of all places that have one."""
@@ -134,12 +134,12 @@ class Sequence:
         end = self.one_shot.first + self.gap  # type: ignore[union-attr]  # only these have a gap
         return self.blocks[: end - self.missing] + self.blocks[end:]
 
-    def open_gap(self, first: int, end: int, held: int = 0) -> None:
-        """Places `first` .. `end` - 1, which lie before the window, hold no tokens from now on. The first `held` of
-        them keep their blocks for later tokens; the other places have no blocks."""
-        self.blocks[first + held : end] = [SCRATCH_BLOCK] * (end - first - held)
+    def open_gap(self, first: int, end: int, num_spare: int = 0) -> None:
+        """Mark the places `first` .. `end` - 1, which lie before the window, as a gap without tokens. The first
+        `num_spare` of them keep their blocks for later tokens; the other places have no blocks."""
+        self.blocks[first + num_spare : end] = [SCRATCH_BLOCK] * (end - first - num_spare)
         prompt = self.one_shot
-        prompt.first, prompt.dropped, prompt.held = first, end - first, held  # type: ignore[union-attr]
+        prompt.first, prompt.dropped, prompt.num_spare = first, end - first, num_spare  # type: ignore[union-attr]
 
     def open_tokens(self) -> int:
         """Tokens of its uncompressed blocks. Packed blocks of a cached prefix stay packed, in the window too."""
@@ -150,11 +150,11 @@ class Sequence:
         return self.records.open_indices(self.blocks[: length // self.block_tokens])
 
     def slide(self, length: int) -> list[int]:
-        """Move the window behind `length` written tokens; returns the blocks that left it."""
+        """Move the window to the end of `length` written tokens; returns the blocks that left it."""
         first = max(0, length - self.window) // self.block_tokens
         left = self.blocks[self.window_start : first]
         if left:
-            for block in left:  # of a decode step one, for which an array costs more
+            for block in left:  # one in a decode step, for which an array would cost more
                 self.records.window_count[block] -= 1
             self._start_window(first)
             if self.packed:

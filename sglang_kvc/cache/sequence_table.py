@@ -25,7 +25,7 @@ class SequenceTable:
     def __init__(self) -> None:
         self._table = np.zeros((4, 0), dtype=np.int64)
         self._free: list[int] = []
-        self._asked: list[Sequence] = []
+        self._last_seqs: list[Sequence] = []
         self._rows = np.empty(0, dtype=np.int64)
         self._reqs: list = []
         self._seqs: list[Sequence] = []
@@ -54,7 +54,7 @@ class SequenceTable:
 
     def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
         """Rows of `seqs`, int64 `[n]`. Most steps have the sequences of the step before."""
-        if seqs != self._asked:
-            self._asked = list(seqs)
+        if seqs != self._last_seqs:
+            self._last_seqs = list(seqs)
             self._rows = np.array([seq.row for seq in seqs], dtype=np.int64)
         return self._rows

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from ..options.config import KvcConfig
     from ..policies import Policy
 
-# Most blocks that may share the memory of one uncompressed block, also the assumption if the packed size is
-# unknown. It bounds the tables, which cost bytes even for empty heads.
-MAX_BLOCK_RATIO, OPEN_BLOCK_RATIO = 16.0, 8.0
+# Maximum number of blocks that share the memory of one uncompressed block, and the assumed number if the packed size
+# depends on the data. They bound the tables, which cost bytes even for empty heads.
+MAX_BLOCK_RATIO, INEXACT_BLOCK_RATIO = 16.0, 8.0
 # Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
-RESERVE_PART = 1 / 32
+RESERVE_SHARE = 1 / 32
 # Host memory is handed out in multiples of this many bytes.
 UNIT_ALIGN = 4096
-# Buffers of blocks on their way to the host, and of those on their way back: one is filled while another is emptied.
+# Buffers of blocks on their way to the host and on their way back: one is filled while another is emptied.
 SAVE_BUFFERS, LOAD_BUFFERS = 3, 2
 # Maximum bytes of a buffer, and its maximum share of the pool. A copy of 16 MiB reaches the bus's rate. Larger copies
 # are fewer, and each costs the scheduler's thread about 0.1 ms.
-BUFFER_BYTES, BUFFER_PART = 48 << 20, 1 / 160
+BUFFER_BYTES, BUFFER_SHARE = 48 << 20, 1 / 160
 # Tokens of uncompressed prefixes that the prompts of one prefill may stage together; a longer window raises it.
 STAGED_TOKENS = 16384
 
@@ -73,11 +73,11 @@ def _page_of(formats: list[Format], tokens: int, **options) -> int:
 class Sizing:
     """Sizes of one pool in `num_bytes` of memory.
 
-    num_blocks: most blocks that can be resident once they are compressed.
+    num_blocks: number of block ids, enough for a pool of compressed blocks.
     reserve_pages: pages that only compactions draw on.
-    capacity_tokens: tokens that fit uncompressed. SGLang takes it for its number of tokens.
-    staged_tokens: most tokens of uncompressed cached blocks that the prompts of one prefill may stage fake-quantized,
-        beyond the first prompt. 0: no limit, because nothing is staged.
+    capacity_tokens: tokens that fit uncompressed, which SGLang uses as its number of tokens.
+    staged_tokens: maximum tokens of uncompressed cached blocks that the prompts of one prefill may together stage
+        fake-quantized; a single prompt may exceed it. 0: no limit, because nothing is staged.
     """
 
     num_bytes: int
@@ -145,7 +145,7 @@ class HostLayout:
 
         unit = min(units, key=cost)
         largest = align_up(record.num_bytes(layout.block_pages_bf16), unit)
-        return cls(record, unit, max(largest, min(BUFFER_BYTES, int(pool_bytes * BUFFER_PART))))
+        return cls(record, unit, max(largest, min(BUFFER_BYTES, int(pool_bytes * BUFFER_SHARE))))
 
     def units_for(self, pages: int) -> int:
         """Units of the record of a block with `pages` pages."""
@@ -163,12 +163,12 @@ def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockForm
     Raises ValueError, in one sentence, when not even four blocks fit.
     """
     bf16 = layout.block_pages_bf16
-    ratios = [bf16 / max(r.pages, 1) if r.exact else OPEN_BLOCK_RATIO for r in block_formats[1:]]
+    ratios = [bf16 / max(r.pages, 1) if r.exact else INEXACT_BLOCK_RATIO for r in block_formats[1:]]
     ratio = min(max(ratios, default=1.0), MAX_BLOCK_RATIO)
     pages = int(num_bytes / (layout.page_bytes + RING_ENTRY_BYTES + ratio * layout.block_meta_bytes / bf16))
     blocks = int(pages / bf16 * ratio) + 2
     largest_target = max([r.pages for r in block_formats[1:]] or [0])
-    reserve = max(largest_target, int(pages * RESERVE_PART)) if largest_target else 0
+    reserve = max(largest_target, int(pages * RESERVE_SHARE)) if largest_target else 0
     capacity = (pages - 1 - reserve) // bf16 * layout.block_tokens
     if capacity < 4 * layout.block_tokens:
         need = (4 * bf16 + largest_target + 1) * layout.page_bytes

@@ -1,9 +1,9 @@
 """Thinning: how the cache holds a one-shot prompt that does not fit uncompressed.
 
 Such a prompt is packed during its prefill, a *segment* of SEGMENT blocks at a time. Until the prompt is complete, each
-segment keeps as many blocks as an empty server has room for: all of them, or fewer, in which every head keeps its best
-tokens. The number depends only on the prompt's length and the server's settings, so an answer does not depend on other
-requests.
+segment keeps as many blocks as an empty server has room for. If these are not all, every head fills them with its best
+tokens. The number depends only on the prompt's length and the server's settings, so other requests do not change an
+answer.
 
 The question, which decides what the best tokens are, comes at the end of a prompt. Each chunk therefore ends with a
 *probe*: a copy of the prompt's last tokens, whose queries rank the tokens so far, as in FINCH (arXiv 2408.00167).
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 SEGMENT = 8  # blocks
 PROBE = 128  # tokens
-WHOLE = 0  # value of `stays` for a prompt that is uncompressed until it is complete
+UNTHINNED = 0  # `segment_blocks` of a prompt that is uncompressed until it is complete
 
 
-def probe_tokens(stays: int, first: int, end: int, tokens: int) -> int:
+def probe_tokens(segment_blocks: int, first: int, end: int, tokens: int) -> int:
     """Number of tokens at the end of the chunk `first` .. `end` - 1, of a prompt of `tokens` tokens, that are replaced
     by the prompt's last tokens. The next chunk begins with the replaced tokens and overwrites these rows."""
-    thinned = 0 < stays < SEGMENT and end < tokens
+    thinned = 0 < segment_blocks < SEGMENT and end < tokens
     return min(PROBE, (end - first) // 2) if thinned else 0
 
 
-def held_blocks(stays: int, full: int) -> int:
+def thinned_blocks(segment_blocks: int, full: int) -> int:
     """Blocks that hold the `full` full blocks of a thinned prompt when it is complete."""
-    return stays * (full // SEGMENT) + full % SEGMENT
+    return segment_blocks * (full // SEGMENT) + full % SEGMENT
 
 
 class OneShotRoom:
@@ -47,18 +47,18 @@ class OneShotRoom:
         self.room = capacity.sizing.capacity_tokens - self.block_tokens - 2
         self.block_ids = capacity.blocks.num_blocks - 3
 
-    def stays(self, budget: Budget, tokens: int, format_id: int, chunk: int | None) -> int | None:
-        """Number of blocks that each segment of a prompt of `tokens` tokens keeps until the prompt is complete. WHOLE:
-        it is not packed earlier. None: it does not fit."""
+    def segment_blocks(self, budget: Budget, tokens: int, format_id: int, chunk: int | None) -> int | None:
+        """Number of blocks that each segment of a prompt of `tokens` tokens keeps until the prompt is complete.
+        UNTHINNED: the prompt is not packed before. None: it does not fit."""
         if chunk is None or tokens <= self.room - self.block_tokens:
-            return WHOLE if tokens <= self.room else None
-        counts = range(SEGMENT, self._least(budget, format_id) - 1, -1)
+            return UNTHINNED if tokens <= self.room else None
+        counts = range(SEGMENT, self._min_segment_blocks(budget, format_id) - 1, -1)
         return next((n for n in counts if tokens <= self._longest(n, format_id, chunk)), None)
 
     def check_read(self, budget: Budget, tokens: int, format_id: int, chunk: int | None) -> None:
-        """ValueError, in one sentence, if chunks of the prompt have probes and its client asks for more than the
-        answer."""
-        if 0 < (self.stays(budget, tokens, format_id, chunk) or WHOLE) < SEGMENT:
+        """Refuse embeddings as input, and log-probabilities or hidden states of the prompt as output: ValueError, in
+        one sentence, if chunks of the prompt end with probes."""
+        if 0 < (self.segment_blocks(budget, tokens, format_id, chunk) or UNTHINNED) < SEGMENT:
             raise ValueError(
                 f"A one-shot prompt of {tokens} tokens is computed in chunks that end with its last tokens, so it can "
                 f"neither be given as embeddings nor have log-probabilities or hidden states of its tokens; ask for "
@@ -66,16 +66,16 @@ class OneShotRoom:
             )
 
     def need(self, budget: Budget, tokens: int, answer: int, format_id: int, chunk: int | None) -> float:
-        """Maximum memory that a prompt of `tokens` tokens with an answer of `answer` needs; more than exists if it
+        """Maximum memory that a prompt of `tokens` tokens with an answer of `answer` needs; above the capacity if it
         never fits.
 
         The maximum is just before the packing, which is queued before the second token of the answer takes a block, or
         at the end of the answer."""
-        stays = self.stays(budget, tokens, format_id, chunk)
-        if stays is None:
+        segment_blocks = self.segment_blocks(budget, tokens, format_id, chunk)
+        if segment_blocks is None:
             return tokens + self.capacity.sizing.capacity_tokens
-        before = tokens if stays == WHOLE else self._packed_on_arrival(tokens, stays, format_id, chunk or 0)
-        kept, _ = self._kept(budget, tokens, format_id, stays)
+        before = self._before_packing(tokens, segment_blocks, format_id, chunk)
+        kept, _ = self._kept(budget, tokens, format_id, segment_blocks)
         return max(before + min(answer, self.block_tokens), kept + self.capacity.growth_tokens(answer, format_id, 0))
 
     def longest(self, budget: Budget, format_id: int, chunk: int | None, tokens: int | None = None) -> int:
@@ -84,18 +84,18 @@ class OneShotRoom:
         prompt."""
         if chunk is None:
             return self.room
-        most = self._longest(self._least(budget, format_id), format_id, chunk)
+        longest_prompt = self._longest(self._min_segment_blocks(budget, format_id), format_id, chunk)
         if tokens is None:
-            return most
-        if (stays := self.stays(budget, tokens, format_id, chunk)) is None:
+            return longest_prompt
+        if (segment_blocks := self.segment_blocks(budget, tokens, format_id, chunk)) is None:
             return 0
-        kept, blocks = self._kept(budget, tokens, format_id, stays)
+        kept, blocks = self._kept(budget, tokens, format_id, segment_blocks)
         rest, p = self.room - kept, self.block_tokens
         answer = rest if rest < p else p + (rest - p) / self.capacity.packed_tokens(1, format_id)
-        return int(tokens + min(answer, most - tokens, (self.block_ids - blocks) * p))
+        return int(tokens + min(answer, longest_prompt - tokens, (self.block_ids - blocks) * p))
 
-    def _least(self, budget: Budget, format_id: int) -> int:
-        """Minimum number of blocks that a segment may keep: those that the budget will pay for."""
+    def _min_segment_blocks(self, budget: Budget, format_id: int) -> int:
+        """Minimum number of blocks that a segment may keep: those that the budget allows in the end."""
         if budget.ratio is not None:
             share = 1 / budget.ratio / self.capacity.packed_tokens(1, format_id)
         else:  # a thinned prompt is longer than `room` less a block
@@ -106,18 +106,21 @@ class OneShotRoom:
         """Maximum tokens that are uncompressed at a time: a chunk, and a segment that is not complete."""
         return chunk + SEGMENT * self.block_tokens
 
-    def _packed_on_arrival(self, tokens: int, stays: int, format_id: int, chunk: int) -> float:
-        open_tokens = min(tokens, self._open(chunk))
-        return open_tokens + self.capacity.packed_tokens((tokens - open_tokens) * stays / SEGMENT, format_id)
+    def _before_packing(self, tokens: int, segment_blocks: int, format_id: int, chunk: int | None) -> float:
+        """Memory of a complete prompt before its final packing."""
+        if segment_blocks == UNTHINNED:
+            return tokens
+        open_tokens = min(tokens, self._open(chunk or 0))
+        return open_tokens + self.capacity.packed_tokens((tokens - open_tokens) * segment_blocks / SEGMENT, format_id)
 
-    def _longest(self, stays: int, format_id: int, chunk: int) -> int:
-        """Tokens of the longest prompt whose segments keep `stays` blocks each."""
+    def _longest(self, segment_blocks: int, format_id: int, chunk: int) -> int:
+        """Tokens of the longest prompt whose segments keep `segment_blocks` blocks each."""
         p, open_tokens = self.block_tokens, self._open(chunk)
-        packed = (self.room - p - open_tokens) / self.capacity.packed_tokens(stays / SEGMENT, format_id)
-        blocks = (self.block_ids - SEGMENT - open_tokens // p - 1) * SEGMENT // stays
+        packed = (self.room - p - open_tokens) / self.capacity.packed_tokens(segment_blocks / SEGMENT, format_id)
+        blocks = (self.block_ids - SEGMENT - open_tokens // p - 1) * SEGMENT // segment_blocks
         return max(self.room - p, min(open_tokens + int(packed), blocks * p))
 
-    def _kept(self, budget: Budget, tokens: int, format_id: int, stays: int) -> tuple[float, int]:
+    def _kept(self, budget: Budget, tokens: int, format_id: int, segment_blocks: int) -> tuple[float, int]:
         """Memory of a packed prompt with its open block, and its number of blocks."""
         layout, p = self.capacity.layout, self.block_tokens
         full, tail = divmod(tokens, p)
@@ -125,5 +128,7 @@ class OneShotRoom:
         plan = budget.plan(layout, fmt, full, tokens) if full else None
         if plan is None:
             return self.capacity.packed_tokens(full * p, format_id) + tail, full + 1
-        blocks = plan.kept_blocks if stays == WHOLE else min(plan.kept_blocks, held_blocks(stays, full))
+        blocks = plan.kept_blocks
+        if segment_blocks != UNTHINNED:
+            blocks = min(blocks, thinned_blocks(segment_blocks, full))
         return self.capacity.tokens_of_pages(plan.pages) + tail, blocks + 1

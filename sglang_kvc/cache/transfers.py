@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,23 +17,39 @@ from kvc_kernels.store import PageStore
 from .host_memory import HostMemory, runs
 from .sizing import LOAD_BUFFERS, SAVE_BUFFERS, HostLayout
 
+# Buffers of loads that one flush launches. A launch takes the scheduler's thread 0.1 to 0.4 ms, so a long load in one
+# flush would hold up the decode steps of other requests. At 48 MiB a buffer, the bus is busy for about 10 ms.
+BUFFERS_PER_FLUSH = 12
+
 
 @dataclass
 class Loading:
     """A load under way: blocks being copied from the host to the device.
 
     queued: number of operations that are not launched yet. events: CUDA events at the ends of the launched ones (none
-    on the CPU, where a load ends at once). kept: tensors that a stream still reads.
+    on the CPU, where a load ends at once). in_use: tensors that a stream still reads.
     """
 
     blocks: np.ndarray
     queued: int = 0
     events: list[Any] = field(default_factory=list)
-    kept: list[torch.Tensor] = field(default_factory=list)
+    in_use: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return not self.queued and all(event.query() for event in self.events)
+
+
+@dataclass
+class _Fill:
+    """Blocks `ids` int64 `[n]` that have pages and are filled from `units[n, k]` of the host memory. The first `done`
+    of them are launched."""
+
+    ids: torch.Tensor
+    units: np.ndarray
+    loading: Loading
+    places: Any = None  # of `ids`, from the first launch on; used on the move stream alone
+    done: int = 0
 
 
 class Transfers:
@@ -52,6 +70,7 @@ class Transfers:
         self.save_buffers, self.load_buffers = self._buffers(SAVE_BUFFERS), self._buffers(LOAD_BUFFERS)
         # Event, first units and number of each save that may still run.
         self.saving: deque[tuple[Any, np.ndarray, int]] = deque()
+        self.fills: deque[_Fill] = deque()  # launched in part or not at all
         self.num_queued = self.num_launched = 0  # save operations since start
         self.bytes_saved = self.bytes_loaded = 0
 
@@ -120,53 +139,65 @@ class Transfers:
                 ended.synchronize()
 
     def load(self, blocks: np.ndarray, format_id: int, units: np.ndarray, loading: Loading) -> None:
-        """Give `blocks[n]` pages, and fill them from `units[n, k]`."""
+        """Give `blocks[n]` pages, to be filled from `units[n, k]` by `launch_fills`."""
         self.bytes_loaded += units.size * self.memory.unit_bytes
         self._wait_saved(units[:, 0])
         ids = self._to_device(blocks)
         ops.take_stored(self.store, ids, format_id, self._to_device(self.counts(units[:, 0])))
-        loading.queued -= 1
-        if not self.on_gpu:
-            self._fill(ids, units)
+        self.fills.append(_Fill(ids, units, loading))
+
+    def launch_fills(self, *, all_of_them: bool) -> None:
+        """Launch the copies of loads: all of them, or as many as a flush may."""
+        if not self.fills:
             return
-        self.move_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.move_stream):
-            self._fill(ids, units)
+        left = math.inf if all_of_them else BUFFERS_PER_FLUSH
+        with contextlib.ExitStack() as stack:
+            if self.on_gpu:
+                self.move_stream.wait_stream(torch.cuda.current_stream())
+                stack.enter_context(torch.cuda.stream(self.move_stream))
+            while self.fills and left > 0:
+                self._fill_next(self.fills[0])
+                left -= 1
+                if self.fills[0].done == len(self.fills[0].units):
+                    self._end(self.fills.popleft())
+
+    def _fill_next(self, fill: _Fill) -> None:
+        """Copy as many records as a buffer holds."""
+        if fill.places is None:
+            fill.places = ops.record_places(self.store, fill.ids)
+        buffer, filled, emptied = self.load_buffers[0]
+        self.load_buffers.rotate(-1)
+        rows = self._rows(buffer, fill.units.shape[1])
+        part = slice(fill.done, fill.done + len(rows))
+        rows = rows[: len(fill.units[part])]
+        fill.done += len(rows)
+        if self.on_gpu:
+            with torch.cuda.stream(self.load_stream):
+                emptied.wait()
+                self._copy(fill.units[part], rows, to_host=False)
+                filled.record()
+            filled.wait()
+        else:
+            self._copy(fill.units[part], rows, to_host=False)
+        ops.read_records(self.store, fill.ids[part], rows, fill.places.part(part))
+        if self.on_gpu:
+            emptied.record()
+
+    def _end(self, fill: _Fill) -> None:
+        fill.loading.queued -= 1
+        if self.on_gpu:
             done = torch.cuda.Event()
             done.record()
-        loading.events.append(done)
-        loading.kept.append(ids)
-
-    def _fill(self, ids: torch.Tensor, units: np.ndarray) -> None:
-        places, at = ops.record_places(self.store, ids), 0
-        while at < len(units):
-            buffer, filled, emptied = self.load_buffers[0]
-            self.load_buffers.rotate(-1)
-            rows = self._rows(buffer, units.shape[1])
-            part = slice(at, at + len(rows))
-            rows = rows[: len(units[part])]
-            at += len(rows)
-            if self.on_gpu:
-                with torch.cuda.stream(self.load_stream):
-                    emptied.wait()
-                    self._copy(units[part], rows, to_host=False)
-                    filled.record()
-                filled.wait()
-            else:
-                self._copy(units[part], rows, to_host=False)
-            ops.read_records(self.store, ids[part], rows, places.part(part))
-            if self.on_gpu:
-                emptied.record()
+            fill.loading.events.append(done)
+            fill.loading.in_use.append(fill.ids)
 
     def _copy(self, units: np.ndarray, rows: torch.Tensor, *, to_host: bool) -> None:
         """Copy records between `rows[n, bytes]` on the device and `units[n, k]` of the host memory."""
         on_device = rows.view(-1, self.memory.unit_bytes)
         for at, first, n in runs(units.ravel()):
-            there, here = self.memory.data[first : first + n], on_device[at : at + n]
-            if to_host:
-                there.copy_(here, non_blocking=True)
-            else:
-                here.copy_(there, non_blocking=True)
+            host, device = self.memory.data[first : first + n], on_device[at : at + n]
+            target, source = (host, device) if to_host else (device, host)
+            target.copy_(source, non_blocking=True)
 
     def counts(self, first_units: np.ndarray) -> np.ndarray:
         """Token counts int16 `[n, L, H, 2]` of records that are in host memory, by their first units."""
@@ -178,6 +209,7 @@ class Transfers:
     def synchronize(self) -> None:
         """Wait for all copies, and forget queued ones."""
         self.num_launched = self.num_queued
+        self.fills.clear()
         if self.on_gpu:
             for stream in (self.save_stream, self.load_stream, self.move_stream):
                 stream.synchronize()

@@ -48,10 +48,15 @@ def tensor_names(path: str) -> set[str]:
 @functools.lru_cache(maxsize=4)
 def load(path: str, device: torch.device) -> Calibration:
     """All tensors of the file, fp32, on `device`; those of `BY_LAYER` on the CPU."""
+    return {name: x if name in BY_LAYER else x.to(device) for name, x in _read(path).items()}
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str) -> Calibration:
+    """The file is read once, at the start of a server. It may change while the server runs."""
     names = tensor_names(path)
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name).float() for name in sorted(names)}
-    return {name: x if name in BY_LAYER else x.to(device) for name, x in tensors.items()}
+        return {name: file.get_tensor(name).float() for name in sorted(names)}
 
 
 def check_shapes(path: str, names: Iterable[str], layout: PoolLayout) -> None:

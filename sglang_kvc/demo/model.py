@@ -42,7 +42,7 @@ def model_dir() -> Path:
 
 
 def ready() -> bool:
-    """Whether the folder is complete and made by this version of `convert`."""
+    """Whether the folder is complete and was written by this version of `convert`."""
     try:
         return json.loads((model_dir() / STAMP).read_text()) == _stamp()
     except (OSError, ValueError):

@@ -32,7 +32,7 @@ class Snapshot:
     `whole`: packed blocks hold P tokens each, unless the policy drops some. `last_queries`: query rows that one-shot
     prompts store, and their destination.
 
-    Gaps are closed: `row_blocks` leaves them out, and lengths count what is stored.
+    `row_blocks` and the lengths do not include the gaps of one-shot prompts.
     """
 
     row_blocks: torch.Tensor
@@ -109,10 +109,10 @@ class Attention:
         ops.decode_snapshot(
             self.store, req_to_token, req_pool_indices, seq_lens, self.rows, self.lens, self.write, columns=columns
         )
-        # Whole rows, because a captured step takes sizes from their shape, which must not depend on the lengths.
+        # Full rows, because a captured step takes sizes from their shape, which must not depend on the lengths.
         rows, lens = self.rows[:n], self.lens[:n]
         if gaps is not None and gaps.rows:
-            lens -= gaps.leave_out(rows[:, :columns], req_pool_indices) * self.store.layout.block_tokens
+            lens -= gaps.close_up(rows[:, :columns], req_pool_indices) * self.store.layout.block_tokens
         for decoder in self.decoders.values():
             decoder.plan(rows, lens)
         if self.scores is not None:

@@ -48,15 +48,15 @@ def compile_ahead(runtime: Runtime, *, kinds: set[tuple[int, float]], **sizes) -
         text = (str(error).splitlines() or [""])[0]
         if not _gpu_answers():
             raise RuntimeError(
-                f"The GPU is unusable since a kernel failed when it was tried before serving ({type(error).__name__}: "
-                f"{text}); start with other --kvc options or with --kv-backend default"
+                f"The GPU is unusable after a kernel failed in the warm-up ({type(error).__name__}: {text}); start "
+                f"with other --kvc options or with --kv-backend default"
             ) from error
         logger.warning(
-            "Kernels could not be compiled ahead (%s: %s); the server starts all the same, and first requests may wait "
+            "Kernels could not be compiled ahead (%s: %s); the server starts anyway, but the first requests may wait "
             "for them or fail.", type(error).__name__, text,
         )  # fmt: skip
     else:
-        logger.info("Kernels for this configuration were ready after %.1f s.", time.perf_counter() - began)
+        logger.info("Kernels for this configuration are ready after %.1f s.", time.perf_counter() - began)
     # Free the memory of the small pool and FlashInfer before CUDA graphs are captured.
     gc.collect()
     if torch.cuda.is_initialized():
@@ -143,14 +143,14 @@ def small_runtime(runtime: Runtime) -> Runtime:
 def records(store: PageStore, ids: list[int], format_id: int) -> None:
     """Move the blocks `ids`, which are at `format_id`, out of the pool and back."""
     blocks = torch.tensor(ids, device=store.device)
-    out = HostLayout.of(store.layout, store.block_formats, 0)
-    stride = out.units_for(store.layout.block_pages_bf16) * out.unit_bytes
-    kept = torch.zeros((len(blocks), stride), dtype=torch.uint8, device=store.device)
+    host = HostLayout.of(store.layout, store.block_formats, 0)
+    stride = host.units_for(store.layout.block_pages_bf16) * host.unit_bytes
+    buffer = torch.zeros((len(blocks), stride), dtype=torch.uint8, device=store.device)
     counts = store.counts[blocks].clone()
-    ops.write_records(store, blocks, kept, ops.record_places(store, blocks))
+    ops.write_records(store, blocks, buffer, ops.record_places(store, blocks))
     ops.release(store, blocks)
     ops.take_stored(store, blocks, format_id, counts)
-    ops.read_records(store, blocks, kept, ops.record_places(store, blocks))
+    ops.read_records(store, blocks, buffer, ops.record_places(store, blocks))
 
 
 def _rows(attention: Attention, tokens: int, query_heads: int) -> tuple[torch.Tensor, ...]:
@@ -188,8 +188,8 @@ def prompts(
     lengths = sorted({2, *(-(-rows // group) for rows in ROWS), *NEW})
     # New tokens begin at a block boundary or one token before it, so that few tokens also fill a block.
     for new, before, cut, fake_quant_format in itertools.product(lengths, PREFIXES, (0, 1), levels):
-        whole = -(-before // p)
-        prefix = max(0, whole * p - cut)
+        prefix_blocks = -(-before // p)
+        prefix = max(0, prefix_blocks * p - cut)
         row = _row(packed, open_blocks, prefix // p, -(-(prefix + new) // p))
         if len(row) <= max_blocks:
             snap = _prompt(attention.store, row, prefix, new, fake_quant_format)

@@ -65,9 +65,9 @@ def _check_formats(config: KvcConfig, findings: Findings) -> None:
             best = f"choose {flag('high')} {findings.recommended}"
             instead = best if option == "high" else "choose one with more bits"
             raise ConfigError(
-                f"{flag(option)} {name} cannot be served with {flag('calibration')} "
-                f"{config.calibration}, because that found that it breaks this model (KL to bf16 of "
-                f"{record['kl_mean']:.2g} nats per token); {instead}, or drop the file to serve it nevertheless."
+                f"{flag(option)} {name} cannot be served with {flag('calibration')} {config.calibration}, because "
+                f"calibration found that it breaks this model (KL to bf16 of {record['kl_mean']:.2g} nats per token); "
+                f"{instead}, or drop the file to serve it anyway."
             )
 
 

@@ -34,9 +34,9 @@ class KvcConfig:
     page_bytes: int | None = None  # None: chosen for the formats
     memory: int | None = None  # bytes of the page pool; None: sized by SGLang
     host_memory: int = 0  # bytes of host memory, on each rank, for blocks that leave the pool
-    disk: str | None = None  # folder for blocks behind host memory
+    disk: str | None = None  # folder of the disk tier
     disk_size: int | None = None  # maximum bytes of its files; None: most of the free space
-    storage: str | None = None  # SGLang's name of a storage backend for blocks behind host memory, in place of `disk`
+    storage: str | None = None  # SGLang's name of a storage backend, in place of `disk`
     eviction: str = RADIX  # which blocks are evicted first: by SGLang's --radix-eviction-policy, or by expected reuse
     budget: Budget | None = None
     scorer: Scorer = field(default=KeyDiff())
@@ -48,7 +48,7 @@ class KvcConfig:
     trust: str = ALL  # which requests share blocks that depend on one request's queries: all, or those of one salt
     allow_lossless: bool = True  # whether single requests may ask for an uncompressed cache
     allow_one_shot: bool = True  # whether single requests may ask for a budget of their whole prompt
-    lag: int = 0  # number of tokens that follow a block, packed whole, when it is planned; 0: those of the window
+    lag: int = 0  # number of tokens that follow a block when it is planned; 0: the window
 
     @property
     def isolates_salts(self) -> bool:
@@ -56,8 +56,8 @@ class KvcConfig:
         return self.trust == SALT
 
     @property
-    def behind_host(self) -> str | None:
-        """The option that stores blocks behind host memory."""
+    def store_option(self) -> str | None:
+        """The option that sets the tier below host memory; None without one."""
         return "--kvc-disk" if self.disk else "--hicache-storage-backend" if self.storage else None
 
     @property
@@ -73,9 +73,9 @@ class KvcConfig:
     def summary(self) -> str:
         """One short line for logs: policy, formats, and the settings that this policy reads."""
         tiers = self.high + (f"+{self.low}" if self.low else "")
-        unsaid = ("high", "low", "keep") if self.budget is not None else ("high", "low")
-        reads = [f.name for f in fields(POLICIES[self.policy]) if f.name not in unsaid]
-        values = {name: _plain(getattr(self, name)) for name in reads}
+        omitted = ("high", "low", "keep") if self.budget is not None else ("high", "low")
+        names = [f.name for f in fields(POLICIES[self.policy]) if f.name not in omitted]
+        values = {name: _plain(getattr(self, name)) for name in names}
         extra = "".join(f", {name} {value}" for name, value in values.items() if value is not None)
         return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}"
 

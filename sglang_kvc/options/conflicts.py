@@ -25,8 +25,8 @@ def check_conflicts(args: Any, config: KvcConfig) -> None:
         )
     if args.max_total_tokens is not None and config.memory is not None:
         raise ConfigError(
-            f"--max-total-tokens {args.max_total_tokens} contradicts --kvc-memory, because both say how large the "
-            f"cache is; drop one of them."
+            f"--max-total-tokens {args.max_total_tokens} contradicts --kvc-memory, because both set the size of the "
+            f"cache; drop one of them."
         )
     check_eviction(config, args)
     check_host_memory(config, args.disable_radix_cache)
@@ -38,12 +38,12 @@ def check_conflicts(args: Any, config: KvcConfig) -> None:
     if config.calibration is not None and (args.tp_size or 1) > 1 and set(BY_HEAD) & set(make_policy(config).needs):
         raise ConfigError(
             f"--tp-size {args.tp_size} cannot be served with the head statistics of --kvc-calibration, because the "
-            f"file holds all heads and a rank does not know which are its own; use --tp-size 1 or another --kvc-scorer."
+            f"file holds all heads and a rank cannot tell which are local; use --tp-size 1 or another --kvc-scorer."
         )
 
 
 def check_memory(config: KvcConfig, device_bytes: float | None) -> None:
-    """Refuse a pool that is larger than the whole device (`device_bytes` None: unknown)."""
+    """Refuse a pool that is larger than the device's memory (`device_bytes` None: unknown)."""
     if config.memory and device_bytes and config.memory > device_bytes:
         raise ConfigError(
             f"--kvc-memory of {config.memory / 1e9:.1f} GB is more than the device has ({device_bytes / 1e9:.1f} GB); "
@@ -114,8 +114,8 @@ def check_storage(config: KvcConfig) -> None:
         return
     if config.disk is not None:
         raise ConfigError(
-            f"--hicache-storage-backend {config.storage} contradicts --kvc-disk, because both keep the blocks behind "
-            "host memory; drop one of them."
+            f"--hicache-storage-backend {config.storage} contradicts --kvc-disk, because only one of them can store "
+            "the blocks; drop one of them."
         )
     if not config.host_memory:
         raise ConfigError(
@@ -128,10 +128,10 @@ def check_dp_attention(args: Any, config: KvcConfig) -> None:
     """Refuse DP attention with records that ranks would share, and policies whose outcome depends on other ranks."""
     if not (args.enable_dp_attention or (args.attn_dp_size or 1) > 1):
         return
-    if config.behind_host:
+    if config.store_option:
         raise ConfigError(
-            f"--enable-dp-attention cannot be served with {config.behind_host}, because its ranks hold the same layers "
-            "and heads and would write the same records; drop one of them."
+            f"--enable-dp-attention cannot be served with {config.store_option}, because its ranks hold the same "
+            "layers and heads and would write the same records; drop one of them."
         )
     if make_policy(config).collects_scores:
         raise ConfigError(
@@ -158,10 +158,10 @@ def check_memory_saver(config: KvcConfig, on: bool, cpu: bool) -> None:
             "--enable-memory-saver cannot be served on the CPU, because torch_memory_saver releases only GPU "
             "memory; drop it, or use --device cuda."
         )
-    if on and config.behind_host:
+    if on and config.store_option:
         raise ConfigError(
-            f"--enable-memory-saver cannot be served with {config.behind_host}, because records are named by a sample "
-            "of the weights, which may be released when a flush reads it; drop one of them."
+            f"--enable-memory-saver cannot be served with {config.store_option}, because records are named by a digest "
+            "of the weights, which may be released when a flush reads them; drop one of them."
         )
 
 

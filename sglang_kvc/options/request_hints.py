@@ -19,5 +19,5 @@ def is_last(custom_params: Any) -> bool:
         return bool(value)
     raise ValueError(
         f'custom_params["{DONE}"] is {reprlib.repr(value)}, which is neither true nor false; give true if no prompt '
-        f"continues this one, or leave it out."
+        f"continues this one, or omit it."
     )

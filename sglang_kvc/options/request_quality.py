@@ -4,7 +4,8 @@ a request may also name the server's own format, which its blocks then keep.
 
 A level is a namespace of the radix tree: blocks of different levels are never shared. So a lossless request never reads
 a packed block, and no other request keeps an uncompressed block alive. With `--kvc-trust salt`, a request without a
-salt has its own namespace if its attention scores decide what its blocks keep. A one-shot request always has its own.
+salt has its own namespace if its attention scores decide which tokens its blocks keep. A one-shot request always has
+its own.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ PARAMETER = "kvc"
 def offered(config: KvcConfig) -> tuple[str, ...]:
     """Levels that requests to this server may ask for. `one_shot.PREFIX` stands for all budgets."""
     packs = POLICIES[config.policy].keeps_all and FORMATS[config.high].packed and not config.window
-    whole = [one_shot.PREFIX] if config.allow_one_shot and packs else []
+    budgets = [one_shot.PREFIX] if config.allow_one_shot and packs else []
     # With a floor, blocks of a request that names `high` keep it.
     named = [*config.levels, *([config.high] if config.floor else [])]
-    return (*([LOSSLESS] if config.allow_lossless else []), *whole, *named)
+    return (*([LOSSLESS] if config.allow_lossless else []), *budgets, *named)
 
 
 def asks(custom_params: Any) -> bool:
@@ -55,7 +56,7 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
             raise ValueError(
                 f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which this server does not offer, because it '
                 f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and "
-                f"--kvc-allow-one-shot true; leave it out for the server's default."
+                f"--kvc-allow-one-shot true; omit it for the server's default."
             )
         return str(one_shot.Budget.parse(level))
     if isinstance(level, str) and level in offered:
@@ -63,12 +64,11 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
     if default is not None and level == default:
         return None
     why = "this server does not allow" if level == LOSSLESS else "is not a level of the compressed cache"
-    written = {LOSSLESS: f'"{LOSSLESS}" (never compressed)', one_shot.PREFIX: f'"{one_shot.PREFIX}:16x"'}
-    choices = [written.get(name, f'"{name}"') for name in (*offered, *([default] if default else []))]
+    examples = {LOSSLESS: f'"{LOSSLESS}" (never compressed)', one_shot.PREFIX: f'"{one_shot.PREFIX}:16x"'}
+    choices = [examples.get(name, f'"{name}"') for name in (*offered, *([default] if default else []))]
     give = f"give {', '.join(choices)}, or " if choices else ""
     raise ValueError(
-        f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}leave it out for the '
-        f"server's default."
+        f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which {why}; {give}omit it for the server\'s default.'
     )
 
 
@@ -89,7 +89,8 @@ def salted(req: Any) -> bool:
 
 
 def namespace(extra_key: str | None, level: str | None, private: int | None = None) -> str | None:
-    """SGLang's `extra_key` (cache salt, LoRA) behind the level, so that no request's key spells another level.
+    """The level, followed by SGLang's `extra_key` (cache salt, LoRA), so that no request's key can imitate another
+    level.
 
     `private`: a number unique to the request, for a namespace that no other request finds."""
     if private is not None:
@@ -100,6 +101,6 @@ def namespace(extra_key: str | None, level: str | None, private: int | None = No
 
 
 def is_private(namespace: str | None) -> bool:
-    """Whether `namespace` made this key for one request alone."""
+    """Whether the key is that of a single request."""
     head = (namespace or "").partition("|")[0]
     return head.startswith(f"{PARAMETER}=") and "#" in head

@@ -52,7 +52,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kv_backend: A[
         str,
         Arg(
-            help="How the KV cache is kept. 'default' is SGLang's own cache, unchanged. 'kvc' keeps it compressed and "
+            help="KV cache of the server: 'default', SGLang's own, or 'kvc', which keeps the cache compressed and "
             "shares the compressed pages between all requests with the same prefix.",
             choices=list(BACKENDS),
             type_parser=_backend,
@@ -62,12 +62,12 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_policy: A[
         str | None,
         _option(
-            f"What is kept, and how precisely: {listed(POLICIES)}. 'quantise' (default) keeps every token in one "
-            "format; 'safe' and 'balanced' are 'quantise' in k8v4 and k4v4. 'prune' keeps a fixed share of the pages: "
-            "those that --kvc-scorer ranks first, allocated by --kvc-share. 'leankv' keeps, demotes or drops each "
-            "token of each head by its attention score. All other names are presets of 'prune'. 'leankv' and scorers "
-            "that collect attention scores use later tokens of the request that fills a block, and other requests "
-            "with that prefix read the result: see --kvc-trust."
+            f"Which tokens are kept, and at which precision: {listed(POLICIES)}. 'quantise' (default) keeps every "
+            "token in one format; 'safe' and 'balanced' are 'quantise' in k8v4 and k4v4. 'prune' keeps a fixed share "
+            "of the pages: those that --kvc-scorer ranks first, allocated by --kvc-share. 'leankv' keeps, demotes or "
+            "drops each token of each head by its attention score. All other names are presets of 'prune'. 'leankv' "
+            "and scorers that collect attention scores use later tokens of the request that fills a block, and other "
+            "requests with that prefix read the result: see --kvc-trust."
         ),
         NS("memory"),
     ] = None
@@ -75,7 +75,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             f"Page format of the important tokens, named by the bits of keys and values: {listed(FORMATS)}. 'bf16' "
-            "compresses nothing. Default: k4v4; k8v4 with policy leankv; presets have their own."
+            "compresses nothing. Default: k4v4; k8v4 with policy leankv; presets set their own."
         ),
         NS("memory"),
     ] = None
@@ -100,10 +100,10 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         int | None,
         _option(
             "Policies leankv, and prune with a scorer that collects attention scores: a block that leaves the window "
-            "is packed whole in --kvc-high, and tokens of it are dropped or demoted when N tokens follow it and at "
-            "least 64 decode queries have read it. With prune, the blocks of an answer then compete for the pages of "
-            "the whole answer, again and again as it grows. A multiple of 64 above --kvc-window, like 512. Default: "
-            "0, which decides about a block once, when it leaves the window.",
+            "is first packed in --kvc-high with all its tokens. Its tokens are dropped or demoted when N more tokens "
+            "follow it, of which at least 64 decode queries have read it. With prune, the blocks of an answer then "
+            "compete for the pages of the whole answer, repeatedly as it grows. A multiple of 64 above --kvc-window, "
+            "like 512. Default: 0, which plans a block once, when it leaves the window.",
             number=True,
         ),
         NS("memory"),
@@ -112,7 +112,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         int | None,
         _option(
             "Tokens in a block, the unit that is shared, compressed and evicted: a multiple of 64 from 64 to 1024. "
-            "The prefix cache finds whole blocks only. Replaces --page-size. Default: 128.",
+            "The prefix cache matches only full blocks. Replaces --page-size. Default: 128.",
             number=True,
         ),
         NS("memory"),
@@ -199,8 +199,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             "File that sglang-kvc calibrate wrote for this model. Formats that broke the model there are refused; the "
-            "recommended format and LeanKV's thresholds become the defaults; scorer expected-attention and share xkv "
-            "read their statistics from it."
+            "recommended format and LeanKV's thresholds become the defaults. Some scorers and shares, like "
+            "expected-attention and xkv, read their statistics from it."
         ),
         NS("memory"),
     ] = None
@@ -233,7 +233,7 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_page_bytes: A[
         int | None,
         _option(
-            "Bytes of a page, the unit of allocation: a multiple of 16. Default: the size that wastes least with the "
+            "Bytes of a page, the unit of allocation: a multiple of 16. Default: the size with the least waste for the "
             "formats in use.",
             number=True,
         ),
@@ -251,9 +251,9 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_host_memory: A[
         str | None,
         _option(
-            "Host memory on each rank, like 64GB, for blocks that are evicted from the GPU: they keep their compressed "
-            "bytes, and come back when a prompt has their prefix. Turns on --enable-hierarchical-cache, whose "
-            "--hicache-size gives the same size in gigabytes. Default: 0, none."
+            "Host memory on each rank, like 64GB, for blocks that are evicted from the GPU. They stay compressed, and "
+            "return when a prompt has their prefix. Turns on --enable-hierarchical-cache, whose --hicache-size sets "
+            "the same size in gigabytes. Default: 0, none."
         ),
         NS("memory"),
     ] = None
@@ -262,8 +262,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         str | None,
         _option(
             "Which unused blocks are evicted first: 'radix' (default), in the order of --radix-eviction-policy; or "
-            "'reuse': those that no prompt is expected to need soon. Each session's pauses are learned from its past, "
-            'and custom_params {"kvc_done": true} says that no prompt continues this one.'
+            "'reuse': those that no prompt is expected to need soon. The server learns each session's pauses, and a "
+            'request with custom_params {"kvc_done": true} says that no prompt continues it.'
         ),
         NS("memory"),
     ] = None
@@ -271,8 +271,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_disk: A[
         str | None,
         _option(
-            "Folder on a local disk for blocks behind host memory. Finished prefixes are written there and found "
-            "again, also by the next server with the same model and settings. Needs --kvc-host-memory. Default: none."
+            "Folder on a local disk for blocks of finished prefixes, which this server and the next one with the same "
+            "model and settings can read. Needs --kvc-host-memory. Default: none."
         ),
         NS("memory"),
     ] = None
@@ -280,8 +280,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_disk_size: A[
         str | None,
         _option(
-            "Maximum bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of what is free or holds its "
-            "files at start."
+            "Maximum bytes of files in --kvc-disk on each rank, like 500GB. Default: 80 % of the space that is free or "
+            "taken by its files at start."
         ),
         NS("memory"),
     ] = None
@@ -294,10 +294,10 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
             if self.kv_backend == "kvc":
                 prepare(self)
             else:
-                _refuse_strays(self)
+                _refuse_unused_options(self)
             super().resolve_once()
             if self.kv_backend == "kvc":
-                self._resolution_finished, self._resolution_failed = False, True  # until it is checked
+                self._resolution_finished, self._resolution_failed = False, True  # until `verify` passes
                 verify(self)
                 self._resolution_finished, self._resolution_failed = True, False
         except ConfigError as e:
@@ -309,15 +309,15 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     def from_cli_args(cls, args):
         """Arguments whose resolution ends the process with one sentence instead of a traceback if they cannot be
         served."""
-        made = super().from_cli_args(args)
-        made._from_command_line = True
-        return made
+        server_args = super().from_cli_args(args)
+        server_args._from_command_line = True
+        return server_args
 
 
 KVC_OPTIONS = tuple(name for name in KvcServerArgs.__struct_fields__ if name.startswith("kvc_"))
 
 
-def _refuse_strays(args: KvcServerArgs) -> None:
+def _refuse_unused_options(args: KvcServerArgs) -> None:
     if args.kv_backend not in BACKENDS:
         raise ConfigError(f"kv_backend {args.kv_backend!r} does not exist; choose {listed(BACKENDS)}.")
     for name in KVC_OPTIONS:

@@ -33,7 +33,7 @@ from sglang_kvc.options.validate import check_pool, wasted_levels
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 or more would size tables for requests that never come
+MAX_RUNNING_REQUESTS = 256  # SGLang's default of 2048 or more would size tables for requests that never run
 MAX_RUNNING_REQUESTS_CPU = 32
 # New tokens of the largest prefill CUDA graph. A graph saves host time, which larger prefills hide anyway, but pads to
 # the next captured size: SGLang, which captures up to a whole chunk, computes 4101 tokens as 4608.
@@ -54,7 +54,7 @@ def prepare(args: Any) -> None:
     for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *([trust] if trust else [])]:
         logger.warning(warning)
     if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
-        logger.warning("Without chunked prefill a whole prompt must fit into the KV cache uncompressed.")
+        logger.warning("Without chunked prefill, every prompt must fit into the KV cache uncompressed.")
 
     check_memory_saver(config, args.enable_memory_saver, cpu)
     check_dp_attention(args, config)
@@ -75,8 +75,8 @@ def prepare(args: Any) -> None:
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS_CPU if cpu else MAX_RUNNING_REQUESTS
     if args.cuda_graph_max_bs_prefill is None and args.cuda_graph_bs_prefill is None:
-        most = (MAX_PREFILL_GRAPH, args.max_total_tokens, args.chunked_prefill_size)
-        args.cuda_graph_max_bs_prefill = min(n for n in most if n is not None and n > 0)
+        limits = (MAX_PREFILL_GRAPH, args.max_total_tokens, args.chunked_prefill_size)
+        args.cuda_graph_max_bs_prefill = min(n for n in limits if n is not None and n > 0)
     if cpu:
         args.device = "cpu"
         args.disable_overlap_schedule = True
@@ -100,16 +100,16 @@ def verify(args: Any) -> None:
     for sentence in wasted_levels(config, head_dim=facts.head_dim):
         logger.warning(sentence)
     check_pool(config, layers=model.num_attention_layers, heads=heads, head_dim=facts.head_dim)
-    for name, wanted in (
+    for name, expected in (
         ("attention_backend", "kvc"),
         ("radix_cache_backend", "kvc"),
         ("page_size", config.block_size),
     ):
-        got = getattr(resolved, name)
-        if got != wanted:
+        value = getattr(resolved, name)
+        if value != expected:
             raise ConfigError(
                 f"The model {facts.name} cannot be served with --kv-backend kvc, because SGLang sets "
-                f"{name}={got} for it; serve it with --kv-backend default."
+                f"{name}={value} for it; serve it with --kv-backend default."
             )
     check_chunk(resolved.chunked_prefill_size, config)
     check_pool_sizing(post_capture_kv_sizing_planned(args))

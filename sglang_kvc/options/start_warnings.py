@@ -38,10 +38,10 @@ def ignored_warnings(args: Any, *, cpu: bool) -> list[str]:
     for name, default in HICACHE_IGNORED.items():
         if getattr(args, name) != default:
             option = name.replace("_", "-")
-            warnings.append(f"--{option} is ignored: blocks go to the host when they are evicted, in their own bytes.")
+            warnings.append(f"--{option} is ignored: blocks go to the host when they are evicted, in packed form.")
     if args.hicache_storage_prefetch_policy != "timeout":
         warnings.append(
-            "--hicache-storage-prefetch-policy is ignored: a prompt waits for its blocks that are being read."
+            "--hicache-storage-prefetch-policy is ignored: a prompt waits while its blocks are read."
         )
     if args.enable_torch_compile and cpu:
         warnings.append("--enable-torch-compile is ignored on a CPU: SGLang would compile for its own CPU kernels.")

@@ -132,7 +132,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "radix_cache_backend",
         _other_than("kvc", None),
         "--radix-cache-backend {}",
-        "blocks are owned by its own nodes of the radix tree",
+        "nodes of kvc's own radix tree own the blocks",
         "drop the option",
     ),
     Refusal("enable_nvidia_megakernel", _on, "--enable-nvidia-megakernel", _BUFFERS),
@@ -156,7 +156,7 @@ ARG_REFUSALS: tuple[Refusal, ...] = (
         "prefill_only_disable_kv_cache",
         _on,
         "--prefill-only-disable-kv-cache",
-        "it serves embeddings without a cache, which leaves nothing to compress",
+        "it serves embeddings without a cache, so there is nothing to compress",
     ),
     Refusal("enable_mis", _on, "--enable-mis", "its attention mask is not causal"),
     Refusal(
@@ -187,7 +187,7 @@ def check_args(args: Any, config: KvcConfig) -> None:
     if graph not in (*PREFILL_GRAPHS, None):
         raise ConfigError(
             f"--cuda-graph-config with prefill backend {graph!r} cannot be served with --kv-backend kvc, because "
-            f"{_BETWEEN}; use {listed(PREFILL_GRAPHS)} there, or leave it out."
+            f"{_BETWEEN}; use {listed(PREFILL_GRAPHS)} there, or omit it."
         )
 
 

@@ -34,7 +34,7 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         "sparse_attention",
         lambda m: m.sparse_attention,
         "The model {} with sparse attention",
-        "it keeps its own index beside the cache",
+        "it keeps its own index next to the cache",
         _MODEL,
     ),
     Refusal(

@@ -111,7 +111,7 @@ def _check_sizes(c: KvcConfig) -> None:
 def _check_policy_settings(c: KvcConfig) -> None:
     if not 0 < c.keep <= 1:
         raise ConfigError(
-            f"{flag('keep')} {c.keep:g} is out of range, because it is the share of a block's pages that stays; "
+            f"{flag('keep')} {c.keep:g} is out of range, because it is the share of a block's pages that is kept; "
             f"choose a number above 0 and up to 1, like 0.5."
         )
     if not 0 <= c.sinks <= c.block_size:
@@ -136,9 +136,9 @@ def _check_lag(c: KvcConfig) -> None:
         return
     if c.lag % EVIDENCE or not c.window < c.lag <= WINDOW_MAX:
         raise ConfigError(
-            f"{flag('lag')} {c.lag} is out of range, because it counts the tokens behind a block whose queries decide "
-            f"about it, those of {flag('window')} {c.window} among them; choose a larger multiple of {EVIDENCE} up to "
-            f"{WINDOW_MAX}, like 512, or 0."
+            f"{flag('lag')} {c.lag} is out of range, because it counts the tokens after a block, including the "
+            f"{flag('window')} of {c.window}, whose queries decide which tokens it keeps; choose a larger multiple of "
+            f"{EVIDENCE} up to {WINDOW_MAX}, like 512, or 0."
         )
     policy = make_policy(c)
     if not policy.collects_scores:
@@ -148,7 +148,7 @@ def _check_lag(c: KvcConfig) -> None:
         )
     if policy.answer_format and c.low is not None:
         raise ConfigError(
-            f"{flag('lag')} cannot be used with {flag('low')} {c.low}, because the size of an answer is a number of "
+            f"{flag('lag')} cannot be used with {flag('low')} {c.low}, because the budget of an answer is a number of "
             f"high pages; drop one of them."
         )
 
@@ -201,10 +201,10 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
     policy = make_policy(config)
     for fmt in config.formats:
         if head_dim * fmt.key_bits < MIN_KEY_BITS:
-            least = -(-MIN_KEY_BITS // head_dim)
+            min_bits = -(-MIN_KEY_BITS // head_dim)
             raise ConfigError(
                 f"{fmt.name} cannot be used at this model's head size {head_dim}, because a token's key would be fewer "
-                f"bytes than the kernels multiply at a time; choose a format with keys of {least} bits or more."
+                f"bytes than the kernels multiply at a time; choose a format with keys of {min_bits} bits or more."
             )
     for fmt in (BF16, *config.formats) if config.page_bytes is not None else ():
         if PageLayout(fmt, head_dim, config.page_bytes, policy.collects_scores).tokens == 0:
@@ -222,16 +222,17 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
 
 
 def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> None:
-    """Checks that need the whole model, with `heads` KV heads per rank: a budget in bytes, and the least memory."""
+    """Checks that need the model's full geometry, with `heads` KV heads per rank: a budget in bytes, and the minimum
+    memory."""
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
-    least = RecordLayout(layout).num_bytes(layout.block_pages_bf16)
+    record_bytes = RecordLayout(layout).num_bytes(layout.block_pages_bf16)
     for name in ("host_memory", "disk_size"):
-        given = getattr(config, name)
-        if given and given < least:
+        num_bytes = getattr(config, name)
+        if num_bytes and num_bytes < record_bytes:
             raise ConfigError(
-                f"{flag(name)} of {given / 2**20:.1f} MiB does not hold a block of this model; give at least "
-                f"{least / 2**20:.1f} MiB, like 64GB, or drop the option."
+                f"{flag(name)} of {num_bytes / 2**20:.1f} MiB does not hold a block of this model; give at least "
+                f"{record_bytes / 2**20:.1f} MiB, like 64GB, or drop the option."
             )
     try:
         policy.check(layout)

@@ -111,8 +111,8 @@ class Ada(ByLayer):
 
 @dataclass(frozen=True)
 class Tilted(ByLayer):
-    """Base of shares that divide a part of the pages unevenly. All layers get the share `even` of the pages alike: the
-    recent tokens of MiniKV, for which every layer has the same budget."""
+    """Base of shares that divide only part of the pages unevenly. The share `even` of the pages is split evenly among
+    the layers, like the recent tokens of MiniKV, for which every layer has the same budget."""
 
     even: float = 0.0
 
@@ -176,7 +176,7 @@ class Cake(ByLayer):
     over tokens (`attention_shift`).
 
     Assumed: both are those of the calibration text, which the CPU knows before it plans. The paper measures every
-    prompt and shrinks the layers before while later ones are computed (its cascade). tau1 = tau2 = 1, which the paper
+    prompt and shrinks earlier layers while later ones are computed (its cascade). tau1 = tau2 = 1, which the paper
     tunes for each model.
     """
 

@@ -25,8 +25,8 @@ def with_evidence(sampling: ops.ScoreSampling | None, lag: int) -> ops.ScoreSamp
     nothing."""
     if sampling is None or not lag:
         return sampling
-    most = max(s for s in STRIDES if s == 1 or s * EVIDENCE <= lag)
-    return replace(sampling, decode_stride=min(sampling.decode_stride, most))
+    stride = max(s for s in STRIDES if s == 1 or s * EVIDENCE <= lag)
+    return replace(sampling, decode_stride=min(sampling.decode_stride, stride))
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class Evidence:
 
     def mean_attention_scores(self) -> torch.Tensor:
         """Mean attention scores: the average probability that later queries gave each token, fp32 `[n, L, H, P]`."""
-        seen = self.sampling or ops.ScoreSampling()
-        return ops.mean_attention_scores(self.store, self.blocks, seen.window, self.from_format, seen.stride)
+        sampling = self.sampling or ops.ScoreSampling()
+        return ops.mean_attention_scores(self.store, self.blocks, sampling.window, self.from_format, sampling.stride)
 
     def attention_scores(self) -> torch.Tensor:
         """Attention scores, summed over queries as the policy's `ScoreSampling` says, fp32 `[n, L, H, P]`."""
         return ops.block_scores(self.store, self.blocks, self.from_format)
 
     def query_counts(self) -> torch.Tensor:
-        """Counted queries behind each block, at least 1, fp32 `[n, 1, 1, 1]`."""
+        """Counted queries after each block, at least 1, fp32 `[n, 1, 1, 1]`."""
         return self.store.query_counts[self.blocks].clamp(min=1).view(-1, 1, 1, 1).float()
 
     def thresholds(self, alpha: ops.Thresholds, block_format: BlockFormat) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]` by mean attention scores against thresholds (LeanKV)."""
-        seen = self.sampling or ops.ScoreSampling()
+        sampling = self.sampling or ops.ScoreSampling()
         return ops.plan_thresholds(
-            self.store, self.blocks, self.starts, self.lengths, alpha, seen, from_format=self.from_format,
+            self.store, self.blocks, self.starts, self.lengths, alpha, sampling, from_format=self.from_format,
             to=block_format
         )
 
@@ -101,8 +101,8 @@ class Policy:
     keeps_all: ClassVar[bool] = False
     # Default number of latest tokens of a running sequence that stay uncompressed.
     default_window: ClassVar[int] = 64
-    # Least tokens of a page in the first format. Small pages let heads differ finely, large pages are read faster.
-    # None: the size that wastes least.
+    # Minimum tokens of a page in the first format. Small pages let heads differ finely, large pages are read faster.
+    # None: the page size with the least waste.
     page_tokens: ClassVar[int | None] = None
     # Whether this is a preset, a composition under its own name. Messages suggest its base policy instead.
     preset: ClassVar[bool] = False
@@ -147,9 +147,9 @@ class Policy:
         return None
 
     @property
-    def whole_format(self) -> int:
-        """Format id at which blocks are packed whole before they are planned (`--kvc-lag`); 0: a block is planned when
-        it is packed."""
+    def unplanned_format(self) -> int:
+        """Format id at which blocks are packed with all their tokens before they are planned (`--kvc-lag`); 0: a block
+        is planned when it is packed."""
         return 0
 
     @property
@@ -172,8 +172,8 @@ class Policy:
         high, which is faster than a tensor of 2s."""
         raise NotImplementedError
 
-    def answer_pages(self, layout: PoolLayout, planned: int, whole: int) -> int:
-        """Total pages of `planned` blocks of an answer, given `whole` later blocks that are packed whole."""
+    def answer_pages(self, layout: PoolLayout, planned: int, unplanned: int) -> int:
+        """Total pages of `planned` blocks of an answer, given `unplanned` later blocks that still have all tokens."""
         raise NotImplementedError
 
     def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ def preset(
 
 RECOMMENDED: tuple[type[Policy], ...] = (
     preset("safe", "8-bit keys, 4-bit values, nothing dropped.", base=Quantise, high="k8v4"),
-    preset("balanced", "4 bits, nothing dropped: the default under a name.", base=Quantise, high="k4v4"),
+    preset("balanced", "4 bits, nothing dropped: a name for the default.", base=Quantise, high="k4v4"),
     preset(
         "max",
         "`quota` in k4v2 with pages of 32 tokens: 7 times smaller than bf16.",
@@ -49,5 +49,5 @@ RECOMMENDED: tuple[type[Policy], ...] = (
         scorer=ExpectedAttention(),
         share=Ada(),
     ),
-    preset("random", "The control: a random choice of the same size.", scorer=Random(), share=Uniform()),
+    preset("random", "A control: random tokens at the same size.", scorer=Random(), share=Uniform()),
 )

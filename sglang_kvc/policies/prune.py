@@ -20,7 +20,7 @@ from .budget import Budget, compression, token_bytes
 from .parse import parse_part
 from .scorers import SCORERS, KeyDiff, Scorer
 
-LEAST = 0.75  # planned blocks of an answer keep this share of their budget: dropped tokens cannot come back
+MIN_PLANNED_SHARE = 0.75  # of their budget that planned blocks of an answer keep: dropped tokens cannot come back
 
 
 def parse_scorer(text: str) -> Scorer:
@@ -41,8 +41,8 @@ class Prune(Policy):
     dropped: tokens that win no high page are stored low (MiKV). The page count then depends on how tokens fill pages,
     and comes back from the device.
 
-    With `lag`, blocks of an answer are packed whole and planned together: heads, layers and blocks compete for the
-    pages of the whole answer (KV-Compress, equation 20), and a head may keep nothing of a block.
+    With `lag`, blocks of an answer are first packed with all their tokens and later planned together: heads, layers and
+    blocks compete for the pages of the whole answer (KV-Compress, equation 20), and a head may keep nothing of a block.
 
     Otherwise every head keeps at least one page. The first `sinks` tokens of a sequence always stay, in the high
     format. `scorer`, `share` and `budget` may also be given as text, like `snapkv:window=64`.
@@ -78,7 +78,7 @@ class Prune(Policy):
         return with_evidence(self.scorer.sampling, self.lag)
 
     @property
-    def whole_format(self) -> int:
+    def unplanned_format(self) -> int:
         return 2 if self.lag else 0
 
     @property
@@ -115,7 +115,7 @@ class Prune(Policy):
             if self.block_pages(layout, pages) <= allowed:
                 return pages
         if self.lag and allowed > 0:
-            return least  # a prompt's; answers meet the budget
+            return least  # for a prompt; answers meet the budget
         fewest = self.block_pages(layout, least)
         best = f"{math.floor(100 * compression(layout, fewest)) / 100}x"
         if self.budget.ratio is None:
@@ -139,19 +139,20 @@ class Prune(Policy):
         return min(high_pages + low_pages, heads * layout.head_pages_bf16)
 
     def block_formats(self, layout: PoolLayout) -> tuple[BlockFormat, ...]:
-        bottom, high = BlockFormat(BF16, pages=layout.block_pages_bf16), FORMATS[self.high]
+        uncompressed, high = BlockFormat(BF16, pages=layout.block_pages_bf16), FORMATS[self.high]
         low = FORMATS[self.low] if self.low else None
         pages = self.block_pages(layout, self.high_pages(layout))
-        whole = layout.block_pages(high)
-        late = (BlockFormat(high, pages=whole), BlockFormat(high, pages=whole, exact=False)) if self.lag else ()
-        return (bottom, BlockFormat(high, low, pages=pages, exact=low is None), *late)
+        full = layout.block_pages(high)
+        unplanned, answer = BlockFormat(high, pages=full), BlockFormat(high, pages=full, exact=False)
+        planned = BlockFormat(high, low, pages=pages, exact=low is None)
+        return (uncompressed, planned, *((unplanned, answer) if self.lag else ()))
 
-    def answer_pages(self, layout: PoolLayout, planned: int, whole: int) -> int:
-        """The budget of all these blocks less the pages of the whole ones, but at least the share `LEAST` of the
+    def answer_pages(self, layout: PoolLayout, planned: int, unplanned: int) -> int:
+        """The budget of all these blocks less the pages of the unplanned ones, but at least `MIN_PLANNED_SHARE` of the
         planned blocks' budget."""
-        most = layout.block_pages(FORMATS[self.high])
-        each = self.keep * most if self.budget is None else min(most, self.budget.pages(layout))
-        return int(max(each * (planned + whole) - most * whole, LEAST * each * planned))
+        full = layout.block_pages(FORMATS[self.high])
+        budget = self.keep * full if self.budget is None else min(full, self.budget.pages(layout))
+        return int(max(budget * (planned + unplanned) - full * unplanned, MIN_PLANNED_SHARE * budget * planned))
 
     # ---- which tokens
 

@@ -1,4 +1,4 @@
-"""The list of policies. Adding one takes a file beside this one and a line here, or a line in `presets`."""
+"""The list of policies. Adding one takes a file in this folder and a line here, or a line in `presets`."""
 
 from __future__ import annotations
 

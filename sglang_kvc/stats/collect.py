@@ -30,10 +30,10 @@ def format_name(block_format: BlockFormat) -> str:
 @dataclass(frozen=True)
 class PackedTokens:
     """Tokens in packed blocks, int64 `[L, H, 2]` (high, low), and the token slots of their pages. The blocks stand for
-    `whole` tokens of their sequences, dropped ones included."""
+    `sequence_tokens` tokens of their sequences, dropped ones included."""
 
     blocks: int
-    whole: int
+    sequence_tokens: int
     tokens: torch.Tensor
     slots: int
 
@@ -48,14 +48,14 @@ def packed_tokens(runtime: Runtime) -> PackedTokens:
     packed = np.flatnonzero(blocks.state == State.PACKED)
     tokens = torch.zeros((layout.layers, layout.heads, 2), dtype=torch.int64, device=store.device)
     slots = torch.zeros((), dtype=torch.int64, device=store.device)
-    whole = torch.tensor([layout.block_tokens, 0], dtype=store.counts.dtype).to(store.device)
+    all_kept = torch.tensor([layout.block_tokens, 0], dtype=store.counts.dtype).to(store.device)
     for i, block_format in enumerate(store.block_formats[1:], start=1):
         formats = (block_format.high,) if block_format.low is None else (block_format.high, block_format.low)
         ids = torch.from_numpy(packed[blocks.format_id[packed] == i])
         for chunk in ids.split(CHUNK):
             chunk = chunk.to(store.device)
             queued = (store.format_id[chunk] == 0)[:, None, None, None]
-            counts = torch.where(queued, whole, store.counts[chunk])
+            counts = torch.where(queued, all_kept, store.counts[chunk])
             tokens += counts.sum(0, dtype=torch.int64)
             for tier, fmt in enumerate(formats):
                 t = layout.page(fmt).tokens
@@ -65,14 +65,14 @@ def packed_tokens(runtime: Runtime) -> PackedTokens:
 
 
 def measure(runtime: Runtime, *, detail: bool) -> KvcStats:
-    """Figures from the CPU records. `detail` also reads token counts, which on a GPU waits for the device."""
+    """Statistics from the CPU records. `detail` also reads token counts, which on a GPU waits for the device."""
     return _stats(runtime, packed_tokens(runtime) if detail or not runtime.store.on_gpu else None)
 
 
 def figures(runtime: Runtime) -> tuple[KvcStats, HeadMap]:
     """Detailed statistics, and kept and high shares per layer and head over all packed blocks."""
     packed = packed_tokens(runtime)
-    share = packed.tokens.double() / max(1, packed.whole)
+    share = packed.tokens.double() / max(1, packed.sequence_tokens)
     head_map = HeadMap(kept=share.sum(-1).tolist(), high=share[..., 0].tolist(), blocks=packed.blocks)
     return _stats(runtime, packed), head_map
 
@@ -139,7 +139,8 @@ def _disk(store: BlockStore) -> dict[str, int]:
 
 def _tiers(runtime: Runtime, packed: PackedTokens, tokens: int) -> tuple[dict[str, int], float | None]:
     """(layer, head, token) triples in each tier, and the share of token slots of packed pages that hold a token."""
-    heads, whole = runtime.layout.layers * runtime.layout.heads, packed.whole
+    heads, packed_all = runtime.layout.layers * runtime.layout.heads, packed.sequence_tokens
     high, low = packed.tokens.sum((0, 1)).tolist()
-    tiers = {"bf16": (tokens - whole) * heads, "high": high, "low": low, "pruned": whole * heads - high - low}
+    pruned = packed_all * heads - high - low
+    tiers = {"bf16": (tokens - packed_all) * heads, "high": high, "low": low, "pruned": pruned}
     return tiers, (high + low) / packed.slots if packed.slots else None

@@ -14,7 +14,7 @@ PALE, DARK = (237, 243, 250), (11, 61, 110)
 
 
 def draw(head_map: HeadMap, path: Path, *, title: str, caption: str, rows: list[tuple[str, str]]) -> None:
-    """Write the map to `path`, in the format of its ending."""
+    """Write the map to `path`, in the format of its suffix."""
     kind = path.suffix.lower()
     if kind == ".png":
         _png(head_map, path, title, caption)
@@ -23,7 +23,7 @@ def draw(head_map: HeadMap, path: Path, *, title: str, caption: str, rows: list[
     elif kind in (".html", ".htm"):
         path.write_text(html(head_map, title, caption, rows), encoding="utf-8")
     else:
-        raise ValueError(f"the map file {path.name} has no known ending; use .html, .svg or .png")
+        raise ValueError(f"the map file {path.name} has an unknown suffix; use .html, .svg or .png")
 
 
 def color(share: float) -> str:

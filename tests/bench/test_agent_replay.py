@@ -11,7 +11,17 @@ import pytest
 
 from bench.agents.traces import Session, Step
 from bench.e2e import agent_replay, dialogues
-from bench.e2e.agent_replay import Answer, Completions, Replay, Seen, most_agents, prompts, scaled, scores, summary
+from bench.e2e.agent_replay import (
+    Answer,
+    AnsweredPrompt,
+    Completions,
+    Replay,
+    most_agents,
+    prompts,
+    scaled,
+    scores,
+    summary,
+)
 from tests.bench.test_agents import DATA, Letters, text
 
 
@@ -23,15 +33,15 @@ class Cache:
     """A server that remembers all prompts; each answer takes a millisecond."""
 
     def __init__(self, fail_after=10**9):
-        self.asked, self.fail_after, self.lock = [], fail_after, threading.Lock()
+        self.prompts, self.fail_after, self.lock = [], fail_after, threading.Lock()
 
     def complete(self, prompt, answer):
         time.sleep(0.001)
         with self.lock:
-            if len(self.asked) >= self.fail_after:
+            if len(self.prompts) >= self.fail_after:
                 raise ConnectionError("gone")
-            hit = max((common_prefix(prompt, old) for old in self.asked), default=0)
-            self.asked.append(prompt)
+            hit = max((common_prefix(prompt, old) for old in self.prompts), default=0)
+            self.prompts.append(prompt)
         return Answer(0.5, 0.5 + 0.02 * (answer - 1), answer, len(prompt), min(hit, len(prompt) - 1))
 
 
@@ -44,7 +54,7 @@ def test_prompts_share_recorded_prefixes():
     assert one == again
     assert [len(p) for _, p in one] == [10, 14, 8]
     assert [common_prefix(x[1], y[1]) for x, y in itertools.pairwise(one)] == [9, 4]
-    assert common_prefix(one[0][1], other[0][1]) == 3  # the tools
+    assert common_prefix(one[0][1], other[0][1]) == 3  # sessions share their tools
     assert common_prefix(one[0][1], next(prompts(session("a", tools=2), "0"))[1]) < 2
     assert common_prefix(one[0][1], next(prompts(session("a"), "1"))[1]) == 3  # the same session, replayed later
 
@@ -58,7 +68,7 @@ def test_steps_are_counted_after_ramp_up():
     server = Cache()
     replay = Replay(server, [session(str(i)) for i in range(6)], 3)
     row = replay.run(0.5, ramp=5)
-    assert sum(s.first for s in replay.seen) == 3 and 10 < row["answers"] <= len(replay.seen) - 3
+    assert sum(s.first for s in replay.answered) == 3 and 10 < row["answers"] <= len(replay.answered) - 3
     assert row["computed_again"] == 0 and 0 < row["from_cache"] < 1
     assert row["first_token_s_p90"] == 0.5 and row["output_token_s_p90"] == pytest.approx(0.02)
     assert row["sessions_h"] == pytest.approx(row["answers_h"] / 3, rel=0.3)
@@ -66,10 +76,10 @@ def test_steps_are_counted_after_ramp_up():
 
 
 def test_recomputed_tokens_are_counted():
-    seen = [Seen(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 380)]
+    seen = [AnsweredPrompt(Answer(1.0, 2.0, 3, 100, cached), 100, 60, 0.0, False, False) for cached in (60, 20, 380)]
     row = summary(seen, 10.0)
     assert row["from_cache"] == pytest.approx(180 / 300) and row["computed_again"] == pytest.approx(40 / 300)
-    silent = summary([Seen(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, True)], 10.0)
+    silent = summary([AnsweredPrompt(Answer(1.0, 2.0, 3), 100, 60, 0.0, False, True)], 10.0)
     assert silent["from_cache"] is silent["computed_again"] is None and silent["sessions_h"] == 360
 
 
@@ -92,12 +102,12 @@ def test_scores_compare_most_agents():
 
     numbers = {"stock_bf16.a8": row(1.0), "stock_bf16.a16": row(3.0)}
     numbers |= {"kvc.a16": row(1.0), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
-    numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # may hold more
-    found = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
-    assert {k: v.value for k, v in found.items()} == {
+    numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # its limit is not reached
+    compared = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
+    assert {k: v.value for k, v in compared.items()} == {
         "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)
     }  # fmt: skip
-    assert "at least" in found["agents.vs_bf16"].unit
+    assert "at least" in compared["agents.vs_bf16"].unit
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
 
@@ -105,8 +115,8 @@ def test_scores_compare_most_agents():
 def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     slow = {"first_token_s_p90": 3.0, "output_token_s_p90": 0.01, "from_cache": 0.5}
     rows = iter([slow | {"first_token_s_p90": 1.0}, slow, slow])
-    monkeypatch.setattr(agent_replay.requests, "get", lambda *a, **k: Models())
-    monkeypatch.setattr(agent_replay.Replay, "run", lambda *a, **k: next(rows))
+    monkeypatch.setattr(agent_replay.requests, "get", lambda *args, **k: Models())
+    monkeypatch.setattr(agent_replay.Replay, "run", lambda *args, **k: next(rows))
     monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
     monkeypatch.setattr(agent_replay.common, "RESULTS", tmp_path)
     common = ["traces", "--url", "x", "--append", "--name", "r"]
@@ -114,8 +124,8 @@ def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
     def recorded():
         return json.loads((tmp_path / "r.json").read_text())["numbers"]
 
-    a = agent_replay.arguments([*common, "--curve", "2,4,8", "--until-missed"])
-    agent_replay.measure(a, "x", [session("a")])
+    args = agent_replay.arguments([*common, "--curve", "2,4,8", "--until-missed"])
+    agent_replay.measure(args, "x", [session("a")])
     assert {"server.a2", "server.a4"} == {name for name in recorded() if ".a" in name}
     assert recorded()["most_agents"] == {"server": 2}
     rows = iter([slow])
@@ -131,20 +141,20 @@ class Models:
 
 
 def test_arms_have_equal_memory():
-    found = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
-    assert {name: options[options.index("--max-total-tokens") + 1] for name, options in found.items()} == {
+    arms = agent_replay.arms(agent_replay.arguments(["--list-arms", "--tokens", "1000", "--host-gb", "5"]))
+    assert {name: options[options.index("--max-total-tokens") + 1] for name, options in arms.items()} == {
         "stock_bf16": "1000", "stock_fp8": "2000", "stock_fp8_hicache": "2000", "kvc": "1000", "kvc_tiers": "1000"
     }  # fmt: skip
-    assert "5GB" in found["kvc_tiers"]
-    hicache = found["stock_fp8_hicache"]
+    assert "5GB" in arms["kvc_tiers"]
+    hicache = arms["stock_fp8_hicache"]
     assert hicache[hicache.index("--hicache-size") + 1] == "5"
 
 
 def test_arms_admit_in_same_order():
-    found = agent_replay.arms(agent_replay.arguments(["--list-arms"]))
-    assert all(options[options.index("--schedule-policy") + 1] == "hrrn" for options in found.values())
-    assert all("--enable-cache-report" in options for options in found.values())
-    assert [name for name, options in found.items() if "--kvc-eviction" in options] == ["kvc_tiers"]
+    arms = agent_replay.arms(agent_replay.arguments(["--list-arms"]))
+    assert all(options[options.index("--schedule-policy") + 1] == "hrrn" for options in arms.values())
+    assert all("--enable-cache-report" in options for options in arms.values())
+    assert [name for name, options in arms.items() if "--kvc-eviction" in options] == ["kvc_tiers"]
 
 
 def test_streamed_answer_is_timed():
@@ -174,14 +184,14 @@ def test_streamed_answer_is_timed():
 
 @pytest.fixture
 def bfcl(monkeypatch):
-    """Arguments of the workload `bfcl` with a few short dialogues, and the sessions."""
+    """Loader of arguments and sessions of the workload `bfcl`, with a few short dialogues."""
     monkeypatch.setattr(dialogues.taskdata, "load", lambda path: {"agents_long": DATA})
     monkeypatch.setattr(dialogues.prompts, "tokenizer", lambda model: Letters())
 
     def load(*argv):
         args = ["--workload", "bfcl", "--data", "none", "--model", "none", "--url", "x", "--think", "3", *argv]
-        a = agent_replay.arguments(args)
-        return a, agent_replay.load(a)
+        parsed = agent_replay.arguments(args)
+        return parsed, agent_replay.load(parsed)
 
     return load
 
@@ -221,12 +231,12 @@ def test_dialogues_have_calls_pauses_and_scale(bfcl):
 
 
 def test_endless_share_is_hit_rate_of_cache_that_forgets_nothing(bfcl):
-    a, sessions = bfcl()
+    args, sessions = bfcl()
     server, counted = Cache(), []
     for number in ("first", "second"):
         counted = [(server.complete(p, 1).cached, len(p)) for s in sessions for _, p in prompts(s, number)]
     hits, total = map(sum, zip(*counted))
-    assert agent_replay.settings_of(a, sessions)["endless"] == pytest.approx(hits / total, abs=1e-9)
+    assert agent_replay.settings_of(args, sessions)["endless"] == pytest.approx(hits / total, abs=1e-9)
 
 
 def test_tools_count_as_sent_before_from_second_session_on(bfcl):
@@ -235,7 +245,7 @@ def test_tools_count_as_sent_before_from_second_session_on(bfcl):
     row = replay.run(0.3, ramp=5)
     assert row["computed_again"] == 0 and 0.3 < row["from_cache"] < 1
     tools = {s.tools for s in sessions}
-    assert {seen.shared for seen in replay.seen} >= tools
+    assert {prompt.shared for prompt in replay.answered} >= tools
 
     class Empty(Cache):
         def complete(self, prompt, answer):
@@ -247,8 +257,8 @@ def test_tools_count_as_sent_before_from_second_session_on(bfcl):
     )
 
 
-class Whole(BaseHTTPRequestHandler):
-    """The part of a server that the command uses; all tokens but the last come from the cache."""
+class FullHits(BaseHTTPRequestHandler):
+    """The endpoints that the command uses. All prompt tokens except the last come from the cache."""
 
     def do_GET(self):
         stats = {"host_saved_bytes": 5, "disk_read_bytes": 7, "blocks": 1}
@@ -277,7 +287,7 @@ class Whole(BaseHTTPRequestHandler):
 def test_command_measures_dialogues(bfcl, monkeypatch, tmp_path):
     monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
     monkeypatch.setattr(agent_replay.common, "RESULTS", tmp_path)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Whole)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FullHits)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     argv = ["agent_replay", "--url", f"http://127.0.0.1:{server.server_port}", "--curve", "1,2", "--seconds", "0.3",
             "--tool-seconds", "0"]  # fmt: skip
@@ -296,9 +306,10 @@ def test_command_measures_dialogues(bfcl, monkeypatch, tmp_path):
 
 def test_workloads_do_not_share_result_file(bfcl, monkeypatch, tmp_path):
     monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
-    a, sessions = bfcl("--name", "r", "--append")
-    (tmp_path / "r.json").write_text(json.dumps({"numbers": {"settings": agent_replay.settings_of(a, sessions)}}))
-    assert agent_replay.settings_of(a, sessions)["workload"] == "bfcl"
+    args, sessions = bfcl("--name", "r", "--append")
+    settings = agent_replay.settings_of(args, sessions)
+    (tmp_path / "r.json").write_text(json.dumps({"numbers": {"settings": settings}}))
+    assert agent_replay.settings_of(args, sessions)["workload"] == "bfcl"
     with pytest.raises(SystemExit, match="other settings"):
         agent_replay.settings_of(*bfcl("--name", "r", "--append", "--tool-seconds", "3"))
     recorded = agent_replay.arguments(["traces", "--url", "x", "--append", "--name", "r"])
@@ -306,10 +317,22 @@ def test_workloads_do_not_share_result_file(bfcl, monkeypatch, tmp_path):
         agent_replay.settings_of(recorded, sessions)
 
 
+def test_result_file_without_workload_has_traces(bfcl, monkeypatch, tmp_path):
+    monkeypatch.setattr(agent_replay, "RESULTS", tmp_path)
+    sessions = [session("s")]
+    args = agent_replay.arguments(["traces", "--url", "x", "--append", "--name", "r"])
+    settings = agent_replay.settings_of(args, sessions)
+    earlier = {k: v for k, v in settings.items() if k != "workload"}
+    (tmp_path / "r.json").write_text(json.dumps({"numbers": {"settings": earlier}}))
+    assert agent_replay.settings_of(args, sessions) == settings == earlier | {"workload": "traces"}
+    with pytest.raises(SystemExit, match="other settings"):
+        agent_replay.settings_of(*bfcl("--name", "r", "--append"))
+
+
 def test_scores_of_workloads_have_different_names():
     slow, fast = ({"first_token_s_p90": s, "output_token_s_p90": 0.02, "from_cache": 0.5} for s in (3.0, 1.0))
     numbers = {"kvc_tiers.a8": fast, "stock_fp8.a8": fast, "stock_fp8.a16": slow}
-    assert scores(numbers, 0.9, agent_replay.SCORES["bfcl"]).keys() == {"agents.bfcl.vs_fp8"}
+    assert scores(numbers, 0.9, agent_replay.SCORE_PREFIXES["bfcl"]).keys() == {"agents.bfcl.vs_fp8"}
     assert scores(numbers, 0.9).keys() == {"agents.vs_fp8"}
 
 

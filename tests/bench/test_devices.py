@@ -70,10 +70,10 @@ def command(tmp_path, monkeypatch):
     monkeypatch.setitem(devices.fetch.MODELS, "smollm2", lambda: tmp_path)
 
     def call(caches: dict[str, dict], *options: str) -> int:
-        def ask(cache, args, asked):
+        def ask(cache, args, prompts):
             if cache not in caches:
                 raise RuntimeError("the server did not start")
-            assert asked == PROMPTS[: args.prompts]
+            assert prompts == PROMPTS[: args.prompts]
             return caches[cache]
 
         monkeypatch.setattr(devices, "ask", ask)

@@ -24,9 +24,9 @@ def group(**answers: list[int]) -> Merged:
 
 
 def test_pairs_are_compared_question_by_question():
-    found = findings.compare(group(a=[1, 1, 1, 1, 0], b=[0, 0, 0, 1, 1]), "a", "b")
-    assert found["shares"] == [(0.8, 0.4)] * 2 and (found["wins"], found["losses"]) == (6, 2)
-    assert findings.verdict(found) == "no difference"
+    comparison = findings.compare(group(a=[1, 1, 1, 1, 0], b=[0, 0, 0, 1, 1]), "a", "b")
+    assert comparison["shares"] == [(0.8, 0.4)] * 2 and (comparison["wins"], comparison["losses"]) == (6, 2)
+    assert findings.verdict(comparison) == "no difference"
     sure = findings.compare(group(a=[0] * 4, b=[1] * 4), "a", "b")
     assert sure["p"] == pytest.approx(2 / 2**8) and findings.verdict(sure) == "the other way round"
     assert findings.compare(group(a=[1]), "a", "b") is None

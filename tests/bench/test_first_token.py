@@ -53,7 +53,7 @@ class Cache:
 
 def test_prompts_of_each_kind_share_expected_prefixes():
     kinds = {k: list(islice(first_token.prompts(k, 256, random.Random(1)), 3)) for k in first_token.KINDS}
-    lengths = {k: {len(p) for p in some} for k, some in kinds.items()}
+    lengths = {k: {len(p) for p in prompts} for k, prompts in kinds.items()}
     assert lengths == {"computed": {256}, "computed_padded": {512}, "cached": {260}, "appended": {384}}
     assert kinds["cached"][0] == kinds["cached"][2]
     assert len({tuple(p[:260]) for p in kinds["appended"]}) == 1 and len({tuple(p) for p in kinds["appended"]}) == 3
@@ -61,9 +61,9 @@ def test_prompts_of_each_kind_share_expected_prefixes():
 
 
 def test_servers_take_turns():
-    a, log = first_token.arguments(SMALL), []
+    args, log = first_token.arguments(SMALL), []
     one, two = Cache(log=log), Cache(log=log)
-    rows = first_token.measure({"bf16": one, "kvc_k4v4": two}, "cached", a)
+    rows = first_token.measure({"bf16": one, "kvc_k4v4": two}, "cached", args)
     assert set(rows) == {f"{n}.cached.{when}" for n in ("bf16", "kvc_k4v4") for when in ("at_once", "pause")}
     assert [len(r) for r in rows["bf16.cached.pause"]["rounds"]] == [2] * first_token.ROUNDS
     order = [client for client, before in zip(log, [None, *log]) if client is not before]
@@ -81,17 +81,17 @@ def measured(slow):
 
 
 def test_scores_compare_waits_and_hits(monkeypatch):
-    a, rows = first_token.arguments(SMALL), measured(0.002)
+    args, rows = first_token.arguments(SMALL), measured(0.002)
     assert rows["bf16.computed.at_once"]["cached_tokens"] == 0 and rows["bf16.appended.at_once"]["cached_tokens"] == 260
     # The time excludes the pause itself.
     assert rows["bf16.computed.pause"]["ms_median"] > 8.9 > rows["kvc_k4v4.cached.pause"]["ms_median"]
-    assert first_token.scores(rows, a) == {}  # no GPU here
+    assert first_token.scores(rows, args) == {}  # there are no scores without a GPU
     monkeypatch.setattr(common, "has_gpu", lambda: True)
-    found = first_token.scores(rows, a)
-    assert len(found) == 8
-    score = found["e2e.first_token.cached_at_once_vs_bf16"]
+    scores = first_token.scores(rows, args)
+    assert len(scores) == 8
+    score = scores["e2e.first_token.cached_at_once_vs_bf16"]
     assert score.value < 0.9 and score.low <= score.value <= score.high and score.n == 8
     assert score.baseline == "stock bf16, fa3" and score.unit.endswith("260 tokens")
-    assert found["e2e.first_token.computed_padded_vs_bf16"].unit.endswith("512 tokens")
+    assert scores["e2e.first_token.computed_padded_vs_bf16"].unit.endswith("512 tokens")
     assert len(first_token.table(rows).splitlines()) == 1 + len(rows)
     assert first_token.scores(rows, first_token.arguments([*SMALL, "--no-prefill-graphs"])) == {}

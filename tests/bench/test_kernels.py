@@ -45,7 +45,7 @@ def test_decode_scores_take_worst_shape(tmp_path, capsys):
     results.score(scores)
     results.show()
     assert "decode.bandwidth.k8v4" in capsys.readouterr().out
-    lines = decode.compared(rows)
+    lines = decode.ratios_of(rows)
     text = common.table(lines, decode.COLUMNS).splitlines()
     assert len(text) == 1 + len(lines) and len({len(x) for x in text}) == 1
 
@@ -54,7 +54,7 @@ def test_decode_grid_and_uneven_lengths():
     points = decode.grid(decode.arguments(["grid"]))
     assert {(w.batch, w.tokens) for _, w in points} >= {(1, 1024), (256, 1024), (1, 131072)}
     assert set(decode.scores("grid", fake_decode("grid"))) == {"decode.worst_vs_bf16"}
-    lines = decode.compared(fake_decode("uneven"))
+    lines = decode.ratios_of(fake_decode("uneven"))
     assert all("per_byte" in x for x in lines)
     assert {"one 64K of 64", "heads 10..90 %", "group 6", "group 7", "group 8", "head_dim 64"} <= {
         x["name"] for x in lines
@@ -105,8 +105,8 @@ def test_compaction_scores():
     assert scores["compaction.decode_overhead_exposed"][0] == pytest.approx(0.8 / 2 / 10)
     assert "compaction.leankv_decode_overhead" not in scores
     tiers = dict(rows[-1], format="k8v4+k4v2", ms=0.2, plan_ms=0.1, plan_again_ms=0.3, again_ms=0.4)
-    found = compaction.scores([*rows, tiers], batch=64)["compaction.leankv_decode_overhead"]
-    assert found[0] == pytest.approx(1.0 / 2 / 10)
+    overhead = compaction.scores([*rows, tiers], batch=64)["compaction.leankv_decode_overhead"]
+    assert overhead[0] == pytest.approx(1.0 / 2 / 10)
     assert len(common.table(rows, compaction.COLUMNS).splitlines()) == 1 + len(rows)
     assert compaction.scores(rows[:2], 64) == {}
 
@@ -117,7 +117,7 @@ def test_part_filled_pages_count_whole_sectors():
     page = k4.layout().page(k4.formats[0])
     token = page.key_row_bytes + page.value_row_bytes + 4 * page.value_groups
     assert page.tokens == 32
-    assert sectors.of_count(k4, 0, 32) == sectors.of_count(k4, 0, 32, key_rows=False) == 32 * token
+    assert sectors.fetched_bytes(k4, 0, 32) == sectors.fetched_bytes(k4, 0, 32, key_rows=False) == 32 * token
     # A value row has one byte of each of the 32 tokens, which is one sector.
-    assert sectors.of_count(k4, 0, 1) == page.key_row_bytes + 32 * page.value_row_bytes + 2 * 32
-    assert sectors.of_count(k4, 0, 33) == sectors.of_count(k4, 0, 32) + sectors.of_count(k4, 0, 1)
+    assert sectors.fetched_bytes(k4, 0, 1) == page.key_row_bytes + 32 * page.value_row_bytes + 2 * 32
+    assert sectors.fetched_bytes(k4, 0, 33) == sectors.fetched_bytes(k4, 0, 32) + sectors.fetched_bytes(k4, 0, 1)

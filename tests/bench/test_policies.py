@@ -43,12 +43,12 @@ def test_presets_equal_recommended_cells():
 
 def test_lost_points_become_scores():
     marks = {"em": 18 / 24, "of": 24, "right_to_wrong": 7, "wrong_to_right": 1}
-    found = cells.scores({"k4v4": {"niah": marks, "ratio_body": 3.6, "kl": {"p99": 0.04}}}, "smollm2")
-    score = found["quality.balanced.smollm2.niah.delta"]
+    scores = cells.scores({"k4v4": {"niah": marks, "ratio_body": 3.6, "kl": {"p99": 0.04}}}, "smollm2")
+    score = scores["quality.balanced.smollm2.niah.delta"]
     assert score[:3] == (-25.0, "points of 24 questions", "stock bf16 of the same run")
     assert score.low < -40 and -5 < score.high < 0
-    assert found["quality.balanced.smollm2.all.delta"].value == -25.0
-    assert found["quality.balanced.smollm2.kl_p99"].value == 0.04 and not any("safe" in name for name in found)
+    assert scores["quality.balanced.smollm2.all.delta"].value == -25.0
+    assert scores["quality.balanced.smollm2.kl_p99"].value == 0.04 and not any("safe" in name for name in scores)
 
 
 def test_refusals_give_reason():
@@ -66,10 +66,10 @@ def test_front_contains_only_undominated_points():
 
 def test_presses_count_kept_tokens_at_16_bits():
     rows = {"stock": {"bytes_body": 12288}}
-    found = [{"press": "full", "keep": 1.0}, {"press": "snapkv", "keep": 0.25, "kv": {"em": 0.5}}]
-    found.append({"press": "random", "keep": 0.25, "error": "no time left"})
-    wanted = {"kvpress snapkv+keep=0.25": {"bytes_body": 3072, "kv": {"em": 0.5}}}
-    assert pareto.presses(rows, {"rows": found}) == wanted
+    press_rows = [{"press": "full", "keep": 1.0}, {"press": "snapkv", "keep": 0.25, "kv": {"em": 0.5}}]
+    press_rows.append({"press": "random", "keep": 0.25, "error": "no time left"})
+    expected = {"kvpress snapkv+keep=0.25": {"bytes_body": 3072, "kv": {"em": 0.5}}}
+    assert pareto.presses(rows, {"rows": press_rows}) == expected
 
 
 class FakeServer(common.Server):
@@ -96,8 +96,8 @@ def harness(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "Server", FakeServer)
     monkeypatch.setattr(policies, "measure", fake_measure)
     argv = ["--model-path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "found.json"), "--parallel", "2"]
-    a = policies.arguments(argv)
-    return policies.Harness(a, MODEL, None, {}, {})
+    args = policies.arguments(argv)
+    return policies.Harness(args, MODEL, None, {}, {})
 
 
 def test_failed_cell_does_not_stop_others(harness, tmp_path):
@@ -120,7 +120,7 @@ def test_run_resumes_where_it_ended(harness):
     harness.run(["stock", "k4v4"])
     a = harness.args
     a.resume = True
-    again = policies.Harness(a, MODEL, None, *policies.earlier(a))
+    again = policies.Harness(a, MODEL, None, *policies.earlier_cells(a))
     assert set(again.raw) == {"stock", "k4v4"} and set(again.tops) == {"stock"}
     again.run(["stock", "k4v4", "k8v8"])
     assert again.raw["k8v8"]["kl"]["reference"] == "stock"
@@ -152,7 +152,7 @@ class Recorder:
 def test_seen_protocol_sends_question_in_prompt(harness, monkeypatch, cell, level, apart):
     harness.args.protocol, server = "seen", Recorder()
     task = SimpleNamespace(tokens=None, free=False, right=lambda answer, text: answer == text)
-    monkeypatch.setitem(asking.ASKED, "niah", task)
+    monkeypatch.setitem(asking.TASKS, "niah", task)
     questions = [SimpleNamespace(ask=[i], answer=a) for i, a in enumerate(("right", "wrong"))]
     contexts = [SimpleNamespace(name="one", ids=[7, 8], questions=questions)]
     right, lengths, account = asking.ask(server, cell, "niah", contexts, harness.args)
@@ -167,15 +167,15 @@ def test_seen_protocol_sends_question_in_prompt(harness, monkeypatch, cell, leve
 
 def test_one_shot_scores_are_lost_points():
     marks = {"right_to_wrong": 3, "wrong_to_right": 1, "of": 100, "em": 0.9}
-    found = cells.one_shot_scores({"stock": {}, "k4v4": {"kv": marks}, "k4v4@one-shot:16x": {"kv": marks}}, "m")
-    assert list(found) == ["papers.oneshot.16x.m.kv.delta"]
-    assert found["papers.oneshot.16x.m.kv.delta"].value == pytest.approx(-2)
+    scores = cells.one_shot_scores({"stock": {}, "k4v4": {"kv": marks}, "k4v4@one-shot:16x": {"kv": marks}}, "m")
+    assert list(scores) == ["papers.oneshot.16x.m.kv.delta"]
+    assert scores["papers.oneshot.16x.m.kv.delta"].value == pytest.approx(-2)
 
 
 def test_no_cell_starts_after_deadline(harness):
     harness.args.seconds = -1
     harness.run(["stock"])
-    assert harness.left == ["stock"] and not harness.raw
+    assert harness.not_started == ["stock"] and not harness.raw
 
 
 def calibration(folder):
@@ -203,7 +203,7 @@ def calibration(folder):
 def test_generations_are_compared_with_stock():
     """The estimate is the mean gap of log-probabilities; quarters follow the continuation."""
     texts = [([7] * 8, [-1.0] * 4 + [-2.0] * 4), ([7] * 8, [-1.0] * 8)]
-    found = generation.summary(texts, [[-1.5] * 8, [-1.0] * 8])
-    assert found["tokens"] == 16 and found["nats"] == pytest.approx(0)
-    assert found["quarters"] == pytest.approx([0.25, 0.25, -0.25, -0.25])
-    assert found["standard_error"] == pytest.approx(0)
+    summary = generation.summary(texts, [[-1.5] * 8, [-1.0] * 8])
+    assert summary["tokens"] == 16 and summary["nats"] == pytest.approx(0)
+    assert summary["quarters"] == pytest.approx([0.25, 0.25, -0.25, -0.25])
+    assert summary["standard_error"] == pytest.approx(0)

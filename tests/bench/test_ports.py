@@ -28,7 +28,7 @@ except OSError as e:
 class StandsIn(common.Server):
     def _listen_at(self, port):
         super()._listen_at(port)
-        self.asked = [*getattr(self, "asked", []), self.port]
+        self.tried_ports = [*getattr(self, "tried_ports", []), self.port]
         self.command = [sys.executable, "-c", STANDS_IN, str(self.port)]
 
 
@@ -48,19 +48,19 @@ def test_bound_port_is_not_free(taken, monkeypatch):
 
 
 def test_ports_differ_and_lie_outside_ephemeral_range():
-    found = ports.free_ports(50)
-    assert len(set(found)) == 50 and all(p in ports.RANGE for p in found)
+    chosen = ports.free_ports(50)
+    assert len(set(chosen)) == 50 and all(p in ports.RANGE for p in chosen)
     assert ports.RANGE.stop <= 32768
 
 
 @pytest.mark.slow
 def test_server_with_taken_port_starts_at_another(taken, monkeypatch):
-    real = ports.free_ports
+    free_ports = ports.free_ports
     answers = iter([[taken, taken]])
-    monkeypatch.setattr(ports, "free_ports", lambda count: next(answers, None) or real(count))
+    monkeypatch.setattr(ports, "free_ports", lambda count: next(answers, None) or free_ports(count))
     with StandsIn([], model="none") as server:
-        assert server.asked[0] == taken != server.asked[1]
-        assert server.url == server.client.url == f"http://127.0.0.1:{server.port}" and len(server.asked) == 2
+        assert server.tried_ports[0] == taken != server.tried_ports[1]
+        assert server.url == server.client.url == f"http://127.0.0.1:{server.port}" and len(server.tried_ports) == 2
 
 
 @pytest.mark.slow

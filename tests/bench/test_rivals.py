@@ -48,15 +48,15 @@ def test_diffkv_pages_match_byte_reader(bits):
         return struct.unpack_from("<e", data, 2 * at)[0]
 
     t, dim = page.tokens, 128
-    per, where = 16 // bits[0], 0
+    per, byte = 16 // bits[0], 0
     for token in (0, 1, t // 2, t - 1):
         scale, zero = half(page.key_meta + 2 * token), half(page.key_meta + 2 * token + 1)
         for thread, vector in itertools.product(range(4), range(dim // 4 // per // 4)):
             for j, e in itertools.product(range(4), range(per)):
                 word = words[(vector * t * 4 + token * 4 + thread) * 4 + j]
                 code = (word >> (bits[0] * e)) & ((1 << bits[0]) - 1)
-                where = thread * 32 + (vector * 4 + j) * per + e
-                assert keys[token, where] == pytest.approx(code * scale + zero)
+                byte = thread * 32 + (vector * 4 + j) * per + e
+                assert keys[token, byte] == pytest.approx(code * scale + zero)
         per_value = 16 // bits[1]
         scale, zero = half(page.value_meta + 2 * token), half(page.value_meta + 2 * token + 1)
         for thread, pack, e in itertools.product(range(8), range(16 // per_value), range(per_value)):
@@ -73,9 +73,9 @@ def test_diffkv_pages_match_byte_reader(bits):
 class Plain:
     """Stands in for a compiled kernel: walks its tables, high pages from the left and low pages from the right."""
 
-    def run(self, *given):
-        slots, _, out, _, _, part_o, _, q, pages, layer, heads, scale, tables, lens, most = given
-        assert int(lens.sum(-1).max()) == most and part_o.shape[2] == 1 and scale == 128**-0.5
+    def run(self, *args):
+        slots, _, out, _, _, part_o, _, q, pages, layer, heads, scale, tables, lens, longest = args
+        assert int(lens.sum(-1).max()) == longest and part_o.shape[2] == 1 and scale == 128**-0.5
         for r, h in itertools.product(range(len(q)), range(heads)):
             sides, row = [], tables[slots[r], layer, h].tolist()
             for n, page, step in zip(lens[r, layer, h].tolist(), (diffkv.Page(8, 4), diffkv.Page(4, 2)), (1, -1)):
@@ -83,8 +83,8 @@ class Plain:
                 both = [page.unpack(pages[i]) for i in ids]
                 sides.append([torch.cat(x)[:n] for x in zip(*both)])
             keys, values = (torch.cat(x) for x in zip(*sides))
-            mine = q[r].double().view(heads, -1, 128)[h]
-            out[r].view(heads, -1, 128)[h] = (mine @ keys.T * scale).softmax(-1) @ values
+            queries = q[r].double().view(heads, -1, 128)[h]
+            out[r].view(heads, -1, 128)[h] = (queries @ keys.T * scale).softmax(-1) @ values
 
 
 def test_diffkv_case_matches_float64():
@@ -125,8 +125,8 @@ class Sums:
                 rows += [exact[slot].double() for slot in e_ids[e_at[r] : e_at[r + 1]].tolist()]
                 sides.append(torch.stack(rows))
             keys, values = sides
-            mine = q[r].double().view(keys.shape[1], -1, 128)
-            weights = torch.einsum("hgd,thd->hgt", mine, keys).mul(128**-0.5).softmax(-1)
+            queries = q[r].double().view(keys.shape[1], -1, 128)
+            weights = torch.einsum("hgd,thd->hgt", queries, keys).mul(128**-0.5).softmax(-1)
             out[r] = torch.einsum("hgt,thd->hgd", weights, values).reshape(-1, 128)
         return out
 
@@ -149,6 +149,6 @@ def test_scores_take_worst_shape():
             ("diffkv", "k4v4", 10.0 / factor),
         )
     ]  # fmt: skip
-    found = decode.scores(rows)
-    assert found["decode.vs_oscar.k4v4"][0] == 2.0 and found["decode.vs_oscar.k2v2"][0] == 4.0
-    assert found["decode.vs_diffkv.k4v4"][0] == 5.0 and "decode.vs_diffkv.k2v2" not in found
+    scores = decode.scores(rows)
+    assert scores["decode.vs_oscar.k4v4"][0] == 2.0 and scores["decode.vs_oscar.k2v2"][0] == 4.0
+    assert scores["decode.vs_diffkv.k4v4"][0] == 5.0 and "decode.vs_diffkv.k2v2" not in scores

@@ -22,7 +22,7 @@ def phase(*texts: str, hits: int = 64) -> dict:
 
 
 def rows(**phases: dict) -> dict:
-    return {n: round_trips.compared(p, phases.get(round_trips.BEFORE.get(n)), WORK) for n, p in phases.items()}
+    return {n: round_trips.compare(p, phases.get(round_trips.BEFORE.get(n)), WORK) for n, p in phases.items()}
 
 
 TIMES = {"before_demotion": 0.5, "demoted": 0.6}
@@ -36,14 +36,14 @@ def test_scores_count_equal_answers_and_lost_points(monkeypatch):
     )  # fmt: skip
     assert got["demoted"]["niah"] | {"marks": None} == {"right": 2, "of": 4, "marks": None, "equal": 3, "same_hits": 4}
     monkeypatch.setattr(common, "has_gpu", lambda: True)
-    found = round_trips.scores(got, TIMES)
-    assert found["agents.round_trips_equal"].value == pytest.approx(11 / 12)
-    assert found["agents.demoted_points"].value == pytest.approx(25)
-    ratio = found["agents.demoted_ttft_ratio"]
+    scores = round_trips.scores(got, TIMES)
+    assert scores["agents.round_trips_equal"].value == pytest.approx(11 / 12)
+    assert scores["agents.demoted_points"].value == pytest.approx(25)
+    ratio = scores["agents.demoted_ttft_ratio"]
     assert ratio.value == pytest.approx(1.2) and ratio.n == 4
     assert ratio[1:3] == ("of the time before", "the same prompts before demotion")
     monkeypatch.setattr(common, "has_gpu", lambda: False)
-    assert round_trips.scores(got, TIMES).keys() == found.keys() - {"agents.demoted_ttft_ratio"}
+    assert round_trips.scores(got, TIMES).keys() == scores.keys() - {"agents.demoted_ttft_ratio"}
 
 
 def test_first_token_is_median_of_all_tasks():
@@ -68,8 +68,8 @@ def test_eviction_and_demotion_end_when_all_blocks_have_moved():
 
 
 class Streaming(BaseHTTPRequestHandler):
-    """Three tokens, one every 50 ms, each event with the answer so far. A prompt [0] gets an error in the stream, [1]
-    an HTTP error."""
+    """A server that streams three tokens, one every 50 ms. Each event contains the answer so far. Prompt [0] gets an
+    error event, and prompt [1] an HTTP error."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -46,7 +46,7 @@ def maker() -> Maker:
     return Maker(Pieces(), "Essays are not read here, but a sentence is.")
 
 
-def made(maker, task, number=0, tokens=1500) -> tuple[str, str, tuple[str, ...]]:
+def example(maker, task, number=0, tokens=1500) -> tuple[str, str, tuple[str, ...]]:
     context = ruler.context(maker, FOLDER, task, number, tokens)
     (question,) = context.questions
     assert 0.8 * tokens < len(context.ids) <= tokens
@@ -68,20 +68,20 @@ def test_context_follows_its_number_and_leaves_global_random_state(maker, task):
 @needs_package
 @pytest.mark.parametrize("number", range(3))
 def test_variable_tracking_wants_variables_of_chain(maker, number):
-    text, ask, wanted = made(maker, "vt", number)
+    text, ask, wanted = example(maker, "vt", number)
     value = re.search(r"assigned the value (\d+) in", ask)[1]
     assert ask.endswith("they are:") and len(wanted) == 5
-    found = {value}
+    chain = {value}
     for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text):
-        if source in found:
-            found.add(name)
-    assert found == {value, *wanted}
+        if source in chain:
+            chain.add(name)
+    assert chain == {value, *wanted}
 
 
 @needs_package
 @pytest.mark.parametrize("number", range(3))
 def test_word_extraction_wants_ten_most_common_words(maker, number):
-    text, ask, wanted = made(maker, "cwe", number)
+    text, ask, wanted = example(maker, "cwe", number)
     assert "10 most common words" in ask and "Question" not in text
     counts = Counter(word for _, word in re.findall(r"(\d+)\. ([\w\- ]+?)(?= \d+\.|$)", text.split("\n")[1]))
     assert {word for word, _ in counts.most_common(10)} == set(wanted) and min(counts[w] for w in wanted) > 1
@@ -90,7 +90,7 @@ def test_word_extraction_wants_ten_most_common_words(maker, number):
 @needs_package
 @pytest.mark.parametrize("number", range(3))
 def test_multikey_task_asks_for_one_key(maker, number):
-    text, ask, (wanted,) = made(maker, "multikey", number)
+    text, ask, (wanted,) = example(maker, "multikey", number)
     needles = dict(re.findall(r"magic uuids for (\S+) is: (\S+)\.", text))
     assert len(needles) > 10 and needles[re.search(r"uuid for (\S+) mentioned", ask)[1]] == wanted
 
@@ -111,4 +111,4 @@ def test_contexts_are_eight_times_as_many_with_one_question_each(monkeypatch):
     monkeypatch.setattr(suite.fetch, "ruler", lambda: FOLDER)
     monkeypatch.setattr(suite.ruler, "context", lambda maker, folder, task, number, tokens: (task, number, tokens))
     args = SimpleNamespace(first=2, contexts=3, length=512)
-    assert suite.ASKED["vt"].make(None, args) == [("vt", n, 512) for n in range(16, 40)]
+    assert suite.TASKS["vt"].make(None, args) == [("vt", n, 512) for n in range(16, 40)]

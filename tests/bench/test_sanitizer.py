@@ -57,23 +57,23 @@ def test_log_is_read_into_outcomes():
     assert whys["test_five"].endswith("random.py:9: RuntimeError: CUDA error") and len(whys) == 2
     cut_off = LOG[: LOG.index("FAILED [ 40%]")]  # an unfinished test gives no result
     assert [r["test"].split("::")[1] for r in sanitizer.read_log(cut_off)] == ["test_one[x y-1]"]
-    found = sanitizer.scores([r | dict(tool="memcheck") for r in rows], 9)
-    assert found == {"sanitizer.memcheck": (3, "errors in 4 of 9 kernel tests, 1 failed by value")}
+    scores = sanitizer.scores([r | dict(tool="memcheck") for r in rows], 9)
+    assert scores == {"sanitizer.memcheck": (3, "errors in 4 of 9 kernel tests, 1 failed by value")}
 
 
 def test_chunks_keep_all_jobs_busy():
     ids = [f"tests/gpu/test_{f}.py::test_{i}" for f in "ab" for i in range(7)]
     todo = [(tool, test) for test in ids for tool in ("memcheck", "racecheck")]
-    for jobs, most in ((2, 6), (8, 3), (100, 1)):
-        made = sanitizer.chunks(todo, jobs)
-        assert sorted((tool, t) for tool, some in made for t in some) == sorted(todo)
-        assert max(len(some) for _, some in made) == most
-        assert all(len({sanitizer.file_of(t) for t in some}) == 1 for _, some in made)
-        assert made[0] == ("racecheck", ids[:most])
+    for jobs, longest in ((2, 6), (8, 3), (100, 1)):
+        chunks = sanitizer.chunks(todo, jobs)
+        assert sorted((tool, t) for tool, tests in chunks for t in tests) == sorted(todo)
+        assert max(len(tests) for _, tests in chunks) == longest
+        assert all(len({sanitizer.file_of(t) for t in tests}) == 1 for _, tests in chunks)
+        assert chunks[0] == ("racecheck", ids[:longest])
     slow = [("memcheck", f"{sanitizer.LONGEST[1]}::test_{i}") for i in range(2)]
     slow.append(("racecheck", f"{sanitizer.LONGEST[0]}::test_0"))
-    made = sanitizer.chunks(todo + slow, 2)
-    assert made[:3] == [(tool, [test]) for tool, test in (slow[2], slow[0], slow[1])] and len(made[3][1]) == 6
+    chunks = sanitizer.chunks(todo + slow, 2)
+    assert chunks[:3] == [(tool, [test]) for tool, test in (slow[2], slow[0], slow[1])] and len(chunks[3][1]) == 6
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def bench(monkeypatch, tmp_path):
 
 
 def test_tool_that_misses_planted_error_gives_no_result(bench, capsys):
-    assert bench(False) == (1, []) and "nothing it says counts" in capsys.readouterr().out
+    assert bench(False) == (1, []) and "its results do not count" in capsys.readouterr().out
 
 
 def test_rows_are_kept_while_sources_are_unchanged(bench):

@@ -23,16 +23,16 @@ def test_scores_come_from_commits_of_this_repository():
     if not (ROOT / ".git").exists():
         pytest.skip("needs the repository's history")
     for sha in {row["commit"] for row in json.loads(scoreboard.OUT.read_text()).values()}:
-        found = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
-        assert found.returncode == 0, f"{sha} is no ancestor of HEAD"
+        result = subprocess.run(["git", "merge-base", "--is-ancestor", sha, "HEAD"], cwd=ROOT, capture_output=True)
+        assert result.returncode == 0, f"{sha} is no ancestor of HEAD"
 
 
 def test_score_names_include_device(tmp_path):
     for day, (device, value) in enumerate({"NVIDIA H100 80GB HBM3": 2.0, "NVIDIA H200": 1.0, "CPU, 2": 9.0}.items(), 1):
         write(tmp_path, str(day), device, day, decode__x=(value, "x"), serve__x=(value, "x"))
-    found = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
-    assert found["decode.x"] == 1.0 and found["decode.x_h100"] == 2.0 and found["decode.x_cpu"] == 9.0
-    assert found["serve.x"] == 9.0 and "serve.x_h100" not in found  # correctness: the latest counts, wherever it ran
+    values = {name: row["value"] for name, row in scoreboard.collect(tmp_path).items()}
+    assert values["decode.x"] == 1.0 and values["decode.x_h100"] == 2.0 and values["decode.x_cpu"] == 9.0
+    assert values["serve.x"] == 9.0 and "serve.x_h100" not in values  # correctness: the latest counts, wherever it ran
 
 
 def test_rows_name_their_conditions(tmp_path):
@@ -80,7 +80,7 @@ def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     (tmp_path / "e2e" / "agent_replay_bfcl_h200.png").touch()
     text = tables.tables({}, tmp_path)
     assert "Lengths are 0.25 of the recorded ones, pauses 0.5." in text
-    assert "A session has 2 dialogues" in text and "Functions take 4 s on average." in text
+    assert "Dialogues per session: 2." in text and "A function takes 4 s on average." in text
     assert text.count("| kvc tiers | 50 %; 0.1 / 0.2 s; 20 ms | 8 |") == 2 and text.count("![") == 1
 
 
@@ -126,7 +126,7 @@ def test_calibration_score_compares_formats_with_same_key_mode(tmp_path):
 
 def test_row_at_floor_is_marked():
     marks = {"em": 2 / 104, "of": 104, "right_to_wrong": 1, "wrong_to_right": 1}
-    score = cells.lost(marks)
+    score = cells.delta(marks)
     assert score.unit.endswith("floor: stock has 2 right") and points_lost(score.to_dict()) == "floor"
 
 
@@ -144,8 +144,8 @@ def test_intervals_agree_with_tango():
 
 
 def test_one_shot_prompts_and_long_contexts_have_separate_tables():
-    where = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
-    points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **where}
+    source = {"device": "NVIDIA H200", "commit": "abcdef0123", "date": "2026", "file": "f.json", "commands": ["c"]}
+    points = {"unit": "points of 104 questions", "baseline": "", "n": 1, "low": -4.0, "high": 1.0, **source}
     board = {f"papers.oneshot.{r}x.qwen-0.5b.kv.delta": points | {"value": -float(r)} for r in (16, 8)}
     board["quality.32k.balanced.qwen-1.5b.niah.delta"] = points | {"value": -1.9}
     board["quality.32k.balanced.qwen-1.5b.kl_p99"] = points | {"value": 0.03, "unit": "nats a token"}

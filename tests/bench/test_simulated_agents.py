@@ -14,7 +14,7 @@ from bench.agents.orders import ORDERS, QUEUES
 from bench.agents.simulate import Machine, Simulation
 from bench.agents.traces import Session, Step
 
-SMALL = Machine(memory=400.0, token_bytes=1 / BLOCK, prefill_rate=1280.0, copy_rate=1e9)  # 400 blocks of a byte
+SMALL = Machine(memory=400.0, token_bytes=1 / BLOCK, prefill_rate=1280.0, copy_rate=1e9)  # 400 blocks of one byte each
 
 
 def sessions(n=12, seed=0):
@@ -32,8 +32,8 @@ def sessions(n=12, seed=0):
 @pytest.mark.parametrize("host", [0.0, 150.0])
 @pytest.mark.parametrize("order", ORDERS)
 def test_blocks_are_counted_once(order, host, monkeypatch):
-    made = Simulation(sessions(), replace(SMALL, host_memory=host), ORDERS[order], QUEUES["fcfs"], agents=10)
-    answers, decode, finish, ends = Counter(), made.decode, made.finish, []
+    simulation = Simulation(sessions(), replace(SMALL, host_memory=host), ORDERS[order], QUEUES["fcfs"], agents=10)
+    answers, decode, finish, ends = Counter(), simulation.decode, simulation.finish, []
 
     def decoded(now, turn, answer):
         answers[turn] = answer
@@ -42,33 +42,33 @@ def test_blocks_are_counted_once(order, host, monkeypatch):
     def finished(now, turn, answer):
         del answers[turn]
         finish(now, turn, answer)
-        if made.computing:
+        if simulation.computing:
             return  # the answer to the current prompt is not known here
-        cache = made.cache
+        cache = simulation.cache
         assert cache.device == sum(c.device for c in cache.chains) + answers.total() <= cache.capacity
         assert cache.host == sum(c.stored - c.device for c in cache.chains) <= cache.host_capacity
         ends.append(now)
 
-    monkeypatch.setattr(made, "decode", decoded)
-    monkeypatch.setattr(made, "finish", finished)
-    made.run(0, 2000)
+    monkeypatch.setattr(simulation, "decode", decoded)
+    monkeypatch.setattr(simulation, "finish", finished)
+    simulation.run(0, 2000)
     assert len(ends) > 50
 
 
 def test_unbounded_cache_hits_every_earlier_token():
     all_sessions = sessions()
     endless = replace(SMALL, memory=1e6)
-    found = Simulation(all_sessions, endless, ORDERS["lru"], QUEUES["fcfs"], agents=4).run(0, 3000)
-    assert found.again == 0 and found.device > 0 and found.host == 0
+    totals = Simulation(all_sessions, endless, ORDERS["lru"], QUEUES["fcfs"], agents=4).run(0, 3000)
+    assert totals.again == 0 and totals.device > 0 and totals.host == 0
     # Hits are whole blocks, including tools that other sessions brought in.
-    assert found.device / found.prompt >= traces.endless_share(all_sessions) - 0.02
-    assert max(found.first_token) < 10
+    assert totals.device / totals.prompt >= traces.endless_share(all_sessions) - 0.02
+    assert max(totals.first_token) < 10
 
 
 def test_host_memory_restores_blocks_evicted_from_device():
-    some = sessions()
+    all_sessions = sessions()
     plain, hosted = (
-        Simulation(some, replace(SMALL, host_memory=h), ORDERS["lru"], QUEUES["fcfs"], 14).run(0, 3000)
+        Simulation(all_sessions, replace(SMALL, host_memory=h), ORDERS["lru"], QUEUES["fcfs"], 14).run(0, 3000)
         for h in (0.0, 1e5)
     )
     assert plain.again > 0 and plain.host == 0
@@ -90,9 +90,9 @@ def chains(**fields):
         ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [None, 9.0, None]}, 2),
         ("lru", {"used": [3.0, 1.0, 2.0], "waits_since": [7.0, 9.0, 8.0]}, 1),
         ("clairvoyant", {"next_arrival": [5.0, 9.0, 7.0]}, 1),
-        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [15.0, 1.0, 1.0]}, 0),  # silent for a shorter time, but slow
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [15.0, 1.0, 1.0]}, 0),  # short silence, long pause
         ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [1.0, 1.0, 1.0]}, 1),
-        ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # the order is not told
+        ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # the end is unknown
         ("told", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 0),
     ],
 )

@@ -40,13 +40,13 @@ def maker() -> Maker:
 def test_few_shot_labels_occur_only_in_context(maker):
     context, again, other = shots(maker, 0, 6000), shots(maker, 0, 6000), shots(maker, 1, 6000)
     assert context == again and 5900 < len(context.ids) <= 6000
-    known = dict(line.split(": ") for line in text(context.ids).splitlines() if ": " in line)
+    label_of_text = dict(line.split(": ") for line in text(context.ids).splitlines() if ": " in line)
     kind_of = {w: kind for kind, words in KINDS.items() for w in words.split()}
-    label_of = {kind_of[w]: label for w, label in known.items()}
+    label_of = {kind_of[w]: label for w, label in label_of_text.items()}
     assert sorted(label_of.values()) == sorted(LABELS) and len(context.questions) == len(KINDS)
     for q in context.questions:
         word = text(q.ask).strip(":\n")
-        assert word not in known and q.answer == label_of[kind_of[word]]
+        assert word not in label_of_text and q.answer == label_of[kind_of[word]]
     assert [q.answer for q in other.questions] != [q.answer for q in context.questions]
 
 
@@ -83,22 +83,22 @@ PROBLEMS = [
 def test_solutions_pass_and_broken_ones_fail():
     p = PROBLEMS[3]
     assert humaneval.passes(p, p["canonical_solution"])
-    assert humaneval.passes(p, p["canonical_solution"] + "\n\nprint(1/0)")  # the rest is not the function
+    assert humaneval.passes(p, p["canonical_solution"] + "\n\nprint(1/0)")  # text after the function is not run
     assert not humaneval.passes(p, "    return a + b\n")
     assert not humaneval.passes(p, "    return (a +\n")
     assert not humaneval.passes(p, "    raise SystemExit(0)\n")
 
 
 def test_program_is_limited_in_time_and_memory():
-    assert sandbox.ends_well("x = 1")
-    assert not sandbox.ends_well("while True: pass", seconds=1)
-    assert not sandbox.ends_well("x = bytearray(1 << 34)")
+    assert sandbox.succeeds("x = 1")
+    assert not sandbox.succeeds("while True: pass", seconds=1)
+    assert not sandbox.succeeds("x = bytearray(1 << 34)")
 
 
 def test_context_omits_its_own_problem(maker):
-    made = humaneval.solved(maker, PROBLEMS, 12, 600)
-    assert sum(len(c.questions) for c in made) == 12
-    for context in made:
+    contexts = humaneval.solved(maker, PROBLEMS, 12, 600)
+    assert sum(len(c.questions) for c in contexts) == 12
+    for context in contexts:
         assert 400 < len(context.ids) <= 600
         for q in context.questions:
             assert q.answer["prompt"] == text(q.ask) and q.answer["prompt"] not in text(context.ids)
@@ -125,7 +125,7 @@ KNOWN = {f["name"]: f for f in FUNCTIONS["Files"]}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said", "same"),
+    ("wanted", "answered", "same"),
     [
         ("mv('a', 'b')", 'mv(destination="b", source="a")', True),
         ("mv('a', 'b')", "mv('b', 'a')", False),
@@ -141,9 +141,9 @@ KNOWN = {f["name"]: f for f in FUNCTIONS["Files"]}
         ("tail('a')", "head('a')", False),
     ],
 )
-def test_calls_are_compared_by_meaning(wanted, said, same):
+def test_calls_are_compared_by_meaning(wanted, answered, same):
     answer = {"call": calls.parse(wanted, KNOWN), "functions": KNOWN}
-    assert calls.same_call(answer, said) is same
+    assert calls.same_call(answer, answered) is same
 
 
 TRACE = {
@@ -158,12 +158,12 @@ TRACE = {
 
 def test_call_is_asked_after_its_history(maker):
     data = {"functions": FUNCTIONS, "traces": [TRACE | {"id": str(i)} for i in range(9)]}
-    made = calls.calls(maker, data, 9, 5000)
+    contexts = calls.calls(maker, data, 9, 5000)
     seen = {}
-    for context in made:
+    for context in contexts:
         (q,) = context.questions
         seen[q.answer["call"][0]] = (text(context.ids), text(q.ask))
-    assert len(made) == 9 and set(seen) == {"mv", "tail"}  # never the first call
+    assert len(contexts) == 9 and set(seen) == {"mv", "tail"}  # never the first call
     history, ask = seen["tail"]
     assert history.endswith("<user>Move a to b.</><assistant>mv(source='a', destination='b')</>")
     assert ask == '<user>Result: {"moved": 1}</><assistant>'
@@ -203,11 +203,11 @@ def test_traces_contain_simulator_results(tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-    found = traces.read(wheel)
-    (turn,) = found["traces"][0]["turns"]
+    agents = traces.read(wheel)
+    (turn,) = agents["traces"][0]["turns"]
     assert turn["user"] == "Go." and turn["calls"][0] == ["add(item=2)", '{"items": [1, 2]}']
     assert turn["calls"][1][1].startswith('{"error": "IndexError')
-    assert found["functions"]["TicketAPI"][0]["purpose"] == "Add it."
+    assert agents["functions"]["TicketAPI"][0]["purpose"] == "Add it."
     human = tmp_path / "human.whl"
     with zipfile.ZipFile(human, "w") as archive:
         lines = "\n".join(json.dumps(p) for p in PROBLEMS).encode()
@@ -215,7 +215,7 @@ def test_traces_contain_simulator_results(tmp_path):
     file = tmp_path / taskdata.NAME
     file.write_bytes(taskdata.make(human, wheel, "essays"))
     assert file.read_bytes() == taskdata.make(human, wheel, "essays")
-    assert taskdata.load(file)["human_eval"] == PROBLEMS and taskdata.load(file)["agents"] == found
+    assert taskdata.load(file)["human_eval"] == PROBLEMS and taskdata.load(file)["agents"] == agents
     (turn,) = taskdata.load(file)["agents_long"]["traces"][0]["turns"]
     assert turn["calls"][0][1] == '{"items": [1, 1, 2]}'
 
@@ -225,23 +225,24 @@ def test_shared_blocks_are_counted_once():
 
 
 def test_tasks_are_chosen_by_name():
-    assert suite.chosen("calls,nll,niah") == ["niah", "nll", "calls"]
+    assert suite.select("calls,nll,niah") == ["niah", "nll", "calls"]
     with pytest.raises(ValueError, match="no task poetry"):
-        suite.chosen("poetry,kv")
-    assert set(suite.ASKED) == set(QUESTIONS)
+        suite.select("poetry,kv")
+    assert set(suite.TASKS) == set(QUESTIONS)
 
 
 def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
     stock = {"ratio": None, "code": [[True, True], [False]], "lengths": {"code": [[10, 20], [30]]}}
-    mine = {"ratio": None, "code": [[True, False], [False]], "lengths": {"code": [[10, 20], [60]]}}
-    found = run.summary(mine, stock)["code"]
-    assert found["of"] == 3 and found["right_to_wrong"] == 1 and found["length_ratio"] == 1.5
+    packed = {"ratio": None, "code": [[True, False], [False]], "lengths": {"code": [[10, 20], [60]]}}
+    summary = run.summary(packed, stock)["code"]
+    assert summary["of"] == 3 and summary["right_to_wrong"] == 1 and summary["length_ratio"] == 1.5
     sizes = {"ratio_body": 1.0, "ratio": 1.0, "kept": 1.0, "bytes_body": 9.0, "bytes": 9.0, "packed": None}
-    rows = {n: {**run.summary(raw, stock), **sizes} for n, raw in (("stock", stock), ("k4v4", mine))}
+    rows = {n: {**run.summary(raw, stock), **sizes} for n, raw in (("stock", stock), ("k4v4", packed))}
     score = cells.scores(rows, "smollm2")["quality.balanced.smollm2.code.delta"]
     assert score[:2] == (pytest.approx(-100 / 3), "points of 3 questions")
     assert "-1+0" in pareto.table(rows) and "HumanEval" in pareto.table(rows)
-    numbers = {"model": "smollm2", "length": 1024, "contexts": 2, "cells": rows, "raw": {"stock": stock, "k4v4": mine}}
+    numbers = {"model": "smollm2", "length": 1024, "contexts": 2, "cells": rows}
+    numbers["raw"] = {"stock": stock, "k4v4": packed}
     (tmp_path / "quality").mkdir()
     record = {"numbers": numbers, "device": "CPU, 2 cores", "commit": "0123456789ab"}
     (tmp_path / "quality" / "policies_x.json").write_text(json.dumps(record))
@@ -252,12 +253,12 @@ def test_new_tasks_reach_summary_tables_and_scores(tmp_path, monkeypatch):
 
 def test_cells_without_requested_task_are_measured_again(tmp_path):
     argv = ["--model-path", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "found.json"), "--resume"]
-    a = policies.arguments([*argv, "--tasks", "niah,code"])
-    settings = {k: getattr(a, k) for k in (*policies.SETTINGS, "problems", "calls")}
+    args = policies.arguments([*argv, "--tasks", "niah,code"])
+    settings = {k: getattr(args, k) for k in (*policies.SETTINGS, "problems", "calls")}
     raw = {"stock": {"niah": [[True]]}, "k4v4": {"niah": [[True]], "code": [[True]]}}
     (tmp_path / "found.json").write_text(json.dumps({"numbers": {**settings, "raw": raw, "reference": "stock"}}))
-    assert set(policies.earlier(a)[0]) == {"k4v4"}
-    assert not policies.earlier(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
+    assert set(policies.earlier_cells(args)[0]) == {"k4v4"}
+    assert not policies.earlier_cells(policies.arguments([*argv, "--tasks", "code", "--problems", "9"]))[0]
 
 
 def test_presses_are_shown_beside_one_shot_level_of_same_size(tmp_path, monkeypatch):

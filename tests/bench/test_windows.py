@@ -26,19 +26,19 @@ def reference(folder):
 def test_attention_matches_transformers(folder, reference):
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     ids = prompt(50)
     with torch.no_grad():
-        want = theirs(torch.tensor([ids])).logits[0, -8:].float().log_softmax(-1)
+        want = model(torch.tensor([ids])).logits[0, -8:].float().log_softmax(-1)
     got = reference.logits(ids, 8).log_softmax(-1)
     short = reference.logits(ids, 8, short=True, given=20).log_softmax(-1)
     assert (got - want).abs().mean() < 0.25 * (short - want).abs().mean()
 
 
 def test_window_over_all_tokens_is_never_short(reference):
-    assert reference.apart(prompt(WINDOW - ANSWER - 1), ANSWER)["short"] == 0
+    assert reference.drift(prompt(WINDOW - ANSWER - 1), ANSWER)["short"] == 0
 
 
 def test_short_window_shifts_logprobs_more_than_rounding(reference):
-    found = reference.apart(prompt(60), ANSWER)
-    assert found["short"] > found["rounded"] > 0
+    gaps = reference.drift(prompt(60), ANSWER)
+    assert gaps["short"] > gaps["rounded"] > 0

@@ -47,7 +47,7 @@ def model():
 
 
 @pytest.fixture(scope="session")
-def found(model, ids):
+def measured(model, ids):
     from sglang_kvc.calibration.measure.passes import calibrate
 
     return calibrate(model, ids, block=BLOCK)

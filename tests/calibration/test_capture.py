@@ -74,20 +74,20 @@ def test_captured_rows_equal_model(kind, ids):
     assert model.config._attn_implementation == before
 
 
-def test_query_statistics(model, ids, found):
+def test_query_statistics(model, ids, measured):
     rows, _ = captured(model, ids)
-    frequencies = found.tensors["rotary_frequencies"].double().numpy()
+    frequencies = measured.tensors["rotary_frequencies"].double().numpy()
     angle = np.arange(TOKENS)[:, None] * frequencies
     for layer in range(LAYERS):
         q = rows[layer][0].double().numpy()
         a, b = q[..., : DIM // 2], q[..., DIM // 2 :]
-        # A pair (a, b) was turned by the angle: turned back as a complex number.
+        # The rotary embedding turns each pair (a, b) by the angle; a complex product turns it back.
         z = (a + 1j * b) * np.exp(-1j * angle)
         q = np.concatenate((z.real, z.imag), -1)
         for head in range(HEADS):
             mean, covariance = q[head].mean(0), np.cov(q[head].T, bias=True)
-            np.testing.assert_allclose(found.tensors["query_mean"][layer, head], mean, atol=1e-4)
-            np.testing.assert_allclose(found.tensors["query_covariance"][layer, head], covariance, atol=1e-3)
+            np.testing.assert_allclose(measured.tensors["query_mean"][layer, head], mean, atol=1e-4)
+            np.testing.assert_allclose(measured.tensors["query_covariance"][layer, head], covariance, atol=1e-3)
 
 
 def test_rotation_is_verified_and_undone(model, ids):
@@ -120,7 +120,7 @@ def test_attention_scores(model, ids):
     np.testing.assert_allclose(got[1], w.sum(2), atol=1e-4)
 
 
-def test_layer_statistics(model, ids, found):
+def test_layer_statistics(model, ids, measured):
     """XKV's curves, CAKE's entropy and shift, and MiniKV's variance, token by token in numpy."""
     rows, _ = captured(model, ids)
     for layer in range(LAYERS):
@@ -134,35 +134,35 @@ def test_layer_statistics(model, ids, found):
             a = w[:, end - 32 : end, : end - 32]
             entropy.append(np.mean(-np.sum(a * np.log(a), -1)))
             shift.append(np.mean(np.sum(np.var(a, 1, ddof=1), -1)))
-        np.testing.assert_allclose(found.tensors["importance_retention"][layer], np.mean(curves, 0), atol=2e-5)
-        np.testing.assert_allclose(found.tensors["attention_entropy"][layer], np.mean(entropy), rtol=1e-3)
-        np.testing.assert_allclose(found.tensors["attention_shift"][layer], np.mean(shift), rtol=1e-3)
+        np.testing.assert_allclose(measured.tensors["importance_retention"][layer], np.mean(curves, 0), atol=2e-5)
+        np.testing.assert_allclose(measured.tensors["attention_entropy"][layer], np.mean(entropy), rtol=1e-3)
+        np.testing.assert_allclose(measured.tensors["attention_shift"][layer], np.mean(shift), rtol=1e-3)
         w[:, np.arange(TOKENS), np.arange(TOKENS)] = 0
         cumulative = w.sum(1).reshape(KV_HEADS, -1, TOKENS).sum(1)
         variance = np.var(cumulative, -1, ddof=1).mean()
-        np.testing.assert_allclose(found.tensors["attention_variance"][layer], variance, rtol=1e-3)
+        np.testing.assert_allclose(measured.tensors["attention_variance"][layer], variance, rtol=1e-3)
     # Every file gives an allocation for every kept share of the tokens.
     for kept in (1, LAYERS * 10, LAYERS * 256):
-        assert sum(ops.greedy_allocation(found.tensors["importance_retention"], kept)) == kept
+        assert sum(ops.greedy_allocation(measured.tensors["importance_retention"], kept)) == kept
 
 
-def test_retrieval_heads_are_detected(model, ids, found):
+def test_retrieval_heads_are_detected(model, ids, measured):
     m = TOKENS // 2
     rows, _ = captured(model, torch.cat((ids[:m], ids[:m])))
     for layer in range(LAYERS):
         w = probabilities(*rows[layer][:2]).reshape(KV_HEADS, -1, 2 * m, 2 * m).mean(1)
         for head in range(KV_HEADS):
-            paid = [w[head, m + i, max(0, i - 3) : min(m, i + 6)].sum() for i in range(m - 1)]
-            assert float(found.tensors["head_retrieval"][layer, head]) == pytest.approx(np.mean(paid), rel=1e-3)
+            attention = [w[head, m + i, max(0, i - 3) : min(m, i + 6)].sum() for i in range(m - 1)]
+            assert float(measured.tensors["head_retrieval"][layer, head]) == pytest.approx(np.mean(attention), rel=1e-3)
     # A head whose queries look for the key after their own token's first copy.
     keys = torch.nn.functional.one_hot(torch.arange(2 * m) % m, m).float()
     queries = 50 * torch.nn.functional.one_hot((torch.arange(2 * m) + 1) % m, m).float()
     assert float(layers.head_retrieval(queries[None], keys[None], 1.0)) > 0.4
 
 
-def test_query_samples_are_captured_queries(model, ids, found):
+def test_query_samples_are_captured_queries(model, ids, measured):
     rows, _ = captured(model, ids)
-    samples, frequencies = found.tensors["query_samples"], found.tensors["rotary_frequencies"]
+    samples, frequencies = measured.tensors["query_samples"], measured.tensors["rotary_frequencies"]
     for i in range(samples.shape[2]):
         at = (2 * i + 1) * TOKENS // (2 * samples.shape[2])
         want = unrotate(rows[1][0][:, at : at + 1], frequencies, first=at)[:, 0]

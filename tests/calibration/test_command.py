@@ -50,12 +50,12 @@ def test_command_writes_file_from_text(folder, tmp_path, capsys):
     assert "[100 %]" in printed.err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    found = verdicts.read(str(out))
+    calibrated = verdicts.read(str(out))
     from transformers import AutoConfig
 
-    assert found.identity == identity_of(AutoConfig.from_pretrained(folder))
-    assert (found.settings["tokens"], found.settings["dtype"]) == (560, "bfloat16")
-    assert len(found.formats) == 6
+    assert calibrated.identity == identity_of(AutoConfig.from_pretrained(folder))
+    assert (calibrated.settings["tokens"], calibrated.settings["dtype"]) == (560, "bfloat16")
+    assert len(calibrated.formats) == 6
     stats = calibration.load(str(out), torch.device("cpu"))
     assert stats["query_mean"].shape == (LAYERS, 4, DIM)
     assert stats["rotary_frequencies"].shape == (DIM // 2,)
@@ -85,12 +85,12 @@ def test_wrong_arguments_are_rejected(folder, capsys, more, words):
 
 
 def test_command_works_without_matplotlib(folder, monkeypatch, capsys):
-    real = builtins.__import__
+    real_import = builtins.__import__
 
     def no_matplotlib(name, *rest):
         if name.startswith("matplotlib"):
             raise ImportError(name)
-        return real(name, *rest)
+        return real_import(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     assert calibrate(folder, "--plot", "picture.png") == 1

@@ -71,14 +71,14 @@ def test_query_sees_its_block_exact_and_earlier_ones_packed():
     assert (got - exact)[:, BLOCK:].abs().max() > 0.01
 
 
-def test_every_format_is_measured(found):
-    seen = {r.format: r for r in found.formats}
+def test_every_format_is_measured(measured):
+    seen = {r.format: r for r in measured.formats}
     assert set(seen) == {f for f in FORMATS if f != "bf16"}
     by_bits = [seen[f] for f in ("k8v8", "k4v4", "k2v2")]
     assert by_bits[0].difference.kl_mean < by_bits[1].difference.kl_mean < by_bits[2].difference.kl_mean
     assert by_bits[0].token_bytes > by_bits[1].token_bytes > by_bits[2].token_bytes
-    fine = [r for r in found.formats if r.verdict == "ok"]
-    assert found.findings().recommended == (min(fine, key=lambda r: r.token_bytes).format if fine else "bf16")
+    fine = [r for r in measured.formats if r.verdict == "ok"]
+    assert measured.findings().recommended == (min(fine, key=lambda r: r.token_bytes).format if fine else "bf16")
     assert formats.recommended([]) == "bf16"
 
 
@@ -88,12 +88,12 @@ def test_large_key_bias_breaks_no_keys(ids):
         for layer in model.model.layers:
             # The pair that rotates slowest, so that the bias stays in its channel.
             layer.self_attn.k_proj.bias.view(KV_HEADS, DIM)[:, DIM // 2 - 1] += 200
-    found = {r.format: r for r in calibrate(model, ids, block=BLOCK).formats}
-    assert found["k4v8"].verdict != "breaks"
+    by_format = {r.format: r for r in calibrate(model, ids, block=BLOCK).formats}
+    assert by_format["k4v8"].verdict != "breaks"
 
 
-def test_thresholds(found):
-    t, tried = found.chosen, found.tried
+def test_thresholds(measured):
+    t, tried = measured.chosen, measured.tried
     first = [r for r in tried if r.alpha_low == 0]
     assert [r.alpha_high for r in first] == list(thresholds.ALPHA_HIGH)
     assert all(r.pruned == 0 and r.high + r.low == pytest.approx(1) for r in first)
@@ -118,8 +118,8 @@ def test_header_of_two_tier_block_covers_only_kept_tokens():
     blocks, kept = k.unflatten(1, (-1, BLOCK)), (tiers != 0).unflatten(1, (-1, BLOCK))
     header = quant.key_header(blocks, kept)
     for name, tier in ((policy.high, 2), (policy.low, 1)):
-        fmt, mine = FORMATS[name], tiers == tier
+        fmt, in_tier = FORMATS[name], tiers == tier
         expected = quant.dequantise_keys(quant.quantise_keys(blocks, header, fmt.key_bits), header, fmt.key_bits)
-        torch.testing.assert_close(keys[mine], expected.flatten(1, 2)[mine], rtol=0, atol=0)
+        torch.testing.assert_close(keys[in_tier], expected.flatten(1, 2)[in_tier], rtol=0, atol=0)
         codes = quant.quantise_tokens(v, fmt.value_bits, layout.page(fmt).value_groups)
-        torch.testing.assert_close(values[mine], quant.dequantise_tokens(*codes)[mine], rtol=0, atol=0)
+        torch.testing.assert_close(values[in_tier], quant.dequantise_tokens(*codes)[in_tier], rtol=0, atol=0)

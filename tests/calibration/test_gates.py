@@ -24,12 +24,12 @@ def test_target_is_largest_attention_of_later_queries():
     got = gates.largest_attention(q, k, 0.3)
     for h in range(KV_HEADS):
         for i in range(20):
-            paid = [0.0]
+            attention = [0.0]
             for g in (2 * h, 2 * h + 1):
                 for j in range(i + 1, 20):
                     e = np.exp(0.3 * (k[h, : j + 1] @ q[g, j]).double().numpy())
-                    paid.append(e[i] / e.sum())
-            assert float(got[h, i]) == pytest.approx(max(paid), rel=1e-4)
+                    attention.append(e[i] / e.sum())
+            assert float(got[h, i]) == pytest.approx(max(attention), rel=1e-4)
 
 
 def test_training_recovers_rule():
@@ -48,11 +48,11 @@ def test_training_recovers_rule():
 def test_gates_are_trained_from_model_to_file(tmp_path, monkeypatch):
     monkeypatch.setattr(gates, "PIECE", 192)
     monkeypatch.setattr(gates, "END", 32)
-    found, seen = gates.gates(make_model(), make_ids(768), hidden=8, steps=150)
+    tensors, seen = gates.gates(make_model(), make_ids(768), hidden=8, steps=150)
     assert seen > 0.3
     path = str(tmp_path / "calibration.safetensors")
     save_file({"query_mean": torch.ones(LAYERS, HEADS, DIM)}, path, metadata={"other": "stays"})
-    gates.add_tensors(path, found)
+    gates.add_tensors(path, tensors)
     assert calibration.tensor_names(path) == {"query_mean", *Gate().needs}
     assert verdicts.read(path) is None
     calibration.check_shapes(path, Gate().needs, PoolLayout(LAYERS, KV_HEADS, DIM, 64, 1152))

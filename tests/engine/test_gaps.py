@@ -20,14 +20,14 @@ P, STALE = 64, 8  # a block id that rows of `req_to_token` still name in their g
 
 @pytest.fixture
 def packed():
-    """The store of `packed_prompt`, and rows 3 and 1 of `req_to_token` for its requests: the first one's fourth place
-    is a gap of two blocks, before its open block."""
+    """The store of `packed_prompt`, and rows 3 and 1 of `req_to_token` for its requests. The first request has a gap of
+    two blocks before its open block."""
     store, rows, lens = packed_prompt(head_dim=32, block_tokens=P)
     gaps = ops.RowGaps(5, torch.device("cpu"))
     gaps.open(3, 3, 2)
-    named = torch.zeros((5, 6), dtype=torch.int64)
-    named[3], named[1, :2] = torch.tensor([4, 2, 7, STALE, STALE, 5]), rows[1, :2]
-    slots = (named[..., None] * P + torch.arange(P)).flatten(1)
+    block_table = torch.zeros((5, 6), dtype=torch.int64)
+    block_table[3], block_table[1, :2] = torch.tensor([4, 2, 7, STALE, STALE, 5]), rows[1, :2]
+    slots = (block_table[..., None] * P + torch.arange(P)).flatten(1)
     return store, rows, lens, gaps, slots.int()
 
 
@@ -64,13 +64,13 @@ def test_mixed_decode_step_skips_gaps(packed):
     store, rows, lens, gaps, slots = packed
     true = torch.tensor([int(lens[1]), int(lens[0]) + 2 * P])
     one_shot = SimpleNamespace(one_shot=SimpleNamespace(queries=None), decoding=True, gap=2)
-    usual = SimpleNamespace(one_shot=None, decoding=False, gap=0, open_blocks=lambda n: [])
+    default = SimpleNamespace(one_shot=None, decoding=False, gap=0, open_blocks=lambda n: [])
     batch = SimpleNamespace(
         seq_lens_cpu=true, seq_lens=true, req_pool_indices=torch.tensor([1, 3]), extend_seq_lens_cpu=[4, 1],
         out_cache_loc=torch.cat((6 * P + torch.arange(int(true[0]) - 4, int(true[0])) % P, 5 * P + true[1:] % P - 1)),
         rids=["a", "b"],
     )  # fmt: skip
-    snap = backend_of(store, gaps, slots, [usual, one_shot])._extend_snapshot(batch)
+    snap = backend_of(store, gaps, slots, [default, one_shot])._extend_snapshot(batch)
     assert not snap.whole and snap.last_queries == []
     planned = attention(store)
     planned.plan_extend(snap)
@@ -86,13 +86,13 @@ def test_last_queries_are_kept_across_chunks(packed):
     """Three requests: one that prefills its prompt in chunks, one of another kind, and one that decodes."""
     store, _, _, gaps, slots = packed
     prompt = SimpleNamespace(queries=None)
-    mine = SimpleNamespace(one_shot=prompt, decoding=False)
+    chunked = SimpleNamespace(one_shot=prompt, decoding=False)
     others = [SimpleNamespace(one_shot=None, decoding=False), SimpleNamespace(one_shot=prompt, decoding=True), None]
     backend = backend_of(store, gaps, slots, None)
     seen, gen = [], torch.Generator().manual_seed(0)
     for chunk in (20, 5, 1):
         q = torch.randn(3 + chunk + 2, 4, 32, generator=gen).to(store.dtype)
-        stored = backend._last_queries([others[0], mine, others[1], others[2]], [3, chunk, 1, 1])
+        stored = backend._last_queries([others[0], chunked, others[1], others[2]], [3, chunk, 1, 1])
         assert len(stored) == 1
         for rows, queries in stored:
             queries.add(1, q[rows], scale=0.5, logit_cap=0.0)

@@ -16,7 +16,8 @@ PREFIX, NEW = [40, 32], [30, 3]
 
 
 def both(has_scores, device="cpu", **options):
-    """(reference, kernels) over equal stores: cached prefixes, the first block of request 0 packed."""
+    """The engines (reference, kernels) over equal stores with cached prefixes; the first block of request 0 is
+    packed."""
     store = make_store(block_formats_of("k4v4"), head_dim=64, block_tokens=P, layers=2, blocks=8, has_scores=has_scores)
     store.pages.zero_()
     ops.take_bf16(store, torch.tensor([4, 5]))
@@ -74,7 +75,7 @@ def test_kernels_match_reference_in_extend_and_decode(case):
 
 
 def replays(capture, sampling, device="cpu"):
-    """One captured decode step serves all later ones of its batch size: other lengths, blocks and formats.
+    """Check that a captured decode step serves later steps of its batch size with other lengths, blocks and formats.
 
     `capture(fn)` -> (the result of fn, a function that repeats its launches without our Python code). As in SGLang, the
     step is captured with padding only and replayed with a row of padding after the two requests.

@@ -45,12 +45,12 @@ def test_triton_is_patched_as_in_server():
     assert not isinstance(triton.next_power_of_2, type(triton.cdiv))  # replaced by SGLang, so no kernel may call it
 
 
-def store(**options):
+def kernel_store(**options):
     # With three heads and one layer nothing is divisible by 16 by chance.
-    made = make_store(
+    base = make_store(
         block_formats_of("k4v4"), heads=HEADS, head_dim=64, block_tokens=P, layers=1, blocks=40, **options
     )
-    return KernelStore(**vars(made))
+    return KernelStore(**vars(base))
 
 
 def once(launched, *names):
@@ -64,13 +64,13 @@ def rows_of(requests, blocks):
 @pytest.mark.parametrize("sampling", [None, ops.ScoreSampling(window=8)])
 def test_decode_compiles_once(launched, sampling):
     engine = Attention(
-        store(has_scores=sampling is not None), sampling, query_heads=HEADS * 3, max_batch=17, max_blocks=21
+        kernel_store(has_scores=sampling is not None), sampling, query_heads=HEADS * 3, max_batch=17, max_blocks=21
     )
-    table, whole = torch.zeros((17, 21 * P), dtype=torch.int32), torch.ones(32, dtype=torch.int64)
+    table, ones = torch.zeros((17, 21 * P), dtype=torch.int32), torch.ones(32, dtype=torch.int64)
     for n in range(1, 17):
         for at in (0, 1):  # a slice at an odd address
             lens = [1 + 37 * i % (20 * P) for i in range(n)]
-            snap = engine.plan_decode(table, whole[at : at + n], whole[at : at + n], lens)
+            snap = engine.plan_decode(table, ones[at : at + n], ones[at : at + n], lens)
             if sampling:
                 engine.note(snap, None)
             q, k = (torch.zeros((n, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
@@ -82,9 +82,9 @@ def test_decode_compiles_once(launched, sampling):
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_extend_compiles_once(launched, stored):
-    mine = store()
+    store = kernel_store()
     fmt = block_formats_of("k4v4")[1].high
-    op = ExtendAttention(mine, query_heads=HEADS * 3, dense="none", fake_quant_format=fmt if stored else None)
+    op = ExtendAttention(store, query_heads=HEADS * 3, dense="none", fake_quant_format=fmt if stored else None)
     for n in range(1, 7):
         for blocks in (1, 2, 3, 16):
             prefix, new = [max(0, P * (blocks - 1) - i) for i in range(n)], [1 + 3 * i % P for i in range(n)]
@@ -104,7 +104,7 @@ def test_join_of_exact_and_staged_rows_compiles_once(launched):
 
 def test_decode_and_extend_share_kernels(launched):
     fmt = block_formats_of("k4v4")[1].high
-    engine = Attention(store(), None, fmt, query_heads=HEADS * 3, max_batch=17, max_blocks=21)
+    engine = Attention(kernel_store(), None, fmt, query_heads=HEADS * 3, max_batch=17, max_blocks=21)
     q, k = (torch.zeros((3, h, 64), dtype=torch.bfloat16) for h in (HEADS * 3, HEADS))
     ones = torch.ones(3, dtype=torch.int64)
     engine.plan_decode(torch.zeros((17, 21 * P), dtype=torch.int32), ones, ones, [1, 1, 1])
@@ -118,33 +118,33 @@ def test_decode_and_extend_share_kernels(launched):
 
 
 def test_page_operations_compile_once(launched):
-    mine = store()
+    store = kernel_store()
     for n in range(1, 18):
         blocks = torch.arange(n)
-        page_kernels.take_bf16(mine, blocks)
-        page_kernels.release(mine, blocks)
+        page_kernels.take_bf16(store, blocks)
+        page_kernels.release(store, blocks)
     once(launched, "_take_kernel", "_taken_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
 
 
 def test_compaction_compiles_once(launched):
-    mine = store()
+    store = kernel_store()
     for n in range(1, 18):
-        compact_triton(mine, torch.arange(n), 1, ops.keep_all(n, mine.layout), from_format=0)
+        compact_triton(store, torch.arange(n), 1, ops.keep_all(n, store.layout), from_format=0)
     once(launched, "pack_kernel", "_count_kernel", "_exchange_kernel", "_finish_kernel")
 
 
 def test_keydiff_compiles_once(launched):
-    mine = store()
+    store = kernel_store()
     for n in range(1, 18):
-        keydiff_blocks(mine, torch.arange(n))
+        keydiff_blocks(store, torch.arange(n))
     once(launched, "keydiff_kernel")
 
 
 def test_threshold_plan_compiles_once(launched):
-    mine, alpha = make_store(block_formats_of("k8v4+k4v2"), head_dim=64, has_scores=True), ops.Thresholds(1.0, 0.02)
+    store, alpha = make_store(block_formats_of("k8v4+k4v2"), head_dim=64, has_scores=True), ops.Thresholds(1.0, 0.02)
     for n in range(1, 18):
         blocks, starts, lengths = (torch.arange(n) for _ in range(3))
         plan_thresholds_triton(
-            mine, blocks, starts, lengths, alpha, ops.ScoreSampling(), from_format=1, to=mine.block_formats[1]
+            store, blocks, starts, lengths, alpha, ops.ScoreSampling(), from_format=1, to=store.block_formats[1]
         )
     once(launched, "thresholds_kernel")

@@ -134,7 +134,7 @@ def build(options, megabytes=40, device="cpu"):
 
 
 def sizes(window):
-    """Sizes of attention; `window` is that of one of two layers."""
+    """Sizes of attention; `window` applies to one of two layers."""
     windows = () if window < 0 else (window,)
     return dict(query_heads=HEADS * GROUP, max_batch=REQUESTS, max_blocks=COLUMNS, windows=windows)
 
@@ -147,12 +147,12 @@ def serve(runtime, cap, window=-1):
     layers = list(enumerate((-1, window)[:LAYERS]))
     # Each block has one place, as in a server: if two programs added to the scores of one block, one result would be
     # lost.
-    shown = runtime.take([P * j for j in range(COLUMNS)])
+    sampled = runtime.take([P * j for j in range(COLUMNS)])
     runtime.flush()
     for at in range(0, COLUMNS, 20):
-        runtime.queue_due(shown[at : at + 9], len(runtime.store.block_formats) - 1, length=COLUMNS * P)
+        runtime.queue_due(sampled[at : at + 9], len(runtime.store.block_formats) - 1, length=COLUMNS * P)
         runtime.flush()
-    row = torch.tensor(shown, dtype=torch.int32, device=device)
+    row = torch.tensor(sampled, dtype=torch.int32, device=device)
     slots = (row[:, None] * P + torch.arange(P, dtype=torch.int32, device=device)).flatten()
     for turn in range(min(40, int(os.environ.get("KVC_TEST_REPEATS", 40)))):
         n = gen.randint(1, 5)
@@ -179,7 +179,7 @@ def serve(runtime, cap, window=-1):
             few = gen.randint(0, len(at))
             groups = np.array([[few, 1], [len(at) - few] * 2])
             runtime.queue_move(
-                at, from_format=policy.whole_format, to_format=policy.answer_format, lengths=np.full(len(at), 900),
+                at, from_format=policy.unplanned_format, to_format=policy.answer_format, lengths=np.full(len(at), 900),
                 groups=groups[groups[:, 0] > 0],
             )  # fmt: skip
             runtime.flush()
@@ -208,7 +208,7 @@ def serve(runtime, cap, window=-1):
             attention.decode(layer, *tensors(n, device), scale=0.3, logit_cap=cap, window=seen)
         runtime.free(ids)
         runtime.flush()
-    runtime.free(shown)
+    runtime.free(sampled)
     runtime.flush()
 
 
@@ -219,13 +219,13 @@ def through_host_memory(runtime, ids):
     stored = runtime.host_tier.save(np.array(ids))
     runtime.free(ids)
     runtime.flush()
-    back = runtime.host_tier.load(stored)
+    loading = runtime.host_tier.load(stored)
     runtime.flush()
     runtime.page_ops.synchronize()  # blocks stay until their load has ended
-    assert back.finished
+    assert loading.finished
     runtime.host_tier.loading.clear()
     runtime.host_tier.free(stored)
-    return back.blocks.tolist()
+    return loading.blocks.tolist()
 
 
 def tensors(n, device):
@@ -295,7 +295,7 @@ def test_warm_up_failure_logs_one_line(monkeypatch, caplog):
     monkeypatch.setattr(warm_up, "warm_up", mock.Mock())
     with caplog.at_level(logging.INFO):
         warm_up.compile_ahead(None, kinds={(-1, 0.0)})
-    assert "were ready after" in caplog.text
+    assert "are ready after" in caplog.text
 
 
 def test_warm_up_failure_that_breaks_gpu_ends_start(monkeypatch, caplog):
@@ -306,7 +306,7 @@ def test_warm_up_failure_that_breaks_gpu_ends_start(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     warm_up.compile_ahead(None, kinds={(-1, 0.0)})
-    assert "starts all the same" in caplog.text
+    assert "starts anyway" in caplog.text
     monkeypatch.setattr(torch.cuda, "synchronize", failure)
     with pytest.raises(RuntimeError, match=r"GPU is unusable.*illegal memory access") as e:
         warm_up.compile_ahead(None, kinds={(-1, 0.0)})

@@ -22,40 +22,40 @@ def to_cuda(store: PageStore) -> PageStore:
 
 @pytest.mark.parametrize("has_scores", [False, True])
 def test_same_bytes_as_on_the_cpu_without_sync(has_scores):
-    here = make_store(BLOCK_FORMATS, layers=2, blocks=8, has_scores=has_scores)
-    there = to_cuda(here)
+    cpu_store = make_store(BLOCK_FORMATS, layers=2, blocks=8, has_scores=has_scores)
+    gpu_store = to_cuda(cpu_store)
     gen = np.random.default_rng(0)
-    plans = [random_tiers(here, 2, BLOCK_FORMATS[r], gen) for r in (1, 2, 3)]
-    blocks, k, v = torch.tensor([3, 5]), *random_kv(here, 64)
+    plans = [random_tiers(cpu_store, 2, BLOCK_FORMATS[r], gen) for r in (1, 2, 3)]
+    blocks, k, v = torch.tensor([3, 5]), *random_kv(cpu_store, 64)
     at = torch.arange(64)
     writes = [(blocks[at // 32], at % 32, k[i], v[i]) for i in range(2)]
     mean_attention_scores, divisor = torch.rand(2, 2, 2, 32), torch.ones(2, 32)
     digests = []
-    for store in (here, there):
+    for store in (cpu_store, gpu_store):
 
         def put(x, d=store.device):
             return x.to(d)
 
-        mine, steps = put(blocks), [[put(x) for x in w] for w in writes]
+        block_ids, steps = put(blocks), [[put(x) for x in w] for w in writes]
         tiers, s, d = [put(x) for x in plans], put(mean_attention_scores), put(divisor)
         lens = put(torch.tensor([64])), put(torch.tensor([64]))
-        if store is there:
+        if store is gpu_store:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
         try:
-            ops.take_bf16(store, mine)
+            ops.take_bf16(store, block_ids)
             for layer, w in enumerate(steps):
                 ops.append(store, layer, *w)
             got = []
             if has_scores:
-                ops.count_queries(store, mine.view(1, 2), *lens, ops.ScoreSampling())
-                got.append(ops.mean_attention_scores(store, mine, None, format_id=0))
+                ops.count_queries(store, block_ids.view(1, 2), *lens, ops.ScoreSampling())
+                got.append(ops.mean_attention_scores(store, block_ids, None, format_id=0))
             got.append(ops.quota(s, 4, 32))
-            ceiling = ops.block_tiers(store, mine, format_id=0)
-            got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, mine)))
+            ceiling = ops.block_tiers(store, block_ids, format_id=0)
+            got.append(ops.threshold(s, d, 0.7, 0.3, ceiling, 16, 32, ops.block_head_pages(store, block_ids)))
             for r in (1, 2, 3):
-                got.append(ops.compact(store, mine, r, tiers[r - 1], from_format=r - 1))
-            ops.release(store, mine[:1])
+                got.append(ops.compact(store, block_ids, r, tiers[r - 1], from_format=r - 1))
+            ops.release(store, block_ids[:1])
         finally:
             torch.cuda.set_sync_debug_mode("default")
         ops.check_invariants(store)
@@ -65,14 +65,15 @@ def test_same_bytes_as_on_the_cpu_without_sync(has_scores):
 
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4+k4v2"])
 def test_attention_agrees_with_the_cpu(spec):
-    here = make_store(block_formats_of(spec), block_tokens=64, head_dim=64, blocks=8, has_scores=True)
+    cpu_store = make_store(block_formats_of(spec), block_tokens=64, head_dim=64, blocks=8, has_scores=True)
     row = torch.tensor([4, 1, 7])
-    fill(here, row, *random_kv(here, 170))
-    ops.compact(here, row[:2], 1, random_tiers(here, 2, here.block_formats[1], np.random.default_rng(0)), from_format=0)
-    there = to_cuda(here)
+    fill(cpu_store, row, *random_kv(cpu_store, 170))
+    tiers = random_tiers(cpu_store, 2, cpu_store.block_formats[1], np.random.default_rng(0))
+    ops.compact(cpu_store, row[:2], 1, tiers, from_format=0)
+    gpu_store = to_cuda(cpu_store)
     q = torch.randn(30, 6, 64)
     outs = []
-    for s in (here, there):
+    for s in (cpu_store, gpu_store):
         x, r = q.to(s.device), row[None].to(s.device)
         kw = {"scale": 0.125, "sampling": ops.ScoreSampling(decode_stride=1)}
         outs.append(

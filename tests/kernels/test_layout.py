@@ -29,8 +29,8 @@ def test_page_fits_first_format_exactly(names, head_dim):
     for tokens in (64, 32, 16):
         size = first.used_bytes * tokens // first.tokens
         assert PageLayout(first.format, head_dim, size, False).tokens == tokens
-        found = pages(names, head_dim, size=size)[1:]
-        worst.append(max(loss(p) for p in found) if all(p.tokens for p in found) else float("inf"))
+        candidates = pages(names, head_dim, size=size)[1:]
+        worst.append(max(loss(p) for p in candidates) if all(p.tokens for p in candidates) else float("inf"))
     assert max(loss(p) for p in others) == pytest.approx(min(worst))
 
 

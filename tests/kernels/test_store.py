@@ -63,13 +63,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.filled.update((b, self.p) for b in blocks)
 
     @precondition(lambda self: any(n < self.p for b, n in self.filled.items()))
-    @rule(seed=st.integers(0, 2**20), whole=st.booleans())
-    def append(self, seed, whole):
+    @rule(seed=st.integers(0, 2**20), to_end=st.booleans())
+    def append(self, seed, to_end):
         """The next tokens of one or more open blocks in one call."""
         gen = np.random.default_rng(seed)
         at = []
         for b in self._some(seed, [b for b, n in self.filled.items() if n < self.p]):
-            n = self.p - self.filled[b] if whole else int(gen.integers(1, 5))
+            n = self.p - self.filled[b] if to_end else int(gen.integers(1, 5))
             n = min(n, self.p - self.filled[b])
             at += [(b, self.filled[b] + i) for i in range(n)]
             self.filled[b] += n
@@ -115,11 +115,11 @@ class StoreMachine(RuleBasedStateMachine):
         blocks = blocks[:fits]
         if not blocks:
             return
-        to = min(max(1, format_id) + int(gen.choice([0, 1, 1, 2])), len(BLOCK_FORMATS) - 1)
+        target = min(max(1, format_id) + int(gen.choice([0, 1, 1, 2])), len(BLOCK_FORMATS) - 1)
         ids = torch.tensor(blocks)
-        tiers = random_tiers(self.store, len(blocks), BLOCK_FORMATS[to], gen)
-        counts = ops.compact(self.store, ids, to, tiers, from_format=format_id)
-        self.model.compact(blocks, BLOCK_FORMATS[to], tiers)
+        tiers = random_tiers(self.store, len(blocks), BLOCK_FORMATS[target], gen)
+        counts = ops.compact(self.store, ids, target, tiers, from_format=format_id)
+        self.model.compact(blocks, BLOCK_FORMATS[target], tiers)
         assert torch.equal(ops.block_head_pages(self.store, ids).sum((1, 2)).int(), counts)
         for b in blocks:
             self.model.check_bytes(b)

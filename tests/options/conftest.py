@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,29 @@ def one_sentence(text: str) -> str:
     return text
 
 
+def configurator(parse, *options, **changes):
+    """A stand-in for SGLang's KVCacheConfigurator, for a model whose second layer has the attributes in `layer`."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    args = parse("--kv-backend", "kvc", *options)
+    layer = dict(
+        attn_type="decoder", is_cross_attention=False, sliding_window_size=-1, xai_temperature_len=-1,
+        tp_q_head_num=8, tp_k_head_num=2, qk_head_dim=64, v_head_dim=64,
+    )  # fmt: skip
+    layers = [type("RadixAttention", (), x)() for x in (layer, {**layer, **changes.pop("layer", {})})]
+    facts = dict(
+        server_args=args,
+        device="cpu",
+        model_config=model_config_of(args),
+        model=SimpleNamespace(modules=lambda: layers, quant_config=changes.pop("quant_config", None)),
+        model_dtype="torch.bfloat16",
+        use_mla_backend=False,
+        is_hybrid_swa=False,
+        mambaish_config=None,
+    )
+    return SimpleNamespace(**{**facts, **changes})
+
+
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
     """`make_model(**changes)` -> a folder with the config of a small Llama, with the given changes."""
@@ -51,7 +75,7 @@ def model(make_model) -> str:
 
 @pytest.fixture(scope="session")
 def server_args():
-    """The module `sglang.srt.server_args` with `KvcServerArgs` in the place of `ServerArgs`."""
+    """The module `sglang.srt.server_args` with `KvcServerArgs` in place of `ServerArgs`."""
     import sglang.srt.server_args as module
     from sglang.srt.plugins.hook_registry import HookRegistry
 

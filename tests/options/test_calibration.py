@@ -109,7 +109,7 @@ def test_format_that_only_loses_quality_is_served(write):
 
 
 def of_version_1(key_mode: str) -> dict[str, str]:
-    """Metadata in the form of version 1: verdicts for both key modes, thresholds for one."""
+    """Metadata in version 1 of the format: verdicts for both key modes, thresholds for one."""
     record = json.loads(FINDINGS.metadata()[KEY])
     token = [{**r, "key_mode": "token", "verdict": "breaks"} for r in record["formats"]]
     record["formats"] = [{**r, "key_mode": "channel"} for r in record["formats"]] + token

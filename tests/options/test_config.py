@@ -77,9 +77,9 @@ def test_each_policy_has_its_own_defaults():
 
 
 def test_policies_read_only_known_settings(statistics):
-    known = set(KvcConfig().to_dict())
+    settings_names = set(KvcConfig().to_dict())
     for name in POLICIES:
-        assert set(policy_options(name)) <= known
+        assert set(policy_options(name)) <= settings_names
         file = {"calibration": statistics} if name in CALIBRATED else {}
         assert resolve(policy=name, **file).summary().startswith(name)
 
@@ -120,7 +120,7 @@ def test_unreachable_ratio_is_rejected():
 
 
 def test_answers_meet_ratio_that_single_blocks_cannot():
-    """Each head of a block of a prompt keeps a page; blocks of an answer share their pages."""
+    """Each head of a prompt's block keeps a page, whereas the blocks of an answer share pages."""
     given = {"policy": "kv-compress", "high": "k4v4", "budget": "20x"}
     with pytest.raises(ConfigError) as e:
         check_geometry(resolve(**given), head_dim=128)
@@ -133,7 +133,7 @@ def test_answers_meet_ratio_that_single_blocks_cannot():
     pages += 4 * policy.block_formats(layout)[2].pages
     size = pages * (layout.page_bytes + RING_ENTRY_BYTES) + 1004 * layout.block_meta_bytes
     assert 20 <= 4 * 2 * 3 * 128 * 128 * 1004 / size < 20.02
-    with pytest.raises(ConfigError):  # tables alone are larger
+    with pytest.raises(ConfigError):  # the tables alone exceed the budget
         check_geometry(resolve(**{**given, "budget": "120x"}, lag=512), head_dim=128)
 
 
@@ -168,14 +168,14 @@ def test_memory_includes_rows_staged_by_prefill():
 
 
 def test_levels_that_save_no_memory_are_reported():
-    found = wasted_levels(resolve(levels="k8v4,k4v2,k2v2"), head_dim=128)
-    assert [one_sentence(x).split()[-2:] for x in found] == [["k8v8", "instead."], ["drop", "it."]]
+    messages = wasted_levels(resolve(levels="k8v4,k4v2,k2v2"), head_dim=128)
+    assert [one_sentence(x).split()[-2:] for x in messages] == [["k8v8", "instead."], ["drop", "it."]]
     assert not wasted_levels(resolve(levels="k8v8,k2v2"), head_dim=64)
     assert not wasted_levels(resolve(high="k8v4", levels="k4v2"), head_dim=128)
     assert not wasted_levels(resolve(high="bf16", levels="k4v4"), head_dim=64)
     assert not wasted_levels(resolve(high="bf16", levels="k4v4,k8v8"), head_dim=64)
-    (found,) = wasted_levels(resolve(high="bf16", levels="k8v4,k4v4"), head_dim=64)
-    assert "pages fit k8v4; drop it" in one_sentence(found)
+    (message,) = wasted_levels(resolve(high="bf16", levels="k8v4,k4v4"), head_dim=64)
+    assert "pages fit k8v4; drop it" in one_sentence(message)
 
 
 def test_numbers_are_parsed_from_text():
@@ -264,7 +264,7 @@ WRONG = [
     ({"lag": 512}, "--kvc-lag"),
     ({"policy": "leankv", "lag": 100}, "--kvc-lag"),
     ({"policy": "leankv", "lag": -64}, "--kvc-lag"),
-    ({"policy": "leankv", "lag": 64}, "--kvc-lag"),  # not larger than the window
+    ({"policy": "leankv", "lag": 64}, "--kvc-lag"),  # the lag must exceed the window
     ({"policy": "leankv", "lag": 1 << 21}, "--kvc-lag"),
     ({"policy": "h2o", "lag": "long"}, "--kvc-lag"),
     ({"policy": "quota", "lag": 512}, "--kvc-lag"),
@@ -280,7 +280,7 @@ WRONG = [
     ({"levels": ["k8v4"]}, "--kvc-levels"),
     ({"levels": 5}, "--kvc-levels"),
     ({"floor": "k3v3"}, "--kvc-floor"),
-    ({"floor": "k4v4"}, "--kvc-floor"),  # the server's own
+    ({"floor": "k4v4"}, "--kvc-floor"),  # the floor must differ from the server's format
     ({"high": "k4v8", "floor": "k8v4"}, "--kvc-floor"),
     ({"high": "k2v2", "floor": "k2v2"}, "--kvc-floor"),
     ({"high": "bf16", "floor": "k4v4"}, "--kvc-floor"),
@@ -321,6 +321,6 @@ def test_settings_round_trip_as_text(policy, statistics):
     """The settings that a server reports start an equal server."""
     file = {"calibration": statistics} if policy in CALIBRATED else {}
     config = resolve(policy=policy, **file)
-    told = json.loads(json.dumps(config.to_dict()))
-    reads = {*policy_options(policy), "policy", "window", "block_size"} - ({"keep"} if told["budget"] else set())
-    assert resolve(**{name: told[name] for name in reads}) == config
+    reported = json.loads(json.dumps(config.to_dict()))
+    reads = {*policy_options(policy), "policy", "window", "block_size"} - ({"keep"} if reported["budget"] else set())
+    assert resolve(**{name: reported[name] for name in reads}) == config

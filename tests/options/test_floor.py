@@ -1,4 +1,4 @@
-"""`--kvc-floor`: the formats in between, the page size for them, and the refusals."""
+"""`--kvc-floor`: the intermediate formats, their page size, and the rejected values."""
 
 from __future__ import annotations
 

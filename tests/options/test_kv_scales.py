@@ -16,8 +16,7 @@ import torch
 from kvc_patches import memory_pool
 from sglang_kvc.options import unsupported_models
 
-from .conftest import one_sentence
-from .test_unsupported_args import configurator
+from .conftest import configurator, one_sentence
 
 BUDGET = 64 << 20
 COMPRESSED_TENSORS = {
@@ -43,20 +42,20 @@ def test_start_accepts_checkpoint_with_kv_scales(parse, checkpoint):
 
 
 def test_built_model_is_served_with_warning(parse, monkeypatch):
-    def said(**changes) -> list[str]:
-        shown, messages = configurator(parse, **changes), []
+    def warnings_for(**changes) -> list[str]:
+        config, messages = configurator(parse, **changes), []
         monkeypatch.setattr(unsupported_models.logger, "warning", lambda text, *args: messages.append(text % args))
-        unsupported_models.check_model(shown)
+        unsupported_models.check_model(config)
         return messages
 
     for changes in (
         {"quant_config": SimpleNamespace(kv_cache_quant_algo="FP8")},  # declared
         {"layer": {"k_scale_float": 0.02}},  # loaded
     ):
-        (message,) = said(**changes)
+        (message,) = warnings_for(**changes)
         assert "KV-cache scales" in one_sentence(message)
-    assert not said()
-    assert not said(quant_config=SimpleNamespace(kv_cache_quant_algo=None), layer={"k_scale_float": 1.0})
+    assert not warnings_for()
+    assert not warnings_for(quant_config=SimpleNamespace(kv_cache_quant_algo=None), layer={"k_scale_float": 1.0})
 
 
 @pytest.mark.parametrize("declared", [torch.bfloat16, torch.float8_e4m3fn], ids=["auto", "fp8"])

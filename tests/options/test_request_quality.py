@@ -1,4 +1,4 @@
-"""The names that a request may give as its level; the tokenizer process and the scheduler agree on them."""
+"""Names of levels in requests, on which the tokenizer process and the scheduler agree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def serve(parse, monkeypatch):
             req = SimpleNamespace(
                 sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None,
                 return_routed_experts=False,
-                to_finish=True,  # its length is ignored
+                to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
             refused = None
             try:
@@ -187,7 +187,7 @@ def test_session_cannot_have_budget(serve):
 
 
 def test_hint_must_be_boolean(serve):
-    """Both processes refuse it, like a level."""
+    """Both processes reject any other value."""
     ask = serve(params=lambda value: {"kvc_done": value})
     with pytest.raises(ValueError, match=r'"kvc_done"'):
         ask("yes")
@@ -204,6 +204,6 @@ def test_settings_are_resolved_once(serve, monkeypatch):
 
 def test_namespaces_of_levels_and_keys_never_collide():
     levels, keys = (None, "lossless", "k8v4"), (None, "A", "A|kvc=lossless", "kvc=lossless|A", "kvc=|A", "kvc=", "|A")
-    found = {(level, key or None): namespace(key, level) for level in levels for key in keys}
-    assert len(set(found.values())) == len(found)
+    namespaces = {(level, key or None): namespace(key, level) for level in levels for key in keys}
+    assert len(set(namespaces.values())) == len(namespaces)
     assert namespace(None, None) is None and namespace("A", None) == "A"

@@ -152,8 +152,8 @@ def test_flags_compose_policy(parse):
     args = parse("--kv-backend", "kvc", *flags(given))
     assert {k: getattr(args, k) for k in given} == given
     config = resolve_config(args)
-    told = config.to_dict()
-    assert {f"kvc_{k}": told[k] for k in ("policy", "scorer", "share", "budget", "sinks")} == given
+    reported = config.to_dict()
+    assert {f"kvc_{k}": reported[k] for k in ("policy", "scorer", "share", "budget", "sinks")} == given
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def checks(monkeypatch):
     from sglang_kvc.options import server_args as module
 
     names = []
-    for name in ("prepare", "verify", "_refuse_strays"):
+    for name in ("prepare", "verify", "_refuse_unused_options"):
         check = getattr(module, name)
         monkeypatch.setattr(module, name, lambda args, name=name, check=check: (names.append(name), check(args))[1])
     return names
@@ -189,7 +189,7 @@ def test_unresolved_record_can_be_pickled(server_args, model, checks):
 
 
 def test_record_can_be_rebuilt_from_resolved_values(parse, model):
-    """As keywords, like those of an engine that is built from the values in /server_info."""
+    """The values in /server_info, passed as keywords, give an equal record."""
 
     def changes(args) -> dict:
         args.resolve_once()
@@ -250,11 +250,11 @@ def test_default_record_equals_stock_field_by_field(parse, model):
 def test_stock_defaults_are_inherited():
     from sglang_kvc.options.server_args import KvcServerArgs
 
-    def shown(field):
+    def described(field):
         return field.encode_name, field.type, field.default, field.default_factory
 
     stock, ours = (
-        {f.name: shown(f) for f in msgspec.structs.fields(c)} for c in (KvcServerArgs.__mro__[1], KvcServerArgs)
+        {f.name: described(f) for f in msgspec.structs.fields(c)} for c in (KvcServerArgs.__mro__[1], KvcServerArgs)
     )
     assert {name: ours[name] for name in stock} == stock
     assert KvcServerArgs("m", "t").tokenizer_path == "t"  # positional, as in SGLang
@@ -320,7 +320,7 @@ def test_engine_accepts_kvc_options(server_args, model):
     [
         ("launch_server", "--kvc-block-size", "7"),
         ("serve", "--kvc-block-size", "7"),
-        ("serve", "--kvc-budget", "100x"),  # the model's config file shows it
+        ("serve", "--kvc-budget", "100x"),  # checked against the model's config file
     ],
 )
 def test_server_start_with_wrong_value_prints_one_sentence(entry, option, value, model):

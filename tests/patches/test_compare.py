@@ -95,7 +95,7 @@ def test_changed_functions_are_listed(sites):
         f"| Tree reads | `{tree}.match` | -limit=None +limit=0 |",
         "| Pool | `pool.Pool` | not found |",
     ]
-    assert unchanged == 3  # flush, moved, and same but for its docstring and annotations
+    assert unchanged == 3  # `flush`, `moved`, and a function in which only docstring and annotations differ
 
 
 def test_equal_versions_list_no_changes(sites):

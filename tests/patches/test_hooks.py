@@ -57,7 +57,7 @@ def test_verify_rejects_function_with_other_parameters(patched, monkeypatch):
     from sglang.srt.mem_cache import allocation
 
     monkeypatch.setattr(allocation, "alloc_for_decode", lambda batch, token_per_req, more: None)
-    with pytest.raises(RuntimeError, match=r"cannot serve: .*other parameters.*alloc_for_decode"):
+    with pytest.raises(RuntimeError, match=r"cannot serve: .*different parameters.*alloc_for_decode"):
         registry.verify()
 
 

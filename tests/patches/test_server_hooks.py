@@ -157,8 +157,8 @@ class TestCpuPlatform:
         assert activate() is None
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("argv, found", [("", "SRTPlatform"), ("--kv-backend default", "TorchCpuPlatform")])
-    def test_sglang_resolves_platform_in_all_processes(self, argv, found):
+    @pytest.mark.parametrize("argv, platform", [("", "SRTPlatform"), ("--kv-backend default", "TorchCpuPlatform")])
+    def test_sglang_resolves_platform_in_all_processes(self, argv, platform):
         """Runs in separate processes, as a server and its child processes start."""
         if torch.cuda.is_available():
             pytest.skip("a GPU is there")
@@ -170,7 +170,7 @@ class TestCpuPlatform:
         done = subprocess.run(
             [sys.executable, "-c", code, *argv.split()], capture_output=True, text=True, timeout=300, env=env
         )
-        assert done.stdout.split()[-1:] == [found], done.stderr[-2000:]
+        assert done.stdout.split()[-1:] == [platform], done.stderr[-2000:]
 
     def test_engine_error_says_how_to_select_platform(self, model, server_args, monkeypatch):
         """Keywords are read after SGLang has chosen its platform."""

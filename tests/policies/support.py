@@ -12,7 +12,7 @@ from kvc_kernels.layout import PoolLayout
 from kvc_kernels.store import PageStore
 from sglang_kvc.policies import Evidence, Policy, Prune
 
-L, H, G, D, P = 2, 2, 2, 32, 64  # layers, KV heads, query heads of each, head size, tokens of a block
+L, H, G, D, P = 2, 2, 2, 32, 64  # layers, KV heads, query heads per KV head, head size, tokens per block
 PAGE_BYTES = 1200  # 16 tokens of k8v8 or k4v4, 32 of k2v2, 8 of bf16
 PROMPT, DECODED = 3 * P + 30, 2  # the second decode step is sampled
 SCALE = D**-0.5
@@ -66,7 +66,7 @@ class World:
 
     @classmethod
     def make(cls, policy: Policy, seed: int = 0, first_block: int = 1, change_after: int | None = None) -> World:
-        """`change_after`: tokens from this position on, and all queries, come from another seed."""
+        """A world. Tokens from position `change_after` on, and all queries, are drawn from another seed."""
         q, k, v = rows(seed)
         if change_after is not None:
             q, k2, v2 = rows(seed + 1)
@@ -104,18 +104,18 @@ class World:
             extend_lens = None if new == 1 else torch.tensor([new])
             ops.count_queries(self.store, self.row[None], torch.tensor([prefix + new]), extend_lens, sampling)
 
-    def evidence(self, which=(0, 1, 2), lengths: int = 0) -> Evidence:
-        which = torch.tensor(which)
-        lengths = torch.full_like(which, lengths)
+    def evidence(self, blocks=(0, 1, 2), lengths: int = 0) -> Evidence:
+        blocks = torch.tensor(blocks)
+        lengths = torch.full_like(blocks, lengths)
         return Evidence(
-            self.store, self.row[which], which * P, lengths, from_format=0, sampling=self.policy.score_sampling
+            self.store, self.row[blocks], blocks * P, lengths, from_format=0, sampling=self.policy.score_sampling
         )
 
-    def tiers(self, which=(0, 1, 2)) -> torch.Tensor:
-        tiers = self.policy.plan(self.evidence(which), self.store.block_formats[1])
-        return ops.keep_all(len(which), self.store.layout) if tiers is None else tiers
+    def tiers(self, blocks=(0, 1, 2)) -> torch.Tensor:
+        tiers = self.policy.plan(self.evidence(blocks), self.store.block_formats[1])
+        return ops.keep_all(len(blocks), self.store.layout) if tiers is None else tiers
 
-    # ---- references, from the rows alone
+    # ---- references computed from the rows alone
 
     def attention(self) -> np.ndarray:
         """A[l, h, i, j]: the attention of query i of query head h to token j, fp64, causal, without compression."""

@@ -1,4 +1,4 @@
-"""The budget option: what a target in bytes buys, and how an unreachable target is refused."""
+"""The budget option: the pages that fit a target in bytes, and the error for an unreachable target."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_plan_uses_most_pages_within_budget(formats, ratio):
         assert compression(LAYOUT, least) < ratio
         return
     (n,) = pages
-    held = plans[0].block_pages(LAYOUT, n)
-    assert compression(LAYOUT, held) >= ratio and token_bytes(LAYOUT, held) <= bf16 / ratio
+    block_pages = plans[0].block_pages(LAYOUT, n)
+    assert compression(LAYOUT, block_pages) >= ratio and token_bytes(LAYOUT, block_pages) <= bf16 / ratio
     if n < LAYOUT.block_pages(plans[0].block_formats(LAYOUT)[1].high):
         assert compression(LAYOUT, plans[0].block_pages(LAYOUT, n + 1)) < ratio
 
@@ -61,9 +61,9 @@ def test_token_bytes_match_packed_block():
     world = World.make(policy)
     layout = world.store.layout
     pages = ops.compact(world.store, world.row[:3], 1, world.tiers(), from_format=0)
-    held = int(pages[0]) * (layout.page_bytes + world.store.ring.element_size()) + layout.block_meta_bytes
-    assert token_bytes(layout, int(pages[0])) == held / P
-    assert 4 * L * H * D * P / held >= 5
+    num_bytes = int(pages[0]) * (layout.page_bytes + world.store.ring.element_size()) + layout.block_meta_bytes
+    assert token_bytes(layout, int(pages[0])) == num_bytes / P
+    assert 4 * L * H * D * P / num_bytes >= 5
 
 
 def test_budget_met_by_format_keeps_every_token():

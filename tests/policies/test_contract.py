@@ -41,7 +41,7 @@ def policy(request, file) -> Policy:
 
 
 def pages(world: World, tiers: torch.Tensor) -> torch.Tensor:
-    """Pages `[n, L, H]` that the tiers take at the packed block format."""
+    """Pages `[n, L, H]` that the tiers take in the packed block format."""
     total = torch.zeros(tiers.shape[:3], dtype=torch.int64)
     block_format = world.store.block_formats[1]
     for tier, fmt in ((2, block_format.high), (1, block_format.low)):

@@ -38,9 +38,9 @@ def check(sampling):
         if step == 2:
             ops.compact(store, row[:1], 1, ops.keep_all(1, store.layout), from_format=0)
         end = prefix + new
-        k, v, held = dense(store, row, 170)
+        k, v, stored = dense(store, row, 170)
         q = torch.randn(new, 6, 64, generator=torch.Generator().manual_seed(step))
-        _, p = reference(q, k[:, :end], v[:, :end], held[:, :end], 0.125, 0.0)
+        _, p = reference(q, k[:, :end], v[:, :end], stored[:, :end], 0.125, 0.0)
         kw = {"scale": 0.125, "sampling": sampling}
         if new == 1:
             ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)
@@ -53,8 +53,8 @@ def check(sampling):
             if (i + 1) % step:
                 continue
             for j in range(i - max(1, sampling.skip) + 1):
-                paid = p[:, i - prefix, j].double().numpy() ** sampling.power
-                scores[:, j] = np.maximum(scores[:, j], paid) if worst else scores[:, j] + paid
+                weights = p[:, i - prefix, j].double().numpy() ** sampling.power
+                scores[:, j] = np.maximum(scores[:, j], weights) if worst else scores[:, j] + weights
             for j in range(i):
                 num_queries.flat[j] += step if window is None or i // 64 > j // 64 else 0
         for h in range(2):
@@ -73,12 +73,12 @@ def check(sampling):
 
 
 def test_packed_tokens_are_never_skipped():
-    """Packed tokens have no order: near ones among them also count, and no far one is left out."""
+    """Packed tokens have no order, so near ones also count and no far one is skipped."""
     store, row, _ = request("k4v4", has_scores=True, length=64 + 3, packed=1)
     q = torch.randn(3, 6, 64)
     ops.extend_attention(store, 0, q, row[None], [64], [3], scale=0.125, sampling=ops.ScoreSampling(None, "sum", 1, 20))
-    scores, held = ops.block_scores(store, row)[:, 0], ops.block_tiers(store, row)[:, 0] > 0
-    assert torch.equal(scores[0] > 0, held[0]) and (scores[1, :, :3] == 0).all()
+    scores, stored = ops.block_scores(store, row)[:, 0], ops.block_tiers(store, row)[:, 0] > 0
+    assert torch.equal(scores[0] > 0, stored[0]) and (scores[1, :, :3] == 0).all()
 
 
 @pytest.mark.parametrize("wrong", [{"reduce": "mean"}, {"power": 3}, {"skip": -1}, {"window": 0}, {"stride": 3},

@@ -32,7 +32,7 @@ def pooled(scores: np.ndarray, size: int, best) -> np.ndarray:
 
 
 def chosen(first: int, last: int, window: int | None = None, stride: int = 1) -> tuple[list[int], int]:
-    """The sampled queries of a forward, and the weight of each."""
+    """The sampled queries of a forward and their weights."""
     step = SAMPLED if last - first == 1 else stride
     every = range(first if window is None else max(first, last - window), last)
     return [i for i in every if i % step == step - 1], step
@@ -209,9 +209,9 @@ def test_dapq(pseudo, horizon):
 def test_cake(pseudo, settings, gamma, pool):
     path, stats = pseudo
     world = World.make(Prune(scorer=f"cake{settings}", calibration=path))
-    paid = pseudo_attention(world, stats, 128)
-    means = paid.mean(3)
-    changing = ((paid - means[:, :, :, None]) ** 2).mean(3)
+    attention = pseudo_attention(world, stats, 128)
+    means = attention.mean(3)
+    changing = ((attention - means[:, :, :, None]) ** 2).mean(3)
     scores = (means + gamma * changing).reshape(3, L, H, G, P).mean(3)
     near = [range(max(0, i - pool // 2), min(P, i + pool // 2 + 1)) for i in range(P)]
     want = np.stack([scores[..., list(j)].mean(-1) for j in near], -1)
@@ -256,13 +256,13 @@ def test_arkv(attention, pseudo):
     for b in range(3):
         rest = {}
         for l, h in np.ndindex(L, H):
-            own = high * ops.spread(by_layer[l], H)[h]
+            num_high = high * ops.spread(by_layer[l], H)[h]
             order = np.argsort(-sums[b, l, h], kind="stable")
-            assert sorted(order[:own]) == sorted(np.flatnonzero(tiers[b, l, h] == 2))
-            rest[l, h] = [order[i : i + low] for i in range(own, P, low)]
+            assert sorted(order[:num_high]) == sorted(np.flatnonzero(tiers[b, l, h] == 2))
+            rest[l, h] = [order[i : i + low] for i in range(num_high, P, low)]
         worth = sorted(((-sums[b, l, h, page[0]], l, h, i) for (l, h), x in rest.items() for i, page in enumerate(x)))
-        won = worth[: round(0.25 * L * H * P / low)]
-        stored = {(l, h, int(t)) for _, l, h, i in won for t in rest[l, h][i]}
+        low_pages = worth[: round(0.25 * L * H * P / low)]
+        stored = {(l, h, int(t)) for _, l, h, i in low_pages for t in rest[l, h][i]}
         assert stored == {tuple(map(int, x)) for x in np.argwhere(tiers[b] == 1)}
         assert (tiers[b] == 0).any()
 
@@ -273,11 +273,64 @@ def test_defensivekv(attention, settings, window, values):
     for first, last in FORWARDS:
         for i in chosen(first, last, window)[0]:
             for kv in range(H):
-                paid = attention[:, heads(kv), i, :i].max(1)
-                worst[:, kv, :i] = np.maximum(worst[:, kv, :i], paid)
+                largest = attention[:, heads(kv), i, :i].max(1)
+                worst[:, kv, :i] = np.maximum(worst[:, kv, :i], largest)
     want = by_block(pooled(worst, 5, np.mean))
     want = np.maximum(want, want.mean(-1, keepdims=True))
     world = World.make(Prune(scorer=f"defensivekv{settings}"))
     if values:
         want = want * by_block(np.linalg.norm(world.v.double().numpy(), axis=-1).transpose(0, 2, 1))
     np.testing.assert_allclose(score(world), want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings, step, length", [("", 1, 0), (",stride=4,decode_stride=2", 2, 0), ("", 1, N + 40)])
+def test_lazy_eviction(attention, settings, step, length):
+    alpha = 0.05
+    last, longest = np.tile(np.arange(1.0, N + 1), (L, H, 1)), np.zeros((L, H, N))
+    sure = np.ones((L, H, N), bool)
+    for l, kv, j in np.ndindex(L, H, 3 * P):
+        used = []
+        for first, end in FORWARDS:
+            # A prefill counts as its last important query.
+            stride = step if end - first == 1 else 4 if settings else 1
+            paid = {i + 1: attention[l, heads(kv), i, j].max() for i in range(first, end) if (i + 1) % stride == 0}
+            sure[l, kv, j] &= all(abs(x - alpha) > 1e-5 for x in paid.values())
+            used += [t for t, x in paid.items() if x >= alpha and t > j + 1][-1:]
+        times = [j + 1, *used]
+        last[l, kv, j] = times[-1]
+        # The interval from the token's own step counts until the second use.
+        longest[l, kv, j] = max(np.diff(times if len(used) < 2 else used), default=0)
+    last, longest, sure = by_block(last), by_block(longest), by_block(sure)
+    now = np.maximum(last.max((1, 2, 3), keepdims=True), length)
+    due = 2 / (1 + np.exp(np.minimum((now - last) / (longest + 1e-5 * step), 700)))
+    often = 2 / (1 + np.exp(np.maximum(longest / step - 1, 0)))
+    want = due + np.where(longest > 0, often, 0)
+    world = World.make(Prune(scorer=f"lazy-eviction:alpha={alpha}{settings}"))
+    got = world.policy.scorer.score(world.evidence(lengths=length)).double().numpy()
+    assert sure.mean() > 0.9 and 0.1 < (longest > 0).mean() < 0.95 and (last > PROMPT).any()
+    np.testing.assert_allclose(got[sure], want[sure], rtol=1e-3, atol=1e-6)
+
+
+def test_tokens_in_use_outlast_overdue_ones():
+    """A token used every 40 tokens stays while its next use is due, and goes before a token that was just used when it
+    is long overdue."""
+    from kvc_kernels.scores.recurrence import recurred
+
+    words = torch.zeros(P)
+    for token, uses in ((0, (100, 140, 180)), (1, (60, 70, 80)), (2, (178, 180)), (3, ())):
+        for step in uses:
+            words[token] = recurred(words[token : token + 1], torch.tensor([float(step)]), True)[0]
+
+    class Seen:
+        lengths, sampling = torch.tensor([200]), None
+
+        def attention_scores(self):
+            return words.view(1, 1, 1, P)
+
+        def positions(self):
+            return torch.arange(P).float()[None]
+
+    from sglang_kvc.policies.published.lazy_eviction import LazyEviction
+
+    recurring, overdue, busy, unused = LazyEviction().score(Seen())[0, 0, 0, :4].tolist()
+    assert recurring > 100 * overdue and busy > overdue and recurring > unused == 0

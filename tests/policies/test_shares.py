@@ -21,16 +21,16 @@ T = 16
 @given(st.data())
 def test_apportion_adds_up_within_bounds_and_is_proportional(data):
     n = data.draw(st.integers(1, 6))
-    least = data.draw(st.integers(0, 3))
-    most = data.draw(st.integers(least, 12))
-    total = data.draw(st.integers(n * least, n * most))
+    lower = data.draw(st.integers(0, 3))
+    upper = data.draw(st.integers(lower, 12))
+    total = data.draw(st.integers(n * lower, n * upper))
     weights = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
-    got = ops.apportion(weights, total, least, most)
-    assert sum(got) == total and all(least <= x <= most for x in got)
+    got = ops.apportion(weights, total, lower, upper)
+    assert sum(got) == total and all(lower <= x <= upper for x in got)
     for (a, wa), (b, wb) in itertools.permutations(zip(got, weights), 2):
-        assert wa < wb or a >= b - 1 or a == most  # equal weights get equal shares, to within one
+        assert wa < wb or a >= b - 1 or a == upper  # equal weights get equal shares, to within one
         # Webster: moving a unit elsewhere never improves the allocation, unless a bound applies.
-        if a > least and b < most and wb:
+        if a > lower and b < upper and wb:
             assert wa * (2 * b + 1) >= wb * (2 * a - 1)
 
 
@@ -63,13 +63,13 @@ def test_retention_is_share_of_best_units():
 @pytest.mark.parametrize("least", [0, 1])
 def test_greedy_allocation_is_optimal(seed, least):
     curves = ops.retention_curves(torch.rand(3, 5, generator=torch.Generator().manual_seed(seed)) ** 3)
-    held = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
+    retained = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
     for total in range(3 * least, 16):
         got = ops.greedy_allocation(curves, total, least)
         assert sum(got) == total and min(got) >= least
         every = [x for x in itertools.product(range(least, 6), repeat=3) if sum(x) == total]
-        best = max(sum(held[l, n] for l, n in enumerate(x)) for x in every)
-        assert sum(held[l, n] for l, n in enumerate(got)) == pytest.approx(best)
+        best = max(sum(retained[l, n] for l, n in enumerate(x)) for x in every)
+        assert sum(retained[l, n] for l, n in enumerate(got)) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -77,12 +77,12 @@ def test_greedy_allocation_is_optimal(seed, least):
 def test_least_memory_for_retention_is_minimal(seed, least):
     """XKV's other constraint (equation 18): no allocation of fewer units retains as much."""
     curves = ops.retention_curves(torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) ** 3)
-    held = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
+    retained = np.concatenate([np.zeros((3, 1)), curves.numpy()], 1)
     every = list(itertools.product(range(least, 5), repeat=3))
-    for wanted in (0.1, 0.5, 0.9, 0.99, 1.0):
-        got = ops.least_allocation(curves, wanted, least)
-        assert np.mean([held[l, n] for l, n in enumerate(got)]) >= wanted - 1e-8 and min(got) >= least
-        enough = [x for x in every if np.mean([held[l, n] for l, n in enumerate(x)]) >= wanted + 1e-8]
+    for goal in (0.1, 0.5, 0.9, 0.99, 1.0):
+        got = ops.least_allocation(curves, goal, least)
+        assert np.mean([retained[l, n] for l, n in enumerate(got)]) >= goal - 1e-8 and min(got) >= least
+        enough = [x for x in every if np.mean([retained[l, n] for l, n in enumerate(x)]) >= goal + 1e-8]
         assert sum(got) <= min((sum(x) for x in enough), default=12)
     with pytest.raises(ValueError, match="retain less"):
         ops.least_allocation(curves / 2, 0.9)
@@ -90,7 +90,7 @@ def test_least_memory_for_retention_is_minimal(seed, least):
 
 def test_layer_weights_match_papers():
     """CAKE's and MiniKV's weights are computed by hand; XKV's follow the kept share."""
-    found = {
+    statistics = {
         "attention_entropy": torch.tensor([4.0, 1.0]),
         "attention_shift": torch.tensor([8.0, 1.0]),
         "attention_variance": torch.tensor([3.0, 1.0]),
@@ -99,7 +99,7 @@ def test_layer_weights_match_papers():
     }
 
     def share(name, average=3.0, **settings):
-        got = np.array(SHARES[name](**settings).weights(2, average, 6, found))
+        got = np.array(SHARES[name](**settings).weights(2, average, 6, statistics))
         return (got / got.sum()).tolist()
 
     assert share("cake") == pytest.approx([32 / 33, 1 / 33])

@@ -21,15 +21,15 @@ def check_device(runtime, reqs: Iterable = ()) -> None:
     """After a flush every page is in one place, and the ledger charges each block at least what it holds. For the
     one-shot prompts among the running `reqs` the charge equals what all their blocks hold together."""
     ops.check_invariants(runtime.store)
-    held, charge = pages_held(runtime.store), runtime.ledger.charge
-    regular = np.arange(len(held)) > 0
+    pages, charge = pages_held(runtime.store), runtime.ledger.charge
+    regular = np.arange(len(pages)) > 0
     for kept in filter(len, map(kept_blocks, reqs)):
-        assert held[kept].sum() == charge[kept].sum(), "a one-shot prompt holds other pages than it is charged"
+        assert pages[kept].sum() == charge[kept].sum(), "a one-shot prompt holds other pages than it is charged"
         regular[kept] = False
-    assert (held <= charge)[regular].all(), "the ledger is below the device"
+    assert (pages <= charge)[regular].all(), "the ledger is below the device"
     exact = [i for i, block_format in enumerate(runtime.store.block_formats) if block_format.exact]
     exact_blocks = np.isin(runtime.store.format_id.numpy(), exact) & regular
-    assert (held[exact_blocks] == charge[exact_blocks]).all(), "a block format of a known size has another"
+    assert (pages[exact_blocks] == charge[exact_blocks]).all(), "a block format of a known size has another"
     gaps = {r.kv.req_pool_idx for r in reqs if r.kvc is not None and r.kvc.gap}
     assert runtime.page_ops.gaps.rows == gaps, "a row has the gap of another request"
 
@@ -53,16 +53,16 @@ def check_reads(server, reqs: list) -> None:
         backed |= np.arange(n) // P >= gap_end
         assert len(block_ids) == -(-n // P) and (row.numpy() == expected)[backed].all(), "a row and its record differ"
         listed = row[None, ::P].clone() // P
-        left_out = runtime.page_ops.gaps.leave_out(listed, torch.tensor([req.kv.req_pool_idx]))
+        left_out = runtime.page_ops.gaps.close_up(listed, torch.tensor([req.kv.req_pool_idx]))
         read = kept + block_ids[gap_end:]
         assert listed[0, : len(block_ids) - int(left_out)].tolist() == read, "a snapshot reads other blocks"
         format_ids = set(runtime.store.format_id[read].tolist())
         allowed = {0, format_id_of(runtime, req)}
         if req.kvc_level is None:
-            allowed |= {*runtime.policy.ladder, runtime.policy.whole_format, runtime.policy.answer_format}
+            allowed |= {*runtime.policy.ladder, runtime.policy.unplanned_format, runtime.policy.answer_format}
         assert format_ids <= allowed, "a block is at another level than its request"
         if kept:
-            steps = 2 if req.kvc.one_shot.stays else 1
+            steps = 2 if req.kvc.one_shot.segment_blocks else 1
             record.check_kept(runtime.store, kept, req.history[: gap_end * P], req.kvc.prompt, steps)
         prompt = req.full_untruncated_fill_ids
         written = n if req.kvc.decoding else n - req.kvc.probe_tokens(req.prefix_len, n, len(prompt))
@@ -85,9 +85,9 @@ def check_tree(server) -> None:
             path = [*tokens, *child.key.token_ids]
             index = record.history(path, child.key.extra_key)
             data = child.component(FULL)
-            for value, found in ((data.value, blocks), (data.host_value, stored)):
+            for value, tokens_of in ((data.value, blocks), (data.host_value, stored)):
                 for i, block in enumerate(_ids(component, value), start=len(tokens) // P):
-                    found[block] = index[i * P : (i + 1) * P]
+                    tokens_of[block] = index[i * P : (i + 1) * P]
             stack.append((child, path))
     if blocks:
         record.check(runtime.store, blocks, runtime.policy.keeps_all, runtime.policy.ladder)
@@ -100,7 +100,7 @@ def check_files(server) -> tuple[int, int]:
     """Check that no transfer is in progress. Returns the numbers of bytes written and read."""
     tree, tier = server.tree_cache, server.runtime.host_tier
     tier.disk.synchronize()
-    assert not tree.fetched and not tier.disk.store.damaged
+    assert not tree.fetches and not tier.disk.store.damaged
     return tier.disk.store.bytes_written, tier.disk.store.bytes_read
 
 
@@ -109,7 +109,7 @@ def _ids(component, value) -> list[int]:
 
 
 def unpacked_records(tier, stored: list[int]) -> tuple[PageStore, list[int]]:
-    """A store of its own that holds the stored blocks, and their block ids there."""
+    """A separate store with the stored blocks, and their block ids in it."""
     source = tier.runtime.store
     layout, n = source.layout, len(stored)
     store = PageStore.create(
@@ -142,7 +142,7 @@ def check_records(server) -> None:
             cold = runtime.demotion.tier_of(np.array(node_blocks)) > 0
             assert not cold or node in tree.component.demotions.nodes, "a cold node is never demoted"
         stored += _ids(tree.component, node.component(FULL).host_value)
-    stored += [i for fetched in getattr(tree, "fetched", ()) for i in fetched.fetch.ids.tolist()]
+    stored += [i for fetched in getattr(tree, "fetches", ()) for i in fetched.fetch.ids.tolist()]
     loading = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]
     anchors = [load.anchor for load in getattr(tree, "loads", ())]
     assert len(set(anchors)) == len(anchors), "blocks are loaded twice"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-PLACES: dict[str, dict[str, bytes]] = {}  # by the setting `place`: records that outlive a server
+PLACES: dict[str, dict[str, bytes]] = {}  # records that outlive a server, by the setting `place`
 
 
 class MemoryBackend(HiCacheStorage):
@@ -52,7 +52,7 @@ class MemoryBackend(HiCacheStorage):
 
 
 class AddressBackend(MemoryBackend):
-    """Copies from and to the host pool's own memory (`"interface_v1": 1`), two pieces a page, as Mooncake does."""
+    """Copies from and to the host pool's own memory (`"interface_v1": 1`), two pieces per page, as Mooncake does."""
 
     def _pieces(self, keys, indices):
         names = [f"{key}_{half}" for key in keys for half in "kv"]

@@ -89,8 +89,8 @@ class ToyServer:
     def admit(
         self, tokens: list[int], chunk: int | None = None, level: str | None = None, queued=None, use=None
     ) -> Request | None:
-        """Prefill `tokens` (in chunks of `chunk`) at a level; None when there is no memory or no row. `queued`: a
-        request that has passed the queue's hook and whose namespace this one takes; `use`: its session."""
+        """Prefill `tokens` (in chunks of `chunk`) at a level; None when there is no memory or no row. `queued` is a
+        request that has passed the queue's hook and gives the namespace; `use` is its session."""
         if not self.rows.free:
             return None
         req = Request(
@@ -107,8 +107,8 @@ class ToyServer:
         req.prefix_len, req.last_node = match.device_prefix_len, match.last_device_node
         req.kv.cache_protected_len = req.prefix_len
         req.lock = self.tree.lock(req.last_node)
-        room = self.allocator.available_size() + self.tree.evictable_size()
-        if len(tokens) - req.prefix_len + 2 * P > room:
+        free_tokens = self.allocator.available_size() + self.tree.evictable_size()
+        if len(tokens) - req.prefix_len + 2 * P > free_tokens:
             self.tree.unlock(req.lock)
             return None
         prefix = self.tree.prefix_device_indices(req)
@@ -133,7 +133,7 @@ class ToyServer:
         )
 
         def stock(batch):
-            need = req.fill - done + P  # SGLang's slack of one page a request
+            need = req.fill - done + P  # SGLang's slack of one page per request
             self.allocator.evict_to_free_tokens(self.tree, need)
             return self.allocator.alloc_extend(
                 None, torch.tensor([done]), None, batch.seq_lens_cpu, None, req.fill - done
@@ -192,7 +192,8 @@ class ToyServer:
     # ---- what must hold
 
     def check(self) -> None:
-        """No slot leaks, no page is in two places or nowhere, the ledger is never below the truth, rows are right."""
+        """Check that no slot leaks, each page is in one place, the ledger charges all pages in use, and rows are
+        right."""
         self.runtime.flush()
         uncached = sum(
             -(-(len(r.origin_input_ids) + len(r.output_ids)) // P) * P - r.kv.cache_protected_len for r in self.running
@@ -200,8 +201,8 @@ class ToyServer:
         assert self.allocator.used_slots() == self.tree.evictable_slots() + self.tree.protected_size() + uncached
         assert self.allocator.available_size() + self.tree.evictable_size() <= self.runtime.sizing.capacity_tokens
         ops.check_invariants(self.runtime.store)
-        held = pages_held(self.runtime.store)
-        assert (held <= self.runtime.ledger.charge).all()
+        pages = pages_held(self.runtime.store)
+        assert (pages <= self.runtime.ledger.charge).all()
         assert self.runtime.ledger.total == self.runtime.ledger.charge.sum() <= self.runtime.ledger.limit
         idle = self.runtime.ledger.idle
         assert self.runtime.ledger.idle_total == self.runtime.ledger.charge[idle].sum()
@@ -232,15 +233,15 @@ class ToyServer:
 
 def pages_held(store: PageStore) -> np.ndarray:
     """Pages of every block by its counts, independent of the ledger."""
-    layout, held = store.layout, np.zeros(len(store.format_id), dtype=np.int64)
+    layout, pages = store.layout, np.zeros(len(store.format_id), dtype=np.int64)
     for block, format_id in enumerate(store.format_id.tolist()):
         if block == 0 or format_id < 0:
             continue
         if format_id == 0:
-            held[block] = layout.block_pages_bf16
+            pages[block] = layout.block_pages_bf16
             continue
         for tier, fmt in enumerate((store.block_formats[format_id].high, store.block_formats[format_id].low)):
             if fmt is not None:
                 n = store.counts[block, :, :, tier].to(torch.int64)
-                held[block] += int((-(-n // layout.page(fmt).tokens)).sum())
-    return held
+                pages[block] += int((-(-n // layout.page(fmt).tokens)).sum())
+    return pages

@@ -59,7 +59,7 @@ def configured(runtime, chunk: int | None, retract_every: int, mixed: bool = Fal
 
 class Overlap(ModelFreeScheduler):
     """A server of `ROWS` requests at a time; to be used within `configured`. `seen` counts what happened, and every
-    `check_every` forwards all that is read is checked."""
+    `check_every` forwards every row that is read is checked."""
 
     check_every = 1
 
@@ -103,7 +103,7 @@ class Overlap(ModelFreeScheduler):
         self.seen["private"] += req.kvc_private
         req.history = record.history([*req.origin_input_ids, *answer], req.extra_key)
         req.answer = answer
-        req.reasoning_tokens = len(self.requests) % 2  # of every other answer
+        req.reasoning_tokens = len(self.requests) % 2  # every other answer has one reasoning token
         self.requests[req.rid] = req
         self._add_request_to_queue(req)
 

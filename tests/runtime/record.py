@@ -125,8 +125,8 @@ def check_kept(store: PageStore, kept: list[int], numbers: np.ndarray, prompt: i
             place = torch.cdist(keys, want[layer, 0, head]).argmin(-1)
             assert (place.diff() > 0).all(), "kept tokens are out of order, or doubled"
             assert always <= set(place.tolist()), "a head lost the prompt's first or last tokens"
-            for got, x, most in ((keys, want[layer, 0, head], steps), (values, want[layer, 1, head], 1)):
-                assert (got - x[place]).abs().max() <= 0.6 * most, "a kept token has other rows"
+            for got, x, roundings in ((keys, want[layer, 0, head], steps), (values, want[layer, 1, head], 1)):
+                assert (got - x[place]).abs().max() <= 0.6 * roundings, "a kept token has other rows"
 
 
 def _check_rows(
@@ -149,9 +149,9 @@ def _check_rows(
             widths = {getattr(store.block_formats[i].high, "key_bits" if name == "K" else "value_bits") for i in before}
             allowed += sum(0.1 + 7.5 / (2**width - 1) for width in widths - {bits[1]})
         error = (got - right).abs().amax(-1)
-        wrong = (error > allowed[tier.long()]) & (tier > 0)
-        count = int(wrong.sum())
-        assert not count, f"{name} of {count} tokens at format {format_id} is off by {error[wrong].max():.1f}"
+        exceeds = (error > allowed[tier.long()]) & (tier > 0)
+        count = int(exceeds.sum())
+        assert not count, f"{name} of {count} tokens at format {format_id} is off by {error[exceeds].max():.1f}"
 
 
 def _places(keys: torch.Tensor, want: torch.Tensor, tier: torch.Tensor) -> torch.Tensor:

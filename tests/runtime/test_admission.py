@@ -126,8 +126,8 @@ def test_prefill_leaves_blocks_for_mixed_decode_step(at_border):
     assert bool(chosen.can_run_list) is not at_border
 
 
-@pytest.mark.parametrize(("free", "taken"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
-def test_chunk_is_cut_to_leave_block_for_running_requests(free, taken):
+@pytest.mark.parametrize(("free", "chunk_tokens"), [(5, CHUNK), (3, CHUNK), (2, P), (1, None)])
+def test_chunk_is_cut_to_leave_block_for_running_requests(free, chunk_tokens):
     """The reserve for the running request's long answer is more than what is free. A chunk of two blocks draws on it,
     is shortened if it would leave no block for the running request, and waits if it does not fit at all."""
     server = ToyServer(high="k4v4", window=0)
@@ -139,8 +139,8 @@ def test_chunk_is_cut_to_leave_block_for_running_requests(free, taken):
         chosen.memory_budget.total_offset = P
     again = around_add_chunked_req(PrefillAdder.add_chunked_req, chosen, req)
     assert again is req
-    assert [r.extend_end - r.prefix_len for r in chosen.can_run_list] == ([taken] if taken else [])
-    if not taken:  # no prompt that would fit is admitted or started ahead of the one that waits
+    assert [r.extend_end - r.prefix_len for r in chosen.can_run_list] == ([chunk_tokens] if chunk_tokens else [])
+    if not chunk_tokens:  # no prompt that would fit is admitted or started ahead of the one that waits
         server.runtime.free(list(range(1, 11)))
         chosen.memory_budget.total_offset = 0
         for new in (5, 6 * P):
@@ -185,7 +185,7 @@ def test_full_batch_is_rechecked_after_block_is_freed():
     more = server.runtime.take([4 * P])
     assert not look()
     server.runtime.free(more)
-    assert not look()  # no more than at the last refusal
+    assert not look()  # no more is free than at the last refusal
     running.clear()
     assert look()  # SGLang itself would never check again: no request is running that could end
     scheduler.chunked_req = object()
@@ -199,20 +199,20 @@ def test_prompt_that_never_fits_is_aborted(monkeypatch):
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
 
     def aborted(tokens, level=None):
-        said = []
+        messages = []
         req = SimpleNamespace(
             origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=level and {"kvc": level}),
-            extra_key=None, session=None, to_finish=None, set_finish_with_abort=said.append,
+            extra_key=None, session=None, to_finish=None, set_finish_with_abort=messages.append,
             return_routed_experts=False, return_logprob=False,
             return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=False), req)
-        return said
+        return messages
 
     assert not aborted(capacity + 2 * P)
     assert f"{10 * capacity} tokens does not fit" in aborted(10 * capacity)[0]
-    # An empty server admits or aborts every length: a prompt with neither outcome would wait forever and block all
-    # requests behind it.
+    # An empty server admits or aborts every length: a prompt with neither outcome would wait forever
+    # and block all requests after it.
     longest = next(n for n in range(capacity, 10 * capacity) if aborted(n))
     lengths = range(capacity - 3 * P, longest + 2 * P)
     assert len(lengths) > 3 * P
@@ -309,24 +309,24 @@ def test_worker_reports_longest_request(monkeypatch):
     """It is the limit of the format that takes the least memory, or the model's own."""
     from sglang.srt.managers import tp_worker
 
-    told = (1000, 16384, 8, None, 999, 994, 42)
+    stock_info = (1000, 16384, 8, None, 999, 994, 42)
     worker = MagicMock(**{"model_config.context_len": 1000}, dllm_algorithm=None)
     worker.model_runner.effective_logical_max_total_num_tokens = 2000
     worker.model_runner.token_to_kv_pool_allocator = None
     with monkeypatch.context() as patched:
         patched.setattr(tp_worker, "get_schedule", MagicMock())
-        real = tp_worker.TpModelWorker.get_worker_info(worker)  # the positions in the tuple are SGLang's
-    assert (real[LENGTH], real[INPUT]) == (999, 994) and len([x for x in real if isinstance(x, int)]) == 2
+        actual = tp_worker.TpModelWorker.get_worker_info(worker)  # the positions in the tuple are SGLang's
+    assert (actual[LENGTH], actual[INPUT]) == (999, 994) and len([x for x in actual if isinstance(x, int)]) == 2
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", None)
-    assert around_get_worker_info(lambda self: told, worker) == told
+    assert around_get_worker_info(lambda self: stock_info, worker) == stock_info
     runtime = ToyServer(high="k4v4", levels=("k8v8",)).runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
     longest = longest_request(runtime, 1)
     assert longest > max(longest_request(runtime, 2), runtime.sizing.capacity_tokens)
     for context, limit in ((100_000, longest), (100, 99)):
         worker.model_config.context_len = context
-        found = around_get_worker_info(lambda self: told, worker)
-        assert found == (*told[:4], limit, limit - 5, 42)
+        info = around_get_worker_info(lambda self: stock_info, worker)
+        assert info == (*stock_info[:4], limit, limit - 5, 42)
     # One-shot prompts, which a server without a window offers, may be longer still.
     runtime = ToyServer(high="k4v4", window=0).runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
@@ -334,7 +334,7 @@ def test_worker_reports_longest_request(monkeypatch):
     limits = longest_prompts(runtime)
     assert limits["default"] == longest_request(runtime, 1) - 2 and limits["default"] < limits["one-shot:64x"]
     assert limits["one-shot:8x"] == longest_request(runtime, 1, Budget(ratio=8)) - 2
-    assert around_get_worker_info(lambda self: told, worker)[LENGTH] == limits["one-shot:64x"] + 2
+    assert around_get_worker_info(lambda self: stock_info, worker)[LENGTH] == limits["one-shot:64x"] + 2
     # A server that packs nothing offers no one-shot levels.
     runtime = ToyServer(high="bf16", window=0).runtime
     assert longest_prompts(runtime) == {"default": longest_request(runtime, 0) - 2}
@@ -343,7 +343,7 @@ def test_worker_reports_longest_request(monkeypatch):
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
     worker.model_config.context_len = 100_000
     assert longest_request(runtime, 2) > longest_request(runtime, 1)
-    assert around_get_worker_info(lambda self: told, worker)[LENGTH] == longest_request(runtime, 1)
+    assert around_get_worker_info(lambda self: stock_info, worker)[LENGTH] == longest_request(runtime, 1)
 
 
 def test_request_limit_depends_on_its_level(monkeypatch):
@@ -353,22 +353,22 @@ def test_request_limit_depends_on_its_level(monkeypatch):
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
 
     def queued(prompt: int, answer: int, level=None):
-        said, params = [], SimpleNamespace(
+        messages, params = [], SimpleNamespace(
             custom_params=level and {"kvc": level}, max_new_tokens=answer, min_new_tokens=answer
         )  # fmt: skip
         req = SimpleNamespace(
             origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-            session=None, set_finish_with_abort=said.append, return_routed_experts=False, return_logprob=False,
+            session=None, set_finish_with_abort=messages.append, return_routed_experts=False, return_logprob=False,
             return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
-        return said, params.max_new_tokens, params.min_new_tokens
+        return messages, params.max_new_tokens, params.min_new_tokens
 
     packed, plain = longest_request(runtime, 1), longest_request(runtime, 0)
     assert plain < runtime.sizing.capacity_tokens < packed
     assert queued(plain, 100) == ([], 100, 100)
-    said, *_ = queued(plain, 100, LOSSLESS)
-    assert f"prompt of {plain} tokens does not fit into the KV cache at lossless" in said[0]
+    messages, *_ = queued(plain, 100, LOSSLESS)
+    assert f"prompt of {plain} tokens does not fit into the KV cache at lossless" in messages[0]
     assert queued(plain - 50, 100, LOSSLESS) == ([], 49, 49)
     assert queued(packed - 50, 100) == ([], 49, 49)
     assert queued(packed, 1)[0]

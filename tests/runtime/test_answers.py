@@ -1,5 +1,5 @@
-"""Answers that are planned as a whole: when they are planned, which tokens they keep (against a slow reference in
-numpy), their records, and that their bytes depend on the sequence alone."""
+"""Planning of whole answers: its times, the kept tokens (against a slow reference in numpy), its records, and that its
+bytes depend on the sequence alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvc_kernels.ops import ScoreSampling
 from kvc_kernels.scores.reference import STRIDES
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact
+from sglang_kvc.cache.packing import tokens_decoded
 from sglang_kvc.cache.replanning import COMPETE_EVERY
 from sglang_kvc.options.request_quality import LOSSLESS
 from sglang_kvc.policies.base import EVIDENCE, with_evidence
@@ -49,9 +50,9 @@ def test_enough_queries_are_sampled_before_block_is_planned(lag, policy_stride):
 @pytest.mark.parametrize("window", [0, 32, P])
 def test_answer_is_planned_every_few_blocks(prompt, window):
     batch = Batch([prompt], **{**ANSWERS, "window": window})
-    seq, first, each = batch.reqs[0].kvc, prompt // P, KEEP * batch.runtime.layout.block_pages_bf16
-    whole = batch.runtime.store.block_formats[WHOLE].pages
-    each, packed, plans = KEEP * whole, [], []
+    seq, first = batch.reqs[0].kvc, prompt // P
+    packed_pages = batch.runtime.store.block_formats[WHOLE].pages
+    block_pages, packed, plans = KEEP * packed_pages, [], []
     for length in range(prompt, prompt + 30 * P):
         for op in batch.step():
             places = [seq.blocks.index(b) for b in op.blocks.tolist()]
@@ -61,7 +62,7 @@ def test_answer_is_planned_every_few_blocks(prompt, window):
                 assert places == list(range(first, first + n)) and n % COMPETE_EVERY == 0
                 assert (first + n) * P + LAG == length, "a block is planned too early, or late"
                 young = (length - window) // P - first - n
-                assert pages == int(max(each * (n + young) - young * whole, 0.75 * each * n))
+                assert pages == int(max(block_pages * (n + young) - young * packed_pages, 0.75 * block_pages * n))
             elif op.to_format == WHOLE:
                 packed += places
                 assert op.from_format == 0 and (places[0] + 1) * P + window == length
@@ -168,7 +169,7 @@ def test_answer_keeps_tokens_of_slow_reference(share):
     req = server.admit(list(range(1, prompt + 1)))
     runtime.flush()
     before = ops.block_digest(runtime.store, req.kvc.blocks[0], scores=False)
-    t, whole, kept, plans = page_tokens(runtime), runtime.store.block_formats[WHOLE].pages, None, 0
+    t, packed_pages, kept, plans = page_tokens(runtime), runtime.store.block_formats[WHOLE].pages, None, 0
     for step in range(11 * P):
         length = prompt + step
         due = (length - LAG) % P == 0 and (length - LAG) // P > 2 and ((length - LAG) // P - 2) % COMPETE_EVERY == 0
@@ -182,7 +183,7 @@ def test_answer_keeps_tokens_of_slow_reference(share):
             if kept is not None:
                 old[: len(kept)] = kept
             young = length // P - 2 - n
-            pages = int(max(KEEP * whole * (n + young) - young * whole, 0.75 * KEEP * whole * n))
+            pages = int(max(KEEP * packed_pages * (n + young) - young * packed_pages, 0.75 * KEEP * packed_pages * n))
             if share == "global":
                 kept = slow_kept(old, scores, queries, pages, t)
             else:  # layers have equal pages
@@ -195,9 +196,9 @@ def test_answer_keeps_tokens_of_slow_reference(share):
             plans += 1
             stored = ops.block_tiers(runtime.store, torch.tensor(blocks)).numpy() == 2
             assert (stored == kept).all(), f"plan {plans} keeps other tokens"
-            held, charge = pages_held(runtime.store)[blocks], runtime.ledger.charge[blocks]
-            assert (held == charge).all() and held.sum() <= pages
-            assert held.sum() == pages or plans > 1  # a page that has already lost some of its tokens
+            pages_used, charge = pages_held(runtime.store)[blocks], runtime.ledger.charge[blocks]
+            assert (pages_used == charge).all() and pages_used.sum() <= pages
+            assert pages_used.sum() == pages or plans > 1  # a page that has already lost some of its tokens
             server.check()
     assert plans == 2 and (kept[:4].sum((0, 3)) != kept[4:].sum((0, 3))).any()
     assert ops.block_digest(runtime.store, req.kvc.blocks[0], scores=False) == before, "a block of the tree was planned"
@@ -278,10 +279,10 @@ def test_growth_includes_blocks_not_yet_planned():
     runtime = make_runtime(blocks=20, **ANSWERS)
     capacity, formats = runtime.capacity, runtime.store.block_formats
     dense, young = runtime.layout.block_pages_bf16, LAG + COMPETE_EVERY * P
-    small, whole = formats[1].pages / dense, formats[WHOLE].pages / dense
+    planned, packed = formats[1].pages / dense, formats[WHOLE].pages / dense
     assert capacity.growth_tokens(P, 1, 0) == P
-    assert capacity.growth_tokens(P + 100, 1, 0) == pytest.approx(P + 100 * whole)
-    assert capacity.growth_tokens(P + young + 1000, 1, 0) == pytest.approx(P + young * whole + 1000 * small)
+    assert capacity.growth_tokens(P + 100, 1, 0) == pytest.approx(P + 100 * packed)
+    assert capacity.growth_tokens(P + young + 1000, 1, 0) == pytest.approx(P + young * packed + 1000 * planned)
     assert capacity.growth_tokens(5000, 0, 0) == 5000
 
 
@@ -295,7 +296,7 @@ def test_answers_planned_together_do_not_compete():
     server.runtime.log.push = lambda op: (moves.append(op) if isinstance(op, Compact) else None, queue(op))
     for step in range((COMPETE_EVERY + 2) * P):
         batch = SimpleNamespace(lengths=np.array([P + 3 + step] * 2), seqs=[r.kvc for r in reqs])
-        server.runtime.tokens_decoded(batch.seqs, batch.lengths)  # for both at once
+        tokens_decoded(server.runtime, batch.seqs, batch.lengths)  # plans both answers in one operation
         for req in reqs:
             assert server.decode(req, 7000 + step)
         assert alone.decode(only, 7000 + step)

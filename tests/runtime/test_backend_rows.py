@@ -17,8 +17,8 @@ def run(q, tokens):
     """The backend's output for `q` and `tokens` new rows, and the arguments of its attention call."""
     given = []
 
-    def attend(layer, q, k, v, **how):
-        given.append((layer, q, k, v, how))
+    def attend(layer, q, k, v, **options):
+        given.append((layer, q, k, v, options))
         return q + 1
 
     backend = SimpleNamespace(token_to_kv_pool=SimpleNamespace(start_layer=1), tokens=tokens)
@@ -29,8 +29,8 @@ def run(q, tokens):
 @pytest.mark.parametrize("shape", [(5, 32), (5, 4, 8), (1, 5, 4, 8)])
 def test_unpadded_rows_are_returned(shape):
     q = torch.randn(shape)
-    out, (layer, got, k, _, how) = run(q, 5)
-    assert layer == 2 and how == {"scale": 0.5, "logit_cap": 2.0, "window": 7}
+    out, (layer, got, k, _, options) = run(q, 5)
+    assert layer == 2 and options == {"scale": 0.5, "logit_cap": 2.0, "window": 7}
     assert torch.equal(got, q.view(5, 4, 8)) and k.shape == (5, 2, 8)
     assert torch.equal(out, (q + 1).view(5, 32))
 

@@ -73,7 +73,7 @@ def place(request, tmp_path, tier, monkeypatch):
         yield Place(request.param, tmp_path / "values", tier)
 
 
-def each(*kinds: str):
+def on_backends(*kinds: str):
     return pytest.mark.parametrize("place", kinds, indirect=True)
 
 
@@ -87,12 +87,12 @@ def sizes_of(store: BackendStore) -> list[int]:
 
 
 def read(store: BackendStore, key: bytes):
-    (room,) = store.find([key]) or [0]
-    into = np.zeros(room, dtype=np.uint8)
-    return store.read(key, into), into
+    (num_bytes,) = store.find([key]) or [0]
+    record = np.zeros(num_bytes, dtype=np.uint8)
+    return store.read(key, record), record
 
 
-@each(*BACKENDS)
+@on_backends(*BACKENDS)
 def test_records_of_all_sizes_round_trip(place):
     store = place.store()
     sizes = sizes_of(store)
@@ -101,30 +101,30 @@ def test_records_of_all_sizes_round_trip(place):
         assert store.write(key_of(i), STORED, record_of(i, size))
     assert store.find([key_of(i) for i in range(4)]) == [c * store.unit_bytes for c in sorted(store._counts)]
     for i, size in enumerate(sizes):
-        found, record = read(store, key_of(i))
-        assert found == STORED and (record[:size] == record_of(i, size)).all()
+        stored, record = read(store, key_of(i))
+        assert stored == STORED and (record[:size] == record_of(i, size)).all()
     assert store.bytes_read == store.bytes_written == sum(store._counts) * store.pool.size_per_token
     assert len(store) == 2 and not store.damaged
 
 
-@each("file", "memory", "address")
+@on_backends("file", "memory", "address")
 def test_records_are_found_only_by_server_of_same_identity(place):
     """A server with the same identity finds the records, one with another identity does not, and a cleared backend has
     none."""
     store = place.store()
     size = sizes_of(store)[0]
     store.write(key_of(1), STORED, record_of(1, size))
-    found, record = read(place.store(), key_of(1))
-    assert found == STORED and (record == record_of(1, size)).all()
+    stored, record = read(place.store(), key_of(1))
+    assert stored == STORED and (record == record_of(1, size)).all()
     assert not place.store(OTHER).find([key_of(1)]) and not store.of(OTHER).find([key_of(1)])
     assert store.of(MODEL) is store
-    store.write(key_of(1), STORED, record_of(2, size))  # what is there stays
+    store.write(key_of(1), STORED, record_of(2, size))  # an existing record stays
     assert (read(store, key_of(1))[1] == record_of(1, size)).all() and len(store) == 1
     store.clear()
     assert not place.values() and not place.store().find([key_of(1)])
 
 
-@each("file", "memory", "address")
+@on_backends("file", "memory", "address")
 def test_long_prompt_is_looked_up_in_few_calls(place):
     """Records of two sizes, many more than fit into one call, are found up to the first missing one."""
     store = place.store()
@@ -138,7 +138,7 @@ def test_long_prompt_is_looked_up_in_few_calls(place):
     assert store.find(keys) == [units] * 140 + [max(store._counts) * units] * 10
 
 
-@each("file", "memory", "address")
+@on_backends("file", "memory", "address")
 @pytest.mark.parametrize("harm", ["cut", "grown", "flipped", "swapped", "gone"])
 def test_damaged_values_are_not_served(place, harm, caplog):
     """No damaged value is served; one with a wrong checksum or of another block is counted and not asked for again."""
@@ -162,28 +162,28 @@ def test_damaged_values_are_not_served(place, harm, caplog):
             case "gone":
                 value = bytearray()
         place.change(name, bytes(value))
-    found, record = read(store, key_of(1))
+    stored, record = read(store, key_of(1))
     if harm == "grown" and place.kind == "file":  # the backend reads exactly the written bytes and nothing after them
-        assert found == STORED and (record[:size] == record_of(1, size)).all()
+        assert stored == STORED and (record[:size] == record_of(1, size)).all()
         return
-    assert found is None
+    assert stored is None
     if harm in ("flipped", "swapped"):
         assert store.damaged == 1 and "is not used" in caplog.text
         assert not store.find([key_of(1), key_of(2)]) and not store.find([key_of(1)])
     assert read(store, key_of(2))[0] == STORED
 
 
-@each("memory", "address")
+@on_backends("memory", "address")
 def test_concurrent_threads_read_and_write_correctly(place, monkeypatch):
     """Each record is written once and read correctly, and the backend sees one reader and one writer at a time."""
-    store, inside, most = place.store(), Counter(), Counter()
+    store, inside, peak = place.store(), Counter(), Counter()
     names = ("batch_get_v1", "batch_set_v1") if store.by_address else ("batch_get", "batch_set")
     for name in names:
         call = getattr(store.backend, name)
 
         def watched(*args, name=name, call=call):
             inside[name] += 1
-            most[name] = max(most[name], inside[name])
+            peak[name] = max(peak[name], inside[name])
             time.sleep(0.001)
             result = call(*args)
             inside[name] -= 1
@@ -195,15 +195,15 @@ def test_concurrent_threads_read_and_write_correctly(place, monkeypatch):
     def write_and_read(i: int) -> bool:
         size = large if i % 3 else small
         assert store.write(key_of(i), STORED, record_of(i, size))
-        found, record = read(store, key_of(i))
-        return found == STORED and bool((record[:size] == record_of(i, size)).all())
+        stored, record = read(store, key_of(i))
+        return stored == STORED and bool((record[:size] == record_of(i, size)).all())
 
     with ThreadPoolExecutor(2 * store.threads) as threads:
         assert all(threads.map(lambda i: write_and_read(i % 9), range(90)))
-    assert len(store) == 9 and most == dict.fromkeys(names, 1) and store._spare.qsize() == 2 * store.threads
+    assert len(store) == 9 and peak == dict.fromkeys(names, 1) and store._spare.qsize() == 2 * store.threads
 
 
-@each("memory", "address")
+@on_backends("memory", "address")
 def test_failing_backend_logs_once_until_it_recovers(place, caplog):
     """A failing backend causes one log line until it answers again."""
     store = place.store()
@@ -224,36 +224,36 @@ def test_backend_that_fails_to_start_is_rejected(tier):
     assert "dynamic cannot be started ('place')" in str(e.value)
 
 
-@each("memory")
+@on_backends("memory")
 def test_slow_lookup_is_skipped(place, monkeypatch):
     """The prompt proceeds without the lookup, and so do later prompts until the backend has answered."""
-    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOKUP_SECONDS", 0.0)
     tier = DiskTier(place.tier, place.store())
     tasks: list[Future] = []
-    monkeypatch.setattr(tier._lookers, "submit", lambda *args: tasks.append(Future()) or tasks[-1])
-    first = tier.look([key_of(1)])
-    second = tier.look([key_of(1)])
+    monkeypatch.setattr(tier._lookup_thread, "submit", lambda *args: tasks.append(Future()) or tasks[-1])
+    first = tier.lookup([key_of(1)])
+    second = tier.lookup([key_of(1)])
     assert first.finished and second.finished and first.sizes == second.sizes == [] and len(tasks) == 1
     tasks[0].set_result([100])
-    tier.look([key_of(1)])
+    tier.lookup([key_of(1)])
     assert len(tasks) == 2 and first.sizes == [100]
     tier.close()
 
 
 def test_prompts_are_computed_when_backend_hangs(tmp_path, monkeypatch):
     """They wait for a limited time and are then computed. A running server can neither attach nor detach a backend."""
-    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("sglang_kvc.cache.disk_tier.LOOKUP_SECONDS", 0.02)
     runtime = make_runtime(high="k4v4", window=0, host_memory=200_000, storage="dynamic")
     with get_parallel().override(tp_rank=0, tp_size=1), configured(runtime, 2 * P, retract_every=1000):
         server = Overlap(runtime, 2 * P, disable=False, server_args=memory_backend.server_args(str(tmp_path)))
         tree = server.tree_cache
-        tree.disk._lookers = asked = Threads(random.Random(0))  # never answers
+        tree.disk._lookup_thread = lookers = Threads(random.Random(0))  # never answers
         for i in range(3):
             server.submit([100 * i + j for j in range(P + 3)], [5000 + i], None, None)
         until = time.monotonic() + 30
         while server.busy and time.monotonic() < until:
             server.turn()
         assert [list(r.output_ids) for r in server.requests.values()] == [[5000], [5001], [5002]]
-        assert asked.tasks and not tree.ongoing_prefetch
-        for done, why in (tree.attach_storage_backend("file"), tree.detach_storage_backend()):
-            assert not done and "running server" in why
+        assert lookers.tasks and not tree.ongoing_prefetch
+        for done, reason in (tree.attach_storage_backend("file"), tree.detach_storage_backend()):
+            assert not done and "running server" in reason

@@ -65,8 +65,8 @@ def test_running_request_is_asked_for_uncompressed_tokens(capacity):
 
 
 def test_prompt_needs_two_chunks_and_window_uncompressed(capacity):
-    whole = 2 * CHUNK + WINDOW
-    assert capacity.prompt_tokens(20 * P, 0, 1, CHUNK) == whole + P + (19 * P - whole) * PACKED
+    unpacked = 2 * CHUNK + WINDOW
+    assert capacity.prompt_tokens(20 * P, 0, 1, CHUNK) == unpacked + P + (19 * P - unpacked) * PACKED
     assert capacity.prompt_tokens(20 * P, 0, 1, None) == 20 * P
     assert capacity.prompt_ever_fits(14 * P, 1, CHUNK) and not capacity.prompt_ever_fits(14 * P, 1, None)
 
@@ -111,7 +111,7 @@ def test_longest_request_is_largest_that_empty_server_admits(capacity):
 
     assert capacity.longest_request(0, CHUNK) == capacity.longest_request(1, None) == 11 * P - 2
     assert capacity.longest_request(1, CHUNK) > BLOCKS * P
-    assert capacity.longest_request(1, P) == (2 * BLOCKS - 3) * P  # no more blocks than there are
+    assert capacity.longest_request(1, P) == (2 * BLOCKS - 3) * P  # the number of blocks limits the length
     for format_id, chunk in ((0, CHUNK), (1, CHUNK)):
         longest = capacity.longest_request(format_id, chunk)
         assert admits(longest, format_id, chunk) and not admits(longest + int(P / PACKED) + P, format_id, chunk)

@@ -38,15 +38,15 @@ def answered(server: ToyServer, i: int, blocks: int = 2, level: str | None = Non
 def formats(server: ToyServer, ids: list[int]) -> list[int]:
     """Format ids on the device, which equal the CPU's records after a flush."""
     server.runtime.flush()
-    found = server.runtime.store.format_id[ids].tolist()
-    assert found == server.runtime.blocks.format_id[ids].tolist()
-    return found
+    format_ids = server.runtime.store.format_id[ids].tolist()
+    assert format_ids == server.runtime.blocks.format_id[ids].tolist()
+    return format_ids
 
 
 def take_all(server: ToyServer) -> None:
     """Take whole uncompressed blocks, which are never freed, until none is left."""
-    held = server.runtime.take([0] * (server.allocator.available_size() // P))
-    server.held = getattr(server, "held", []) + held
+    blocks = server.runtime.take([0] * (server.allocator.available_size() // P))
+    server.unowned = getattr(server, "unowned", []) + blocks
 
 
 def press(server: ToyServer) -> None:
@@ -58,10 +58,10 @@ def press(server: ToyServer) -> None:
 
 def audit(server: ToyServer) -> None:
     """Run `ToyServer.check` although the blocks of `take_all` have no owner."""
-    held = server.held
-    server.runtime.free(held)
+    blocks = server.unowned
+    server.runtime.free(blocks)
     server.check()
-    server.held = server.runtime.take([0] * len(held))
+    server.unowned = server.runtime.take([0] * len(blocks))
 
 
 def test_all_blocks_move_one_step_before_any_moves_two_or_is_dropped():
@@ -94,7 +94,7 @@ def test_demotion_moves_no_more_blocks_than_needed():
     take_all(server)
     short = server.runtime.capacity.missing_pages(P)
     press(server)
-    moved = -(-short // (2 * 2 * 2))  # two pages a head, two layers, two heads
+    moved = -(-short // (2 * 2 * 2))  # two pages per head, two layers, two heads
     assert formats(server, kept) == [K8V4] * (6 - moved) + [K4V4] * moved
 
 
@@ -132,7 +132,7 @@ def test_prompt_continues_demoted_prefix_in_its_own_format():
     press(server)
     before = formats(server, kept)
     assert K4V4 in before
-    server.runtime.free(server.held)
+    server.runtime.free(server.unowned)
     req = server.admit([*prompt(0, 3), 1, 2])
     assert req.kv.cache_protected_len == 3 * P and req.kvc.blocks[:2] == kept
     server.check()
@@ -157,7 +157,7 @@ def test_host_memory_keeps_format_of_node():
 
 
 def test_tree_keeps_demoted_copy_over_recomputed_one():
-    """Two requests compute one prefix; the tree keeps its own copy, whatever its format is."""
+    """Two requests compute one prefix; the tree keeps its own copy in any format."""
     server = ToyServer(**LADDER)
     kept = answered(server, 0)
     server.runtime.demotion.demote(np.array(kept), 10**6)
@@ -182,7 +182,7 @@ def test_running_requests_are_demoted_before_retraction():
     assert won and formats(server, plain.kvc.blocks) == [K2V2, K2V2, 0]
     assert formats(server, named.kvc.blocks) == [NAMED, NAMED, 0]
     assert sharing.kvc.blocks[:2] == plain.kvc.blocks[:2]
-    server.runtime.free(server.held)
+    server.runtime.free(server.unowned)
     for req in (plain, named, sharing):
         assert server.decode(req, 7)
     server.check()
@@ -193,12 +193,12 @@ def test_decode_step_without_memory_demotes_before_retracting(floor):
     server = ToyServer(**{**LADDER, "floor": floor, "blocks": 9})
     reqs = [server.admit([*prompt(i, 3), 1]) for i in range(2)]
     take_all(server)
-    asked = []
+    fits = []
 
     def stock(batch, selected):
         server.tree.evict(EvictParams(num_tokens=P))
-        asked.append(server.allocator.available_size() >= P)
-        return asked[-1]
+        fits.append(server.allocator.available_size() >= P)
+        return fits[-1]
 
     # A request that just ended has no blocks any more.
     batch = SimpleNamespace(
@@ -210,7 +210,7 @@ def test_decode_step_without_memory_demotes_before_retracting(floor):
         assert around_check_decode_mem(stock, batch) == bool(floor)
     finally:
         install(None)
-    assert asked == ([False, True] if floor else [False])
+    assert fits == ([False, True] if floor else [False])
     audit(server)
 
 

@@ -28,8 +28,8 @@ def record_of(seed: int, size: int = 300) -> np.ndarray:
 
 
 def read(store: DiskStore, key: bytes, size: int = 300):
-    into = np.empty(size, dtype=np.uint8)
-    return store.read(key, into), into
+    record = np.empty(size, dtype=np.uint8)
+    return store.read(key, record), record
 
 
 def test_record_round_trips_within_and_across_servers(tmp_path):
@@ -37,8 +37,8 @@ def test_record_round_trips_within_and_across_servers(tmp_path):
     assert store.write(key_of(1), STORED, record_of(1))
     assert store.record_bytes(key_of(1)) == 300 and store.record_bytes(key_of(2)) is None
     for reader in (store, DiskStore(tmp_path, MODEL)):
-        found, record = read(reader, key_of(1))
-        assert found == STORED and (record == record_of(1)).all()
+        stored, record = read(reader, key_of(1))
+        assert stored == STORED and (record == record_of(1)).all()
         assert len(reader) == 1 and reader.num_bytes == 300 + HEADER_BYTES and not reader.damaged
     assert read(store, key_of(2))[0] is None
     store.write(key_of(2), STORED, record_of(2))
@@ -108,7 +108,7 @@ def test_smaller_limit_applies_at_start(tmp_path):
 
 
 def test_failed_write_loses_only_its_file(tmp_path, monkeypatch, caplog):
-    """Failed writes leave nothing behind and are logged once; the next successful write is found."""
+    """Failed writes leave no file and are logged once; the next successful write is found."""
     store = DiskStore(tmp_path, MODEL)
 
     def full(*args):
@@ -155,16 +155,16 @@ def test_store_writes_after_folder_vanishes(tmp_path):
 def test_concurrent_writes_of_same_block_count_once(tmp_path):
     """Each file counts once, and files being written also count."""
     size = 300 + HEADER_BYTES
-    store, most = DiskStore(tmp_path, MODEL, limit=5 * size), []
+    store, folder_bytes = DiskStore(tmp_path, MODEL, limit=5 * size), []
     write_file = store._write_file
 
     def slow(*args) -> bool:
         time.sleep(0.001)
-        most.append(sum(p.stat().st_size for p in store.folder.rglob("*.kvc")))
+        folder_bytes.append(sum(p.stat().st_size for p in store.folder.rglob("*.kvc")))
         return write_file(*args)
 
     store._write_file = slow  # type: ignore[method-assign]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda i: store.write(key_of(i % 7), STORED, record_of(i % 7)), range(200)))
     files = [p.stat().st_size for p in store.folder.rglob("*.kvc")]
-    assert store.num_bytes == sum(files) == size * len(store) <= store.limit and max(most) <= store.limit
+    assert store.num_bytes == sum(files) == size * len(store) <= store.limit and max(folder_bytes) <= store.limit

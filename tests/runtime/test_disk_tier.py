@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches import weights
 from sglang_kvc.adapter.block_key import BlockKey
-from sglang_kvc.adapter.tree_disk import _Fetched
+from sglang_kvc.adapter.tree_disk import _PrefixFetch
 from sglang_kvc.adapter.tree_eviction import EvictionQueue
 from sglang_kvc.cache.block_store import Stored
 from sglang_kvc.cache.disk_store import DiskStore
@@ -78,9 +78,9 @@ def test_truncated_files_are_removed_on_lookup(tier, tmp_path):
         path.write_bytes(path.read_bytes()[:size])
     tier.store = DiskStore(tmp_path, MODEL, 1 << 20)
     for key in keys[:2]:
-        assert tier.known([key]) == [] and not tier.store.path(key).exists()
+        assert tier.record_sizes([key]) == [] and not tier.store.path(key).exists()
     assert tier.store.damaged == 2
-    (size,) = tier.known(keys[2:])
+    (size,) = tier.record_sizes(keys[2:])
     fetch = tier.fetch(keys[2:], [size], [size])
     tier.poll()
     tier._readers.turn(1)
@@ -100,17 +100,17 @@ def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
     fetch = Fetch(tier.reserve([100]), [], [], 0)
     fetch.reads = [Future()]
     lock = tree.inc_host_lock_ref(node.id).to_dec_params()
-    tree.fetched.append(_Fetched(None, node.id, BlockKey(node.key.token_ids, None), [], fetch, lock))
+    tree.fetches.append(_PrefixFetch(None, node.id, BlockKey(node.key.token_ids, None), [], fetch, lock))
     tier.memory.take(tier.memory.free_units)
 
-    queue, asked = tree.tree_core.evictable_device_leaves, []
-    queue.next = lambda: asked.append(0) or (EvictionQueue.next(queue) if len(asked) < 10 else None)
+    queue, calls = tree.tree_core.evictable_device_leaves, []
+    queue.next = lambda: calls.append(0) or (EvictionQueue.next(queue) if len(calls) < 10 else None)
     tree.evict(EvictParams(num_tokens=10**9))
-    assert server.allocator.used_slots() == 0 and len(asked) < 10
+    assert server.allocator.used_slots() == 0 and len(calls) < 10
     fetch.reads[0].set_result(Stored(1, 1, 0))
     free = tier.memory.free_units
     tree.check_hicache_events()
-    assert not tree.fetched and not tree.root_node.children and tier.memory.free_units == free + 1
+    assert not tree.fetches and not tree.root_node.children and tier.memory.free_units == free + 1
 
 
 def test_weight_update_without_flush_stops_writes(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_weight_update_without_flush_stops_writes(tmp_path, monkeypatch):
         tree.disk.synchronize()
         return len(tree.disk.store)
 
-    weights.before_flush(None, None, True, "")
+    weights.before_update(None, None)
     assert files_of_a_prompt() == 0
     tree.reset()
     assert files_of_a_prompt() == 1

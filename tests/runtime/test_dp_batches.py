@@ -109,7 +109,7 @@ def test_decode_step_run_as_prefill_sees_same_blocks(rank):
 
 
 def test_prompt_of_idle_rank_touches_no_block(rank):
-    rank.forward(ForwardMode.DECODE, 2, 2)  # also applies what is queued
+    rank.forward(ForwardMode.DECODE, 2, 2)  # also runs queued operations
     before = rank.runtime.store.pages[1:].clone()
     nobody = torch.zeros(1, dtype=torch.int64)
     out = rank.forward(

@@ -25,8 +25,8 @@ def prefixes(blocks: dict) -> set[tuple[int, ...]]:
     """The token sequence that ends with each block."""
 
     def tokens(block) -> tuple[int, ...]:
-        parent, own = blocks[block]
-        return (tokens(parent) if parent is not None else ()) + tuple(own)
+        parent, block_tokens = blocks[block]
+        return (tokens(parent) if parent is not None else ()) + tuple(block_tokens)
 
     return {tokens(block) for block in blocks}
 
@@ -47,8 +47,8 @@ def test_router_learns_of_stored_and_dropped_blocks():
         server.tree.evict(EvictParams(num_tokens=P))
     removed = [b for e in server.tree.take_events() if isinstance(e, BlockRemoved) for b in e.block_hashes]
     assert removed and set(removed) < set(known)
-    gone = prefixes(known) - prefixes({b: known[b] for b in known if b not in removed})
-    assert all(any(p[: len(g)] == g for p in expected) for g in gone)
+    removed_prefixes = prefixes(known) - prefixes({b: known[b] for b in known if b not in removed})
+    assert all(any(p[: len(g)] == g for p in expected) for g in removed_prefixes)
 
     server.tree.reset()
     assert any(isinstance(e, AllBlocksCleared) for e in server.tree.take_events())

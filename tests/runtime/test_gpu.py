@@ -59,7 +59,7 @@ def test_flush_does_not_wait(options, device):
         ops.check_invariants(runtime.store)
         format_ids = runtime.store.format_id[torch.as_tensor(ids)].tolist()
         assert format_ids == [-1, -1, 1]
-    # One block a turn is left, charged for just the pages that the device says are not free.
+    # One block per turn stays, charged only for the pages that are not free on the device.
     runtime.settle()
     head, tail = runtime.store.cursor.tolist()
     assert runtime.blocks.used_count == 3
@@ -79,14 +79,14 @@ def test_plans_of_whole_blocks_do_not_wait(options, device):
         with never_waiting(device) if turn else contextlib.nullcontext():
             ids = np.asarray(runtime.take([128 * i for i in range(9)]))
             runtime.flush()
-            runtime.queue_due(ids, policy.whole_format)
+            runtime.queue_due(ids, policy.unplanned_format)
             runtime.flush()
             rounds = [[[5, 9]], [[5, 4], [4, 16]]] if policy.answer_format else [None]
             for groups in rounds:
-                mine = ids if groups is None else ids[: sum(n for n, _ in groups)]
+                planned = ids if groups is None else ids[: sum(n for n, _ in groups)]
                 runtime.queue_move(
-                    mine, from_format=policy.whole_format, to_format=policy.answer_format or 1,
-                    lengths=np.full(len(mine), 2000), **({} if groups is None else {"groups": np.array(groups)}),
+                    planned, from_format=policy.unplanned_format, to_format=policy.answer_format or 1,
+                    lengths=np.full(len(planned), 2000), **({} if groups is None else {"groups": np.array(groups)}),
                 )  # fmt: skip
                 runtime.flush()
         runtime.settle()

@@ -1,4 +1,4 @@
-"""The host tier on the GPU: blocks leave and come back in their own bytes while other blocks are written and packed."""
+"""The host tier on the GPU: blocks leave and return with the same bytes while other blocks are written and packed."""
 
 import random
 
@@ -46,7 +46,7 @@ def test_blocks_come_back_while_others_are_written(options):
     runtime.attach_host_tier()
     draw, tier = random.Random(0), runtime.host_tier
     resident: list[tuple[int, str]] = []  # packed blocks and their digests
-    stored: list[tuple[int, str]] = []  # stored blocks and theirs
+    stored: list[tuple[int, str]] = []  # stored blocks and their digests
     for turn in range(40):
         fresh = runtime.take([0] * draw.randint(1, 6))
         runtime.flush()
@@ -60,8 +60,8 @@ def test_blocks_come_back_while_others_are_written(options):
             blocks = np.array([b for b, _ in leaving])
             stored += zip(tier.save(blocks).tolist(), [d for _, d in leaving])
             runtime.free(blocks)
-        back = [stored.pop(draw.randrange(len(stored))) for _ in range(draw.randint(0, min(6, len(stored))))]
-        loading = tier.load(np.array([i for i, _ in back])) if back else None
+        loaded = [stored.pop(draw.randrange(len(stored))) for _ in range(draw.randint(0, min(6, len(stored))))]
+        loading = tier.load(np.array([i for i, _ in loaded])) if loaded else None
         others = runtime.take([0] * 2)  # the next forward: launches saves and loads, then writes and packs
         runtime.flush()
         write_rows(runtime, others, 1000 + turn)
@@ -71,9 +71,9 @@ def test_blocks_come_back_while_others_are_written(options):
             torch.cuda.synchronize()
             assert tier.arrived() == 1 and loading.finished
             tier.loading.popleft()
-            assert digests(runtime, loading.blocks) == [d for _, d in back]
-            tier.free(np.array([i for i, _ in back]))
-            resident += zip(loading.blocks.tolist(), [d for _, d in back])
+            assert digests(runtime, loading.blocks) == [d for _, d in loaded]
+            tier.free(np.array([i for i, _ in loaded]))
+            resident += zip(loading.blocks.tolist(), [d for _, d in loaded])
         runtime.free(others)
         runtime.settle()
         ops.check_invariants(runtime.store)
@@ -92,11 +92,11 @@ def test_more_blocks_than_the_buffers_hold():
     n = 6 * layout.buffer_bytes // layout.unit_bytes
     blocks = []
     for turn in range(-(-n // 64)):
-        some = runtime.take([0] * 64)
+        batch = runtime.take([0] * 64)
         runtime.flush()
-        write_rows(runtime, some, turn)
-        runtime.queue_due(np.asarray(some))
-        blocks += some
+        write_rows(runtime, batch, turn)
+        runtime.queue_due(np.asarray(batch))
+        blocks += batch
     runtime.settle()
     before = digests(runtime, blocks)
     ids = tier.save(np.array(blocks))

@@ -49,14 +49,14 @@ def filled(leaves: int, policy: str = "lru", **options) -> ToyServer:
 
 def evict(server: ToyServer, blocks: int) -> int:
     """Make room for `blocks` blocks more than are free; returns the number of evicted tokens."""
-    room = server.allocator.available_size() + blocks * P
-    with server.runtime.capacity.exact_need(room):
+    num_tokens = server.allocator.available_size() + blocks * P
+    with server.runtime.capacity.exact_need(num_tokens):
         return server.tree.evict(EvictParams(num_tokens=256 * P)).num_tokens_evicted
 
 
 @pytest.fixture
-def looked_at(monkeypatch):
-    """`looked_at(server)` records calls of `get_priority` of the server's eviction policy."""
+def priority_calls(monkeypatch):
+    """`priority_calls(server)` records calls of `get_priority` of the server's eviction policy."""
 
     def count(server):
         strategy = server.tree.tree_core.eviction_strategy
@@ -67,18 +67,18 @@ def looked_at(monkeypatch):
     return count
 
 
-def test_eviction_with_goal_met_visits_no_leaf(looked_at):
+def test_eviction_with_goal_met_visits_no_leaf(priority_calls):
     server = filled(6)
-    calls = looked_at(server)
+    calls = priority_calls(server)
     assert evict(server, 0) == 0
     assert calls.call_count == 0
 
 
-def test_eviction_visits_only_leaves_it_evicts(looked_at):
+def test_eviction_visits_only_leaves_it_evicts(priority_calls):
     server = filled(20)
-    calls = looked_at(server)
+    calls = priority_calls(server)
     assert evict(server, 2) == 2 * P
-    assert calls.call_count <= 6  # not the 20 leaves
+    assert calls.call_count <= 6  # far fewer than the 20 leaves
 
 
 def test_evicted_blocks_are_counted():
@@ -96,9 +96,9 @@ def test_least_recently_used_leaf_is_evicted_first(policy):
             assert cached(server, i)
         else:
             server.finish(server.admit(prompt(i)))
-    for gone in range(1, 5):
+    for evicted in range(1, 5):
         assert evict(server, 1) == P
-        assert [leaf(server, i) is not None for i in (1, 3, 4, 0, 2)] == [False] * gone + [True] * (5 - gone)
+        assert [leaf(server, i) is not None for i in (1, 3, 4, 0, 2)] == [False] * evicted + [True] * (5 - evicted)
 
 
 def leaf(server: ToyServer, i: int):
@@ -147,10 +147,10 @@ def test_heap_of_evictable_leaves_stays_bounded():
 def test_queue_copies_each_entry_once():
     """Each finished request packs one block and frees one; each entry is copied once, when the queue is drained."""
     log, copied = OpLog(), []
-    real = np.concatenate
+    concatenate_real = np.concatenate
 
     def concatenate(parts, *args, **options):
-        out = real(parts, *args, **options)
+        out = concatenate_real(parts, *args, **options)
         copied.append(len(out))
         return out
 

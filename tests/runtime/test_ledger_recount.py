@@ -43,7 +43,7 @@ def test_bytes_include_pages_tables_headers_and_ring(options):
 
 @pytest.mark.parametrize("low", [None, "k4v2"])
 def test_full_pool_is_packed_in_waves_within_reserve(low):
-    """All blocks are queued at once when nothing is free but the reserve: no page may be handed out twice."""
+    """All blocks are queued at once when only the reserve is free: no page may be handed out twice."""
     tiers = {"policy": "leankv", "high": "k8v4", "low": low} if low else {"high": "k4v4"}
     runtime = make_runtime(blocks=20, window=0, **tiers)
     blocks = runtime.take([P * i for i in range(runtime.capacity.available_tokens() // P)])
@@ -62,19 +62,19 @@ def test_full_pool_is_packed_in_waves_within_reserve(low):
 def test_block_ids_limit_pool_of_small_blocks():
     """LeanKV may prune a block to nothing. Then ids run out long before pages."""
     runtime = make_runtime(blocks=4, policy="leankv", high="k8v4", low="k4v2", alpha_high=9, alpha_low=9, window=0)
-    held = []
+    taken = []
     while ids := runtime.take([0]):
-        held += ids
-        assert len(held) < runtime.sizing.num_blocks
+        taken += ids
+        assert len(taken) < runtime.sizing.num_blocks
         runtime.step += 1
         runtime.flush()
         runtime.store.query_counts[ids] = 1
         runtime.queue_due(ids)
         runtime.settle()
-    assert len(held) == runtime.sizing.num_blocks - 1
+    assert len(taken) == runtime.sizing.num_blocks - 1
     assert runtime.ledger.free > 4 * runtime.layout.block_pages_bf16, "pages ran out"
     assert runtime.capacity.available_tokens() == runtime.capacity.reachable_tokens() == 0
-    runtime.ledger.set_idle(np.array(held[:1]), True)
+    runtime.ledger.set_idle(np.array(taken[:1]), True)
     assert runtime.capacity.reachable_tokens() == P and runtime.capacity.available_tokens() == 0
 
 
@@ -96,7 +96,7 @@ def test_most_recently_used_prefix_is_evicted_last():
         req = server.admit(prompt)
         blocks.append(req.kvc.blocks[0])
         server.finish(req)
-    server.finish(server.admit(prompts[0]))  # a hit
+    server.finish(server.admit(prompts[0]))  # the request hits the cached prompt
     order = []
     while server.runtime.ledger.idle_blocks:
         server.tree.evict(EvictParams(num_tokens=P))

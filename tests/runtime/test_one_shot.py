@@ -13,7 +13,7 @@ from kvc_kernels.layout import FORMATS, RING_ENTRY_BYTES, PoolLayout, page_bytes
 from kvc_kernels.store import SCRATCH_BLOCK
 from sglang_kvc.cache import one_shot, thinning
 from sglang_kvc.cache.one_shot import POOL, REACH, SHARE, SINKS, WINDOW, Budget
-from sglang_kvc.cache.runtime import Phase
+from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.stats.collect import measure
 from tests.support.no_sync import NoSync
 
@@ -28,11 +28,11 @@ def test_budgets_are_parsed_from_text(text):
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("one-shot", "no budget"), ("one-shot:", "no budget"), ("one-shot:x", "no budget"),
-        ("one-shot:-4x", "no budget"),
-        ("one-shot:nanx", "no budget"), ("one-shot:1e3", "no budget"), ("one-shot:16x,", "no budget"),
+        ("one-shot", "not a budget"), ("one-shot:", "not a budget"), ("one-shot:x", "not a budget"),
+        ("one-shot:-4x", "not a budget"),
+        ("one-shot:nanx", "not a budget"), ("one-shot:1e3", "not a budget"), ("one-shot:16x,", "not a budget"),
         ("one-shot:0.99x", "out of range"), ("one-shot:64.1x", "out of range"), ("one-shot:0", "keeps nothing"),
-        ("one-shot:" + "9" * 10**6, "no budget"),
+        ("one-shot:" + "9" * 10**6, "not a budget"),
     ],
 )  # fmt: skip
 def test_invalid_budget_is_rejected_with_one_sentence(text, why):
@@ -54,21 +54,21 @@ def test_prompt_sizes_stay_within_budget(data):
     full, tail = data.draw(st.integers(1, 900)), data.draw(st.integers(0, p - 1))
     ratio = data.draw(st.floats(1, 64))
     plan = Budget(ratio=ratio).plan(layout, fmt, full, full * p + tail)
-    whole, rows = full * layout.block_pages(fmt), layers * heads
+    packed_pages, rows = full * layout.block_pages(fmt), layers * heads
     if plan is None:
-        assert full * p * 4 * rows * head_dim / ratio >= whole * page_bytes or full * p // t == 1
+        assert full * p * 4 * rows * head_dim / ratio >= packed_pages * page_bytes or full * p // t == 1
         return
     assert 1 <= plan.kept_blocks <= full and plan.last == max(0, WINDOW - tail)
-    assert plan.floor * rows <= plan.pages <= plan.kept_blocks * layout.block_pages(fmt) and plan.pages < whole
+    assert plan.floor * rows <= plan.pages <= plan.kept_blocks * layout.block_pages(fmt) and plan.pages < packed_pages
     assert plan.floor * t >= SINKS + plan.last
     num_bytes = plan.pages * (page_bytes + RING_ENTRY_BYTES) + plan.kept_blocks * layout.block_meta_bytes
     if plan.pages > plan.floor * rows:
         allowed = 4 * rows * head_dim * full * p / ratio
         assert num_bytes <= allowed
         # At most one page is left over, and no head gets far less than its fair share.
-        assert plan.pages == whole or num_bytes + page_bytes + RING_ENTRY_BYTES > allowed
+        assert plan.pages == packed_pages or num_bytes + page_bytes + RING_ENTRY_BYTES > allowed
         average = plan.pages / rows
-        assert plan.kept_blocks == full or plan.kept_blocks * (p // t) >= one_shot.MOST * average
+        assert plan.kept_blocks == full or plan.kept_blocks * (p // t) >= one_shot.HEAD_LIMIT * average
     tokens = data.draw(st.integers(1, 2 * full * p))
     plan = Budget(tokens=tokens).plan(layout, fmt, full, full * p + tail)
     if plan is None:
@@ -78,8 +78,8 @@ def test_prompt_sizes_stay_within_budget(data):
 
 
 def prompt(runtime, tokens: int, budget: str, seed: int = 0, decodes: bool = False):
-    """A prefilled one-shot prompt whose packing is queued, by its first decode step if it `decodes` before the result
-    is processed: its sequence, K, V `[L, tokens, H, D]`, queries `[L, w, Hq, D]`."""
+    """A prefilled one-shot prompt whose packing is queued: its sequence, K, V `[L, tokens, H, D]`, queries `[L, w, Hq,
+    D]`. With `decodes`, its first decode step queues the packing before the result of the prefill is processed."""
     gen = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(L, tokens, H, D, generator=gen).bfloat16() for _ in range(2))
     q = torch.randn(L, WINDOW, 2 * H, D, generator=gen).bfloat16()
@@ -93,12 +93,12 @@ def prompt(runtime, tokens: int, budget: str, seed: int = 0, decodes: bool = Fal
     for layer in range(L):
         ops.append(runtime.store, layer, blocks[at // P], at % P, k[layer], v[layer])
         seq.one_shot.queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
-    runtime.tokens_written(seq, tokens // P // 2 * P, Phase.CHUNK)
+    tokens_written(runtime, seq, tokens // P // 2 * P, Phase.CHUNK)
     assert len(runtime.log) == 0, "a chunk was packed"
     if decodes:
-        runtime.tokens_decoded([seq], np.array([tokens]))
+        tokens_decoded(runtime, [seq], np.array([tokens]))
         assert len(runtime.log)
-    runtime.tokens_written(seq, tokens, Phase.PREFILL)
+    tokens_written(runtime, seq, tokens, Phase.PREFILL)
     return seq, k, v, q
 
 
@@ -122,21 +122,26 @@ def slow_scores(k: np.ndarray, q: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def slow_kept(
-    k: np.ndarray, q: np.ndarray, pages: int, most: int, t: int, there: dict[tuple[int, int], list[int]] | None = None
+    k: np.ndarray,
+    q: np.ndarray,
+    pages: int,
+    max_pages: int,
+    t: int,
+    present: dict[tuple[int, int], list[int]] | None = None,
 ) -> dict[tuple[int, int], list[int]]:
-    """The tokens that each head keeps of the full blocks of a prompt with stored keys `k[L, H, S, D]`; `there`: the
-    tokens of each head that are still present, if some were dropped before."""
-    tokens, entries = 1 + max(there[0, 0]) if there else k.shape[2], []
+    """The tokens that each head keeps of the full blocks of a prompt with stored keys `k[L, H, S, D]`. After an
+    earlier selection, `present` lists the tokens that each head still stores."""
+    tokens, entries = 1 + max(present[0, 0]) if present else k.shape[2], []
     full = tokens // P * P
     for layer in range(L):
         for head in range(H):
-            positions = np.array(there[layer, head] if there else range(tokens))
+            positions = np.array(present[layer, head] if present else range(tokens))
             seen = positions <= (tokens - WINDOW + np.arange(WINDOW))[:, None]
             pooled = slow_scores(k[layer, head], q[layer, :, 2 * head : 2 * head + 2], seen)[positions < full]
             positions = positions[positions < full]
             pooled[(positions < SINKS) | (positions >= tokens - WINDOW)] = np.inf
             order = sorted(range(len(positions)), key=lambda i: (-pooled[i], i))
-            for j in range(min(most, len(order) // t)):
+            for j in range(min(max_pages, len(order) // t)):
                 page = order[j * t : (j + 1) * t]
                 entries.append((j > 0, -pooled[page[0]], (layer, head), j, positions[page].tolist()))
     kept = {(layer, head): [] for layer in range(L) for head in range(H)}
@@ -204,13 +209,13 @@ def arrive(runtime, tokens: int, chunk: int, budget: str):
         at = torch.arange(first, end)
         blocks = torch.tensor(seq.blocks)[at // P]
         q = torch.randn(L, WINDOW, 2 * H, D, generator=gen).bfloat16()
-        asked = torch.randn(L, probe, H, D, generator=gen).bfloat16()
+        probe_rows = torch.randn(L, probe, H, D, generator=gen).bfloat16()
         for layer in range(L):
-            keys, values = (torch.cat((x[layer, first : end - probe], asked[layer])) for x in (k, v))
+            keys, values = (torch.cat((x[layer, first : end - probe], probe_rows[layer])) for x in (k, v))
             ops.append(runtime.store, layer, blocks, at % P, keys, values)
             seq.one_shot.queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
         chunks.append((end, probe, stored_keys(runtime.store, seq, end), q.double().numpy()))
-        runtime.tokens_written(seq, end - probe, Phase.CHUNK if end < tokens else Phase.PREFILL)
+        tokens_written(runtime, seq, end - probe, Phase.CHUNK if end < tokens else Phase.PREFILL)
         if probe:
             runtime.cut(seq, end - probe)
         first = end - probe
@@ -218,7 +223,7 @@ def arrive(runtime, tokens: int, chunk: int, budget: str):
 
 
 def stored_keys(store, seq, length: int) -> np.ndarray:
-    """Keys `[L, H, S, D]` of the stored tokens among the first `length`; every head stores equally many."""
+    """Keys `[L, H, S, D]` of the stored tokens among the first `length`; every head stores the same number."""
     first = seq.one_shot.first if seq.gap else len(seq.blocks)
     ids = torch.tensor([*seq.blocks[:first], *seq.blocks[first + seq.gap :]])
     keys = torch.stack([ops.load_dense(store, layer, ids)[0] for layer in range(L)])  # [L, n, H, P, D]
@@ -228,12 +233,12 @@ def stored_keys(store, seq, length: int) -> np.ndarray:
 def check(runtime, seq) -> None:
     """After a flush, check that pages, charges, owners and the gap agree."""
     ops.check_invariants(runtime.store)
-    held, owned = pages_held(runtime.store), seq.owned()
+    pages, owned = pages_held(runtime.store), seq.owned()
     assert SCRATCH_BLOCK not in owned and len(set(owned)) == len(owned) == runtime.blocks.used_count
-    assert held.sum() == held[owned].sum() == runtime.ledger.total == runtime.ledger.charge[owned].sum()
+    assert pages.sum() == pages[owned].sum() == runtime.ledger.total == runtime.ledger.charge[owned].sum()
     assert runtime.gap_blocks == seq.missing == len(seq.blocks) - len(owned)
     row = torch.arange(len(seq.blocks)).int()[None]
-    out = int(runtime.page_ops.gaps.leave_out(row, torch.tensor([3])))
+    out = int(runtime.page_ops.gaps.close_up(row, torch.tensor([3])))
     assert out == seq.gap
     first = seq.one_shot.first if out else len(seq.blocks)
     left = [*seq.blocks[:first], *seq.blocks[first + out :]]
@@ -242,7 +247,7 @@ def check(runtime, seq) -> None:
 
 def slow_thinned(tokens: int, seq, chunks) -> dict[tuple[int, int], list[int]]:
     """Tokens that each head has before the last competition."""
-    size, stays = thinning.SEGMENT, seq.one_shot.stays
+    size, stays = thinning.SEGMENT, seq.one_shot.segment_blocks
     kept_by_head = {(layer, head): [] for layer in range(L) for head in range(H)}
     done = 0
     for end, probe, k, q in chunks[:-1]:
@@ -276,7 +281,7 @@ def test_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays, 
     runtime, tokens = tight, blocks * P + tail
     seq, k, v, chunks = arrive(runtime, tokens, chunk * P, budget)
     prompt, fmt = seq.one_shot, FORMATS["k4v4"]
-    assert prompt.stays == stays and any(probe for _, probe, *_ in chunks) == (stays < 4)
+    assert prompt.segment_blocks == stays and any(probe for _, probe, *_ in chunks) == (stays < 4)
     with NoSync():
         runtime.flush()
     check(runtime, seq)
@@ -288,8 +293,8 @@ def test_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays, 
         assert not seq.gap and pages == blocks * runtime.store.block_formats[1].pages
         return
     assert pages == plan.pages and len(kept) == min(plan.kept_blocks, prompt.reserved)
-    there = slow_thinned(tokens, seq, chunks)
-    want = slow_kept(*chunks[-1][2:], plan.pages, len(kept) * P // t, t, there)
+    present = slow_thinned(tokens, seq, chunks)
+    want = slow_kept(*chunks[-1][2:], plan.pages, len(kept) * P // t, t, present)
     for layer in range(L):
         keys, values, tier = ops.load_dense(runtime.store, layer, torch.tensor(kept), 1)
         for head in range(H):
@@ -297,7 +302,7 @@ def test_prompt_that_does_not_fit_is_thinned(tight, blocks, chunk, tail, stays, 
             place = torch.cdist(keys[:, head].flatten(0, 1)[stored], k[layer, :, head].float()).argmin(-1).tolist()
             assert place == sorted(set(place)) and len(place) == len(want[layer, head])
             # Pooled scores tie, so rounding may change a few tokens of pages of equal worth.
-            assert len(set(place) - set(there[layer, head])) <= 2
+            assert len(set(place) - set(present[layer, head])) <= 2
             assert len(set(place) ^ set(want[layer, head])) <= 4
             off = (values[:, head].flatten(0, 1)[stored] - v[layer, place, head].float()).abs().max()
             assert off < 0.5
@@ -313,7 +318,7 @@ def test_packing_never_makes_host_wait(runtime):
     rows, at = torch.arange(24).view(2, 12), torch.tensor([3, 1])
     with NoSync():
         runtime.flush()
-        assert runtime.page_ops.gaps.leave_out(rows, at) is not None
+        assert runtime.page_ops.gaps.close_up(rows, at) is not None
     assert rows[1].tolist() == list(range(12, 24)) != rows[0].tolist()
 
 
@@ -338,7 +343,7 @@ def test_records_follow_one_shot_request(runtime):
     assert stats.tokens_by_tier["high"] == plan.pages * runtime.layout.page(FORMATS["k4v4"]).tokens
     # Blocks of the answer are packed as usual.
     for n in range(10 * P + 6, 12 * P + 2):
-        runtime.tokens_decoded([seq], np.array([n - 1]))
+        tokens_decoded(runtime, [seq], np.array([n - 1]))
         assert runtime.grow_by_one([seq], np.array([n])) is not None
         runtime.flush()
     assert blocks.format_id[seq.blocks[10:]].tolist() == [1, 1, 0]
@@ -363,7 +368,7 @@ def test_short_prompt_is_packed_like_answer(runtime):
     seq.prompt = 9
     assert runtime.grow([seq], [9])
     for n in range(10, P + 3):
-        runtime.tokens_decoded([seq], np.array([n - 1]))
+        tokens_decoded(runtime, [seq], np.array([n - 1]))
         runtime.grow_by_one([seq], np.array([n]))
         runtime.flush()
     assert runtime.blocks.format_id[seq.blocks].tolist() == [1, 0] and seq.gap == 0
@@ -374,7 +379,7 @@ def test_prompt_without_observed_queries_raises(runtime):
     seq.prompt = 4 * P
     assert runtime.grow([seq], [4 * P])
     with pytest.raises(RuntimeError, match="last queries"):
-        runtime.tokens_written(seq, 4 * P, Phase.PREFILL)
+        tokens_written(runtime, seq, 4 * P, Phase.PREFILL)
 
 
 def test_admission_counts_whole_uncompressed_prompt(runtime):
@@ -382,17 +387,17 @@ def test_admission_counts_whole_uncompressed_prompt(runtime):
     then grows into the memory that packing frees."""
     capacity, budget = runtime.capacity, Budget(ratio=8)
     new, chunk = 8 * P, P
-    usual = capacity.prompt_tokens(new, 4 * P, 1, chunk)
-    assert usual < 6 * P < new
+    packed_tokens = capacity.prompt_tokens(new, 4 * P, 1, chunk)
+    assert packed_tokens < 6 * P < new
     for answer in (0, 1, P, 4 * P):
         assert capacity.prompt_tokens(new, answer, 1, chunk, budget) == new + min(answer, P)
     kept = capacity.tokens_of_pages(budget.plan(runtime.layout, FORMATS["k4v4"], 8, new).pages)
     long = capacity.prompt_tokens(new, 40 * P, 1, chunk, budget)
     assert long == kept + P + capacity.packed_tokens(39 * P, 1) > new + P
-    most = runtime.sizing.capacity_tokens
-    assert capacity.prompt_ever_fits(most - 1, 1, chunk) and not capacity.prompt_ever_fits(most - 1, 1, None, budget)
+    limit = runtime.sizing.capacity_tokens
+    assert capacity.prompt_ever_fits(limit - 1, 1, chunk) and not capacity.prompt_ever_fits(limit - 1, 1, None, budget)
     # A chunk may not draw on the reserve for answers, because it is not packed soon.
-    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, waits_whole=True) == 0
+    assert capacity.chunk_credit(P, 50, 1) == 50 and capacity.chunk_credit(P, 50, 1, packs_at_end=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -417,28 +422,28 @@ def test_unsupported_one_shot_requests_are_rejected(runtime, windowed, page, ses
 
 def test_prompt_logprobs_are_rejected_where_chunks_have_probes(tight):
     """The request is refused exactly where its chunks have probes."""
-    room, budget = tight.capacity.one_shot, Budget(ratio=16)
+    sizes, budget = tight.capacity.one_shot, Budget(ratio=16)
     for tokens, stays in ((8 * P - 10, 0), (16 * P, 4), (27 * P, 2)):
-        assert room.stays(budget, tokens, 1, P) == stays
+        assert sizes.segment_blocks(budget, tokens, 1, P) == stays
         if 0 < stays < 4:
-            with pytest.raises(ValueError, match=f"up to {room.room - P} tokens") as e:
-                room.check_read(budget, tokens, 1, P)
+            with pytest.raises(ValueError, match=f"up to {sizes.room - P} tokens") as e:
+                sizes.check_read(budget, tokens, 1, P)
             assert str(e.value).count(". ") == 0
         else:
-            room.check_read(budget, tokens, 1, P)
+            sizes.check_read(budget, tokens, 1, P)
 
 
 def test_every_prompt_within_budget_limit_fits(tight):
-    """Every prompt up to the limit fits, no longer one does, and shorter chunks never lower the limit."""
-    room = tight.capacity.one_shot
+    """Every prompt up to the limit fits, every longer one does not, and shorter chunks never lower the limit."""
+    sizes = tight.capacity.one_shot
     for text in ("one-shot:1x", "one-shot:5x", "one-shot:16x", "one-shot:64x", "one-shot:100", "one-shot:9999"):
         budget, before = Budget.parse(text), 0
         for chunk in (6 * P, 2 * P, P):
-            longest = room.longest(budget, 1, chunk)
-            fits = [room.stays(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
+            longest = sizes.longest(budget, 1, chunk)
+            fits = [sizes.segment_blocks(budget, n, 1, chunk) is not None for n in range(1, longest + 5)]
             assert fits == [True] * longest + [False] * 4 and longest >= before
             capacity = tight.sizing.capacity_tokens
-            assert all(room.need(budget, n, 1, 1, chunk) + P < capacity for n in range(1, longest))
-            assert room.need(budget, longest + 1, 1, 1, chunk) > capacity
+            assert all(sizes.need(budget, n, 1, 1, chunk) + P < capacity for n in range(1, longest))
+            assert sizes.need(budget, longest + 1, 1, 1, chunk) > capacity
             before = longest
-    assert room.longest(Budget(ratio=16), 1, None) < tight.sizing.capacity_tokens
+    assert sizes.longest(Budget(ratio=16), 1, None) < tight.sizing.capacity_tokens

@@ -59,7 +59,8 @@ class Client:
         format_id = runtime.policy.format_id_of(None if one_shot else level)
         budget = Budget.parse(level) if one_shot else None
         longest = min(longest_request(runtime, format_id, budget), self.server.context - 1)
-        if draw.random() < 0.6:  # otherwise as before: neighbors compute the same blocks, and one copy is dropped
+        # The pieces of the last prompt may stay: neighbors then compute the same blocks, and one copy is dropped.
+        if draw.random() < 0.6:
             # Some are longer than all memory could hold uncompressed.
             self.pieces = [draw.randint(0, 2) for _ in range(draw.randint(0, draw.choice([3, 3, 3, longest // P])))]
         prompt = [100 * piece + j for piece in self.pieces for j in range(P)]
@@ -69,9 +70,9 @@ class Client:
         prompt = (prompt or [3])[: longest - 2]
         longest = min(longest_request(runtime, format_id, budget, len(prompt)), longest)
         kind = draw.choice([0, 0, len(self.server.requests)])  # answers shared with other requests, or unique ones
-        most = min(draw.choice(self.answers), longest - len(prompt) - 1)
-        answer = [5000 + 200 * kind + i for i in range(most)]
-        self.server.seen["longer than the pool"] += len(prompt) + most > runtime.sizing.capacity_tokens
+        new_tokens = min(draw.choice(self.answers), longest - len(prompt) - 1)
+        answer = [5000 + 200 * kind + i for i in range(new_tokens)]
+        self.server.seen["longer than the pool"] += len(prompt) + new_tokens > runtime.sizing.capacity_tokens
         salt, last = draw.choice([None, None, None, "tenant"]), self.hints and draw.random() < 0.2
         self.server.submit(prompt, answer, level, salt, last=last)
 
@@ -81,7 +82,7 @@ def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:
     runtime = make_runtime(**kind.options, **({"disk": disk} if disk else {}))
     with configured(runtime, kind.chunk, retract_every=20, mixed=kind.mixed, strip=kind.strip):
         server = Overlap(runtime, kind.chunk, kind.disable, kind.order, kind.context)
-        client = Client(server, seed, kind.asked)
+        client = Client(server, seed, kind.levels)
         for turn in range(TURNS):
             client.act()
             if turn == TURNS // 2:
@@ -112,11 +113,11 @@ class Kind:
 
     options: dict
     chunk: int | None = 2 * P
-    asked: tuple[str | None, ...] = (None,)
-    disable: bool = False  # the radix cache
+    levels: tuple[str | None, ...] = (None,)
+    disable: bool = False  # disables the radix cache
     mixed: bool = False  # decode steps join prefills
     strip: bool = False  # answers with thoughts leave the cache
-    order: str = "fcfs"  # of admission
+    order: str = "fcfs"  # order of admission
     context: int = CONTEXT  # tokens of the longest request
     segment: int = thinning.SEGMENT  # blocks of a segment of a one-shot prompt
     servers: int = 0  # servers one after the other that share a folder of files
@@ -124,18 +125,18 @@ class Kind:
 
 TIGHT = {"blocks": 7}  # uncompressed
 LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2"}
-LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages a head
+LADDER = {"high": "k8v4", "floor": "k2v2", "page_bytes": 1280, "window": 0}  # 4, 2, 2 and 1 pages per head
 ANSWERS = {"policy": "prune", "high": "k8v4", "scorer": "h2o", "keep": 0.4, "window": 32, "lag": P}
 HOST = {"host_memory": 200_000}  # a dozen packed blocks
 LONG = {"context": 4096, "segment": 2}
 KINDS = {
-    "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, LOSSLESS)),
+    "host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, levels=(None, LOSSLESS)),
     "host-window": Kind({"high": "k8v4", "window": P, **TIGHT, "host_memory": 60_000}, P),
     "host-levels": Kind({"high": "k4v4", "levels": ("k8v8",), "window": 0, **TIGHT, **HOST}, P, (None, "k8v8")),
     "host-leankv": Kind({**LEANKV, "window": 0, **TIGHT, **HOST}, P, (None, LOSSLESS)),
     "host-private": Kind({**LEANKV, "window": 0, "trust": "salt", **TIGHT, **HOST}, P),
     "host-quota": Kind({"policy": "quota", "keep": 0.5, **TIGHT, **HOST}, P),
-    "disk": Kind({"high": "k4v4", "window": 0, **TIGHT, "host_memory": 60_000}, asked=(None, LOSSLESS), servers=2),
+    "disk": Kind({"high": "k4v4", "window": 0, **TIGHT, "host_memory": 60_000}, levels=(None, LOSSLESS), servers=2),
     "disk-leankv": Kind({**LEANKV, "window": P, **TIGHT, "host_memory": 80_000}, P, servers=2),
     "host-mixed": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, mixed=True),
     "reuse": Kind({"high": "k4v4", "window": 0, "eviction": REUSE, **TIGHT}, P, (None, LOSSLESS)),
@@ -143,44 +144,44 @@ KINDS = {
     "disk-reuse": Kind(
         {"high": "k4v4", "window": 0, "eviction": REUSE, **TIGHT, "host_memory": 60_000}, P, servers=2
     ),
-    "k4v4": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS)),
+    "k4v4": Kind({"high": "k4v4", "window": 0}, levels=(None, LOSSLESS)),
     "k4v4-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k2v2",), **TIGHT}, P, (None, LOSSLESS, "k2v2")),
     "window": Kind({"high": "k4v4", "window": 32}, P),
     "window-tight": Kind({"high": "k8v4", "window": 2 * P, **TIGHT}),
     "levels": Kind({"high": "k4v4", "levels": ("k8v4",), "window": 0}, None, (None, "k8v4")),
-    "leankv": Kind({**LEANKV, "window": 0}, asked=(None, LOSSLESS)),
+    "leankv": Kind({**LEANKV, "window": 0}, levels=(None, LOSSLESS)),
     "leankv-tight": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS)),
     "leankv-private": Kind({**LEANKV, "window": 0, "trust": "salt"}, P, (None, LOSSLESS)),
     "quota": Kind({"policy": "quota", "keep": 0.5}, P),
     "two-tiers": Kind({"policy": "prune", "share": "ada", "low": "k2v2"}),
-    "answers": Kind(ANSWERS, asked=(None, LOSSLESS)),
+    "answers": Kind(ANSWERS, levels=(None, LOSSLESS)),
     "answers-tight": Kind({**ANSWERS, "window": 0, **TIGHT}, P),
     "answers-host": Kind({**ANSWERS, "share": "ada", **TIGHT, **HOST}, P),
     "answers-disk": Kind({**ANSWERS, **TIGHT, "host_memory": 80_000}, P, servers=2),
     "answers-private": Kind({**ANSWERS, "trust": "salt", **TIGHT}, P),
     "answers-mixed": Kind({**ANSWERS, **TIGHT}, P, mixed=True),
     "answers-no-radix": Kind(ANSWERS, P, disable=True),
-    "leankv-lag": Kind({**LEANKV, "window": 0, "lag": P}, asked=(None, LOSSLESS)),
+    "leankv-lag": Kind({**LEANKV, "window": 0, "lag": P}, levels=(None, LOSSLESS)),
     "leankv-lag-tight": Kind({**LEANKV, "window": 32, "lag": 2 * P, **TIGHT, **HOST}, P, mixed=True),
     "bf16-tight": Kind({"high": "bf16", **TIGHT}, None),
-    "floor": Kind({**LADDER, **TIGHT}, asked=(None, LOSSLESS, "k8v4")),
+    "floor": Kind({**LADDER, **TIGHT}, levels=(None, LOSSLESS, "k8v4")),
     "floor-window": Kind({**LADDER, "window": P, **TIGHT}, P),
     "floor-levels": Kind({**LADDER, "levels": ("k4v4",), **TIGHT}, P, (None, "k8v4", "k4v4")),
     "floor-host": Kind({**LADDER, **TIGHT, **HOST}, P, (None, LOSSLESS, "k8v4")),
-    "floor-disk": Kind({**LADDER, **TIGHT, "host_memory": 60_000}, asked=(None, "k8v4"), servers=2),
+    "floor-disk": Kind({**LADDER, **TIGHT, "host_memory": 60_000}, levels=(None, "k8v4"), servers=2),
     "floor-mixed": Kind({**LADDER, "floor": "k4v4", **TIGHT}, P, mixed=True),
     "no-radix": Kind({"high": "k4v4", "window": 0}, disable=True),
-    "one-shot": Kind({"high": "k4v4", "window": 0, "blocks": 9}, asked=(None, None, None, *ONE_SHOT)),
+    "one-shot": Kind({"high": "k4v4", "window": 0, "blocks": 9}, levels=(None, None, None, *ONE_SHOT)),
     "one-shot-tight": Kind({"high": "k4v4", "window": 0, "levels": ("k8v8",), **TIGHT}, P, (None, "k8v8", *ONE_SHOT)),
     "one-shot-whole": Kind({"high": "k8v4", "window": 0, **TIGHT}, None, (None, LOSSLESS, "one-shot:64x")),
-    "one-shot-host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, asked=(None, None, None, *ONE_SHOT)),
+    "one-shot-host": Kind({"high": "k4v4", "window": 0, **TIGHT, **HOST}, levels=(None, None, None, *ONE_SHOT)),
     "one-shot-mixed": Kind({"high": "k4v4", "window": 0}, P, (None, None, None, *ONE_SHOT), mixed=True),
     "one-shot-no-radix": Kind({"high": "k4v4", "window": 0}, P, ONE_SHOT, disable=True),
     "one-shot-long": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, (None, "one-shot:16x", "one-shot:70"), **LONG),
     "one-shot-long-mixed": Kind({"high": "k8v4", "window": 0, **TIGHT}, P, (None, "one-shot:8x"), mixed=True, **LONG),
     "strip": Kind({"high": "k4v4", "window": 0}, P, strip=True),
     "strip-leankv": Kind({**LEANKV, **TIGHT, **HOST}, P, strip=True),
-    "mixed": Kind({"high": "k4v4", "window": 0}, asked=(None, LOSSLESS), mixed=True),
+    "mixed": Kind({"high": "k4v4", "window": 0}, levels=(None, LOSSLESS), mixed=True),
     "mixed-tight": Kind({"high": "k8v4", "window": P, **TIGHT}, P, mixed=True),
     "mixed-leankv": Kind({**LEANKV, **TIGHT}, P, (None, LOSSLESS), mixed=True),
     "mixed-no-radix": Kind({"high": "k4v4", "window": 0, **TIGHT}, P, disable=True, mixed=True),
@@ -224,7 +225,7 @@ def _expected(kind: Kind) -> set[str]:
     expected |= {"planned late"} if kind.options.get("lag") and not kind.disable else set()
     expected |= {"competed"} if kind.options.get("scorer") else set()
     trust = kind.options.get("trust") == "salt"
-    budgets = any(map(is_one_shot, kind.asked))
+    budgets = any(map(is_one_shot, kind.levels))
     expected |= {"private"} if trust or budgets else set()
     expected |= {"one-shot", "gaps"} if budgets else set()
     expected |= {"thinned"} if kind.context > CONTEXT else set()

@@ -24,7 +24,7 @@ def test_policy_serves_prompt_answer_and_prefix_hit(policy, calibration):
     options = policy_options(policy)
     if getattr(POLICIES[policy](), "needs", ()):
         options["calibration"] = calibration
-    if options["high"] == "k8v8":  # the toy's pages hold too few tokens of it beside their scores
+    if options["high"] == "k8v8":  # with scores, the toy server's pages hold too few tokens of this format
         options["high"] = "k8v4"
     server = ToyServer(policy=policy, blocks=16, **options)
     first = server.admit(PROMPT, chunk=2 * P)

@@ -15,7 +15,7 @@ from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.cache.blocks import Blocks, State
 from sglang_kvc.cache.ledger import Ledger
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release, Take
-from sglang_kvc.cache.runtime import Phase
+from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.cache.sizing import size_pool
 
 from .model import ToyServer, make_runtime
@@ -209,10 +209,10 @@ def test_late_count_is_not_applied_to_reused_block():
     assert runtime.ledger.charge[block] == runtime.layout.block_pages_bf16
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_each_event_queues_expected_compactions(whole):
+@pytest.mark.parametrize("two_tiers", [False, True])
+def test_each_event_queues_expected_compactions(two_tiers):
     """Starts and N of the compactions that each event queues, for five written blocks and a window of one block."""
-    policy = dict(policy="leankv", high="k8v4", low="k4v2") if whole else dict(high="k4v4")
+    policy = dict(policy="leankv", high="k8v4", low="k4v2") if two_tiers else dict(high="k4v4")
     runtime = make_runtime(window=64, **policy)
     seq = runtime.new_sequence()
     assert runtime.grow([seq], [5 * 64])
@@ -221,14 +221,14 @@ def test_each_event_queues_expected_compactions(whole):
     def queued(length, phase, kept=()):
         runtime.log.clear()
         if phase is None:
-            runtime.tokens_decoded([seq], np.array([length]))
+            tokens_decoded(runtime, [seq], np.array([length]))
         else:
-            runtime.tokens_written(seq, length, phase, kept)
+            tokens_written(runtime, seq, length, phase, kept)
         ops = [op for op in runtime.log.drain() if isinstance(op, Compact) and op.from_format == 0]
         return [(op.starts.tolist(), op.lengths.tolist()) for op in ops]
 
-    assert queued(2 * 64, Phase.CHUNK) == ([] if whole else [([0], [0])])
-    assert queued(3 * 64, Phase.PREFILL) == [([0, 64], [0, 0]) if whole else ([64], [0])]
+    assert queued(2 * 64, Phase.CHUNK) == ([] if two_tiers else [([0], [0])])
+    assert queued(3 * 64, Phase.PREFILL) == [([0, 64], [0, 0]) if two_tiers else ([64], [0])]
     assert queued(3 * 64, None) == [] and queued(4 * 64, None) == [([128], [4 * 64])]
     seq.release()
     assert queued(4 * 64 + 1, Phase.END, seq.blocks[:4]) == [([192], [4 * 64 + 1])]
@@ -239,8 +239,8 @@ def test_first_decode_step_before_prefill_result_plans_as_prompt():
     seq = runtime.new_sequence()
     assert runtime.grow([seq], [2 * 64 + 1])
     seq.prompt = 2 * 64
-    runtime.tokens_decoded([seq], np.array([2 * 64]))
-    runtime.tokens_written(seq, 2 * 64, Phase.PREFILL)
+    tokens_decoded(runtime, [seq], np.array([2 * 64]))
+    tokens_written(runtime, seq, 2 * 64, Phase.PREFILL)
     (op,) = (op for op in runtime.log.drain() if isinstance(op, Compact))
     assert (op.starts.tolist(), op.lengths.tolist()) == ([0], [0])
 
@@ -266,11 +266,11 @@ def test_batched_decode_step_equals_separate_steps(options):
 
     def one_by_one(runtime, seqs, written):
         for seq, n in zip(seqs, written):
-            runtime.tokens_decoded([seq], np.array([n]))
+            tokens_decoded(runtime, [seq], np.array([n]))
         assert runtime.grow(seqs, [n + 1 for n in written])
 
     def together(runtime, seqs, written):
-        runtime.tokens_decoded(seqs, np.array(written))
+        tokens_decoded(runtime, seqs, np.array(written))
         ends = np.array(written) + 1
         assert runtime.grow_by_one(seqs, ends).tolist() == [
             s.blocks[(n - 1) // 64] * 64 + (n - 1) % 64 for s, n in zip(seqs, ends)

@@ -1,4 +1,4 @@
-"""Replanned blocks: when, how often and how many at once, and that their bytes depend on the sequence alone."""
+"""Replanning of blocks: its times, frequency and batch sizes, and that its bytes depend on the sequence alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEANKV = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "alpha_low": 0.3}
 
 
 class Batch:
-    """Requests that decode together, as records alone: nothing is flushed, and the operations queued by a step are
+    """Requests that decode together, without pages: nothing is flushed, and the operations queued by a step are
     counted."""
 
     def __init__(self, prompts: list[int], **options):
@@ -60,7 +60,7 @@ def test_block_is_replanned_whenever_sequence_length_doubles(prompt, window):
                 packed += 1
     expected = {(b, window + ((b + 1) << k) * P + k * P // 16) for b in range(len(blocks)) for k in range(1, 8)}
     assert turns == {(b, at) for b, at in expected if prompt <= at <= length}
-    assert len({at for _, at in turns}) == len(turns)  # one block a step
+    assert len({at for _, at in turns}) == len(turns)  # one block per step
     assert len(turns) <= packed + len(blocks).bit_length()
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvc_patches.retraction import around_release_req
 from sglang_kvc.cache.blocks import State
 
+from .memory_backend import server_args
 from .model import P, ToyServer, make_runtime
 from .overlap import Overlap, configured
 
@@ -24,7 +26,7 @@ def test_retraction_evicts_as_many_tokens_as_rest_will_write(options, monkeypatc
     for i in range(24):  # until prompts of one block fill the cache
         server.finish(server.admit([*range(1000 * i, 1000 * i + P), 1]))
     free = server.allocator.available_size() // P
-    held = server.runtime.take([0] * free) if free else []
+    blocks = server.runtime.take([0] * free) if free else []
     cached, stay = server.tree.evictable_slots(), 9
     monkeypatch.setattr(schedule_batch, "release_kv_cache", lambda *args, **options: None)
     with get_context().override_server_args(device="cpu"):
@@ -37,7 +39,7 @@ def test_retraction_evicts_as_many_tokens_as_rest_will_write(options, monkeypatc
     # A whole uncompressed block is the smallest unit of room.
     assert cached > 3 * STEPS * stay and taken <= STEPS * stay + P / ratio
     assert server.allocator.available_size() >= STEPS * stay * ratio
-    server.runtime.free(held)
+    server.runtime.free(blocks)
     server.check()
 
 
@@ -83,6 +85,34 @@ def test_blocks_kept_by_retraction_can_be_evicted():
     server.tree.evict(EvictParams(num_tokens=10**9))
     assert server.allocator.used_slots() == 0
     server.check()
+
+
+@pytest.mark.parametrize("place", ["disk", "storage"])
+def test_retracted_request_finds_its_blocks_behind_host_memory(tmp_path, place):
+    """It looks once before its first forward, and again after all its blocks have left the device and the host."""
+    options = {"disk": str(tmp_path), "disk_size": 1 << 20} if place == "disk" else {"storage": "dynamic"}
+    runtime = make_runtime(high="k4v4", window=0, host_memory=2_000_000, **options)
+    args = server_args(str(tmp_path))
+    with get_parallel().override(tp_rank=0, tp_size=1), configured(runtime, 8 * P, retract_every=10**6):
+        server = Overlap(runtime, 8 * P, disable=False, server_args=args)
+        tree = server.tree_cache
+        server.submit([*range(6 * P), 1], [5000 + i for i in range(40)], None, None)
+        for _ in range(20):
+            server.turn()
+        server.pause()
+        tree.evict(EvictParams(num_tokens=10**9))
+        runtime.flush()
+        until = time.monotonic() + 30
+        while len(tree.disk.store) < 6 and time.monotonic() < until:
+            tree.disk.poll()
+        tree.evict_host(10**9)
+        computed = server.processed_tokens_counter
+        while server.busy and time.monotonic() < until:
+            server.turn()
+        (req,) = server.requests.values()
+        assert list(req.output_ids) == req.answer and runtime.host_tier.loaded_blocks == 6
+        assert server.processed_tokens_counter - computed < P
+        tree.disk.close()
 
 
 def test_retraction_without_prefix_cache_keeps_nothing():

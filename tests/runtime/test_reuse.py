@@ -73,7 +73,7 @@ def test_longer_prompt_continues_session(cached, busy, same):
         sessions.end(before, 10, True)
     now = sessions.arrive(before, 6 * P, cached, 20)
     assert (now is before) == same
-    assert now.busy and now.prompt == 6 * P and (not same or not now.over)
+    assert now.busy and now.prompt == 6 * P and (not same or not now.done)
 
 
 def test_hint_must_be_boolean():
@@ -123,8 +123,8 @@ class Queue:
         before = self.cached()
         with self.server.runtime.capacity.exact_need(self.server.allocator.available_size() + P):
             self.server.tree.evict(EvictParams(num_tokens=P))
-        (gone,) = before - self.cached()
-        return gone
+        (victim,) = before - self.cached()
+        return victim
 
     def cached(self) -> set[int]:
         return {n.key.token_ids[0] // 1000 for n in self.server.tree.root_node.children.values()}
@@ -151,7 +151,7 @@ def test_prefixes_of_waiting_prompts_are_evicted_last():
 
 
 def test_prefix_of_aborted_prompt_is_evicted_in_usual_order():
-    """Its rank falls, and the queue of leaves must be told."""
+    """Its rank falls, and the queue of leaves must be updated."""
     queue = Queue()
     for i in range(3):
         queue.turn(prompt(i))
@@ -183,4 +183,4 @@ def test_split_leaf_keeps_its_session():
     queue.turn([*range(P), *range(5000, 5000 + P), 1])
     (node,) = queue.server.tree.root_node.children.values()
     old, new = sorted(node.children.values(), key=lambda n: n.key.token_ids[0])
-    assert node.kvc_use is new.kvc_use is not old.kvc_use and old.kvc_use.over and not new.kvc_use.over
+    assert node.kvc_use is new.kvc_use is not old.kvc_use and old.kvc_use.done and not new.kvc_use.done

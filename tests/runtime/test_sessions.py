@@ -32,10 +32,10 @@ def evict_one(server: ToyServer) -> None:
 
 @pytest.fixture
 def server() -> ToyServer:
-    made = ToyServer(high="bf16", blocks=8, tree={"enable_session_radix_cache": True})
+    toy_server = ToyServer(high="bf16", blocks=8, tree={"enable_session_radix_cache": True})
     for i in range(4):
-        turn(made, prompt(i), "chat" if i in (0, 1) else None)
-    return made
+        turn(toy_server, prompt(i), "chat" if i in (0, 1) else None)
+    return toy_server
 
 
 def test_blocks_of_open_session_are_evicted_last(server):

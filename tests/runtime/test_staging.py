@@ -34,10 +34,10 @@ def configured():
 @pytest.fixture
 def server():
     """A server with a running request whose four blocks all lie in its window; a prefill may stage nine blocks."""
-    made = ToyServer(high="k4v4", window=4 * P, blocks=24)
-    made.runtime.capacity.sizing = dataclasses.replace(made.runtime.sizing, staged_tokens=9 * P)
-    made.admit([*range(4 * P), 1])
-    return made
+    toy_server = ToyServer(high="k4v4", window=4 * P, blocks=24)
+    toy_server.runtime.capacity.sizing = dataclasses.replace(toy_server.runtime.sizing, staged_tokens=9 * P)
+    toy_server.admit([*range(4 * P), 1])
+    return toy_server
 
 
 def turn(server: ToyServer, level: str | None = None) -> MagicMock:

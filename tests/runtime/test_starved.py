@@ -146,18 +146,19 @@ class Starved(Client):
 
 
 class Peer:
-    """The other of two tensor-parallel ranks, at the end of a pipe. Both must decide alike whatever their disks do."""
+    """The other of two tensor-parallel ranks, at the end of a pipe. Both must decide alike independently of their
+    disks."""
 
     def __init__(self, pipe):
         self.pipe = pipe
 
-    def both(self, what: str, value):
-        """This rank's and the other's value."""
-        self.pipe.send((what, value))
-        assert self.pipe.poll(60), f"the other rank does not come to {what}"
-        other, theirs = self.pipe.recv()
-        assert other == what, f"a rank is at {what}, the other at {other}"
-        return value, theirs
+    def both(self, label: str, value):
+        """The values of this rank and of the other."""
+        self.pipe.send((label, value))
+        assert self.pipe.poll(60), f"the other rank does not come to {label}"
+        other, peer_value = self.pipe.recv()
+        assert other == label, f"a rank is at {label}, the other at {other}"
+        return value, peer_value
 
     def join(self, server: Overlap) -> None:
         tree, runtime, turn = server.tree_cache, server.runtime, server.turn
@@ -170,8 +171,8 @@ class Peer:
 
         def turn_and_compare() -> None:
             turn()
-            mine, theirs = self.both("the end of a turn", state(server))
-            assert mine == theirs, "the ranks differ"
+            local, remote = self.both("the end of a turn", state(server))
+            assert local == remote, "the ranks differ"
 
         tree.tp_world_size, tree._all_reduce, runtime.reduce_max = 2, reduce, reduce_max
         server.turn = turn_and_compare
@@ -182,7 +183,7 @@ def state(server: Overlap) -> tuple:
     tree, tier = server.tree_cache, server.runtime.host_tier
     nodes = [(n.id, len(n.key), n.evicted, n.backuped) for n in _nodes(tree)]
     queues = [r.rid for r in server.waiting_queue], [r.rid for r in server.running_batch.reqs]
-    fetches = len(tree.looking), len(tree.fetched)
+    fetches = len(tree.lookups), len(tree.fetches)
     return nodes, queues, len(tree.loads), fetches, server.runtime.ledger.total, tier.memory.free_units
 
 
@@ -221,8 +222,8 @@ def _server(
             if backend:
                 place, good, bad = tier.store.backend, MemoryBackend, BadBackend
             place.__class__, place.draw = draw.choice([good, bad]), disk_draw
-            if draw.random() < 0.8:  # otherwise real threads
-                tier._readers, tier._writers, tier._lookers = threads = [Threads(disk_draw) for _ in range(3)]
+            if draw.random() < 0.8:  # the remaining runs use real threads
+                tier._readers, tier._writers, tier._lookup_thread = threads = [Threads(disk_draw) for _ in range(3)]
         if peer is not None:
             peer.join(server)
         for name in ("cache.disk_tier", "adapter.tree_disk"):
@@ -330,7 +331,7 @@ def test_disabled_tiers_add_no_calls(monkeypatch):
             server.submit([100 * i + j for j in range(P + 3)], [5000 + j for j in range(P)], None, None)
         while server.waiting_queue or server.chunked_req is not None:
             server.turn()
-        for _ in range(3):  # the last prefill ends
+        for _ in range(3):  # process the result of the last prefill
             server.turn()
         sys.setprofile(count)
         try:

@@ -21,45 +21,46 @@ from .model import H, L, P, ToyServer
 def server(monkeypatch):
     """A server with blocks in every block format, some queued for packing, measured two at a time."""
     monkeypatch.setattr(collect, "CHUNK", 2)
-    made = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0, blocks=20)
+    toy_server = ToyServer(policy="leankv", high="k8v4", low="k4v2", window=0, blocks=20)
     for i in range(4):
-        made.finish(made.admit([*range(100 * i, 100 * i + 2 * P), 1]))
-    made.runtime.flush()
-    random = torch.randint(0, P // 2, made.runtime.store.counts.shape, generator=torch.Generator().manual_seed(1))
-    made.runtime.store.counts.copy_(random)
+        toy_server.finish(toy_server.admit([*range(100 * i, 100 * i + 2 * P), 1]))
+    toy_server.runtime.flush()
+    random = torch.randint(0, P // 2, toy_server.runtime.store.counts.shape, generator=torch.Generator().manual_seed(1))
+    toy_server.runtime.store.counts.copy_(random)
     for i in range(4, 6):
-        made.finish(made.admit([*range(100 * i, 100 * i + P), 1]))
-    assert len(made.runtime.log)
-    return made
+        toy_server.finish(toy_server.admit([*range(100 * i, 100 * i + P), 1]))
+    assert len(toy_server.runtime.log)
+    return toy_server
 
 
 def counted(runtime) -> tuple[np.ndarray, int]:
     """Token counts `[L, H, 2]` of packed blocks, and the token slots of their pages."""
-    held, slots = np.zeros((L, H, 2), dtype=np.int64), 0
+    tokens, slots = np.zeros((L, H, 2), dtype=np.int64), 0
     for block in np.flatnonzero(runtime.blocks.state == State.PACKED):
         counts = runtime.store.counts[block].numpy().astype(np.int64)
         if runtime.store.format_id[block] == 0:
             counts = np.broadcast_to([P, 0], (L, H, 2))
-        held += counts
+        tokens += counts
         block_format = runtime.store.block_formats[runtime.blocks.format_id[block]]
         for tier, fmt in enumerate((block_format.high, block_format.low)):
             if fmt is not None:
                 t = runtime.layout.page(fmt).tokens
                 slots += int((-(-counts[..., tier] // t) * t).sum())
-    return held, slots
+    return tokens, slots
 
 
 def test_statistics_match_reference_count(server):
     runtime = server.runtime
-    held, slots = counted(runtime)
+    tokens, slots = counted(runtime)
     packed = int((runtime.blocks.state == State.PACKED).sum())
-    assert packed > 5 and held[..., 1].any() and (held.sum(-1) < packed * P).any()
+    assert packed > 5 and tokens[..., 1].any() and (tokens.sum(-1) < packed * P).any()
     stats, shown = figures(runtime)
-    assert stats.tokens_by_tier["high"] == held[..., 0].sum() and stats.tokens_by_tier["low"] == held[..., 1].sum()
-    assert stats.tokens_by_tier["pruned"] == packed * P * L * H - held.sum()
-    assert stats.occupancy == held.sum() / slots
+    assert stats.tokens_by_tier["high"] == tokens[..., 0].sum() and stats.tokens_by_tier["low"] == tokens[..., 1].sum()
+    assert stats.tokens_by_tier["pruned"] == packed * P * L * H - tokens.sum()
+    assert stats.occupancy == tokens.sum() / slots
     assert shown.blocks == packed
-    assert np.allclose(shown.kept, held.sum(-1) / (packed * P)) and np.allclose(shown.high, held[..., 0] / (packed * P))
+    assert np.allclose(shown.kept, tokens.sum(-1) / (packed * P))
+    assert np.allclose(shown.high, tokens[..., 0] / (packed * P))
     assert measure(runtime, detail=True) == stats
 
 
@@ -81,7 +82,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_counts_are_summed_without_widening(server):
-    """On a GPU, widening would take four times the table's memory beside a full pool, and a copy of it to the host."""
+    """On a GPU, widening would take four times the table's memory next to a full pool, and a copy of it to the host."""
     with Largest() as largest:
         figures(server.runtime)
     packed = int((server.runtime.blocks.state == State.PACKED).sum())
@@ -110,4 +111,4 @@ def test_frequent_snapshots_take_at_most_tenth_of_time(clock):
     assert internal_state.snapshot(runtime)["made"] == 1
     clock.seconds += 0.1
     assert internal_state.snapshot(runtime)["made"] == 2
-    assert internal_state.snapshot(object())["made"] == 3  # of another server in this process
+    assert internal_state.snapshot(object())["made"] == 3  # the count of another server in this process

@@ -19,6 +19,8 @@ from .audit import check_tree
 from .model import P, make_runtime
 from .overlap import Overlap, configured
 
+SESSION_PARAMS = {"replace": False, "drop_previous_output": False, "offset": 0}
+
 
 class Received(SimpleNamespace):
     """SGLang's request message; unset fields are None."""
@@ -34,13 +36,13 @@ class Chat:
         self.server, self.session = server, Session(0, name, streaming=True)
         server.tree_cache.open_radix_session(name)
 
-    def ask(self, new: list[int], answer: list[int], **asked) -> Req:
+    def ask(self, new: list[int], answer: list[int], **session_params) -> Req:
         params = SamplingParams(max_new_tokens=len(answer))
         params.normalize(None)
         received = Received(
             rid=str(len(self.server.requests)), input_ids=array("q", new), sampling_params=params,
             return_hidden_states=False,
-            session_params=SimpleNamespace(**{"replace": False, "drop_previous_output": False, "offset": 0, **asked}),
+            session_params=SimpleNamespace(**{**SESSION_PARAMS, **session_params}),
         )  # fmt: skip
         req = self.session.create_req(received, None, 1 << 20)
         req = sessions.after_create_req(req, self.session)
@@ -113,8 +115,8 @@ def test_session_runs_one_turn_at_a_time():
         first = chat.ask([1] * P, [2] * (P + 20))
         for _ in range(4):
             server.turn()
-        for asked in ({}, {}, {"offset": 3}):
-            refused = chat.ask([3] * 5, [4], **asked)
+        for session_params in ({}, {}, {"offset": 3}):
+            refused = chat.ask([3] * 5, [4], **session_params)
             assert refused.to_finish is not None and refused.session is None
             for _ in range(4):
                 server.turn()

@@ -33,20 +33,20 @@ def machine(**options):
             prompt = [t for p in pieces for t in PIECES[p]] + [7] * tail
             self.server.admit(prompt, chunk=P if chunk else None, level=level)
 
-        @rule(who=st.integers(0, 7), steps=st.integers(1, P + 8), fresh=st.booleans())
-        def decode(self, who, steps, fresh):
+        @rule(index=st.integers(0, 7), steps=st.integers(1, P + 8), fresh=st.booleans())
+        def decode(self, index, steps, fresh):
             if not self.server.running:
                 return
-            req = self.server.running[who % len(self.server.running)]
+            req = self.server.running[index % len(self.server.running)]
             for _ in range(steps):
                 self.salt += fresh
                 if not self.server.decode(req, 1000 + self.salt):
                     return
 
-        @rule(who=st.integers(0, 7), insert=st.booleans())
-        def finish(self, who, insert):
+        @rule(index=st.integers(0, 7), insert=st.booleans())
+        def finish(self, index, insert):
             if self.server.running:
-                self.server.finish(self.server.running[who % len(self.server.running)], insert)
+                self.server.finish(self.server.running[index % len(self.server.running)], insert)
 
         @rule(tokens=st.integers(1, 6 * P))
         def evict(self, tokens):
@@ -170,12 +170,12 @@ def test_lossless_requests_share_blocks_only_with_lossless_requests():
 
 def test_each_level_uses_its_own_format():
     server = ToyServer(high="k4v4", levels=("k8v4", "k2v2"), window=0)
-    asked = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
-    reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in asked}
+    format_ids = {None: 1, "k8v4": 2, "k2v2": 3, LOSSLESS: 0}
+    reqs = {level: server.admit([*PIECES[0], *PIECES[1], 1], level=level) for level in format_ids}
     seen = server.runtime.fake_quant_format([r.kvc for r in reqs.values()])
     assert [f and f.name for f in seen] == ["k4v4", "k8v4", "k2v2", None]
     server.runtime.flush()
-    for level, format_id in asked.items():
+    for level, format_id in format_ids.items():
         assert server.runtime.store.format_id[reqs[level].kvc.blocks[:2]].tolist() == [format_id] * 2
     server.check()
     for req in reqs.values():

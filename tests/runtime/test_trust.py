@@ -31,7 +31,7 @@ def serve(monkeypatch):
             queued = SimpleNamespace(
                 sampling_params=SimpleNamespace(custom_params={"kvc": level} if level else None), lora_id=lora,
                 extra_key=(salt or "") + lora if lora else salt,
-                to_finish=True,  # its length is ignored
+                to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
             before_add_request_to_queue(SimpleNamespace(is_generation=True), queued)
             return server.admit(PROMPT, chunk=chunk, level=queued.kvc_level, queued=queued)

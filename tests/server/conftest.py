@@ -21,7 +21,7 @@ STOCK = os.environ.get("KVC_TEST_BACKEND", "kvc") == "default"
 # Enough for about 2,000 uncompressed tokens of the demo model, little enough that the tests trigger eviction.
 SMALL = "48MiB"
 ROWS = 8  # requests that run at once
-LEVEL = "k8v4"  # the level that requests may ask of the server "levels", besides k4v4
+LEVEL = "k8v4"  # the level that the server "levels" offers in addition to k4v4
 LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
@@ -72,7 +72,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     window = [] if STOCK else ["--kvc-window", str(BLOCK)]
     two = ["--tp-size", "2", "--max-running-requests", str(ROWS), *([] if STOCK else ["--kvc-host-memory", "8MiB"])]
     dp = ["--tp-size", "2", "--attn-dp-size", "2", "--enable-dp-attention", "--max-running-requests", str(ROWS)]
-    dp += ["--chunked-prefill-size", "256"]  # of both ranks together
+    dp += ["--chunked-prefill-size", "256"]  # for both ranks together
     table = {
         "packed": ("k4v4", [*chunk, *PRIORITIES], "256MiB", {}),
         "levels": (
@@ -129,7 +129,7 @@ def _plugin(name: str) -> dict[str, str]:
 
 
 def _ranks(number: int = 2) -> dict[str, str]:
-    """SGLang wants a core for each rank on a CPU, and tries NCCL where torch was built for CUDA."""
+    """SGLang requires a core for each rank on a CPU, and tries NCCL where torch was built for CUDA."""
     if common.has_gpu():
         return {}
     cores = sorted(os.sched_getaffinity(0))
@@ -146,7 +146,7 @@ class Servers:
         self.server: common.Server | None = None
 
     def get(self, name: str) -> common.Server:
-        if name != self.name or not self.server.alive:  # a death is reported once, by the test that saw it
+        if name != self.name or not self.server.alive:  # a dead server is reported once, by the test that noticed it
             self.stop()
             args, env = _arguments(name, self.models)
             server = common.Server(args, env=env, model=self._model(name))

@@ -19,18 +19,18 @@ pytestmark = [
 def test_answers_do_not_depend_on_other_rank(dp, rng):
     """Prompts arrive while others decode, so that ranks prefill, decode, idle and are padded to each other."""
     off_by = deviation(dp.model)
-    asked = [(tokens(rng, rng.randint(BLOCK + 2, 6 * BLOCK)), rng.randint(1, 60), i % 3 == 0) for i in range(24)]
+    requests = [(tokens(rng, rng.randint(BLOCK + 2, 6 * BLOCK)), rng.randint(1, 60), i % 3 == 0) for i in range(24)]
 
     def ask(prompt: list[int], n: int, packed: bool):
         sampling = None if packed else LOSSLESS
         return dp.client.generate(prompt, n, logprobs=True, input_from=BLOCK - 1, sampling=sampling)
 
     with ThreadPoolExecutor(ROWS) as pool:
-        answers = list(pool.map(lambda request: ask(*request), asked))
-    for (prompt, n, packed), answer in zip(asked, answers):
+        answers = list(pool.map(lambda request: ask(*request), requests))
+    for (prompt, n, packed), answer in zip(requests, answers):
         assert len(answer.ids) == n
-        whole = SimpleNamespace(input_logprobs=[*answer.input_logprobs, *answer.logprobs])
-        assert off_by(whole, prompt + answer.ids) < (PACKED if packed else ROUNDING)
+        whole_answer = SimpleNamespace(input_logprobs=[*answer.input_logprobs, *answer.logprobs])
+        assert off_by(whole_answer, prompt + answer.ids) < (PACKED if packed else ROUNDING)
     dp.client.when_idle()
 
 

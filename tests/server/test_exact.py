@@ -25,10 +25,10 @@ def tok(servers):
 
 def assert_same(alone, company):
     matches = [match(a, b) for a, b in zip(alone, company)]
-    wrong = [
+    mismatches = [
         (i, m.to_dict()) for i, m in enumerate(matches) if not (m.same or m.gap <= TIE) or m.drift > DRIFT
     ]
-    assert not wrong, wrong
+    assert not mismatches, mismatches
 
 
 def test_logprobs_of_prompts_match_transformers(exact, tok, off_by):
@@ -52,19 +52,19 @@ def test_rows_are_reused_at_once(exact, tok):
 
 def test_retracted_requests_give_same_answers(exact, tok):
     """Retracted requests restart from their blocks in the tree."""
-    asked = [prompts.cut(tok, prompts.prose(), 90 + 60 * i, start=1300 * i) for i in range(3)]
-    alone = [exact.client.generate(p, 26, top=3) for p in asked]
+    batch = [prompts.cut(tok, prompts.prose(), 90 + 60 * i, start=1300 * i) for i in range(3)]
+    alone = [exact.client.generate(p, 26, top=3) for p in batch]
     exact.client.flush()
-    answers = exact.client.generate_many(asked, 26, parallel=4, top=3)
+    answers = exact.client.generate_many(batch, 26, parallel=4, top=3)
     assert sum(a.meta["num_retractions"] for a in answers) > 0, "nothing was retracted"
     assert_same(alone, answers)
 
 
 def test_answers_stay_right_under_eviction(exact, tok):
     """Requests need more memory than there is, twice; answers stay right, and running requests keep their blocks."""
-    asked = [prompts.cut(tok, prompts.prose(), 500, start=2000 * i) for i in range(6)]
-    first = [exact.client.generate(p, 8, top=3) for p in asked]
-    again = exact.client.generate_many(asked, 8, parallel=3, top=3)
+    batch = [prompts.cut(tok, prompts.prose(), 500, start=2000 * i) for i in range(6)]
+    first = [exact.client.generate(p, 8, top=3) for p in batch]
+    again = exact.client.generate_many(batch, 8, parallel=3, top=3)
     assert sum(a.cached_tokens for a in again) < sum(a.prompt_tokens for a in again) - 6 * BLOCK, "all fitted"
     assert_same(first, again)
 
@@ -81,7 +81,7 @@ def test_warm_answers_equal_cold_ones(exact, tok):
 
 
 def test_refused_and_aborted_neighbors_do_not_change_answer(exact, tok, rng):
-    """The answer beside requests that fail equals the answer alone."""
+    """The answer to a request that runs with failing ones equals its answer alone."""
     prompt = prompts.cut(tok, prompts.chapter("execmodel"), 200)
     alone = exact.client.generate(prompt, 20, top=3)
     exact.client.flush()

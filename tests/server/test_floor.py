@@ -20,9 +20,9 @@ def test_cold_prompts_are_demoted_and_still_hit(floor, rng):
     """A prompt is demoted by later ones, still hits all of its tokens, and gives nearly the same log-probabilities. A
     prompt that named its format gives exactly the same."""
     client, tok = floor.client, prompts.tokenizer(demo_model())
-    asked = [prompts.cut(tok, prompts.prose(), 5 * BLOCK + 9, start=4000 * i) for i in range(2)]
+    batch = [prompts.cut(tok, prompts.prose(), 5 * BLOCK + 9, start=4000 * i) for i in range(2)]
     before = []
-    for prompt, sampling in zip(asked, ({}, NAMED)):
+    for prompt, sampling in zip(batch, ({}, NAMED)):
         client.generate(prompt, 2, sampling=sampling)
         before.append(client.generate(prompt, 12, top=3, sampling=sampling))
     begun = client.when_idle()
@@ -33,14 +33,14 @@ def test_cold_prompts_are_demoted_and_still_hit(floor, rng):
     stats = client.when_idle()
     assert stats["evicted_blocks"] == filled[1], "a block was dropped while others could shrink"
     assert stats["blocks_by_format"]["k4v4"] >= 20
-    for prompt, sampling, old in zip(asked, ({}, NAMED), before):
+    for prompt, sampling, old in zip(batch, ({}, NAMED), before):
         new = client.generate(prompt, 12, top=3, sampling=sampling)
         assert new.cached_tokens == border(len(prompt))
-        found = match(old, new)
+        comparison = match(old, new)
         if sampling:
-            assert found.same and found.drift < 1e-3, found.to_dict()
+            assert comparison.same and comparison.drift < 1e-3, comparison.to_dict()
         else:
-            assert 0 < found.drift < DRIFT, found.to_dict()
+            assert 0 < comparison.drift < DRIFT, comparison.to_dict()
 
 
 def test_levels_do_not_share_blocks_and_floor_format_is_refused(floor, rng):

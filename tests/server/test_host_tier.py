@@ -100,8 +100,8 @@ def test_prompt_that_fits_only_compressed_is_served(hosted, rng):
     cold = client.generate(prompt, 2, logprobs=True)
     warm = client.generate(prompt, 2, logprobs=True)
     assert warm.cached_tokens == border(limit - 2) and warm.ids == cold.ids
-    one_more, most = tokens(rng, limit + 1), tokens(rng, info["max_req_input_len"])
-    refused = (one_more, {}, "does not fit"), (most, {}, "exceeds"), (prompt, LOSSLESS, "at lossless")
-    for longer, sampling, why in refused:
-        with pytest.raises(RequestRefused, match=why):
+    one_more, longest = tokens(rng, limit + 1), tokens(rng, info["max_req_input_len"])
+    refused = (one_more, {}, "does not fit"), (longest, {}, "exceeds"), (prompt, LOSSLESS, "at lossless")
+    for longer, sampling, reason in refused:
+        with pytest.raises(RequestRefused, match=reason):
             client.generate(longer, 2, sampling=sampling)

@@ -20,21 +20,21 @@ pytestmark = pytest.mark.skipif(STOCK, reason="stock SGLang has no levels")
 def test_levels_in_one_batch_answer_as_alone(levels):
     """Each request gets the answer that it gets alone."""
     client, tok = levels.client, prompts.tokenizer(demo_model())
-    asked = [prompts.cut(tok, prompts.prose(), 150 + 40 * i, start=3000 * i) for i in range(3)]
-    wanted = [{}, LOSSLESS, MINE]
+    batch = [prompts.cut(tok, prompts.prose(), 150 + 40 * i, start=3000 * i) for i in range(3)]
+    samplings = [{}, LOSSLESS, MINE]
     alone = []
-    for ids, level in zip(asked, wanted):
+    for ids, level in zip(batch, samplings):
         client.flush()
         alone.append(client.generate(ids, 8, top=3, sampling=level))
     client.flush()
     with ThreadPoolExecutor(3) as pool:
         ask = lambda ids, level: client.generate(ids, 8, top=3, sampling=level)  # noqa: E731
-        together = list(pool.map(ask, asked, wanted))
+        together = list(pool.map(ask, batch, samplings))
     for a, b in zip(alone, together):
-        found = match(a, b)
-        assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
+        comparison = match(a, b)
+        assert (comparison.same or comparison.gap <= TIE) and comparison.drift < DRIFT, comparison.to_dict()
     # The level matters: the same prompt at another level gives different log-probabilities.
-    for ids, before in zip(asked[1:], together[1:]):
+    for ids, before in zip(batch[1:], together[1:]):
         other = client.generate(ids, 8, top=3)
         assert other.cached_tokens == 0 and other.logprobs != before.logprobs
 
@@ -47,8 +47,8 @@ def test_request_format_is_stored_and_hit(levels, rng):
     assert client.when_idle()["blocks_by_format"] == {"bf16": 0, "k4v4": 0, LEVEL: 4}
     warm = client.generate(prompt, 12, top=3, sampling=MINE)
     assert warm.cached_tokens == 4 * BLOCK
-    found = match(cold, warm)
-    assert found.same and found.drift < 1e-3, found.to_dict()
+    comparison = match(cold, warm)
+    assert comparison.same and comparison.drift < 1e-3, comparison.to_dict()
     # The name of the server's own format equals the default.
     client.generate(prompt, 4, sampling={"custom_params": {"kvc": "k4v4"}})
     assert client.generate(prompt, 4).cached_tokens == 4 * BLOCK

@@ -12,7 +12,7 @@ from bench import common
 from .conftest import BLOCK, STOCK, TIE, tokens
 
 KV = {"tags": ["kv_cache"]}
-POOL = 512 << 20  # of the server "saver"
+POOL = 512 << 20  # bytes of the pool of the server "saver"
 
 
 def on_gpu(test):
@@ -27,8 +27,8 @@ def post(server, path: str, body: dict | None = None) -> None:
 def gpu_memory() -> int:
     """Bytes in use on the server's GPU, by all processes."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    asked = ["nvidia-smi", "-i", first, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.check_output(asked, text=True).split()[0]) << 20
+    command = ["nvidia-smi", "-i", first, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.check_output(command, text=True).split()[0]) << 20
 
 
 def check_same(again, before) -> None:
@@ -65,11 +65,11 @@ def test_answers_after_release_equal_fresh_server(saver, rng):
 @on_gpu
 def test_gpu_memory_drops_by_pool_size(saver, rng):
     saver.client.generate(tokens(rng, 3 * BLOCK), 16)
-    held = gpu_memory()
+    before = gpu_memory()
     post(saver, "/release_memory_occupation", KV)
     released = gpu_memory()
     post(saver, "/resume_memory_occupation", KV)
-    assert held - released >= 0.95 * POOL
+    assert before - released >= 0.95 * POOL
     assert gpu_memory() - released >= 0.95 * POOL
     saver.client.generate(tokens(rng, 3 * BLOCK), 16)
 
@@ -80,9 +80,9 @@ def test_all_memory_is_released_and_weights_are_restored(saver, rng):
     continues."""
     prompt = tokens(rng, 3 * BLOCK + 5)
     before = saver.client.generate(prompt, 16, logprobs=True)
-    held = gpu_memory()
+    used = gpu_memory()
     post(saver, "/release_memory_occupation")
-    assert held - gpu_memory() > POOL
+    assert used - gpu_memory() > POOL
     post(saver, "/resume_memory_occupation")
     post(saver, "/update_weights_from_disk", {"model_path": str(saver.model)})
     check_same(saver.client.generate(prompt, 16, logprobs=True), before)

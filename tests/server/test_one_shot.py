@@ -21,7 +21,7 @@ def level(name: str) -> dict:
     return {"custom_params": {"kvc": name}}
 
 
-def asked(tokens: int, text: str) -> list[int]:
+def needle_prompt(tokens: int, text: str) -> list[int]:
     """A prompt of the `text`, cut to about `tokens` tokens with a needle, followed by the question."""
     tok = prompts.tokenizer(demo_model())
     filler = tok.decode(prompts.cut(tok, text, tokens))
@@ -32,7 +32,7 @@ def asked(tokens: int, text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def question():
-    return asked(900, prompts.chapter("execmodel"))
+    return needle_prompt(900, prompts.chapter("execmodel"))
 
 
 @pytest.mark.parametrize("ratio", [8, 16])
@@ -75,12 +75,12 @@ def test_other_requests_are_unaffected(packed, question, rng):
         budgets = [pool.submit(client.generate, plain, 16, sampling=level(f"one-shot:{x}")) for x in ("64x", "32")]
         beside = pool.submit(client.generate, plain, 16, top=3).result()
         assert all(len(b.result().ids) == 16 and b.result().cached_tokens == 0 for b in budgets)
-    found = match(alone, beside)
-    assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
+    comparison = match(alone, beside)
+    assert (comparison.same or comparison.gap <= TIE) and comparison.drift < DRIFT, comparison.to_dict()
     warm = client.generate(plain, 16, top=3)
     assert warm.cached_tokens == 5 * BLOCK
-    found = match(alone, warm)
-    assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
+    comparison = match(alone, warm)
+    assert (comparison.same or comparison.gap <= TIE) and comparison.drift < DRIFT, comparison.to_dict()
 
 
 def test_budget_that_keeps_all_equals_default_format(packed, question):
@@ -88,11 +88,11 @@ def test_budget_that_keeps_all_equals_default_format(packed, question):
     blocks."""
     client = packed.client
     client.flush()
-    whole = client.generate(question, 12, top=3, sampling=level("one-shot:1x"))
-    usual = client.generate(question, 12, top=3)
-    assert usual.cached_tokens == 0
-    found = match(whole, usual)
-    assert found.same or found.gap <= 1.0, found.to_dict()
+    all_kept = client.generate(question, 12, top=3, sampling=level("one-shot:1x"))
+    default = client.generate(question, 12, top=3)
+    assert default.cached_tokens == 0
+    comparison = match(all_kept, default)
+    assert comparison.same or comparison.gap <= 1.0, comparison.to_dict()
 
 
 @pytest.mark.parametrize("wrong", ["one-shot", "one-shot:0.5x", "one-shot:65x", "one-shot:0", "one-shot:much"])
@@ -105,7 +105,7 @@ def test_invalid_budget_is_refused(packed, rng, wrong):
 @pytest.mark.parametrize("ratio", [8, 16])
 def test_prompt_that_does_not_fit_uncompressed_is_answered(thinned, ratio):
     """Memory holds half of the uncompressed prompt. The needle lies in a segment that is only partly kept."""
-    client, prompt = thinned.client, asked(2500, prompts.prose())
+    client, prompt = thinned.client, needle_prompt(2500, prompts.prose())
     before = client.when_idle()
     assert len(prompt) > 2 * client.server_info()["max_total_num_tokens"]
     answer = client.generate(prompt, 24, ignore_eos=False, sampling=level(f"one-shot:{ratio}x"))

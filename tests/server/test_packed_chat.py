@@ -31,7 +31,7 @@ def test_chat_answers(packed):
 
 def test_chat_streams(packed):
     messages = [{"role": "user", "content": "Count from one to five."}]
-    whole = packed.client.chat(messages)["choices"][0]["message"]["content"]
+    content = packed.client.chat(messages)["choices"][0]["message"]["content"]
     body = {"model": "default", "messages": messages, "max_tokens": 32, "temperature": 0, "stream": True}
     parts = []
     with requests.post(packed.url + "/v1/chat/completions", json=body, stream=True, timeout=120) as response:
@@ -40,7 +40,7 @@ def test_chat_streams(packed):
                 delta = json.loads(line[6:])["choices"][0]["delta"]
                 parts.append(delta.get("content") or "")
     assert len(parts) > 5
-    assert "".join(parts) == whole
+    assert "".join(parts) == content
 
 
 def test_question_about_a_long_text(packed, tok):

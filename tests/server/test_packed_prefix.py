@@ -45,7 +45,7 @@ def test_answers_are_cached_too(packed, rng, prompt_len, answer_len):
 
 @pytest.mark.parametrize("common", [64, 100, 191, 192])
 def test_branches_hit_up_to_their_fork(packed, rng, common):
-    """The next request that shares a part of a cached one hits it, whatever nodes the tree has."""
+    """A request that shares a part of a cached prompt hits that part, however the tree splits it into nodes."""
     trunk = tokens(rng, common)
     first = trunk + tokens(rng, 260)
     assert packed.client.generate(first, 2).cached_tokens == 0
@@ -108,8 +108,8 @@ def _cached(server, messages, salt) -> int:
     meta = body["choices"][0].get("sglext") or body.get("sglext") or {}
     if "cached_tokens" in details:
         return details["cached_tokens"]
-    found = meta.get("cached_tokens_details") or {}
-    return sum(v for v in found.values() if isinstance(v, int))
+    counts = meta.get("cached_tokens_details") or {}
+    return sum(v for v in counts.values() if isinstance(v, int))
 
 
 def test_flush_forgets_everything(packed, rng):
@@ -151,11 +151,11 @@ def test_warm_answers_equal_cold_ones(packed, tok):
         cold = packed.client.generate(prompt, 12, top=3)
         warm = packed.client.generate(prompt, 12, top=3)
         assert (cold.cached_tokens, warm.cached_tokens) == (0, border(n - 1))
-        found = match(cold, warm)
+        comparison = match(cold, warm)
         if n - border(n - 1) > 1:
-            assert found.same and found.drift < DRIFT, found.to_dict()
+            assert comparison.same and comparison.drift < DRIFT, comparison.to_dict()
         else:
-            assert (found.same or found.gap <= TIE) and found.drift < ROW_DRIFT, found.to_dict()
+            assert (comparison.same or comparison.gap <= TIE) and comparison.drift < ROW_DRIFT, comparison.to_dict()
 
 
 def test_answer_reused_as_prompt_hits_decoded_blocks(packed, tok):
@@ -169,9 +169,9 @@ def test_answer_reused_as_prompt_hits_decoded_blocks(packed, tok):
     packed.client.flush()
     cold = packed.client.generate(longer, 16, top=3)
     assert cold.cached_tokens == 0
-    found = match(cold, warm)
-    assert (found.same or found.gap <= TIE) and found.drift < ROW_DRIFT, found.to_dict()
+    comparison = match(cold, warm)
+    assert (comparison.same or comparison.gap <= TIE) and comparison.drift < ROW_DRIFT, comparison.to_dict()
     again = packed.client.generate(longer, 16, top=3)
     assert again.cached_tokens == 5 * BLOCK
-    found = match(cold, again)
-    assert found.same and found.drift < DRIFT, found.to_dict()
+    comparison = match(cold, again)
+    assert comparison.same and comparison.drift < DRIFT, comparison.to_dict()

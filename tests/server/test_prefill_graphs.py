@@ -24,8 +24,8 @@ FREE = itertools.count()
 
 def padded(server) -> list[tuple[int, int]]:
     """The number of new tokens of each prefill that went through a graph, and its padded size."""
-    found = re.findall(r"prefill of (\d+) tokens as (\d+)", server.log.read_text(errors="replace"))
-    return [(int(n), int(size)) for n, size in found]
+    prefills = re.findall(r"prefill of (\d+) tokens as (\d+)", server.log.read_text(errors="replace"))
+    return [(int(n), int(size)) for n, size in prefills]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def text(servers):
 
 
 def assert_same(a, b):
-    found = match(a, b)
-    assert (found.same or found.gap <= TIE) and found.drift < DRIFT, found.to_dict()
+    comparison = match(a, b)
+    assert (comparison.same or comparison.gap <= TIE) and comparison.drift < DRIFT, comparison.to_dict()
 
 
 def without(server, prompt: list[int], n: int, **options):
@@ -65,32 +65,32 @@ def test_prefix_hit_in_graph_matches_eager(graphs, text, new):
 
 @pytest.mark.parametrize("length", [40, 100, 3 * BLOCK - 7])
 def test_chunked_prompt_and_its_cached_blocks_match_eager(graphs, text, length):
-    """Compares log-probabilities of the prompt's own tokens chunk by chunk, then a run without a graph over the blocks
-    it left."""
+    """Compares log-probabilities of the prompt's own tokens chunk by chunk, then a run without a graph over its cached
+    blocks."""
     prompt = text(length)
     plain, over_plain = (without(graphs, prompt, 4, input_from=0, top=5) for _ in range(2))
     graphs.client.flush()
     before = len(padded(graphs))
-    asked = graphs.client.generate(prompt, 4, input_from=0, top=5)
+    graphed = graphs.client.generate(prompt, 4, input_from=0, top=5)
     assert sum(n for n, _ in padded(graphs)[before:]) == length
     over = without(graphs, prompt, 4, input_from=0, top=5)
-    for a, b in ((plain, asked), (over_plain, over)):
+    for a, b in ((plain, graphed), (over_plain, over)):
         assert_same(a, b)
         assert a.input_logprobs == pytest.approx(b.input_logprobs, abs=DRIFT)
-    assert len(asked.input_logprobs) == length - 1
+    assert len(graphed.input_logprobs) == length - 1
 
 
 def test_batched_prefill_answers_as_alone(graphs, text, rng):
     """Several requests share one padded prefill, some after hits, while others decode; each answers as if alone."""
     trunk = text(2 * BLOCK)
-    asked = [trunk + text(n, start=300 + n) for n in (5, 9, 14)] + [text(n, start=400 + n) for n in (27, 31)]
-    alone = [without(graphs, p, 10, top=5) for p in asked]
+    batch = [trunk + text(n, start=300 + n) for n in (5, 9, 14)] + [text(n, start=400 + n) for n in (27, 31)]
+    alone = [without(graphs, p, 10, top=5) for p in batch]
     graphs.client.flush()
     graphs.client.generate(trunk + tokens(rng, 1), 1)
     before = len(padded(graphs))
-    together = graphs.client.generate_many(asked, 10, parallel=len(asked), top=5)
+    together = graphs.client.generate_many(batch, 10, parallel=len(batch), top=5)
     assert [a.cached_tokens for a in together] == [2 * BLOCK] * 3 + [0] * 2
-    new = {len(p) - a.cached_tokens for p, a in zip(asked, together)}
+    new = {len(p) - a.cached_tokens for p, a in zip(batch, together)}
     assert any(n not in new for n, _ in padded(graphs)[before:])  # at least two at a time
     for a, b in zip(alone, together):
         assert_same(a, b)

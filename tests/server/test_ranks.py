@@ -24,9 +24,9 @@ def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
     new = BLOCK + 8  # one block of the answer is planned, too
     trunk = tokens(rng, 4 * BLOCK)
     prompts = [trunk[: BLOCK * rng.randint(0, 4)] + tokens(rng, rng.randint(10, 4 * BLOCK)) for _ in range(16)]
-    asked = [p for _ in range(3) for p in rng.sample(prompts, len(prompts))]
-    answers = ranks.client.generate_many(asked, new, parallel=ROWS)
-    assert [len(a.ids) for a in answers] == [new] * len(asked)
+    requests = [p for _ in range(3) for p in rng.sample(prompts, len(prompts))]
+    answers = ranks.client.generate_many(requests, new, parallel=ROWS)
+    assert [len(a.ids) for a in answers] == [new] * len(requests)
     assert any(a.cached_tokens > len(trunk) for a in answers[len(prompts) :])
     stats = ranks.client.when_idle()
     assert stats["evicted_blocks"] > 0 and stats["compactions"] > stats["evicted_blocks"]

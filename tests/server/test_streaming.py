@@ -1,4 +1,4 @@
-"""`--enable-streaming-session`: a client sends each turn's new tokens alone."""
+"""`--enable-streaming-session`: a client sends only the new tokens of each turn."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Chat:
         self.client = server.client
         self.id = self.client.post("/open_session", {"capacity_of_str_len": 1 << 16, "streaming": True}).json()
 
-    def turn(self, new: list[int], n: int, *, ignore_eos: bool = True, sampling: dict | None = None, **asked):
-        session = {"id": self.id, **asked}
+    def turn(self, new: list[int], n: int, *, ignore_eos: bool = True, sampling: dict | None = None, **session_options):
+        session = {"id": self.id, **session_options}
         return self.client.generate(new, n, ignore_eos=ignore_eos, sampling=sampling, session_params=session)
 
     def close(self) -> None:
@@ -28,30 +28,30 @@ class Chat:
 
 def test_turns_continue_conversation(levels, rng):
     """Each turn is answered like the whole conversation, and recomputes none of its full blocks."""
-    chat, history, asked = Chat(levels), [], []
+    chat, history, turns = Chat(levels), [], []
     for n, answer in ((2 * BLOCK + 9, BLOCK), (5, 1), (BLOCK, 2 * BLOCK + 3), (1, 20)):
         new = tokens(rng, n)
         got = chat.turn(new, answer)
         assert got.meta["prompt_tokens"] == len(history) + n
         written = len(history) - 1 if history else 0  # the last token of an answer is written with the next turn
         assert got.cached_tokens in ((written, written + 1) if STOCK else (border(written),))
-        asked.append((history + new, got.ids))
+        turns.append((history + new, got.ids))
         history = history + new + got.ids
     chat.close()
     if not STOCK:  # answers do not depend on the cache
         levels.client.flush()
-        for prompt, ids in asked:
+        for prompt, ids in turns:
             assert levels.client.generate(prompt, len(ids)).ids == ids
 
 
 def test_turn_that_stops_early(levels, rng):
-    whole: list[int] = []
-    while len(set(whole)) < 2:  # two different tokens, the second of which ends the turn
+    answer: list[int] = []
+    while len(set(answer)) < 2:  # two different tokens, the second of which ends the turn
         prompt = tokens(rng, BLOCK)
-        whole = levels.client.generate(prompt, 12).ids
-    chat, stop = Chat(levels), next(t for t in whole if t != whole[0])
+        answer = levels.client.generate(prompt, 12).ids
+    chat, stop = Chat(levels), next(t for t in answer if t != answer[0])
     first = chat.turn(prompt, 12, ignore_eos=False, sampling={"stop_token_ids": [stop]})
-    assert first.ids == whole[: whole.index(stop) + 1]
+    assert first.ids == answer[: answer.index(stop) + 1]
     assert chat.turn([5, 6], 4).meta["prompt_tokens"] == BLOCK + len(first.ids) + 2
     chat.close()
 
@@ -92,7 +92,7 @@ def test_concurrent_sessions(levels, rng):
     for _ in range(3):
         new = [tokens(rng, rng.randint(1, 2 * BLOCK)) for _ in chats]
         with ThreadPoolExecutor(len(chats)) as pool:
-            got = list(pool.map(lambda chat, asked: chat.turn(asked, 10), chats, new))
+            got = list(pool.map(lambda chat, prompt: chat.turn(prompt, 10), chats, new))
         for i, answer in enumerate(got):
             assert answer.meta["prompt_tokens"] == lengths[i] + len(new[i])
             lengths[i] += len(new[i]) + 10

@@ -19,7 +19,7 @@ DRIFT = 0.06  # nats between transformers and a server, both in bf16, on average
 
 @pytest.fixture(scope="module")
 def reference(servers):
-    """Log-probabilities of the tokens ids[start:], by transformers; `window` another than the model's."""
+    """Log-probabilities of the tokens ids[start:], by transformers; `window` overrides the model's."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(servers.windowed_model(), dtype=torch.bfloat16)
@@ -77,8 +77,8 @@ def test_short_prompts_are_padded(windowed, rng):
 
 
 def test_concurrent_requests_of_all_lengths_match_transformers(windowed, reference, rng):
-    asked = [tokens(rng, n) for n in LENGTHS]
-    for prompt, answer in zip(asked, windowed.client.generate_many(asked, 30, logprobs=True)):
+    batch = [tokens(rng, n) for n in LENGTHS]
+    for prompt, answer in zip(batch, windowed.client.generate_many(batch, 30, logprobs=True)):
         assert drift(answer, prompt, reference) < DRIFT
 
 

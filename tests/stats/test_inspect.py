@@ -21,7 +21,7 @@ STATE = {"config": KvcConfig().to_dict(), "stats": STATS.to_dict(), "head_map": 
 
 @pytest.fixture
 def serve():
-    """`serve(answer, status=200)` -> the address of a server that gives this answer (a string: as it is)."""
+    """`serve(answer, status=200)` -> the address of a server that gives this answer; a string is sent unchanged."""
     running = []
 
     def start(answer, status: int = 200, key: str | None = None) -> str:
@@ -100,7 +100,7 @@ def test_svg_is_well_formed_and_shows_every_head():
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 8, "kept and high, for 2 layers of 2 heads"
     assert "layer 1, head 0: 25.0 % kept, 25.0 % high" in titles
-    tall = HeadMap([[0.5] * 8] * 80, [[0.5] * 8] * 80, 1)  # a single tier: a single panel
+    tall = HeadMap([[0.5] * 8] * 80, [[0.5] * 8] * 80, 1)  # one tier gives one panel
     assert len(list(ET.fromstring(head_map.svg(tall)).iter("{http://www.w3.org/2000/svg}title"))) == 640
 
 
@@ -146,10 +146,10 @@ def test_server_text_is_escaped_in_terminal_and_page(serve, tmp_path, capsys):
     assert cli.main(["inspect", "--url", url, "--map", str(file)]) == 0
     broken = serve(info({"config": {}, "error": HOSTILE}))
     assert cli.main(["inspect", "--url", broken]) == 1
-    shown = capsys.readouterr()
-    for text in (shown.out, shown.err, file.read_text()):
+    output = capsys.readouterr()
+    for text in (output.out, output.err, file.read_text()):
         assert all(c == "\n" or c.isprintable() for c in text)
-    assert "<script>" in shown.out and "<script>" not in file.read_text()
+    assert "<script>" in output.out and "<script>" not in file.read_text()
 
 
 @pytest.mark.parametrize("answer", [[], *({"internal_states": x} for x in (5, [5], [{"kvc": 5}]))], ids=str)

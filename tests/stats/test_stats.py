@@ -198,14 +198,14 @@ def test_gauges_work_with_real_client(fake_runtime, real_gauge):
 
 @pytest.mark.parametrize("later", [{"model_name": "m", "rank": "0"}, {}], ids=["more labels", "fewer labels"])
 def test_failing_gauges_do_not_stop_server(fake_runtime, real_gauge, monkeypatch, later):
-    said = []
-    monkeypatch.setattr(metrics.logger, "exception", said.append)
+    logged = []
+    monkeypatch.setattr(metrics.logger, "exception", logged.append)
     collector = SimpleNamespace(labels={"model_name": "m"}, _gauge_cls=real_gauge[1])
     metrics.after_log_stats(None, collector, None)
     collector.labels = later
     for _ in range(3):
         metrics.after_log_stats(None, collector, None)
-    assert len(said) == 1
+    assert len(logged) == 1
 
 
 def test_failing_log_line_does_not_stop_server(fake_runtime, monkeypatch):

@@ -24,12 +24,12 @@ def make_case(
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-    whole: bool = False,
+    keep_all: bool = False,
 ):
     """(store of 2 layers, q `[B, Hq, D]`, row_blocks int32 `[B, NB]`, seq_lens int32 `[B]`).
 
     Block formats are drawn at random (a block in progress is bf16); heads are ragged, from empty to full, head 0 of the
-    first request stores nothing where all its blocks are packed. With `whole`, all heads keep every token, and some
+    first request stores nothing where all its blocks are packed. With `keep_all`, all heads keep every token, and some
     blocks are bf16. The last row is padding: length 1, block 0.
     """
     block_formats = block_formats_of(*names)
@@ -42,7 +42,7 @@ def make_case(
     nb = max(-(-n // block_tokens) for n in lens)
     n = len(lens) * nb
     format_ids = torch.randint(0, len(block_formats), (n,), generator=gen)
-    if names and not whole:
+    if names and not keep_all:
         format_ids[format_ids == 0] = torch.randint(0, len(block_formats), ((format_ids == 0).sum(),), generator=gen)
     rows = 1 + torch.randperm(n, generator=gen).view(len(lens), nb)
     for row, length in zip(rows, lens):
@@ -54,7 +54,7 @@ def make_case(
     counts = torch.stack((high, low), -1)
     counts[rows[0] - 1, :, 0] = 0
     counts[rows[-1, 0] - 1] = torch.tensor([block_tokens, 0])
-    if whole:
+    if keep_all:
         counts[:] = torch.tensor([block_tokens, 0])
     store = random_store(layout, block_formats, format_ids, counts, dtype=dtype, device=device, seed=seed)
     rows = torch.cat((rows, torch.zeros((1, nb), dtype=rows.dtype))).int().to(device)
@@ -65,6 +65,6 @@ def make_case(
 
 
 def relative_error(out, store, layer, q, rows, seq_lens, *, scale, logit_cap=0.0, window=-1) -> float:
-    """Against float64; NaN where `out` holds one."""
+    """Relative error against float64; NaN if `out` contains NaN."""
     ref = reference_decode(store, layer, q, rows, seq_lens, scale=scale, logit_cap=logit_cap, window=window)
     return ((out.double().cpu() - ref).norm() / ref.norm()).item()

@@ -28,7 +28,7 @@ class TorchStore(PageStore):
 
 
 def block_formats_of(*specs: str) -> tuple[BlockFormat, ...]:
-    """Block formats from names: block_formats_of("k8v4+k4v2", "k4v4") behind bf16."""
+    """Block formats from names: block_formats_of("k8v4+k4v2", "k4v4"), after bf16."""
     out = [BlockFormat(BF16)]
     for spec in specs:
         names = spec.split("+")
@@ -49,7 +49,8 @@ def make_store(
     dtype=torch.bfloat16,
     page_bytes=None,
 ) -> PageStore:
-    """A store with pages for `blocks` uncompressed blocks; `spare` more block ids. Its free bytes are garbage."""
+    """A store with pages for `blocks` uncompressed blocks and `spare` additional block ids. Its free bytes are
+    garbage."""
     formats = [f for r in block_formats for f in (r.high, r.low) if f is not None and f.packed] or [BF16]
     page_bytes = page_bytes or choose_page_bytes(
         formats, head_dim=head_dim, block_tokens=block_tokens, has_scores=has_scores
@@ -92,8 +93,8 @@ def fill(store: PageStore, blocks: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def packed_prompt(*, head_dim: int, block_tokens: int) -> tuple[PageStore, torch.Tensor, torch.Tensor]:
     """A store of two layers and two heads in k4v4, rows int32 `[2, 4]` and lengths int32 `[2]` of two requests.
 
-    The first one's prompt of four blocks and a bit is packed into its first three blocks, of which layer 1 leaves one
-    empty for head 0 and two for head 1. The second one's first block is packed whole.
+    The first request's prompt of four blocks and a tail is packed into its first three blocks, of which layer 1 leaves
+    one empty for head 0 and two for head 1. The second request's first block is packed whole.
     """
     page_bytes = page_bytes_for(F["k4v4"], block_tokens // 2, head_dim=head_dim, has_scores=False)
     size = {"head_dim": head_dim, "block_tokens": block_tokens, "page_bytes": page_bytes}
@@ -102,7 +103,7 @@ def packed_prompt(*, head_dim: int, block_tokens: int) -> tuple[PageStore, torch
     fill(store, torch.tensor([3, 6]), *random_kv(store, block_tokens + 9, seed=1))
     ops.compact(store, torch.tensor([3]), 1, None, from_format=0)
     order = torch.rand(2, 2, 4 * block_tokens, generator=torch.Generator().manual_seed(2)).argsort(-1)
-    pages = torch.tensor([[6, 0], [3, 1]])  # of half a block
+    pages = torch.tensor([[6, 0], [3, 1]])  # each page holds half a block
     ops.pack_kept(store, torch.tensor([4, 2, 7, 1]), 3, 1, order[..., : 3 * block_tokens].int(), pages)
     rows = torch.tensor([[4, 2, 7, 5], [3, 6, 0, 0]], dtype=torch.int32)
     return store, rows, torch.tensor([3 * block_tokens + 3, block_tokens + 9], dtype=torch.int32)
@@ -125,7 +126,7 @@ def random_tiers(
 
 
 def free_pages(store: PageStore) -> torch.Tensor:
-    """In the order in which they will be taken."""
+    """Free page ids in the order in which they will be taken."""
     head, tail = store.cursor.tolist()
     return store.ring[torch.arange(head, tail, device=store.device) % store.ring.numel()]
 

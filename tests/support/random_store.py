@@ -25,7 +25,7 @@ def random_store(
     """A store whose blocks 1..n hold random tokens; block 0 stays the scratch block.
 
     `format_ids[n]` index into `block_formats`, `counts[n, L, H, 2]` tokens high and low of packed blocks. Page ids are
-    a random permutation, codes are random bytes, table entries that no token uses are page 0, and bytes behind the
+    a random permutation, codes are random bytes, table entries that no token uses are page 0, and bytes after the
     tokens of the last page stay random bytes (they may spell NaN), as after reuse.
     """
     gen = torch.Generator(device=device).manual_seed(seed)
@@ -51,13 +51,13 @@ def random_store(
     _random_bytes(store.pages, gen)
     _fill_plain(store, torch.zeros(1, dtype=torch.long, device=device), gen)
     for r, block_format in enumerate(block_formats):
-        mine = (format_ids == r).view(n, 1, 1, 1)
+        of_format = (format_ids == r).view(n, 1, 1, 1)
         if r == 0:
-            _fill_plain(store, table[is_high & mine].long(), gen)
+            _fill_plain(store, table[is_high & of_format].long(), gen)
             continue
-        _fill_meta(store, block_format.high, table[is_high & mine].long(), gen)
+        _fill_meta(store, block_format.high, table[is_high & of_format].long(), gen)
         if block_format.low is not None:
-            _fill_meta(store, block_format.low, table[is_low & mine].long(), gen)
+            _fill_meta(store, block_format.low, table[is_low & of_format].long(), gen)
     shape = store.headers[:, :, :, 0].shape
     scale = 0.004 + 0.02 * torch.rand(shape, generator=gen, device=device)
     offset = torch.randn((1, *shape[1:]), generator=gen, device=device)  # a key bias, as real models have
@@ -71,17 +71,17 @@ def _page_counts(layout: PoolLayout, block_formats, format_ids: torch.Tensor, co
     high = torch.full(counts.shape[:3], layout.head_pages_bf16, dtype=torch.int64, device=counts.device)
     low = torch.zeros_like(high)
     for r, block_format in enumerate(block_formats[1:], 1):
-        mine = (format_ids == r).view(-1, 1, 1)
+        of_format = (format_ids == r).view(-1, 1, 1)
         t = layout.page(block_format.high).tokens
-        high = torch.where(mine, (counts[..., 0].long() + t - 1) // t, high)
+        high = torch.where(of_format, (counts[..., 0].long() + t - 1) // t, high)
         if block_format.low is not None:
             t = layout.page(block_format.low).tokens
-            low = torch.where(mine, (counts[..., 1].long() + t - 1) // t, low)
+            low = torch.where(of_format, (counts[..., 1].long() + t - 1) // t, low)
     return high, low
 
 
 def _random_bytes(pages: torch.Tensor, gen: torch.Generator) -> None:
-    """In slices, because the generator's int64 intermediate of a whole pool would not fit beside it."""
+    """Fill in slices, because the generator's int64 intermediate of a whole pool would not fit next to it."""
     flat = pages.view(-1)
     for at in range(0, flat.numel(), 1 << 28):
         part = flat[at : at + (1 << 28)]
@@ -91,9 +91,9 @@ def _random_bytes(pages: torch.Tensor, gen: torch.Generator) -> None:
 def _fill_plain(store: PageStore, ids: torch.Tensor, gen: torch.Generator) -> None:
     page = store.layout.page(BF16)
     elements = page.tokens * page.head_dim * 2
-    for some in ids.split(1 << 15):
-        x = torch.randn((len(some), elements), generator=gen, device=store.device).to(store.dtype)
-        store.pages[some, : 2 * elements] = x.view(torch.uint8)
+    for chunk in ids.split(1 << 15):
+        x = torch.randn((len(chunk), elements), generator=gen, device=store.device).to(store.dtype)
+        store.pages[chunk, : 2 * elements] = x.view(torch.uint8)
 
 
 def _fill_meta(store: PageStore, fmt: Format, ids: torch.Tensor, gen: torch.Generator) -> None:
@@ -102,12 +102,12 @@ def _fill_meta(store: PageStore, fmt: Format, ids: torch.Tensor, gen: torch.Gene
         return
     page = store.layout.page(fmt)
     at, size = page.segments["value_meta"]
-    for some in ids.split(1 << 16):
-        shape = (len(some), page.value_groups, 1, page.tokens)
+    for chunk in ids.split(1 << 16):
+        shape = (len(chunk), page.value_groups, 1, page.tokens)
         span = 1 + 3 * torch.rand(shape, generator=gen, device=store.device)
         shift = 0.3 * torch.randn(shape, generator=gen, device=store.device)
         meta = torch.cat((span / ((1 << fmt.value_bits) - 1), shift - span / 2), 2).half()
-        store.pages[some, at : at + size] = meta.view(len(some), -1).view(torch.uint8)
+        store.pages[chunk, at : at + size] = meta.view(len(chunk), -1).view(torch.uint8)
 
 
 def dense_head(store: PageStore, block: int, layer: int, head: int, tokens: int):
@@ -137,11 +137,11 @@ def _read(store: PageStore, fmt: Format, row: list[int], n: int, header: torch.T
 
     for i in range(-(-n // t)):
         raw = store.pages[row[i]].cpu()
-        some = min(t, n - i * t)
+        count = min(t, n - i * t)
         kc, vc = segment(raw, "key_codes"), segment(raw, "value_codes")
         if not fmt.packed:
-            keys.append(kc.view(store.dtype).view(t, d)[:some].double())
-            values.append(vc.view(store.dtype).view(t, d)[:some].double())
+            keys.append(kc.view(store.dtype).view(t, d)[:count].double())
+            values.append(vc.view(store.dtype).view(t, d)[:count].double())
             continue
         k = _unpack(kc.view(t, -1), fmt.key_bits)
         scale = header[0].cpu() * (255 // ((1 << fmt.key_bits) - 1))
@@ -150,8 +150,8 @@ def _read(store: PageStore, fmt: Format, row: list[int], n: int, header: torch.T
         meta = segment(raw, "value_meta").view(torch.float16).view(page.value_groups, 2, t).double()
         parts = v.view(t, page.value_groups, -1)
         v = (parts * meta[:, 0].T[:, :, None] + meta[:, 1].T[:, :, None]).view(t, d)
-        keys.append(k[:some])
-        values.append(v[:some])
+        keys.append(k[:count])
+        values.append(v[:count])
     return torch.cat(keys), torch.cat(values)
 
 
@@ -172,7 +172,8 @@ def reference_decode(
     logit_cap: float = 0.0,
     window: int = -1,
 ) -> torch.Tensor:
-    """float64 `[B, Hq, D]` on the CPU; a head that stores nothing gives 0. `window`: where blocks keep all tokens."""
+    """float64 `[B, Hq, D]` on the CPU; a head that stores nothing gives 0. A `window` requires blocks that keep all
+    tokens."""
     layout, p = store.layout, store.layout.block_tokens
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // layout.heads

@@ -97,7 +97,7 @@ def _blank(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 def write_page(layout: PageLayout, rows: PageRows, valid: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 pages `[..., page_bytes]` of token rows (shapes of `PageRows`).
 
-    Slots where `valid` (bool `[..., T]`) is false, the padding between segments and the slack behind them are zero, so
+    Slots where `valid` (bool `[..., T]`) is false, the padding between segments and the slack after them are zero, so
     the bytes of a page depend on its tokens alone. Segments that `rows` lacks stay zero.
     """
     pages = torch.zeros((*rows.keys.shape[:-2], layout.page_bytes), dtype=torch.uint8, device=rows.keys.device)

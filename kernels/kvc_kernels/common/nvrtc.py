@@ -52,7 +52,7 @@ def _check(lib: ctypes.CDLL, code: int, action: str) -> None:
 
 
 def compile_source(name: str, constants: str, arch: str = "sm_90a") -> tuple[bytes, str]:
-    """`extend/cuda/<name>` behind the text `constants` -> (cubin, compiler log)."""
+    """`extend/cuda/<name>` after the text `constants` -> (cubin, compiler log)."""
     lib = _nvrtc()
     headers = {p.name: p.read_bytes() for p in SOURCES.glob("*.cuh")}
     n = len(headers)

@@ -18,7 +18,7 @@ from .repack_kernel import order_kernel, repack_kernel
 
 INTERPRET = triton.knobs.runtime.interpret
 WARPS, MAX_WARPS = 4, 16
-HELD = 4096  # key elements that a warp keeps in registers
+WARP_ELEMENTS = 4096  # key elements that a warp keeps in registers
 MAX_REGISTERS = 128  # four CTAs of four warps per SM
 
 
@@ -50,21 +50,21 @@ def compact_triton(
 
 def _pack_constants(store: PageStore, to_format: int, whole: bool) -> tuple[tuple, dict[str, int]]:
     """Constants and launch options of the pack kernel. `whole`: every token is kept."""
-    if (known := store.launch_constants.get(("pack", to_format, whole))) is None:
+    if (cached := store.launch_constants.get(("pack", to_format, whole))) is None:
         layout, p = store.layout, store.layout.block_tokens
         plain, high, low = _prepared(layout, store.block_formats[to_format])
         padded = triton.next_power_of_2(p)
         elements = padded * layout.head_dim
-        hold = whole and elements <= HELD * MAX_WARPS
-        options = {"num_warps": max(WARPS, elements // HELD) if hold else WARPS}
+        hold = whole and elements <= WARP_ELEMENTS * MAX_WARPS
+        options = {"num_warps": max(WARPS, elements // WARP_ELEMENTS) if hold else WARPS}
         if hold and high.key_bits > 2 and not INTERPRET:
             options["maxnreg"] = MAX_REGISTERS
         constants = (
             layout.layers * layout.heads, layout.head_pages_bf16, layout.head_dim, p, padded, layout.page_bytes, plain,
             high, low, layout.has_scores, whole, hold,
         )  # fmt: skip
-        known = store.launch_constants["pack", to_format, whole] = constants, options
-    return known
+        cached = store.launch_constants["pack", to_format, whole] = constants, options
+    return cached
 
 
 def _pack(

@@ -26,17 +26,17 @@ def pack_kept(
     packed: int = 0,
     into: torch.Tensor | None = None,
 ) -> None:
-    """Pack the best tokens of `blocks[n]` (distinct, full) into d = `kept_blocks` blocks, and free the others.
+    """Pack the best tokens of `blocks[n]` (distinct, full) into d = `kept_blocks` blocks, and free the rest.
 
-    The first `packed` of `blocks` hold all their tokens in `to_format`, the others are uncompressed. `into[d]`: block
+    The first `packed` of `blocks` hold all their tokens in `to_format`; the rest are uncompressed. `into[d]`: block
     ids of the result, each one of `blocks` or one without pages; by default the first d of `blocks`. `best` int32
     `[L, H, d * P]`: token indices among the n * P, best first. `pages` int64 `[L, H]`: whole pages of the high format
     that a head keeps, at most those of d blocks. A head's tokens are stored in the order of their positions, block
     after block, so its last blocks may be empty. Each block has a key header over the tokens that it receives. Tokens
     of a page divide P, and the format has no low tier.
 
-    The rows of some heads are read before their pages return to the ring, and written to pages taken after that, so
-    no page beyond those of `blocks` is needed.
+    For a group of heads at a time, rows are read, their pages return to the ring, and new pages are taken. So the ring
+    needs no page beyond those of `blocks`.
     """
     layout, d, n, p = store.layout, kept_blocks, blocks.numel(), store.layout.block_tokens
     page, entries = layout.page(store.block_formats[to_format].high), layout.head_pages_bf16
@@ -44,7 +44,7 @@ def pack_kept(
     into = blocks[:d] if into is None else into
     source = store.table[blocks].flatten(1, 2)  # [n, L * H, E]
     # A head's pages are the first entries of its rows; a packed block has fewer of them.
-    held = torch.where(torch.arange(n, device=device) < packed, per_block, entries)
+    page_counts = torch.where(torch.arange(n, device=device) < packed, per_block, entries)
     best, pages = best.reshape(rows, d * p), pages.reshape(rows)
     table = torch.full((d, rows, entries), SCRATCH_PAGE, dtype=torch.int32, device=device)
     headers = torch.empty((d, rows, 2, layout.head_dim), dtype=torch.float16, device=device)
@@ -62,10 +62,10 @@ def pack_kept(
         header = quant.key_header(k, valid)
         coded = _page_shape(_encode_rows(page, k, v, header), per_block)
         data = write_page(page, coded, valid.unflatten(1, (per_block, -1)))
-        return_pages(store, ids.transpose(0, 1).flatten(0, 1), held.expand(m, n).flatten())
+        return_pages(store, ids.transpose(0, 1).flatten(0, 1), page_counts.expand(m, n).flatten())
         counts = (pages[part, None] - block * per_block).clamp(0, per_block)  # [m, d]
         taken = take_pages(store, counts.flatten())
-        # Entries behind a head's count name page 0 and write zeros there.
+        # Entries after a head's count name page 0 and write zeros there.
         store.pages.index_copy_(0, taken[:, :per_block].flatten().long(), data.flatten(0, 1))
         table[:, part] = taken.view(m, d, entries).transpose(0, 1)
         headers[:, part] = header.view(m, d, 2, -1).transpose(0, 1)
@@ -106,20 +106,20 @@ def _rows(
     heads in `blocks`, of which the first `packed` are in `to_format`, the others uncompressed."""
     layout, p = store.layout, store.layout.block_tokens
     page, plain = layout.page(store.block_formats[to_format].high), layout.page(BF16)
-    head, of, place = torch.arange(ids.shape[1], device=store.device)[:, None], token // p, token % p
+    head, block, place = torch.arange(ids.shape[1], device=store.device)[:, None], token // p, token % p
     if packed < ids.shape[0]:
-        at_page = ids[of, head, place // plain.tokens].long()
+        at_page = ids[block, head, place // plain.tokens].long()
         rows = tuple(x[at_page, place % plain.tokens] for x in bf16_rows(plain, store.pages, store.dtype))
         if not packed:
             return rows
-    at_page = ids[of, head, place // page.tokens].long()
-    header = store.headers.flatten(1, 2)[blocks[of], first + head]
+    at_page = ids[block, head, place // page.tokens].long()
+    header = store.headers.flatten(1, 2)[blocks[block], first + head]
     coded = _dequantise(store, page, at_page, place % page.tokens, header)
     if packed == ids.shape[0]:
         return coded
     # If a block has the other format, these bytes are meaningless.
-    mine = (of < packed).unsqueeze(-1)
-    return tuple(torch.where(mine, a, b) for a, b in zip(coded, rows))
+    is_packed = (block < packed).unsqueeze(-1)
+    return tuple(torch.where(is_packed, a, b) for a, b in zip(coded, rows))
 
 
 def _dequantise(

@@ -101,7 +101,7 @@ def tier_keys(
     SOURCE: tl.constexpr, TO: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr,
 ):
     """Write the keys of one tier of one head: tokens order[0..n-1] of the source (WHOLE: 0..n-1) to pages
-    ids[0..n_pages-1], at most MOST slots at a time. Slots behind n are zero.
+    ids[0..n_pages-1], at most MOST slots at a time. Slots after n are zero.
     """
     KB: tl.constexpr = TO[KEY_BITS]
     T: tl.constexpr = TO[TOKENS]
@@ -164,8 +164,8 @@ def header_rows(
     pages, row_table, at, n, order, like, page_bytes: tl.constexpr, D: tl.constexpr, T0: tl.constexpr,
     WHOLE: tl.constexpr, STEP: tl.constexpr,
 ):
-    """Keys `[STEP, D]` of kept tokens at, ... Behind the last token the last one repeats, which changes no range;
-    zeros if there is none.
+    """Keys `[STEP, D]` of kept tokens from `at` on. The last token repeats, which changes no range; zeros if there is
+    none.
     """
     token = tl.minimum(at + tl.arange(0, STEP), n - 1)
     live = token >= 0

@@ -202,7 +202,7 @@ def _move(
         if layout.has_scores:
             rows = rows._replace(scores=scores.gather(1, at), positions=order.to(torch.int16))
         data = write_page(page, _page_shape(rows, pages), valid.unflatten(1, (pages, -1)))
-        # Entries behind a head's count name page 0 and write the same zeros there.
+        # Entries after a head's count name page 0 and write the same zeros there.
         store.pages.index_copy_(0, dest_ids[tier].flatten(), data.flatten(0, 1))
     return header
 
@@ -210,7 +210,7 @@ def _move(
 def _destinations(
     store: PageStore, to: BlockFormat, ids: torch.Tensor, high: torch.Tensor, low: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Pages of the high and of the low tier of each head, int64 `[m, pages]` each, SCRATCH_PAGE behind their counts
+    """Pages of the high and of the low tier of each head, int64 `[m, pages]` each, SCRATCH_PAGE after their counts
     `high` and `low` `[m]`. `ids` `[m, E]` are the pages of both tiers, high ones first."""
     dest = []
     for num_pages, start, fmt in ((high, None, to.high), (low, high, to.low)):

@@ -102,6 +102,6 @@ def padded(n: int) -> int:
 
 @triton.jit
 def clear_slack(page, END: tl.constexpr, page_bytes: tl.constexpr, N: tl.constexpr):
-    """Write zeros behind the last segment; N is their number rounded up to a power of two."""
+    """Write zeros after the last segment; N is their number rounded up to a power of two."""
     rest = tl.arange(0, N)
     tl.store(page + END + rest, tl.zeros([N], tl.uint8), mask=rest < page_bytes - END)

@@ -30,7 +30,7 @@ def _list_tiles(
     tile_pages int32 `[tiles, SPAN]`: ids of the pages that a tile touches.
 
     The tile loop is therefore a single loop over blocks of ragged lengths, and no load in it waits for another load.
-    WINDOWED: entries also have the first visible token at bit 16, and tiles before it are left out. ENDED: a tile
+    WINDOWED: entries also have the first visible token at bit 16, and tiles before it are skipped. ENDED: a tile
     without tokens ends the list, because loops run by several warps read further ahead.
     """
     j = tl.arange(0, CHUNK)
@@ -126,7 +126,7 @@ def packed_part(
     TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr,
 ):
     """Add `n_tiles` tiles of packed tokens to the running softmax. With WINDOWED, the first tile's first `unseen`
-    tokens are left out.
+    tokens are masked.
 
     acc: fp32 `[D*VB/8 (at most 32 if VB is 2), NQ]` per row part and tensor of `nested` or `crumbs`, in units of 2^-24.
     m fp32 `[NQ]`. l, and per value group zs: fp32 `[16*WARPS, NQ]`, sums of p and p * zero, reduced over rows at the
@@ -161,7 +161,7 @@ def packed_part(
             ok = ok & ((t >= unseen) | (i > 0))
         base, first, slots = _page_pointers(pages, ids, page_bytes, t0, t, TILE, T, SPAN, 16)
         # Value masks have the grain of their vectors, 16 tokens. Key rows are masked one by one: in part-filled tiles
-        # the rows behind the tokens are up to a tenth of all bytes read.
+        # the rows after the tokens are up to a tenth of all bytes read.
         ok16 = tl.max_constancy((t // 16) * 16 < count - t0, 16)
         codes = tl.load(
             _spread(base + first * DK, SPAN, 1) + ((slots * DK)[:, None] + dk[None, :]), mask=ok[:, None], other=0
@@ -232,7 +232,7 @@ def plain_part(
     """Add `n_tiles` tiles of uncompressed tokens. acc fp32 `[D, NQ]`, q model dtype `[D, NQ]`, m and l as in
     `packed_part`.
 
-    MULTI: of the block at place `last` of the chunk, a query does not see the last `hidden[NQ]` tokens.
+    MULTI: a query does not see the last `hidden[NQ]` tokens of the block at place `last` of the chunk.
     """
     FOLD: tl.constexpr = TILE // (16 * WARPS)
     c = scale * LOG2E
@@ -252,8 +252,8 @@ def plain_part(
         k = tl.load(row + at, mask=ok[:, None], other=0.0)
         v = tl.load(row + (at + VOFF // 2), mask=ok[:, None], other=0.0)
         if MULTI:
-            behind = tl.where(((word >> 24) & 0xFF).to(tl.int32) == last, hidden, 0)
-            seen = t[:, None] < (count - t0 - behind)[None, :]
+            unseen_end = tl.where(((word >> 24) & 0xFF).to(tl.int32) == last, hidden, 0)
+            seen = t[:, None] < (count - t0 - unseen_end)[None, :]
         else:
             seen = ok[:, None]
         word = tl.load(words + i + 1)

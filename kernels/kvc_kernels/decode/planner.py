@@ -23,9 +23,8 @@ def _split_kernel(
 ):
     """grid (B,). Sort a request's blocks into lists int64 `[B, NC, NB]` (block << 32 | tokens), sizes int32 `[B, NC]`.
 
-    `class_masks` int32 `[formats]`: bit c is set if a block in this format holds tokens of class c. Whole
-    uncompressed blocks (class 0) are left out if `skip` int32 `[B]` is not 0: another kernel reads them from dense
-    rows.
+    `class_masks` int32 `[formats]`: bit c is set if a block in this format holds tokens of class c. Full
+    uncompressed blocks (class 0) are skipped if `skip` int32 `[B]` is not 0: another kernel reads them from dense rows.
 
     WINDOW >= 0: only blocks that hold one of the last WINDOW + 1 tokens: block << 32 | first such token << 16 | tokens.
     """

@@ -33,9 +33,9 @@ class RowGaps:
         self.table.zero_()
         self.rows.clear()
 
-    def leave_out(self, row_blocks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Move the blocks behind the gaps of `rows[B]` forward in `row_blocks[B, NB]`, in place. Returns the numbers of
-        blocks left out, int32 `[B]`."""
+    def close_up(self, row_blocks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Move the blocks after the gaps of `rows[B]` forward in `row_blocks[B, NB]`, in place. Returns the lengths of
+        the gaps in blocks, int32 `[B]`."""
         first, blocks = self.table[rows.long()].unbind(1)
         place = torch.arange(row_blocks.shape[1], device=row_blocks.device)
         at = place + torch.where(place >= first[:, None], blocks[:, None], 0)

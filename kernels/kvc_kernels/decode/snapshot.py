@@ -23,7 +23,7 @@ def decode_snapshot(
     `req_to_token[R, C]` (slot of each token), `req_pool_indices[B]` (row of each request) and `seq_lens[B]` (including
     the new token, at least 1) are int32 or int64. Writes block ids to `rows` int32 `[>= B, >= columns]`, lengths to
     `lens` int32 `[>= B]`, and block and offset of the new token to `write` int64 `[2, >= B]`. `columns` covers the
-    longest request. A place behind a request's end gets the block that its row of `req_to_token` names there.
+    longest request. A place after a request's end gets the block that its row of `req_to_token` names there.
     """
     n, p = len(seq_lens), store.layout.block_tokens
     # The first slot of a block determines the block.

@@ -31,9 +31,9 @@ from .steps import ExtendSteps
 from .unpacked import UnpackedPrefix
 
 INTERPRET = triton.knobs.runtime.interpret
-# A prefill library takes the new tokens among themselves if that is at least this share of the work over the prefix and
-# at least this many products per head. Below, further tiles of the Triton kernel cost less than another launch.
-NEW_SHARE, NEW_LEAST = 0.1, 256 * 256 / 2
+# A prefill library attends new tokens to themselves if that is more than this share of the work over the prefix and
+# more than this many products per head. Otherwise further tiles of the Triton kernel cost less than another launch.
+NEW_SHARE, NEW_MIN_PRODUCTS = 0.1, 256 * 256 / 2
 WIDE_SHARED = 106_496  # shared memory of a CTA, in bytes, with the default tuning and head_dim 256
 
 
@@ -67,8 +67,8 @@ def _extend_kernel(
     (with LSE also out_lse fp32 `[N, Hq]`); the rest write part_o fp32 `[slots, H, BM, D]` and part_lse fp32
     `[slots, H, BM]`. All log-sum-exps are to base 2.
 
-    With NEW_TOKENS, the new tokens among themselves are computed here. Without, new_o `[N, Hq, D]` and new_lse fp32
-    `[N, Hq]` are their state, and the first split of the prefix starts from it. With STAGED, a request also sees all
+    With NEW_TOKENS, this kernel also attends new tokens to themselves. Otherwise new_o `[N, Hq, D]` and new_lse fp32
+    `[N, Hq]` are that state, and the first split of the prefix starts from it. With STAGED, a request also sees all
     tokens of its staged blocks: staged int32 `[requests, 2]` (first slot, number) of staged_k, staged_v `[slots, P, H,
     D]`.
     """
@@ -100,12 +100,12 @@ def _extend_kernel(
     w = tl.arange(0, WIDTH)
     place = (start + token).to(tl.int64) * (H * G) + hq
     if not NEW_TOKENS:
-        mine = valid & (is_first == 1)
-        m = tl.load(new_lse + place, mask=mine, other=NEG)
-        l = tl.where(mine, 1.0, 0.0)
+        has_new = valid & (is_first == 1)
+        m = tl.load(new_lse + place, mask=has_new, other=NEG)
+        l = tl.where(has_new, 1.0, 0.0)
         acc = ()
         for j in tl.static_range(D // WIDTH):
-            x = tl.load(new_o + place[:, None] * D + (j * WIDTH + w)[None, :], mask=mine[:, None], other=0.0)
+            x = tl.load(new_o + place[:, None] * D + (j * WIDTH + w)[None, :], mask=has_new[:, None], other=0.0)
             acc = acc + (x.to(tl.float32),)
     for c in tl.static_range(len(CLASSES)):
         n = tl.load(sizes + request * len(CLASSES) + c)
@@ -120,10 +120,10 @@ def _extend_kernel(
             else:
                 qc = load_q(q_rows, valid, tl.float16, D, 8 // CLASSES[c][KEY_BITS])
             for at in range(lo, hi, CHUNK):
-                some = tl.minimum(hi - at, CHUNK)
+                n_blocks = tl.minimum(hi - at, CHUNK)
                 tl.debug_barrier()
                 n_tiles = list_tiles(
-                    tile_list, entries + at, some, counts + head * 2 + CLASSES[c][SIDE], L * H * 2,
+                    tile_list, entries + at, n_blocks, counts + head * 2 + CLASSES[c][SIDE], L * H * 2,
                     CHUNK, TILE, MAX_TILES, CLASSES[c][KEY_BITS] == 16, 0,
                 )
                 tl.debug_barrier()
@@ -155,18 +155,18 @@ def _extend_kernel(
             cap,
             D, WIDTH, CAPPED, TILE, STAGES, ASM,
         )
-    some = tl.where(l > 0, l, 1.0)
+    divisor = tl.where(l > 0, l, 1.0)
     if slot < 0:
         for j in tl.static_range(D // WIDTH):
-            x = (acc[j] / some[:, None]).to(out.dtype.element_ty)
+            x = (acc[j] / divisor[:, None]).to(out.dtype.element_ty)
             tl.store(out + place[:, None] * D + (j * WIDTH + w)[None, :], x, mask=valid[:, None])
         if LSE:
-            tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
+            tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(divisor), NEG), mask=valid)
     else:
         i = (slot.to(tl.int64) * H + h) * BM + tl.arange(0, BM)
         for j in tl.static_range(D // WIDTH):
-            tl.store(part_o + i[:, None] * D + (j * WIDTH + w)[None, :], acc[j] / some[:, None])
-        tl.store(part_lse + i, tl.where(l > 0, m + tl.log2(some), NEG))
+            tl.store(part_o + i[:, None] * D + (j * WIDTH + w)[None, :], acc[j] / divisor[:, None])
+        tl.store(part_lse + i, tl.where(l > 0, m + tl.log2(divisor), NEG))
 
 
 class ExtendAttention:
@@ -196,7 +196,7 @@ class ExtendAttention:
         """
         layout = store.layout
         if query_heads % layout.heads:
-            raise ValueError(f"{query_heads} query heads do not divide by {layout.heads} KV heads")
+            raise ValueError(f"{query_heads} query heads are not a multiple of {layout.heads} KV heads")
         self.store = store
         self.group = query_heads // layout.heads
         self._sms, shared = 1, WIDE_SHARED
@@ -253,9 +253,9 @@ class ExtendAttention:
         """`row_blocks` int32 `[B, NB]` on the device, lengths on the host. Does not sync.
 
         `waiting[B]`, with `fake_quant_format`: places of the full blocks of each prefix that are still uncompressed.
-        `formats[B]`: `fake_quant_format` of each request, by default that of the operation. One format is staged: a
-        request with another sees its own new blocks exact. `whole`: packed blocks keep all of their tokens, where the
-        operation was told so.
+        `formats[B]`: `fake_quant_format` of each request, by default that of the operation. Only the operation's format
+        is staged: a request with another format sees its own new blocks exact. `whole`: packed blocks of this forward
+        keep all of their tokens; it only matters if the operation was created with `whole`.
         """
         if self._staged is not None:
             row_blocks, prefix_lens, extend_lens = self._staged.plan(
@@ -278,7 +278,7 @@ class ExtendAttention:
     def _choose(
         self, row_blocks: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], whole: bool
     ) -> ExtendSteps:
-        """The steps of a forward, behind the plan of its staged blocks. Plans the unpacked prefix if it is chosen."""
+        """The steps of a forward whose staged blocks are planned. Plans the unpacked prefix if it is chosen."""
         staged = self._staged is not None and self._staged.groups is not None
         if not staged and self._few is not None and self._few.fits(prefix_lens, extend_lens):
             return ExtendSteps("decode")
@@ -287,17 +287,17 @@ class ExtendAttention:
         new = "prefix"
         if staged:
             new = "paged" if self._staged.prefill is not None else "prefix"
-        elif self.ragged is not None and among_new > max(NEW_SHARE * over_prefix, NEW_LEAST):
+        elif self.ragged is not None and among_new > max(NEW_SHARE * over_prefix, NEW_MIN_PRODUCTS):
             new = "ragged"
         if not over_prefix and new != "prefix":
             return ExtendSteps(None, new, staged)
-        # Only the Triton kernel reads staged rows beside pages.
-        staged_beside_pages = staged and new == "prefix"
-        if self._unpacked is not None and whole and not staged_beside_pages:
+        # Only the Triton kernel reads both staged rows and pages.
+        rows_and_pages = staged and new == "prefix"
+        if self._unpacked is not None and whole and not rows_and_pages:
             skip = self._staged.waits if staged else None
             if self._unpacked.plan(row_blocks, prefix_lens, extend_lens, skip):
                 return ExtendSteps("unpacked", "paged" if staged else "ragged", staged)
-        if self._hopper is not None and not staged_beside_pages:
+        if self._hopper is not None and not rows_and_pages:
             widest = max(extend_lens, default=0) * self.group
             few = self._few_rows and widest <= hopper_module.FEW_ROWS
             rows = hopper_module.FEW_ROWS if few else 256 if widest > 128 else 128
@@ -313,7 +313,7 @@ class ExtendAttention:
         rows = plan.n_slots * layout.heads * self.steps.rows
         if self._part_lse.numel() < rows:
             self._part_lse = self._part_lse.new_empty(rows)
-        parts = rows * layout.head_dim // (2 if hopper else 1)  # the Hopper kernel's are fp16
+        parts = rows * layout.head_dim // (2 if hopper else 1)  # the Hopper kernel's partial results are fp16
         if self._part_o.numel() < parts:
             self._part_o = self._part_o.new_empty(parts)
 

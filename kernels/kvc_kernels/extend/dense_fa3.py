@@ -44,7 +44,7 @@ class Fa3Ragged:
         return True
 
     def paged(self, device: torch.device, page: int, *, causal: bool = True, window: int = -1, first=None):
-        """A paged form for the same heads. `first`: another one whose runs precede this one's on one stream."""
+        """A paged form for the same heads; `first` is not needed."""
         return Fa3Paged(self, page, causal=causal, window=window)
 
     def plan(self, extend_lens: list[int]) -> None:
@@ -54,12 +54,12 @@ class Fa3Ragged:
 
     def run(self, q, k, v, *, scale: float, logit_cap: float, lse: bool, into: tuple | None = None):
         """Output `[N, Hq, D]`, and with `lse` also the log-sum-exp fp32 `[N, Hq]`; both go to `into` if it is given."""
-        want = lse or (into is not None and into[1] is not None)
+        with_lse = lse or (into is not None and into[1] is not None)
         out = self.module.flash_attn_varlen_func(
             q, k, v, self.starts, self.starts, self.longest, self.longest, softmax_scale=scale, causal=True,
-            softcap=logit_cap, return_softmax_lse=want, out=None if into is None else into[0],
+            softcap=logit_cap, return_softmax_lse=with_lse, out=None if into is None else into[0],
         )  # fmt: skip
-        if not want:
+        if not with_lse:
             return out
         sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if into is None else into[1]
         _store_lse(out[1], sums)
@@ -67,7 +67,7 @@ class Fa3Ragged:
 
 
 class Fa3Paged:
-    """Attention of runs of new tokens over blocks in dense buffers; causal runs end with the last block's last token.
+    """Attention of runs of new tokens to blocks in dense buffers. If causal, the last block ends with the run itself.
 
     The buffers `k`, `v` `[slots, P, H, D]` serve as FlashAttention's paged cache with pages of P tokens. A run's page
     table is its list of slots; tables of different runs may share slots.
@@ -78,26 +78,26 @@ class Fa3Paged:
         self.page, self.causal, self.window = page, causal, window
 
     def plan(self, tokens: list[int], slots: list[list[int]] | list[np.ndarray], last: list[int]) -> None:
-        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens. On the host;
-        does not sync."""
+        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, and `last[i]` tokens of the last block. All
+        arguments are on the host; does not sync."""
         n, width = len(tokens), max(map(len, slots))
         table = np.zeros((n, width), dtype=np.int32)
-        for row, some in zip(table, slots):
-            row[: len(some)] = some
+        for row, run_slots in zip(table, slots):
+            row[: len(run_slots)] = run_slots
         starts = np.concatenate(([0], np.cumsum(tokens)))
-        seen = [(len(some) - 1) * self.page + tail for some, tail in zip(slots, last)]
-        whole = upload(np.concatenate((starts, seen, table.ravel()), dtype=np.int32, casting="unsafe"), self.device)
-        self.starts, self.seen, table = whole.split((n + 1, n, n * width))
+        seen = [(len(run_slots) - 1) * self.page + tail for run_slots, tail in zip(slots, last)]
+        lists = upload(np.concatenate((starts, seen, table.ravel()), dtype=np.int32, casting="unsafe"), self.device)
+        self.starts, self.seen, table = lists.split((n + 1, n, n * width))
         self.table, self.longest = table.view(n, width), max(tokens)
 
     def run(self, q, k, v, into: tuple, *, scale: float, logit_cap: float) -> None:
-        """Output, and the log-sum-exp if it is not None, into `into`."""
+        """Write the output and, if it is not None, the log-sum-exp to `into`."""
         out, sums = into
-        made = self.module.flash_attn_with_kvcache(
+        result = self.module.flash_attn_with_kvcache(
             q, k, v, cache_seqlens=self.seen, page_table=self.table, cu_seqlens_q=self.starts,
             max_seqlen_q=self.longest, softmax_scale=scale, causal=self.causal,
             window_size=(self.window, 0 if self.window >= 0 else -1), softcap=logit_cap, num_splits=1,
             return_softmax_lse=sums is not None, out=out,
         )  # fmt: skip
         if sums is not None:
-            _store_lse(made[1], sums)
+            _store_lse(result[1], sums)

@@ -1,4 +1,4 @@
-"""New tokens among themselves, and over staged blocks, by FlashInfer's prefill where it can be imported."""
+"""Attention of new tokens to themselves and to staged blocks by FlashInfer's prefill, if it can be imported."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ..common.upload import upload
 
 try:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-except Exception:  # not installed, or broken by the versions around it: the Triton kernels do without
+except Exception:  # not installed, or broken by the versions of other packages: Triton kernels are used
     BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper = None
 
-WORKSPACE_BYTES = 128 << 20  # at least: what FlashInfer asks for
-# Its kernel for all cards. Its other one, for Hopper, has a race in its epilogue, and FlashAttention 3 serves Hopper.
+WORKSPACE_BYTES = 128 << 20  # minimum, as FlashInfer recommends
+# The kernel for all cards. The one for Hopper has a race in its epilogue, and FlashAttention 3 serves Hopper.
 BACKEND = "fa2"
 
 
 def workspace_bytes(multiprocessors: int, group: int, head_dim: int) -> int:
-    """Bytes for FlashInfer's partial results, whatever it plans.
+    """Bytes that suffice for FlashInfer's partial results in every plan.
 
     Its kernel splits long lists of keys so that two programs run on each multiprocessor. It keeps an fp32 row and a
     log-sum-exp for each query of every program's tile, for all query heads that share a KV head (`PrefillPlan` in its
@@ -34,14 +34,15 @@ def make_workspace(device: torch.device, query_heads: int, heads: int, head_dim:
 
 
 class StagingCopy:
-    """The copy of a plan from the page-locked buffer that FlashInfer keeps for it, which its next plan overwrites.
+    """The copy of a plan from FlashInfer's page-locked buffer, which the next plan overwrites.
 
-    So the next plan waits for it. It was queued ahead of a forward's kernels, so the host waits only where it is a
-    whole forward ahead; without, a kernel may read the plan of a later forward, and write where that one's rows are.
+    The next plan therefore waits for the copy. Otherwise a kernel may read the plan of a later forward and write to the
+    rows of that forward. The copy is queued before a forward's kernels, so the host waits only if it is a full forward
+    ahead.
     """
 
     def __init__(self):
-        self.event = torch.cuda.Event()  # nothing to wait for until it is recorded
+        self.event = torch.cuda.Event()  # complete until it is recorded
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -66,7 +67,7 @@ class RaggedPrefill:
         return device.type == "cuda" and BatchPrefillWithRaggedKVCacheWrapper is not None
 
     def paged(self, device: torch.device, page: int, *, causal: bool = True, window: int = -1, first=None):
-        """A paged form for the same heads. `first`: another one whose runs precede this one's on one stream."""
+        """A paged form for the same heads. `first`: another paged form, whose runs precede this one's on one stream."""
         return StagedPrefill(self, device, page, causal=causal, window=window, workspace=first and first.workspace)
 
     def plan(self, extend_lens: list[int]) -> None:
@@ -90,10 +91,10 @@ class RaggedPrefill:
 
 
 class StagedPrefill:
-    """Attention of runs of new tokens over blocks in dense buffers: causal, where the last block ends with the run.
+    """Attention of runs of new tokens to blocks in dense buffers. If causal, the last block ends with the run itself.
 
-    The buffers `k`, `v` `[slots, P, H, D]` are a page store of FlashInfer's, with a page a block: what a run sees is a
-    list of slots, and lists of different runs may share them.
+    To FlashInfer, the buffers `k`, `v` `[slots, P, H, D]` are a page store with one page per block. A run sees a list
+    of slots, and lists of different runs may share slots.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class StagedPrefill:
         window: int = -1,
         workspace=None,
     ):
-        """`workspace` of another one, for runs that follow each other on one stream. `window` >= 0: a query sees its
-        own token and `window` tokens before it."""
+        """`workspace`: that of another instance, if the runs of both follow each other on one stream. `window` >= 0: a
+        query sees its own token and `window` tokens before it."""
         self.heads, self.dtype, self.page, self.device, self.causal = like.heads, like.dtype, page, device, causal
         self.window = window
         if workspace is None:
@@ -118,19 +119,19 @@ class StagedPrefill:
         self.planned: tuple[float, float] | None = None
 
     def plan(self, tokens: list[int], slots: list[list[int]] | list[np.ndarray], last: list[int]) -> None:
-        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, of the last one `last[i]` tokens: if causal,
-        it is the last of these itself. On the host."""
+        """Run i of `tokens[i]` new tokens sees the blocks in `slots[i]`, and `last[i]` tokens of the last block. If
+        causal, the run's tokens are the last of these. All arguments are on the host."""
 
         def starts(x):
             return torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
         indices = upload(np.concatenate(slots, dtype=np.int32, casting="same_kind"), self.device)
-        counts = [len(some) for some in slots]
+        counts = [len(run_slots) for run_slots in slots]
         self.lists = (starts(tokens), starts(counts), indices, torch.tensor(last, dtype=torch.int32))
         self.planned = None
 
     def run(self, q, k, v, into: tuple, *, scale: float, logit_cap: float) -> None:
-        """Output, and the base-2 log-sum-exp if it is not None, into `into`."""
+        """Write the output and, if it is not None, the base-2 log-sum-exp to `into`."""
         if self.planned != (scale, logit_cap):
             self.copy.wait()
             self.wrapper.plan(

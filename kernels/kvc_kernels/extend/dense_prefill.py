@@ -23,19 +23,19 @@ def ragged_prefill(
 ) -> Fa3Ragged | RaggedPrefill | None:
     """The ragged form of `library`: "fa3", "flashinfer", "none", or "auto" for the first that works on this device.
 
-    None if no library works; the Triton kernels then serve alone. ValueError for an unknown name.
+    None if no library works; Triton kernels then do all the work. ValueError for an unknown name.
     """
     if library not in ("auto", "none", *LIBRARIES):
         raise ValueError(f"prefill library {library!r} is none of auto, none, {', '.join(LIBRARIES)}")
     for name, form in LIBRARIES.items():
         if library in ("auto", name) and form.available(device):
-            made = _tried(
+            prefill = _tried(
                 f"{name}'s ragged prefill",
                 lambda form=form: form(device, query_heads=query_heads, heads=heads, head_dim=head_dim, dtype=dtype),
                 _run_ragged,
             )
-            if made is not None:
-                return made
+            if prefill is not None:
+                return prefill
     return None
 
 
@@ -52,25 +52,25 @@ def paged_prefill(ragged, device: torch.device, page: int, *, window: int = -1):
 def _tried(what: str, make: Callable, run: Callable):
     """Result of `make` after one run, so that it compiles at start-up and not in the first request."""
     try:
-        made = make()
-        run(made)
+        prefill = make()
+        run(prefill)
     except Exception as error:
         warnings.warn(f"{what} does not work on this machine and is not used: {error}", stacklevel=3)
         return None
-    return made
+    return prefill
 
 
-def _run_ragged(made) -> None:
-    made.plan([1])
-    query_heads, heads, head_dim = made.heads
-    q, k = (torch.zeros((1, n, head_dim), dtype=made.dtype, device=made.device) for n in (query_heads, heads))
-    made.run(q, k, k, scale=1.0, logit_cap=0.0, lse=True)
+def _run_ragged(prefill) -> None:
+    prefill.plan([1])
+    query_heads, heads, head_dim = prefill.heads
+    q, k = (torch.zeros((1, n, head_dim), dtype=prefill.dtype, device=prefill.device) for n in (query_heads, heads))
+    prefill.run(q, k, k, scale=1.0, logit_cap=0.0, lse=True)
 
 
-def _run_paged(made) -> None:
-    made.plan([1, 1], [[0], [0, 0]], [1, made.page])
-    query_heads, heads, head_dim = made.heads
-    q = torch.zeros((2, query_heads, head_dim), dtype=made.dtype, device=made.device)
-    k = torch.zeros((1, made.page, heads, head_dim), dtype=made.dtype, device=made.device)
+def _run_paged(prefill) -> None:
+    prefill.plan([1, 1], [[0], [0, 0]], [1, prefill.page])
+    query_heads, heads, head_dim = prefill.heads
+    q = torch.zeros((2, query_heads, head_dim), dtype=prefill.dtype, device=prefill.device)
+    k = torch.zeros((1, prefill.page, heads, head_dim), dtype=prefill.dtype, device=prefill.device)
     into = torch.empty_like(q), q.new_empty((2, query_heads), dtype=torch.float32)
-    made.run(q, k, k, into, scale=1.0, logit_cap=0.0)
+    prefill.run(q, k, k, into, scale=1.0, logit_cap=0.0)

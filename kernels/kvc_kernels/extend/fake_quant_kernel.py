@@ -11,7 +11,7 @@ from ..layout import BF16, Format
 from ..store import PageStore
 
 INTERPRET = triton.knobs.runtime.interpret
-HELD = 16384  # key elements per CTA: 64 registers per thread
+CTA_ELEMENTS = 16384  # key elements per CTA: 64 registers per thread
 V_STEP = 64  # tokens per CTA of values
 
 
@@ -60,7 +60,7 @@ def _keys(
         raw = tl.load(rows[:, None] + d[None, :], mask=live[:, None], other=0.0)
         if exact >= 0:
             at = out + ((exact * P + t0 + t) * (H * D))[:, None] + d[None, :]
-            # What lies behind a block's tokens may spell NaN.
+            # Bytes after a block's tokens may be NaN.
             tl.store(at, tl.where((t0 + t < tokens)[:, None], raw, 0.0).to(dtype), mask=live[:, None])
         x = raw.to(tl.float32)
         lo = tl.minimum(lo, tl.min(tl.where(live[:, None], x, float("inf")), 0))
@@ -119,8 +119,7 @@ def _fake_quant_kernel(
 
 
 class DenseRows:
-    """`k`, `v` `[slots, P, H, D]` in the model dtype, for one layer at a time; they grow to the most blocks of a
-    forward."""
+    """`k`, `v` `[slots, P, H, D]` in the model dtype, for one layer at a time; they grow to the largest forward."""
 
     def __init__(self, store: PageStore):
         g = store.layout
@@ -143,7 +142,7 @@ class FakeQuantRows(DenseRows):
 
     def plan(self, row_blocks: torch.Tensor, items: torch.Tensor, slots: int) -> None:
         """Plan slots: for block `row_blocks[items[i, 0], items[i, 1]]`, slot items[i, 2] takes the fake-quantized rows,
-        slot items[i, 3] the first items[i, 4] exact rows and zeros behind them; -1 is no slot. `items` int32 `[n, 8]`
+        slot items[i, 3] the first items[i, 4] exact rows and zeros after them; -1 is no slot. `items` int32 `[n, 8]`
         on the device.
         """
         self._rows, self._items, self.n = row_blocks, items, len(items)
@@ -153,9 +152,9 @@ class FakeQuantRows(DenseRows):
         store, g, fmt = self.store, self.store.layout, self.format
         if not self.n:
             return
-        plain, whole = g.page(BF16), triton.next_power_of_2(g.block_tokens)
-        k_step, v_step = min(whole, HELD // g.head_dim), min(whole, V_STEP)
-        # Without fused multiply-add, for the reference multiplies and adds one after the other.
+        plain, padded = g.page(BF16), triton.next_power_of_2(g.block_tokens)
+        k_step, v_step = min(padded, CTA_ELEMENTS // g.head_dim), min(padded, V_STEP)
+        # Without fused multiply-add, because the reference rounds the product and the sum separately.
         _fake_quant_kernel[(self.n, g.heads, 1 + triton.cdiv(g.block_tokens, v_step))](
             store.pages, store.table, self._rows, self._rows.stride(0), self._items, self.k, self.v, layer, g.layers,
             g.heads, g.head_dim, g.head_pages_bf16, g.block_tokens, g.page_bytes, plain.tokens,

@@ -14,7 +14,7 @@ from ..decode.attention import DecodeAttention
 from ..store import PageStore
 
 TIERS = (8, 16)  # query rows of a KV head per CTA; with more, a warp has too few registers
-MOST_REQUESTS = 32
+MAX_REQUESTS = 32
 
 
 class FewTokenExtend:
@@ -26,7 +26,7 @@ class FewTokenExtend:
         # By query rows; 0: one token per request. Made at once, so that no forward compiles, allocates or waits.
         self._operations = {
             rows: DecodeAttention(
-                store, max_batch=MOST_REQUESTS, max_blocks=max_blocks, query_heads=query_heads, query_rows=rows
+                store, max_batch=MAX_REQUESTS, max_blocks=max_blocks, query_heads=query_heads, query_rows=rows
             )
             for rows in (0, *TIERS)
             if rows == 0 or 2 * self.group <= rows
@@ -38,7 +38,7 @@ class FewTokenExtend:
         longest = max(extend_lens, default=0)
         return (
             (longest == 1 or 1 < longest * self.group <= TIERS[-1])
-            and len(extend_lens) <= MOST_REQUESTS
+            and len(extend_lens) <= MAX_REQUESTS
             and any(prefix_lens)
             and all(n and before % p + n <= p for before, n in zip(prefix_lens, extend_lens))
         )
@@ -50,8 +50,8 @@ class FewTokenExtend:
             starts.append(starts[-1] + n)
             request_of_query += [request] * n
         lens = [before + n for before, n in zip(prefix_lens, extend_lens)]
-        whole = upload(lens + starts + request_of_query, self.store.device)
-        lens, starts, owners = whole.split((len(lens), len(starts), len(request_of_query)))
+        lists = upload(lens + starts + request_of_query, self.store.device)
+        lens, starts, owners = lists.split((len(lens), len(starts), len(request_of_query)))
         query_rows = max(extend_lens) * self.group
         single = len(request_of_query) == len(extend_lens)
         self._operation = self._operations[0 if single else min(rows for rows in TIERS if rows >= query_rows)]

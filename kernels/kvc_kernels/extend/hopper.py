@@ -18,14 +18,14 @@ from ..common.unpack_kernel import LOG2E
 from ..store import PageStore
 
 MERGE_WARPS = 4  # rows that a CTA merges
-MOST_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
+MAX_BLOCK_TOKENS = 2048  # LISTED tiles of `extend/cuda/extend.cu`
 STAGES = 3  # unpacked tiles in flight
 # Registers of a thread that multiplies and of one that unpacks, by query rows; twice their sum is 512.
 REGISTERS = {256: (208, 48), 128: (168, 88)}
-FEW_ROWS = 64  # query rows at most of `extend/cuda/few.cu`, and those of its partial results
-FEW_TIERS = (32, 64)  # query rows that it multiplies
-FEW_REGISTERS = (232, 40)  # of a thread that multiplies and of one that copies
-FEW_PAGE_BYTES = 40 * 1024  # of a page at most, so that four fit beside its other shared memory
+FEW_ROWS = 64  # maximum query rows of `extend/cuda/few.cu`, and the rows of its partial results
+FEW_TIERS = (32, 64)  # query rows for which it is compiled
+FEW_REGISTERS = (232, 40)  # registers of a thread that multiplies and of one that copies
+FEW_PAGE_BYTES = 40 * 1024  # maximum bytes of a page, so that four fit next to its other shared memory
 
 
 class Arguments(ctypes.Structure):
@@ -55,11 +55,11 @@ def supports(store: PageStore) -> bool:
     """Whether the kernel serves this store: on Hopper, with head_dim 128 and blocks that fit its tile list."""
     if store.device.type != "cuda" or torch.cuda.get_device_capability(store.device) != (9, 0):
         return False
-    return store.layout.head_dim == 128 and store.layout.block_tokens <= MOST_BLOCK_TOKENS and available()
+    return store.layout.head_dim == 128 and store.layout.block_tokens <= MAX_BLOCK_TOKENS and available()
 
 
 def supports_few(classes: tuple[FormatClass, ...]) -> bool:
-    """Whether `extend/cuda/few.cu` knows these classes: codes of 4 and 8 bits, and rows in the model's dtype."""
+    """Whether `extend/cuda/few.cu` serves these classes: codes of 4 and 8 bits, and rows in the model's dtype."""
     packed = [c for c in classes if c.key_bits < 16]
     return all(c.key_bits in (4, 8) and c.value_bits in (4, 8) and c.used_bytes <= FEW_PAGE_BYTES for c in packed)
 
@@ -93,8 +93,8 @@ def _kernels(source: str, text: str, device: torch.device) -> tuple[Kernel, Kern
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy whose rows begin at multiples of 16 bytes, which the kernel requires."""
-    whole = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-    return x if whole else x.contiguous()
+    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    return x if aligned else x.contiguous()
 
 
 class HopperExtend:

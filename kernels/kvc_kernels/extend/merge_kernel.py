@@ -41,11 +41,11 @@ def merge_splits_kernel(
         acc = acc * a[:, None] + o * b[:, None]
         l = l * a + b
         m = mn
-    some = tl.where(l > 0, l, 1.0)
-    x = acc / some[:, None]
+    divisor = tl.where(l > 0, l, 1.0)
+    x = acc / divisor[:, None]
     tl.store(out + place[:, None] * D + d[None, :], x.to(out.dtype.element_ty), mask=valid[:, None])
     if LSE:
-        tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(some), NEG), mask=valid)
+        tl.store(out_lse + place, tl.where(l > 0, m + tl.log2(divisor), NEG), mask=valid)
 
 
 # Slices of requests begin at any address; specializing on alignment would compile one kernel for each.

@@ -18,8 +18,8 @@ MORE_ROUNDS = 3  # rounds of CTAs that KV splits may add; bounds the partial res
 
 
 def last_end(works: list[tuple[int, int]], programs: int) -> int:
-    """Time at which all work has ended, if `programs` CTAs run at a time and each free place goes to the longest work
-    left. `works`: (duration, number of CTAs with it).
+    """Time at which all work has ended, if `programs` CTAs run at a time and the longest remaining work starts first.
+    `works`: (duration, number of CTAs with it).
     """
     ends = [0] * programs
     for duration, n in sorted(works, reverse=True):
@@ -29,33 +29,33 @@ def last_end(works: list[tuple[int, int]], programs: int) -> int:
 
 
 def cut_prefixes(blocks: list[int], tiles: list[int], programs: int, start: int = 0) -> int:
-    """Blocks per KV split that end all splits of all prefixes earliest; the last split of a prefix has the rest.
+    """Blocks per KV split with which all splits of all prefixes end earliest; the last split of a prefix has the rest.
 
     `blocks[B]`: blocks of each request. `tiles[B]`: CTAs per split (query tiles times KV heads). `programs`: CTAs that
     run at a time. `start`: blocks that take as long as the fixed cost of a CTA. A shorter last split can fill a GPU
     that equal splits leave idle: 16 splits of each of 8 heads occupy 128 of 132 multiprocessors; with a 17th of half
     the length, two of which share one place, all are busy.
     """
-    whole, limit = max([1, *blocks]), sum(tiles) + MORE_ROUNDS * programs
+    longest, limit = max([1, *blocks]), sum(tiles) + MORE_ROUNDS * programs
 
-    def end(most: int) -> int:
-        full = [(most + start, b // most * t) for b, t in zip(blocks, tiles)]
-        rest = [(b % most + start, t) for b, t in zip(blocks, tiles) if b % most or not b]
+    def end(size: int) -> int:
+        full = [(size + start, b // size * t) for b, t in zip(blocks, tiles)]
+        rest = [(b % size + start, t) for b, t in zip(blocks, tiles) if b % size or not b]
         return last_end(full + rest, programs)
 
-    tries = {-(-whole // k) for k in (2, 3, 4, 5, 6, 8)}
-    most = max(1, -(-sum(b * t for b, t in zip(blocks, tiles)) // programs))
-    while most < whole:
-        tries.add(most)
-        most += 1 + most // 100
-    best, earliest = whole, end(whole)
-    for most in sorted(tries):
-        if most + start >= earliest:
+    candidates = {-(-longest // k) for k in (2, 3, 4, 5, 6, 8)}
+    size = max(1, -(-sum(b * t for b, t in zip(blocks, tiles)) // programs))
+    while size < longest:
+        candidates.add(size)
+        size += 1 + size // 100
+    best, earliest = longest, end(longest)
+    for size in sorted(candidates):
+        if size + start >= earliest:
             break
-        if sum(t * max(1, -(-b // most)) for b, t in zip(blocks, tiles)) <= limit:
-            now = end(most)
+        if sum(t * max(1, -(-b // size)) for b, t in zip(blocks, tiles)) <= limit:
+            now = end(size)
             if now < 0.99 * earliest:
-                best, earliest = most, now
+                best, earliest = size, now
     return best
 
 
@@ -67,7 +67,7 @@ class ExtendPlan:
     | `lists`  | int64 `[B, C, NB]`   | prefix blocks of a request by class: block << 32 | tokens                   |
     | `sizes`  | int32 `[B, C]`       | lengths of the lists                                                        |
     | `items`  | int32 `[n, 8]`       | request, first query, first row, end row, from, to, of, slot or -1          |
-    | `merges`  | int32 `[n, 5]`       | first query, first row, end row, first slot, slots of a query tile          |
+    | `merges` | int32 `[n, 5]`       | first query, first row, end row, first slot, slots of a query tile          |
 
     A row is new token * group + query head of the group. An item is one query tile and one KV split: of each list, the
     share between `from` and `to` of `of` blocks. The split from 0 begins with the new tokens, unless another engine
@@ -94,23 +94,23 @@ class ExtendPlan:
         skip_full: list[bool] | None = None,
     ) -> None:
         """Lengths on the host, `row_blocks` int32 `[B, NB]` on the device. `rows` of a query tile; `programs`: CTAs
-        that the device runs at a time; `new_tokens`: new tokens among themselves are part of the items. `skip_full[B]`:
-        leave out full uncompressed blocks of the prefix.
+        that the device runs at a time; `new_tokens`: items include the attention of new tokens to themselves.
+        `skip_full[B]`: skip full uncompressed blocks of the prefix.
         """
         store, p = self.store, self.store.layout.block_tokens
         tiles = [-(-n * self.group // rows) for n in extend_lens]
         blocks = [-(-n // p) if t else 0 for n, t in zip(prefix_lens, tiles)]
         # Without a prefix there is nothing to cut; else a tile sees about half of the new tokens.
         sees = [b + -(-n // (p * min(t, 2))) if new_tokens and b else b for b, n, t in zip(blocks, extend_lens, tiles)]
-        most = cut_prefixes(sees, [t * store.layout.heads for t in tiles], programs, -(-START_TOKENS // p))
+        size = cut_prefixes(sees, [t * store.layout.heads for t in tiles], programs, -(-START_TOKENS // p))
         items, merges, slots, start = [], [], 0, 0
-        for r, (new, n, parts) in enumerate(zip(extend_lens, blocks, [-(-s // most) or 1 for s in sees])):
+        for r, (new, n, parts) in enumerate(zip(extend_lens, blocks, [-(-s // size) or 1 for s in sees])):
             end = new * self.group
             for first in range(0, end, rows):
                 if parts > 1:
                     merges.append((start, first, end, slots, parts))
                 of = n + (-(-min(first + rows, end) // (self.group * p)) if new_tokens else 0)
-                borders = [min(i * most, of) for i in range(parts)] + [of]
+                borders = [min(i * size, of) for i in range(parts)] + [of]
                 for i, (lo, hi) in enumerate(pairwise(borders)):
                     items.append((r, start, first, end, lo, hi, max(of, 1), slots + i if parts > 1 else -1))
                 slots += parts if parts > 1 else 0
@@ -120,9 +120,9 @@ class ExtendPlan:
         self.most_rows = max(extend_lens, default=0) * self.group
         flat = [x for row in items for x in row] + [x for row in merges for x in row] + list(prefix_lens)
         flat += [int(x) for x in skip_full or [False] * len(prefix_lens)]
-        whole = upload(flat, store.device)
+        lists = upload(flat, store.device)
         n = len(prefix_lens)
-        self.items, self.merges, lens, skip = whole.split((8 * len(items), 5 * len(merges), n, n))
+        self.items, self.merges, lens, skip = lists.split((8 * len(items), 5 * len(merges), n, n))
         self.max_blocks = max(self.max_blocks, triton.next_power_of_2(row_blocks.shape[1]))
         nc = len(self.classes)
         self.lists = torch.empty((len(tiles), nc, self.max_blocks), dtype=torch.int64, device=store.device)

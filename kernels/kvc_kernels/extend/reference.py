@@ -39,9 +39,9 @@ def extend_attention(
     Row j of request i has position prefix_lens[i] + j and sees all tokens up to its own. The new K/V are already
     appended to uncompressed blocks. The remaining arguments are those of `decode_attention`.
 
-    `fake_quant_format[i]` is the format in which every block of request i will be packed whole. A query then sees
-    earlier blocks fake-quantized and its own block exact, so a token's output depends on the tokens before it alone:
-    neither on which of them were cached nor on how the prompt was cut into chunks.
+    `fake_quant_format[i]` is the one format in which all tokens of each block of request i will be packed. A query
+    then sees earlier blocks fake-quantized and its own block exact, so a token's output depends on the tokens before it
+    alone: neither on which of them were cached nor on how the prompt was cut into chunks.
     """
     prefixes = prefix_lens.tolist() if isinstance(prefix_lens, torch.Tensor) else prefix_lens
     p = store.layout.block_tokens
@@ -144,8 +144,8 @@ def _extend_fake_quant(
     the fake-quantized blocks.
     """
     p, new, slots = store.layout.block_tokens, q.shape[0], k.shape[1]
-    whole = (slots - base) // p
-    plain = (x[:, base : base + whole * p].unflatten(1, (whole, p)) for x in (k, v))
+    full = (slots - base) // p
+    plain = (x[:, base : base + full * p].unflatten(1, (full, p)) for x in (k, v))
     stored = fake_quantize(store.layout, fmt, *plain)
     query, out, done = q.movedim(0, 1), torch.empty_like(q), 0
     for j in range(-(-(slots - base) // p)):
@@ -156,7 +156,7 @@ def _extend_fake_quant(
             o = _masked(query[:, done : done + rows], k[:, seen], v[:, seen], None, scale, logit_cap, window)
             out[done : done + rows] = o.movedim(1, 0)
             done += rows
-        if j < whole:
+        if j < full:
             k[:, begin:end], v[:, begin:end] = (x[:, j].to(q.dtype) for x in stored)
     return out
 

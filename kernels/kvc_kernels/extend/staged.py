@@ -74,11 +74,11 @@ class Groups:
     def lists(self) -> tuple[list[np.ndarray], list[int], list[tuple[int, ...]]]:
         """Slots of each group's staged and own blocks, tokens in its last one, and the items of `FakeQuantRows`.
 
-        A group's own blocks hold its new tokens, and cached ones before them; their slots are behind the staged ones.
+        A group's own blocks hold its new tokens and cached ones before them; their slots follow the staged ones.
         The slots of a long prompt grow with its square, so they are int32 arrays.
         """
         slots, last, at = [], [], len(self.staged)
-        every = np.arange(at + sum(n // self.p + 2 for n in self.tokens), dtype=np.int32)
+        all_slots = np.arange(at + sum(n // self.p + 2 for n in self.tokens), dtype=np.int32)
         places = {x: [*x, slot, -1, self.p] for slot, x in enumerate(self.staged)}
         for r, tokens, begin, first, count in zip(self.request, self.tokens, self.begin, self.first, self.count):
             end = begin + tokens
@@ -86,14 +86,14 @@ class Groups:
             for j in new_blocks:
                 item = places.setdefault((r, j), [r, j, -1, -1, 0])
                 item[3:] = at + j - new_blocks.start, min(self.p, end - j * self.p)
-            slots.append(np.concatenate((every[first : first + count], every[at : at + len(new_blocks)])))
+            slots.append(np.concatenate((all_slots[first : first + count], all_slots[at : at + len(new_blocks)])))
             last.append(end - new_blocks[-1] * self.p)
             at += len(new_blocks)
         return slots, last, [tuple(x) for x in places.values()]
 
     def runs(self) -> tuple[list[int], list[int], list[int]]:
-        """(request, tokens before its first own block, new tokens) of each request: the reads from pages that are left
-        if own blocks have slots."""
+        """(request, tokens before its first own block, new tokens) of each request: the remaining reads from pages if
+        own blocks have slots."""
         request, prefix, tokens = [], [], []
         for r, n, begin in zip(self.request, self.tokens, self.begin):
             if request and request[-1] == r:
@@ -129,7 +129,7 @@ class StagedExtend:
         waiting: list[list[int]] | None,
         formats: list[Format | None] | None = None,
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Reads from pages that are left: block table int32 `[B', NB]`, prefix and new tokens `[B']` of runs of new
+        """The remaining reads from pages: block table int32 `[B', NB]`, prefix and new tokens `[B']` of runs of new
         tokens. Does not sync.
 
         Sets `skips[B']`: whether full uncompressed blocks of a run are staged, hence not read from pages; `waits[B']`:
@@ -154,10 +154,10 @@ class StagedExtend:
         self.skips = [not (exact and exact[r]) for r in request]
         self.waits = [waiting[r] if waiting and skips else [] for r, skips in zip(request, self.skips)]
         sees = [x for pair in zip(groups.first, groups.count) for x in pair]
-        # Rows of eight come first: behind anything else their alignment would vary, and with it the compiled kernel.
+        # Rows of eight come first, so that their alignment, and with it the compiled kernel, does not vary.
         flat = [x for item in items for x in (*item, 0, 0, 0)]
-        whole = upload(flat + sees + request, self.store.device)
-        flat, sees, index = whole.split((len(flat), len(sees), len(request)))
+        lists = upload(flat + sees + request, self.store.device)
+        flat, sees, index = lists.split((len(flat), len(sees), len(request)))
         self.sees = sees.view(-1, 2)
         self.rows.plan(row_blocks, flat.view(-1, 8), slots)
         n = sum(tokens)

@@ -1,4 +1,4 @@
-"""Blocks of any format back as dense rows, for kernels that read nothing else: one launch a layer."""
+"""Blocks of any format unpacked to dense rows, for kernels that read only those: one launch per layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .body_kernel import locate
 from .fake_quant_kernel import round_to
 
 INTERPRET = triton.knobs.runtime.interpret
-TILE = 64  # tokens a program
+TILE = 64  # tokens per program
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _unpack_kernel(
 ):
     """grid (n, H, P / N): rows of N tokens of one head of one block into its slot of k_out, v_out `[slots, P, H, D]`.
 
-    items int32 `[.., 4]` from entry `first` on: row of row_blocks, place in it, slot, tokens of the block (zeros behind
+    items int32 `[.., 4]` from entry `first` on: row of row_blocks, place in it, slot, tokens of the block (zeros after
     them). class_of_format int32 `[formats]`: index in CLASSES of the format of all tokens of such a block.
     """
     i = tl.program_id(0)
@@ -82,11 +82,11 @@ def _unpack_kernel(
                 base, slot = locate(pages, table + head * E, page_bytes, t0, P, t, CLASSES[c][TOKENS], 1, 1)
                 row = base.to(tl.pointer_type(k_out.dtype.element_ty)) + slot * D
                 d = tl.arange(0, D)
-                # What lies behind a block's tokens may spell NaN.
-                held = t0 + t < tl.load(item + 3)
-                x = tl.load(row[:, None] + d[None, :], mask=held[:, None], other=0.0)
+                # Bytes after a block's tokens may be NaN.
+                stored = t0 + t < tl.load(item + 3)
+                x = tl.load(row[:, None] + d[None, :], mask=stored[:, None], other=0.0)
                 tl.store((k_out + to)[:, None] + d[None, :], x, mask=live[:, None])
-                x = tl.load((row + CLASSES[c][VALUE_CODES] // 2)[:, None] + d[None, :], mask=held[:, None], other=0.0)
+                x = tl.load((row + CLASSES[c][VALUE_CODES] // 2)[:, None] + d[None, :], mask=stored[:, None], other=0.0)
                 tl.store((v_out + to)[:, None] + d[None, :], x, mask=live[:, None])
             else:
                 base, slot = locate(pages, table + head * E, page_bytes, t0, P, t, CLASSES[c][TOKENS], 1, 16)
@@ -105,8 +105,8 @@ class UnpackedRows:
     def __init__(self, store: PageStore):
         self.store, self.classes = store, format_classes(store)
         by_format = [(c.key_bits, c.value_bits, c.side) for c in self.classes]
-        found = [by_format.index((r.high.key_bits, r.high.value_bits, 0)) for r in store.block_formats]
-        self.class_of_format = torch.tensor(found, dtype=torch.int32, device=store.device)
+        classes = [by_format.index((r.high.key_bits, r.high.value_bits, 0)) for r in store.block_formats]
+        self.class_of_format = torch.tensor(classes, dtype=torch.int32, device=store.device)
 
     def fill(self, layer: int, row_blocks: torch.Tensor, items: torch.Tensor, first: int, n: int, k, v) -> None:
         """`items[first : first + n]` of one layer into `k`, `v` `[slots, P, H, D]`; for both see `_unpack_kernel`."""

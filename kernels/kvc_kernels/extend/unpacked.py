@@ -15,8 +15,8 @@ from .merge_kernel import merge_states
 from .unpack_rows_kernel import UnpackedRows
 
 PASS_TOKENS = 16384
-LEAST_NEW, LEAST_PREFIX = 512, 2048  # below, the Triton kernel over packed pages is as fast
-MOST_PLANS = 8  # plans of the library per forward: one for each (new tokens, blocks) of a pass
+MIN_NEW, MIN_PREFIX = 512, 2048  # with fewer tokens, the Triton kernel over packed pages is as fast
+MAX_PLANS = 8  # plans of the library per forward: one for each (new tokens, blocks) of a pass
 
 
 class UnpackedPrefix:
@@ -53,7 +53,7 @@ class UnpackedPrefix:
         p, items, passes, start = self.store.layout.block_tokens, [], [], 0
         for r, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
             if prefix and new:
-                if prefix % p or prefix < LEAST_PREFIX or new < LEAST_NEW:
+                if prefix % p or prefix < MIN_PREFIX or new < MIN_NEW:
                     return False
                 skipped = set(skip[r]) if skip else ()
                 places = [j for j in range(prefix // p) if j not in skipped]
@@ -63,7 +63,7 @@ class UnpackedPrefix:
                     items += [(r, j, slot, p) for slot, j in enumerate(in_pass)]
             start += new
         shapes = sorted({(new, n) for _, new, _, n in passes})
-        if not passes or len(shapes) > MOST_PLANS:
+        if not passes or len(shapes) > MAX_PLANS:
             return False
         self._items, self._blocks, self._passes = upload(items, self.store.device), row_blocks, passes
         while len(self.prefills) < len(shapes):

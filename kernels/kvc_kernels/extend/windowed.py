@@ -1,11 +1,11 @@
 """Prefill of layers with a sliding window: the blocks in the window are staged as dense rows, then attended to.
 
-A query sees its own token and `window` tokens before it, so a forward reads few blocks beside its own, for any length
+A query sees its own token and `window` tokens before it, so a forward reads few blocks besides its own, for any length
 of the prefix. They are unpacked into *slots* of one block each, and the new tokens' own blocks are copied there. One
 causal call over lists of slots does the attention: of a prefill library, or `window_kernel` without one.
 
 A *run* is new tokens that share a list. With fake-quantized history it is the new tokens of one block, and each block
-has a fake-quantized slot for the queries behind it and an exact one for its own. Else it is all new tokens of a
+has a fake-quantized slot for the queries after it and an exact one for its own. Else it is all new tokens of a
 request. Formats must keep every token of a block: a window counts positions.
 """
 
@@ -44,7 +44,7 @@ class Pass:
     size: int = 0  # slots taken
 
     def add(self, request: int, prefix: int, new: int, waiting: list[int], fake_quantized: bool) -> None:
-        """`new` tokens behind `prefix`; places in `waiting` are full blocks of the prefix that are uncompressed."""
+        """`new` tokens after `prefix`; places in `waiting` are full blocks of the prefix that are uncompressed."""
         p, end, at = self.p, prefix + new, self.size
         lo, first, stop = max(0, prefix - self.window) // p, prefix // p, -(-end // p)
         at -= lo  # the slot of the block at place j is at + j
@@ -91,15 +91,15 @@ def cut(
     *,
     p: int,
     window: int,
-    most: int,
+    max_slots: int,
 ) -> list[Pass]:
-    """Passes of at most `most` slots each, or of one request."""
+    """Passes of at most `max_slots` slots each, or of one request."""
     out = [Pass(p, window)]
     for r, (prefix, new) in enumerate(zip(prefix_lens, extend_lens)):
         if not new:
             continue
         needs = (prefix + new) // p + 1 - max(0, prefix - window) // p + (new // p + 1) * fake_quantized[r]
-        if out[-1].size and out[-1].size + needs > most:
+        if out[-1].size and out[-1].size + needs > max_slots:
             out.append(Pass(p, window))
         out[-1].add(r, prefix, new, waiting[r] if waiting else [], fake_quantized[r])
     return [x for x in out if x.tokens]
@@ -127,7 +127,7 @@ class WindowedExtend:
             raise ValueError("windows need blocks that keep every token in one format")
         self.store, self.window, self.query_heads = store, window, query_heads
         self.fake_quant_format = fake_quant_format
-        self.most = max(1, pass_tokens // g.block_tokens)
+        self.max_slots = max(1, pass_tokens // g.block_tokens)
         self.staged = DenseRows(store) if fake_quant_format is None else FakeQuantRows(store, fake_quant_format)
         self.unpacked = UnpackedRows(store)
         first = paged_prefill(ragged, store.device, g.block_tokens, window=window)
@@ -148,16 +148,18 @@ class WindowedExtend:
         store, p = self.store, self.store.layout.block_tokens
         fmt = self.fake_quant_format
         fake_quantized = [fmt is not None and (not formats or formats[r] is fmt) for r in range(len(extend_lens))]
-        self.passes = cut(prefix_lens, extend_lens, waiting, fake_quantized, p=p, window=self.window, most=self.most)
+        self.passes = cut(
+            prefix_lens, extend_lens, waiting, fake_quantized, p=p, window=self.window, max_slots=self.max_slots
+        )
         self.row_blocks = row_blocks
         tiles = [[] if self.prefills else x.tiles(self.query_heads // store.layout.heads, ROWS) for x in self.passes]
         lists = [[] if self.prefills else [s for slots in x.slots for s in slots] for x in self.passes]
-        # Rows of eight come first: behind anything else their alignment would vary, and with it the compiled kernel.
+        # Rows of eight come first, so that their alignment, and with it the compiled kernel, does not vary.
         parts = [[(*i, 0, 0, 0) for i in x.rows] for x in self.passes], tiles, [x.pages for x in self.passes]
         flat = [n for part in parts for items in part for item in items for n in item]
-        whole = upload(flat + [slot for slots in lists for slot in slots], store.device)
+        uploaded = upload(flat + [slot for slots in lists for slot in slots], store.device)
         widths = [*(8 * len(x) for x in (*parts[0], *tiles)), *(4 * len(x) for x in parts[2]), *map(len, lists)]
-        cuts, n = whole.split(widths), len(self.passes)
+        cuts, n = uploaded.split(widths), len(self.passes)
         self.items = list(zip(cuts[:n], cuts[n : 2 * n], cuts[2 * n : 3 * n], cuts[3 * n :]))
         if self.prefills:
             while len(self.prefills) < n:

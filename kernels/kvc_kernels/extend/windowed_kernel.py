@@ -26,7 +26,7 @@ def window_kernel(
     start = tl.load(item)
     row0 = tl.load(item + 1)
     rows = tl.load(item + 2)
-    mine = slots + tl.load(item + 3)
+    run_slots = slots + tl.load(item + 3)
     keys = tl.load(item + 4)
     row = row0 + tl.arange(0, BM)
     valid = row < rows
@@ -46,7 +46,7 @@ def window_kernel(
     first = tl.maximum(old + row0 // G - WINDOW, 0) // TILE * TILE
     last = old + (tl.minimum(row0 + BM, rows) + G - 1) // G
     for t0 in tl.range(first, last, TILE, num_stages=STAGES):
-        slot = tl.load(mine + t0 // P).to(tl.int64)
+        slot = tl.load(run_slots + t0 // P).to(tl.int64)
         at = ((slot * P + t0 % P + t) * H + h) * D
         key = t0 + t
         live = key < last
@@ -57,7 +57,7 @@ def window_kernel(
         ok = (key[None, :] <= place[:, None]) & (key[None, :] >= place[:, None] - WINDOW)
         acc, m, l = add_dense(acc, m, l, query[0], kt, values, ok, scale, cap, CAPPED, ASM)
     to = (token * (H * G) + hq) * D
-    some = tl.where(l > 0, l, 1.0)
+    divisor = tl.where(l > 0, l, 1.0)
     for j in tl.static_range(D // WIDTH):
-        x = (acc[j] / some[:, None]).to(out.dtype.element_ty)
+        x = (acc[j] / divisor[:, None]).to(out.dtype.element_ty)
         tl.store(out + to[:, None] + (j * WIDTH + w)[None, :], x, mask=valid[:, None])

@@ -48,7 +48,7 @@ def load_dense(
     """K, V fp32 `[n, H, P, D]` and tier int8 `[n, H, P]` (2 high, 1 low, 0 pruned) of `blocks[n]` of one layer.
 
     Pruned tokens read as 0. Layouts without scores store no positions: their tokens come in stored order (high, then
-    low), with tier 0 behind them. Slots of an open bf16 block that were never written are undefined. A known common
+    low), with tier 0 after them. Slots of an open bf16 block that were never written are undefined. A known common
     `format_id` of all blocks avoids the read on the host.
     """
     g = store.layout

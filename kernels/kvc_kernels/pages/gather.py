@@ -7,6 +7,7 @@ and hold the request's last tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from ..common.bits import bf16_rows, key_bytes, segment, unpack_features, value_
 from ..common.softmax import softmax
 from ..layout import BF16, BlockFormat, PageLayout
 from ..store import SCRATCH_PAGE, PageStore
+
+Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -44,14 +47,15 @@ class PlainPart:
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k.to(dtype), self.v.to(dtype)
 
-    def add_scores(self, store: PageStore, scores: torch.Tensor, worst: bool = False) -> None:
-        """Add fp32 `[H, S]` to the scores of the slots; `worst`: keep the larger of both."""
+    def add_scores(self, store: PageStore, scores: torch.Tensor, merge: Merge | None = None) -> None:
+        """Add fp32 `[H, S]` to the scores of the slots. `merge(before, scores)` gives the new scores in place of sums.
+        """
         heads, blocks, entries = self.ids.shape
         full = scores.new_zeros((heads, blocks * self.block_tokens))
         full[:, : self.slots] = scores
         padded = scores.new_zeros((heads, blocks, entries * self.page.tokens))
         padded[..., : self.block_tokens] = full.view(heads, blocks, -1)
-        _add_scores(store, self.page, self.ids, padded, worst)
+        _add_scores(store, self.page, self.ids, padded, merge)
 
 
 @dataclass
@@ -102,7 +106,7 @@ class PackedPart:
         flat, p = p, p.reshape(heads, group, -1, t).transpose(1, 2)  # [H, N, G, T] with N pages of all blocks
         meta = value_meta(self.page, self.raw).flatten(1, 2).float()  # [H, N, groups, 2, T]
         if self.valid is not None:
-            # Slots behind a head's tokens may lie in the scratch page, whose bytes may be NaN.
+            # Slots after a head's tokens may lie in the scratch page, whose bytes may be NaN.
             meta = meta.masked_fill(~self.valid.view(heads, -1, 1, 1, t), 0)
         packed = value_bytes(self.page, self.raw).flatten(1, 2)  # [H, N, D*bits/8, T]
         width, groups = self.page.value_row_bytes, self.page.value_groups
@@ -132,14 +136,14 @@ class PackedPart:
         empty = ~self.valid.unsqueeze(-1)
         return k.masked_fill_(empty, 0), v.masked_fill_(empty, 0)
 
-    def add_scores(self, store: PageStore, scores: torch.Tensor, worst: bool = False) -> None:
+    def add_scores(self, store: PageStore, scores: torch.Tensor, merge: Merge | None = None) -> None:
         """As in `PlainPart`; S as in `logits` or as in `dense`."""
         heads, blocks, pages = self.ids.shape
         if scores.shape[1] != self.slots:
             padded = scores.new_zeros((heads, blocks, pages * self.page.tokens))
             padded[..., : self.count] = scores.view(heads, blocks, -1)
             scores = padded
-        _add_scores(store, self.page, self.ids, scores, worst)
+        _add_scores(store, self.page, self.ids, scores, merge)
 
 
 Part = PlainPart | PackedPart
@@ -155,11 +159,13 @@ def _field(packed: torch.Tensor, bits: int, j: int) -> torch.Tensor:
     return field.float(memory_format=torch.contiguous_format)
 
 
-def _add_scores(store: PageStore, page: PageLayout, ids: torch.Tensor, scores: torch.Tensor, worst: bool) -> None:
+def _add_scores(
+    store: PageStore, page: PageLayout, ids: torch.Tensor, scores: torch.Tensor, merge: Merge | None
+) -> None:
     words = segment(page, store.pages, "scores", torch.float32)
     ids, scores = ids.flatten(), scores.reshape(-1, page.tokens)
-    if worst:  # the scratch page may occur more than once, and nothing reads it
-        words[ids] = torch.maximum(words[ids], scores)
+    if merge is not None:  # the scratch page may occur more than once, and nothing reads it
+        words[ids] = merge(words[ids], scores)
     else:
         words.index_add_(0, ids, scores)
 
@@ -178,7 +184,7 @@ def _plain(store: PageStore, layer: int, blocks: torch.Tensor, tokens: int) -> P
 
 
 def _packed(store: PageStore, layer: int, blocks: torch.Tensor, block_format: BlockFormat) -> list[PackedPart]:
-    """Both tiers of `blocks[nb]`, all at `block_format`. A tier without tokens is left out."""
+    """Both tiers of `blocks[nb]`, all at `block_format`, without tiers that hold no tokens."""
     g, out = store.layout, []
     table = store.table[blocks, layer].transpose(0, 1).long()
     counts = store.counts[blocks, layer].permute(2, 1, 0).long()  # [2, H, nb]

@@ -2,7 +2,7 @@
 
 A row is one head of one layer of one block. Ring, table, counts and storage formats end up as `reference` and `compact`
 leave them, page for page. Taking and returning share a launch: at most n - 1 of the ring's n slots are in use, free or
-owed to a live row, so a push behind the tail never reaches a pop at the head.
+owed to a live row, so a push after the tail never reaches a pop at the head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..store import PageStore
 class Exchange(NamedTuple):
     """Pages taken and returned by m rows; E entries per table row. A release has neither `ids` nor `old`."""
 
-    ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 behind them
+    ids: torch.Tensor | None  # int32 [m, E]: pages taken, high then low, page 0 after them
     page_counts: torch.Tensor  # int64 [4, m]: number of pages taken, high and low, and returned, high and low
     old: torch.Tensor | None  # int32 [m, E]: the table rows before
     pages: torch.Tensor  # int32 [n]: pages of each block afterwards
@@ -112,8 +112,8 @@ def _exchange_kernel(
     given = inside & ((e < old_high) | (back < old_low))
     place = tl.where(e < old_high, e, old_high + back)
     taken = tl.load(ends + m - 1)
-    behind = tl.load(cursor + 1) + tl.load(ends + m + row) - tl.load(need + m + row) - taken
-    tl.store(ring + (behind + place) % size, old, mask=given)
+    push_start = tl.load(cursor + 1) + tl.load(ends + m + row) - tl.load(need + m + row) - taken
+    tl.store(ring + (push_start + place) % size, old, mask=given)
     fresh = tl.zeros([EP], tl.int32)
     if GETS:
         tl.store(old_rows + row * E + e, old, mask=inside)
@@ -180,7 +180,7 @@ def _constants(layout: PoolLayout) -> tuple[int, int, int]:
 
 
 def _swap_constants(store: PageStore, format_id: int) -> tuple:
-    """Those of `_constants`, rows rounded up to a power of two, and what the count kernel knows of block formats."""
+    """Those of `_constants`, rows rounded up to a power of two, and the count kernel's data of the block formats."""
     if (known := store.launch_constants.get(("swap", format_id))) is None:
         layout, p = store.layout, store.layout.block_tokens
         rows, entries, padded = _constants(layout)

@@ -19,7 +19,7 @@ def _starts(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def take_pages(store: PageStore, counts: torch.Tensor) -> torch.Tensor:
-    """Pop `counts[m]` pages for m rows, in row order. Returns int32 ids `[m, E]`, page 0 behind each row's count."""
+    """Pop `counts[m]` pages for m rows, in row order. Returns int32 ids `[m, E]`, page 0 after each row's count."""
     if not counts.numel():
         return store.ring.new_zeros((0, store.layout.head_pages_bf16))
     starts, total = _starts(counts)
@@ -38,7 +38,7 @@ def return_pages(store: PageStore, ids: torch.Tensor, counts: torch.Tensor) -> N
     tail = store.cursor[1]
     j = torch.arange(ids.shape[1], device=store.device)
     # Page 0 never enters the ring, so at most n-1 of its n slots are in use. The slot at the new tail is free and takes
-    # the entries behind the counts, which keeps all shapes independent of the data.
+    # the entries after the counts, which keeps all shapes independent of the data.
     at = torch.where(j < counts.unsqueeze(-1), tail + starts.unsqueeze(-1) + j, tail + total)
     store.ring[at % store.ring.numel()] = ids.to(torch.int32)
     store.cursor[1] += total

@@ -15,10 +15,10 @@ HIGH, LOW, PRUNED = 2, 1, 0
 
 
 class TierSlots(NamedTuple):
-    """Slots of one tier of m heads; S = pages * T, with the pages that a whole block needs at most."""
+    """Slots of one tier of m heads; S = pages * T, with the maximum pages of a block."""
 
     page: PageLayout
-    ids: torch.Tensor  # int64 [m, pages], page 0 behind the head's last page
+    ids: torch.Tensor  # int64 [m, pages], page 0 after the head's last page
     valid: torch.Tensor  # bool [m, S]
     positions: torch.Tensor  # int64 [m, S]: token index within the block; undefined where not valid
 

@@ -85,7 +85,7 @@ def take_stored(store: PageStore, blocks: torch.Tensor, format_id: int, counts: 
 
 
 def write_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, places: Places) -> None:
-    """Write `blocks[n]` (taken, full), with their `places`, to uint8 `records` `[n, bytes]`. Bytes behind the pages
+    """Write `blocks[n]` (taken, full), with their `places`, to uint8 `records` `[n, bytes]`. Bytes after the pages
     stay unchanged."""
     blocks = blocks.long()
     write_meta(store, blocks, records)
@@ -102,7 +102,7 @@ def read_records(store: PageStore, blocks: torch.Tensor, records: torch.Tensor, 
 
 
 def _pages(store: PageStore, records: torch.Tensor) -> torch.Tensor:
-    """View of as many pages as fit behind the other segments of `records`, uint8 `[n, pages, page_bytes]`."""
+    """View of as many pages as fit after the other segments of `records`, uint8 `[n, pages, page_bytes]`."""
     at, size = RecordLayout(store.layout).offsets["pages"], store.layout.page_bytes
     room = (records.shape[1] - at) // size
     return records[:, at : at + room * size].unflatten(1, (room, -1))

@@ -28,8 +28,8 @@ def note_kernel(
     if end // STRIDE > first // STRIDE:
         for at in range(0, end // P, PLACES):
             j = at + tl.arange(0, PLACES)
-            behind = (j + 1) * P
-            n = (end // STRIDE - tl.maximum(first, behind) // STRIDE) * STRIDE
+            block_end = (j + 1) * P
+            n = (end // STRIDE - tl.maximum(first, block_end) // STRIDE) * STRIDE
             block = tl.load(row_blocks + r * row_stride + j, mask=n > 0, other=0)
             tl.atomic_add(query_counts + block, n, mask=n > 0, sem="relaxed")
 

@@ -20,10 +20,12 @@ from ..common.unpack_kernel import CODE_UNIT, LOG2E, capped, nested
 from ..decode.body_kernel import _page_pointers, _spread
 from ..extend.body_kernel import locate
 from ..store import PageStore
+from .recurrence import INTERVAL_BITS, LATEST, LONGEST, SEEN
 from .reference import ScoreSampling
 
 INTERPRET = triton.knobs.runtime.interpret
 PLAIN_TILE = 16  # uncompressed tokens per iteration
+_INTERVAL_BITS, _LATEST, _LONGEST, _SEEN = (tl.constexpr(x) for x in (INTERVAL_BITS, LATEST, LONGEST, SEEN))
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,32 @@ def _paid(x, b, c, lse, cap, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUC
     else:
         s = x * (c * (LOG2E * EXPONENT)) + (b * (LOG2E * EXPONENT) - (lse * EXPONENT)[None, :])
     p = tl.exp2(s)
-    return tl.max(p, 1) if REDUCE == "max" or REDUCE == "worst" else tl.sum(p, 1)
+    return tl.max(p, 1) if REDUCE == "max" or REDUCE == "worst" or REDUCE == "recurrence" else tl.sum(p, 1)
 
 
 @triton.jit
-def _collected(before, paid, REDUCE: tl.constexpr, COUNTS: tl.constexpr):
-    """Scores after a query that counts COUNTS times, or once if the largest probability counts."""
-    return tl.maximum(before, paid) if REDUCE == "worst" else before + paid * COUNTS
+def recurred(words, last, TIMED: tl.constexpr):
+    """`recurrence.recurred`, `last` int32."""
+    bits = words.to(tl.int32, bitcast=True)
+    last = tl.minimum(last, _LATEST)
+    before = (bits >> _INTERVAL_BITS) & ((1 << 18) - 1)
+    interval = bits & _LONGEST
+    if TIMED:
+        distance = tl.minimum(last - before, _LONGEST)
+        interval = tl.where(bits != 0, tl.maximum(interval, distance), 0)
+    after = _SEEN | (tl.maximum(before, last) << _INTERVAL_BITS) | interval
+    return tl.where(last > 0, after, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _collected(before, paid, tokens, REDUCE: tl.constexpr, COUNTS: tl.constexpr, ALPHA: tl.constexpr):
+    """Scores after the query of a request of `tokens` tokens. A summed query counts COUNTS times."""
+    if REDUCE == "recurrence":
+        return recurred(before, tl.where(paid >= ALPHA, tokens, 0), True)
+    elif REDUCE == "worst":
+        return tl.maximum(before, paid)
+    else:
+        return before + paid * COUNTS
 
 
 @triton.jit
@@ -88,15 +109,16 @@ def _fold(x, scales, zeros, KB: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _packed_tiles(
-    q_row, lse, row, counts, header, first, pages, page_bytes, scale, cap,
+    q_row, lse, row, counts, header, first, tokens, pages, page_bytes, scale, cap,
     KB: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr, SOFF: tl.constexpr,
     SPAN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NQ: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr,
-    REDUCE: tl.constexpr, COUNTS: tl.constexpr, ASM: tl.constexpr,
+    REDUCE: tl.constexpr, COUNTS: tl.constexpr, ALPHA: tl.constexpr, ASM: tl.constexpr,
 ):
     """Add one query's probabilities, times COUNTS, to the scores of a block's packed tokens `first`, ..., TILES tiles.
 
-    `q_row`: of the first head; `lse` fp32 `[NQ]`; `row`: first table entry; `counts`: the head's tokens of this side.
+    `q_row`: of the first head; `lse` fp32 `[NQ]`; `row`: first table entry; `counts`: the head's tokens of this side;
+    `tokens`: of the request.
     All independent loads come before the first use of one of them.
     """
     DK: tl.constexpr = D * KB // 8
@@ -106,7 +128,7 @@ def _packed_tiles(
     g = tl.arange(0, NQ)
     ids = ()
     for k in tl.static_range(TILES * SPAN):
-        # Entries behind a head's pages are valid page ids, too.
+        # Entries after a head's pages are valid page ids, too.
         e = (first + k // SPAN * TILE) // T + k % SPAN
         ids = ids + (tl.load(row + (1 - 2 * SIDE) * e, mask=e * T < P, other=0),)
     count = tl.load(counts).to(tl.int32)
@@ -145,16 +167,16 @@ def _packed_tiles(
             s = tl.dot(kf[k], q[k], s)
         grid = c * (255 // ((1 << KB) - 1))
         paid = _paid(s, (b * scale)[None, :], grid, lse, cap, CAPPED, EXPONENT, REDUCE)
-        after = _collected(_materialized(before[i], ASM), paid, REDUCE, COUNTS)
+        after = _collected(_materialized(before[i], ASM), paid, tokens, REDUCE, COUNTS, ALPHA)
         tl.store(score[i], after, mask=t < count - first - i * TILE)
 
 
 @triton.jit
 def _plain_block(
-    q_row, lse, row, count, far, part, pages, page_bytes, scale, cap,
+    q_row, lse, row, count, far, tokens, part, pages, page_bytes, scale, cap,
     T: tl.constexpr, SOFF: tl.constexpr, G: tl.constexpr, D: tl.constexpr, NQ: tl.constexpr, TILE: tl.constexpr,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, EXPONENT: tl.constexpr, REDUCE: tl.constexpr, COUNTS: tl.constexpr,
-    ASM: tl.constexpr,
+    ALPHA: tl.constexpr, ASM: tl.constexpr,
 ):
     """`_packed_tiles` for an uncompressed block. The first `far` of its `count` tokens are far enough from the query.
     """
@@ -172,7 +194,7 @@ def _plain_block(
         before = tl.load(score, mask=live, other=0.0)
         s = tl.dot(k.to(q.dtype), q)
         paid = _paid(s, tl.zeros([1, NQ], tl.float32), scale, lse, cap, CAPPED, EXPONENT, REDUCE)
-        tl.store(score, _collected(before, paid, REDUCE, COUNTS), mask=live)
+        tl.store(score, _collected(before, paid, tokens, REDUCE, COUNTS, ALPHA), mask=live)
 
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
@@ -182,7 +204,7 @@ def _step_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CAPPED: tl.constexpr,
     NQ: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PLAIN_TILE: tl.constexpr, NEAREST: tl.constexpr,
-    REDUCE: tl.constexpr, EXPONENT: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
+    REDUCE: tl.constexpr, EXPONENT: tl.constexpr, STRIDE: tl.constexpr, ALPHA: tl.constexpr, ASM: tl.constexpr,
 ):
     """Any grid: programs take parts of listed blocks, head by head, until the list ends.
 
@@ -211,7 +233,7 @@ def _step_kernel(
         block_word = tl.load(listed + following)
         request_word = tl.load(listed + capacity + following)
         for r in range(first_request, last_request + 1):
-            # Requests that share a block have it in the same place. Behind a request's end, block ids are arbitrary.
+            # Requests that share a block have it in the same place. After a request's end, block ids are arbitrary.
             holds = r == first_request
             if r > first_request:
                 reaches = tl.load(requests + r * 4) > place * P
@@ -227,17 +249,19 @@ def _step_kernel(
                             start = place * P
                             _plain_block(
                                 q_row, paid, table + head * E, tl.minimum(tokens - start, P),
-                                tokens - NEAREST - start, part, pages, page_bytes, scale, cap, CLASSES[c][TOKENS],
-                                CLASSES[c][SCORES], G, D, NQ, PLAIN_TILE, PARTS, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
+                                tokens - NEAREST - start, tokens, part, pages, page_bytes, scale, cap,
+                                CLASSES[c][TOKENS], CLASSES[c][SCORES], G, D, NQ, PLAIN_TILE, PARTS, CAPPED, EXPONENT,
+                                REDUCE, STRIDE, ALPHA, ASM,
                             )
                         else:
                             # Packed blocks lie before every query, in stored order, so no token counts as near.
+                            now = tl.load(requests + r * 4) if REDUCE == "recurrence" else 0
                             _packed_tiles(
                                 q_row, paid, table + head * E + CLASSES[c][SIDE] * (E - 1),
                                 counts + head * 2 + CLASSES[c][SIDE], headers + head * (2 * D), part * (TILE * TILES),
-                                pages, page_bytes, scale, cap, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
+                                now, pages, page_bytes, scale, cap, CLASSES[c][KEY_BITS], CLASSES[c][TOKENS],
                                 CLASSES[c][SIDE], CLASSES[c][SCORES], CLASSES[c][TILE_PAGES], G,
-                                D, P, NQ, TILE, TILES, CAPPED, EXPONENT, REDUCE, STRIDE, ASM,
+                                D, P, NQ, TILE, TILES, CAPPED, EXPONENT, REDUCE, STRIDE, ALPHA, ASM,
                             )
                 if last_request > first_request:
                     # The next request adds to the same scores, possibly from other threads.
@@ -284,5 +308,6 @@ class DecodeScores:
             store.headers, layer, scale, cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
             g.block_tokens, g.page_bytes, self.classes, cap > 0,
             max(8, triton.next_power_of_2(self.group)), self.tile, self.tiles, PLAIN_TILE,
-            sampling.nearest, sampling.reduce, exponent, sampling.decode_stride, not INTERPRET, **self.options,
+            sampling.nearest, sampling.reduce, exponent, sampling.decode_stride, sampling.alpha, not INTERPRET,
+            **self.options,
         )  # fmt: skip

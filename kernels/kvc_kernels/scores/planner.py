@@ -38,7 +38,7 @@ def _list_kernel(
         num_blocks = (tokens + P - 1) // P
         before += tl.sum(tl.where(r < request, num_blocks, 0), 0)
         places += tl.sum(num_blocks, 0)
-        # A place behind a request's end holds an arbitrary block id.
+        # A place after a request's end holds an arbitrary block id.
         live = (tokens[:, None] > (j * P)[None, :]) & in_request[None, :]
         other_block = tl.load(row_blocks + (r.to(tl.int64) * row_stride)[:, None] + j[None, :], mask=live, other=-1)
         same = live & (other_block == block[None, :])

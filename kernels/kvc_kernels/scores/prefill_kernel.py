@@ -18,7 +18,7 @@ from ..common.unpack_kernel import LOG2E, capped, dequant, key_scales
 from ..common.upload import upload
 from ..extend.body_kernel import load_q, locate
 from ..store import PageStore
-from .decode_kernel import DecodeScores, StepTuning
+from .decode_kernel import DecodeScores, StepTuning, recurred
 from .planner import BlockPlaces
 from .reference import ScoreSampling
 
@@ -45,7 +45,7 @@ def _logits(k, q, scale, cap, FIELDS: tl.constexpr, TILE: tl.constexpr, N: tl.co
 @triton.jit
 def _reduced(total, head, REDUCE: tl.constexpr):
     """Add one head's sums to the reduction over heads."""
-    if REDUCE == "max" or REDUCE == "worst":
+    if REDUCE == "max" or REDUCE == "worst" or REDUCE == "recurrence":
         return tl.maximum(total, head)
     elif REDUCE == "sum":
         return total + head
@@ -58,12 +58,12 @@ def _column_sums(
     k, q_rows, lse_rows, q_stride_n, lse_stride, n_queries, position, first_position, scale, cap, dtype: tl.constexpr,
     FIELDS: tl.constexpr, D: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr,
     CAPPED: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr,
-    ASM: tl.constexpr,
+    ALPHA: tl.constexpr, ASM: tl.constexpr,
 ):
     """fp32 `[TILE]`: sums over queries of their probabilities for keys k (FIELDS pieces `[TILE, D / FIELDS]`), raised
     to POWER and reduced over G heads. `q_rows`, `lse_rows`: first counted query of the first head, at
     `first_position`; further queries follow by STRIDE. NEAREST > 0: number of tokens up to and including a query's
-    own that are left out. Queries before all of the keys are skipped, QB at a time: half of a prompt's queries if
+    own that do not count. Queries before all of the keys are skipped, QB at a time: half of a prompt's queries if
     all count.
     """
     result = tl.zeros([TILE], tl.float32)
@@ -85,7 +85,10 @@ def _column_sums(
                 seen = seen & (position[:, None] <= (first_position + (at + n) * STRIDE - NEAREST)[None, :])
             p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
             p = p * p if POWER == 2 else p
-            if REDUCE == "worst":
+            if REDUCE == "recurrence":
+                last = first_position + 1 + (at + n) * STRIDE
+                total = tl.maximum(total, tl.max(tl.where(p >= ALPHA, last.to(tl.float32)[None, :], 0.0), 1))
+            elif REDUCE == "worst":
                 total = tl.maximum(total, tl.max(p, 1))
             else:
                 total += tl.sum(p, 1)
@@ -98,14 +101,14 @@ def _attention_scores(
     k, position, q, q_stride_n, lse, lse_stride, requests, row_blocks, row_stride, block, j, first, last, h, scale,
     cap, dtype: tl.constexpr, FIELDS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
     P: tl.constexpr, TILE: tl.constexpr, QB: tl.constexpr, CAPPED: tl.constexpr, NEAREST: tl.constexpr,
-    REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
+    REDUCE: tl.constexpr, POWER: tl.constexpr, STRIDE: tl.constexpr, ALPHA: tl.constexpr, ASM: tl.constexpr,
 ):
-    """fp32 `[TILE]`: scores from all of the requests first .. last whose block in place j is `block`. A query counts
-    STRIDE times, or once if the largest probability counts.
+    """fp32 `[TILE]`: scores from all of the requests first .. last whose block in place j is `block`. A summed query
+    counts STRIDE times.
     """
     total = tl.zeros([TILE], tl.float32)
     for r in range(first, last + 1):
-        # A place behind a request's end holds an arbitrary block id.
+        # A place after a request's end holds an arbitrary block id.
         tokens = tl.load(requests + r * 4)
         other = tl.load(row_blocks + r * row_stride + j, mask=tokens > j * P, other=-1)
         if other.to(tl.int64) == block:
@@ -115,17 +118,23 @@ def _attention_scores(
             paid = _column_sums(
                 k, q + start * q_stride_n + h * (G * D), lse + start * lse_stride + h * G, q_stride_n, lse_stride,
                 n_queries, position, first_position, scale, cap, dtype, FIELDS, D, G, TILE, QB, CAPPED, NEAREST,
-                REDUCE, POWER, STRIDE, ASM,
+                REDUCE, POWER, STRIDE, ALPHA, ASM,
             )
-            total = tl.maximum(total, paid) if REDUCE == "worst" else total + paid
-    return total if REDUCE == "worst" else total * STRIDE
+            total = tl.maximum(total, paid) if REDUCE == "worst" or REDUCE == "recurrence" else total + paid
+    return total if REDUCE == "worst" or REDUCE == "recurrence" else total * STRIDE
 
 
 @triton.jit
 def _add(base, slot, scores, live, SOFF: tl.constexpr, REDUCE: tl.constexpr):
     at = (base + SOFF).to(tl.pointer_type(tl.float32)) + slot
     before = tl.load(at, mask=live, other=0.0)
-    tl.store(at, tl.maximum(before, scores) if REDUCE == "worst" else before + scores, mask=live)
+    if REDUCE == "recurrence":
+        after = recurred(before, scores.to(tl.int32), False)
+    elif REDUCE == "worst":
+        after = tl.maximum(before, scores)
+    else:
+        after = before + scores
+    tl.store(at, after, mask=live)
 
 
 @triton.jit(do_not_specialize=["layer", "scale", "cap", "row_stride", "capacity"])
@@ -135,7 +144,7 @@ def _columns_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     page_bytes: tl.constexpr, CLASSES: tl.constexpr, CAPPED: tl.constexpr,
     TILE: tl.constexpr, QB: tl.constexpr, NEAREST: tl.constexpr, REDUCE: tl.constexpr,
-    POWER: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
+    POWER: tl.constexpr, STRIDE: tl.constexpr, ALPHA: tl.constexpr, ASM: tl.constexpr,
 ):
     """Any grid: programs take listed blocks, head by head, until the list ends.
 
@@ -174,7 +183,7 @@ def _columns_kernel(
                                 k, tl.where(live, j * P + t0 + t, -1), q, q_stride_n, lse, lse_stride, requests,
                                 row_blocks, row_stride, block, j, first_request, last_request, h, scale, cap,
                                 q.dtype.element_ty, 1, H, D, G, P, TILE, QB, CAPPED, NEAREST, REDUCE, POWER, STRIDE,
-                                ASM,
+                                ALPHA, ASM,
                             )
                         else:
                             base, slot = locate(
@@ -188,7 +197,7 @@ def _columns_kernel(
                                 k, tl.where(live, 0, -1), q, q_stride_n, lse, lse_stride, requests, row_blocks,
                                 row_stride, block, j, first_request, last_request, h, scale, cap, tl.float16,
                                 8 // CLASSES[c][KEY_BITS], H, D, G, P, TILE, QB, CAPPED, 0, REDUCE, POWER, STRIDE,
-                                ASM,
+                                ALPHA, ASM,
                             )
                         _add(base, slot, scores, live, CLASSES[c][SCORES], REDUCE)
 
@@ -290,5 +299,6 @@ class AttentionScores:
             q, q.stride(0), lse, lse.stride(0), self._requests, *blocks, store.pages, store.table, store.counts,
             store.headers, layer, scale, logit_cap, g.layers, g.heads, self.group, g.head_dim, g.head_pages_bf16,
             g.block_tokens, g.page_bytes, self._classes, logit_cap > 0, self.tile, self.queries,
-            sampling.nearest, sampling.reduce, sampling.power, self._stride, not INTERPRET, num_warps=self.warps,
+            sampling.nearest, sampling.reduce, sampling.power, self._stride, sampling.alpha, not INTERPRET,
+            num_warps=self.warps,
         )  # fmt: skip

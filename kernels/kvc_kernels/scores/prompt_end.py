@@ -1,6 +1,6 @@
 """Attention by the end of a prompt: the last queries of each layer, and the scores that they give all tokens.
 
-Plain torch on every device; nothing here waits for one.
+Plain torch on every device, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..store import PageStore
 
 
 class LastQueries:
-    """The last w query rows of one prompt in every layer, model dtype `[L, w, Hq, D]`, whatever chunks it comes in."""
+    """The last w query rows of one prompt in every layer, model dtype `[L, w, Hq, D]`, however it is chunked."""
 
     def __init__(self, store: PageStore, query_heads: int, window: int):
         layout = store.layout
@@ -25,11 +25,11 @@ class LastQueries:
 
     def add(self, layer: int, rows: torch.Tensor, *, scale: float, logit_cap: float) -> None:
         """Append `rows[n, Hq, D]`, the queries of the next n tokens; only the last w rows stay."""
-        mine, window = self.rows[layer], self.rows.shape[1]
+        stored, window = self.rows[layer], self.rows.shape[1]
         new = min(window, len(rows))
         if new < window:
-            mine[: window - new] = mine[new:].clone()
-        mine[window - new :] = rows[len(rows) - new :]
+            stored[: window - new] = stored[new:].clone()
+        stored[window - new :] = rows[len(rows) - new :]
         self.scaling[layer] = scale, logit_cap
 
 

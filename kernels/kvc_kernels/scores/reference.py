@@ -5,15 +5,17 @@ available.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..common.softmax import MAX_ELEMENTS, query_weights
 from ..pages.dense import block_scores
-from ..pages.gather import Part, part_weights, request_parts, valid_mask
+from ..pages.gather import Merge, Part, part_weights, request_parts, valid_mask
 from ..store import PageStore
+from .recurrence import recurred
 
-REDUCE = ("max", "sum", "squares", "worst")
+REDUCE = ("max", "sum", "squares", "worst", "recurrence")
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
 DECODE_STRIDE = 32  # one decode step in 32 costs under 3 % of decode time (docs/kernels/compaction.md)
 
@@ -31,6 +33,10 @@ class ScoreSampling:
     reduced by `max`, `sum`, or `squares` (the sum of squares). Forwards add up. With `worst` the largest probability of
     all queries, query heads and forwards counts instead (DefensiveKV), and once, whatever the stride.
 
+    With `recurrence` the score is a word of `recurrence.py` (LazyEviction). A query finds a token important if one of
+    its G heads pays it at least `alpha`, which no other reduction reads. A prefill counts as its last such query and
+    adds no interval, so that chunks do not matter.
+
     Sampling: only queries whose position i has (i + 1) % s == 0 are used, and each counts s times. s is `stride` in a
     prompt and `decode_stride` during decode. The sequence alone decides which queries count, sums keep their
     expectation, and a block's last token always counts for the block. Both strides are powers of two up to 64, which
@@ -43,18 +49,21 @@ class ScoreSampling:
     skip: int = 0
     stride: int = 1
     decode_stride: int = DECODE_STRIDE
+    alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        known = self.reduce in REDUCE and self.power in (1, 2)
-        if not known or self.skip < 0 or (self.window is not None and self.window < 1):
+        valid = self.reduce in REDUCE and self.power in (1, 2)
+        if not valid or self.skip < 0 or (self.window is not None and self.window < 1):
             raise ValueError(
                 f"attention is collected from 1 query or more, to the power 1 or 2, and reduced by {', '.join(REDUCE)}"
             )
         if any(s not in STRIDES for s in (self.stride, self.decode_stride)) or (self.window or 0) % self.stride:
             raise ValueError(
-                f"attention is collected from one query in {', '.join(map(str, STRIDES))}, and a window is a whole "
-                "number of such steps"
+                f"attention is collected from one query in {', '.join(map(str, STRIDES))}, and a window is a multiple "
+                "of that stride"
             )
+        if (self.reduce == "recurrence") != (0 < self.alpha <= 1):
+            raise ValueError("attention is collected with a threshold alpha above 0 and up to 1 for recurrence alone")
 
     def raised(self, weights: torch.Tensor) -> torch.Tensor:
         """Probabilities to the power, in place if it is not 1."""
@@ -62,18 +71,24 @@ class ScoreSampling:
 
     def reduced(self, scores: torch.Tensor) -> torch.Tensor:
         """Reduction over the query heads of a KV head: `[H, G, S]` -> `[H, S]`."""
-        if self.reduce in ("max", "worst"):
+        if self.reduce in ("max", "worst", "recurrence"):
             return scores.amax(1)
         return (scores if self.reduce == "sum" else scores.square()).sum(1)
 
     @property
-    def worst(self) -> bool:
-        """Whether the largest probability counts, and not a sum."""
-        return self.reduce == "worst"
+    def sums(self) -> bool:
+        """Whether the probabilities of several queries add up."""
+        return self.reduce not in ("worst", "recurrence")
+
+    def merge(self, decoding: bool) -> Merge | None:
+        """New scores from those before a forward and its own; None: their sum."""
+        if self.reduce == "recurrence":
+            return partial(recurred, timed=decoding)
+        return torch.maximum if self.reduce == "worst" else None
 
     @property
     def nearest(self) -> int:
-        """Number of tokens up to and including a query's own whose probability is left out."""
+        """Number of tokens up to and including a query's own whose probability does not count."""
         return max(1, self.skip)
 
     def decoding(self, position: int) -> bool:
@@ -82,25 +97,29 @@ class ScoreSampling:
 
 
 def add_decode_scores(
-    store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], sampling: ScoreSampling
+    store: PageStore, parts: list[Part], weights: tuple[torch.Tensor, ...], sampling: ScoreSampling, tokens: int
 ) -> None:
-    """Add one query's probabilities, reduced according to `sampling`; `weights` fp32 `[H, G, S]` per part.
+    """Add one query's probabilities, reduced according to `sampling`; `weights` fp32 `[H, G, S]` per part, of a query
+    at position `tokens` - 1.
 
-    The query's attention to its own token, the last one, is left out.
+    The query's attention to its own token, the last one, does not count.
     """
     for i, (part, w) in enumerate(zip(parts, weights)):
         scores = sampling.reduced(w if sampling.power == 1 else w.square())
-        if not sampling.worst:
+        if sampling.sums:
             scores = scores * sampling.decode_stride
+        elif sampling.reduce == "recurrence":
+            scores = (scores >= sampling.alpha) * float(tokens)
         if i == len(parts) - 1:
             scores[:, -sampling.nearest :] = 0
-        part.add_scores(store, scores, sampling.worst)
+        part.add_scores(store, scores, sampling.merge(decoding=True))
 
 
 def add_prefill_scores(
     store: PageStore,
     parts: list[Part],
     sizes: list[int],
+    tokens: int,
     q: torch.Tensor,
     k: torch.Tensor,
     valid: torch.Tensor | None,
@@ -108,16 +127,17 @@ def add_prefill_scores(
     logit_cap: float,
     sampling: ScoreSampling,
 ) -> None:
-    """Add the column sums of the chosen queries' probabilities (`worst`: keep their maxima), reduced over the query
-    heads of a KV head.
+    """Add the column sums of the chosen queries' probabilities (`worst`: keep their maxima; `recurrence`: the last
+    important query), reduced over the query heads of a KV head.
 
-    `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes`: dense tokens of each part. The diagonal (a
-    token's attention to itself) and the diagonals below it that `sampling.skip` names are left out.
+    `q[Hq, new, D]`, `k[H, S, D]`, `valid` bool `[H, S]` or None; `sizes`: dense tokens of each part; `tokens`: length
+    of the request. The diagonal (a token's attention to itself) and the diagonals below it that `sampling.skip` names
+    do not count.
     """
     new, slots = q.shape[1], k.shape[1]
     first = 0 if sampling.window is None else max(0, new - sampling.window)
     plain = slots - sizes[-1]  # only the last part, which is uncompressed, is in sequence order, from a block boundary
-    offset = sizes[-1] - new + 1
+    offset = tokens - new + 1
     step = max(1, MAX_ELEMENTS // (slots * q.shape[0]))
     total = torch.zeros((k.shape[0], q.shape[0] // k.shape[0], slots), device=q.device)
     for at in range(first, new, step):
@@ -125,15 +145,18 @@ def add_prefill_scores(
         w = query_weights(q, k, valid, at, rows, scale, logit_cap)
         for back in range(sampling.nearest):
             w[..., plain:].diagonal(sizes[-1] - new + at - back, dim1=-2, dim2=-1).zero_()
-        sampled = (torch.arange(at, at + rows, device=w.device) + offset) % sampling.stride == 0
+        ends = torch.arange(at, at + rows, device=w.device) + offset
+        sampled = ends % sampling.stride == 0
         paid = sampling.raised(w[:, :, sampled])
-        if not sampling.worst:
+        if sampling.reduce == "recurrence":
+            paid = (paid >= sampling.alpha) * ends[sampled, None].float()
+        if sampling.sums:
             total += paid.sum(-2)
         elif paid.shape[-2]:
             total = torch.maximum(total, paid.amax(-2))
-    reduced = sampling.reduced(total) * (1 if sampling.worst else sampling.stride)
+    reduced = sampling.reduced(total) * (sampling.stride if sampling.sums else 1)
     for part, scores in zip(parts, reduced.split(sizes, -1)):
-        part.add_scores(store, scores, sampling.worst)
+        part.add_scores(store, scores, sampling.merge(decoding=False))
 
 
 def collect_decode(
@@ -158,7 +181,7 @@ def collect_decode(
             blocks = row_blocks[i, : -(-n // p)]
             parts = request_parts(store, layer, blocks, store.format_id[blocks].tolist(), n)
             if parts:
-                add_decode_scores(store, parts, part_weights(parts, q[i], scale, logit_cap), sampling)
+                add_decode_scores(store, parts, part_weights(parts, q[i], scale, logit_cap), sampling, n)
 
 
 def collect_prefill(
@@ -183,7 +206,9 @@ def collect_prefill(
         keys = [part.dense(q.dtype)[0] for part in parts]
         sizes = [k.shape[1] for k in keys]
         query, valid = q[at : at + new].movedim(0, 1), valid_mask(parts, sizes)
-        add_prefill_scores(store, parts, sizes, query, torch.cat(keys, 1), valid, scale, logit_cap, sampling)
+        add_prefill_scores(
+            store, parts, sizes, prefix + new, query, torch.cat(keys, 1), valid, scale, logit_cap, sampling
+        )
         at += new
 
 
@@ -220,7 +245,7 @@ def count_queries(
     extend_lens: torch.Tensor | None,
     sampling: ScoreSampling,
 ) -> None:
-    """Update the query counts once per forward: query_counts[block] += counted queries behind the block's last token.
+    """Update the query counts once per forward: query_counts[block] += counted queries after the block's last token.
 
     `row_blocks[B, NB]` block ids, `seq_lens[B]` with the new tokens, `extend_lens[B]` of them, None in a decode step;
     all on the store's device. One query per stride is sampled and counts for all of them.
@@ -232,8 +257,8 @@ def count_queries(
     if sampling.window is not None:
         first = torch.maximum(first, end - sampling.window)
     p = store.layout.block_tokens
-    behind = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
-    count = (end // stride - torch.maximum(first, behind) // stride).clamp_(min=0) * stride
+    block_end = (torch.arange(row_blocks.shape[1], device=store.device) + 1) * p
+    count = (end // stride - torch.maximum(first, block_end) // stride).clamp_(min=0) * stride
     store.query_counts.index_add_(0, row_blocks.long().flatten(), count.flatten().to(torch.int32))
 
 
@@ -242,13 +267,13 @@ def mean_attention_scores(
 ) -> torch.Tensor:
     """Mean attention score of each token of full `blocks[n]`, fp32 `[n, L, H, P]` in token order.
 
-    Score divided by the number of counted queries: those behind the block and, if all queries count, those of the block
-    itself behind the token that a prompt's `stride` samples. A known common `format_id` of all blocks avoids the read
+    Score divided by the number of counted queries: those after the block and, if all queries count, those of the block
+    itself after the token that a prompt's `stride` samples. A known common `format_id` of all blocks avoids the read
     on the host.
     """
     p = store.layout.block_tokens
     num_queries = store.query_counts[blocks].view(-1, 1, 1, 1).float()
     if window is None:
-        behind = torch.arange(1, p + 1, device=store.device)
-        num_queries = num_queries + (p // stride - behind // stride) * stride
+        token_end = torch.arange(1, p + 1, device=store.device)
+        num_queries = num_queries + (p // stride - token_end // stride) * stride
     return block_scores(store, blocks, format_id) / num_queries.clamp(min=1)

@@ -92,7 +92,7 @@ def least_allocation(curves: torch.Tensor, retention: float, least: int = 0) -> 
 
 
 def _next_units(curves: torch.Tensor, least: int) -> Iterator[tuple[int, float]]:
-    """(layer, gain) of every unit behind the first `least` of each layer, largest gain first, ties to the first layer.
+    """(layer, gain) of every unit after the first `least` of each layer, largest gain first, ties to the first layer.
     """
     units = curves.shape[1]
     gains = torch.diff(curves.double(), dim=-1, prepend=curves.new_zeros((len(curves), 1), dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Attention of pseudo queries: a model's own queries, turned to positions behind a block, over the block's tokens."""
+"""Attention of pseudo queries: a model's own queries, turned to positions after a block, over the block's tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pseudo_attention(
     """Probabilities fp32 `[n, H, G, M, P]` of M pseudo queries of each query head over a block's P tokens.
 
     `keys` fp32 `[n, H, P, D]` with rotary embedding; `queries` fp32 `[Hq, M, D]` without. Query m is turned to position
-    ends[n] + m * horizon / M, so that the queries are evenly spaced over the `horizon` positions behind the block.
+    ends[n] + m * horizon / M, so that the queries are evenly spaced over the `horizon` positions after the block.
     """
     heads, count = keys.shape[1], queries.shape[1]
     at = ends[:, None, None] + torch.arange(count, device=ends.device) * horizon // count  # [n, 1, M]

@@ -20,7 +20,7 @@ def keep_all(n: int, layout: PoolLayout, device: torch.device | str = "cpu") -> 
 
 
 def _ranks(values: torch.Tensor, member: torch.Tensor | None = None) -> torch.Tensor:
-    """Rank along the last dim, best value first, equal values by position; non-members behind all members."""
+    """Rank along the last dim, best value first, equal values by position; non-members after all members."""
     if member is not None:
         values = values.masked_fill(~member, -torch.inf)
     order = values.sort(dim=-1, descending=True, stable=True).indices
@@ -36,8 +36,8 @@ def quota(
 ) -> torch.Tensor:
     """Tiers int8 `[n, L, H, P]` (2 or 0) with exactly `pages` pages of `page_tokens` tokens kept per block.
 
-    `scores` fp32 `[n, L, H, P]`; higher scores are kept. A token that is no longer stored should have the score -inf:
-    its head takes it last, only to fill the head's pages, and `compact` leaves it out. Heads compete in units of pages
+    `scores` fp32 `[n, L, H, P]`; higher scores are kept. A token that is not stored should have the score -inf: its
+    head takes it last, only to fill the head's pages, and `compact` drops it. Heads compete in units of pages
     (KV-Compress, section 4.2): a head's tokens are sorted by score (ties by position), page j is its tokens
     j*T..(j+1)*T-1 in that order and is worth its best token. Every head gets `floor_pages` pages, and the rest go to
     the pages worth most, ties by (layer, head, page).
@@ -66,7 +66,7 @@ def quota(
     share, floor = (_column(tuple(x), scores.device) for x in (shares, floors))
     # A head's pages are in descending order of worth, and ties go to the lower page: the chosen pages are a prefix.
     page = torch.arange(members * per_head, device=scores.device) % per_head
-    won = _ranks_behind(worth, (page < floor).expand(worth.shape)) < share
+    won = _ranks_after(worth, (page < floor).expand(worth.shape)) < share
     kept = (won.view(n, layers, heads, per_head).sum(-1) * page_tokens).unsqueeze(-1)
     place = torch.arange(tokens, device=scores.device)
     tiers = torch.where(place < kept, HIGH, PRUNED).to(torch.int8)
@@ -79,11 +79,11 @@ def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return upload(numbers, device, torch.int64).view(1, -1, 1)
 
 
-def _ranks_behind(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _ranks_after(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Rank along the last dim: members of bool `first`, then the rest, each best value first."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
-    behind = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
-    order = order.gather(-1, behind)
+    first_first = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
+    order = order.gather(-1, first_first)
     place = torch.arange(values.shape[-1], device=values.device).expand(order.shape)
     return torch.empty_like(order).scatter_(-1, order, place)
 

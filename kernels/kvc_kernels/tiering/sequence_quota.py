@@ -1,10 +1,10 @@
-"""Competition of the pages of a whole sequence (KV-Compress, arXiv 2410.00161, section 4.2, equations 13 to 18)."""
+"""Competition of all pages of a sequence (KV-Compress, arXiv 2410.00161, section 4.2, equations 13 to 18)."""
 
 from __future__ import annotations
 
 import torch
 
-from .quota import _ranks_behind
+from .quota import _ranks_after
 
 
 def ranked_tokens(
@@ -26,13 +26,13 @@ def ranked_tokens(
 def sequence_quota(worth: torch.Tensor, pages: int, floor: int) -> torch.Tensor:
     """Pages that each head keeps, int64 `[heads]`, `pages` in total.
 
-    `worth` fp32 `[heads, most]`: worth of each head's pages, not rising along the last dim; `most` is also the most
-    pages that a head may keep. All heads of all layers compete: each gets its first `floor` pages, and the rest go to
+    `worth` fp32 `[heads, most]`: worth of each head's pages, not rising along the last dim; `most` is the maximum
+    number of pages of a head. All heads of all layers compete: each gets its first `floor` pages, and the rest go to
     the pages worth most, ties by (head, page). ValueError unless heads * floor <= pages <= heads * most.
     """
     heads, most = worth.shape
     if not heads * floor <= pages <= heads * most:
         raise ValueError(f"{pages} pages are not within {heads * floor}..{heads * most} for {heads} heads")
     guaranteed = (torch.arange(most, device=worth.device) < floor).expand(worth.shape)
-    won = _ranks_behind(worth.reshape(1, -1), guaranteed.reshape(1, -1)) < pages
+    won = _ranks_after(worth.reshape(1, -1), guaranteed.reshape(1, -1)) < pages
     return won.view(heads, most).sum(-1)

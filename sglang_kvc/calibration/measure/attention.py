@@ -34,14 +34,14 @@ def by_block(
     only in the rows.
     """
     p, n = block, q.shape[1]
-    whole = n // p
+    full = n // p
     if fake_quantize is not None:
-        quantized = fake_quantize(*(x[:, : whole * p].unflatten(1, (whole, p)) for x in (k, v)))
+        quantized = fake_quantize(*(x[:, : full * p].unflatten(1, (full, p)) for x in (k, v)))
         k, v = k.clone(), v.clone()
     out = torch.empty_like(q)
     for j in range(-(-n // p)):
         begin, end = j * p, min((j + 1) * p, n)
         out[:, begin:end] = causal(q[:, begin:end], k[:, :end], v[:, :end], scale)
-        if fake_quantize is not None and j < whole:
+        if fake_quantize is not None and j < full:
             k[:, begin:end], v[:, begin:end] = quantized[0][:, j], quantized[1][:, j]
     return out

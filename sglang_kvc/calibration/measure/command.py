@@ -57,14 +57,14 @@ def run(
     return result.findings()
 
 
-def _device(wanted: str) -> str:
+def _device(name: str) -> str:
     available = torch.cuda.is_available()
-    if wanted == "auto":
+    if name == "auto":
         return "cuda" if available else "cpu"
-    kind = wanted.split(":")[0]
+    kind = name.split(":")[0]
     if kind not in ("cuda", "cpu") or (kind == "cuda" and not available):
-        raise CalibrateError(f"--device {wanted} is not available; choose cpu, cuda if there is a GPU, or auto")
-    return wanted
+        raise CalibrateError(f"--device {name} is not available; choose cpu, cuda if there is a GPU, or auto")
+    return name
 
 
 def load(model_path: str, words: str, tokens: int):

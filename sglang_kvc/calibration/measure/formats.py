@@ -10,7 +10,7 @@ KL(exact || packed). By Pinsker's inequality, the probability that moves to othe
 | `breaks` | mean > 0.2 nats                       | a third of the probability may move at every token                |
 | `loses`  | between                               | easy tasks and short contexts survive it                          |
 
-The NLL alone does not suffice, because predictions can change and stay as good on average.
+The NLL alone does not suffice, because predictions can change and remain as good on average.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def verdict(d: Difference) -> str:
 
 def recommended(results: list[FormatResult]) -> str:
     """The smallest format that is ok; "bf16" when none is."""
-    good = [r for r in results if r.verdict == OK]
-    return min(good, key=lambda r: r.token_bytes).format if good else "bf16"
+    ok = [r for r in results if r.verdict == OK]
+    return min(ok, key=lambda r: r.token_bytes).format if ok else "bf16"
 
 
 def compare(exact: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> Difference:

@@ -27,8 +27,8 @@ from .capture import CalibrateError, run
 from .command import load
 from .queries import rotary_frequencies, unrotate
 
-PIECE, END = 1024, 128  # tokens of a piece, and tokens at its end that are left out because too few queries follow
-LEAST = 1e-6  # lower bound of attention, for its logarithm
+PIECE, END = 1024, 128  # tokens of a piece, and tokens at its end that are skipped because too few queries follow
+MIN_ATTENTION = 1e-6  # lower bound of attention, for its logarithm
 BATCH, RATE = 256, 3e-3
 
 
@@ -53,10 +53,10 @@ def collect(model: torch.nn.Module, ids: torch.Tensor, frequencies: torch.Tensor
     targets: dict[int, torch.Tensor] = {}
 
     def attend(layer, q, k, v, scale):
-        kept = slice(0, k.shape[1] - END)
-        plain = unrotate(k, frequencies)[:, kept]
-        rows[layer] = torch.cat((plain, v[:, kept].float()), -1).half()
-        targets[layer] = largest_attention(q, k, scale)[:, kept].clamp(min=LEAST).log()
+        examples = slice(0, k.shape[1] - END)
+        plain = unrotate(k, frequencies)[:, examples]
+        rows[layer] = torch.cat((plain, v[:, examples].float()), -1).half()
+        targets[layer] = largest_attention(q, k, scale)[:, examples].clamp(min=MIN_ATTENTION).log()
         return causal(q, k, v, scale)
 
     run(model, ids, attend, torch.zeros(1, dtype=torch.int64, device=ids.device))
@@ -118,10 +118,12 @@ def gates(
     """
     frequencies = rotary_frequencies(model)
     if frequencies is None:
-        raise CalibrateError("gates read keys before their rotary embedding, which this model's cannot be undone")
+        raise CalibrateError(
+            "gates read keys before their rotary embedding, which cannot be undone for this model; use another scorer"
+        )
     pieces = [ids[i : i + PIECE] for i in range(0, len(ids) - PIECE + 1, PIECE)]
     if len(pieces) < 2:
-        raise CalibrateError(f"gates need {2 * PIECE} tokens of text, and this one has {len(ids)}; give a longer one")
+        raise CalibrateError(f"gates need {2 * PIECE} tokens of text, but this text has {len(ids)}; give a longer one")
     examples = [collect(model, piece, frequencies) for piece in pieces]
     text = Examples(torch.cat([x.rows for x in examples[:-1]], 1), torch.cat([x.targets for x in examples[:-1]], 1))
     trained = train(text, hidden, steps)
@@ -157,12 +159,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         words = Path(args.text).read_text(encoding="utf-8")
         model, ids = load(args.model_path, words, args.tokens)
-        tensors, seen = gates(model, torch.tensor(ids), hidden=args.hidden, steps=args.steps)
+        tensors, held_out = gates(model, torch.tensor(ids), hidden=args.hidden, steps=args.steps)
         add_tensors(args.calibration, tensors)
     except (CalibrateError, OSError, UnicodeDecodeError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    print(f"gates in {args.calibration}; correlation with the attention on text not trained on: {seen:.3f}")
+    print(f"gates in {args.calibration}; correlation with attention on held-out text: {held_out:.3f}")
     return 0
 
 

@@ -37,11 +37,11 @@ def importance(weights: torch.Tensor, pool: int = POOL) -> torch.Tensor:
 def retention(importance: torch.Tensor, units: int = UNITS) -> torch.Tensor:
     """XKV's retention curve (equation 4), fp64 `[units]`: share of `importance` `[n]` in the best (u + 1) / units of
     the tokens, linear between whole tokens."""
-    held = ops.retention_curves(importance.unsqueeze(0).cpu())[0]
-    held = torch.cat((held.new_zeros(1), held))
+    curve = ops.retention_curves(importance.unsqueeze(0).cpu())[0]
+    curve = torch.cat((curve.new_zeros(1), curve))
     at = torch.arange(1, units + 1, dtype=torch.float64) * len(importance) / units
     below = at.floor().long().clamp(max=len(importance) - 1)
-    return torch.lerp(held[below], held[below + 1], at - below)
+    return torch.lerp(curve[below], curve[below + 1], at - below)
 
 
 def entropy_and_shift(weights: torch.Tensor) -> tuple[float, float]:
@@ -49,7 +49,7 @@ def entropy_and_shift(weights: torch.Tensor) -> tuple[float, float]:
 
     The first is the mean entropy of a query's attention, in nats: `-sum_i A_ji log A_ji`. The second is the variance of
     a token's attention over the queries, summed over tokens: `sum_i Var_j A_ji`; mean over heads. The tokens of the
-    window are left out.
+    window do not count.
     """
     a = weights[..., : -weights.shape[2]]
     spread = -torch.xlogy(a, a).sum(-1).mean()

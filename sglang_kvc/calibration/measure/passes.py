@@ -61,7 +61,7 @@ def calibrate(
 ) -> Calibration:
     """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError if the text is too short.
 
-    Peak memory beside the model: the text's K and V, one layer's attention, and the logits of `MAX_SCORED` tokens.
+    Peak memory besides the model: the text's K and V, one layer's attention, and the logits of `MAX_SCORED` tokens.
     """
     identity = identity_of(model.config)
     n, layers = len(ids), identity.layers

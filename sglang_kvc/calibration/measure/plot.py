@@ -20,7 +20,7 @@ MIN_KL = 1e-5  # nats; smaller values are drawn here, on a logarithmic axis
 def check(path: str) -> None:
     """CalibrateError when no plot can be drawn to `path`."""
     if Path(path).suffix.lower() != ".png":
-        raise CalibrateError(f"--plot {path} has no known ending; use .png")
+        raise CalibrateError(f"--plot {path} is not a PNG file; use a name that ends in .png")
     try:
         import matplotlib  # noqa: F401  (optional)
     except ImportError:

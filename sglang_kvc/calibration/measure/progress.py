@@ -13,7 +13,7 @@ class Progress:
 
     def __init__(self, out: TextIO | None = None):
         self.out, self.total, self.done = out, 0, 0
-        self._said: tuple[str, int] = ("", -1)
+        self._printed: tuple[str, int] = ("", -1)
 
     def begin(self, total: int) -> None:
         """Start a calibration of `total` steps."""
@@ -29,9 +29,9 @@ class Progress:
         last = layer + 1 == layers
         if self.out.isatty():
             print(f"\r{line}\033[K", end="\n" if last else "", file=self.out, flush=True)
-        elif last or self._said != (phase, percent // 10):
+        elif last or self._printed != (phase, percent // 10):
             print(line, file=self.out, flush=True)
-        self._said = (phase, percent // 10)
+        self._printed = (phase, percent // 10)
 
     def end(self) -> None:
         """Finish; steps that were not needed count as done."""

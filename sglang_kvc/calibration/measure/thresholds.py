@@ -1,8 +1,8 @@
 """LeanKV's thresholds (arXiv 2412.03131, section 4): alpha_high first, then alpha_low.
 
 The first three quarters of the text are a prompt, whose tokens are stored high, low or not at all by their attention
-scores from the prompt's later queries, as the policy `leankv` does. The rest is read behind that prompt, and its
-predictions are compared with those behind the exact prompt. alpha_high is the largest of 1 .. 5 whose mean KL, with
+scores from the prompt's later queries, as the policy `leankv` does. The rest is read after that prompt, and its
+predictions are compared with those after the exact prompt. alpha_high is the largest of 1 .. 5 whose mean KL, with
 nothing pruned, is at most `LOSS`, the limit for a format to be ok. With it, alpha_low is the largest of 0.02 .. 0.1
 that adds at most `PRUNING_LOSS`. This limit is small, because predictions hardly show a missing token until it is
 needed. If no value qualifies, the threshold is 0: all tokens high, or none pruned.
@@ -106,8 +106,8 @@ def fake_quant_rows(
     return k, v
 
 
-def behind(prompt: Prompt, tiers: list[torch.Tensor] | None, layout: PoolLayout, policy: LeanKV, step):
-    """An `Attend` for tokens behind the prompt. `tiers` `[H, n]` per layer; None: the prompt is exact."""
+def after_prompt(prompt: Prompt, tiers: list[torch.Tensor] | None, layout: PoolLayout, policy: LeanKV, step):
+    """An `Attend` for tokens after the prompt. `tiers` `[H, n]` per layer; None: the prompt is exact."""
 
     def attend(layer, q, k, v, scale):
         keys, values, valid = prompt.k[layer], prompt.v[layer], None
@@ -129,7 +129,7 @@ def measure(
     block: int,
     progress: Progress,
 ) -> tuple[Chosen, list[ThresholdResult]]:
-    """The chosen thresholds, and all results. `ids` `[N]` is the whole text."""
+    """The chosen thresholds, and all results. `ids` `[N]`: the text, of which the first tokens are the prompt."""
     config = resolve_config(SimpleNamespace(kvc_policy="leankv", kvc_block_size=block))
     policy = cast(LeanKV, make_policy(config))
     layout = make_layout(config, policy, layers=shape[0], heads=shape[1], head_dim=shape[2])
@@ -137,7 +137,7 @@ def measure(
     scored = torch.arange(len(rest) - 1, device=ids.device)
 
     def predictions(name: str, tiers: list[torch.Tensor] | None) -> torch.Tensor:
-        attend = behind(prompt, tiers, layout, policy, lambda layer: progress.step(name, layer, shape[0]))
+        attend = after_prompt(prompt, tiers, layout, policy, lambda layer: progress.step(name, layer, shape[0]))
         return run(model, rest, attend, scored, prompt.tokens)
 
     exact = predictions("thresholds, exact", None)

@@ -1,4 +1,4 @@
-"""ARKV (arXiv 2603.08727): the best tokens of a block are stored high, the next ones low, and the others dropped."""
+"""ARKV (arXiv 2603.08727): the best tokens of a block are stored high, the next ones low, and the rest are dropped."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ class DefensiveKV(Scorer):
     """`s_i = max(m_i, mean_t m_t) |v_i|` with `m_i = pool_{|t-i| <= pool/2} max_{j > L-w} max_h A_hjt`.
 
     The worst case over the last w queries and the query heads of a KV head takes the place of their mean, and no token
-    is worth less than the mean worst case, which corrects for the small number of queries. `values` false leaves out
-    the norm of the value. w = 32 and mean pooling over 5 tokens are the settings of the paper's code.
+    is worth less than the mean worst case, which corrects for the small number of queries. Without
+    `values`, the norm of the value does not count. w = 32 and mean pooling over 5 tokens are the settings of the
+    paper's code.
 
     Assumed: the mean and pooling see the block alone, and pooling follows the maximum, where the paper pools every
     query's attention before. The norm is that of the value; the paper takes the value times the output matrix, and

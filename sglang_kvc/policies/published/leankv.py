@@ -23,8 +23,8 @@ class LeanKV(Policy):
     (`places_to_replan`). Tokens only move down: high, low, pruned. The paper moves one token per step; here
     the unit is a block.
 
-    With `lag`, a block that leaves the window is stored high as a whole, which is what the paper does with its recent
-    window, and planned when `lag` tokens follow it.
+    With `lag`, all tokens of a block that leaves the window are stored high, as the paper does with its recent window.
+    The block is planned when `lag` tokens follow it.
     """
 
     name: ClassVar[str] = "leankv"
@@ -42,12 +42,12 @@ class LeanKV(Policy):
         return with_evidence(self.observe, self.lag)
 
     @property
-    def whole_format(self) -> int:
+    def unplanned_format(self) -> int:
         return 2 if self.lag else 0
 
     @property
     def moves(self) -> tuple[tuple[int, int], ...]:
-        return ((1, 1), *([(self.whole_format, 1)] if self.lag else []))
+        return ((1, 1), *([(self.unplanned_format, 1)] if self.lag else []))
 
     def formats(self) -> list[str]:
         return [self.high, self.low]
@@ -57,10 +57,10 @@ class LeanKV(Policy):
         # Two tiers of one head take at most all tokens high and one partly filled low page.
         per_head = layout.pages_for(high, layout.block_tokens) + 1
         pages = layout.layers * layout.heads * min(per_head, layout.head_pages_bf16)
-        # Both have two tiers, so that one decode kernel serves them. A whole block uses one.
-        whole = [BlockFormat(high, low, pages=layout.block_pages(high))] if self.lag else []
-        plain = BlockFormat(BF16, pages=layout.block_pages_bf16)
-        return (plain, BlockFormat(high, low, pages=pages, exact=False), *whole)
+        # Both packed formats have two tiers, so that one decode kernel serves them. An unplanned block uses one tier.
+        unplanned = [BlockFormat(high, low, pages=layout.block_pages(high))] if self.lag else []
+        uncompressed = BlockFormat(BF16, pages=layout.block_pages_bf16)
+        return (uncompressed, BlockFormat(high, low, pages=pages, exact=False), *unplanned)
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
         return evidence.thresholds(ops.Thresholds(self.alpha_high, self.alpha_low), block_format)

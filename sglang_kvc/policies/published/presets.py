@@ -6,8 +6,8 @@ The recent tokens that its paper keeps are the window, which stays uncompressed.
 
 from __future__ import annotations
 
+from ..allocation import Ada, Pyramid, Uniform, Xkv
 from ..allocation import Cake as CakeShare
-from ..allocation import Pyramid, Uniform, Xkv
 from ..base import Policy
 from ..presets import preset
 from ..scorers.cake import Cake
@@ -18,6 +18,7 @@ from .compresskv import CompressKV
 from .defensivekv import DefensiveKV
 from .h2o import H2O
 from .kv_compress import KvCompress
+from .lazy_eviction import LazyEviction
 from .snapkv import SnapKV
 
 PUBLISHED: tuple[type[Policy], ...] = (
@@ -45,7 +46,7 @@ PUBLISHED: tuple[type[Policy], ...] = (
     ),
     preset(
         "minikv",
-        "MiniKV (arXiv 2411.18077): a quarter of heavy hitters in a pyramid of depth 7, a quarter of recent tokens, "
+        "MiniKV (arXiv 2411.18077): a quarter of heavy hitters in a pyramid with beta = 7, a quarter of recent tokens, "
         "all at 2 bits. k2v2 quantizes a channel of keys over a whole block, not in MiniKV's groups of 16 tokens, and "
         "the recent tokens are those of every block.",
         window=128,
@@ -83,6 +84,14 @@ PUBLISHED: tuple[type[Policy], ...] = (
         scorer=DefensiveKV(),
     ),
     preset(
+        "lazy-eviction",
+        "LazyEviction (arXiv 2506.15969): tokens that attention returns to; the answer's blocks compete in each layer.",
+        high="k8v8",
+        scorer=LazyEviction(),
+        share=Ada(),
+        lag=192,
+    ),
+    preset(
         "compresskv",
         "CompressKV (arXiv 2508.02401): the retrieval heads of a layer choose for all of its heads.",
         high="k8v8",
@@ -91,7 +100,7 @@ PUBLISHED: tuple[type[Policy], ...] = (
     ),
     preset(
         "dapq",
-        "DapQ: attention of pseudo queries at the positions behind a block.",
+        "DapQ: attention of pseudo queries at the positions after a block.",
         high="k8v8",
         scorer=DapQ(),
         share=Uniform(),

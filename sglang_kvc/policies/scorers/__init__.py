@@ -7,6 +7,7 @@ from ..published.compresskv import CompressKV
 from ..published.defensivekv import DefensiveKV
 from ..published.h2o import H2O
 from ..published.kv_compress import KvCompress, KvCompressFull
+from ..published.lazy_eviction import LazyEviction
 from ..published.mean_attention import MeanAttention
 from ..published.snapkv import SnapKV
 from .base import RowScorer, Scorer
@@ -35,6 +36,7 @@ SCORERS: dict[str, type[Scorer]] = {
         H2O,
         SnapKV,
         DefensiveKV,
+        LazyEviction,
         CompressKV,
     )
 }

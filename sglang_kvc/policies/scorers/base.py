@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scorer(Part):
-    """Base of all scorers. A subclass is one file beside this one and one line in `SCORERS`; its fields are settings
+    """Base of all scorers. A subclass is one file in this folder and one line in `SCORERS`; its fields are settings
     that a user may give (`--kvc-scorer snapkv:window=64,pool=5`).
 
     A scorer declares its inputs, and nothing else is collected: `sampling` (attention scores; the scope is then

@@ -14,7 +14,7 @@ from .base import RowScorer
 
 @dataclass(frozen=True)
 class DapQ(RowScorer):
-    """`s_i = sum_m sum_h A_hmi` over M pseudo queries at the `horizon` positions behind the block, and the query heads
+    """`s_i = sum_m sum_h A_hmi` over M pseudo queries at the `horizon` positions after the block, and the query heads
     of a KV head. By the paper (arXiv 2603.11564), their positions matter more than their content.
 
     The pseudo queries are queries of the calibration text before their rotary embedding (`query_samples`), turned to

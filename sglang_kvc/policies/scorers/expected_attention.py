@@ -18,7 +18,7 @@ class ExpectedAttention(RowScorer):
 
     mu `[L, Hq, D]` and S `[L, Hq, D, D]` come from the calibration file (`query_mean`, `query_covariance`), so the
     scores depend on no query of a request. If the file has `rotary_frequencies`, mu and S are those of queries before
-    the rotary embedding, and are rotated to the mean over the `horizon` positions behind the block, as in the paper.
+    the rotary embedding, and are rotated to the mean over the `horizon` positions after the block, as in the paper.
     Otherwise they are those of rotated queries and are used unchanged.
 
     Assumed: a_i is normalized over the block's P tokens, where the paper normalizes over the prompt's n. So epsilon is

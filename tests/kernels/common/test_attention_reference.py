@@ -40,16 +40,16 @@ def dense(store, row, length, layer=0):
     return k, v, tier.transpose(0, 1).reshape(h, -1)[:, :length] > 0
 
 
-def reference(q, k, v, held, scale, cap=0.0):
+def reference(q, k, v, stored, scale, cap=0.0):
     """`q[new, Hq, D]` at the last positions -> fp64 (out `[new, Hq, D]`, probabilities `[Hq, new, S]`)."""
     new, slots = q.shape[0], k.shape[1]
     group = q.shape[1] // k.shape[0]
-    k, v, held = (x.repeat_interleave(group, 0) for x in (k, v, held))
+    k, v, stored = (x.repeat_interleave(group, 0) for x in (k, v, stored))
     logits = torch.einsum("nhd,hsd->hns", q.double(), k) * scale
     if cap:
         logits = cap * torch.tanh(logits / cap)
     position = torch.arange(slots - new, slots).unsqueeze(-1)
-    seen = held.unsqueeze(1) & (torch.arange(slots) <= position)
+    seen = stored.unsqueeze(1) & (torch.arange(slots) <= position)
     p = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
     return torch.einsum("hns,hsd->nhd", p, v), p
 
@@ -63,18 +63,18 @@ def error(out, want):
 def test_all_formats(spec, has_scores):
     for head_dim, group in ((64, 3), (128, 1), (32, 7)):
         store, row, _ = request(spec, has_scores=has_scores, head_dim=head_dim, layers=2, seed=group)
-        k, v, held = dense(store, row, 170, layer=1)
+        k, v, stored = dense(store, row, 170, layer=1)
         gen = torch.Generator().manual_seed(1)
         scale = head_dim**-0.5
         q = torch.randn(40, 2 * group, head_dim, generator=gen)
-        want, _ = reference(q, k, v, held, scale)
+        want, _ = reference(q, k, v, stored, scale)
         got = ops.decode_attention(store, 1, q[-1:], row[None].int(), torch.tensor([170]), scale=scale)
         assert error(got, want[-1:]) < 1e-5
         got = ops.extend_attention(store, 1, q, row[None], [130], [40], scale=scale)
         assert error(got, want) < 1e-5
         # In the model dtype, queries and the output are rounded too.
         half = q.bfloat16()
-        want, _ = reference(half, k, v, held, scale)
+        want, _ = reference(half, k, v, stored, scale)
         got = ops.decode_attention(store, 1, half[-1:], row[None], torch.tensor([170]), scale=scale, seq_lens_cpu=[170])
         assert error(got, want[-1:].bfloat16()) < 1e-3
         got = ops.extend_attention(store, 1, half, row[None], torch.tensor([130]), [40], scale=scale)
@@ -84,10 +84,10 @@ def test_all_formats(spec, has_scores):
 @pytest.mark.parametrize("length,packed", [(1, 0), (63, 0), (64, 0), (65, 1), (128, 1), (129, 2), (250, 3), (370, 4)])
 def test_lengths(length, packed):
     store, row, _ = request("k8v4+k4v2", length=length, packed=packed, seed=length)
-    k, v, held = dense(store, row, length)
+    k, v, stored = dense(store, row, length)
     new = length - packed * 64
     q = torch.randn(new, 6, 64)
-    want, _ = reference(q, k, v, held, 0.125)
+    want, _ = reference(q, k, v, stored, 0.125)
     got = ops.extend_attention(store, 0, q, row[None], [length - new], [new], scale=0.125)
     assert error(got, want) < 1e-5
     got = ops.decode_attention(store, 0, q[-1:], row[None], torch.tensor([length]), scale=0.125)
@@ -97,9 +97,9 @@ def test_lengths(length, packed):
 @pytest.mark.parametrize("spec", [None, "k4v4"])
 def test_logit_cap(spec):
     store, row, _ = request(spec)
-    k, v, held = dense(store, row, 170)
+    k, v, stored = dense(store, row, 170)
     q = 3 * torch.randn(30, 6, 64)
-    want, _ = reference(q, k, v, held, 0.125, cap=4.0)
+    want, _ = reference(q, k, v, stored, 0.125, cap=4.0)
     got = ops.extend_attention(store, 0, q, row[None], [140], [30], scale=0.125, logit_cap=4.0)
     assert error(got, want) < 1e-5
     got = ops.decode_attention(store, 0, q[-1:], row[None], torch.tensor([170]), scale=0.125, logit_cap=4.0)
@@ -113,9 +113,9 @@ def test_row_mixes_blocks_of_several_formats():
     for at in (0, 2, 3):
         tiers = random_tiers(store, 1, store.block_formats[1], gen)
         ops.compact(store, row[at : at + 1], 1, tiers, from_format=0)
-    k, v, held = dense(store, row, 370)
+    k, v, stored = dense(store, row, 370)
     q = torch.randn(30, 2, 64)
-    want, _ = reference(q, k, v, held, 0.125)
+    want, _ = reference(q, k, v, stored, 0.125)
     got = ops.extend_attention(store, 0, q, row[None], [340], [30], scale=0.125)
     assert error(got, want) < 1e-5
     got = ops.decode_attention(store, 0, q[-1:], row[None], torch.tensor([370]), scale=0.125)
@@ -223,10 +223,10 @@ def test_scores_are_column_sums_of_attention(spec, window, cap):
             tiers = random_tiers(store, 1, store.block_formats[1], np.random.default_rng(3))
             ops.compact(store, row[:1], 1, tiers, from_format=0)
         end = prefix + new
-        k, v, held = dense(store, row, 170)
-        scores = torch.where(held, scores, 0)
+        k, v, stored = dense(store, row, 170)
+        scores = torch.where(stored, scores, 0)
         q = torch.randn(new, 6, 64)
-        want, p = reference(q, k[:, :end], v[:, :end], held[:, :end], 0.125, cap)
+        want, p = reference(q, k[:, :end], v[:, :end], stored[:, :end], 0.125, cap)
         kw = {"scale": 0.125, "logit_cap": cap, "sampling": sampling}
         if new == 1:
             got = ops.decode_attention(store, 0, q, row[None], torch.tensor([end]), **kw)

@@ -47,11 +47,11 @@ def test_page_round_trip_and_zero_padding(fmt, has_scores):
         torch.randn(*lead, t, generator=gen) if has_scores else None,
         torch.randint(0, 999, (*lead, t), generator=gen).to(torch.int16) if has_scores else None,
     )
-    back = read_page(page, write_page(page, rows))
-    for a, b in zip(rows, back):
+    read = read_page(page, write_page(page, rows))
+    for a, b in zip(rows, read):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
-    # Slots without a token leave no trace, whatever their content.
+    # The content of slots without a token has no effect.
     valid = torch.arange(t) < 5
     masks = [valid[:, None]] * 2 + [valid] * 3  # keys and values are token-major, the rest ends in tokens
     other = PageRows(*(x if x is None else torch.where(m, x, 7) for x, m in zip(rows, masks)))
@@ -64,8 +64,8 @@ def test_bf16_page_round_trip():
     page = PageLayout(BF16, 64, 4096, True)
     k, v = torch.randn(2, 4, page.tokens, 64).bfloat16().unbind(0)
     scores = torch.randn(4, page.tokens)
-    back = read_page(page, write_page(page, PageRows(k, v, scores=scores)))
-    assert torch.equal(back.keys, k) and torch.equal(back.values, v) and torch.equal(back.scores, scores)
+    read = read_page(page, write_page(page, PageRows(k, v, scores=scores)))
+    assert torch.equal(read.keys, k) and torch.equal(read.values, v) and torch.equal(read.scores, scores)
 
 
 @pytest.mark.parametrize("spec", [f.name for f in PACKED])
@@ -104,11 +104,11 @@ def test_round_trip_error_is_at_most_half_a_step(bits):
     gen = torch.Generator().manual_seed(3)
     k = torch.randn(5, 64, 32, generator=gen) + 6 * torch.randn(32, generator=gen)
     header = quant.key_header(k, torch.ones(5, 64, dtype=torch.bool))
-    back = quant.dequantise_keys(quant.quantise_keys(k, header, bits), header, bits)
+    dequantized = quant.dequantise_keys(quant.quantise_keys(k, header, bits), header, bits)
     step = (k.amax(1, keepdim=True) - k.amin(1, keepdim=True)) / (2**bits - 1)
     # The fp16 rounding of scale (2^-11 of the range) and zero (2^-11 of the bias) adds to this.
     slack = 2.0**-11 * (k.abs().amax(1, keepdim=True) + step * 2**bits)
-    assert ((back - k).abs() <= step / 2 + slack).all()
+    assert ((dequantized - k).abs() <= step / 2 + slack).all()
     for groups in (1, 2) if bits == 2 else (1,):
         v = torch.randn(5, 64, 64, generator=gen)
         codes, meta = quant.quantise_tokens(v, bits, groups)
@@ -149,9 +149,9 @@ def test_header_ignores_pruned_tokens():
 def test_code_conversion_table():
     codes = torch.arange(256, dtype=torch.uint8)
     for source, target in ((8, 4), (8, 2), (4, 2), (2, 4), (4, 8), (2, 8), (4, 4)):
-        some = codes[: 2**source]
-        got = quant.convert_codes(some, source, target)
-        assert got.tolist() == lower(some.numpy(), source, target).tolist()
+        valid = codes[: 2**source]
+        got = quant.convert_codes(valid, source, target)
+        assert got.tolist() == lower(valid.numpy(), source, target).tolist()
         assert int(got.max()) == 2**target - 1
     # The path does not matter, and codes of fewer bits survive a conversion up and back down.
     direct = quant.convert_codes(codes, 8, 2)

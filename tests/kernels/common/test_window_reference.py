@@ -9,7 +9,7 @@ from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, HEADS, DIM = 32, 2, 64
 # Prefixes that end inside a block and at borders, one shorter than every window; blocks that wait to be packed, one
-# behind packed ones; one block, two and more; a request without new tokens.
+# after packed ones; one block, two and more; a request without new tokens.
 PREFIX, NEW = [45, 128, 0, 10, 96], [60, 40, 33, 5, 0]
 WAITING = [[], [1, 3], [], [], [1]]
 ROWS = torch.tensor(
@@ -31,10 +31,10 @@ def request_case(spec="k4v4", dtype=torch.bfloat16, heads=HEADS, dim=DIM, times=
         blocks = ROWS[r, : -(-tokens // p)].long()
         k, v = random_kv(store, tokens, seed=r)
         fill(store, blocks, k, v)
-        whole = [int(ROWS[r, j]) for j in range(times * prefix // p) if j not in WAITING[r]]
-        if spec and whole:
-            ids = torch.tensor(whole)
-            ops.compact(store, ids, 1, ops.keep_all(len(whole), store.layout), from_format=0)
+        full = [int(ROWS[r, j]) for j in range(times * prefix // p) if j not in WAITING[r]]
+        if spec and full:
+            ids = torch.tensor(full)
+            ops.compact(store, ids, 1, ops.keep_all(len(full), store.layout), from_format=0)
     return store
 
 
@@ -57,12 +57,12 @@ def reference(store, layer, q, rows, prefix, new, *, window, scale, cap=0.0, fak
             plain = (store.format_id[blocks] == 0).view(-1, 1, 1, 1)
             again = fake_quantize(g, fmt, k.to(store.dtype), v.to(store.dtype))
             later = [torch.where(plain, x.float(), y) for x, y in zip(again, (k, v))]
-        for own in range(prefix[r] // p, len(blocks) if n else 0):
-            position = torch.arange(max(prefix[r], own * p), min(prefix[r] + n, own * p + p))
-            x = [torch.cat((a[:own], b[own : own + 1])) for a, b in zip(later, (k, v))]
+        for block in range(prefix[r] // p, len(blocks) if n else 0):
+            position = torch.arange(max(prefix[r], block * p), min(prefix[r] + n, block * p + p))
+            x = [torch.cat((a[:block], b[block : block + 1])) for a, b in zip(later, (k, v))]
             keys, values = (y.transpose(0, 1).flatten(1, 2).double() for y in x)
-            mine = q[at : at + len(position)].double().unflatten(1, (g.heads, group))
-            logits = torch.einsum("nhgd,hsd->hgns", mine, keys) * scale
+            block_q = q[at : at + len(position)].double().unflatten(1, (g.heads, group))
+            logits = torch.einsum("nhgd,hsd->hgns", block_q, keys) * scale
             if cap:
                 logits = cap * torch.tanh(logits / cap)
             behind = position[:, None] - torch.arange(keys.shape[1])

@@ -53,7 +53,7 @@ def make(device, specs, head_dim, heads, has_scores, dtype, blocks=5, tokens=TOK
     ],
 )
 def test_same_bytes(specs, head_dim, heads, has_scores, dtype):
-    """From uncompressed down every block format of the list, with random tiers at each step."""
+    """Blocks move from bf16 through every block format of the list, with random tiers at each step."""
     from kvc_kernels.compact.launch import compact_triton
 
     seed = torch.initial_seed()

@@ -1,4 +1,4 @@
-"""A prompt packed on the GPU: the scores and, for one choice of tokens, the bytes of the CPU, without a wait."""
+"""Packing of a prompt on the GPU: scores, and bytes for given tokens, match the CPU's, without a sync."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TOKENS = FULL * P + TAIL
 
 
 def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Scores of all layers, pages by competition, and digests of the kept blocks for a choice made of the seed. The
-    first `before` blocks are packed already, and then the result lies in others."""
+    """Scores of all layers, pages by competition, and digests of the kept blocks for tokens drawn with the seed. If the
+    first `before` blocks are already packed, the result lies in other blocks."""
     fmt, gen = FORMATS["k4v4"], torch.Generator().manual_seed(5)
     layout = PoolLayout(L, H, D, P, page_bytes_for(fmt, 64, head_dim=D, has_scores=False))
     store = PageStore.create(
@@ -37,8 +37,8 @@ def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[s
         ops.append(store, layer, blocks[at // P], at % P, k[layer], v[layer])
     if before:
         ops.compact(store, blocks[:before], 1, None, from_format=0)
-    into = torch.arange(12, 12 + KEPT, device=device) if before else blocks[:KEPT]
-    rows, named = torch.tensor([1, 3], device=device), torch.zeros((2, 10), dtype=torch.int32, device=device)
+    targets = torch.arange(12, 12 + KEPT, device=device) if before else blocks[:KEPT]
+    rows, block_table = torch.tensor([1, 3], device=device), torch.zeros((2, 10), dtype=torch.int32, device=device)
     mode = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
     try:
         if device == "cuda":
@@ -49,17 +49,17 @@ def packed(device: str, before: int) -> tuple[torch.Tensor, torch.Tensor, list[s
             scores.append(ops.prompt_scores(store, layer, blocks, TOKENS, queries, packed=before, format_id=1))
             pooled = ops.carry_scores(ops.pool_scores(scores[-1], 7), 48, 0.1)[:, : FULL * P]
             worth.append(ops.ranked_tokens(pooled, KEPT * P, 64, 4, 0)[1])
-        won = ops.sequence_quota(torch.cat(worth), 40, 1)
-        ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages, packed=before, into=into)
+        page_counts = ops.sequence_quota(torch.cat(worth), 40, 1)
+        ops.pack_kept(store, blocks[:FULL], KEPT, 1, best, pages, packed=before, into=targets)
         gaps.open(3, KEPT, FULL - KEPT)
-        gaps.leave_out(named, rows)
+        gaps.close_up(block_table, rows)
         gaps.close(3)
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode(mode)
     ops.check_invariants(store)
-    assert int(won.sum()) == 40
-    return torch.stack(scores).cpu(), won.cpu(), [ops.block_digest(store, int(b)) for b in into]
+    assert int(page_counts.sum()) == 40
+    return torch.stack(scores).cpu(), page_counts.cpu(), [ops.block_digest(store, int(b)) for b in targets]
 
 
 @pytest.mark.parametrize("before", [0, 4])

@@ -61,7 +61,7 @@ WHOLE = [
 def test_all_kept_gives_same_bytes(spec, block_tokens, page_tokens, keys, monkeypatch):
     """No tiers are given, and some blocks do not fill their pages."""
     if keys == "read twice":
-        monkeypatch.setattr(launch, "HELD", 1)
+        monkeypatch.setattr(launch, "WARP_ELEMENTS", 1)
     block_formats, has_scores = block_formats_of(spec), block_tokens == 64
     page = page_bytes_for(block_formats[1].high, page_tokens, head_dim=64, has_scores=has_scores)
     a, b = pair(
@@ -152,10 +152,10 @@ def test_packed_blocks_give_same_bytes(source, target, has_scores):
     tiers = random_tiers(a, 3, a.block_formats[1], gen)
     for store in (a, b):
         ops.compact(store, BLOCKS, 1, tiers, from_format=0)
-    held = ops.block_tiers(a, BLOCKS, 1)
-    less = random_tiers(a, 3, a.block_formats[2], gen, ceiling=held)
-    expected = ops.compact(a, BLOCKS, 2, less, from_format=1)
-    assert torch.equal(compact_triton(b, BLOCKS, 2, less, from_format=1), expected)
+    ceiling = ops.block_tiers(a, BLOCKS, 1)
+    target_tiers = random_tiers(a, 3, a.block_formats[2], gen, ceiling=ceiling)
+    expected = ops.compact(a, BLOCKS, 2, target_tiers, from_format=1)
+    assert torch.equal(compact_triton(b, BLOCKS, 2, target_tiers, from_format=1), expected)
     same(a, b)
     ops.check_invariants(b)
 

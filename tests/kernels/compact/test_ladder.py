@@ -25,7 +25,7 @@ def packed(names: tuple[str, ...]):
 
 
 def off(got, want) -> float:
-    """Root of the mean squared error over that of the rows."""
+    """RMS error relative to the RMS of the rows."""
     return float((got - want).norm() / want.norm())
 
 
@@ -34,17 +34,17 @@ def test_demoted_block_stores_requantized_source(source, target):
     """Values equal packing the dequantized source; keys equal mapping the source's codes."""
     _, (k, v) = packed((source,))
     (k0, _), (k2, v2) = packed((source, target))
-    to, src = FORMATS[target], FORMATS[source]
-    groups = 2 if to.value_bits == 2 else 1
-    want = quant.dequantise_tokens(*quant.quantise_tokens(v, to.value_bits, groups)) if to != src else v
-    if to.value_bits == src.value_bits:
+    dst, src = FORMATS[target], FORMATS[source]
+    groups = 2 if dst.value_bits == 2 else 1
+    want = quant.dequantise_tokens(*quant.quantise_tokens(v, dst.value_bits, groups)) if dst != src else v
+    if dst.value_bits == src.value_bits:
         want = v
     assert torch.equal(v2, want)
     header = quant.key_header(k0, torch.ones(k0.shape[:-1], dtype=torch.bool))
     scale, zero = quant.channel_scale_zero(header, src.key_bits)
     codes = ((k - zero) / torch.where(scale > 0, scale, 1)).round().to(torch.uint8)
-    steps = (2**src.key_bits - 1) // (2**to.key_bits - 1)
-    assert torch.equal(k2, quant.dequantise_keys((codes.float() / steps).round(), header, to.key_bits)) or (
+    steps = (2**src.key_bits - 1) // (2**dst.key_bits - 1)
+    assert torch.equal(k2, quant.dequantise_keys((codes.float() / steps).round(), header, dst.key_bits)) or (
         source == "k8v4" and target == "k2v2"  # through 4 bits: rounded twice
     )
 
@@ -55,8 +55,8 @@ def test_error_of_demoted_block_stays_near_its_format(source, target):
     (k0, v0), demoted = packed((source, target))
     _, at_once = packed((target,))
     _, first = packed((source,))
-    for name, plain, got, direct, lost in zip("KV", (k0, v0), demoted, at_once, first):
-        mine, best = off(got, plain), off(direct, plain)
-        print(f"{source} -> {target}: {name} {mine:.4f}, at once {best:.4f}")
-        assert mine**2 <= 1.02 * (best**2 + off(lost, plain) ** 2)
-        assert mine <= 1.06 * best
+    for name, plain, got, direct, source_rows in zip("KV", (k0, v0), demoted, at_once, first):
+        demoted_error, direct_error = off(got, plain), off(direct, plain)
+        print(f"{source} -> {target}: {name} {demoted_error:.4f}, at once {direct_error:.4f}")
+        assert demoted_error**2 <= 1.02 * (direct_error**2 + off(source_rows, plain) ** 2)
+        assert demoted_error <= 1.06 * direct_error

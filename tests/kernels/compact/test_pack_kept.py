@@ -27,10 +27,10 @@ def case(spec="k4v4", seed=0, kept=2, pages=None):
     fill(store, torch.tensor(BLOCKS), k, v)
     gen = torch.Generator().manual_seed(seed)
     order = torch.rand(L, H, FULL * P, generator=gen).sort(-1).indices
-    most = kept * P // t
+    max_pages = kept * P // t
     if pages is None:
-        pages = torch.randint(0, most + 1, (L, H), generator=gen)
-        pages[0, 0], pages[1, 0] = 0, most
+        pages = torch.randint(0, max_pages + 1, (L, H), generator=gen)
+        pages[0, 0], pages[1, 0] = 0, max_pages
     return store, order[..., : kept * P].int(), pages, k, v
 
 
@@ -44,9 +44,9 @@ def test_every_head_stores_its_best_tokens(monkeypatch, spec, limit):
     ops.check_invariants(store)
     for layer in range(L):
         for head in range(H):
-            mine = sorted(best[layer, head, : int(pages[layer, head]) * t].tolist())
+            kept = sorted(best[layer, head, : int(pages[layer, head]) * t].tolist())
             for i, block in enumerate(BLOCKS[:2]):
-                tokens = mine[i * P : (i + 1) * P]
+                tokens = kept[i * P : (i + 1) * P]
                 assert store.counts[block, layer, head].tolist() == [len(tokens), 0]
                 rows, values = dense_head(store, block, layer, head, 0)
                 assert len(rows) == len(tokens)
@@ -60,9 +60,9 @@ def test_every_head_stores_its_best_tokens(monkeypatch, spec, limit):
                 step = (hi - lo) / (2**fmt.key_bits - 1)
                 assert (abs(rows.numpy() - want) <= 0.52 * step + 0.02).all()
                 assert len(values) == len(tokens)
-                wanted = v[layer, tokens, head].double().numpy()
-                span = (wanted.max(1) - wanted.min(1)) / (2**fmt.value_bits - 1)
-                assert (abs(values.numpy() - wanted) <= 0.52 * span[:, None] + 0.02).all()
+                want_values = v[layer, tokens, head].double().numpy()
+                span = (want_values.max(1) - want_values.min(1)) / (2**fmt.value_bits - 1)
+                assert (abs(values.numpy() - want_values) <= 0.52 * span[:, None] + 0.02).all()
 
 
 @pytest.mark.parametrize("spec", ["k4v4", "k8v4", "k4v2"])
@@ -72,22 +72,22 @@ def test_packing_packed_blocks_equals_packing_their_rows(spec, packed):
     blocks that had no pages, or in some of the sources."""
     store, best, pages, *_ = case(spec)
     t = store.layout.page(FORMATS[spec]).tokens
-    blocks, into = torch.tensor(BLOCKS[:FULL]), torch.tensor([1, BLOCKS[3]])
+    blocks, targets = torch.tensor(BLOCKS[:FULL]), torch.tensor([1, BLOCKS[3]])
     if packed:
         ops.compact(store, blocks[:packed], 1, None, from_format=0)
     rows = torch.stack([torch.stack(ops.load_dense(store, layer, blocks)[:2]) for layer in range(L)])
     rows = rows.movedim(2, 3).flatten(3, 4)  # [L, K or V, H, S, D]
-    held = int(ops.block_head_pages(store, blocks).sum())
+    source_pages = int(ops.block_head_pages(store, blocks).sum())
     head, tail = store.cursor.tolist()
-    ops.pack_kept(store, blocks, 2, 1, best, pages, packed=packed, into=into)
+    ops.pack_kept(store, blocks, 2, 1, best, pages, packed=packed, into=targets)
     ops.check_invariants(store)
     assert store.format_id[BLOCKS].tolist() == [-1, -1, -1, 1, 0] and int(store.format_id[1]) == 1
-    assert (store.cursor - torch.tensor([head, tail])).tolist() == [int(pages.sum()), held]
+    assert (store.cursor - torch.tensor([head, tail])).tolist() == [int(pages.sum()), source_pages]
     for layer in range(L):
         for head in range(H):
-            mine = sorted(best[layer, head, : int(pages[layer, head]) * t].tolist())
-            for i, block in enumerate(into.tolist()):
-                tokens = mine[i * P : (i + 1) * P]
+            kept = sorted(best[layer, head, : int(pages[layer, head]) * t].tolist())
+            for i, block in enumerate(targets.tolist()):
+                tokens = kept[i * P : (i + 1) * P]
                 keys, values = dense_head(store, block, layer, head, 0)
                 assert len(keys) == len(tokens) == int(store.counts[block, layer, head, 0])
                 if not tokens:
@@ -96,8 +96,8 @@ def test_packing_packed_blocks_equals_packing_their_rows(spec, packed):
                 step = (k.amax(0) - k.amin(0)) / (2 ** FORMATS[spec].key_bits - 1)
                 assert ((keys - k).abs() <= 0.52 * step + 0.02).all()
                 # Each value has its own scale, so values that already had it do not change.
-                was = torch.tensor(tokens) < packed * P
-                torch.testing.assert_close(values[was], v[was], rtol=0, atol=5e-3)
+                already_packed = torch.tensor(tokens) < packed * P
+                torch.testing.assert_close(values[already_packed], v[already_packed], rtol=0, atol=5e-3)
 
 
 def test_pages_are_returned_and_counted():
@@ -119,8 +119,8 @@ def test_packing_needs_no_free_pages():
     store.cursor[1] -= free  # nothing is free
     ops.pack_kept(store, torch.tensor(BLOCKS[:FULL]), 2, 1, best, torch.full((L, H), 2 * P // t))
     assert store.cursor[0] <= store.cursor[1]
-    held = store.table[BLOCKS[:2]][..., : P // t].flatten().tolist()
-    assert len(set(held)) == len(held) == L * H * 2 * P // t and 0 not in held
+    page_ids = store.table[BLOCKS[:2]][..., : P // t].flatten().tolist()
+    assert len(set(page_ids)) == len(page_ids) == L * H * 2 * P // t and 0 not in page_ids
 
 
 def test_packed_bytes_depend_only_on_tokens():

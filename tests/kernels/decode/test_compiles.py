@@ -63,12 +63,12 @@ def test_twelve_programs_fit_one_multiprocessor(spec, heads, group, head_dim, dt
     wide = [c for c in copies if c.startswith("cp.async.cg.") and re.search(r"0x10, (0x10|%r\d+);", c)]
     # A row of 32 bytes (4-bit keys of head_dim 64) has 8 bytes for each of four lanes.
     assert wide and (head_dim == 64 or wide == copies) and not any("], 0x4," in c for c in copies)
-    said = subprocess.run(
+    log = subprocess.run(
         [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "out"], capture_output=True, text=True, check=True
     ).stderr
-    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= 16  # one or two words, outside the tile loops
+    assert int(re.search(r"(\d+) bytes spill stores", log)[1]) <= 16  # one or two words, outside the tile loops
     # Three warps per scheduler.
-    assert int(re.search(r"Used (\d+) registers", said)[1]) <= decode.GLUON_REGISTERS
+    assert int(re.search(r"Used (\d+) registers", log)[1]) <= decode.GLUON_REGISTERS
 
 
 @pytest.mark.parametrize(

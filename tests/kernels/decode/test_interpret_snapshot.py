@@ -7,7 +7,7 @@ from kvc_kernels import ops
 from kvc_kernels.decode.snapshot_kernel import decode_snapshot_triton
 from tests.support.pages import make_store
 
-BATCH, BLOCKS = 6, 300  # of the buffers
+BATCH, BLOCKS = 6, 300  # sizes of the buffers
 
 
 def table(p, rows, columns, dtype, gen):

@@ -24,7 +24,7 @@ def test_blocks_after_gap_move_forward(data):
     rows = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     table = torch.from_numpy(np.random.default_rng(0).integers(1, 1000, (len(rows), width)))
     before = table.tolist()
-    left_out = gaps.leave_out(table, torch.tensor(rows))
+    left_out = gaps.close_up(table, torch.tensor(rows))
     for row, listed, original, n in zip(rows, table.tolist(), before, left_out.tolist()):
         first, missing = blocks[row]
         assert n == missing
@@ -36,5 +36,5 @@ def test_reset_clears_all_gaps():
     gaps.open(1, 2, 3)
     gaps.reset()
     table = torch.arange(8).view(1, 8)
-    assert not gaps.rows and not gaps.leave_out(table, torch.tensor([1])).any()
+    assert not gaps.rows and not gaps.close_up(table, torch.tensor([1])).any()
     assert torch.equal(table, torch.arange(8).view(1, 8))

@@ -1,4 +1,4 @@
-"""Compiles CUDA sources of the Hopper kernels for the host, with the stand-ins that a test puts beside them."""
+"""Compiles CUDA sources of the Hopper kernels for the host, with the stand-ins that a test puts next to them."""
 
 import ctypes
 import shutil

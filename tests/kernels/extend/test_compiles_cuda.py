@@ -20,11 +20,11 @@ SPILLS = 72  # allowed bytes; a few are spilled where tiles are listed or whole 
 
 def kernel_constants(spec: str, *, rows=256, dtype=torch.bfloat16, capped=False, page=0) -> str:
     formats = [FORMATS[n] for n in spec.split("+") if n]
-    whole = len(formats) == 1
+    one_tier = len(formats) == 1
     size = page or choose_page_bytes(
-        formats, head_dim=128, block_tokens=128, has_scores=not whole, whole=whole
+        formats, head_dim=128, block_tokens=128, has_scores=not one_tier, whole=one_tier
     )
-    layout = PoolLayout(2, 8, 128, 128, size, not whole)
+    layout = PoolLayout(2, 8, 128, 128, size, not one_tier)
     block_formats = (BlockFormat(BF16), BlockFormat(*formats)) if formats else (BlockFormat(BF16),)
     store = PageStore.create(layout, block_formats, num_pages=4, num_blocks=2, device="cpu", dtype=dtype)
     op = ExtendAttention(store, query_heads=32, dense="none")
@@ -36,13 +36,13 @@ def registers(cubin: bytes, path: Path) -> dict[str, int]:
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-    most, function = {}, ""
+    highest, function = {}, ""
     for line in text.splitlines():
         if (label := re.match(r"(\$\w+\$\w+|\.text\.\w+):$", line.strip())) is not None:
             function = label[1]
         for r in re.findall(r"\bR(\d+)\b", line):
-            most[function] = max(most.get(function, 0), int(r) + 1)
-    return most
+            highest[function] = max(highest.get(function, 0), int(r) + 1)
+    return highest
 
 
 @pytest.mark.slow
@@ -61,10 +61,10 @@ def registers(cubin: bytes, path: Path) -> dict[str, int]:
 def test_extend_kernel_compiles_within_register_budget(spec, options, tmp_path):
     if not spec:
         options = {**options, "page": 4096}
-    cubin, said = nvrtc.compile_source("extend.cu", kernel_constants(spec, **options))
-    assert "serialized" not in said  # otherwise products would wait for each other
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
-    assert spills and max(spills) <= SPILLS, said
+    cubin, log = nvrtc.compile_source("extend.cu", kernel_constants(spec, **options))
+    assert "serialized" not in log  # otherwise products would wait for each other
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+    assert spills and max(spills) <= SPILLS, log
     unpack = extend.REGISTERS[options.get("rows", 256)][1]
     called = {name: n for name, n in registers(cubin, tmp_path / "extend.cubin").items() if name.startswith("$")}
     assert called and all(n <= unpack for n in called.values()), called
@@ -82,12 +82,12 @@ def test_extend_kernel_compiles_within_register_budget(spec, options, tmp_path):
     ],
 )
 def test_few_row_kernel_compiles_within_register_budget(spec, options, tmp_path):
-    cubin, said = nvrtc.compile_source("few.cu", kernel_constants(spec, **options))
-    assert "serialized" not in said
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
-    assert spills and not max(spills), said
-    most = registers(cubin, tmp_path / "few.cubin")
-    assert most[".text.extend"] <= extend.FEW_REGISTERS[0], most
+    cubin, log = nvrtc.compile_source("few.cu", kernel_constants(spec, **options))
+    assert "serialized" not in log
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+    assert spills and not max(spills), log
+    highest = registers(cubin, tmp_path / "few.cubin")
+    assert highest[".text.extend"] <= extend.FEW_REGISTERS[0], highest
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_supports_only_cases_kernel_was_written_for():
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         assert extend.supports(store())
         assert not extend.supports(store(head_dim=64))
-        assert not extend.supports(store(block_tokens=2 * extend.MOST_BLOCK_TOKENS))
+        assert not extend.supports(store(block_tokens=2 * extend.MAX_BLOCK_TOKENS))
         patch.setattr(extend, "available", lambda: False)  # then the Triton kernel serves
         assert not extend.supports(store())
         patch.setattr(extend, "available", lambda: True)

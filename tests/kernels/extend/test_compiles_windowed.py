@@ -19,9 +19,9 @@ from tests.support.decode import block_formats_of
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The (kernel name, compiled kernel) of all launches, none of which runs, and the object whose capability can be
-    set."""
-    found = []
+    """The (kernel name, compiled kernel) pairs of all launches, which do not run, and an object whose `capability`
+    selects the GPU."""
+    kernels = []
 
     def run(self, *args, grid, warmup, **options):
         target = GPUTarget("cuda", run.capability, 32)
@@ -32,11 +32,11 @@ def compiled(monkeypatch):
             )
             options, signature, constants, attrs = self._pack_args(backend, options, bound, special, rest)
             source = ASTSource(self, signature, constants, attrs)
-            found.append((self.__name__, triton.compile(source, target=target, options=options.__dict__)))
+            kernels.append((self.__name__, triton.compile(source, target=target, options=options.__dict__)))
 
     run.capability = 90
     monkeypatch.setattr(JITFunction, "run", run)
-    return found, run
+    return kernels, run
 
 
 def store_of(fmt, head_dim):
@@ -50,21 +50,21 @@ def store_of(fmt, head_dim):
 
 @pytest.mark.parametrize("fmt, head_dim", [("k4v4", 128), ("k4v4", 256), ("k8v4", 64)])
 def test_decode_compiles(fmt, head_dim, compiled):
-    store, (found, _) = store_of(fmt, head_dim), compiled
+    store, (kernels, _) = store_of(fmt, head_dim), compiled
     for window in (-1, 511):
         op = decode.DecodeAttention(store, max_batch=2, max_blocks=8, query_heads=8, columns=2, window=window)
         q = torch.zeros((1, 8, head_dim), dtype=torch.bfloat16)
         op.run(0, q, scale=1.0)
-    (_, plain), (_, windowed) = found
+    (_, plain), (_, windowed) = kernels
     assert plain.metadata.shared == windowed.metadata.shared <= 99 * 1024 // 4
 
 
 @pytest.mark.parametrize("head_dim, capability", [(256, 89), (128, 89), (256, 90), (64, 90)])
 def test_extend_compiles(head_dim, capability, compiled):
-    found, run = compiled
+    kernels, run = compiled
     run.capability = capability
     op = WindowedExtend(store_of("k4v4", head_dim), query_heads=16, window=511)
     op.plan(torch.zeros((1, 4), dtype=torch.int32), [128], [168])
     op.run(0, *3 * [torch.zeros((168, 16, head_dim), dtype=torch.bfloat16)], scale=1.0, logit_cap=30.0)
-    ((name, kernel),) = found
+    ((name, kernel),) = kernels
     assert name == "window_kernel" and kernel.metadata.shared <= 99 * 1024

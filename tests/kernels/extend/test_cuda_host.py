@@ -88,10 +88,10 @@ def test_unpacked_tiles_match_reference(spec, size, block_tokens, rows, dtype, t
     blocks = {}
     for r, order in enumerate(requests):
         for c, (fmt, side) in enumerate(classes):
-            mine = [b for b in order if fmt == (getattr(block_formats[of[b - 1]], ("high", "low")[side]))]
-            mine = [b for b in mine if of[b - 1] or c == 0]
-            blocks[r, c] = [(b, p - 37 * (c == 0 and i == len(mine) - 1)) for i, b in enumerate(mine)]
-            lists[r, c, : len(mine)] = torch.tensor([b << 32 | t for b, t in blocks[r, c]])
+            class_blocks = [b for b in order if fmt == (getattr(block_formats[of[b - 1]], ("high", "low")[side]))]
+            class_blocks = [b for b in class_blocks if of[b - 1] or c == 0]
+            blocks[r, c] = [(b, p - 37 * (c == 0 and i == len(class_blocks) - 1)) for i, b in enumerate(class_blocks)]
+            lists[r, c, : len(class_blocks)] = torch.tensor([b << 32 | t for b, t in blocks[r, c]])
     sizes = torch.tensor([[len(blocks[r, c]) for c in range(len(classes))] for r in range(2)], dtype=torch.int32)
     # request, first query, first row, end row, from, to, of, slot
     cuts = [(4, 9, 10, 0), (0, 4, 10, 1), (9, 10, 10, 2)]
@@ -104,13 +104,15 @@ def test_unpacked_tiles_match_reference(spec, size, block_tokens, rows, dtype, t
         setattr(a, name, x.data_ptr())
     a.k_stride_n, a.k_stride_h, a.v_stride_n, a.v_stride_h = (2 * s for x in (k, v) for s in x.stride()[:2])
 
-    most, seen = 1000, {}
-    out = torch.zeros((most, lib.tile_bytes()), dtype=torch.uint8)
+    max_tiles, seen = 1000, {}
+    out = torch.zeros((max_tiles, lib.tile_bytes()), dtype=torch.uint8)
     for program in range(len(items) * heads):
         r, start, first, end, *share, of, _ = items[program // heads]
         head = program % heads
-        found = lib.run(ctypes.byref(a), program, ctypes.c_void_p(out.data_ptr()), most, ctypes.c_uint64(program * 77))
-        assert found >= 0, "threads wait for each other forever"
+        num_tiles = lib.run(
+            ctypes.byref(a), program, ctypes.c_void_p(out.data_ptr()), max_tiles, ctypes.c_uint64(program * 77)
+        )
+        assert num_tiles >= 0, "threads wait for each other forever"
         own_tokens = -(-min(first + rows, end) // GROUP)
         expected = []  # keys, values and first new token of each run of tiles
         if share[0] == 0:
@@ -134,6 +136,6 @@ def test_unpacked_tiles_match_reference(spec, size, block_tokens, rows, dtype, t
                 torch.testing.assert_close(kk[:live], keys[i : i + live], rtol=0.002, atol=0.006)
                 torch.testing.assert_close(vv[:live], values[i : i + live], rtol=0.002, atol=0.003)
                 assert not vv[live:].any()  # because a probability of 0 times NaN is NaN
-        assert at == found
+        assert at == num_tiles
     for (r, _, c), places in seen.items():  # the parts of an item cover every block once
         assert sorted(places) == list(range(len(blocks[r, c])))

@@ -55,14 +55,14 @@ def test_output_matches_reference(spec, size, new, group, options, scale, tmp_pa
     layout = PoolLayout(2, heads, 128, p, page)
     gen = torch.Generator().manual_seed(3)
     n = 8
-    of = torch.arange(n) % len(block_formats) if spec == "" else torch.tensor([1, 1, 0, 1, 1, 1, 1, 0])
+    format_ids = torch.arange(n) % len(block_formats) if spec == "" else torch.tensor([1, 1, 0, 1, 1, 1, 1, 0])
     high = torch.randint(0, p + 1, (n, 2, heads), generator=gen)
     high[::2] = p
     low = (torch.rand(high.shape, generator=gen) * (p - high + 1)).long() if len(formats) == 2 else high * 0
     if len(formats) == 2:
         th, tl = (layout.page(f).tokens for f in formats)
         low = torch.minimum(low, (layout.head_pages_bf16 - -(-high // th)) * tl)
-    store = random_store(layout, block_formats, of, torch.stack((high, low), -1), dtype=dtype, seed=7)
+    store = random_store(layout, block_formats, format_ids, torch.stack((high, low), -1), dtype=dtype, seed=7)
     widest = max(new) * group
     rows = torch.tensor([[1, 2, 4, 5, 3, 8], [6, 7, 2, 8, 0, 0]], dtype=torch.int32)
     prefix = [5 * p + 77, 3 * p + 5]

@@ -94,10 +94,10 @@ def dense(store, row):
     return [x.transpose(0, 1).flatten(1, 2).double() for x in ops.load_dense(store, 0, row)[:2]]
 
 
-def attend(q, before, own, t, cap):
-    """`q[Hq, D]` at position t over the blocks `before` its own and its `own` block."""
+def attend(q, before, current, t, cap):
+    """`q[Hq, D]` at position t whose own block is `current`, over the blocks `before` it."""
     border = t // P * P
-    k, v = (torch.cat((b[:, :border], o[:, border : t + 1]), 1) for b, o in zip(before, own))
+    k, v = (torch.cat((b[:, :border], o[:, border : t + 1]), 1) for b, o in zip(before, current))
     logits = torch.einsum("hgd,hsd->hgs", q.double().view(k.shape[0], -1, 64), k) * SCALE
     logits = cap * torch.tanh(logits / cap) if cap else logits
     return torch.einsum("hgs,hsd->hgd", logits.softmax(-1), v).reshape(q.shape)

@@ -24,7 +24,7 @@ FORMS = {
 ROWS = torch.tensor([[9, 4, 2, 7, 11, 5, 3], [1, 6, 8, 0, 0, 0, 0], [10, 2, 12, 4, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0]])
 PREFIX = [6 * 128 + 51, 0, 2 * 128, 7]
 FORMAT_IDS = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)
-TOLERANCE = 0.02  # of one output row over the mean norm; bf16 outputs alone round by 0.004
+TOLERANCE = 0.02  # error of one output row over the mean norm; bf16 outputs alone round by 0.004
 
 
 def run(store, group, new, prefix=PREFIX, scale=0.09, cap=0.0, layer=1, sms=0, **options):
@@ -153,7 +153,7 @@ def test_a_library_for_the_new_tokens(hopper, dense):
     ("tiers", 2, 128), ("plain", 4, 128),
 ])  # fmt: skip
 def test_few_new_tokens(form, group, head_dim, new):
-    """By the decode kernel, from their pages; the last blocks are uncompressed."""
+    """The decode kernel reads them from their pages; the last blocks are uncompressed."""
     from kvc_kernels.extend.attention import ExtendAttention
 
     format_ids = (1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 1, 0)

@@ -20,11 +20,11 @@ def ragged(library, dim=128, dtype=torch.bfloat16):
     from kvc_kernels.extend.dense_prefill import ragged_prefill
 
     skip_without(library)
-    made = ragged_prefill(
+    prefill = ragged_prefill(
         torch.device("cuda"), library, query_heads=HEADS * GROUP, heads=HEADS, head_dim=dim, dtype=dtype
     )
-    assert made is not None
-    return made
+    assert prefill is not None
+    return prefill
 
 
 def attend(q, k, v, scale, cap=0.0, window=-1, causal=True):
@@ -79,8 +79,8 @@ def test_paged(library, window, causal, cap):
             op.plan(tokens, slots, last)
         op.run(q, k, v, into, scale=0.1, logit_cap=cap)
     parts = []
-    for x, some, n in zip(q.split(tokens), slots, last):
-        rows = [torch.cat([y[s] for s in some])[: (len(some) - 1) * P + n] for y in (k, v)]
+    for x, run_slots, n in zip(q.split(tokens), slots, last):
+        rows = [torch.cat([y[s] for s in run_slots])[: (len(run_slots) - 1) * P + n] for y in (k, v)]
         parts.append(attend(x, *rows, 0.1, cap, window, causal))
     close(into, [torch.cat(x) for x in zip(*parts)])
     without = torch.full_like(q, torch.nan)

@@ -106,7 +106,7 @@ def test_against_the_reference(spec, group, cap, dtype, dense):
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 def test_nothing_before_the_chunk(dense):
-    """No pages are read at all: the library's result is the answer."""
+    """No pages are read: the library's result is the output."""
     skip_without(dense)
     store, _, _ = case("k4v4")
     new = [TIMES * 33, TIMES * 15]
@@ -146,11 +146,11 @@ def test_same_answer_many_times(dense):
     q = queries(4 * HEADS, DIM)
     op = make(store, 4 * HEADS, dense=dense)
     first = [op.run(layer, q, k[layer], v[layer], scale=SCALE) for layer in (0, 1)]
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    num_wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(REPEATS):
         out = op.run(i % 2, q, k[i % 2], v[i % 2], scale=SCALE)
-        wrong += (out != first[i % 2]).any(-1).sum()
-    assert wrong == 0, f"{int(wrong)} of {REPEATS * q.shape[0] * q.shape[1]} rows differ"
+        num_wrong += (out != first[i % 2]).any(-1).sum()
+    assert num_wrong == 0, f"{int(num_wrong)} of {REPEATS * q.shape[0] * q.shape[1]} rows differ"
 
 
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer"])

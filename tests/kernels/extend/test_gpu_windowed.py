@@ -50,26 +50,28 @@ def decode(case, window, *, logit_cap=0.0, **options):
 
 @pytest.mark.parametrize("window", [0, 63, 128, 300, 5000])
 def test_decode_windows(window):
-    assert decode(make_case("k4v4", head_dim=128, block_tokens=128, lens=LENS, whole=True, device="cuda"), window) < BAR
+    case = make_case("k4v4", head_dim=128, block_tokens=128, lens=LENS, keep_all=True, device="cuda")
+    assert decode(case, window) < BAR
 
 
 @pytest.mark.parametrize("names", [("k8v8",), ("k2v2",), ("k4v4", "k8v4"), ()])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_decode_formats(names, head_dim):
-    case = make_case(*names, head_dim=head_dim, block_tokens=128, lens=LENS, whole=True, device="cuda")
+    case = make_case(*names, head_dim=head_dim, block_tokens=128, lens=LENS, keep_all=True, device="cuda")
     assert decode(case, 190, logit_cap=2.0 if head_dim == 256 else 0.0) < BAR
 
 
 @pytest.mark.parametrize("group, columns", [(1, 1), (7, None), (16, 1)])
 def test_decode_of_more_blocks_than_a_chunk(group, columns):
     case = make_case(
-        "k4v4", lens=(80 * 64 + 5, 64 * 33), head_dim=128, group=group, whole=True, device="cuda", dtype=torch.float16
+        "k4v4", lens=(80 * 64 + 5, 64 * 33), head_dim=128, group=group, keep_all=True, device="cuda",
+        dtype=torch.float16,
     )
     assert decode(case, 64 * 40 + 9, columns=columns) < BAR
 
 
 def test_decode_graph_replays_with_other_lengths_and_blocks():
-    case = make_case("k4v4", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), whole=True, device="cuda")
+    case = make_case("k4v4", head_dim=128, block_tokens=128, lens=(1000, 900, 512, 300), keep_all=True, device="cuda")
     replays(case, build(case, 300, columns=40), window=300)
 
 
@@ -88,10 +90,10 @@ def extend(store, q, window, *, exact=None, stored=True, dense="auto", cap=0.0, 
 
     prefix, new = ([TIMES * n for n in x] for x in (PREFIX, NEW))
     fmt = store.block_formats[1].high if stored else None
-    mine, rows = moved(store, "cuda", PageStore), ROWS.cuda()
+    gpu_store, rows = moved(store, "cuda", PageStore), ROWS.cuda()
     skip_without(dense)
     options["ragged"] = ragged(store, q.shape[1], dense)
-    op = WindowedExtend(mine, query_heads=q.shape[1], window=window, fake_quant_format=fmt, **options)
+    op = WindowedExtend(gpu_store, query_heads=q.shape[1], window=window, fake_quant_format=fmt, **options)
     assert bool(op.prefills) == (dense != "none")
     scale = q.shape[-1] ** -0.5
     op.plan(rows, prefix, new, WAITING if stored else None, exact and [None if x else fmt for x in exact])
@@ -137,10 +139,10 @@ def test_extend_of_requests_that_see_blocks_as_they_are(dense):
 @pytest.mark.parametrize("dense", ["fa3", "flashinfer", "none"])
 def test_passes_and_repeats_change_nothing(dense):
     store, q = request_case(dim=128, times=TIMES), queries(2, dim=128, times=TIMES)
-    worst, whole = extend(store, q, 200, dense=dense)
+    worst, one_pass = extend(store, q, 200, dense=dense)
     assert worst < 0.03
     for tokens in (128, 1024):
-        assert torch.equal(extend(store, q, 200, dense=dense, pass_tokens=tokens)[1], whole)
+        assert torch.equal(extend(store, q, 200, dense=dense, pass_tokens=tokens)[1], one_pass)
 
 
 def test_no_sync():

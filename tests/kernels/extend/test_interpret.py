@@ -154,9 +154,9 @@ def test_empty_store_and_empty_requests():
     assert none.shape == (0, 4, 64)
 
 
-def ends(blocks, tiles, programs, most, start):
+def ends(blocks, tiles, programs, limit, start):
     """The time at which the last part ends, with each part assigned to the first free program."""
-    cut = [(min(most, b - at) + start, t) for b, t in zip(blocks, tiles) for at in range(0, max(b, 1), most)]
+    cut = [(min(limit, b - at) + start, t) for b, t in zip(blocks, tiles) for at in range(0, max(b, 1), limit)]
     works = [work for work, t in cut for _ in range(t)]
     free = [0] * programs
     for work in sorted(works, reverse=True):
@@ -181,13 +181,13 @@ def test_cut_size_balances_programs():
 @settings(max_examples=150, deadline=None)
 def test_cut_prefixes_shorten_schedule(works, programs, start):
     blocks, tiles = [b for b, _ in works], [t for _, t in works]
-    most = cut_prefixes(blocks, tiles, programs, start)
-    now = ends(blocks, tiles, programs, most, start)
-    assert now <= ends(blocks, tiles, programs, max([1, *blocks]), start)
-    parts = [max(1, -(-b // most)) for b in blocks]
+    limit = cut_prefixes(blocks, tiles, programs, start)
+    end = ends(blocks, tiles, programs, limit, start)
+    assert end <= ends(blocks, tiles, programs, max([1, *blocks]), start)
+    parts = [max(1, -(-b // limit)) for b in blocks]
     assert sum(t * n for t, n in zip(tiles, parts)) <= sum(tiles) + 3 * programs
     # No schedule is shorter than an even share of the work; with the longest part first it is at most one part longer.
-    assert now <= -(-sum((b + start * n) * t for (b, t), n in zip(works, parts)) // programs) + most + start
+    assert end <= -(-sum((b + start * n) * t for (b, t), n in zip(works, parts)) // programs) + limit + start
 
 
 @pytest.mark.parametrize("new_tokens", [True, False])
@@ -201,9 +201,9 @@ def test_items_cover_every_token_once(new_tokens):
     for r, n in enumerate(new):
         for first in range(0, 2 * n, 32):
             parts = sorted(x for x in items if x[0] == r and x[2] == first)
-            of = -(-prefix[r] // 32) + new_tokens * -(-min(first + 32, 2 * n) // 64)
-            assert [x[4] for x in parts] == [0, *(x[5] for x in parts[:-1])] and parts[-1][5] == of
-            assert {x[6] for x in parts} == {max(of, 1)} and {(x[1], x[3]) for x in parts} == {(sum(new[:r]), 2 * n)}
+            total = -(-prefix[r] // 32) + new_tokens * -(-min(first + 32, 2 * n) // 64)
+            assert [x[4] for x in parts] == [0, *(x[5] for x in parts[:-1])] and parts[-1][5] == total
+            assert {x[6] for x in parts} == {max(total, 1)} and {(x[1], x[3]) for x in parts} == {(sum(new[:r]), 2 * n)}
             joined = [j for j in plan.merges.view(-1, 5).tolist() if j[:2] == [sum(new[:r]), first]]
             slots = [x[7] for x in parts]
             assert joined == ([[sum(new[:r]), first, 2 * n, slots[0], len(parts)]] if len(parts) > 1 else [])

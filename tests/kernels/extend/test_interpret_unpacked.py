@@ -51,10 +51,10 @@ def test_rows_equal_reference_bit_for_bit(spec):
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
 def test_merged_passes_match_reference(slots, monkeypatch):
-    """The batch has three requests with a prefix, one of which leaves out its waiting block, one without a prefix, and
-    one without tokens."""
-    monkeypatch.setattr(module, "LEAST_NEW", 1)
-    monkeypatch.setattr(module, "LEAST_PREFIX", 1)
+    """The batch has three requests with a prefix, one of which has a waiting block, one without a prefix, and one
+    without tokens."""
+    monkeypatch.setattr(module, "MIN_NEW", 1)
+    monkeypatch.setattr(module, "MIN_PREFIX", 1)
     store, _, _ = request_case()
     group, prefix, new = 3, [P, 2 * P, 0, 0, 3 * P], [7, 5, 4, 0, 3]
     op = unpacked(store, HEADS * group, slots)
@@ -63,14 +63,14 @@ def test_merged_passes_match_reference(slots, monkeypatch):
     lse = torch.linspace(-2, 3, sum(new) * HEADS * group).view(sum(new), HEADS * group)
     want, want_lse, at = [], [], 0
     for r, (tokens, n) in enumerate(zip(prefix, new)):
-        mine = slice(at, at + n)
-        parts = [(o[mine].float(), lse[mine])]
+        span = slice(at, at + n)
+        parts = [(o[span].float(), lse[span])]
         places = [j for j in range(tokens // P) if (r, j) != (1, 0)]
         if n and places:
             rows = ops.load_dense(store, 1, ROWS[r, places].long())
             k, v = (x.to(store.dtype).transpose(1, 2).flatten(0, 1) for x in rows[:2])
             seen = torch.ones(n, len(k)).bool()
-            parts.append(Dense.attend(q[mine], k, v, seen, SCALE, 0.0))
+            parts.append(Dense.attend(q[span], k, v, seen, SCALE, 0.0))
         top = torch.stack([x[1] for x in parts])
         w = torch.softmax(top * torch.log(torch.tensor(2.0)), 0)
         want.append(sum(a[..., None] * x[0].float() for a, x in zip(w, parts)))
@@ -89,13 +89,13 @@ def test_plan_accepts_only_long_packed_prefixes(monkeypatch):
     store, _, _ = request_case()
     op = unpacked(store, HEADS, 2)
     assert not op.plan(ROWS, PREFIX, NEW)
-    monkeypatch.setattr(module, "LEAST_NEW", 5)
-    monkeypatch.setattr(module, "LEAST_PREFIX", 2 * P)
+    monkeypatch.setattr(module, "MIN_NEW", 5)
+    monkeypatch.setattr(module, "MIN_PREFIX", 2 * P)
     assert op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0])
     assert not op.plan(ROWS, [P, 0, 0, 0, 0], [5, 4, 0, 0, 0])  # a short prefix
     assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [4, 4, 0, 0, 0])  # few new tokens
     assert not op.plan(ROWS, [2 * P + 1, 0, 0, 0, 0], [5, 4, 0, 0, 0])  # an open block
-    assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0], [[0, 1], [], [], [], []])  # nothing is left
+    assert not op.plan(ROWS, [2 * P, 0, 0, 0, 0], [5, 4, 0, 0, 0], [[0, 1], [], [], [], []])  # all blocks wait
     low = SimpleNamespace(block_formats=(store.block_formats[0], SimpleNamespace(low=FORMATS["k4v2"])))
     assert module.UnpackedPrefix.create(low, SimpleNamespace()) is None
 
@@ -103,8 +103,8 @@ def test_plan_accepts_only_long_packed_prefixes(monkeypatch):
 @pytest.mark.parametrize("exact", [None, [False, True, False, False, True]])
 def test_forward_over_stored_blocks_matches_reference(exact, monkeypatch):
     """A whole forward, with stand-ins for FlashInfer, against the reference."""
-    monkeypatch.setattr(module, "LEAST_NEW", 1)
-    monkeypatch.setattr(module, "LEAST_PREFIX", 1)
+    monkeypatch.setattr(module, "MIN_NEW", 1)
+    monkeypatch.setattr(module, "MIN_PREFIX", 1)
     store, k, v = request_case()
     fmt, q = store.block_formats[1].high, torch.randn(
         sum(NEW), HEADS * 2, DIM, generator=torch.Generator().manual_seed(5)

@@ -33,32 +33,32 @@ def decode(case, window, *, tile=32, columns=5, **kw):
 
 @pytest.mark.parametrize("window", [0, 1, 15, 31, 63, 64, 65, 100, 127, 191, 500])
 def test_decode_windows(window):
-    assert decode(make_case("k4v4", lens=LENS, whole=True), window) < BAR
+    assert decode(make_case("k4v4", lens=LENS, keep_all=True), window) < BAR
 
 
 @pytest.mark.parametrize("names", [("k8v8",), ("k2v2",), ("k4v4", "k8v4"), ()])
 def test_decode_formats(names):
-    assert decode(make_case(*names, lens=LENS, whole=True, seed=3), 77) < BAR
+    assert decode(make_case(*names, lens=LENS, keep_all=True, seed=3), 77) < BAR
 
 
 @pytest.mark.parametrize("tile, page", [(16, 2880), (64, 2880), (64, 1440)])
 def test_decode_with_tiles_and_pages_of_unrelated_sizes(tile, page):
     for window in (20, 90):
-        assert decode(make_case("k4v4", lens=LENS, page_bytes=page, whole=True), window, tile=tile) < BAR
+        assert decode(make_case("k4v4", lens=LENS, page_bytes=page, keep_all=True), window, tile=tile) < BAR
 
 
 @pytest.mark.parametrize("columns", [1, 2, 50])
 def test_decode_with_more_blocks_than_a_chunk(columns):
-    case = make_case("k4v4", lens=(40 * 16 + 3, 36 * 16), block_tokens=16, dtype=torch.float16, whole=True)
+    case = make_case("k4v4", lens=(40 * 16 + 3, 36 * 16), block_tokens=16, dtype=torch.float16, keep_all=True)
     assert decode(case, 36 * 16 - 5, tile=16, columns=columns) < BAR
 
 
 def test_decode_with_logit_cap_and_head_dim_256():
-    assert decode(make_case("k4v4", lens=(150, 64), head_dim=256, heads=1, whole=True), 40, logit_cap=2.0) < BAR
+    assert decode(make_case("k4v4", lens=(150, 64), head_dim=256, heads=1, keep_all=True), 40, logit_cap=2.0) < BAR
 
 
 def test_decode_plan_lists_only_blocks_in_window():
-    store, _, rows, _ = make_case("k4v4", "k4v2", lens=(64 * 9, 64 * 4, 64 * 7, 64), whole=True)
+    store, _, rows, _ = make_case("k4v4", "k4v2", lens=(64 * 9, 64 * 4, 64 * 7, 64), keep_all=True)
     p, gen = store.layout.block_tokens, torch.Generator().manual_seed(1)
     for window in (0, 63, 64, 200, 1000):
         lens = torch.randint(0, p * rows.shape[1] + 1, (len(rows),), generator=gen).int()
@@ -136,10 +136,10 @@ def test_extend_of_exact_requests(fake):
 @pytest.mark.parametrize("stored", [False, True])
 def test_number_of_passes_does_not_change_output(stored):
     store, q = request_case(), queries(2)
-    whole = extend(store, q, 50, stored=stored)[1]
+    one_pass = extend(store, q, 50, stored=stored)[1]
     for tokens in (P, 8 * P):
         worst, out = extend(store, q, 50, stored=stored, pass_tokens=tokens)
-        assert torch.equal(out, whole) and worst < 0.02
+        assert torch.equal(out, one_pass) and worst < 0.02
 
 
 def test_extend_with_head_dim_256():
@@ -151,15 +151,15 @@ def test_passes_cover_every_run_once_within_staging_limit():
     for window in (0, 40, 300):
         for fake_quantized in (False, True):
             args = PREFIX, NEW, WAITING, [fake_quantized] * len(NEW)
-            for most in (1, 6, 12, 100):
-                passes = cut(*args, p=P, window=window, most=most)
+            for limit in (1, 6, 12, 100):
+                passes = cut(*args, p=P, window=window, max_slots=limit)
                 assert sum(sum(x.tokens) for x in passes) == sum(NEW)
                 for x in passes:
                     filled = [i[2] for i in x.pages] + [s for i in x.rows for s in i[2:4] if s >= 0]
                     assert sorted(filled) == list(range(x.size))
-                    assert {s for some in x.slots for s in some} <= set(filled)
-                    assert x.size <= most or len({i[0] for i in x.pages + x.rows}) == 1
-    assert cut([], [], None, [], p=P, window=3, most=5) == []
+                    assert {s for run_slots in x.slots for s in run_slots} <= set(filled)
+                    assert x.size <= limit or len({i[0] for i in x.pages + x.rows}) == 1
+    assert cut([], [], None, [], p=P, window=3, max_slots=5) == []
 
 
 def test_tiers_are_rejected():
@@ -204,11 +204,11 @@ def by_turns(level, device, *, dim, times, window=150):
                     levels, WAITING,
                 )
             )  # fmt: skip
-            how = {"scale": 0.09, "logit_cap": 0.0, "window": seen}
-            outs.append([engine.extend(layer, *(x.to(on) for x in rows), **how)])
+            options = {"scale": 0.09, "logit_cap": 0.0, "window": seen}
+            outs.append([engine.extend(layer, *(x.to(on) for x in rows), **options)])
             ends = torch.tensor(lens, device=on) + 1
             engine.plan_decode(slots.to(on), torch.arange(5, device=on), ends, ends.tolist())
-            outs[-1].append(engine.decode(layer, *(x.to(on) for x in step), **how))
+            outs[-1].append(engine.decode(layer, *(x.to(on) for x in step), **options))
         for want, got in zip(*outs):
             assert error(got, want.double()) < 0.03
 

@@ -29,10 +29,10 @@ def test_random_operations_match_reference(specs, seed):
     for _ in range(25):
         state = a.format_id.numpy()
         free, live = np.flatnonzero(state < 0), np.flatnonzero(state[1:] >= 0) + 1
-        room = len(free_pages(a)) // a.layout.block_pages_bf16
+        free_blocks = len(free_pages(a)) // a.layout.block_pages_bf16
         kind = gen.integers(0, 3)
-        if kind == 0 and min(room, len(free)):
-            ids = gen.choice(free, gen.integers(1, min(room, len(free)) + 1), replace=False)
+        if kind == 0 and min(free_blocks, len(free)):
+            ids = gen.choice(free, gen.integers(1, min(free_blocks, len(free)) + 1), replace=False)
             ops.take_bf16(a, torch.from_numpy(ids))
             page_kernels.take_bf16(b, torch.from_numpy(ids))
         elif kind == 1 and len(live):
@@ -40,17 +40,17 @@ def test_random_operations_match_reference(specs, seed):
             ids = np.append(gen.choice(live, gen.integers(1, len(live) + 1), replace=False), free[:1])
             ops.release(a, torch.from_numpy(ids))
             page_kernels.release(b, torch.from_numpy(ids))
-        elif len(live) and room:
+        elif len(live) and free_blocks:
             format_id = int(state[live[0]])
-            ids = torch.from_numpy(live[state[live] == format_id][:room])
-            to = min(format_id + 1, len(specs))
-            tiers = random_tiers(a, len(ids), a.block_formats[to], gen)
+            ids = torch.from_numpy(live[state[live] == format_id][:free_blocks])
+            target = min(format_id + 1, len(specs))
+            tiers = random_tiers(a, len(ids), a.block_formats[target], gen)
             if format_id:
                 tiers = torch.minimum(tiers, ops.block_tiers(a, ids, format_id))
             if gen.integers(0, 3) == 0:
                 tiers = None
-            pages = ops.compact(a, ids, to, tiers, from_format=format_id)
-            assert torch.equal(compact_triton(b, ids, to, tiers, from_format=format_id), pages)
+            pages = ops.compact(a, ids, target, tiers, from_format=format_id)
+            assert torch.equal(compact_triton(b, ids, target, tiers, from_format=format_id), pages)
         same_state(a, b)
     assert int(a.cursor[0]) > a.ring.numel()
 

@@ -57,8 +57,8 @@ def test_mover_program_fits_where_decode_cta_fits(to_records, tmp_path, monkeypa
     assert built.metadata.shared == 0
     ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     ptx.write_text(text)
-    said = subprocess.run(
+    log = subprocess.run(
         [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "out"], capture_output=True, text=True, check=True
     ).stderr
-    assert " 0 bytes spill stores" in said
-    assert int(re.search(r"Used (\d+) registers", said)[1]) <= GLUON_REGISTERS
+    assert " 0 bytes spill stores" in log
+    assert int(re.search(r"Used (\d+) registers", log)[1]) <= GLUON_REGISTERS

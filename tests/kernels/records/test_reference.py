@@ -19,7 +19,7 @@ def test_block_round_trips_with_same_bytes(has_scores, to_format):
     assert torch.equal(counts, store.counts[BLOCKS])
 
     ops.release(store, BLOCKS)
-    ops.take_bf16(store, torch.tensor([6]))  # so that the next free pages are different ones
+    ops.take_bf16(store, torch.tensor([6]))  # makes the next free pages different ones
     ids = torch.tensor([1, 2, 4])
     ops.take_stored(store, ids, to_format, counts)
     ops.check_invariants(store)

@@ -27,17 +27,18 @@ BACKEND = CUDABackend(TARGET)
 def launch(spec, group, head_dim, tuning, monkeypatch, reduce="max", kernel=step._step_kernel):
     """The source and options with which a launch compiles the kernel."""
     formats = [FORMATS[n] for n in spec.split("+")]
-    whole = len(formats) == 1
+    one_tier = len(formats) == 1
     size = choose_page_bytes(
-        formats, head_dim=head_dim, block_tokens=128, has_scores=True, whole=whole
+        formats, head_dim=head_dim, block_tokens=128, has_scores=True, whole=one_tier
     )
     layout = PoolLayout(2, 8, head_dim, 128, size, True)
     store = PageStore.create(
         layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=4, num_blocks=2, device="cpu",
         dtype=torch.bfloat16
     )
+    sampling = ScoreSampling(reduce=reduce, alpha=0.01 if reduce == "recurrence" else 0.0)
     op = AttentionScores(
-        store, query_heads=8 * group, sampling=ScoreSampling(reduce=reduce), max_batch=4, max_blocks=8, step=tuning
+        store, query_heads=8 * group, sampling=sampling, max_batch=4, max_blocks=8, step=tuning
     )
     out = []
 
@@ -62,6 +63,7 @@ def launch(spec, group, head_dim, tuning, monkeypatch, reduce="max", kernel=step
     [
         ("k4v4", 4, 128, step.StepTuning(), 0, "max"),
         ("k4v4", 4, 128, step.StepTuning(), 0, "worst"),
+        ("k4v4", 4, 128, step.StepTuning(), 0, "recurrence"),
         ("k4v2", 8, 128, step.StepTuning(), 0, "max"),
         ("k8v4+k4v2", 7, 64, step.StepTuning(), 0, "max"),
         ("k8v4+k4v2", 4, 128, step.StepTuning(), 32, "max"),
@@ -76,16 +78,16 @@ def test_launched_programs_fit_on_gpu(
     assert tuning.programs * (kernel.metadata.shared + 1024) <= 227 * 1024
     ptx, ptxas = tmp_path / "kernel.ptx", Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     ptx.write_text(kernel.asm["ptx"])
-    said = subprocess.run(
+    log = subprocess.run(
         [ptxas, "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "out"], capture_output=True, text=True, check=True
     ).stderr
-    assert int(re.search(r"(\d+) bytes spill stores", said)[1]) <= spilled
+    assert int(re.search(r"(\d+) bytes spill stores", log)[1]) <= spilled
     # Each of a multiprocessor's four partitions has 16,384 registers, for whole warps.
-    registers = -(-int(re.search(r"Used (\d+) registers", said)[1]) // 8) * 8 * 32
+    registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8 * 32
     assert 4 * (16384 // registers) >= tuning.programs * tuning.warps
 
 
-@pytest.mark.parametrize("reduce", ["max", "worst"])
+@pytest.mark.parametrize("reduce", ["max", "worst", "recurrence"])
 def test_prefill_scores_compile(reduce, monkeypatch):
     source, options = launch("k8v4+k4v2", 4, 128, None, monkeypatch, reduce, prefill._columns_kernel)
     assert "wgmma" in triton.compile(source, target=TARGET, options=options).asm["ptx"]

@@ -21,6 +21,7 @@ PREFIX, NEW = [100, 0, 64], [17, 40, 9]
 ROWS = torch.tensor([[3, 1, 4, 6], [2, 5, 9, 9], [3, 1, 7, 8]], dtype=torch.int32)
 TOTAL = [p + n for p, n in zip(PREFIX, NEW)]
 SCALE = 0.05
+ALPHA = 0.012
 
 
 def packed_case(spec, times=1, page_bytes=None):
@@ -38,9 +39,9 @@ def packed_case(spec, times=1, page_bytes=None):
     full = torch.tensor([3, 1])
     tiers = random_tiers(store, 2, store.block_formats[1], np.random.default_rng(1))
     ops.compact(store, full, 1, tiers, from_format=0)
-    mine = copy.copy(store)
-    mine.pages = store.pages.clone()
-    return store, mine
+    kernel_store = copy.copy(store)
+    kernel_store.pages = store.pages.clone()
+    return store, kernel_store
 
 
 def lse_of(store, layer, q, lens, prefixes, cap):
@@ -51,11 +52,11 @@ def lse_of(store, layer, q, lens, prefixes, cap):
         new = total - prefix
         k, _, tier = ops.load_dense(store, layer, ROWS[r, : -(-total // p)].long())
         k = k.transpose(0, 1).flatten(1, 2)[:, :total].double()
-        held = tier.transpose(0, 1).flatten(1)[:, :total] > 0
+        stored = tier.transpose(0, 1).flatten(1)[:, :total] > 0
         logits = torch.einsum("nhgd,hsd->nhgs", q[at : at + new].double().unflatten(1, (-1, group)), k) * SCALE
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        seen = held[None] & (torch.arange(total) <= prefix + torch.arange(new)[:, None])[:, None]
+        seen = stored[None] & (torch.arange(total) <= prefix + torch.arange(new)[:, None])[:, None]
         out[at : at + new] = logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1).flatten(1)
         at += new
     return (out / np.log(2)).float()
@@ -65,10 +66,10 @@ def queries(n, heads):
     return torch.randn(n, heads, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
 
 
-def compare(store, mine):
+def compare(store, kernel_store):
     blocks = ROWS.flatten().unique().long()
     blocks = blocks[store.format_id[blocks] >= 0]
-    a, b = (ops.block_scores(s, blocks) for s in (store, mine))
+    a, b = (ops.block_scores(s, blocks) for s in (store, kernel_store))
     assert a[:, 1].max() > 2e-3
     assert a[:, 0].max() == b[:, 0].max() == 0
     assert torch.allclose(a, b, atol=2e-3 * float(a.max()), rtol=0.02)
@@ -88,14 +89,14 @@ def compare(store, mine):
     ],
 )
 def test_prefill_scores_match_reference(spec, group, cap, sampling):
-    store, mine = packed_case(spec)
+    store, kernel_store = packed_case(spec)
     q = queries(sum(NEW), 2 * group)
     lse = lse_of(store, 1, q, TOTAL, PREFIX, cap)
     ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, sampling=sampling)
-    op = AttentionScores(mine, query_heads=2 * group, sampling=sampling, tile=32, queries=16)
+    op = AttentionScores(kernel_store, query_heads=2 * group, sampling=sampling, tile=32, queries=16)
     op.plan(ROWS, PREFIX, NEW)
     op.add(1, q, lse, scale=SCALE, logit_cap=cap)
-    compare(store, mine)
+    compare(store, kernel_store)
 
 
 @pytest.mark.parametrize(
@@ -109,21 +110,21 @@ def test_prefill_scores_match_reference(spec, group, cap, sampling):
     ],
 )
 def test_decode_scores_match_reference(spec, group, cap, sampling):
-    """With the log-sum-exp of the decode kernel, and a row of padding."""
-    store, mine = packed_case(spec)
+    """Covers the log-sum-exp of the decode kernel and a row of padding."""
+    store, kernel_store = packed_case(spec)
     q = queries(4, 2 * group)
     rows = torch.cat((ROWS, torch.zeros_like(ROWS[:1])))
     lens = torch.tensor([*TOTAL, 1], dtype=torch.int32)
     ops.decode_attention(store, 1, q, rows, lens, scale=SCALE, logit_cap=cap, sampling=sampling)
-    attend = DecodeAttention(mine, max_batch=4, max_blocks=4, query_heads=2 * group)
+    attend = DecodeAttention(kernel_store, max_batch=4, max_blocks=4, query_heads=2 * group)
     attend.plan(rows, lens)
     lse = torch.full((4, 2 * group), torch.nan)
     attend.run(1, q, scale=SCALE, logit_cap=cap, lse=lse)
     assert torch.allclose(lse[:3], lse_of(store, 1, q[:3], TOTAL, [n - 1 for n in TOTAL], cap), atol=5e-3)
-    op = AttentionScores(mine, query_heads=2 * group, sampling=sampling, max_batch=4, max_blocks=4, tile=32)
+    op = AttentionScores(kernel_store, query_heads=2 * group, sampling=sampling, max_batch=4, max_blocks=4, tile=32)
     op.plan_decode(rows, lens)
     op.add(1, q, lse, scale=SCALE, logit_cap=cap)
-    compare(store, mine)
+    compare(store, kernel_store)
     with pytest.raises(ValueError, match="made for steps"):
         op.plan_decode(rows.repeat(1, 2), lens)
 
@@ -133,21 +134,21 @@ def test_decode_launch_variants_agree(page_tokens, times):
     """Products over one page, two pages, or parts of them, one or more per program, on blocks of 128 and 96 tokens of
     which some heads keep half."""
     size = page_bytes_for(FORMATS["k4v4"], page_tokens, head_dim=64, has_scores=True)
-    store, mine = packed_case("k4v4", times, size)
+    store, kernel_store = packed_case("k4v4", times, size)
     lens, q = torch.tensor(TOTAL, dtype=torch.int32) * times, queries(3, 8)
     sampling = ops.ScoreSampling(reduce="sum", power=2, decode_stride=1)
     ops.decode_attention(store, 1, q, ROWS, lens, scale=SCALE, sampling=sampling)
     prefixes = [int(n) - 1 for n in lens]
     lse = lse_of(store, 1, q, [int(n) for n in lens], prefixes, 0.0)
-    pages = mine.pages.clone()
+    pages = kernel_store.pages.clone()
     for tile, tiles in ((128, 1), (64, 2), (64, 1), (32, 3), (32, 1)):
-        mine.pages.copy_(pages)
+        kernel_store.pages.copy_(pages)
         op = AttentionScores(
-            mine, query_heads=8, sampling=sampling, max_batch=3, max_blocks=4, step=StepTuning(tile, tiles)
+            kernel_store, query_heads=8, sampling=sampling, max_batch=3, max_blocks=4, step=StepTuning(tile, tiles)
         )
         op.plan_decode(ROWS, lens)
         op.add(1, q, lse, scale=SCALE)
-        compare(store, mine)
+        compare(store, kernel_store)
 
 
 def test_blocks_are_listed_once():
@@ -159,12 +160,12 @@ def test_blocks_are_listed_once():
     requests = torch.tensor([[0] * 4, [TOTAL[2]] + [0] * 3, [40, 0, 0, 0], [7, 0, 0, 0]], dtype=torch.int32)
     blocks.update(requests, rows, listed)
     assert int(blocks.num_places) == 6
-    what, who = listed[:, :6].tolist()
+    entries, owners = listed[:, :6].tolist()
     packed, plain, left = 6, 1, 0
-    assert [(w >> 32, (w >> 12) & 0xFFFFF, w & 0xFFF) for w in what] == [
+    assert [(w >> 32, (w >> 12) & 0xFFFFF, w & 0xFFF) for w in entries] == [
         (3, 0, packed), (1, 1, packed), (7, 2, plain), (3, 0, left), (2, 1, plain), (5, 0, plain),
     ]  # fmt: skip
-    assert [(w >> 32, w & 0xFFFFFFFF) for w in who] == [(1, 2), (1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
+    assert [(w >> 32, w & 0xFFFFFFFF) for w in owners] == [(1, 2), (1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
 
 
 @pytest.mark.parametrize(
@@ -179,16 +180,51 @@ def test_blocks_are_listed_once():
 @pytest.mark.parametrize("decoding", [False, True])
 def test_query_counts_match_reference(sampling, decoding):
     """Blocks belong to one or several requests; positions after a request's end name any block, here one in use."""
-    store, mine = packed_case("k4v4")
-    mine.query_counts = store.query_counts.clone()
+    store, kernel_store = packed_case("k4v4")
+    kernel_store.query_counts = store.query_counts.clone()
     lens = torch.tensor([160, 64, 73])  # two requests end on a block border
     rows = torch.cat((ROWS, torch.full_like(ROWS, 3)), 1)
     rows[0, 4] = 8
     new = None if decoding else torch.tensor([130, 64, 9])
     ops.count_queries(store, rows, lens, new, sampling)
-    count_queries_triton(mine, rows, lens, new, sampling)
+    count_queries_triton(kernel_store, rows, lens, new, sampling)
     assert store.query_counts.any()
-    assert torch.equal(store.query_counts, mine.query_counts)
+    assert torch.equal(store.query_counts, kernel_store.query_counts)
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize("spec, group, cap", [("k4v4", 2, 0.0), ("k8v4+k4v2", 3, 3.0)])
+def test_recurrence_words_match_reference(spec, group, cap, decoding):
+    """The same words from kernel and reference, except where a probability is within 3 % of the threshold. Tokens have
+    words of an earlier forward, and blocks are shared."""
+    results = []
+    for alpha in (0.97 * ALPHA, ALPHA, 1.03 * ALPHA):
+        sampling = ops.ScoreSampling(reduce="recurrence", decode_stride=1, alpha=alpha)
+        store, mine = packed_case(spec)
+        q = queries(sum(NEW), 2 * group)
+        ops.extend_attention(store, 1, q.flip(0), ROWS, PREFIX, NEW, scale=SCALE, logit_cap=cap, sampling=sampling)
+        mine.pages.copy_(store.pages)
+        op = AttentionScores(
+            mine, query_heads=2 * group, sampling=sampling, max_batch=3, max_blocks=4, tile=32, queries=16
+        )
+        prefixes, kw = [n - 1 for n in TOTAL] if decoding else PREFIX, {"scale": SCALE, "logit_cap": cap}
+        if decoding:
+            q = q[:3]
+            ops.decode_attention(store, 1, q, ROWS, torch.tensor(TOTAL), sampling=sampling, **kw)
+            op.plan_decode(ROWS, torch.tensor(TOTAL, dtype=torch.int32))
+        else:
+            ops.extend_attention(store, 1, q, ROWS, PREFIX, NEW, sampling=sampling, **kw)
+            op.plan(ROWS, PREFIX, NEW)
+        op.add(1, q, lse_of(store, 1, q, TOTAL, prefixes, cap), **kw)
+        blocks = ROWS.flatten().unique().long()
+        blocks = blocks[store.format_id[blocks] >= 0]
+        results.append([ops.block_scores(s, blocks).view(torch.int32) for s in (store, mine)])
+    (low, _), (want, got), (high, _) = results
+    sure = low == high
+    assert sure[:, 1].float().mean() > 0.8 and torch.equal(want[sure], got[sure])
+    last, interval = ops.recurrence(got.view(torch.float32))
+    assert len(last[:, 1][sure[:, 1]].unique()) > 3 and bool((interval > 0).any()) == decoding
+    assert got[:, 0].max() == 0
 
 
 def test_reductions_have_names():

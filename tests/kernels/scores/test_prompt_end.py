@@ -37,10 +37,10 @@ def test_scores_are_squared_attention(monkeypatch, cap, elements):
     q = torch.randn(2, WINDOW, 2 * GROUP, 32, generator=torch.Generator().manual_seed(3)).to(store.dtype)
     for layer in range(2):
         queries.add(layer, q[layer], scale=0.1 + layer, logit_cap=cap)
-        found = ops.prompt_scores(store, layer, blocks, tokens, queries)
+        scores = ops.prompt_scores(store, layer, blocks, tokens, queries)
         want = slow_scores(q[layer].double().numpy(), k[layer].double().numpy(), 0.1 + layer, cap)
-        assert found.shape == (2, tokens) and torch.isfinite(found).all()
-        np.testing.assert_allclose(found.numpy(), want, rtol=2e-4, atol=1e-6)
+        assert scores.shape == (2, tokens) and torch.isfinite(scores).all()
+        np.testing.assert_allclose(scores.numpy(), want, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("packed", [1, 3])
@@ -54,10 +54,10 @@ def test_scores_of_packed_blocks_match_unpacked_rows(packed):
     q = torch.randn(2, WINDOW, 2 * GROUP, 32, generator=torch.Generator().manual_seed(3)).to(store.dtype)
     for layer in range(2):
         queries.add(layer, q[layer], scale=0.3, logit_cap=0.0)
-        found = ops.prompt_scores(store, layer, blocks, tokens, queries, packed=packed, format_id=1)
+        scores = ops.prompt_scores(store, layer, blocks, tokens, queries, packed=packed, format_id=1)
         keys = ops.load_dense(store, layer, blocks)[0].transpose(0, 1).flatten(1, 2)[:, :tokens]
         want = slow_scores(q[layer].double().numpy(), keys.transpose(0, 1).double().numpy(), 0.3, 0.0)
-        np.testing.assert_allclose(found.numpy(), want, rtol=2e-4, atol=1e-6)
+        np.testing.assert_allclose(scores.numpy(), want, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunks", [[40], [8], [3, 5], [20, 1], [9, 2, 3, 1], [7, 8, 7]])

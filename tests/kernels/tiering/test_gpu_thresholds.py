@@ -26,26 +26,26 @@ def test_same_tiers_first_and_again(sampling, alpha, tokens):
     formats = [FORMATS["k8v4"], FORMATS["k4v2"]]
     size = choose_page_bytes(formats, head_dim=128, block_tokens=tokens, has_scores=True)
     layout = PoolLayout(3, 8, 128, tokens, size, True)
-    here = PageStore.create(
+    cpu_store = PageStore.create(
         layout, (BlockFormat(BF16), BlockFormat(*formats)), num_pages=1 + 6 * layout.block_pages_bf16, num_blocks=6,
         dtype=torch.bfloat16, device="cpu",
     )  # fmt: skip
-    here.pages.zero_()
-    ops.take_bf16(here, BLOCKS)
+    cpu_store.pages.zero_()
+    ops.take_bf16(cpu_store, BLOCKS)
     page, gen = layout.page(BF16), torch.Generator().manual_seed(tokens)
-    scores = bits.segment(page, here.pages, "scores", torch.float32)
+    scores = bits.segment(page, cpu_store.pages, "scores", torch.float32)
     scores.exponential_(generator=gen).mul_(2)
     scores.copy_(torch.where(torch.rand(scores.shape, generator=gen) < 0.3, 0.25, scores))
-    here.query_counts[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
+    cpu_store.query_counts[BLOCKS] = torch.tensor([0, 37, 500], dtype=torch.int32)
     for from_format, lengths in ((0, [0, 0, 3000]), (1, [9000, 7000, 0])):
-        there = PageStore(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(here).items()})
+        gpu_store = PageStore(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(cpu_store).items()})
         expected, got = (
             plan(
                 store, *(x.to(store.device) for x in (BLOCKS, BLOCKS * tokens, torch.tensor(lengths))), alpha, sampling,
                 from_format=from_format, to=store.block_formats[1],
             )
-            for plan, store in ((ops.plan_thresholds, here), (plan_thresholds_triton, there))
+            for plan, store in ((ops.plan_thresholds, cpu_store), (plan_thresholds_triton, gpu_store))
         )  # fmt: skip
         assert torch.equal(got.cpu(), expected)
-        ops.compact(here, BLOCKS, 1, expected, from_format=from_format)
-        here.query_counts[BLOCKS] += 400
+        ops.compact(cpu_store, BLOCKS, 1, expected, from_format=from_format)
+        cpu_store.query_counts[BLOCKS] += 400

@@ -141,7 +141,7 @@ def test_threshold_invariants_hold_for_random_scores(seed, tokens):
     assert (tiers <= ceiling).all()
     used, h, l = pages(tiers)
     assert (used <= limit).all()
-    if low >= high:  # otherwise a head may be at its ceiling
+    if low >= high:  # with fewer tokens per low page a head may be at its ceiling
         by = divisor[:, None, None]
         plain = torch.where(s >= 0.7 / by, 2, torch.where(s >= 0.3 / by, 1, 0)).minimum(ceiling)
         assert (tiers >= plain).all()

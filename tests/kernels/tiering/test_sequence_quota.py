@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from kvc_kernels import ops
 
 
-def slow_kept(scores: np.ndarray, pages: int, t: int, floor: int, most: int, always: set[int]) -> list[list[int]]:
+def slow_kept(scores: np.ndarray, pages: int, t: int, floor: int, max_pages: int, always: set[int]) -> list[list[int]]:
     """The tokens that each head of `scores` `[heads, S]` keeps, from an explicit list of all pages."""
     entries = []
     for head, row in enumerate(scores):
         worth = [np.inf if i in always else x for i, x in enumerate(row)]
         order = sorted(range(len(row)), key=lambda i: (-worth[i], i))
-        for j in range(min(most, len(row) // t)):
+        for j in range(min(max_pages, len(row) // t)):
             page = order[j * t : (j + 1) * t]
             entries.append((j >= floor, -worth[page[0]], head, j, page))
     kept = [[] for _ in scores]
@@ -29,18 +29,18 @@ def slow_kept(scores: np.ndarray, pages: int, t: int, floor: int, most: int, alw
 def test_sequence_quota_equals_slow_reference(data):
     t, heads = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(1, 5))
     of_head = data.draw(st.integers(2, 9))
-    most = data.draw(st.integers(1, of_head))
+    max_pages = data.draw(st.integers(1, of_head))
     first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
-    floor = min(most, -(-(first + last) // t))
-    pages = data.draw(st.integers(floor * heads, most * heads))
+    floor = min(max_pages, -(-(first + last) // t))
+    pages = data.draw(st.integers(floor * heads, max_pages * heads))
     draw = np.random.default_rng(data.draw(st.integers(0, 999)))
     # Few distinct values give many ties.
     scores = draw.integers(0, data.draw(st.sampled_from([1, 3, 1000])), (heads, of_head * t)).astype(np.float32)
-    best, worth = ops.ranked_tokens(torch.from_numpy(scores), most * t, t, first, last)
+    best, worth = ops.ranked_tokens(torch.from_numpy(scores), max_pages * t, t, first, last)
     kept = ops.sequence_quota(worth, pages, floor)
-    assert kept.sum() == pages and (kept >= floor).all() and (kept <= most).all()
+    assert kept.sum() == pages and (kept >= floor).all() and (kept <= max_pages).all()
     always = {*range(first), *range(of_head * t - last, of_head * t)}
-    want = slow_kept(scores, pages, t, floor, most, always)
+    want = slow_kept(scores, pages, t, floor, max_pages, always)
     assert [sorted(row[: n * t]) for row, n in zip(best.tolist(), kept.tolist())] == want
     if pages >= heads * -(-len(always) // t):
         assert all(always <= set(row) for row in want)

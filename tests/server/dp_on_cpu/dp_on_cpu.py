@@ -24,9 +24,9 @@ def gather(self, output, input):
 
 
 def scatter(self, output, input):
-    whole = input.clone()
-    dist.all_reduce(whole, group=self.device_group)
-    output.copy_(whole.chunk(self.world_size)[self.rank_in_group])
+    total = input.clone()
+    dist.all_reduce(total, group=self.device_group)
+    output.copy_(total.chunk(self.world_size)[self.rank_in_group])
 
 
 def load():

@@ -72,7 +72,7 @@ def list_tiles(
     to the first entry of this layer and head, which run by STEP (+1: high pages from the left, -1: low from the right).
     words int64 `[tiles + 2]`: block << 32 | j << 24 | first token << 12 | tokens of the block; j: place in the chunk.
     tile_pages int32 `[tiles + 2, 4]`: page of each run of TILE / 4 tokens. Two tiles of page 0 end the lists, because
-    the loop reads ahead. Page 0 also backs everything behind a block's tokens: uncompressed rows are loaded from there
+    the loop reads ahead. Page 0 also backs everything after a block's tokens: uncompressed rows are loaded from there
     without a mask, packed runs are not copied (`run_is_live`).
     """
     j = gl.arange(0, CHUNK, layout=LANE) + hidden_zero(n)
@@ -243,7 +243,7 @@ def packed_part(
 
         async_copy.wait_group(1)
         if live < TILE:
-            # Bytes behind a block's tokens may be NaN, which 0 * p does not remove.
+            # Bytes after a block's tokens may be NaN, which 0 * p does not remove.
             mask_value_meta(queue, live, GROUPS, TILE)
         values = ()
         for r in gl.static_range(PARTS):
@@ -262,7 +262,7 @@ def packed_part(
         next_word = gl.load(words + i + 2)
         next_k_ids = gl.load(tile_pages + (i + 2) * 4 + k_run)
         next_v_ids = gl.load(tile_pages + (i + 2) * 4 + v_run)
-    async_copy.wait_group(0)  # copies of the page-0 tiles behind the last tile
+    async_copy.wait_group(0)  # copies of the page-0 tiles after the last tile
     return acc, zacc, m
 
 
@@ -319,7 +319,7 @@ def plain_part(
         else:
             s = s * c
         if live < TILE:
-            # Bytes behind a block's tokens may be NaN, which 0 * p does not remove.
+            # Bytes after a block's tokens may be NaN, which 0 * p does not remove.
             s = gl.where((2 * (place >> 3) < live - lane_token)[:, None], s, NEG)
             values = gl.where((v_token[None, :, None] < (live - v_run * W)[:, None, None]), values, 0)
         top = gl.maximum(m, gl.max(s, 0))

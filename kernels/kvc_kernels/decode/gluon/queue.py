@@ -13,7 +13,7 @@ is W = TILE / 4 tokens, and a vector has n words:
 |-------|-----------------------------|------------------------------------------------------------------------------|
 | 0     | `[vectors, 4, 8, n]`        | key codes: (token pair, chunk), run, (token of pair, place in chunk), word   |
 | 1     | `[DV / 8, 8, 4, W / 4]`     | value codes: two parts of the byte row, run, word                            |
-| 2     | `[h, 8, 4, n]`              | zeros of the value groups, behind them ones for the sum of p; h: half a run  |
+| 2     | `[h, 8, 4, n]`              | zeros of the value groups, after them ones for the sum of p; h: half a run   |
 | 3     | `[h, GROUPS, 4, n]`         | scales of the value groups                                                   |
 | 4     | `[D / 2]`                   | scales of the key channels                                                   |
 """
@@ -34,7 +34,7 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.constexpr_function
 def meta_words(tile: int) -> int:
-    """int32 words of per-token fp16 that a vector of a run holds: 4, or 2 where a run has but 4 tokens."""
+    """int32 words of per-token fp16 that a vector of a run holds: 4, or 2 if a run has only 4 tokens."""
     return min(4, tile // 8)
 
 
@@ -61,7 +61,7 @@ def values_queue_layout(tile: int, rows: int):
 
 @gluon.constexpr_function
 def meta_copy_layout(tile: int, rows: int, runs_first: bool):
-    """int32 `[h, rows, 4, n]`: a vector a lane; runs on the lanes that have them in place 1 (`runs_first`) or 0."""
+    """int32 `[h, rows, 4, n]`: one vector per lane; runs on the lanes that have them in place 1 (`runs_first`) or 0."""
     n = meta_words(tile)
     halves = tile // 8 // n
     runs, rest = [[0, 0, 1, 0], [0, 0, 2, 0]], _registers(halves, 0, 4) + _registers(rows, 1, 4)
@@ -84,7 +84,7 @@ def meta_read_layout(tile: int, rows: int):
 
 @gluon.constexpr_function
 def header_copy_layout(words: int):
-    """int32 `[words]`: a vector a lane."""
+    """int32 `[words]`: one vector per lane."""
     lanes = _registers(words // 4, 0, 1, 4)
     return gl.DistributedLinearLayout(
         _registers(4, 0, 1) + lanes[5:], lanes[:5] + [[0]] * (5 - len(lanes[:5])), [], [], [words]
@@ -93,7 +93,7 @@ def header_copy_layout(words: int):
 
 @gluon.jit
 def first_token(word):
-    """First token of a tile, of its word in the list."""
+    """First token of a tile, from its word in the list."""
     return gl.multiple_of(((word >> 12) & 0xFFF).to(gl.int32), 16)
 
 
@@ -105,8 +105,8 @@ def run_pointer(pages, ids, page_bytes, first, run, TILE: gl.constexpr, T: gl.co
 
 @gluon.jit
 def run_is_live(word, run, TILE: gl.constexpr):
-    """Mask of the runs that have tokens. Only those are copied: all programs read what lies behind a block's tokens
-    from the same page, and asynchronous copies bypass L1, so its few L2 lines would be the bottleneck.
+    """Mask of the runs that have tokens. Only these are copied: for the rest, all programs would read the same page,
+    and asynchronous copies bypass L1, so that page's few L2 lines would be the bottleneck.
     """
     return run * (TILE // 4) < (word & 0xFFF).to(gl.int32) - first_token(word)
 
@@ -123,7 +123,7 @@ def make_queue(
     v_layout: gl.constexpr = values_queue_layout(TILE, D * VB // 8)
     keys = gl.allocate_shared_memory(gl.int32, k_layout.shape, FLAT)
     values = gl.allocate_shared_memory(gl.int32, v_layout.shape, FLAT)
-    # Rows behind the groups are constant: ones where the MMA of the zeros sums up p, else zeros.
+    # Rows after the groups are constant: ones where the MMA of the zeros sums up p, else zeros.
     z_layout: gl.constexpr = meta_read_layout(TILE, 8)
     group = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, z_layout))))
     blank = gl.zeros([halves, 8, 4, n], gl.int32, layout=z_layout)
@@ -169,7 +169,7 @@ def copy_keys(
     CHUNKS: gl.constexpr = DK // (16 * n)
     offset = vector // CHUNKS * (2 * DK // 4) + vector % CHUNKS * (4 * n)
     at = at.to(WORD, bitcast=True) + (offset[:, None, None, None] + step[None, None, None, :])
-    # Rows are masked one by one: in part-filled tiles the rows behind the tokens are a tenth of all bytes read.
+    # Rows are masked one by one: in part-filled tiles the rows after the tokens are a tenth of all bytes read.
     left = (word & 0xFFF).to(gl.int32) - first_token(word) - run * (TILE // 4)
     left = left[None, :, None, None] - (lane >> 2)[None, None, :, None]
     live = (vector // CHUNKS * 2)[:, None, None, None] < left
@@ -223,7 +223,7 @@ def _pair_mask(token, live):
 
 @gluon.jit
 def mask_value_meta(queue, live, GROUPS: gl.constexpr, TILE: gl.constexpr):
-    """Clear zeros and scales of values behind the first `live` tokens, in the queue, where a lane has few of them."""
+    """Clear zeros and scales of values after the first `live` tokens, in the queue, where a lane has few of them."""
     M: gl.constexpr = meta_copy_layout(TILE, GROUPS, True)
     half = gl.arange(0, M.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, M))))
     run = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, M))))

@@ -132,7 +132,7 @@ def hidden_zero(x):
 @gluon.jit
 def _twice(x):
     """`[..]` -> `[.., 2]`, both elements in the same register, as inline asm needs it to split a 32-bit word into two
-    16-bit elements. `join` puts its dimension behind the other registers, but asm packs neighbors.
+    16-bit elements. `join` puts its dimension after the other registers, but asm packs neighbors.
     """
     layout: gl.constexpr = _doubled(gl.to_linear_layout(x.type.layout, x.type.shape))
     return gl.convert_layout(gl.join(x, x), layout, assert_trivial=True)

@@ -1,8 +1,8 @@
 // Prefill attention on Hopper: new tokens over their cached prefix, read from pages; head_dim 128.
 //
-// Two warpgroups turn pages into fp16 tiles of 64 keys and values in shared memory, whatever their format. Two others,
-// with GROUPS times 64 query rows each, multiply them (wgmma) and do the softmax. All constants in capitals that are not
-// defined here come from `extend/hopper.py`.
+// Two warpgroups unpack pages of any format to fp16 tiles of 64 keys and values in shared memory. Two more, with GROUPS
+// times 64 query rows each, multiply the tiles (wgmma) and compute the softmax. `extend/hopper.py` defines the constants in
+// capitals that are not defined here.
 #include "extend_arguments.cuh"
 
 // --- shared memory -------------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(4 * 128, 1) extend(const __grid_con
   const u32 start = shared_address(memory), at = (start + 1023) & ~1023u;
   const Shared s{memory + (at - start), at};
   if (threadIdx.x == 0) {
-    // Every thread arrives for itself. One a warp, behind a barrier of the warp, is no faster, and compute-sanitizer does
-    // not follow it.
+    // Every thread arrives. One arrival per warp, after a warp barrier, is no faster, and compute-sanitizer does not
+    // understand it.
     for (int i = 0; i < STAGES; i++) {
       barrier_init(s.keys_full(i), UNPACKERS);
       barrier_init(s.values_full(i), UNPACKERS);

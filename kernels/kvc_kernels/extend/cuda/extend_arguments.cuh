@@ -10,7 +10,7 @@ struct Class {  // `FormatClass` of `common/format_class.py`, field by field
 
 constexpr Class CLASSES[] = {KVC_CLASSES};
 constexpr int NC = sizeof(CLASSES) / sizeof(Class);
-// Marks in place of a class: the new tokens themselves, no further tile, nothing listed as yet.
+// Marks in place of a class: the new tokens themselves, no further tile, nothing listed yet.
 constexpr int NEW_TOKENS = 15, END = 14, BEGIN = 13;
 constexpr int EVERYONE = -1;       // in place of the first new token of a tile: every row sees all of it
 
@@ -30,12 +30,11 @@ struct Arguments {
   const u8* headers;
   i64 q_stride_n, q_stride_h, k_stride_n, k_stride_h, v_stride_n, v_stride_h;  // bytes
   int max_blocks, layer;
-  // Logits to base 2 are products times factor; with CAPPED, cap_factor * tanh of products times inner / 2 ln 2.
+  // Logits to base 2: products * factor; with CAPPED, cap_factor * tanh(products * inner / (2 log2 e)).
   float factor, inner, cap_factor;
 };
 
-// The work item of a CTA; see ExtendPlan. It is read again wherever it is needed: in the loops over tiles registers are
-// worth more than these loads.
+// The work item of a CTA; see ExtendPlan. It is loaded again at each use, because the loops over tiles need the registers.
 struct Item {
   int request, start, first, rows, from, to, of, slot;
 

@@ -1,19 +1,19 @@
 // A multiplying warpgroup: GROUPS times 64 query rows (new token x query head of one group) over all tiles.
 //
-// Products are issued two at a time, the output of one group of rows and the logits of the next, so that the tensor cores
-// have both while nobody exponentiates; the other warpgroup's run meanwhile. Three things keep ptxas from moving or
-// spilling accumulators here (it places the first at R24 and wants the others behind it): nothing is loaded into `Rows`,
-// no product is in flight across the loop's end, and accumulators are pinned where products have been waited for.
+// Products are issued two at a time, the output of one group of rows and the logits of the next. Those of the other
+// warpgroup run while this one computes exponentials. Three things keep ptxas from moving or spilling accumulators (it
+// places the first at R24 and the rest after it): nothing is loaded into `Rows`, no product is in flight across the end of
+// the loop, and accumulators are pinned after each wait for products.
 #pragma once
 #include "extend_rows.cuh"
 
-// The maximum that a row's exponents are relative to is only raised when a thread's 16 probabilities of it come to more
-// than this: fp16 holds such numbers as exactly as those below 1, and most tiles need no maximum, no reduction across
-// threads, and no product of what was summed before.
+// A row's maximum is only raised when a thread's 16 probabilities of that row exceed this in sum. fp16 holds such numbers
+// with the same relative precision as those below 1, and most tiles need no maximum, no reduction across threads, and no
+// rescaling.
 constexpr float MOST_SUM = 1024.0f;
 
-// GROUPS times 64 query rows from `first` on, as fp16, each group as two halves of features. All are asked for before one
-// is waited for.
+// Loads GROUPS times 64 query rows from `first` on, as fp16, each group as two halves of features. All loads are issued
+// before the first one is used.
 __device__ __forceinline__ void load_queries(const Arguments& a, const Item& item, int first, u32 to, int thread) {
   const int half = thread % 2;
   uint4 x[GROUPS][8];
@@ -37,14 +37,14 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Item& ite
   }
 }
 
-// Number of this thread, asked for anew: in the loop a register that holds it is worth more than the instruction.
+// Number of this thread, read again at each use, because the loop needs the register.
 __device__ __forceinline__ int thread_again() {
   int x;
   asm volatile("mov.u32 %0, %tid.x;" : "=r"(x));
   return x;
 }
 
-// What a row does not see becomes -infinity.
+// Sets the logits of tokens that a row does not see to -infinity.
 __device__ __forceinline__ void mask(float (&s)[32], const Arguments& a, int2 seen, int group) {
   const int thread = thread_again(), first = seen.y >= 0 ? Item(a).first : 0;
   const int row = first + (thread / 128 - 2) * (64 * GROUPS) + group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void mask(float (&s)[32], const Arguments& a, int2 se
   }
 }
 
-// Probabilities in fp16 relative to the rows' maxima, and their sums a row, which the same rounded numbers give.
+// Probabilities in fp16 relative to the rows' maxima, and their sums per row, taken over the rounded probabilities.
 __device__ __forceinline__ void exponentials(u32 (&p)[16], float (&sum)[2], const float (&s)[32], const Rows& x, float factor) {
 #pragma unroll
   for (int i = 0; i < 16; i++) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void exponentials(u32 (&p)[16], float (&sum)[2], cons
   }
 }
 
-// Raw products of a tile -> probabilities, and what was summed before scaled to the new maxima.
+// Turns the raw products of a tile into probabilities, and rescales the earlier sums to the new maxima.
 __device__ __forceinline__ void softmax(
     u32 (&p)[16], float (&s)[32], Rows& x, const Arguments& a, int2 seen, int group) {
   if constexpr (CAPPED) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void softmax(
   x.l[1] += sum[1];
 }
 
-// s = q k^T, begun.
+// Starts s = q k^T.
 __device__ __forceinline__ void begin_logits(float (&s)[32], u32 q, u32 k) {
   products_begin();
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void begin_logits(float (&s)[32], u32 q, u32 k) {
   products_commit();
 }
 
-// o += p v, begun; p in fp16.
+// Starts o += p v; p in fp16.
 __device__ __forceinline__ void begin_output(Rows& x, const u32 (&p)[16], u32 v) {
   products_begin();
 #pragma unroll
@@ -167,7 +167,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Shared& s, int 
     if (++stage == STAGES) stage = 0, parity ^= 1;
     barrier_wait(s.keys_full(stage), parity);
     seen = s.seen()[stage];
-    // Behind the last tile these logits are of whatever lies there, and nobody looks at them.
+    // After the last tile these logits are computed from stale data and not used.
     if constexpr (GROUPS == 2) begin_output(y, p, v0 + at(now));
     else begin_output(x, p, v0 + at(now));
     begin_logits(logits, q, k0 + at(stage));

@@ -1,5 +1,5 @@
-// Partial results of a query tile -> its rows, by log-sum-exp; a warp a row. Blocks start while the last of `extend` still
-// run, and wait for them.
+// Merges the partial results of a query tile by log-sum-exp, one warp per row. CTAs start while the last CTAs of `extend`
+// still run, and wait for them.
 #pragma once
 
 struct MergeArguments {

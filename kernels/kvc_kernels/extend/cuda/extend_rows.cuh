@@ -3,7 +3,7 @@
 
 constexpr float NOTHING = -1.0e30f;  // log-sum-exp of no token
 
-// The part of a thread: rows r and r + 8, two of every eight features.
+// The share of one thread: rows r and r + 8, two of every eight features.
 struct Rows {
   float o[64];
   float m[2], l[2];  // maximum and sum; the latter is this thread's share
@@ -39,9 +39,9 @@ __device__ __forceinline__ void add_new(const Arguments& a, const Item& item, in
   }
 }
 
-// Stores the results to the output, or to `part_o` if other KV splits are merged with them. `part_o` has 64 rows in the order
-// of the threads (`merge` knows it), so few instructions write whole sectors. Few matter here: each runs once, and its fetch
-// is not hidden.
+// Stores the results to the output, or to `part_o` if the tile has several KV splits. `part_o` has 64 rows in the order of
+// the threads, which `merge` relies on, so few instructions write full sectors. Code size matters here: each instruction
+// runs once, and nothing hides its fetch.
 __device__ __forceinline__ void store_rows(const Arguments& a, const Item& item, int row, Rows& x) {
 #pragma unroll
   for (int j = 0; j < 2; j++) {

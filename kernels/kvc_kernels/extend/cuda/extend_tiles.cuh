@@ -1,8 +1,8 @@
-// The unpacking warpgroups, one for keys and one for values: list the CTA's tiles, copy their codes ahead, unpack
-// them one after the other.
+// The unpacking warpgroups, one for keys and one for values: list the CTA's tiles, copy their codes ahead, and unpack them
+// in order.
 //
-// Their warps never wait for each other: each lists all tiles, and copies just the bytes that it unpacks itself, with
-// its own copy of scales and zeros. (A barrier a tile, and shared copies, took as long as the unpacking.)
+// Their warps never wait for each other: each lists all tiles, and copies only the bytes that it unpacks, with its own
+// copy of scales and zeros. (A barrier per tile, with shared copies, takes as long as the unpacking.)
 #pragma once
 
 constexpr int BLOCK_TILES = (P + TILE - 1) / TILE;
@@ -10,7 +10,7 @@ constexpr int LISTED_BLOCKS = LISTED / BLOCK_TILES < 32 ? LISTED / BLOCK_TILES :
 static_assert(LISTED_BLOCKS > 0, "blocks of more than 2048 tokens");
 static_assert(NC <= BEGIN, "marks of tiles that are none of a class");
 
-// f.operator()<C>() for class `c`; classes are known to the compiler, which one a tile has is not.
+// Calls f.operator()<C>() for the class C == `c`. The compiler knows the classes, but not the class of a tile.
 template <int C = 0, class F>
 __device__ __forceinline__ void for_class(int c, F f) {
   if constexpr (C < NC) {
@@ -19,9 +19,9 @@ __device__ __forceinline__ void for_class(int c, F f) {
   }
 }
 
-// The CTA's tiles in order: the new tokens themselves, which need no lists, so that copies of the others are under way
-// meanwhile; then by class and block. Each unpacking warp lists them for itself, some at a time. Where it is lies in
-// shared memory, because this is rarely needed.
+// The CTA's tiles in order: first the new tokens themselves, which need no lists, so that copies of the other tiles run
+// meanwhile; then by class and block. Each unpacking warp lists them in chunks. Its position in the list is in shared
+// memory, because it is rarely needed.
 struct TileList {
   int2* words;  // block, mark << 24 | first << 12 | tokens of the block
   int* pages;   // of each run of 16 tokens
@@ -31,7 +31,7 @@ struct TileList {
       : words(s.words(unpacker)), pages(s.list(unpacker)), state(s.state(unpacker)) {}
 };
 
-// The next tokens of the CTA that are new, as tiles.
+// Lists the next new tokens of the CTA as tiles.
 __device__ __forceinline__ int list_new(const TileList& to, int& at, int end, int lane) {
   const int n = min((end - at + TILE - 1) / TILE, 32), first = at + lane * TILE;
   if (lane < n) to.words[lane] = make_int2(first, NEW_TOKENS << 24 | min(end - first, TILE));
@@ -85,7 +85,7 @@ __device__ __forceinline__ int list_blocks(const Arguments& a, const TileList& t
   return total;
 }
 
-// List further tiles; their number, 0 behind the last.
+// Lists further tiles; returns their number, 0 after the last one.
 __device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacker) {
   const Shared s{base, 0};
   const TileList to(s, unpacker);
@@ -98,7 +98,7 @@ __device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacke
       continue;
     }
     const Item item(a);
-    // Tokens that the first part begins with.
+    // New tokens at the start of the first split.
     const int new_tokens = a.new_o ? 0 : (min(item.first + ROWS, item.rows) + G - 1) / G;
     at = end = 0;
     mark = mark == BEGIN ? NEW_TOKENS : mark == NEW_TOKENS ? 0 : mark + 1;
@@ -116,9 +116,9 @@ __device__ __noinline__ int list_tiles(const Arguments& a, u8* base, int unpacke
   return n;
 }
 
-// Start a warp's copies of one side of a packed tile: of codes what `Share` says, scales and zeros as a whole. Runs of 16
-// tokens that do not exist are left out: copies that all go to one page that stands for them take longer than everything
-// else (docs/kernels/decode.md).
+// Starts a warp's copies of one side of a packed tile: its `Share` of the codes, and all scales and zeros. Runs of 16 tokens
+// that do not exist are skipped. Reading them from a dummy page instead would make all CTAs request the same L2 lines
+// (docs/kernels/decode.md).
 template <int C, bool KEYS>
 __device__ __forceinline__ void fetch(
     const Arguments& a, int2 word, const int* run_pages, u32 to, int warp, int lane) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void fetch(
   }
 }
 
-// Rows of keys or values in the model's dtype: new tokens, one after the other.
+// Rows of keys or values in the model's dtype: consecutive new tokens.
 struct NewRows {
   const u8* base;
   i64 stride;
@@ -172,7 +172,7 @@ struct NewRows {
   __device__ __forceinline__ const u8* operator()(int token) const { return base + token * stride; }
 };
 
-// Those of a block that was never packed, in pages.
+// Rows of an uncompressed block, in pages.
 template <int T>
 struct PageRows {
   const u8* base;
@@ -208,7 +208,7 @@ __device__ __noinline__ void copy_dense(const Arguments& a, int2 word, u32 to, i
   });
 }
 
-// Keys or values of all tiles, by one warpgroup.
+// Unpacks the keys or the values of all tiles, by one warpgroup.
 template <bool KEYS>
 __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s) {
   const int thread = kept(threadIdx.x % 128), lane = thread % 32, warp = thread / 32, unpacker = KEYS ? warp : 4 + warp;
@@ -248,7 +248,7 @@ __device__ __forceinline__ void unpack_tiles(const Arguments& a, const Shared& s
     if (!KEYS && mark == END) return;
     barrier_wait(empty(stage), parity);
     if (KEYS && thread == 0) {
-      // Tokens of the tile, -1 behind the last; and which new token is its first.
+      // Tokens of the tile, -1 after the last one, and the number of its first new token.
       s.seen()[stage] = make_int2(mark == END ? -1 : live, mark == NEW_TOKENS ? word.x : EVERYONE);
     }
     bool dense = mark != END;

@@ -159,7 +159,7 @@ __device__ __forceinline__ void load_dense_keys(u32 (&k)[32], const Arguments& a
   }
 }
 
-// Transposes through `room`, 64 rows of 128 bytes that the warpgroup no longer needs, one half of the features at a time.
+// Transposes through `room`, 64 rows of 128 bytes that the warpgroup does not need, one half of the features at a time.
 __device__ __forceinline__ void load_dense_values(u32 (&v)[2][16], const Arguments& a, int4 word, u32 room, int barrier) {
   const Lane t;
   const Row row = rows_of<false>(a, word);

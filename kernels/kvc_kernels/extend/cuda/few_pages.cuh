@@ -1,4 +1,4 @@
-// The warp that lists the pages of a CTA and copies them, whole, into the ring.
+// The warp that lists the pages of a CTA and copies entire pages into the ring.
 //
 // `words` describes an entry of the ring: mark, tokens, first token, block. An entry holds one packed page, or as many small
 // pages as make 64 tokens. For rows in the model's dtype (classes of 16 bits, NEW_TOKENS) it holds nothing: it stands for 64
@@ -29,7 +29,7 @@ struct Ring {
     for (int first = 0; first < tokens; first += TILE) put_mark(mark, min(tokens - first, TILE), first, block);
   }
 
-  // Copies the pages of `tokens` tokens. Key rows after the last token are left out.
+  // Copies the pages of `tokens` tokens, without the key rows after the last token.
   template <int C>
   __device__ __forceinline__ void put_pages(const Arguments& a, const int* pages, int tokens, int block) {
     constexpr Class c = CLASSES[C];

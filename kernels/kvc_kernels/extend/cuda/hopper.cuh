@@ -20,7 +20,7 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// Arrives, and has the phase wait for so many bytes of `copy_run`, too.
+// Arrives, and makes the phase also wait for this number of bytes of `copy_run`.
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same, and whether any of them says so.
+// The same; returns whether the argument is true in any of the threads.
 __device__ __forceinline__ bool barrier_any(int id, int threads, u32 x) {
   u32 y;
   asm volatile(
@@ -62,10 +62,10 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, u32 x) {
   return y;
 }
 
-// What ordinary stores wrote to shared memory is seen by wgmma behind the next barrier.
+// Makes ordinary stores to shared memory visible to wgmma after the next barrier.
 __device__ __forceinline__ void fence_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Kernels in a row: the next one's blocks may take the places of those of this one that have ended, and wait.
+// Dependent launch: CTAs of the next kernel may start when CTAs of this one end, and wait.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// `bytes` (a multiple of 16) in one piece; they count towards what `bar` expects.
+// Copies `bytes` bytes (a multiple of 16) at once; they count toward the bytes that `bar` expects.
 __device__ __forceinline__ void copy_run(u32 to, const void* from, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(bar)
@@ -104,7 +104,7 @@ __device__ __forceinline__ void load16(u32 from, u32 (&x)[4]) {
                : "memory");
 }
 
-// Four 8x8 matrices of halves, as a product leaves them in registers, to shared memory, transposed: lane i has the address
+// Stores four 8x8 fp16 matrices, as a product leaves them in registers, transposed to shared memory. Lane i has the address
 // of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_transposed(u32 to, u32 a, u32 b, u32 c, u3
                : "memory");
 }
 
-// The reverse.
+// The inverse load.
 __device__ __forceinline__ void load_transposed(u32 from, u32& a, u32& b, u32& c, u32& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
@@ -128,7 +128,7 @@ __device__ __forceinline__ void registers_more() { asm volatile("setmaxnreg.inc.
 template <int N>
 __device__ __forceinline__ void registers_fewer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
-// x, in a register from here on: otherwise the compiler finds it anew wherever it is used.
+// x, kept in a register: otherwise the compiler recomputes it at each use.
 template <class T>
 __device__ __forceinline__ T kept(T x) {
   if constexpr (sizeof(T) == 8) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ T kept(T x) {
   return x;
 }
 
-// Four bytes of x (numbered 0..3) and y (4..7), as the hexadecimal digits of WHICH say.
+// Four of the bytes of x (numbered 0..3) and y (4..7), selected by the hexadecimal digits of WHICH.
 template <u32 WHICH>
 __device__ __forceinline__ u32 bytes_of(u32 x, u32 y) {
   u32 z;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 #define F4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define F16(x, i) F4(x, i), F4(x, i + 4), F4(x, i + 8), F4(x, i + 12)
 
-// c[64, 64] (+)= a[64, 16] b[64, 16]^T, all fp16 tiles in shared memory; `add`: to what c holds.
+// c[64, 64] (+)= a[64, 16] b[64, 16]^T, all fp16 tiles in shared memory; with `add`, adds to c.
 __device__ __forceinline__ void product_64x64(float (&c)[32], u64 a, u64 b, int add) {
   asm volatile(
       "{\n"
@@ -261,7 +261,7 @@ __device__ __forceinline__ void product_64x128(float (&c)[64], u32 a0, u32 a1, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
-// c[64, N] (+)= a[64, 16] b[N, 16]^T; a in registers, b in shared memory; `add`: to what c holds.
+// c[64, N] (+)= a[64, 16] b[N, 16]^T; a in registers, b in shared memory; with `add`, adds to c.
 __device__ __forceinline__ void product(float (&c)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
   asm volatile(
       "{\n"

@@ -1,4 +1,4 @@
-// Packed codes -> fp16 tiles in shared memory, as wgmma reads them. 128 threads do one tile of 64 tokens.
+// Unpacks codes to fp16 tiles in shared memory, as wgmma reads them. 128 threads unpack one tile of 64 tokens.
 //
 // A tile of keys is [64 tokens, 128 features], as two halves of 64 features; a tile of values [128 features, 64 tokens].
 #pragma once
@@ -11,8 +11,8 @@ constexpr int UNPACKERS = 128;      // threads
 
 __host__ __device__ constexpr u32 both(u32 half) { return half << 16 | half; }
 
-// Field FIELD of the bytes of a word, as four numbers in fp16: 1024 + 2^shift c is spelt by putting the bits into the
-// mantissa of 1024; an FMA takes the rest away. Exact for every code.
+// Field FIELD of the bytes of a word, as four fp16 numbers: the bits in the mantissa of 1024 give 1024 + 2^shift c, and an
+// FMA removes the offset and the factor. Exact for every code.
 template <int BITS, int FIELD>
 __device__ __forceinline__ void numbers(u32 x, u32& low, u32& high) {
   low = bytes_of<0x4140>(x, 0x64646464);
@@ -43,8 +43,8 @@ __device__ __forceinline__ void unpack8(u32 to, u32 x0, u32 x1, const u32 (&s)[4
 }
 
 
-// A thread's bytes of a tile of codes: 8 of every ROWS-th row of ROW bytes. `raw` is its warp's part of the tile: round
-// by round 256 bytes, those that its lanes take.
+// A thread's bytes of a tile of codes: 8 of every ROWS-th row of ROW bytes. `raw` is its warp's share of the tile, 256 bytes
+// per round.
 template <int ROW, int COUNT>
 struct Share {
   static constexpr int GROUPS = ROW / 8, ROWS = UNPACKERS / GROUPS, ROUNDS = COUNT / ROWS;
@@ -57,8 +57,8 @@ struct Share {
   }
 };
 
-// Scale and zero of the features that a thread unpacks, of up to two fields. They are those of a whole block, and stay in
-// registers from its first tile on: reading them takes as long as reading the codes (4 wavefronts an instruction).
+// Scale and zero of the features that a thread unpacks, of up to two fields. All tiles of a block share them, so they stay in
+// registers: reading them takes as long as reading the codes (4 wavefronts per instruction).
 struct KeyScales {
   u32 s[2][4], z[2][4];
 };
@@ -84,12 +84,12 @@ __device__ __forceinline__ void unpack_key_field(const S& codes, u32 to, const u
 }
 
 // Codes [64, 16 * BITS bytes] -> keys. `meta`: fp16 [2, 128], scale on the 8-bit grid and zero by feature.
-// `fresh`: they are not those in `held`.
+// `fresh`: `held` has those of another block.
 template <int BITS>
 __device__ __forceinline__ void unpack_keys(u32 raw, u32 meta, u32 to, bool fresh, KeyScales& held, int thread) {
   using Codes = Share<16 * BITS, TILE>;
   if constexpr (BITS > 2) {
-    // Round by round, with the next one's codes on their way: registers hold scales instead.
+    // One round at a time, with the codes of the next round in flight, because registers hold the scales.
     const int group = thread % Codes::GROUPS, first = thread / Codes::GROUPS;
     if (fresh) {
       load_key_scales<BITS>(meta, group, held.s[0], held.z[0]);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void unpack_value_field(const S& codes, const u32 (&s
   }
 }
 
-// Scale and zero of a thread's eight tokens, 0 from token `live` on: what lies there may spell NaN, which survives p = 0.
+// Scale and zero of a thread's eight tokens, 0 from token `live` on: the bytes there may be NaN, which p = 0 does not remove.
 __device__ __forceinline__ void load_token_scales(u32 meta, int group, int live, u32 (&s)[4], u32 (&z)[4]) {
   load16(meta + group * 16, s);
   load16(meta + 2 * TILE + group * 16, z);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_token_scales(u32 meta, int group, int live,
 }
 
 // Codes [16 * BITS, 64 bytes] (tokens contiguous) -> values. `meta`: fp16 [G, 2, 64], scale and zero by token;
-// G = 4 groups of 32 features with 2 bits, else 1. `live` tokens of the tile are there.
+// G = 4 groups of 32 features with 2 bits, else 1. The tile has `live` tokens.
 template <int BITS>
 __device__ __forceinline__ void unpack_values(u32 raw, u32 meta, u32 to, int live, int thread) {
   constexpr int GROUP_BYTES = 4 * TILE;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void unpack_values(u32 raw, u32 meta, u32 to, int liv
 
 // --- rows in the model's dtype: new tokens, blocks that were never packed ------------------------------------------
 
-// Two features -> fp16, what does not fit clamped.
+// Converts two features to fp16, clamped to its range.
 template <bool BF16>
 __device__ __forceinline__ u32 model_pair(u32 x) {
   if constexpr (!BF16) return x;
@@ -189,8 +189,8 @@ __device__ __forceinline__ u32 model_pair_of(float low, float high) {
   return bfloats(low, high);
 }
 
-// Rows of keys -> a tile; `row_at(token)` points to a token's 128 features, `live` tokens (one at least) are there. A
-// thread takes half of a row; what no token stands for is read from the last one and becomes 0.
+// Converts rows of keys to a tile. `row_at(token)` points to a token's 128 features; the tile has `live` tokens, at least
+// one. A thread converts half of a row. Rows after the last token are read from it and set to 0.
 template <bool BF16>
 __device__ __forceinline__ void copy_half_row(u32 to, int row, const void* from, bool live) {
 #pragma unroll
@@ -213,7 +213,7 @@ __device__ __forceinline__ void copy_keys(const Rows& row_at, u32 to, int live, 
   copy_half_row<BF16>(to + half * HALF_TILE, token, row_at(min(token, live - 1)) + half * 128, token < live);
 }
 
-// Rows of values -> a tile, which has tokens contiguous: a warp takes two features a lane of eight tokens at a time.
+// Converts rows of values to a tile whose tokens are contiguous. A warp takes eight tokens at a time, two features per lane.
 template <bool BF16, class Rows>
 __device__ __forceinline__ void copy_values(const Rows& row_at, u32 to, int live, int thread) {
   const int lane = thread % 32;

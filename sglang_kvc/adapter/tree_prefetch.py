@@ -1,0 +1,36 @@
+"""Prefetch: stored blocks of waiting prompts come back before the scheduler reaches these prompts.
+
+The scheduler looks at waiting prompts in order and stops at the first one that it cannot admit, or when a chunk of a
+long prompt fills the pass. A load that began only then would add its time to the time to first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .tree_host import Hit
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from .radix_cache import KvcRadixCache
+
+# Prompts at the head of the queue. A load may evict blocks that later prompts hit, so few are loaded ahead.
+PREFETCHED = 2
+
+
+def prefetch(tree: KvcRadixCache, waiting: Sequence[Req], room: Callable[[], float]) -> None:
+    """Begin reads and loads for the first waiting prompts, once for each unless memory is short.
+
+    room: function that gives the tokens of memory that no running request may need.
+    """
+    for req in waiting[:PREFETCHED]:
+        if req.kvc_private or getattr(req, "kvc_prefetched", False):
+            continue
+        req.init_next_round_input(tree)
+        if tree.fetch(req):
+            continue  # matched again when the files are read
+        hit = tree.bring_back(req, room=room, others_run=True) if req.host_hit_length else Hit.LOADING
+        req.kvc_prefetched = hit is not Hit.NO_ROOM
+

@@ -1,0 +1,117 @@
+"""Stored blocks of waiting prompts come back before the scheduler reaches the prompts, a few buffers in each flush."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from kvc_kernels import ops
+from sglang_kvc.cache import transfers
+
+from . import record
+from .model import P, make_runtime
+from .overlap import ROWS, Overlap, configured
+
+STORED = [*range(3 * P), 1]  # a prompt whose three full blocks are in host memory
+
+
+def server_with_stored_prompt(runtime, chunk: int) -> Overlap:
+    server = Overlap(runtime, chunk, disable=False)
+    server.check_every = 1000
+    server.submit(STORED, [5000], None, None)
+    while server.busy:
+        server.turn()
+    server.tree_cache.evict(EvictParams(num_tokens=10**9))
+    assert runtime.host_tier.stored == 3
+    return server
+
+
+def turns_until(server: Overlap, condition) -> int:
+    for turn in range(200):
+        if condition():
+            return turn
+        server.turn()
+    raise AssertionError("200 turns")
+
+
+def test_load_begins_while_chunks_of_another_prompt_run():
+    runtime = make_runtime(blocks=24, high="k4v4", window=0, host_memory=2_000_000)
+    with configured(runtime, P, retract_every=10**6):
+        server = server_with_stored_prompt(runtime, chunk=P)
+        server.submit([100_000 + i for i in range(12 * P)], [6000], None, None)
+        server.turn()
+        server.submit(STORED, [5001], None, None)
+        long, hit = list(server.requests.values())[1:]
+        server.turn()
+        assert runtime.host_tier.loaded_blocks == 3 and not long.output_ids
+        turns_until(server, hit.finished)
+        assert hit.cached_tokens == 3 * P
+
+
+def test_load_begins_while_all_rows_are_taken():
+    runtime = make_runtime(blocks=40, high="k4v4", window=0, host_memory=2_000_000)
+    with configured(runtime, 4 * P, retract_every=10**6):
+        server = server_with_stored_prompt(runtime, chunk=4 * P)
+        for i in range(ROWS):
+            server.submit([10_000 * (i + 1) + j for j in range(5)], [7000 + j for j in range(40 + i)], None, None)
+        for _ in range(4):
+            server.turn()
+        server.submit(STORED, [5001], None, None)
+        hit = list(server.requests.values())[-1]
+        server.turn()
+        assert len(server.running_batch.reqs) == ROWS and runtime.host_tier.loaded_blocks == 3
+        turns_until(server, hit.finished)
+        assert hit.cached_tokens == 3 * P
+
+
+def test_nothing_is_loaded_into_memory_that_running_requests_need():
+    runtime = make_runtime(blocks=8, high="k4v4", window=0, host_memory=2_000_000)
+    with configured(runtime, 4 * P, retract_every=10**6):
+        server = server_with_stored_prompt(runtime, chunk=4 * P)
+        for i in range(2):
+            server.submit([10_000 * (i + 1) + j for j in range(3 * P)], [7000 + j for j in range(P)], None, None)
+        for _ in range(4):
+            server.turn()
+        server.submit(STORED, [5001], None, None)
+        hit = list(server.requests.values())[-1]
+        turns_until(server, hit.finished)
+        assert server.seen["retracted"] == 0
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_long_load_takes_several_flushes(monkeypatch, settles):
+    monkeypatch.setattr(transfers, "BUFFERS_PER_FLUSH", 1)
+    runtime = make_runtime(blocks=24, high="k4v4", window=0, host_memory=2_000_000)
+    runtime.attach_host_tier()
+    tier = runtime.host_tier
+    each = len(tier.transfers._rows(tier.transfers.load_buffers[0][0], 1))  # blocks of one unit that a buffer holds
+    n = 2 * each + 1
+    blocks = np.array([packed_block(runtime, i) for i in range(n)])
+    before = [ops.block_digest(runtime.store, int(b), scores=False) for b in blocks]
+    ids = tier.save(blocks)
+    runtime.free(blocks)
+    runtime.settle()
+    loading = tier.load(ids)
+    runtime.flush()
+    assert not loading.finished and runtime.unsettled
+    if settles:
+        runtime.settle()
+    else:
+        runtime.flush()
+        assert not loading.finished
+        runtime.flush()
+    assert loading.finished and not runtime.page_ops.loads_left
+    assert [ops.block_digest(runtime.store, int(b), scores=False) for b in loading.blocks] == before
+
+
+def packed_block(runtime, number: int) -> int:
+    """A packed block of tokens that no other block has."""
+    (block,) = runtime.take([0])
+    runtime.flush()
+    tokens = record.history([*range(number * P, (number + 1) * P)], None)
+    record.write_rows(runtime.store, torch.arange(block * P, (block + 1) * P), tokens)
+    runtime.queue_due(np.array([block]))
+    runtime.settle()
+    return block
