@@ -19,16 +19,16 @@ class LazyEviction(Scorer):
     """`s_i = 2 sigma(-(t - TS_i) / MRI_i) + [MRI_i > 0] 2 sigma(1 - MRI_i)` at step t, sigma the logistic function.
 
     TS_i is the last step whose query paid token i at least `alpha`, at first the token's own step. MRI_i is the longest
-    interval between two such steps, at first 0. The first term falls as an overdue token stays unused, and the second
-    prefers short intervals. The paper evicts every W steps, so that a token is seen for W steps first: `--kvc-lag`.
+    interval between two such steps, at first 0. The first term falls while a token is overdue, and the second prefers
+    short intervals. The paper evicts every W steps, after it has watched a token for W steps: `--kvc-lag`.
 
-    Assumed: a KV head has one TS and one MRI, which its query heads share; the paper's code has them for each query
-    head. A query's own token does not count, and the interval from a token's own step to its first use only until it is
-    used again. A prompt is planned, too. It counts as one use, by its last important query among one in `stride`. Where
-    no length is known, t is the last important step of the block. With `decode_stride` s one step in s is read, and
-    steps are counted in s. Intervals are cut at 4095 tokens, and positions at 260,094. The authors' code adds 1 to the
-    argument of the first term; the formula here has none. `alpha` 1e-4 comes from a report of a run of that code. The
-    paper was read through summaries and that code.
+    Assumed: the query heads of a KV head share one TS and one MRI; the paper's code keeps both for each query head. A
+    query's attention to its own token does not count. The interval between a token's own step and its first use counts
+    only until the second use. Prompts are planned, too: all queries of a prompt, or one in `stride`, count as a single
+    use by the last of them that pays `alpha`. Where a plan has no length, t is the last use of any token of the block.
+    With `decode_stride` s one step in s is read, and intervals are counted in s steps. Intervals end at 4095 tokens and
+    positions at 260,094. The authors' code adds 1 to the argument of the first term, and the formula here does not. The
+    equations come from summaries of the paper and a copy of its code, `alpha` from a report of a run of that code.
     """
 
     name: ClassVar[str] = "lazy-eviction"

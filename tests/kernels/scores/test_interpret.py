@@ -227,6 +227,25 @@ def test_recurrence_words_match_reference(spec, group, cap, decoding):
     assert got[:, 0].max() == 0
 
 
+def test_packing_moves_recurrence_words_unchanged():
+    from kvc_kernels.compact.launch import compact_triton
+
+    store, _ = packed_case("k8v4+k4v2")
+    sampling = ops.ScoreSampling(reduce="recurrence", decode_stride=1, alpha=0.035)
+    block = torch.tensor([2])  # uncompressed
+    q = queries(NEW[1], 4)
+    ops.extend_attention(store, 1, q, ROWS[1:2], [0], [NEW[1]], scale=SCALE, sampling=sampling)
+    ops.decode_attention(store, 1, q[:1], ROWS[1:2], torch.tensor([TOTAL[1]]), scale=SCALE, sampling=sampling)
+    words = ops.block_scores(store, block).view(torch.int32)
+    tiers = random_tiers(store, 1, store.block_formats[1], np.random.default_rng(2))
+    assert len(words.unique()) > 10
+    for from_format in (0, 1):
+        compact_triton(store, block, 1, tiers, from_format=from_format)
+        got = ops.block_scores(store, block).view(torch.int32)
+        assert torch.equal(got, torch.where(tiers > 0, words, 0))
+        tiers = (tiers - torch.arange(P) % 2).clamp(min=0).to(torch.int8)
+
+
 def test_reductions_have_names():
     with pytest.raises(ValueError, match="max, sum, squares, worst"):
         ops.ScoreSampling(reduce="mean")
