@@ -1,4 +1,5 @@
-"""Lookup of our objects from those that SGLang passes to a hook.
+"""Lookup of our objects from those that SGLang passes to a hook. `adapter/request_limits.py` describes the functions on
+requests.
 
 `sglang_kvc` is imported at call time, because hooks are registered in every process, even with another backend.
 """
@@ -27,28 +28,24 @@ def runtime_of(allocator: Any) -> Runtime | None:
 
 
 def format_id_of(runtime: Runtime, req: Any) -> int:
-    """The format id of the packed blocks of SGLang's request, from its level."""
-    from sglang_kvc.options.request_quality import level
+    from sglang_kvc.adapter import request_limits
 
-    return runtime.policy.format_id_of(None if budget_of(req) else level(req))
+    return request_limits.format_id_of(runtime, req)
 
 
 def longest_request(runtime: Runtime, format_id: int, budget: Budget | None = None, prompt: int | None = None) -> int:
-    """Tokens, with the answer, of the longest request whose blocks are packed at `format_id`. `budget`: the budget of a
-    one-shot prompt of `prompt` tokens; `prompt` None: of any length."""
-    if budget is None:
-        return runtime.capacity.longest_request(format_id, chunk_tokens())
-    return runtime.capacity.one_shot.longest(budget, format_id, chunk_tokens(), prompt)
+    from sglang_kvc.adapter import request_limits
+
+    return request_limits.longest_request(runtime, format_id, budget, prompt)
 
 
 def chunk_tokens() -> int | None:
-    """Tokens of a chunk of a prompt; None without chunked prefill."""
-    from sglang.srt.runtime_context import get_schedule
+    from sglang_kvc.adapter import request_limits
 
-    chunk = get_schedule().chunked_prefill_size
-    return chunk if chunk is not None and chunk > 0 else None
+    return request_limits.chunk_tokens()
 
 
 def budget_of(req: Any) -> Budget | None:
-    """The budget for the whole prompt of SGLang's request, None if it asked for none."""
-    return getattr(req, "kvc_budget", None)
+    from sglang_kvc.adapter import request_limits
+
+    return request_limits.budget_of(req)

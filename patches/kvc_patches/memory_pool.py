@@ -6,12 +6,9 @@ declare FP8 for SGLang's cache; tokens are counted in the dtype of the model her
 
 from __future__ import annotations
 
-import logging
-
 from .lookup import current
 from .registry import hook, verify
 
-logger = logging.getLogger("sglang_kvc")
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 
@@ -34,70 +31,12 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     config = orig(self, pre_model_load_memory)
     if not _active(self):
         return config
-    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-    from sglang.srt.runtime_context import get_exec, get_parallel
-    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+    from sglang_kvc.adapter.build_pool import install_runtime
 
-    from sglang_kvc.cache.build import build_runtime
-    from sglang_kvc.cache.runtime import install
-    from sglang_kvc.options.resolve import resolve_config
-
-    kvc, model = resolve_config(self.server_args), self.model_config
-    heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
-    layers = self.layer_info.num_effective_layers
-    stock_bytes = config.max_total_num_tokens * 2 * heads * model.head_dim * layers * self.model_dtype.itemsize
-    if kvc.memory is not None:
-        _check_memory(kvc.memory, self._profile_available_bytes(pre_model_load_memory))
-    saver = TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver)
-    with saver.region(GPU_MEMORY_TYPE_KV_CACHE):
-        runtime = build_runtime(
-            kvc,
-            num_bytes=stock_bytes if kvc.memory is None else kvc.memory,
-            layers=layers,
-            heads=heads,
-            head_dim=model.head_dim,
-            dtype=self.model_dtype,
-            device=self.device,
-        )
-    runtime.decodes_as_extend = get_parallel().attn_dp_size > 1
-    if get_parallel().attn_tp_size > 1:
-        runtime.reduce_max = _tensor_parallel_max()
-    install(runtime)
-    sizing = runtime.sizing
+    sizing = install_runtime(self, pre_model_load_memory, config.max_total_num_tokens).sizing
     config.max_total_num_tokens = sizing.capacity_tokens
     config.max_running_requests = self.resolve_max_num_reqs(sizing.capacity_tokens)
-    logger.info(
-        "kvc: %s; %.2f GiB as %d pages of %d bytes, room for %d blocks; %d tokens fit uncompressed",
-        kvc.summary(),
-        runtime.store.nbytes / 2**30,
-        sizing.num_pages,
-        runtime.layout.page_bytes,
-        sizing.num_blocks,
-        sizing.capacity_tokens,
-    )
     return config
-
-
-def _check_memory(requested: int, available: int) -> None:
-    if requested > available:
-        raise ValueError(
-            f"--kvc-memory asks for {requested / 2**30:.2f} GiB but {available / 2**30:.2f} GiB are free for the "
-            "KV cache after loading the model; ask for less, or raise --mem-fraction-static"
-        )
-
-
-def _tensor_parallel_max():
-    """The maximum of a vector over the tensor-parallel ranks of attention, in place."""
-    import torch.distributed as dist
-    from sglang.srt.runtime_context import get_parallel
-
-    group = get_parallel().attn_tp_group.cpu_group  # each DP rank has its own requests
-
-    def reduce_max(counts):
-        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
-        return counts
-
-    return reduce_max
 
 
 def around_build_pool(orig, self, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):

@@ -17,15 +17,13 @@ tokens in the tree. Disaggregated servers are refused, so the flag is reset for 
 from __future__ import annotations
 
 import functools
-import itertools
 from types import SimpleNamespace
 
-from .lookup import budget_of, chunk_tokens, current, format_id_of, longest_request
+from .lookup import current
 from .registry import hook
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
-_numbers = itertools.count()
 
 
 def before_verify(self, vocab_size):
@@ -39,75 +37,11 @@ def before_verify(self, vocab_size):
 
 
 def before_add_request_to_queue(self, req, is_retracted=False):
-    from sglang_kvc.cache.one_shot import Budget, check_served
-    from sglang_kvc.options.config import REUSE
-    from sglang_kvc.options.request_hints import is_last
-    from sglang_kvc.options.request_quality import is_one_shot, level_of, namespace, offered, salted
-
     if (runtime := current()) is None or hasattr(req, "kvc_level"):
         return
-    req.skip_radix_cache_insert = False
-    req.kvc_level = req.kvc_budget = None
-    req.kvc_last = False
-    try:
-        req.kvc_last = is_last(req.sampling_params.custom_params)
-        req.kvc_level = level_of(
-            req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
-        )
-        if is_one_shot(req.kvc_level):
-            check_served(runtime, in_session=req.session is not None, returns_experts=req.return_routed_experts)
-            req.kvc_budget = Budget.parse(req.kvc_level)
-    except ValueError as e:
-        req.kvc_level = None
-        req.set_finish_with_abort(str(e))
-    unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
-    req.kvc_private = unsalted or req.kvc_budget is not None
-    if runtime.config.store_option and req.lora_id is not None:
-        req.extra_key = f"{_adapter(self, req.lora_id)}@{req.extra_key}"  # KV events look for the id at the end
-    req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
-    if runtime.config.eviction == REUSE and (reuse := self.tree_cache.reuse) is not None:
-        reuse.arrive(req)
-    if req.to_finish is None:
-        _bound(req, runtime, answers=self.is_generation)
+    from sglang_kvc.adapter.request_entry import enter_queue
 
-
-def _adapter(scheduler, lora_id: str) -> str:
-    """Digest of a LoRA adapter. Its id names an adapter of `--lora-paths` by its path, and the next server may find
-    other weights there."""
-    from sglang_kvc.adapter.model_identity import adapter_digest
-
-    return adapter_digest(scheduler.tp_worker.model_runner.lora_manager.loras[lora_id])
-
-
-def _bound(req, runtime, *, answers: bool) -> None:
-    """Abort a request that is too long for its level, or cut its answer."""
-    params, prompt, format_id = req.sampling_params, len(req.origin_input_ids), format_id_of(runtime, req)
-    budget = budget_of(req)
-    if answers:
-        longest = longest_request(runtime, format_id, budget, prompt)
-        fits = prompt < longest - 1
-        params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
-        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
-    else:
-        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), budget)
-    if not fits:
-        level = f" at {req.kvc_level}" if req.kvc_level else ""
-        req.set_finish_with_abort(
-            f"The prompt of {prompt} tokens does not fit into the KV cache{level}, which holds "
-            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a prompt of up to "
-            f"{longest_request(runtime, format_id, budget) - 2} tokens, or start the server with more --kvc-memory."
-        )
-    elif budget is not None and _reads_prompt(req):
-        try:
-            runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens())
-        except ValueError as e:
-            req.set_finish_with_abort(str(e))
-
-
-def _reads_prompt(req) -> bool:
-    """Whether a request's input is not tokens, or its client asks for more than the answer."""
-    scored = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    return scored or req.return_hidden_states or req.input_embeds is not None
+    enter_queue(runtime, self, req)
 
 
 def _served():

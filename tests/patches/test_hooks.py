@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from kvc_patches import registry
 from kvc_patches.registry import SERVER_ARGS
 
 ROOT = Path(__file__).parents[2]
+HOOK_LINES = 20  # a hook finds the runtime, asks sglang_kvc and calls the original
+# Files of kvc_patches without hooks that ask the runtime.
+NO_HOOKS = ("compare.py", "probes.py", "registry.py")
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +145,15 @@ def test_few_modules_import_sglang():
     }
     allowed = {"options/server_args.py", "options/start.py", "options/model_facts.py"}
     assert {r for r in readers - allowed if r.split("/")[0] not in ("adapter", "cpu")} == set()
+
+
+def test_hooks_are_short():
+    long = {}
+    for path in (ROOT / "patches" / "kvc_patches").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if path.name in NO_HOOKS or not isinstance(node, ast.FunctionDef) or node.name == "register":
+                continue
+            lines = node.end_lineno - node.lineno + 1
+            if lines > HOOK_LINES:
+                long[f"{path.name}: {node.name}"] = lines
+    assert long == {}

@@ -1,0 +1,73 @@
+"""Admission of prompts and chunks by SGLang's `PrefillAdder` (`adder`): the memory that they need packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
+
+from ..cache.runtime import Runtime
+from .request_limits import budget_of, chunk_tokens, format_id_of
+from .tree_host import Hit
+
+NO_BLOCKS = np.empty(0, dtype=np.int64)
+
+
+def reserve_decode_step(adder: Any, runtime: Runtime, running_batch: Any, mixed: int) -> None:
+    """Reserve the blocks of a decode step that joins the prefill, in place of its `mixed` tokens.
+
+    The step shortens a chunk by whole blocks, so that the chunk ends at a block boundary. The chunk keeps at least one
+    block, so that prompts make progress with any number of running requests.
+    """
+    page_size = adder.page_size
+    adder.rem_chunk_tokens = max(adder.rem_chunk_tokens // page_size, 1) * page_size
+    seqs = [req.kvc for req in running_batch.reqs if req.kvc is not None]  # None: the request just ended
+    adder.kvc_decode_tokens = runtime.capacity.new_block_tokens(seqs, [seq.length + 1 for seq in seqs])
+    adder.memory_budget.total_offset += adder.kvc_decode_tokens - mixed
+    adder.memory_budget.current_offset += adder.kvc_decode_tokens - mixed
+
+
+def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
+    """SGLang's result for a prompt whose cached blocks are in files or in host memory; None: admit it without waiting
+    for them.
+
+    While the blocks are being read, the prompt is skipped and later prompts are admitted."""
+    if adder.tree_cache.fetch(req):
+        return AddReqResult.CONTINUE
+    if not req.host_hit_length:
+        return None
+    others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
+    hit = adder.tree_cache.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
+    return {Hit.LOADING: AddReqResult.CONTINUE, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
+
+
+def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:
+    """Tokens that a prompt with its answer needs less when packed than uncompressed; None if it cannot be staged in
+    this prefill."""
+    new = len(req.full_untruncated_fill_ids) - req.prefix_len
+    answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+    chunk = None if adder.rem_chunk_tokens is None else chunk_tokens()
+    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk, budget_of(req))
+    admitted = (_staged(adder, runtime, r) for r in adder.can_run_list)
+    if not runtime.capacity.may_stage(_staged(adder, runtime, req), admitted):
+        return None
+    return new + answer - need
+
+
+def chunk_credit(adder: Any, runtime: Runtime, req: Any) -> int | None:
+    """Tokens to credit for the next chunk of a prompt; None: the chunk waits for its blocks."""
+    end = min(len(req.full_untruncated_fill_ids), req.prefix_len + adder.rem_chunk_tokens)
+    need = runtime.capacity.new_block_tokens([req.kvc], [end]) + adder.kvc_decode_tokens
+    shortage = adder.rem_chunk_tokens - int(adder.rem_total_tokens)
+    packs_at_end = req.kvc.one_shot is not None and not req.kvc.one_shot.segment_blocks
+    return runtime.capacity.chunk_credit(need, shortage, len(adder.running_batch.reqs), packs_at_end)
+
+
+def _staged(adder: Any, runtime: Runtime, req: Any) -> int:
+    """Tokens that `req` stages in this prefill. The adder lives for one pass and remembers them."""
+    staged = adder.__dict__.setdefault("kvc_staged", {})
+    if id(req) not in staged:
+        prefix = adder.tree_cache.path_blocks(req.last_node) if runtime.capacity.sizing.staged_tokens else NO_BLOCKS
+        staged[id(req)] = runtime.capacity.staged_tokens(prefix, format_id_of(runtime, req))
+    return staged[id(req)]

@@ -1,0 +1,36 @@
+"""Memory for a decode step of SGLang's batch, before the scheduler retracts a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..cache.runtime import Runtime
+
+
+def has_block_per_request(runtime: Runtime, batch: Any) -> bool:
+    """Whether one block per request is free, in which case the exact need is not counted.
+
+    A step takes at most one block per request. SGLang serves beam search, with several rows per request, only with
+    pages of one token.
+    """
+    return len(batch.reqs) * runtime.layout.block_tokens <= runtime.capacity.available_tokens()
+
+
+def settle(runtime: Runtime, batch: Any) -> bool:
+    """Settle queued and running compactions, and wait for loads, which lock blocks; whether there was anything to wait
+    for."""
+    loads = runtime.host_tier is not None and batch.tree_cache.loads
+    if not (loads or runtime.overcharged):
+        return False
+    runtime.settle()
+    if loads:
+        batch.tree_cache.check_hicache_events()
+    return True
+
+
+def demote(runtime: Runtime, batch: Any, selected_indices: Any) -> bool:
+    """Demote blocks of the running requests until the step fits; whether any moved."""
+    if not runtime.demotion.enabled:
+        return False
+    seqs = [req.kvc for req in batch.reqs if req.kvc is not None]  # None: the request has just ended
+    return runtime.demotion.demote_running(seqs, batch.new_tokens_required_next_decode(selected_indices))

@@ -1,0 +1,56 @@
+"""The entry of a request into SGLang's queue: its quality, namespace, session and length limit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from ..cache.one_shot import Budget, check_served
+from ..cache.runtime import Runtime
+from ..options.config import REUSE
+from ..options.request_hints import is_last
+from ..options.request_quality import is_one_shot, level_of, namespace, offered, salted
+from .model_identity import adapter_digest
+from .request_limits import format_id_of, limit_request
+
+_numbers = itertools.count()
+
+
+def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
+    """Set the quality and the namespace of a request of SGLang's `scheduler`, and abort a request that cannot be
+    served."""
+    req.skip_radix_cache_insert = False
+    _read_quality(runtime, req)
+    unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
+    req.kvc_private = unsalted or req.kvc_budget is not None
+    if runtime.config.store_option and req.lora_id is not None:
+        # KV events look for the id at the end.
+        req.extra_key = f"{_lora_digest(scheduler, req.lora_id)}@{req.extra_key}"
+    req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
+    if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
+        reuse.arrive(req)
+    if req.to_finish is None:
+        limit_request(req, runtime, answers=scheduler.is_generation)
+
+
+def _read_quality(runtime: Runtime, req: Any) -> None:
+    """Set `kvc_level`, `kvc_budget` and `kvc_last` from the request's custom parameters, or abort the request."""
+    req.kvc_level = req.kvc_budget = None
+    req.kvc_last = False
+    try:
+        req.kvc_last = is_last(req.sampling_params.custom_params)
+        req.kvc_level = level_of(
+            req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
+        )
+        if is_one_shot(req.kvc_level):
+            check_served(runtime, in_session=req.session is not None, returns_experts=req.return_routed_experts)
+            req.kvc_budget = Budget.parse(req.kvc_level)
+    except ValueError as e:
+        req.kvc_level = None
+        req.set_finish_with_abort(str(e))
+
+
+def _lora_digest(scheduler: Any, lora_id: str) -> str:
+    """Digest of a LoRA adapter. Its id names an adapter of `--lora-paths` by its path, and the next server may find
+    other weights there."""
+    return adapter_digest(scheduler.tp_worker.model_runner.lora_manager.loras[lora_id])

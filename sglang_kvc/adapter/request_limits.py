@@ -1,0 +1,66 @@
+"""The format, budget and length limit of SGLang's requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.runtime_context import get_schedule
+
+from ..cache.one_shot import Budget
+from ..cache.runtime import Runtime
+from ..options.request_quality import level
+
+
+def format_id_of(runtime: Runtime, req: Any) -> int:
+    """The format id of the packed blocks of SGLang's request, from its level."""
+    return runtime.policy.format_id_of(None if budget_of(req) else level(req))
+
+
+def longest_request(runtime: Runtime, format_id: int, budget: Budget | None = None, prompt: int | None = None) -> int:
+    """Tokens, with the answer, of the longest request whose blocks are packed at `format_id`. `budget`: the budget of a
+    one-shot prompt of `prompt` tokens; `prompt` None: of any length."""
+    if budget is None:
+        return runtime.capacity.longest_request(format_id, chunk_tokens())
+    return runtime.capacity.one_shot.longest(budget, format_id, chunk_tokens(), prompt)
+
+
+def chunk_tokens() -> int | None:
+    """Tokens of a chunk of a prompt; None without chunked prefill."""
+    chunk = get_schedule().chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else None
+
+
+def budget_of(req: Any) -> Budget | None:
+    """The budget for the whole prompt of SGLang's request, None if it asked for none."""
+    return getattr(req, "kvc_budget", None)
+
+
+def limit_request(req: Any, runtime: Runtime, *, answers: bool) -> None:
+    """Abort a request that is too long for its level, or cut its answer."""
+    params, prompt, format_id = req.sampling_params, len(req.origin_input_ids), format_id_of(runtime, req)
+    budget = budget_of(req)
+    if answers:
+        longest = longest_request(runtime, format_id, budget, prompt)
+        fits = prompt < longest - 1
+        params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+    else:
+        fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), budget)
+    if not fits:
+        at_level = f" at {req.kvc_level}" if req.kvc_level else ""
+        req.set_finish_with_abort(
+            f"The prompt of {prompt} tokens does not fit into the KV cache{at_level}, which holds "
+            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a prompt of up to "
+            f"{longest_request(runtime, format_id, budget) - 2} tokens, or start the server with more --kvc-memory."
+        )
+    elif budget is not None and _reads_prompt(req):
+        try:
+            runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens())
+        except ValueError as e:
+            req.set_finish_with_abort(str(e))
+
+
+def _reads_prompt(req: Any) -> bool:
+    """Whether a request's input is not tokens, or its client asks for more than the answer."""
+    scored = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    return scored or req.return_hidden_states or req.input_embeds is not None
