@@ -40,6 +40,19 @@ SGLANG = {
 # Modules that may import triton, in addition to the *_kernel files of kvc_kernels and GPU-only code.
 NO_TRITON = ("sglang_kvc.cache", "sglang_kvc.options", "sglang_kvc.policies", "sglang_kvc.calibration")
 
+# Modules of kvc_kernels that other packages may import.
+ENTRANCES = ("kvc_kernels.ops", "kvc_kernels.layout", "kvc_kernels.store")
+# Modules outside kvc_kernels that may also import its other modules, and the reason.
+INNER_KERNELS = {
+    "bench.kernels": "times single kernels and their tunings",
+    "bench.rivals.decode": "tunes the decode kernel for the comparison",
+}
+# Modules of sglang_kvc that may choose by the device of a tensor, and the reason. Others leave the choice to the
+# operations of kvc_kernels.
+DEVICE_CHOICES = {
+    "sglang_kvc.adapter.model_identity": "reads weights, which lie outside a page store, at the speed of their memory",
+}
+
 # (importer, imported) pairs that break a rule.
 KNOWN: set[tuple[str, str]] = set()
 
@@ -150,6 +163,46 @@ def test_packages_import_only_lower_packages(package):
     higher = {"kvc_kernels": ("sglang_kvc", "kvc_patches"), "sglang_kvc": ("kvc_patches",)}[package]
     upward = [i for i in imports() if _within(i.source, package) and any(_within(i.target, h) for h in higher)]
     assert upward == []
+
+
+def _bench() -> dict[str, Path]:
+    return {".".join(f.relative_to(ROOT).with_suffix("").parts): f for f in (ROOT / "bench").rglob("*.py")}
+
+
+def test_kernels_are_imported_through_entrances():
+    outside = [i for i in imports() if not _within(i.source, "kvc_kernels")]
+    outside += [i for name, file in _bench().items() for i in _imports(name, file)]
+    inner = [i for i in outside if _within(i.target, "kvc_kernels") and i.target not in ENTRANCES]
+    assert [i for i in inner if not any(_within(i.source, a) for a in INNER_KERNELS)] == []
+    assert {a for a in INNER_KERNELS if not any(_within(i.source, a) for i in inner)} == set(), "unused exceptions"
+
+
+def _compares_device(node: ast.AST) -> bool:
+    """Whether a node is a comparison with `device.type` or `x.device.type`, or reads `x.is_cuda` or `x.is_cpu`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("is_cuda", "is_cpu")
+    sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
+    return any(ast.unparse(side).endswith("device.type") for side in sides)
+
+
+@pytest.mark.parametrize(
+    "text, compares",
+    [
+        ("x.device.type == 'cpu'", True),
+        ("'cuda' != device.type", True),
+        ("x.is_cuda", True),
+        ("{'device': x.device.type}", False),
+        ("store.on_gpu", False),
+    ],
+)
+def test_device_comparisons_are_recognized(text, compares):
+    assert any(_compares_device(node) for node in ast.walk(ast.parse(text))) == compares
+
+
+def test_few_modules_choose_by_device_of_a_tensor():
+    inside = {name: file for name, file in modules().items() if _within(name, "sglang_kvc")}
+    users = {name for name, file in inside.items() if any(map(_compares_device, ast.walk(ast.parse(file.read_text()))))}
+    assert users == set(DEVICE_CHOICES)
 
 
 def test_sglang_is_imported_in_few_places():

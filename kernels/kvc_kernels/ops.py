@@ -4,25 +4,30 @@ Operations made by `dispatch` run as kernels on a GPU and as plain torch elsewhe
 operations, are imported from the operation's folder. Classes are planned operations: `plan` once a forward, then `run`
 (or `add`) for each layer. `decode_attention` and `extend_attention` are always the plain-torch references, also on a
 GPU. Importing this module does not import triton.
+
+Other packages import only this module, `layout` and `store` (`tests/test_imports.py`).
 """
 
 from .append import reference as append_reference
 from .common.dispatch import dispatch
+from .common.softmax import MAX_ELEMENTS, causal_mask, query_weights
 from .compact import reference as compact_reference
 from .compact.pack_kept import pack_kept
 from .decode import snapshot
 from .decode.reference import ReferenceDecode, decode_attention
 from .decode.row_gaps import RowGaps
+from .extend.fake_quant import fake_quantize
 from .extend.reference import ReferenceExtend, extend_attention
 from .pages import reference as pages_reference
 from .pages.dense import block_digest, block_scores, block_tiers, load_dense
 from .pages.reference import block_head_pages, check_invariants
+from .pages.tiers import HIGH, LOW, PRUNED
 from .records import reference as records_reference
 from .records.reference import record_places
 from .scores import reference as scores_reference
 from .scores.prompt_end import LastQueries, prompt_scores
 from .scores.recurrence import recurrence
-from .scores.reference import ReferenceScores, ScoreSampling, mean_attention_scores
+from .scores.reference import DECODE_STRIDE, STRIDES, ReferenceScores, ScoreSampling, mean_attention_scores
 from .tiering import importance, thresholds
 from .tiering.apportion import (
     apportion,
@@ -63,6 +68,12 @@ plan_thresholds = dispatch(thresholds.plan_thresholds, "tiering.thresholds_kerne
 keydiff_blocks = dispatch(importance.keydiff_blocks, "tiering.keydiff_kernel:keydiff_blocks")
 
 __all__ = [
+    "DECODE_STRIDE",
+    "HIGH",
+    "LOW",
+    "MAX_ELEMENTS",
+    "PRUNED",
+    "STRIDES",
     "AttentionScores",
     "DecodeAttention",
     "ExtendAttention",
@@ -78,6 +89,7 @@ __all__ = [
     "block_scores",
     "block_tiers",
     "carry_scores",
+    "causal_mask",
     "check_invariants",
     "compact",
     "count_queries",
@@ -85,6 +97,7 @@ __all__ = [
     "decode_snapshot",
     "expected_attention",
     "extend_attention",
+    "fake_quantize",
     "future_keys",
     "gate_scores",
     "greedy_allocation",
@@ -101,6 +114,7 @@ __all__ = [
     "prompt_scores",
     "pseudo_attention",
     "pyramid",
+    "query_weights",
     "quota",
     "ranked_tokens",
     "read_records",

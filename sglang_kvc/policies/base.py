@@ -9,7 +9,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BlockFormat, Format, PoolLayout
-from kvc_kernels.scores.reference import STRIDES
+from kvc_kernels.ops import STRIDES
 from kvc_kernels.store import PageStore
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from kvc_kernels.ops import ScoreSampling
-from kvc_kernels.scores.reference import STRIDES
+from kvc_kernels.ops import STRIDES, ScoreSampling
 from sglang_kvc.errors import ConfigError, flag, listed
 
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}

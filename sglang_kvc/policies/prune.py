@@ -10,7 +10,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
-from kvc_kernels.pages.tiers import HIGH, LOW, PRUNED
+from kvc_kernels.ops import HIGH, LOW, PRUNED
 from sglang_kvc.errors import flag
 
 from ..calibration.tensors import Calibration, check_shapes, load

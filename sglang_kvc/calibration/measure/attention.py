@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvc_kernels.common.softmax import causal_mask
+from kvc_kernels.ops import causal_mask
 
 # Fake-quantizes K, V of whole blocks, `[H, NB, P, D]`.
 FakeQuantize = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvc_kernels.common.softmax import MAX_ELEMENTS, query_weights
+from kvc_kernels.ops import MAX_ELEMENTS, query_weights
 
 
 def attention_scores(q: torch.Tensor, k: torch.Tensor, scale: float, ends: tuple[int, ...]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch.nn.functional import smooth_l1_loss
 
 from kvc_kernels import ops
-from kvc_kernels.common.softmax import query_weights
+from kvc_kernels.ops import query_weights
 
 from .attention import causal
 from .capture import CalibrateError, run

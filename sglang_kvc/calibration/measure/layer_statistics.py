@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import avg_pool1d
 
 from kvc_kernels import ops
-from kvc_kernels.common.softmax import query_weights
+from kvc_kernels.ops import query_weights
 
 WINDOW, POOL = 8, 7  # XKV: number of last queries of a prompt, and of tokens in an average
 CAKE_WINDOW = 32  # last queries of a prompt for entropy and shift

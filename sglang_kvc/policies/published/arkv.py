@@ -9,7 +9,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.layout import FORMATS, BlockFormat, PoolLayout
-from kvc_kernels.pages.tiers import HIGH, LOW
+from kvc_kernels.ops import HIGH, LOW
 
 from ..allocation import Cake, Share
 from ..base import Evidence

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.scores.reference import DECODE_STRIDE
+from kvc_kernels.ops import DECODE_STRIDE
 
 from ..scorers.base import Scorer, check_pool
 
