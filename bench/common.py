@@ -28,7 +28,7 @@ from bench import ports
 from bench.client import Client
 from bench.guard import Guard
 from bench.revision import RESULTS, ROOT, commit
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 
 START_TIMEOUT = 600  # a first start compiles; a shared machine is slow
 START_ATTEMPTS = 3  # another process may take a port before the server listens on it

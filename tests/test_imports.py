@@ -41,7 +41,7 @@ SGLANG = {
 NO_TRITON = ("sglang_kvc.cache", "sglang_kvc.options", "sglang_kvc.policies", "sglang_kvc.calibration")
 
 # Modules of kvc_kernels that other packages may import.
-ENTRANCES = ("kvc_kernels.ops", "kvc_kernels.layout", "kvc_kernels.store")
+ENTRANCES = ("kvc_kernels.ops", "kvc_kernels.formats", "kvc_kernels.layout", "kvc_kernels.store")
 # Modules outside kvc_kernels that may also import its other modules, and the reason.
 INNER_KERNELS = {
     "bench.kernels": "times single kernels and their tunings",

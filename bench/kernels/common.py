@@ -14,7 +14,8 @@ from bench.common import Score, command_line
 from bench.revision import RESULTS as ALL_RESULTS
 from bench.revision import card, commit
 from kvc_kernels import layout
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from tests.support.random_store import random_store
 
 RESULTS = ALL_RESULTS / "kernels"

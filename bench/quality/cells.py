@@ -15,7 +15,7 @@ from bench import common
 from bench.common import Score
 from bench.quality.intervals import paired
 from bench.quality.tasks import TITLES
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.model_fingerprint import Identity
 from sglang_kvc.errors import ConfigError

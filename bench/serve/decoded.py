@@ -16,7 +16,8 @@ import statistics
 
 from bench import common, prompts
 from bench.compare import match
-from kvc_kernels.layout import FORMATS, page_bytes_for
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import page_bytes_for
 from sglang_kvc.calibration.model_fingerprint import identity_of
 
 NAME = "serve/decoded"

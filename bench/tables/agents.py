@@ -63,7 +63,7 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         f"{settings['tokens']:,} bf16 tokens; `kvc tiers` and SGLang's hierarchical cache (`hicache`) have "
         f"{settings['host_gb']} GB of host memory. {lengths} "
         f"A cache that forgets nothing finds {100 * settings['endless']:.0f} % of the tokens. The weights are random. "
-        f"Each point covers {settings['seconds']:g} s behind the ramp-up "
+        f"Each point covers {settings['seconds']:g} s after the ramp-up "
         f"({record['commit'][:7]}, n = 1)."
     )
     return [text, "", *lines(["server", *(f"{n} agents" for n in curve), "most"], rows)]

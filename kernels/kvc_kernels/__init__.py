@@ -3,7 +3,7 @@
 Imports torch and triton only, never sglang. Every operation has a plain-torch reference; if there is also a kernel,
 `ops.py` pairs the two and picks one by device.
 
-* `layout.py`: formats and pages; the only place with byte offsets.
+* `formats.py`: storage formats. `layout.py`: pages; the only place with byte offsets.
 * `store.py`: the page store.
 * `common/`: quantization, bit packing, softmax weights, attention over dense rows, device dispatch, NVRTC.
 * `append/`: writes new rows into open bf16 blocks.

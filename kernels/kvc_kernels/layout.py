@@ -1,4 +1,4 @@
-"""Byte layout of pages: formats, segments and offsets. No other module computes a byte offset within a page.
+"""Byte layout of pages: segments and offsets. No other module computes a byte offset within a page.
 
 Terms: a *block* is P consecutive, aligned tokens of a sequence. A *page* is a fixed number of bytes that belongs to one
 (block, layer, KV head) and has one *format* while it is allocated. A `BlockFormat` is the storage format of a whole
@@ -12,6 +12,8 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from .formats import BF16, Format
+
 SEGMENT_ALIGN = 16  # bytes, the widest vector load of a GPU thread
 TOKEN_MULTIPLE = 16  # a packed page holds whole MMA rows of tokens, so that no vector load crosses a tile
 WHOLE_PAGE_TOKENS = 64  # the decode kernel's tile; docs/kernels/decode.md
@@ -21,34 +23,6 @@ RING_ENTRY_BYTES = 4  # int32: a page's entry in the ring of free pages
 
 def align_up(n: int, m: int) -> int:
     return -(-n // m) * m
-
-
-@dataclass(frozen=True)
-class Format:
-    """Bits per key element and per value element of a page. 16 bits: the model dtype."""
-
-    name: str
-    key_bits: int
-    value_bits: int
-
-    @property
-    def packed(self) -> bool:
-        return self.key_bits < 16
-
-
-FORMATS = {
-    f.name: f
-    for f in (
-        Format("bf16", 16, 16),
-        Format("k8v8", 8, 8),
-        Format("k8v4", 8, 4),
-        Format("k4v8", 4, 8),
-        Format("k4v4", 4, 4),
-        Format("k4v2", 4, 2),
-        Format("k2v2", 2, 2),
-    )
-}
-BF16 = FORMATS["bf16"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvc_kernels.layout import BF16, RecordLayout
+from kvc_kernels.formats import BF16
+from kvc_kernels.layout import RecordLayout
 
 from .block_store import VERSION
 

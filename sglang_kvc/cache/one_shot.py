@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvc_kernels.layout import RING_ENTRY_BYTES, Format, PoolLayout
+from kvc_kernels.formats import Format
+from kvc_kernels.layout import RING_ENTRY_BYTES, PoolLayout
 from kvc_kernels.ops import LastQueries
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvc_kernels.layout import Format, PoolLayout
+from kvc_kernels.formats import Format
+from kvc_kernels.layout import PoolLayout
 from kvc_kernels.store import PageStore
 
 from ..policies import SEQUENCE, Policy

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvc_kernels.formats import BF16, FORMATS, Format
 from kvc_kernels.layout import (
-    BF16,
-    FORMATS,
     RING_ENTRY_BYTES,
     TOKEN_MULTIPLE,
     BlockFormat,
-    Format,
     PageLayout,
     PoolLayout,
     RecordLayout,

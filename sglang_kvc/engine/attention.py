@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import Format
+from kvc_kernels.formats import Format
 from kvc_kernels.store import PageStore
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvc_kernels.layout import FORMATS, Format
+from kvc_kernels.formats import FORMATS, Format
 from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.policies import POLICIES
 from sglang_kvc.policies.allocation import Global, Share

@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from sglang_kvc.cache import one_shot
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import LOSSLESS, POLICIES

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from kvc_kernels.layout import BF16
+from kvc_kernels.formats import BF16
 from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import defaults_of

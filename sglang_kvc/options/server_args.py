@@ -11,7 +11,7 @@ import sys
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from sglang_kvc.errors import ConfigError, listed
 from sglang_kvc.options.start import MEMORY_CPU, prepare, verify
 from sglang_kvc.policies import POLICIES, SCORERS, SHARES

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvc_kernels.layout import BF16, FORMATS, PageLayout, RecordLayout
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import PageLayout, RecordLayout
 from sglang_kvc.cache.sizing import make_layout, size_server
 from sglang_kvc.calibration.tensors import tensor_names
 from sglang_kvc.errors import ConfigError, flag, listed

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BlockFormat, Format, PoolLayout
+from kvc_kernels.formats import Format
+from kvc_kernels.layout import BlockFormat, PoolLayout
 from kvc_kernels.ops import STRIDES
 from kvc_kernels.store import PageStore
 

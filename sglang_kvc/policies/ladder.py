@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvc_kernels.layout import FORMATS, BlockFormat
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import BlockFormat
 
 
 def is_below(low: str, high: str) -> bool:

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout
 from kvc_kernels.ops import HIGH, LOW, PRUNED
 from sglang_kvc.errors import flag
 

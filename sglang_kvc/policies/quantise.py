@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, Format, PoolLayout
+from kvc_kernels.formats import BF16, FORMATS, Format
+from kvc_kernels.layout import BlockFormat, PoolLayout
 from sglang_kvc.errors import flag
 
 from .base import Evidence, Policy

@@ -11,7 +11,7 @@ import torch
 
 from kvc_kernels.common import quant
 from kvc_kernels.extend.fake_quant import fake_quantize
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.measure import formats, thresholds
 from sglang_kvc.calibration.measure.attention import by_block, causal

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvc_kernels.layout import FORMATS, PageLayout, choose_page_bytes
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import PageLayout, choose_page_bytes
 
 P = 128
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, PoolLayout
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import PoolLayout
 from tests.kernels.common.test_attention_reference import error
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 

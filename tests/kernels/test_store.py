@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
-from kvc_kernels.layout import BF16
+from kvc_kernels.formats import BF16
 from tests.support.pages import RefStore, block_formats_of, make_store, random_tiers
 
 BLOCK_FORMATS = block_formats_of("k8v4", "k8v4+k4v2", "k4v4", "k2v2")

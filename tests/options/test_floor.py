@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvc_kernels.layout import BF16, FORMATS
+from kvc_kernels.formats import BF16, FORMATS
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.request_quality import offered

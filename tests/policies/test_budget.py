@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, PoolLayout
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import PoolLayout
 from sglang_kvc.cache.build import build_runtime
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.tensors import check_shapes, load

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from sglang_kvc.policies import Prune
 from sglang_kvc.policies.published.arkv import Arkv
 

@@ -13,7 +13,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
-from kvc_kernels.layout import BF16
+from kvc_kernels.formats import BF16
 from kvc_kernels.store import PageStore
 from sglang_kvc.cache.one_shot import SINKS, WINDOW
 

@@ -11,7 +11,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
-from kvc_kernels.layout import BF16
+from kvc_kernels.formats import BF16
 from kvc_kernels.ops import ScoreSampling
 from kvc_kernels.scores.reference import STRIDES
 from sglang_kvc.cache.blocks import State

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout
 from sglang_kvc.cache.blocks import Blocks
 from sglang_kvc.cache.capacity import Capacity
 from sglang_kvc.cache.ledger import Ledger

@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.utils import get_eviction_strategy
 from triton.runtime.jit import JITFunction
 
 from bench.kernels import host_time
-from kvc_kernels.layout import FORMATS, PageLayout, PoolLayout
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import PageLayout, PoolLayout
 from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.cache import op_queue
 from sglang_kvc.cache.blocks import State

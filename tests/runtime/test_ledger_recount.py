@@ -8,7 +8,8 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, PoolLayout
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import PoolLayout
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.policies.published.leankv import LeanKV
 from sglang_kvc.stats.collect import measure

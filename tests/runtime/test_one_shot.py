@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, RING_ENTRY_BYTES, PoolLayout, page_bytes_for
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import RING_ENTRY_BYTES, PoolLayout, page_bytes_for
 from kvc_kernels.store import SCRATCH_BLOCK
 from sglang_kvc.cache import one_shot, thinning
 from sglang_kvc.cache.one_shot import POOL, REACH, SHARE, SINKS, WINDOW, Budget

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout
 from kvc_patches.allocation import around_alloc_for_extend
 from sglang_kvc.cache.blocks import Blocks, State
 from sglang_kvc.cache.ledger import Ledger

@@ -10,7 +10,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
-from kvc_kernels.layout import BF16
+from kvc_kernels.formats import BF16
 from kvc_patches.allocation import around_alloc_for_decode
 from sglang_kvc.adapter.allocator import KvcAllocator
 from sglang_kvc.cache.op_queue import Compact

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from sglang_kvc.options.request_quality import LOSSLESS
 from tests.runtime.model import P, ToyServer
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from tests.support.random_store import random_store, reference_decode
 
 

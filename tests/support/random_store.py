@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from kvc_kernels.layout import BF16, BlockFormat, Format, PoolLayout
+from kvc_kernels.formats import BF16, Format
+from kvc_kernels.layout import BlockFormat, PoolLayout
 from kvc_kernels.store import PageStore
 
 

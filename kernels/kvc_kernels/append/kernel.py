@@ -10,7 +10,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ..common.dependent_launch import launch_options
-from ..layout import BF16, PoolLayout
+from ..formats import BF16
+from ..layout import PoolLayout
 from ..store import PageStore
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..common.bits import bf16_rows, segment
-from ..layout import BF16
+from ..formats import BF16
 from ..store import PageStore
 
 

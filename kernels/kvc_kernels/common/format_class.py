@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ..layout import BF16, Format, PageLayout
+from ..formats import BF16, Format
+from ..layout import PageLayout
 from ..store import PageStore
 
 

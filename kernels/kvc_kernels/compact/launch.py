@@ -8,7 +8,8 @@ import torch
 import triton
 
 from ..common.format_class import format_class
-from ..layout import BF16, BlockFormat, PoolLayout
+from ..formats import BF16
+from ..layout import BlockFormat, PoolLayout
 from ..pages.kernel import exchange_pages
 from ..store import PageStore
 from ..tiering.quota import keep_all

@@ -9,7 +9,8 @@ import torch
 
 from ..common import quant
 from ..common.bits import bf16_rows, key_bytes, unpack_features, value_bytes, value_meta, write_page
-from ..layout import BF16, PageLayout
+from ..formats import BF16
+from ..layout import PageLayout
 from ..pages.reference import return_pages, take_pages
 from ..store import SCRATCH_PAGE, PageStore
 from .reference import TEMP_BYTES, TEMP_BYTES_DEFAULT, TEMP_PER_ELEMENT, _encode_rows, _page_shape

@@ -12,7 +12,8 @@ import torch
 
 from ..common import quant
 from ..common.bits import PageRows, bf16_rows, read_page, segment, write_page
-from ..layout import BF16, BlockFormat, Format, PageLayout, PoolLayout
+from ..formats import BF16, Format
+from ..layout import BlockFormat, PageLayout, PoolLayout
 from ..pages.reference import block_tier_pages, return_pages, table_order, table_rows, take_pages, tier_pages
 from ..pages.tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 from ..store import SCRATCH_PAGE, PageStore

@@ -19,7 +19,7 @@ from ..common.format_class import (
     format_class,
     format_tiers,
 )
-from ..layout import Format
+from ..formats import Format
 from ..store import PageStore
 from .kernel import _decode_kernel
 from .merge_kernel import merge_kernel

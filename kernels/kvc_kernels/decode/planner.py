@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from ..common.format_class import format_class_masks, format_tiers
-from ..layout import BF16, BlockFormat
+from ..formats import BF16
+from ..layout import BlockFormat
 from ..store import PageStore
 
 CHUNK = 32  # blocks whose tiles a program lists at a time, one per lane: 8K tokens at 256 per block

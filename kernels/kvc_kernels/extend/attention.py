@@ -18,7 +18,7 @@ import triton.language as tl
 from ..common.format_class import KEY_BITS, SIDE, TOKENS, VALUE_BITS, VALUE_CODES, VALUE_META, format_classes
 from ..common.unpack_kernel import NEG
 from ..decode.planner import CHUNK
-from ..layout import Format
+from ..formats import Format
 from ..store import PageStore
 from . import hopper as hopper_module
 from .body_kernel import causal_tiles, list_tiles, load_q, packed_tiles, plain_tiles

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..common import quant
-from ..layout import Format, PoolLayout
+from ..formats import Format
+from ..layout import PoolLayout
 
 
 def fake_quantize(

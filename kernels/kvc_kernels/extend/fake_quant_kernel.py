@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.quant_kernel import ROUNDER, grid, half_range, rounded
-from ..layout import BF16, Format
+from ..formats import BF16, Format
 from ..store import PageStore
 
 INTERPRET = triton.knobs.runtime.interpret

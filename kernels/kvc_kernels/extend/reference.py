@@ -10,7 +10,7 @@ import torch
 
 from ..common.dense_attention import explicit_attention, sdpa
 from ..common.softmax import MAX_ELEMENTS, causal_mask
-from ..layout import Format
+from ..formats import Format
 from ..pages.gather import Part, request_parts, sequence_rows, valid_mask
 from ..scores.reference import ScoreSampling, collect_prefill
 from ..store import PageStore

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..common.upload import upload
-from ..layout import Format
+from ..formats import Format
 from ..store import PageStore
 from .dense_prefill import paged_prefill
 from .fake_quant_kernel import FakeQuantRows

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from ..common.upload import upload
-from ..layout import Format
+from ..formats import Format
 from ..store import PageStore
 from .dense_prefill import paged_prefill
 from .fake_quant_kernel import DenseRows, FakeQuantRows

@@ -13,7 +13,7 @@ import torch
 
 from ..common import quant
 from ..compact.reference import _Source, read_bf16, read_tiers
-from ..layout import BF16
+from ..formats import BF16
 from ..store import PageStore
 from .reference import block_tier_pages, table_order
 from .tiers import HIGH, segment_rows, slot_tiers, tier_slots, token_slots

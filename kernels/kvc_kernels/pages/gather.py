@@ -15,7 +15,8 @@ import torch
 from ..common import quant
 from ..common.bits import bf16_rows, key_bytes, segment, unpack_features, value_bytes, value_meta
 from ..common.softmax import softmax
-from ..layout import BF16, BlockFormat, PageLayout
+from ..formats import BF16
+from ..layout import BlockFormat, PageLayout
 from ..store import SCRATCH_PAGE, PageStore
 
 Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import BF16
+from ..formats import BF16
 from ..store import PageStore
 
 ROWS = 32  # tokens per iteration

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from kvc_kernels.layout import FORMATS, PoolLayout
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import PoolLayout
 from kvc_kernels.ops import fake_quantize
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.verdicts import BREAKS, LOSES, OK

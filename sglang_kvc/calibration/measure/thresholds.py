@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, PoolLayout
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import PoolLayout
 from kvc_kernels.ops import HIGH, PRUNED, fake_quantize
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.calibration.verdicts import Chosen

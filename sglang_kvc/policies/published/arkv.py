@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, BlockFormat, PoolLayout
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout
 from kvc_kernels.ops import HIGH, LOW
 
 from ..allocation import Cake, Share

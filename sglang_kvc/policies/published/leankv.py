@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout
 
 from ..base import SEQUENCE, Evidence, Policy, with_evidence
 

@@ -15,7 +15,8 @@ pytestmark = [
 @pytest.mark.parametrize("heads, head_dim", [(8, 128), (3, 64), (2, 256), (1, 128)])
 def test_append_in_a_graph(heads, head_dim, has_scores):
     from kvc_kernels.append.kernel import append_triton
-    from kvc_kernels.layout import BF16, BlockFormat, PoolLayout
+    from kvc_kernels.formats import BF16
+    from kvc_kernels.layout import BlockFormat, PoolLayout
     from kvc_kernels.store import PageStore
 
     layout = PoolLayout(3, heads, head_dim, 64, 8 * (4 * head_dim + 4), has_scores=has_scores)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 
 FORMAT_LISTS = [f.name for f in FORMATS.values() if f.packed] + ["k8v4+k4v2", "k4v8+k2v2"]

@@ -7,7 +7,8 @@ import torch
 from kvc_kernels import ops
 from kvc_kernels.common import quant
 from kvc_kernels.common.bits import PageRows, pack_features, read_page, unpack_features, write_page
-from kvc_kernels.layout import BF16, FORMATS, PageLayout
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import PageLayout
 from tests.support.pages import RefStore, block_formats_of, encode, fill, lower, make_store, random_kv, random_tiers
 
 PACKED = [f for f in FORMATS.values() if f.packed]

@@ -5,7 +5,8 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common import bits
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes, page_bytes_for
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes, page_bytes_for
 from kvc_kernels.store import PageStore
 from tests.support.pages import free_pages
 

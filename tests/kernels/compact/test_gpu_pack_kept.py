@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, page_bytes_for
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, page_bytes_for
 from kvc_kernels.store import PageStore
 
 pytestmark = [

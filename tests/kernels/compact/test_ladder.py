@@ -7,7 +7,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common import quant
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 BLOCKS = torch.tensor([5, 2, 3])

@@ -6,7 +6,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.compact import pack_kept as module
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 from tests.support.random_store import dense_head, reference_decode
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, BlockFormat
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import BlockFormat
 from tests.support.no_sync import NoSync
 from tests.support.pages import block_formats_of, fill, make_store, random_kv, random_tiers
 

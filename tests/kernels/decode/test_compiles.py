@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 
 from kvc_kernels.common.dependent_launch import LAUNCH
 from kvc_kernels.decode import attention as decode
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
 TYPES = {

@@ -12,7 +12,8 @@ import triton
 from kvc_kernels.common import nvrtc
 from kvc_kernels.extend import hopper as extend
 from kvc_kernels.extend.attention import ExtendAttention
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.store import PageStore
 
 SPILLS = 72  # allowed bytes; a few are spilled where tiles are listed or whole rows are copied

@@ -11,7 +11,8 @@ import torch
 from kvc_kernels.common.nvrtc import SOURCES
 from kvc_kernels.extend import hopper as extend
 from kvc_kernels.extend.attention import ExtendAttention
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, page_bytes_for
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, page_bytes_for
 from tests.support.random_store import random_store
 
 from .host_compiler import compiled, needs_compiler

@@ -8,7 +8,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.extend.fake_quant import fake_quantize
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from tests.kernels.common.test_attention_reference import error
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 

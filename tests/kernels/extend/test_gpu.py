@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat
 from tests.support.libraries import skip_without
 
 from .test_interpret import FORMAT_LISTS, error, inputs, make_case, reference

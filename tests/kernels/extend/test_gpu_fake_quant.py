@@ -7,7 +7,7 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.extend.fake_quant import fake_quantize
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from kvc_kernels.store import PageStore
 from tests.support.libraries import skip_without
 

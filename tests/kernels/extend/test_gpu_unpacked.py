@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvc_kernels import ops
-from kvc_kernels.layout import FORMATS, page_bytes_for
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import page_bytes_for
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 from .test_interpret_fake_quant import error

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvc_kernels.extend.attention import ExtendAttention, Tuning
 from kvc_kernels.extend.planner import ExtendPlan, cut_prefixes
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from tests.support.pages import packed_prompt
 from tests.support.random_store import dense_head, random_store
 

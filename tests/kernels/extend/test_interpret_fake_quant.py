@@ -8,7 +8,7 @@ from kvc_kernels.extend.attention import ExtendAttention, Tuning
 from kvc_kernels.extend.fake_quant import fake_quantize
 from kvc_kernels.extend.fake_quant_kernel import FakeQuantRows
 from kvc_kernels.extend.staged import Groups
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 from tests.support.pages import block_formats_of, fill, make_store, random_kv
 
 P, HEADS, DIM, SCALE = 32, 2, 64, 0.125

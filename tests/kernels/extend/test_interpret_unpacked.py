@@ -9,7 +9,7 @@ from kvc_kernels import ops
 from kvc_kernels.extend import unpacked as module
 from kvc_kernels.extend.attention import ExtendAttention
 from kvc_kernels.extend.unpack_rows_kernel import UnpackedRows
-from kvc_kernels.layout import FORMATS
+from kvc_kernels.formats import FORMATS
 
 from .test_interpret_fake_quant import DIM, HEADS, NEW, PREFIX, ROWS, SCALE, WAITING, Dense, P, error, request_case
 

@@ -11,7 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvc_kernels.decode.attention import GLUON_REGISTERS
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.records import kernel
 from kvc_kernels.records.reference import Places
 from kvc_kernels.store import PageStore

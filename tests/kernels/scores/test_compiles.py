@@ -13,7 +13,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat, PoolLayout, choose_page_bytes
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat, PoolLayout, choose_page_bytes
 from kvc_kernels.scores import decode_kernel as step
 from kvc_kernels.scores import prefill_kernel as prefill
 from kvc_kernels.scores.prefill_kernel import AttentionScores

@@ -8,7 +8,8 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.decode.attention import DecodeAttention
-from kvc_kernels.layout import FORMATS, page_bytes_for
+from kvc_kernels.formats import FORMATS
+from kvc_kernels.layout import page_bytes_for
 from kvc_kernels.scores.count_kernel import count_queries_triton
 from kvc_kernels.scores.decode_kernel import StepTuning
 from kvc_kernels.scores.planner import BlockPlaces

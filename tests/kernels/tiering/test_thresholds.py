@@ -12,7 +12,8 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.common.bits import segment
-from kvc_kernels.layout import BF16, FORMATS, BlockFormat
+from kvc_kernels.formats import BF16, FORMATS
+from kvc_kernels.layout import BlockFormat
 from tests.support.pages import fill, make_store, random_kv
 
 HIGH, LOW = FORMATS["k8v4"], FORMATS["k4v2"]
