@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -83,8 +84,10 @@ def server_args():
     from sglang_kvc.options.server_args import KvcServerArgs
 
     if module.ServerArgs is not KvcServerArgs:
-        patch.register()
-        HookRegistry.apply_hooks()
+        with pytest.MonkeyPatch.context() as monkeypatch:  # other tests may have registered hooks that must not apply
+            monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+            patch.register()
+            HookRegistry.apply_hooks()
     assert module.ServerArgs is KvcServerArgs
     return module
 
