@@ -19,6 +19,13 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not common.has_gpu(), reason="needs a GPU")(test))
 
 
+def release(server, body: dict | None = None) -> None:
+    """Release memory once the scheduler is idle. A client has its answer before the scheduler drops the request, and
+    SGLang's scheduler ends if a release comes in between."""
+    server.client.when_idle()
+    post(server, "/release_memory_occupation", body)
+
+
 def post(server, path: str, body: dict | None = None) -> None:
     reply = server.client.post(path, body or {})
     assert reply.status_code == 200, reply.text
@@ -50,7 +57,7 @@ def test_answers_after_release_equal_fresh_server(saver, rng):
     hits = [saver.client.generate(p, 24, logprobs=True) for p in prompts]
     assert all(a.cached_tokens for a in hits)
     for _ in range(2):
-        post(saver, "/release_memory_occupation", KV)
+        release(saver, KV)
         if not STOCK:
             assert saver.client.when_idle()["tokens"] == 0  # statistics are measured without the memory
         post(saver, "/resume_memory_occupation", KV)
@@ -66,7 +73,7 @@ def test_answers_after_release_equal_fresh_server(saver, rng):
 def test_gpu_memory_drops_by_pool_size(saver, rng):
     saver.client.generate(tokens(rng, 3 * BLOCK), 16)
     before = gpu_memory()
-    post(saver, "/release_memory_occupation", KV)
+    release(saver, KV)
     released = gpu_memory()
     post(saver, "/resume_memory_occupation", KV)
     assert before - released >= 0.95 * POOL
@@ -81,7 +88,7 @@ def test_all_memory_is_released_and_weights_are_restored(saver, rng):
     prompt = tokens(rng, 3 * BLOCK + 5)
     before = saver.client.generate(prompt, 16, logprobs=True)
     used = gpu_memory()
-    post(saver, "/release_memory_occupation")
+    release(saver)
     assert used - gpu_memory() > POOL
     post(saver, "/resume_memory_occupation")
     post(saver, "/update_weights_from_disk", {"model_path": str(saver.model)})
