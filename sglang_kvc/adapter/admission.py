@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
+from ..cache.blocks import NO_BLOCKS
 from ..cache.runtime import Runtime
 from .request_limits import budget_of, chunk_tokens, format_id_of
 from .tree_host import Hit
-
-NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 def reserve_decode_step(adder: Any, runtime: Runtime, running_batch: Any, mixed: int) -> None:

@@ -29,7 +29,7 @@ def after_pass(runtime: Runtime, scheduler: Any, plan: Any, was_full: bool) -> N
     """Remember the room at which a pass filled the batch, and prefetch for the prompts that still wait."""
     if plan.running_batch.batch_is_full and not was_full:
         runtime.capacity.remember_refusal()
-    if runtime.host_tier is not None and scheduler.waiting_queue:
+    if runtime.host_tier is not None and scheduler.waiting_queue and not runtime.released:
         prefetch(scheduler.tree_cache, scheduler.waiting_queue, lambda: _unclaimed_tokens(scheduler, runtime, plan))
 
 
