@@ -4,8 +4,8 @@
 
 Decode steps and prefills run in SGLang's scheduler without a model, as in `host_step`, under Python's profiler.
 `agents.off_overhead` is the profiled time of a turn over the same time without the functions of the tiers' files.
-The profiler's own cost counts in full for these functions. A few tests of `runtime.host_tier is None` in other files are
-not counted.
+The profiler's own cost counts in full for these functions. A few tests of `runtime.host_tier is None` in other files do
+not count.
 """
 
 from __future__ import annotations
