@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 
@@ -213,9 +212,7 @@ def _server(
         server, threads = Overlap(runtime, chunk, disable=False, server_args=server_args(str(folder))), []
         server.check_every = 8
         if draw.random() < 0.5:
-            server.enable_priority_scheduling = server.enable_priority_preemption = True
-            server.priority_scheduling_preemption_threshold, server.schedule_low_priority_values_first = 0, False
-            server.policy = SchedulePolicy("fcfs", server.tree_cache, False, True, False)
+            server.schedule_by_priority()
         if folder is not None:
             tier = server.tree_cache.disk
             place, good, bad = tier.store, DiskStore, BadDisk
