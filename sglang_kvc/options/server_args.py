@@ -263,7 +263,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         _option(
             "Which unused blocks are evicted first: 'radix' (default), in the order of --radix-eviction-policy; or "
             "'reuse': those that no prompt is expected to need soon. The server learns each session's pauses, and a "
-            'request with custom_params {"kvc_done": true} says that no prompt continues it.'
+            'request with custom_params {"kvc_done": true} says that no prompt continues it; "kvc_ttl" gives the '
+            'seconds to expect one, and "kvc_steps" the steps until one comes.'
         ),
         NS("memory"),
     ] = None
