@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import New
 from sglang.srt.mem_cache import allocation as sglang_allocation
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from kvc_patches import admission, allocation, retraction
+from kvc_patches import admission, allocation, retraction, waiting_order
 from kvc_patches import scheduler as hooks
 
 ADDER_HOOKS = {
@@ -27,6 +27,10 @@ ADDER_HOOKS = {
     "add_chunked_req": admission.around_add_chunked_req,
     "preempt_to_schedule": admission.around_preempt_to_schedule,
     "_get_running_request_total_token_offset": admission.around_running_offset,
+}
+POLICY_HOOKS = {
+    "_determine_active_policy": waiting_order.around_determine_active_policy,
+    "_compute_prefix_matches": waiting_order.around_compute_prefix_matches,
 }
 ALLOCATION_HOOKS = {
     "alloc_for_extend": allocation.around_alloc_for_extend,
@@ -60,6 +64,8 @@ def configured(runtime, *, rows: int, chunk: int | None = None, mixed: bool = Fa
             return
         for name, hook in ADDER_HOOKS.items():
             stack.enter_context(_around(PrefillAdder, name, hook))
+        for name, hook in POLICY_HOOKS.items():
+            stack.enter_context(_around(SchedulePolicy, name, hook))
         for name, hook in ALLOCATION_HOOKS.items():
             stack.enter_context(_around(schedule_batch, name, hook))
         stack.enter_context(_around(sglang_allocation, "_alloc_page_size", allocation.around_alloc_page_size))

@@ -28,7 +28,8 @@ class Chain:
     next_arrival: float = INFINITE
     hits: int = 0
     dead: bool = False  # the session has ended or no longer needs these blocks
-    pause: float = 0.0  # typical pause of the session in forwards, estimated from earlier pauses
+    pause: float = 0.0  # typical pause of the session per step, in forwards, estimated from earlier pauses
+    steps: int = 1  # steps until the next prompt, by the client's hint
     children: dict[Chain, None] = field(default_factory=dict)
 
     def __post_init__(self):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .simulate import Turn
 
 INFINITE = float("inf")
+STEP = 10.0  # seconds of a step of a workflow
 
 # ---- eviction: the lowest rank first. Only `clairvoyant` knows the future.
 
@@ -21,6 +22,10 @@ class Order:
 
     def rank(self, c: Chain, now: float) -> Any:
         return c.used
+
+    def steps(self, pause: float) -> int:
+        """Steps that a client gives as a hint if its session will pause for `pause` seconds; 1: it gives none."""
+        return 1
 
 
 class Lfu(Order):
@@ -56,8 +61,9 @@ class Reuse(Order):
     """The session that is least likely to return first.
 
     Pauses are modeled as exponential, with a gamma prior on the rate. After a pause of s, the expected rate of return
-    is proportional to 1 / (b + s), where b is `weight` times the session's typical pause. Sorting by this rate equals
-    sorting by `ended - b`, which does not change with time. Chains of waiting prompts go last.
+    is proportional to 1 / (b + s), where b is `weight` times the session's typical pause per step and its steps.
+    Sorting by this rate equals sorting by `ended - b`, which does not change with time. Chains of waiting prompts go
+    last.
     """
 
     def __init__(self, weight: float = 1.0):
@@ -68,13 +74,33 @@ class Reuse(Order):
             return 1, -c.waits_since
         if self.told and c.dead:
             return -1, c.ended
-        return 0, c.ended - self.weight * c.pause
+        return 0, c.ended - self.weight * c.pause * c.steps
 
 
 class Told(Reuse):
     """Like `Reuse`, but clients name the session of a prompt and mark its last prompt."""
 
     told = True
+
+
+class Planned(Told):
+    """Like `Told`, and clients also know the number of steps until each session's next prompt."""
+
+    def steps(self, pause):
+        return round(pause / STEP)
+
+
+class Expiring(Reuse):
+    """Like `Reuse`, but a session that has paused for more than `seconds` counts as finished."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+
+    def rank(self, c, now):
+        if c.waits_since is None and now - c.used > self.seconds:
+            return -1, c.ended
+        return super().rank(c, now)
 
 
 class Clairvoyant(Order):
@@ -92,6 +118,8 @@ ORDERS: dict[str, Order] = {
     "mru": Mru(),
     "reuse": Reuse(),
     "told": Told(),
+    "planned": Planned(),
+    "ttl-60": Expiring(60.0),
     "clairvoyant": Clairvoyant(),
 }
 

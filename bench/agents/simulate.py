@@ -170,15 +170,16 @@ class Simulation:
     def arrive(self, now: float, agent: Agent, first: bool) -> None:
         step, chain = agent.session.steps[agent.at], agent.chain
         if not first and agent.at:
-            self.learn(agent, self.forwards - chain.ended)
+            self.learn(agent, max(self.forwards - chain.ended, 1.0) / max(1, chain.steps))
             self.cache.cut(chain, max(0, step.shared // BLOCK - agent.session.tools // BLOCK))
         chain.waits_since = chain.next_arrival = now
         self.waiting.append(Turn(agent, step, now, self.computed, not first))
         self.serve(now)
 
     def learn(self, agent: Agent, pause: float) -> None:
-        """Update a session's typical pause, a running mean of logarithms that starts at the mean of all sessions."""
-        x = log(max(pause, 1.0))
+        """Update a session's typical pause per step, a running mean of logarithms that starts at the mean of all
+        sessions."""
+        x = log(pause)
         agent.log_pause += GAIN * (x - agent.log_pause)
         self.prior += PRIOR_GAIN * (x - self.prior)
         agent.chain.pause = exp(agent.log_pause)
@@ -237,6 +238,7 @@ class Simulation:
         agent.at += 1
         if agent.at < len(agent.session.steps):
             pause = agent.session.steps[agent.at].pause
+            agent.chain.steps = self.cache.order.steps(pause)
         else:
             self.totals.sessions += 1
             agent.chain.next_arrival = INFINITE
@@ -274,10 +276,10 @@ def settings(args: argparse.Namespace) -> list[tuple[str, str, str, float]]:
     curves = [("bf16", "lru", "fcfs", 0.0), ("fp8", "lru", "fcfs", 0.0)]
     curves += [("k4v4", order, "fcfs", 0.0) for order in ORDERS]
     curves += [("k4v4", "lru", queue, 0.0) for queue in QUEUES if queue != "fcfs"]
-    curves += [("k4v4", order, "hrrn", 0.0) for order in ("reuse", "told", "clairvoyant")]
+    curves += [("k4v4", order, "hrrn", 0.0) for order in ("reuse", "told", "planned", "clairvoyant")]
     curves += [("fp8", "lru", "hrrn", 0.0)]
     hosted = [("fp8", "lru", "fcfs"), ("fp8", "lru", "hrrn")]
-    hosted += [("k4v4", o, q) for o in ("lru", "reuse", "told", "clairvoyant") for q in ("fcfs", "hrrn")]
+    hosted += [("k4v4", o, q) for o in ("lru", "reuse", "told", "planned", "clairvoyant") for q in ("fcfs", "hrrn")]
     return curves + [(*setting, args.host) for setting in hosted]
 
 

@@ -26,6 +26,7 @@ MODULES = (
     "retraction",
     "scheduler",
     "sessions",
+    "waiting_order",
     "weights",
 )
 

@@ -30,6 +30,7 @@ loaded = False  # set at the end of `kvc_patches.load`
 
 _SRT, _SCHEDULER = "sglang.srt", "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.PoolStats"
@@ -47,6 +48,8 @@ TARGETS = frozenset(
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
         f"{_CONFIGURATOR}._resolve_memory_pool_config",
         f"{_CONFIGURATOR}.configure",
+        f"{_POLICY}._compute_prefix_matches",
+        f"{_POLICY}._determine_active_policy",
         f"{_POOL_STATS}.get_decode_usage_msg_parts",
         f"{_POOL_STATS}.get_prefill_usage_msg_parts",
         f"{_SCHEDULER}._add_request_to_queue",

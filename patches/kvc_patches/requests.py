@@ -27,11 +27,11 @@ QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 
 
 def before_verify(self, vocab_size):
-    from sglang_kvc.options.request_hints import is_last
+    from sglang_kvc.options.request_hints import Hints
     from sglang_kvc.options.request_quality import asks, level_of
 
     if self.custom_params is not None and (args := _served()) is not None:
-        is_last(self.custom_params)
+        Hints.parse(self.custom_params)
         if asks(self.custom_params):
             level_of(self.custom_params, *_levels_of_args(args))
 

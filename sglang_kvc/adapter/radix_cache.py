@@ -183,7 +183,7 @@ class KvcRadixCache(DiskCache, StreamingCache):
         """End a request (finished, retracted or aborted): the tree keeps the blocks that it took over, and the others
         are freed.
 
-        All blocks of a private request (`--kvc-trust salt`) are freed when it finishes, since no other request finds
+        All blocks of a private request (`--kvc-trust`) are freed when it finishes, since no other request finds
         them. A retracted request has not finished and finds its blocks again."""
         seq: Sequence = req.kvc
         shared = seq.shared

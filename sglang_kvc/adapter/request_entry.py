@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 from ..cache.one_shot import Budget, check_served
 from ..cache.runtime import Runtime
 from ..options.config import REUSE
-from ..options.request_hints import is_last
+from ..options.request_hints import Hints
 from ..options.request_quality import is_one_shot, level_of, namespace, offered, salted
 from .model_identity import adapter_digest
 from .request_limits import format_id_of, limit_request
@@ -28,17 +29,17 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
         req.extra_key = f"{_lora_digest(scheduler, req.lora_id)}@{req.extra_key}"
     req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
     if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
-        reuse.arrive(req)
+        reuse.arrive(req, request_priority(scheduler, req))
     if req.to_finish is None:
         limit_request(req, runtime, answers=scheduler.is_generation)
 
 
 def _read_quality(runtime: Runtime, req: Any) -> None:
-    """Set `kvc_level`, `kvc_budget` and `kvc_last` from the request's custom parameters, or abort the request."""
+    """Set `kvc_level`, `kvc_budget` and `kvc_hints` from the request's custom parameters, or abort the request."""
     req.kvc_level = req.kvc_budget = None
-    req.kvc_last = False
+    req.kvc_hints = Hints()
     try:
-        req.kvc_last = is_last(req.sampling_params.custom_params)
+        req.kvc_hints = Hints.parse(req.sampling_params.custom_params)
         req.kvc_level = level_of(
             req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
         )
@@ -48,6 +49,16 @@ def _read_quality(runtime: Runtime, req: Any) -> None:
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))
+
+
+def request_priority(scheduler: Any, req: Any) -> float:
+    """The request's priority, larger for requests that SGLang prefers, lowest without one; 0 without priority
+    scheduling."""
+    if not scheduler.enable_priority_scheduling:
+        return 0.0
+    if req.priority is None:
+        return -math.inf
+    return -req.priority if scheduler.schedule_low_priority_values_first else req.priority
 
 
 def _lora_digest(scheduler: Any, lora_id: str) -> str:

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceS
 from sglang.srt.mem_cache.unified_cache.components import FullComponent
 from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
 
-from ..cache.reuse import use_of
+from ..cache.reuse import uses_of
 from .tree_demotion import DemotionQueue
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class BlockComponent(FullComponent):
 
     def redistribute_on_node_split(self, new_parent, child) -> None:
         super().redistribute_on_node_split(new_parent, child)
-        if (use := use_of(child)) is not None:
-            new_parent.kvc_use = use
+        if uses := uses_of(child):
+            new_parent.kvc_uses = uses
         data = new_parent.component_data[self.component_type]
         if data.lock_ref == 0 and data.value is not None:
             self.demotions.add(new_parent)

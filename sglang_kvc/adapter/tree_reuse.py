@@ -1,22 +1,21 @@
-"""`--kvc-eviction reuse`: an eviction order based on when sessions are expected to return. `kvc_use` of a tree node
-holds the session that used it last."""
+"""`--kvc-eviction reuse`: an eviction order based on when sessions are expected to return. `kvc_uses` of a tree
+node holds the sessions that used it last."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 
-from ..cache.reuse import Sessions, Use, use_of
+from ..cache.reuse import Sessions, Use, add_use, rank_of, uses_of
 from .block_key import BlockKey
 from .tree_host import FULL
 
 if TYPE_CHECKING:
     from .radix_cache import KvcRadixCache
-
-UNKNOWN = (0, 0.0)  # rank of blocks that no request has used
 
 
 class ReuseOrder(EvictionStrategy):
@@ -26,18 +25,18 @@ class ReuseOrder(EvictionStrategy):
         self.tree, self.sessions = tree, Sessions(tree.page_size)
 
     def get_priority(self, node):
-        use = use_of(node)
-        return UNKNOWN if use is None else use.rank()
+        return rank_of(node)
 
     @property
     def now(self) -> int:
         return self.tree.runtime.step
 
-    def arrive(self, req) -> None:
+    def arrive(self, req, priority: float = 0.0) -> None:
         """`req` enters the queue: find its session."""
         path = self._match(req)
-        cached, before = sum(len(n.key) for n in path), use_of(path[-1]) if path else None
-        req.kvc_use = self.sessions.arrive(before, len(req.origin_input_ids), cached, self.now)
+        cached, before = sum(len(n.key) for n in path), uses_of(path[-1])[-1:] if path else ()
+        req.kvc_use = self.sessions.arrive(before[0] if before else None, len(req.origin_input_ids), cached, self.now)
+        req.kvc_use.priority = priority
         self._mark(req.kvc_use, path)
 
     def find_again(self, req) -> None:
@@ -56,13 +55,19 @@ class ReuseOrder(EvictionStrategy):
     def end(self, req) -> None:
         """`req` has finished, or was aborted while it ran."""
         if req.kvc_use.busy:
-            self.sessions.end(req.kvc_use, self.now, req.kvc_last)
+            hints = req.kvc_hints
+            self.sessions.end(req.kvc_use, self.now, hints.done, hints.ttl, hints.steps)
 
     def wait(self, queue: Iterable) -> None:
-        """Set the waiting prompts. Blocks of prompts that have left the queue are re-ranked, because the queue of
-        evictable leaves only detects higher ranks."""
-        for use in self.sessions.wait(req.kvc_use for req in queue if hasattr(req, "kvc_use")):
+        """Set the waiting prompts, and finish expired sessions. Blocks of prompts that have left the queue and of
+        expired sessions are re-ranked, because the queue of evictable leaves only detects higher ranks."""
+        gone = self.sessions.wait(req.kvc_use for req in queue if hasattr(req, "kvc_use"))
+        for use in (*gone, *self.sessions.expire(self._clock)):
             self._rank_again(use)
+
+    def _clock(self) -> float:
+        """Time in seconds, to the millisecond, on which all ranks agree: that of the rank with the earliest one."""
+        return self.tree._agreed(int(1000 * time.monotonic())) / 1000
 
     def _rank_again(self, use: Use) -> None:
         core, node = self.tree.tree_core, use.leaf
@@ -70,7 +75,7 @@ class ReuseOrder(EvictionStrategy):
             return  # the request runs; the leaf is queued again when it is unlocked
         while node is not None and node is not core.root_node:
             for leaves in (core.evictable_device_leaves, core.evictable_host_leaves):
-                if node in leaves and use_of(node) is use:
+                if node in leaves and use in uses_of(node):
                     leaves.add(node)
             node = node.parent
 
@@ -78,7 +83,7 @@ class ReuseOrder(EvictionStrategy):
     def _mark(use: Use, path: list) -> None:
         """Record that the session `use` uses the nodes of `path`."""
         for node in path:
-            node.kvc_use = use
+            add_use(node, use)
         if path:
             use.leaf = path[-1]
 

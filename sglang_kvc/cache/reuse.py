@@ -1,32 +1,37 @@
 """Expected reuse: the eviction order of sessions, by when a prompt is expected to need their blocks.
 
-Time is counted in forwards, because tensor-parallel ranks agree on their number but not on the clock.
+Pauses are counted in forwards, because tensor-parallel ranks agree on their number but not on the clock. Times to live
+are in seconds, by a clock that the ranks share.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 GAIN = 0.25  # weight of a session's last pause in its typical pause
 PRIOR_GAIN = 1 / 512  # weight of a pause in the typical pause of all sessions
 FIRST_PAUSE = 1000  # forwards; a server's typical pause before it has seen one
+MOST_USES = 8  # sessions that a node of the tree remembers
+UNKNOWN = (0, -math.inf, 0.0)  # rank of blocks that no request has used
 
 
 @dataclass(eq=False, slots=True)
 class Use:
     """The state of one session.
 
-    log_pause: running mean of the logarithms of its pauses.
+    log_pause: running mean of the logarithms of its pauses, per step.
     prompt: tokens of its last prompt.
     ended: number of forwards when its last request ended.
     busy: one of its requests waits or runs.
     place: arrival number of its waiting prompt; None if none waits.
-    done: its client said that no prompt will continue the last one.
+    done: no prompt is expected to continue the last one, because its client said so or its time to live has passed.
     leaf: last node of the tree that its last prompt found or left.
+    priority: of its last request; the larger, the longer its blocks stay.
+    steps: steps of its workflow until it runs again; 1 if its client gave none.
     """
 
     log_pause: float
@@ -36,38 +41,60 @@ class Use:
     place: int | None = None
     done: bool = False
     leaf: Any = None
+    priority: float = 0.0
+    steps: int = 1
 
-    def rank(self) -> tuple[int, float]:
+    def rank(self) -> tuple[int, float, float]:
         """Rank of the session's blocks; the lowest is evicted first. Finished sessions come first, then paused ones by
-        the chance of a next prompt, then sessions with a waiting prompt, the last in line first.
+        the chance of a next prompt, then sessions with a waiting prompt, the last in line first. Within each of the
+        three classes, sessions with a lower priority come first.
 
         Pauses are modeled as exponential, with a gamma prior on the rate. After a pause of s forwards, the rate of
-        return is proportional to 1 / (b + s), where b is the session's typical pause. The order by that rate is the
-        order of `ended - b`, which does not change during a pause.
+        return is proportional to 1 / (b + s), where b is the session's typical pause per step, times its steps. The
+        order by that rate is the order of `ended - b`, which does not change during a pause.
         """
         if self.place is not None:
-            return 1, -self.place
+            return 1, self.priority, -self.place
         if self.done:
-            return -1, self.ended
-        return 0, self.ended - math.exp(self.log_pause)
+            return -1, self.priority, self.ended
+        return 0, self.priority, self.ended - self.steps * math.exp(self.log_pause)
 
 
-def use_of(node: Any) -> Use | None:
-    """The session that last used a node of the tree, if known."""
-    return getattr(node, "kvc_use", None)
+def uses_of(node: Any) -> tuple[Use, ...]:
+    """The sessions that last used a node of the tree, as far as known, the latest last."""
+    return getattr(node, "kvc_uses", ())
+
+
+def add_use(node: Any, use: Use) -> None:
+    """Record that a session uses a node of the tree. Finished sessions and the oldest ones are forgotten."""
+    uses = uses_of(node)
+    if uses[-1:] != (use,):
+        others = [other for other in uses if other is not use and not other.done]
+        node.kvc_uses = (*others[1 - MOST_USES :], use)
+
+
+def rank_of(node: Any) -> tuple[int, float, float]:
+    """Rank of a node of the tree: that of the session that needs it soonest."""
+    return max((use.rank() for use in uses_of(node)), default=UNKNOWN)
 
 
 @dataclass
 class Sessions:
     """The sessions of one server, recognized by their prompts.
 
-    log_pause: running mean of the logarithms of all pauses.
+    log_pause: running mean of the logarithms of all pauses, per step.
     waiting: sessions whose prompts wait.
+    lives: times to live, in seconds, of sessions that have ended since the clock was read.
+    deadlines: times at which sessions expire.
+    due: the earliest deadline or an earlier time.
     """
 
     block_tokens: int
     log_pause: float = math.log(FIRST_PAUSE)
     waiting: dict[Use, None] = field(default_factory=dict)
+    lives: dict[Use, float] = field(default_factory=dict)
+    deadlines: dict[Use, float] = field(default_factory=dict)
+    due: float = math.inf
     places: Iterator[int] = field(default_factory=itertools.count)
 
     def arrive(self, before: Use | None, prompt: int, cached: int, now: int) -> Use:
@@ -79,10 +106,12 @@ class Sessions:
         if before is None or before.busy or cached < before.prompt - self.block_tokens:
             use = Use(self.log_pause)
         else:
-            use, pause = before, math.log(max(1, now - before.ended))
+            use, pause = before, math.log(max(1, now - before.ended) / max(1, before.steps))
             use.log_pause += GAIN * (pause - use.log_pause)
             self.log_pause += PRIOR_GAIN * (pause - self.log_pause)
             use.busy, use.done = True, False
+            for times in (self.lives, self.deadlines):
+                times.pop(use, None)
         use.prompt = prompt
         return use
 
@@ -102,7 +131,27 @@ class Sessions:
         """The running request of `use` goes back to the end of the line."""
         use.ended, use.place = now, next(self.places)
 
-    @staticmethod
-    def end(use: Use, now: int, done: bool) -> None:
-        """The request of `use` has ended."""
+    def end(self, use: Use, now: int, done: bool, ttl: float | None = None, steps: int | None = None) -> None:
+        """The request of `use` has ended, with the hints of its client."""
         use.busy, use.ended, use.done, use.place = False, now, done, None
+        use.steps = 1 if steps is None else steps
+        if ttl is not None and not done:
+            self.lives[use] = ttl
+
+    def expire(self, clock: Callable[[], float]) -> list[Use]:
+        """Finish the sessions whose time to live has passed, and return them. `clock` is read only if there are any
+        with a time to live; a session's time begins when it is first read after its end."""
+        if not self.lives and not self.deadlines:
+            return []
+        seconds = clock()
+        self.deadlines |= {use: seconds + ttl for use, ttl in self.lives.items()}
+        self.due = min([self.due, *(self.deadlines[use] for use in self.lives)])
+        self.lives.clear()
+        if seconds < self.due:
+            return []
+        expired = [use for use, deadline in self.deadlines.items() if deadline <= seconds]
+        for use in expired:
+            use.done = True
+            del self.deadlines[use]
+        self.due = min(self.deadlines.values(), default=math.inf)
+        return expired

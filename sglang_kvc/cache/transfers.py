@@ -18,8 +18,9 @@ from .host_memory import HostMemory, runs
 from .sizing import LOAD_BUFFERS, SAVE_BUFFERS, HostLayout
 
 # Buffers of loads that one flush launches. A launch takes the scheduler's thread 0.1 to 0.4 ms, so a long load in one
-# flush would hold up the decode steps of other requests. At 48 MiB a buffer, the bus is busy for about 10 ms.
-BUFFERS_PER_FLUSH = 12
+# flush would hold up the decode steps of other requests. The limit also spreads a load over several decode steps, and
+# each is slowed less: at 48 MiB a buffer, the bus is busy for about 6 ms of a step.
+BUFFERS_PER_FLUSH = 7
 
 
 @dataclass

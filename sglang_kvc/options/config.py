@@ -45,7 +45,7 @@ class KvcConfig:
     calibration: str | None = None  # path of a file that `sglang-kvc calibrate` wrote
     levels: tuple[str, ...] = ()  # formats that single requests may ask for
     floor: str | None = None  # lowest format that cold blocks move to; None: packed blocks keep their format
-    trust: str = ALL  # which requests share blocks that depend on one request's queries: all, or those of one salt
+    trust: str = SALT  # which requests share blocks that depend on one request's queries: all, or those of one salt
     allow_lossless: bool = True  # whether single requests may ask for an uncompressed cache
     allow_one_shot: bool = True  # whether single requests may ask for a budget of their whole prompt
     lag: int = 0  # number of tokens that follow a block when it is planned; 0: the window

@@ -1,23 +1,51 @@
-"""Hints of a request about later prompts, in SGLang's `custom_params`.
+"""Hints of a request about later prompts of its session, in SGLang's `custom_params`.
 
-`{"kvc_done": true}` says that no prompt continues it. `--kvc-eviction reuse` then evicts its blocks first; other orders
-ignore it.
+`--kvc-eviction reuse` reads them; other orders ignore them.
 """
 
 from __future__ import annotations
 
 import reprlib
+from dataclasses import dataclass
 from typing import Any
 
-DONE = "kvc_done"
+DONE, TTL, STEPS = "kvc_done", "kvc_ttl", "kvc_steps"
+MOST = 10**9  # seconds or steps; no sum with one overflows
 
 
-def is_last(custom_params: Any) -> bool:
-    """Whether the request says that no prompt continues it. ValueError for a value other than true and false."""
-    value = custom_params.get(DONE) if isinstance(custom_params, dict) else None
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise ValueError(
-        f'custom_params["{DONE}"] is {reprlib.repr(value)}, which is neither true nor false; give true if no prompt '
-        f"continues this one, or omit it."
-    )
+@dataclass(frozen=True)
+class Hints:
+    """done: no prompt continues this one.
+    ttl: seconds after the end of the request until the session counts as finished; None: never.
+    steps: steps of the workflow until the session runs again; None: unknown.
+    """
+
+    done: bool = False
+    ttl: float | None = None
+    steps: int | None = None
+
+    @classmethod
+    def parse(cls, custom_params: Any) -> Hints:
+        """The hints in a request's custom parameters. ValueError for a bad value: one sentence."""
+        if not isinstance(custom_params, dict):
+            return cls()
+        done, ttl, steps = map(custom_params.get, (DONE, TTL, STEPS))
+        if not (done is None or isinstance(done, bool)):
+            why = "neither true nor false; give true if no prompt continues this one, or omit it"
+            raise ValueError(_refusal(DONE, done, why))
+        if not (ttl is None or _in_range(ttl, int | float)):
+            why = f"not a number from 0 to {MOST}; give the seconds to keep the session's blocks, or omit it"
+            raise ValueError(_refusal(TTL, ttl, why))
+        if not (steps is None or _in_range(steps, int)):
+            why = f"not an integer from 0 to {MOST}; give the steps until the session runs again, or omit it"
+            raise ValueError(_refusal(STEPS, steps, why))
+        return cls(bool(done), ttl, steps)
+
+
+def _in_range(value: Any, kind: Any) -> bool:
+    """Whether `value` is a number of this kind from 0 to `MOST`; NaN is not."""
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def _refusal(name: str, value: Any, why: str) -> str:
+    return f'custom_params["{name}"] is {reprlib.repr(value)}, which is {why}.'

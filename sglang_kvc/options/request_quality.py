@@ -3,9 +3,9 @@ with `--kvc-levels`, `{"kvc": "k8v4"}`, or a budget for the whole prompt, `{"kvc
 a request may also name the server's own format, which its blocks then keep.
 
 A level is a namespace of the radix tree: blocks of different levels are never shared. So a lossless request never reads
-a packed block, and no other request keeps an uncompressed block alive. With `--kvc-trust salt`, a request without a
-salt has its own namespace if its attention scores decide which tokens its blocks keep. A one-shot request always has
-its own.
+a packed block, and no other request keeps an uncompressed block alive. If its attention scores decide which tokens its
+blocks keep, a request without a salt has its own namespace, unless `--kvc-trust all` is set. A one-shot request always
+has its own.
 """
 
 from __future__ import annotations

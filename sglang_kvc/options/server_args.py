@@ -66,8 +66,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
             "token in one format; 'safe' and 'balanced' are 'quantise' in k8v4 and k4v4. 'prune' keeps a fixed share "
             "of the pages: those that --kvc-scorer ranks first, allocated by --kvc-share. 'leankv' keeps, demotes or "
             "drops each token of each head by its attention score. All other names are presets of 'prune'. 'leankv' "
-            "and scorers that collect attention scores use later tokens of the request that fills a block, and other "
-            "requests with that prefix read the result: see --kvc-trust."
+            "and scorers that collect attention scores use later tokens of the request that fills a block; --kvc-trust "
+            "says which other requests read such blocks."
         ),
         NS("memory"),
     ] = None
@@ -189,9 +189,9 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
     kvc_trust: A[
         str | None,
         _option(
-            "Which requests may share blocks whose content depends on one request's attention scores: 'all' (default), "
-            "or 'salt': requests with the same cache_salt (extra_key); a request without one shares none. Blocks of "
-            "other policies depend on their own tokens alone, and are always shared."
+            "Which requests may share blocks whose content depends on one request's attention scores: those "
+            "with the same cache_salt (extra_key) ('salt', default; a request without one shares none), or 'all'. "
+            "Blocks of other policies depend on their own tokens alone, and are always shared."
         ),
         NS("memory"),
     ] = None
@@ -263,7 +263,8 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         _option(
             "Which unused blocks are evicted first: 'radix' (default), in the order of --radix-eviction-policy; or "
             "'reuse': those that no prompt is expected to need soon. The server learns each session's pauses, and a "
-            'request with custom_params {"kvc_done": true} says that no prompt continues it.'
+            'request with custom_params {"kvc_done": true} says that no prompt continues it; "kvc_ttl" gives the '
+            'seconds to expect one, and "kvc_steps" the steps until one comes.'
         ),
         NS("memory"),
     ] = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_kvc.options.config import ALL, SALT, KvcConfig
+from sglang_kvc.options.config import ALL, KvcConfig
 from sglang_kvc.policies import SEQUENCE, make_policy
 
 TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
@@ -20,13 +20,20 @@ HICACHE_IGNORED = {
 
 
 def trust_warning(config: KvcConfig) -> str | None:
-    """A sentence if requests read blocks whose content depends on another request's attention scores, else None."""
-    if config.trust != ALL or make_policy(config).scope != SEQUENCE:
+    """A sentence if the content of blocks depends on one request's attention scores: which requests share them. Else
+    None."""
+    if make_policy(config).scope != SEQUENCE:
         return None
+    if config.trust == ALL:
+        return (
+            f"--kvc-policy {config.policy} with --kvc-trust {ALL}: the first request with a prefix decides how "
+            f"precisely all other requests read it; if tenants do not trust each other, omit --kvc-trust {ALL} and "
+            f"give the requests of each tenant a cache_salt."
+        )
     return (
-        f"--kvc-policy {config.policy} keeps what later tokens attend to, so the first request with a prefix decides "
-        f"how precisely all other requests read it; if tenants do not trust each other, set --kvc-trust {SALT} and "
-        f"give the requests of each tenant a cache_salt."
+        f"--kvc-policy {config.policy} packs blocks by the attention of one request, so only requests with the same "
+        f"cache_salt share them, and a request without one computes its whole prompt; if all clients trust each other, "
+        f"set --kvc-trust {ALL}."
     )
 
 

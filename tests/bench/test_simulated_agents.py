@@ -1,6 +1,7 @@
 """The simulator of agents: the accounting of its cache, and its eviction and admission orders."""
 
 import gzip
+import heapq
 import json
 import random
 from collections import Counter
@@ -94,14 +95,17 @@ def chains(**fields):
         ("reuse", {"ended": [30.0, 20.0, 25.0], "pause": [1.0, 1.0, 1.0]}, 1),
         ("reuse", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 1),  # the end is unknown
         ("told", {"ended": [30.0, 20.0, 25.0], "dead": [True, False, False]}, 0),
+        ("planned", {"ended": [30.0, 20.0, 25.0], "pause": [1.0, 1.0, 1.0], "steps": [12, 1, 0]}, 0),
+        ("ttl-60", {"ended": [30.0, 20.0, 25.0], "pause": [1.0, 1.0, 1.0], "used": [39.9, 40.0, 90.0]}, 0),
+        ("ttl-60", {"ended": [30.0, 20.0], "used": [9.0, 50.0], "waits_since": [95.0, None]}, 1),
     ],
 )
 def test_order_evicts_expected_chain_first(order, fields, first):
-    cache = Cache(3, 0, ORDERS[order])
     candidates = chains(**fields)
-    cache.chains, cache.device = dict.fromkeys(candidates), 3
+    cache = Cache(len(candidates), 0, ORDERS[order])
+    cache.chains, cache.device = dict.fromkeys(candidates), len(candidates)
     assert cache.make_room(1, now=100.0)
-    assert [c.device for c in candidates] == [int(i != first) for i in range(3)]
+    assert [c.device for c in candidates] == [int(i != first) for i in range(len(candidates))]
 
 
 def test_parent_is_evicted_after_its_child():
@@ -137,6 +141,17 @@ class Waits:
 )
 def test_queue_admits_expected_request_first(queue, waiting, first):
     assert QUEUES[queue](waiting, 500) is waiting[first]
+
+
+def test_planned_sessions_name_steps_until_their_next_prompt():
+    """Pauses are 1, 4 or 40 s."""
+    simulation, steps = Simulation(sessions(), SMALL, ORDERS["planned"], QUEUES["fcfs"], 12), set()
+    for _ in range(200):
+        when, _, what, args = heapq.heappop(simulation.events)
+        simulation.count_forwards(when)
+        what(when, *args)
+        steps |= {c.steps for c in simulation.cache.chains}
+    assert steps == {0, 1, 4}
 
 
 def test_same_seed_gives_same_run():

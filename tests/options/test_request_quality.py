@@ -10,6 +10,7 @@ from kvc_kernels.layout import PoolLayout
 from kvc_patches import requests
 from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options import resolve
+from sglang_kvc.options.request_hints import Hints
 from sglang_kvc.options.request_quality import namespace
 from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.policies import make_policy
@@ -192,6 +193,23 @@ def test_hint_must_be_boolean(serve):
     with pytest.raises(ValueError, match=r'"kvc_done"'):
         ask("yes")
     assert ask(True) is ask(None) is None
+
+
+@pytest.mark.parametrize("name", ["kvc_ttl", "kvc_steps"])
+@pytest.mark.parametrize("value", ["5", True, -1, float("nan"), float("inf"), 10**400, [1]])
+def test_hint_must_be_number_in_range(serve, name, value):
+    ask = serve(params=lambda value: {name: value})
+    with pytest.raises(ValueError, match=f'"{name}".* from 0 to 1000000000') as e:
+        ask(value)
+    one_sentence(str(e.value))
+    assert ask(0) is ask(10**9) is ask(None) is None
+
+
+def test_steps_are_whole(serve):
+    ask = serve(params=lambda value: {"kvc_ttl": value, "kvc_steps": 2})
+    assert ask(0.5) is None and ask.req.kvc_hints == Hints(ttl=0.5, steps=2)
+    with pytest.raises(ValueError, match="integer"):
+        serve(params=lambda value: {"kvc_steps": value})(2.0)
 
 
 def test_settings_are_resolved_once(serve, monkeypatch):

@@ -101,7 +101,7 @@ class ToyServer:
         req.extra_key = namespace(None, level) if queued is None else queued.extra_key
         req.kvc_private = queued is not None and queued.kvc_private
         if use is not None:
-            req.kvc_use, req.kvc_last = use.kvc_use, use.kvc_last
+            req.kvc_use, req.kvc_hints = use.kvc_use, use.kvc_hints
         key = RadixKey(req.origin_input_ids, req.extra_key, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         req.prefix_len, req.last_node = match.device_prefix_len, match.last_device_node

@@ -36,7 +36,6 @@ from sglang_kvc.adapter.radix_cache import KvcRadixCache
 from sglang_kvc.cache.host_tier import HostTier
 from sglang_kvc.cache.one_shot import WINDOW
 from sglang_kvc.cache.page_ops import PageOps
-from sglang_kvc.options.request_hints import DONE
 from sglang_kvc.options.request_quality import PARAMETER
 
 from . import record
@@ -92,11 +91,10 @@ class Overlap(ModelFreeScheduler):
     # ---- clients
 
     def submit(
-        self, prompt: list[int], answer: list[int], level: str | None, salt: str | None, last: bool = False
+        self, prompt: list[int], answer: list[int], level: str | None, salt: str | None, hints: dict | None = None
     ) -> None:
-        """Submit a request that will be answered with all of `answer`. `last`: its hint says that no prompt continues
-        it."""
-        custom = {**({PARAMETER: level} if level else {}), **({DONE: True} if last else {})}
+        """Submit a request that will be answered with all of `answer`. `hints`: its hints about later prompts."""
+        custom = {**({PARAMETER: level} if level else {}), **(hints or {})}
         params = SamplingParams(max_new_tokens=len(answer), custom_params=custom or None)
         params.normalize(None)
         req = Req(str(len(self.requests)), "", array("q", prompt), params, vocab_size=1 << 20)

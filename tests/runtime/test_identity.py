@@ -150,7 +150,7 @@ CHANGES = {
     "budget": Budget(ratio=4), "scorer": ExpectedAttention(), "share": Uniform(), "sinks": 4,
     "levels": ("k8v8",), "floor": "k2v2", "lag": 64,
     "memory": 1 << 30, "host_memory": 1 << 30, "disk": "elsewhere", "disk_size": 1 << 30, "storage": "file",
-    "eviction": "reuse", "trust": "salt", "allow_lossless": False, "allow_one_shot": False, "calibration": None,
+    "eviction": "reuse", "trust": "all", "allow_lossless": False, "allow_one_shot": False, "calibration": None,
 }  # fmt: skip
 
 

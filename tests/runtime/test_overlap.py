@@ -15,6 +15,7 @@ from kvc_patches.lookup import longest_request
 from sglang_kvc.cache import replanning, thinning
 from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.config import REUSE
+from sglang_kvc.options.request_hints import DONE, STEPS, TTL
 from sglang_kvc.options.request_quality import LOSSLESS, is_one_shot
 
 from .audit import check_files, check_tree
@@ -25,6 +26,7 @@ LIVES = int(os.environ.get("KVC_LIVES", "1"))  # runs of each kind, each with it
 MORE = 6  # maximum number of additional runs
 TURNS = 100
 ONE_SHOT = ("one-shot:3x", "one-shot:24", "one-shot:64x")
+HINTS = ({}, {}, {DONE: True}, {TTL: 0}, {TTL: 0.02}, {TTL: 60, STEPS: 2}, {STEPS: 0}, {STEPS: 3})
 
 
 class Client:
@@ -73,8 +75,9 @@ class Client:
         new_tokens = min(draw.choice(self.answers), longest - len(prompt) - 1)
         answer = [5000 + 200 * kind + i for i in range(new_tokens)]
         self.server.seen["longer than the pool"] += len(prompt) + new_tokens > runtime.sizing.capacity_tokens
-        salt, last = draw.choice([None, None, None, "tenant"]), self.hints and draw.random() < 0.2
-        self.server.submit(prompt, answer, level, salt, last=last)
+        salt = draw.choice([None, None, None, "tenant"])
+        hints = draw.choice(HINTS) if self.hints else {}
+        self.server.submit(prompt, answer, level, salt, hints)
 
 
 def life(seed: int, kind: Kind, disk: str | None = None) -> Counter:

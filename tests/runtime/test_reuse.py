@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_kvc.cache.reuse import FIRST_PAUSE, GAIN, Sessions, Use
-from sglang_kvc.options.request_hints import is_last
+from sglang_kvc.adapter import tree_reuse
+from sglang_kvc.adapter.request_entry import request_priority
+from sglang_kvc.cache.reuse import FIRST_PAUSE, GAIN, MOST_USES, Sessions, Use
+from sglang_kvc.options.request_hints import Hints
 
 from .model import P, ToyServer
 
@@ -77,11 +80,114 @@ def test_longer_prompt_continues_session(cached, busy, same):
 
 
 def test_hint_must_be_boolean():
-    assert [is_last(x) for x in (None, {}, {"kvc_done": None}, {"kvc_done": False}, {"kvc_done": True}, 3)] == [
-        False, False, False, False, True, False
-    ]  # fmt: skip
+    params = (None, {}, {"kvc_done": None}, {"kvc_done": False}, {"kvc_done": True}, 3)
+    assert [Hints.parse(x).done for x in params] == [False, False, False, False, True, False]
     with pytest.raises(ValueError, match=r'^custom_params\["kvc_done"\] is \'soon\', which is neither true nor false'):
-        is_last({"kvc_done": "soon"})
+        Hints.parse({"kvc_done": "soon"})
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 10**5), st.integers(0, 10**5), st.integers(0, 9), st.sampled_from([-math.inf, -2, 0, 2]),
+            st.sampled_from(["finished", "paused", "waiting"])
+        ),
+        min_size=2, max_size=8,
+    ),
+    st.integers(0, 10**5),
+)  # fmt: skip
+def test_rank_is_class_then_priority_then_rate(sessions, later):
+    now = max(ended for _, ended, *_ in sessions) + later + 1
+    uses = []
+    for place, (pause, ended, steps, priority, kind) in enumerate(sessions):
+        use = Use(math.log(pause), ended=ended, busy=False, steps=steps, priority=priority, done=kind == "finished")
+        use.place = place if kind == "waiting" else None
+        uses.append(use)
+    by_rank = sorted(range(len(uses)), key=lambda i: uses[i].rank())
+    for a, b in itertools.pairwise(by_rank):
+        (pause_a, ended_a, steps_a, priority_a, kind_a), (pause_b, ended_b, steps_b, priority_b, kind_b) = (
+            sessions[a], sessions[b]
+        )  # fmt: skip
+        if kind_a != kind_b:
+            assert "finished paused waiting".index(kind_a) < "finished paused waiting".index(kind_b)
+        elif priority_a != priority_b:
+            assert priority_a < priority_b
+        elif kind_a == "waiting":
+            assert a > b
+        elif kind_a == "finished":
+            assert ended_a <= ended_b
+        else:
+            rates = [1 / (p * k + now - e) for p, k, e in ((pause_a, steps_a, ended_a), (pause_b, steps_b, ended_b))]
+            assert rates[0] <= rates[1] * (1 + 1e-9)
+
+
+def test_pause_is_learned_per_step():
+    sessions = Sessions(P)
+    plain, hinted = (sessions.arrive(None, 300, 0, 0) for _ in range(2))
+    for use, steps, pause in ((plain, None, 50), (hinted, 4, 200)):
+        sessions.end(use, 10, False, steps=steps)
+        assert sessions.arrive(use, 310, 300, 10 + pause) is use
+    assert plain.log_pause == pytest.approx(hinted.log_pause)
+    sessions.end(hinted, 300, False)
+    assert hinted.steps == 1  # the hint holds for one pause
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["end", "arrive", "read"]), st.integers(0, 3), st.sampled_from([None, 0, 1.5, 4]),
+            st.integers(0, 3)
+        ),
+        max_size=40,
+    )
+)  # fmt: skip
+def test_sessions_expire_after_their_time_to_live(events):
+    """A session is finished by the first reading of the clock that is its time to live after the first one since its
+    end."""
+    sessions, clock = Sessions(P), 0.0
+    uses = [sessions.arrive(None, 300, 0, 0) for _ in range(4)]
+    running, lives, first = {0, 1, 2, 3}, {}, {}
+    for now, (event, i, ttl, passed) in enumerate(events):
+        clock += passed
+        if event == "end" and i in running:
+            running.remove(i)
+            sessions.end(uses[i], now, False, ttl)
+            if ttl is not None:
+                lives[i] = ttl
+        elif event == "arrive" and i not in running:
+            running.add(i)
+            assert sessions.arrive(uses[i], 300, 300, now) is uses[i] and not uses[i].done
+            lives.pop(i, None), first.pop(i, None)
+        elif event == "read":
+            expired = sessions.expire(lambda: clock)  # noqa: B023
+            for k in lives:
+                first.setdefault(k, clock)
+            due = {k for k in lives if clock >= first[k] + lives[k]}
+            assert {uses.index(use) for use in expired} == due
+            assert all(uses[k].done for k in due)
+            for k in due:
+                del lives[k], first[k]
+    assert not any(uses[k].done for k in running)
+
+
+def test_clock_is_read_only_for_times_to_live():
+    sessions = Sessions(P)
+    use = sessions.arrive(None, 300, 0, 0)
+    sessions.end(use, 1, True, 5.0)  # finished already
+    assert sessions.expire(None) == []
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_priority_follows_order_of_admission(low_first):
+    """SGLang's own sort is the reference."""
+    queue = [SimpleNamespace(priority=p, time_stats=SimpleNamespace(wait_queue_entry_time=0)) for p in (3, -1, 0, 7)]
+    scheduler = SimpleNamespace(enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
+    by_rank = sorted(queue, key=lambda req: request_priority(scheduler, req), reverse=True)
+    SchedulePolicy._sort_by_priority_and_fcfs(queue, 1 if low_first else -1)
+    assert by_rank == queue
+    assert request_priority(scheduler, SimpleNamespace(priority=None)) < request_priority(scheduler, queue[-1])
+    scheduler.enable_priority_scheduling = False
+    assert {request_priority(scheduler, req) for req in (*queue, SimpleNamespace(priority=None))} == {0}
 
 
 # ---- in the tree
@@ -98,11 +204,12 @@ class Queue:
     def reuse(self):
         return self.server.tree.reuse
 
-    def arrive(self, tokens: list[int], last: bool = False):
+    def arrive(self, tokens: list[int], last: bool = False, priority: float = 0.0, **hints):
         req = SimpleNamespace(
-            origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, cache_salt=None, kvc_last=last
-        )
-        self.reuse.arrive(req)
+            origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, cache_salt=None,
+            kvc_hints=Hints(last, **hints)
+        )  # fmt: skip
+        self.reuse.arrive(req, priority)
         self.waiting.append(req)
         self.reuse.wait(self.waiting)
         return req
@@ -111,9 +218,9 @@ class Queue:
         self.waiting.remove(req)
         self.reuse.wait(self.waiting)
 
-    def turn(self, tokens: list[int], last: bool = False) -> None:
+    def turn(self, tokens: list[int], last: bool = False, priority: float = 0.0, **hints) -> None:
         """A request from its arrival to its end."""
-        req = self.arrive(tokens, last)
+        req = self.arrive(tokens, last, priority, **hints)
         self.leave(req)
         run = self.server.admit(tokens, use=req)
         self.server.finish(run)
@@ -183,4 +290,78 @@ def test_split_leaf_keeps_its_session():
     queue.turn([*range(P), *range(5000, 5000 + P), 1])
     (node,) = queue.server.tree.root_node.children.values()
     old, new = sorted(node.children.values(), key=lambda n: n.key.token_ids[0])
-    assert node.kvc_use is new.kvc_use is not old.kvc_use and old.kvc_use.done and not new.kvc_use.done
+    assert [use.done for use in (node.kvc_uses[-1], *new.kvc_uses, *old.kvc_uses)] == [False, False, True]
+    assert node.kvc_uses[-1] is new.kvc_uses[0]
+
+
+def test_expired_session_is_evicted_first(monkeypatch):
+    """Its rank falls, and the queue of leaves must be updated."""
+    clock = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(tree_reuse, "time", clock)
+    queue = Queue()
+    for i in range(5):
+        queue.turn(prompt(i), ttl={3: 50.0, 4: 5.0}.get(i))
+    queue.reuse.wait([])
+    assert queue.evicted() == 0
+    clock.monotonic = lambda: 104.9
+    queue.reuse.wait([])
+    assert queue.evicted() == 1
+    queue.turn(prompt(3))  # without a time to live
+    clock.monotonic = lambda: 105.0
+    queue.turn(prompt(5))
+    clock.monotonic = lambda: 500.0
+    queue.turn(prompt(6))
+    assert [queue.evicted() for _ in range(5)] == [4, 2, 5, 6, 3]
+
+
+def test_ranks_expire_sessions_in_same_pass(monkeypatch):
+    """Their clocks differ, and so do the times at which they read them."""
+    clocks, passes = ([70.0, 75.1, 80.0], [9000.0, 9004.0, 9005.0]), []
+    for own in clocks:
+        queue, agreed, sent = Queue(), iter([70_000, 75_100, 80_000]), []
+        monkeypatch.setattr(tree_reuse, "time", SimpleNamespace(monotonic=iter(own).__next__))
+        monkeypatch.setattr(queue.server.tree, "_agreed", lambda n, to=agreed, sent=sent: sent.append(n) or next(to))
+        queue.turn(prompt(0))
+        queue.turn(prompt(1), ttl=5.0)
+        (use,) = queue.reuse.sessions.lives
+        passes.append([queue.reuse.wait([]) or use.done for _ in range(3)])
+        assert sent == [1000 * x for x in own[: len(sent)]] and queue.evicted() == 1
+    assert passes == [[False, True, True]] * 2
+
+
+def test_fewer_steps_are_kept_longer():
+    queue = Queue()
+    for i, steps in enumerate((0, 3, None, 1)):
+        queue.turn(prompt(i), steps=steps)
+    assert [queue.evicted() for _ in range(4)] == [1, 2, 3, 0]
+
+
+def test_lower_priority_is_evicted_first_within_its_class():
+    queue = Queue()
+    for i, (priority, last) in enumerate(((1, False), (0, False), (5, True), (-1, True), (0, False))):
+        queue.turn(prompt(i), last, priority)
+    queue.arrive(prompt(4), priority=-7)
+    assert [queue.evicted() for _ in range(5)] == [3, 2, 1, 0, 4]
+
+
+def test_shared_prefix_is_kept_for_session_that_waits():
+    """Another session used the prefix later and is finished. The waiting session has no other blocks left."""
+    queue, shared = Queue(), [*range(P)]
+    queue.turn(prompt(1))
+    queue.turn([*shared, *range(500, 500 + P), 1], last=True)
+    waits = queue.arrive([*shared, *range(600, 600 + P), 1])
+    queue.turn([*shared, *range(700, 700 + P), 1], last=True)
+    (node,) = (n for n in queue.server.tree.root_node.children.values() if n.key.token_ids[0] == 0)
+    while node.children:  # the blocks of the finished sessions go first
+        with queue.server.runtime.capacity.exact_need(queue.server.allocator.available_size() + P):
+            queue.server.tree.evict(EvictParams(num_tokens=P))
+    assert [queue.evicted() for _ in range(2)] == [1, 0]
+    assert waits.kvc_use.place is not None
+
+
+def test_nodes_remember_few_sessions():
+    queue = Queue()
+    for i in range(3 * MOST_USES):
+        queue.turn([*range(P), 900 + i], steps=i)
+    for node in queue.server.tree.root_node.children.values():
+        assert 0 < len(node.kvc_uses) <= MOST_USES

@@ -26,7 +26,7 @@ from .audit import check_tree
 from .memory_backend import server_args
 from .model import P, make_runtime
 from .overlap import Overlap, configured
-from .test_overlap import LADDER
+from .test_overlap import HINTS, LADDER
 from .test_starved import BadDisk, Starved, Threads, check_released
 
 REQUESTS = 400  # sent to the servers of one kind
@@ -99,7 +99,7 @@ class Dialogues(Starved):
         if room < 1:
             return super().submit()
         answer = [5000 + 200 * len(server.requests) + i for i in range(min(draw.choice(self.answers), room))]
-        server.submit(prompt, answer, None, None, last=self.hints and draw.random() < 0.3)
+        server.submit(prompt, answer, None, None, draw.choice(HINTS) if self.hints else {})
         server.seen["turns"] += 1
 
 

@@ -48,25 +48,30 @@ def share(a, b) -> bool:
 
 
 def test_all_requests_share_by_default(serve):
-    _, admit = serve(**LEANKV)
+    _, admit = serve(high="k4v4")
+    assert share(admit(), admit()) and share(admit("A"), admit("A")) and not share(admit("A"), admit("B"))
+
+
+def test_trust_all_shares_evidence(serve):
+    _, admit = serve(**LEANKV, trust="all")
     assert share(admit(), admit()) and share(admit("A"), admit("A")) and not share(admit("A"), admit("B"))
 
 
 @pytest.mark.parametrize("scorer", ["mean-attention", "snapkv"])
 def test_trust_salt_shares_only_within_salt(serve, scorer):
-    _, admit = serve(policy="prune", scorer=scorer, trust="salt")
+    _, admit = serve(policy="prune", scorer=scorer)
     assert share(admit("A"), admit("A")) and not share(admit("A"), admit("B"))
     assert not share(admit(), admit(""))
 
 
 def test_adapter_id_does_not_act_as_salt(serve):
-    _, admit = serve(**LEANKV, trust="salt")
+    _, admit = serve(**LEANKV)
     assert not share(admit(lora="f00"), admit(lora="f00"))
     assert share(admit("A", lora="f00"), admit("A", lora="f00"))
 
 
 def test_salt_cannot_name_private_namespace(serve):
-    _, admit = serve(**LEANKV, trust="salt")
+    _, admit = serve(**LEANKV)
     private = admit()
     key = private.extra_key
     for salt in (key, key.rstrip("|"), key.split("=")[1]):
@@ -75,19 +80,19 @@ def test_salt_cannot_name_private_namespace(serve):
 
 @pytest.mark.parametrize("options", [{"high": "k4v4"}, {"policy": "prune", "scorer": "keydiff"}])
 def test_blocks_without_evidence_are_always_shared(serve, options):
-    _, admit = serve(**options, trust="salt")
+    _, admit = serve(**options)
     assert share(admit(), admit())
 
 
 def test_uncompressed_blocks_are_always_shared(serve):
-    _, admit = serve(**LEANKV, trust="salt")
+    _, admit = serve(**LEANKV)
     assert share(admit(level=LOSSLESS), admit(level=LOSSLESS))
 
 
 @pytest.mark.parametrize("chunk", [None, P])
 def test_private_blocks_are_freed_when_request_ends(serve, chunk):
     """No other request can hit them, so they must not displace blocks that can be hit."""
-    server, admit = serve(**LEANKV, trust="salt")
+    server, admit = serve(**LEANKV)
     kept = admit("A")
     server.finish(kept)
     used = server.runtime.blocks.used_count
@@ -100,7 +105,7 @@ def test_private_blocks_are_freed_when_request_ends(serve, chunk):
 
 def test_private_blocks_are_freed_after_aborted_chunk(serve):
     """SGLang then frees a finished request without inserting it."""
-    server, admit = serve(**LEANKV, trust="salt")
+    server, admit = serve(**LEANKV)
     req = admit(chunk=P)
     req.aborted = True
     server.finish(req, insert=False)
@@ -109,7 +114,7 @@ def test_private_blocks_are_freed_after_aborted_chunk(serve):
 
 
 def test_retracted_private_request_hits_its_blocks(serve):
-    server, admit = serve(**LEANKV, trust="salt")
+    server, admit = serve(**LEANKV)
     req = admit()
     blocks = req.kvc.blocks[:2]
     server.finish(req, insert=False)  # retract it as SGLang does
@@ -122,9 +127,11 @@ def test_retracted_private_request_hits_its_blocks(serve):
 
 
 def test_start_warns_about_shared_evidence():
-    assert "--kvc-trust salt" in trust_warning(KvcConfig(**LEANKV))
-    assert "--kvc-policy prune" in trust_warning(KvcConfig(policy="prune", scorer="h2o"))
-    for config in (KvcConfig(), KvcConfig(policy="prune"), KvcConfig(**LEANKV, trust="salt")):
+    for options, policy in ((LEANKV, "leankv"), ({"policy": "prune", "scorer": "h2o"}, "prune")):
+        private, shared = trust_warning(KvcConfig(**options)), trust_warning(KvcConfig(**options, trust="all"))
+        assert f"--kvc-policy {policy}" in private and "set --kvc-trust all" in private
+        assert f"--kvc-policy {policy}" in shared and "omit --kvc-trust all" in shared
+    for config in (KvcConfig(), KvcConfig(policy="prune"), KvcConfig(trust="all")):
         assert trust_warning(config) is None
     with pytest.raises(ConfigError, match="--kvc-trust 'none'"):
         check_settings(KvcConfig(trust="none"))

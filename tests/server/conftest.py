@@ -82,7 +82,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         "thinned": ("k8v4", chunk, "32MiB", {}),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
-        "ranks": ("leankv+alpha_low=0.5", two, "2MiB", _ranks()),
+        "ranks": ("leankv+alpha_low=0.5", [*two, "--kvc-eviction", "reuse"], "2MiB", _ranks()),
         "replicated": (
             "k4v4", [*two, "--tp-size", str(REPLICAS), *chunk], "4MiB",
             {**_ranks(REPLICAS), **_plugin("replicas_on_cpu")},

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bench.client import RequestRefused
+
 from .conftest import BLOCK, LOSSLESS, ROWS, STOCK, TWO_RANKS, deviation, tokens
 
 # Mean difference in nats between log-probabilities of the random model and those of transformers. Three prompts on one
@@ -31,6 +33,24 @@ def test_ranks_stay_in_step_when_counts_differ(ranks, rng):
     stats = ranks.client.when_idle()
     assert stats["evicted_blocks"] > 0 and stats["compactions"] > stats["evicted_blocks"]
     assert stats["host_loaded_bytes"] > 0, "no prompt came back from host memory"
+
+
+def test_ranks_expire_sessions_in_step(ranks, rng):
+    """Requests exceed memory, and times to live end while others run. Ranks that evicted different blocks would wait
+    for each other."""
+    prompts = [tokens(rng, rng.randint(10, 6 * BLOCK)) for _ in range(16)]
+    requests = [p for _ in range(3) for p in rng.sample(prompts, len(prompts))]
+    options = [{"custom_params": {"kvc_ttl": rng.choice([0, 0.05, 0.3, 60]), "kvc_steps": 2}} for _ in requests]
+    with ThreadPoolExecutor(ROWS) as pool:
+        answers = list(pool.map(lambda p, o: ranks.client.generate(p, BLOCK, sampling=o), requests, options))
+    assert [len(a.ids) for a in answers] == [BLOCK] * len(requests)
+    assert ranks.client.when_idle()["evicted_blocks"] > 0
+
+
+def test_refused_hint_is_bad_request(ranks, rng):
+    with pytest.raises(RequestRefused, match=r'kvc_ttl.*not a number from 0') as e:
+        ranks.client.generate(tokens(rng, 9), 2, sampling={"custom_params": {"kvc_ttl": -1}})
+    assert e.value.status == 400
 
 
 def test_warm_prompt_is_answered_as_before(ranks, rng):

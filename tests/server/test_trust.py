@@ -1,4 +1,4 @@
-"""One client's tokens affect what another reads of a shared prefix, and `--kvc-trust salt` limits this to one salt."""
+"""One client's tokens affect what another reads of a shared prefix, and `--kvc-trust` limits this to one salt."""
 
 from __future__ import annotations
 

@@ -1,0 +1,35 @@
+"""Order of many waiting prompts: which of them a scheduling pass matches with the radix tree."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import WAITING_QUEUE_PREFIX_MATCH_MAX as MOST_MATCHES
+from sglang.srt.managers.schedule_policy import CacheAwarePolicy
+
+SORTED_BY_HITS = (CacheAwarePolicy.LPM, CacheAwarePolicy.HRRN)
+
+
+def match_prompts(policy: Any, queue: list, match: Callable[[list], set[str]]) -> set[str]:
+    """Match at most `MOST_MATCHES` prompts of `queue` if SGLang sorts them by their hits, otherwise all. Returns the
+    ids of those that wait for another prompt with the same prefix.
+
+    The first prompts in line are matched in every pass, because they are admitted next, and the others in turn. A
+    prompt that is not matched keeps its last match. That affects only the order, because an admission matches again.
+    Passes are counted, because tensor-parallel ranks agree on their number.
+
+    policy: SGLang's `SchedulePolicy`.
+    match: matches a list of prompts and returns the same kind of ids.
+    """
+    if len(queue) <= MOST_MATCHES or policy.policy not in SORTED_BY_HITS:
+        return match(queue)
+    policy.kvc_passes = passes = getattr(policy, "kvc_passes", 0) + 1
+    head = MOST_MATCHES // 2
+    in_turn = heapq.nsmallest(MOST_MATCHES - head, queue[head:], key=lambda req: getattr(req, "kvc_matched", 0))
+    chosen = queue[:head] + in_turn
+    deferred = match(chosen)
+    for req in chosen:
+        req.kvc_matched, req.kvc_deferred = passes, req.rid in deferred
+    return {req.rid for req in queue if getattr(req, "kvc_deferred", False)}

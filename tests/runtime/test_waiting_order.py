@@ -1,0 +1,119 @@
+"""Order of admission when more prompts wait than a scheduling pass matches with the radix tree."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from unittest import mock
+
+import pytest
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import SchedulePolicy
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from bench import scheduler
+from sglang_kvc.adapter.waiting_order import MOST_MATCHES
+
+from .model import P, ToyServer
+
+WAITING = 3 * MOST_MATCHES
+PASSES = -(-WAITING // (MOST_MATCHES // 2))  # after as many, each prompt has been matched
+
+
+class Line:
+    """A toy server and prompts that wait for it. Prompt i has 1 to 4 blocks; those of one in eight are cached."""
+
+    def __init__(self, policy: str, hooks: bool = True):
+        self.server = ToyServer(high="bf16", blocks=3 * WAITING // 8 + 16)
+        self.policy, self.hooks = SchedulePolicy(policy, self.server.tree, False, False, False), hooks
+        draw = random.Random(5)
+        self.queue = [self.request(i, draw.choice([1, 2, 4]), draw.randint(0, 900)) for i in range(WAITING)]
+        draw.shuffle(self.queue)
+        self.cached = [req for req in self.queue if int(req.rid) % 8 == 0]
+        for req in self.cached:
+            blocks = draw.randint(1, len(req.origin_input_ids) // P)
+            self.server.finish(self.server.admit([*req.origin_input_ids[: blocks * P], 1]))
+
+    @staticmethod
+    def request(i: int, blocks: int, arrived: int) -> Req:
+        params = SamplingParams(max_new_tokens=4)
+        params.normalize(None)
+        prompt = array("q", [*range(1000 * i, 1000 * i + blocks * P), 7])
+        req = Req(f"{i:04}", "", prompt, params, vocab_size=1 << 20)
+        req.arrival_processed_tokens = arrived
+        return req
+
+    def order(self, passes: int = 1) -> list[str]:
+        """The waiting prompts in the order of the last of some passes."""
+        with scheduler.configured(self.server.runtime if self.hooks else None, rows=8):
+            for _ in range(passes):
+                self.policy.calc_priority(self.queue, None, processed_tokens=1000)
+        return [req.rid for req in self.queue]
+
+
+@pytest.mark.parametrize("policy", ["hrrn", "lpm"])
+def test_order_of_many_prompts_is_that_of_unbounded_matching(policy, monkeypatch):
+    bounded, stock, unbounded = Line(policy), Line(policy, hooks=False), Line(policy, hooks=False)
+    arrival, order = [req.rid for req in stock.queue], bounded.order(PASSES)
+    assert stock.order() == arrival  # first come, first served
+    monkeypatch.setattr(schedule_policy, "WAITING_QUEUE_PREFIX_MATCH_MAX", WAITING)
+    best = unbounded.order()
+    if policy == "hrrn":
+        assert order == best
+    else:  # equal hits keep the order of earlier passes
+        hits = {req.rid: req.num_matched_prefix_tokens for req in unbounded.queue}
+        assert [hits[rid] for rid in order] == [hits[rid] for rid in best]
+        assert set(order[: len(bounded.cached)]) == {req.rid for req in bounded.cached}
+
+
+@pytest.mark.parametrize("waiting", [MOST_MATCHES, MOST_MATCHES + 1, WAITING])
+def test_pass_matches_bounded_number_of_prompts(waiting):
+    line = Line("hrrn")
+    del line.queue[waiting:]
+    with mock.patch.object(schedule_policy, "match_kv_cache", wraps=schedule_policy.match_kv_cache) as match:
+        line.order()
+        assert match.call_count == MOST_MATCHES
+        line.order(PASSES - 1)
+    assert {call.args[0].rid for call in match.call_args_list} == {req.rid for req in line.queue}
+
+
+def test_first_in_line_are_matched_in_every_pass():
+    """Their blocks may have been evicted since the last one."""
+    line = Line("lpm")
+    assert line.order(PASSES)[0] in {req.rid for req in line.cached}
+    first = line.queue[: len(line.cached)]
+    line.server.tree.evict(EvictParams(num_tokens=1 << 20))
+    assert all(req.num_matched_prefix_tokens for req in first)
+    line.order()
+    assert not any(req.num_matched_prefix_tokens for req in first)
+
+
+def test_new_prompt_is_matched_in_next_pass():
+    line = Line("lpm")
+    line.order(PASSES)
+    late = Line.request(int(line.cached[0].rid), 4, 1000)
+    late.rid = "late"
+    line.queue.append(late)
+    line.order()
+    assert late.num_matched_prefix_tokens > 0
+
+
+@pytest.mark.parametrize("policy", ["hrrn", "lpm"])
+def test_prompt_waits_for_other_with_same_uncached_prefix(policy):
+    line = Line(policy)
+    twins = [Line.request(5000, 4, -(10**6)) for _ in range(2)]  # near the front
+    for i, req in enumerate(twins):
+        req.rid = f"twin {i}"
+    line.queue[:0] = twins
+    line.order(2 * PASSES)
+    last = line.queue[-1]
+    assert last in twins and line.queue[-2] not in twins
+
+
+def test_other_orders_match_every_prompt():
+    line = Line("dfs-weight")
+    with mock.patch.object(schedule_policy, "match_kv_cache", wraps=schedule_policy.match_kv_cache) as match:
+        line.order()
+    assert match.call_count == WAITING
