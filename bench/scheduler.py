@@ -25,6 +25,7 @@ ADDER_HOOKS = {
     "__init__": admission.around_init,
     "add_one_req": admission.around_add_one_req,
     "add_chunked_req": admission.around_add_chunked_req,
+    "preempt_to_schedule": admission.around_preempt_to_schedule,
     "_get_running_request_total_token_offset": admission.around_running_offset,
 }
 POLICY_HOOKS = {

@@ -16,6 +16,7 @@ from .lookup import format_id_of, runtime_of
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+ANY_PROMPT = 1 << 30  # tokens, more than any prompt needs
 INIT = (
     "self page_size tree_cache token_to_kv_pool_allocator running_batch new_token_ratio rem_input_tokens "
     "rem_chunk_tokens num_mixed_decode_tokens priority_scheduling_preemption_threshold max_prefill_bs "
@@ -88,6 +89,20 @@ def around_add_chunked_req(orig, self, req):
         return orig(self, req)
 
 
+def around_preempt_to_schedule(orig, self, req):
+    """Settle and demote before running requests give way, one at a time, to a prompt of higher priority."""
+    runtime = runtime_of(self.token_to_kv_pool_allocator)
+    if runtime is None:
+        return orig(self, req)
+    from sglang_kvc.adapter.preemption import preempt
+
+    def preempt_one() -> bool:
+        with _credit(self, ANY_PROMPT):  # SGLang takes requests until they are enough
+            return orig(self, req)
+
+    return preempt(self, runtime, req, preempt_one)
+
+
 def around_running_offset(orig, self, req):
     """Return the memory that a running request may still need."""
     growth, runtime = orig(self, req), runtime_of(self.token_to_kv_pool_allocator)
@@ -100,4 +115,5 @@ def register() -> None:
     hook(f"{ADDER}.__init__", "around", INIT, around_init)
     hook(f"{ADDER}.add_one_req", "around", "self req has_chunked_req truncation_align_size", around_add_one_req)
     hook(f"{ADDER}.add_chunked_req", "around", "self req", around_add_chunked_req)
+    hook(f"{ADDER}.preempt_to_schedule", "around", "self req", around_preempt_to_schedule)
     hook(f"{ADDER}._get_running_request_total_token_offset", "around", "self req", around_running_offset)

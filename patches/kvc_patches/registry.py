@@ -43,6 +43,7 @@ TARGETS = frozenset(
         f"{_ADDER}._get_running_request_total_token_offset",
         f"{_ADDER}.add_chunked_req",
         f"{_ADDER}.add_one_req",
+        f"{_ADDER}.preempt_to_schedule",
         f"{_CONFIGURATOR}._build_token_to_kv_pool",
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
         f"{_CONFIGURATOR}._resolve_memory_pool_config",

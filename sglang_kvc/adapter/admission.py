@@ -43,14 +43,23 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
 def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:
     """Tokens that a prompt with its answer needs less when packed than uncompressed; None if it cannot be staged in
     this prefill."""
-    new = len(req.full_untruncated_fill_ids) - req.prefix_len
-    answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    chunk = None if adder.rem_chunk_tokens is None else chunk_tokens()
-    need = runtime.capacity.prompt_tokens(new, answer, format_id_of(runtime, req), chunk, budget_of(req))
+    need = prompt_need(adder, runtime, req)
+    return None if need is None else sum(_uncompressed(req)) - need
+
+
+def prompt_need(adder: Any, runtime: Runtime, req: Any) -> float | None:
+    """Tokens of memory that a prompt with its answer needs; None if it cannot be staged in this prefill."""
     admitted = (_staged(adder, runtime, r) for r in adder.can_run_list)
     if not runtime.capacity.may_stage(_staged(adder, runtime, req), admitted):
         return None
-    return new + answer - need
+    chunk = None if adder.rem_chunk_tokens is None else chunk_tokens()
+    return runtime.capacity.prompt_tokens(*_uncompressed(req), format_id_of(runtime, req), chunk, budget_of(req))
+
+
+def _uncompressed(req: Any) -> tuple[int, int]:
+    """Tokens that SGLang counts for the uncached part of a prompt and for its answer."""
+    new = len(req.full_untruncated_fill_ids) - req.prefix_len
+    return new, min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
 
 
 def chunk_credit(adder: Any, runtime: Runtime, req: Any) -> int | None:

@@ -15,7 +15,7 @@ import numpy as np
 from kvc_kernels.layout import BlockFormat, PoolLayout
 
 from ..policies import SEQUENCE, Policy
-from .blocks import Blocks, State
+from .blocks import NO_BLOCKS, Blocks, State
 from .ledger import Ledger
 from .one_shot import Budget
 from .sequence import Sequence
@@ -48,9 +48,18 @@ class Capacity:
         """Tokens that an allocation gets now, as if `blocks` more blocks with `pages` pages were free."""
         return self._tokens(self.ledger.free + pages, self.blocks.free_count + blocks)
 
-    def reachable_tokens(self) -> int:
-        """Tokens available after evicting all unlocked blocks, rounded down once (twice would lose a block)."""
-        return self._tokens(self.ledger.reachable, self.blocks.free_count + self.ledger.idle_blocks)
+    def reachable_tokens(self, pages: int = 0, blocks: int = 0) -> int:
+        """Tokens available after evicting all unlocked blocks, as if `blocks` more blocks with `pages` pages were
+        unlocked. Rounded down once (twice would lose a block)."""
+        return self._tokens(self.ledger.reachable + pages, self.blocks.free_count + self.ledger.idle_blocks + blocks)
+
+    def unlocked_by_end(self, seqs: list[Sequence], kept: np.ndarray) -> tuple[int, int]:
+        """Pages and number of the blocks that no running request uses any more when `seqs` end, without the blocks
+        `kept` (int64)."""
+        owned = [np.array(seq.owned(), dtype=np.int64) for seq in seqs]
+        ids, uses = np.unique(np.concatenate([NO_BLOCKS, *owned]), return_counts=True)
+        ids = np.setdiff1d(ids[uses == self.blocks.ref_count[ids]], kept)
+        return int(self.ledger.charge[ids].sum()), len(ids)
 
     def evictable_tokens(self) -> int:
         """Tokens that eviction can add to `available_tokens`."""
@@ -75,9 +84,11 @@ class Capacity:
         blocks = max(-(-short // self.layout.block_pages_bf16), block_ids - self.blocks.free_count, 0)
         return blocks * self.layout.block_tokens
 
-    def missing_pages(self, tokens: int) -> int:
-        """Pages to free so that blocks of `tokens` tokens can be taken, regardless of free block ids."""
-        return -(-tokens // self.layout.block_tokens) * self.layout.block_pages_bf16 - self.ledger.free
+    def missing_pages(self, tokens: int, *, evict: bool = False) -> int:
+        """Pages to free so that blocks of `tokens` tokens can be taken, regardless of free block ids. `evict`: after
+        evicting all unlocked blocks."""
+        free = self.ledger.reachable if evict else self.ledger.free
+        return -(-tokens // self.layout.block_tokens) * self.layout.block_pages_bf16 - free
 
     # ---- growth
 

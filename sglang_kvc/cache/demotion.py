@@ -20,6 +20,7 @@ class Demotion:
 
     lower: int64 `[formats]`, the format id that blocks at each format id move to, 0 for none. Formats that requests
     name have no lower one, so a block's format id says whether it may move.
+    lowest: int64 `[formats]`, the format id at which these moves end.
     """
 
     def __init__(self, runtime: Runtime):
@@ -28,6 +29,9 @@ class Demotion:
         self.lower = np.array(next_lower(formats, runtime.policy.ladder), dtype=np.int64)
         self.pages = np.array([f.pages for f in formats], dtype=np.int64)
         self.enabled = bool(self.lower.any())
+        self.lowest = np.arange(len(formats))
+        while (below := self.lower[self.lowest]).any():
+            self.lowest = np.where(below > 0, below, self.lowest)
 
     def tier_of(self, ids: np.ndarray) -> int:
         """Format id of the highest tier at which one of the blocks `ids` may move down; 0 if none may."""
@@ -54,12 +58,21 @@ class Demotion:
         self.runtime.demote(due, to)
         return freed * len(due)
 
-    def demote_running(self, seqs: Iterable[Sequence], tokens: int) -> bool:
+    def demote_running(self, seqs: Iterable[Sequence], tokens: int, *, evict: bool = False) -> bool:
         """Move blocks of running requests until `tokens` more tokens can be taken, highest tier first; whether any
-        moved. Blocks of one-shot requests never move."""
-        seqs = [seq for seq in seqs if seq.one_shot is None]
-        ids = np.unique(np.array([b for seq in seqs for b in seq.blocks[: seq.window_start]], dtype=np.int64))
-        capacity, moved = self.runtime.capacity, False
-        while self.demote(ids, capacity.missing_pages(tokens)):
+        moved. `evict`: can be taken after evicting all unlocked blocks."""
+        ids, capacity, moved = self._running(seqs), self.runtime.capacity, False
+        while self.demote(ids, capacity.missing_pages(tokens, evict=evict)):
             moved = True
         return moved
+
+    def spare_pages(self, seqs: Iterable[Sequence]) -> int:
+        """Pages that the blocks of running requests free if all of them move to the floor."""
+        formats = self.runtime.blocks.format_id[self._movable(self._running(seqs))]
+        return int((self.pages[formats] - self.pages[self.lowest[formats]]).sum())
+
+    @staticmethod
+    def _running(seqs: Iterable[Sequence]) -> np.ndarray:
+        """Blocks of running requests before their windows. Blocks of one-shot requests never move."""
+        seqs = [seq for seq in seqs if seq.one_shot is None]
+        return np.unique(np.array([b for seq in seqs for b in seq.blocks[: seq.window_start]], dtype=np.int64))

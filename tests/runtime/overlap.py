@@ -82,6 +82,12 @@ class Overlap(ModelFreeScheduler):
             self.enable_hierarchical_cache = True
             runtime.host_tier.arrived = self._arrived
 
+    def schedule_by_priority(self) -> None:
+        """With `--enable-priority-scheduling`: higher values first, with preemption."""
+        self.enable_priority_scheduling = self.enable_priority_preemption = True
+        self.priority_scheduling_preemption_threshold, self.schedule_low_priority_values_first = 0, False
+        self.policy = SchedulePolicy("fcfs", self.tree_cache, False, True, False)
+
     # ---- clients
 
     def submit(

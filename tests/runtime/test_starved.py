@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 
@@ -100,7 +99,7 @@ class Starved(Client):
 
     def __init__(self, server: Overlap, seed: int, threads: list[Threads]):
         super().__init__(server, seed, (None, None, None, LOSSLESS, "nonsense"))
-        self.threads, self.aborted = threads, set()
+        self.threads, self.aborted, self.ended = threads, set(), set()
 
     def act(self) -> None:
         draw, server = self.draw, self.server
@@ -135,14 +134,17 @@ class Starved(Client):
         self.server.seen["flushed"] += 1
 
     def check_answers(self) -> None:
-        for req in self.server.requests.values():
+        """Each request is counted once: as answered, refused or ended by an abort."""
+        for rid, req in self.server.requests.items():
             assert req.finished()
             if isinstance(req.finished_reason, FINISH_ABORT):
-                assert req.rid in self.aborted or req.finished_reason.message, "refused without a reason"
-                self.server.seen["refused"] += req.rid not in self.aborted
+                assert rid in self.aborted or req.finished_reason.message, "refused without a reason"
+                end = "ended by an abort" if rid in self.aborted else "refused"
             else:
                 assert list(req.output_ids) == req.answer
-                self.server.seen["answered"] += 1
+                end = "answered"
+            self.server.seen[end] += rid not in self.ended
+            self.ended.add(rid)
 
 
 class Peer:
@@ -213,9 +215,7 @@ def _server(
         server, threads = Overlap(runtime, chunk, disable=False, server_args=server_args(str(folder))), []
         server.check_every = 8
         if draw.random() < 0.5:
-            server.enable_priority_scheduling = server.enable_priority_preemption = True
-            server.priority_scheduling_preemption_threshold, server.schedule_low_priority_values_first = 0, False
-            server.policy = SchedulePolicy("fcfs", server.tree_cache, False, True, False)
+            server.schedule_by_priority()
         if folder is not None:
             tier = server.tree_cache.disk
             place, good, bad = tier.store, DiskStore, BadDisk
@@ -238,20 +238,27 @@ def _server(
             check_tree(server)
             if half == 0 and draw.random() < 0.5:
                 client.flush()
-        server.tree_cache.evict(EvictParams(num_tokens=10**9))
-        assert server.token_to_kv_pool_allocator.used_slots() == 0
-        assert runtime.capacity.available_tokens() == runtime.sizing.capacity_tokens
-        assert server.req_to_token_pool.available_size() == server.req_to_token_pool.size
-        server.tree_cache.evict_host(10**9)
-        tier = runtime.host_tier
-        server.seen["saved"] = tier.saved_blocks
-        assert not tier.stored and tier.memory.free_units == tier.memory.num_units
-        if folder is not None:
-            store = server.tree_cache.disk.store
-            server.seen["written"], server.seen["read"] = store.bytes_written, store.bytes_read
-            assert backend or store.num_bytes == sum(store._sizes.values()) <= store.limit
-            server.tree_cache.disk.close()
+        check_released(server, files=folder is not None and not backend)
     return server.seen
+
+
+def check_released(server: Overlap, files: bool) -> None:
+    """Empty all tiers of an idle server, and check that nothing is left in any. `files`: it has a disk."""
+    runtime, tree, tier = server.runtime, server.tree_cache, server.runtime.host_tier
+    tree.evict(EvictParams(num_tokens=10**9))
+    assert server.token_to_kv_pool_allocator.used_slots() == 0
+    assert runtime.capacity.available_tokens() == runtime.sizing.capacity_tokens
+    assert server.req_to_token_pool.available_size() == server.req_to_token_pool.size
+    if tier is None:
+        return
+    tree.evict_host(10**9)
+    server.seen["saved"] = tier.saved_blocks
+    assert not tier.stored and tier.memory.free_units == tier.memory.num_units
+    if tree.disk is not None:
+        store = tree.disk.store
+        server.seen["written"], server.seen["read"] = store.bytes_written, store.bytes_read
+        assert not files or store.num_bytes == sum(store._sizes.values()) <= store.limit
+        tree.disk.close()
 
 
 def _wait(tasks, threads: list[Threads]) -> None:
@@ -260,9 +267,10 @@ def _wait(tasks, threads: list[Threads]) -> None:
     wait(tasks)
 
 
-def _finish(server: Overlap, threads: list[Threads]) -> None:
-    for _ in range(1000):
-        idle = not server.busy and not server.tree_cache.ongoing_prefetch and not server.tree_cache.loads
+def _finish(server: Overlap, threads: list[Threads], turns: int = 1000) -> None:
+    tree = server.tree_cache
+    for _ in range(turns):
+        idle = not server.busy and not tree.ongoing_prefetch and not getattr(tree, "loads", ())
         if idle:
             break
         for executor in threads:

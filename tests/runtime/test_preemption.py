@@ -1,0 +1,167 @@
+"""Preemption by priority: memory is settled and demoted first, and as few running requests as possible give way."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_kvc.cache.blocks import NO_BLOCKS
+from sglang_kvc.cache.host_tier import HostTier
+from sglang_kvc.options.request_quality import LOSSLESS
+
+from .memory_backend import server_args
+from .model import ROWS, P, make_runtime
+from .overlap import Overlap, configured
+from .test_overlap import LADDER, LEANKV
+
+CHUNK = 2 * P
+MANY = 1 << 20  # tokens
+
+
+@contextmanager
+def busy_server(*, prompt: int = 4 * P + 5, answer: int = 60, ignore_eos: bool = False, **options):
+    """A server whose rows are all taken by requests of priority 0 that decode."""
+    runtime = make_runtime(**options)
+    rank = get_parallel().override(tp_rank=0, tp_size=1)
+    with rank, configured(runtime, CHUNK, retract_every=10**6):
+        server = Overlap(runtime, CHUNK, disable=False, server_args=server_args(""))
+        server.schedule_by_priority()
+        server.patient = [submit(server, i, prompt, answer, 0, ignore_eos) for i in range(ROWS)]
+        turns(server, lambda: all(r.output_ids for r in server.patient))
+        assert len(server.running_batch.reqs) == ROWS
+        yield server
+
+
+def submit(server: Overlap, i: int, prompt: int, answer: int, priority: int, ignore_eos: bool = False, level=None):
+    """Submit a prompt that shares no block with those of another number `i`."""
+    server.submit([1000 * i + j for j in range(prompt)], [10**5 + 1000 * i + j for j in range(answer)], level, None)
+    req = next(reversed(server.requests.values()))
+    req.priority, req.sampling_params.ignore_eos = priority, ignore_eos
+    return req
+
+
+def turns(server: Overlap, done, most: int = 2000) -> None:
+    for _ in range(most):
+        if done():
+            return
+        server.turn()
+    raise AssertionError("it never happens")
+
+
+def preempted(server: Overlap) -> int:
+    return sum(r.retraction_count for r in server.patient)
+
+
+def finish(server: Overlap) -> None:
+    """Every request is answered in full, and those that gave way hit the blocks that they had written."""
+    gave_way = preempted(server)
+    turns(server, lambda: not server.busy)
+    assert all(list(r.output_ids) == r.answer for r in server.requests.values())
+    assert preempted(server) == gave_way == server.seen["hits after a retraction"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("blocks, least", [(24, 1), (22, 2)])
+def test_as_few_requests_give_way_as_packed_prompt_needs(blocks, least, known):
+    """SGLang alone takes 5 of 8 requests from the larger pool if an earlier pass has counted the tokens of the prompt
+    (`known`), and else one. From the smaller pool one is not enough."""
+    options = {"prompt": P + 5, "answer": 5 * P, "ignore_eos": True}
+    with busy_server(high="k4v4", window=0, blocks=blocks, **options) as server:
+        urgent = submit(server, 100, 14 * P + 3, 20, priority=1)
+        if known:
+            urgent.refresh_fill_ids()
+        turns(server, lambda: urgent.output_ids, most=10)
+        assert preempted(server) == least
+        finish(server)
+
+
+@pytest.mark.parametrize("floor, most", [("k2v2", 1), (None, 2)])
+def test_running_blocks_are_demoted_before_requests_give_way(floor, most):
+    with busy_server(**{**LADDER, "floor": floor, "blocks": 22 if floor else 20}) as server:
+        urgent, seen = submit(server, 100, 8 * P + 3, 20, priority=1), []
+        release, demoted = ScheduleBatch.release_req, server.runtime.counters
+        with patch.object(
+            ScheduleBatch, "release_req", lambda *args: seen.append(demoted.demoted_blocks) or release(*args)
+        ):
+            turns(server, lambda: urgent.output_ids, most=10)
+        assert len(seen) == preempted(server) == most
+        assert (seen[0] > 0) == bool(floor)
+        finish(server)
+
+
+def test_page_counts_are_settled_before_requests_give_way():
+    """LeanKV's packing is charged its upper bound until its page count is known."""
+    with busy_server(**LEANKV, window=0, blocks=22) as server:
+        runtime, seen = server.runtime, []
+        urgent = submit(server, 100, 6 * P + 3, 20, priority=1)
+        release, settle = ScheduleBatch.release_req, runtime.settle
+        runtime.settle = lambda: seen.append("settled") or settle()
+        with (
+            patch.object(type(runtime), "overcharged", True),
+            patch.object(ScheduleBatch, "release_req", lambda *args: seen.append("released") or release(*args)),
+        ):
+            turns(server, lambda: urgent.output_ids, most=10)
+        assert seen[0] == "settled" and "released" in seen
+        finish(server)
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_nothing_changes_for_prompt_that_would_not_fit(priority):
+    """Of 8 requests only one has a lower priority, and it holds too little, with all that others could be demoted."""
+    with busy_server(**LADDER | {"floor": "k4v4", "blocks": 22}) as server:
+        for req in server.patient[1:]:
+            req.priority = 1
+        runtime = server.runtime
+        urgent = submit(server, 100, 14 * P, 20, priority, level=LOSSLESS)
+        with (
+            patch.object(type(runtime), "settle", side_effect=AssertionError),
+            patch.object(type(runtime), "demote", side_effect=AssertionError),
+        ):
+            for _ in range(5):
+                server.turn()
+        assert not preempted(server) and not urgent.output_ids
+        finish(server)
+
+
+def test_shared_blocks_make_room_only_when_last_user_gives_way():
+    with busy_server(high="k4v4", window=0, blocks=22) as server:
+        runtime, reqs = server.runtime, server.patient
+        seqs = [reqs[0].kvc, reqs[1].kvc]
+        alone = [runtime.capacity.unlocked_by_end([seq], NO_BLOCKS) for seq in seqs]
+        both = runtime.capacity.unlocked_by_end(seqs, NO_BLOCKS)
+        assert both == (alone[0][0] + alone[1][0], alone[0][1] + alone[1][1])
+        assert both[1] == sum(len(seq.blocks) for seq in seqs)
+        sharing = runtime.new_sequence(np.array(seqs[0].blocks[:3]), 3 * P)
+        assert runtime.capacity.unlocked_by_end(seqs[:1], NO_BLOCKS)[1] == alone[0][1] - 3
+        assert runtime.capacity.unlocked_by_end([seqs[0], sharing], NO_BLOCKS) == alone[0]
+        kept = np.array(seqs[0].blocks[:1])
+        assert runtime.capacity.unlocked_by_end([seqs[0], sharing], kept)[1] == alone[0][1] - 1
+        sharing.release()
+        finish(server)
+
+
+@pytest.mark.slow
+def test_no_request_gives_way_while_prompt_is_read_from_host_memory():
+    """Otherwise the request that gave way would return to the row at once, and give way again in every pass."""
+    with busy_server(high="k4v4", window=0, blocks=24, answer=3 * P, host_memory=2_000_000) as server:
+        tree = server.tree_cache
+        stored = submit(server, 100, 4 * P + 3, 2, priority=1)
+        turns(server, lambda: stored.finished())
+        assert preempted(server) == 1
+        turns(server, lambda: len(server.running_batch.reqs) == ROWS)
+        tree.evict(EvictParams(num_tokens=MANY))
+        urgent = submit(server, 100, 4 * P + 4, 2, priority=1)
+        with patch.object(HostTier, "arrived", return_value=0):  # the copies take long
+            for _ in range(10):
+                server.turn()
+            assert server.tree_cache.loads and preempted(server) == 1
+        turns(server, lambda: urgent.finished())
+        assert preempted(server) == 2 and server.seen["loaded"]
+        turns(server, lambda: not server.busy)
