@@ -324,7 +324,8 @@ def measure(args: argparse.Namespace, url: str, sessions: Sequence[Session], opt
 
 
 def plot(name: str, title: str) -> None:
-    """Plot p90 time to first token over the number of agents, one curve per server."""
+    """Plot p90 time to first token over the number of agents, one curve per server. Points that miss a target are
+    hollow."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -333,10 +334,13 @@ def plot(name: str, title: str) -> None:
     record = json.loads((RESULTS / f"{name}.json").read_text())
     figure, axis = pyplot.subplots(figsize=(6.5, 4))
     for server, rows in points(record["numbers"]).items():
-        axis.plot([n for n, _ in rows], [row["first_token_s_p90"] for _, row in rows], "o-", label=server)
+        (line,) = axis.plot([n for n, _ in rows], [row["first_token_s_p90"] for _, row in rows], "o-", label=server)
+        for n, row in rows:
+            if not meets_targets(row):
+                axis.plot(n, row["first_token_s_p90"], "o", color=line.get_color(), markerfacecolor="white")
     axis.axhline(FIRST_TOKEN_S, color="#999999", linestyle=":")
     axis.set(xlabel="agents", ylabel="time to first token, p90, s", yscale="log")
-    axis.set_title(f"{title} on one {record['device']}", fontsize=10)
+    axis.set_title(f"{title} on one {record['device']} (hollow: misses a target)", fontsize=10)
     axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=130)

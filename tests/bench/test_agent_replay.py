@@ -22,6 +22,7 @@ from bench.e2e.agent_replay import (
     scores,
     summary,
 )
+from bench.e2e.agent_targets import knee
 from tests.bench.test_agents import DATA, Letters, text
 
 
@@ -101,7 +102,7 @@ def test_scores_compare_most_agents():
         return {"first_token_s_p90": first, "output_token_s_p90": 0.02, "from_cache": hit}
 
     numbers = {"stock_bf16.a8": row(1.0), "stock_bf16.a16": row(3.0)}
-    numbers |= {"kvc.a16": row(1.0), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
+    numbers |= {"kvc.a16": row(1.0, 0.87), "kvc.a32": row(3.0), "kvc_tiers.a32": row(1.0, 0.9)}
     numbers |= {"stock_fp8_hicache.a8": row(1.0)}  # its limit is not reached
     compared = scores(numbers | {"stock_fp8.a8": row(3.0)}, endless=0.96)
     assert {k: v.value for k, v in compared.items()} == {
@@ -110,6 +111,15 @@ def test_scores_compare_most_agents():
     assert "at least" in compared["agents.vs_bf16"].unit
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
+
+
+def test_knee_is_where_hit_rate_drops():
+    def rows(*hits):
+        return [(8 * (i + 1), {"from_cache": hit}) for i, hit in enumerate(hits)]
+
+    assert knee(rows(0.95, 0.9, 0.85, 0.9), endless=0.96) == 16
+    assert knee(rows(0.95, 0.9), endless=0.96) is knee(rows(0.8, 0.9), endless=0.96) is None
+    assert knee(rows(None), endless=0.96) is None
 
 
 def test_curve_ends_where_target_is_missed(monkeypatch, tmp_path):
