@@ -23,15 +23,25 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
     req.skip_radix_cache_insert = False
     _read_quality(runtime, req)
     unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
-    req.kvc_private = unsalted or req.kvc_budget is not None
+    # The next turn of a session hits the blocks of an unsalted turn, so these outlive the request.
+    req.kvc_private = (unsalted and req.session is None) or req.kvc_budget is not None
     if runtime.config.store_option and req.lora_id is not None:
         # KV events look for the id at the end.
         req.extra_key = f"{_lora_digest(scheduler, req.lora_id)}@{req.extra_key}"
-    req.extra_key = namespace(req.extra_key, req.kvc_level, next(_numbers) if req.kvc_private else None)
+    req.extra_key = namespace(req.extra_key, req.kvc_level, _number(req) if unsalted or req.kvc_private else None)
     if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
         reuse.arrive(req, request_priority(scheduler, req))
     if req.to_finish is None:
         limit_request(req, runtime, answers=scheduler.is_generation)
+
+
+def _number(req: Any) -> int:
+    """A number that no other request has, except the turns of the same session."""
+    if req.session is None:
+        return next(_numbers)
+    if not hasattr(req.session, "kvc_number"):
+        req.session.kvc_number = next(_numbers)
+    return req.session.kvc_number
 
 
 def _read_quality(runtime: Runtime, req: Any) -> None:

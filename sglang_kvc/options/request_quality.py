@@ -92,7 +92,7 @@ def namespace(extra_key: str | None, level: str | None, private: int | None = No
     """The level, followed by SGLang's `extra_key` (cache salt, LoRA), so that no request's key can imitate another
     level.
 
-    `private`: a number unique to the request, for a namespace that no other request finds."""
+    `private`: a number unique to the request or its session, for a namespace that no other request finds."""
     if private is not None:
         return f"{PARAMETER}={level or ''}#{private}|{extra_key or ''}"
     if level is None and not (extra_key or "").startswith(f"{PARAMETER}="):
@@ -101,6 +101,6 @@ def namespace(extra_key: str | None, level: str | None, private: int | None = No
 
 
 def is_private(namespace: str | None) -> bool:
-    """Whether the key is that of a single request."""
+    """Whether the key is that of a single request or session."""
     head = (namespace or "").partition("|")[0]
     return head.startswith(f"{PARAMETER}=") and "#" in head

@@ -9,7 +9,7 @@ import pytest
 from kvc_patches.requests import before_add_request_to_queue
 from sglang_kvc.errors import ConfigError
 from sglang_kvc.options.config import KvcConfig
-from sglang_kvc.options.request_quality import LOSSLESS
+from sglang_kvc.options.request_quality import LOSSLESS, is_private
 from sglang_kvc.options.start_warnings import trust_warning
 from sglang_kvc.options.validate import check_settings
 
@@ -21,15 +21,17 @@ PROMPT = [*range(2 * P), 7]
 
 @pytest.fixture
 def serve(monkeypatch):
-    """`serve(**options)` -> a server, and admit(salt, level, lora), which admits a request through the queue's hook."""
+    """`serve(**options)` -> a server, and admit(salt, level, lora, ..), which admits a request through the queue's
+    hook."""
 
     def start(**options):
         server = ToyServer(**options)
         monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
 
-        def admit(salt=None, level=None, lora=None, chunk=None):
+        def admit(salt=None, level=None, lora=None, chunk=None, session=None):
             queued = SimpleNamespace(
                 sampling_params=SimpleNamespace(custom_params={"kvc": level} if level else None), lora_id=lora,
+                session=session,
                 extra_key=(salt or "") + lora if lora else salt,
                 to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
@@ -87,6 +89,18 @@ def test_blocks_without_evidence_are_always_shared(serve, options):
 def test_uncompressed_blocks_are_always_shared(serve):
     _, admit = serve(**LEANKV)
     assert share(admit(level=LOSSLESS), admit(level=LOSSLESS))
+
+
+def test_turns_of_session_share_blocks_without_salt(serve):
+    server, admit = serve(**LEANKV)
+    chat, other = SimpleNamespace(streaming=False), SimpleNamespace(streaming=False)
+    first = admit(session=chat)
+    blocks = first.kvc.blocks[:2]
+    server.finish(first)
+    again = admit(session=chat)
+    assert again.kvc.blocks[:2] == blocks
+    assert not share(again, admit(session=other)) and not share(again, admit())
+    assert again.extra_key == first.extra_key and is_private(again.extra_key)  # never written to disk
 
 
 @pytest.mark.parametrize("chunk", [None, P])
