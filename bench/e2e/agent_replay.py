@@ -269,6 +269,8 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
         "kvc": ours,
         "kvc_tiers": [*ours, *tiers],
     }
+    if args.disk:
+        servers["kvc_disk"] = [*ours, *tiers, "--kvc-disk", args.disk]
     return {name: [*options, "--schedule-policy", "hrrn", "--enable-cache-report"] for name, options in servers.items()}
 
 
@@ -360,6 +362,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--server-args", default="", help="more options for every arm")
     p.add_argument("--tokens", type=int, default=420_000, help="KV memory of every arm, in bf16 tokens")
     p.add_argument("--host-gb", type=int, default=64, help="host memory of arms with a host tier, in GB")
+    p.add_argument("--disk", help="empty folder for the arm kvc_disk, which is kvc_tiers with a disk tier")
     p.add_argument("--curve", default="16,24,32,48,64", help="numbers of agents, separated by commas")
     p.add_argument("--seconds", type=float, default=600, help="measured time of each point")
     p.add_argument("--ramp", type=float, default=600, help="maximum seconds until every agent has had an answer")

@@ -160,6 +160,12 @@ def test_arms_have_equal_memory():
     assert hicache[hicache.index("--hicache-size") + 1] == "5"
 
 
+def test_disk_arm_adds_only_disk():
+    arms = agent_replay.arms(agent_replay.arguments(["--list-arms", "--disk", "d"]))
+    added = [option for option in arms["kvc_disk"] if option not in arms["kvc_tiers"]]
+    assert added == ["--kvc-disk", "d"] and len(arms["kvc_disk"]) == len(arms["kvc_tiers"]) + 2
+
+
 def test_arms_admit_in_same_order():
     arms = agent_replay.arms(agent_replay.arguments(["--list-arms"]))
     assert all(options[options.index("--schedule-policy") + 1] == "hrrn" for options in arms.values())
