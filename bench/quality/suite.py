@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.quality import fetch, ruler
+from bench.quality import chains, fetch, ruler
 from bench.quality.calls import calls, same_call
 from bench.quality.fewshot import shots
 from bench.quality.humaneval import STOP, passes, solved
@@ -45,6 +45,10 @@ def _ruler(task: str) -> Callable[[Maker, Any], list[Context]]:
     return make
 
 
+def _chains(maker: Maker, args) -> list[Context]:
+    return [chains.chains(maker, fetch.gsm8k(), args.first + i, args.length) for i in range(args.contexts)]
+
+
 TASKS = {
     "niah": Task(_numbered(Maker.needles)),
     "kv": Task(_numbered(Maker.dictionary)),
@@ -53,6 +57,7 @@ TASKS = {
     "vt": Task(_ruler("vt"), ruler.names_all, tokens=30),
     "cwe": Task(_ruler("cwe"), ruler.names_most, tokens=60),
     "multikey": Task(_ruler("multikey"), ruler.names_all, tokens=45),
+    "chains": Task(_chains, chains.concludes, 120, chains.STOP),
     "code": Task(
         lambda maker, args: solved(maker, args.data["human_eval"], args.problems, args.length), passes, 200, STOP
     ),

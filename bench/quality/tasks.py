@@ -19,6 +19,7 @@ TITLES = {
     "vt": "RULER variables",
     "cwe": "RULER common words",
     "multikey": "RULER keys",
+    "chains": "chains of thought",
     "code": "HumanEval",
     "calls": "tool calls",
 }
