@@ -37,8 +37,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.request import Request, urlopen
+from typing import Any
 
 import requests
 
@@ -49,6 +48,7 @@ from bench.common import RESULTS
 from bench.compare import percentile
 from bench.e2e import dialogues
 from bench.e2e.agent_targets import FIRST_TOKEN_S, meets_targets, most_agents, points, scores
+from bench.e2e.completions import Answer, Completions, Server
 from bench.e2e.dialogues import Dialogue
 from bench.e2e.serving import result_name
 
@@ -57,8 +57,6 @@ NAMES = {TRACES: "e2e/agent_replay", BFCL: "e2e/agent_replay_bfcl"}  # result fi
 SCORE_PREFIXES = {TRACES: "agents", BFCL: "agents.bfcl"}
 TITLES = {TRACES: "Recorded coding agents", BFCL: "Agents in BFCL's dialogues"}
 TOKENS = range(1000, 9000)  # ids that prompts are drawn from; every vocabulary has them
-WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
-TIMEOUT = 1800
 
 
 # ---- prompts
@@ -87,56 +85,6 @@ def prompts(session: Session, unique: str) -> Iterator[tuple[Step, list[int]]]:
         prefix = prompt[: max(step.shared, min(session.tools, step.prompt))]
         prompt = [*prefix, *rng.choices(TOKENS, k=step.prompt - len(prefix))]
         yield step, prompt
-
-
-# ---- one request
-
-
-@dataclass
-class Answer:
-    """Seconds from sending to the first and to the last token; token counts as reported by the server, or None."""
-
-    first_token: float
-    seconds: float
-    tokens: int
-    prompt: int | None = None
-    cached: int | None = None
-
-
-class Server(Protocol):
-    def complete(self, prompt: list[int], answer: int) -> Answer: ...
-
-
-@dataclass
-class Completions:
-    """Client of a server's `/v1/completions`, with streaming."""
-
-    url: str
-    model: str = "default"
-    text: bool = False
-
-    def complete(self, prompt: list[int], answer: int) -> Answer:
-        content: Any = " ".join(WORDS[i % len(WORDS)] for i in prompt) if self.text else prompt
-        body = {"model": self.model, "prompt": content, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        began, first, usage, chunks = time.monotonic(), None, {}, 0
-        headers = {"Content-Type": "application/json"}
-        request = Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
-        with urlopen(request, timeout=TIMEOUT) as response:  # `requests` delays the lines of a stream
-            for line in response:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line[len(b"data: ") :])
-                usage = event.get("usage") or usage
-                if event.get("choices"):
-                    chunks += 1
-                    first = first or time.monotonic()
-        ended = time.monotonic()
-        details = usage.get("prompt_tokens_details") or {}
-        return Answer(
-            (first or ended) - began, ended - began, usage.get("completion_tokens", chunks),
-            usage.get("prompt_tokens"), details.get("cached_tokens"),
-        )  # fmt: skip
 
 
 # ---- the closed loop
