@@ -37,27 +37,36 @@ def budget_of(req: Any) -> Budget | None:
 
 def limit_request(req: Any, runtime: Runtime, *, answers: bool) -> None:
     """Abort a request that is too long for its level, or cut its answer."""
-    params, prompt, format_id = req.sampling_params, len(req.origin_input_ids), format_id_of(runtime, req)
-    budget = budget_of(req)
+    params, prompt, budget = req.sampling_params, len(req.origin_input_ids), budget_of(req)
     if answers:
-        longest = longest_request(runtime, format_id, budget, prompt)
-        fits = prompt < longest - 1
+        longest = longest_request(runtime, format_id_of(runtime, req), budget, prompt)
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+    if (why := refusal(req, runtime, budget, answers=answers)) is not None:
+        req.set_finish_with_abort(why)
+
+
+def refusal(req: Any, runtime: Runtime, budget: Budget | None, *, answers: bool) -> str | None:
+    """The reason, in one sentence, why an empty server cannot serve a request at its level, or its prompt with
+    `budget`; None: it can."""
+    prompt, format_id = len(req.origin_input_ids), format_id_of(runtime, req)
+    if answers:
+        fits = prompt < longest_request(runtime, format_id, budget, prompt) - 1
     else:
         fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), budget)
     if not fits:
-        at_level = f" at {req.kvc_level}" if req.kvc_level else ""
-        req.set_finish_with_abort(
+        at_level = f" at {level(req)}" if level(req) else ""
+        return (
             f"The prompt of {prompt} tokens does not fit into the KV cache{at_level}, which holds "
             f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a prompt of up to "
             f"{longest_request(runtime, format_id, budget) - 2} tokens, or start the server with more --kvc-memory."
         )
-    elif budget is not None and _reads_prompt(req):
+    if budget is not None and _reads_prompt(req):
         try:
             runtime.capacity.one_shot.check_read(budget, prompt, format_id, chunk_tokens())
         except ValueError as e:
-            req.set_finish_with_abort(str(e))
+            return str(e)
+    return None
 
 
 def _reads_prompt(req: Any) -> bool:

@@ -132,18 +132,23 @@ class OneShotPrompt:
     num_spare: int = 0
 
 
+def why_unserved(layout: PoolLayout, fmt: Format, *, windowed: bool) -> str | None:
+    """The reason why no one-shot prompt can be packed in `fmt`; None: it can."""
+    if windowed:
+        return "this model has sliding windows, which need every token at its place"
+    if layout.block_tokens % layout.page(fmt).tokens:
+        return f"pages of {layout.page(fmt).tokens} tokens do not divide blocks of {layout.block_tokens} tokens"
+    return None
+
+
 def check_served(runtime: Runtime, *, in_session: bool, returns_experts: bool = False) -> None:
     """ValueError, in one sentence, where this server or a session cannot serve a one-shot prompt."""
-    layout, fmt = runtime.layout, runtime.store.block_formats[1].high
-    if runtime.windowed:
-        why = "this model has sliding windows, which need every token at its place"
-    elif layout.block_tokens % layout.page(fmt).tokens:
-        why = f"pages of {layout.page(fmt).tokens} tokens do not divide blocks of {layout.block_tokens} tokens"
-    elif in_session:
+    why = why_unserved(runtime.layout, runtime.store.block_formats[1].high, windowed=runtime.windowed)
+    if why is None and in_session:
         why = "the next turn of a session reads the prompt, too"
-    elif returns_experts:
+    elif why is None and returns_experts:
         why = "SGLang stores routed experts by slot, and other requests reuse slots of the prompt"
-    else:
+    if why is None:
         return
     raise ValueError(
         f"A {PREFIX} prompt cannot be served, because {why}; drop it from custom_params to use the server's default."
