@@ -46,6 +46,10 @@ def longest_prompts(runtime) -> dict[str, int]:
             check_served(runtime, in_session=False)
             for name in (f"{PREFIX}:{ratio}" for ratio in RATIOS):
                 limits[name] = longest_request(runtime, format_id, Budget.parse(name))
+    if (budget := runtime.config.one_shot) is not None:
+        limits[runtime.config.high] = limits["default"]
+        limits[str(budget)] = longest_request(runtime, format_id, budget)
+        limits["default"] = max(limits["default"], limits[str(budget)])
     return {name: tokens - 2 for name, tokens in limits.items()}
 
 

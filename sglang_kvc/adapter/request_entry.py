@@ -10,9 +10,9 @@ from ..cache.one_shot import Budget, check_served
 from ..cache.runtime import Runtime
 from ..options.config import REUSE
 from ..options.request_hints import Hints
-from ..options.request_quality import is_one_shot, level_of, namespace, offered, salted
+from ..options.request_quality import asks, is_one_shot, level_of, namespace, offered, salted
 from .model_identity import adapter_digest
-from .request_limits import format_id_of, limit_request
+from .request_limits import default_budget, format_id_of, limit_request
 
 _numbers = itertools.count()
 
@@ -21,7 +21,7 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
     """Set the quality and the namespace of a request of SGLang's `scheduler`, and abort a request that cannot be
     served."""
     req.skip_radix_cache_insert = False
-    _read_quality(runtime, req)
+    _read_quality(runtime, req, answers=scheduler.is_generation)
     unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
     # The next turn of a session hits the blocks of an unsalted turn, so these outlive the request.
     req.kvc_private = (unsalted and req.session is None) or req.kvc_budget is not None
@@ -44,8 +44,9 @@ def _number(req: Any) -> int:
     return req.session.kvc_number
 
 
-def _read_quality(runtime: Runtime, req: Any) -> None:
-    """Set `kvc_level`, `kvc_budget` and `kvc_hints` from the request's custom parameters, or abort the request."""
+def _read_quality(runtime: Runtime, req: Any, *, answers: bool) -> None:
+    """Set `kvc_level`, `kvc_budget` and `kvc_hints` from the request's custom parameters and `--kvc-one-shot`, or abort
+    the request."""
     req.kvc_level = req.kvc_budget = None
     req.kvc_hints = Hints()
     try:
@@ -56,6 +57,9 @@ def _read_quality(runtime: Runtime, req: Any) -> None:
         if is_one_shot(req.kvc_level):
             check_served(runtime, in_session=req.session is not None, returns_experts=req.return_routed_experts)
             req.kvc_budget = Budget.parse(req.kvc_level)
+        elif not asks(req.sampling_params.custom_params):
+            req.kvc_budget = default_budget(req, runtime, answers=answers)
+            req.kvc_level = str(req.kvc_budget) if req.kvc_budget else None
     except ValueError as e:
         req.kvc_level = None
         req.set_finish_with_abort(str(e))

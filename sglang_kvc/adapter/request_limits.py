@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_schedule
 
-from ..cache.one_shot import Budget
+from ..cache.one_shot import Budget, check_served
 from ..cache.runtime import Runtime
 from ..options.request_quality import level
 
@@ -33,6 +33,23 @@ def chunk_tokens() -> int | None:
 def budget_of(req: Any) -> Budget | None:
     """The budget for the whole prompt of SGLang's request, None if it asked for none."""
     return getattr(req, "kvc_budget", None)
+
+
+def default_budget(req: Any, runtime: Runtime, *, answers: bool) -> Budget | None:
+    """The server's budget (`--kvc-one-shot`) for SGLang's request, which names no level; None: the server's format
+    serves it. That is so if the budget drops none of the prompt's tokens or the prompt cannot be one-shot, unless the
+    prompt does not fit in the server's format."""
+    if (budget := runtime.config.one_shot) is None or not answers:
+        return None
+    try:
+        check_served(runtime, in_session=req.session is not None, returns_experts=req.return_routed_experts)
+    except ValueError:
+        return None
+    fmt, tokens = runtime.store.block_formats[1].high, len(req.origin_input_ids)
+    drops = budget.plan(runtime.layout, fmt, tokens // runtime.layout.block_tokens, tokens) is not None
+    if drops and refusal(req, runtime, budget, answers=answers) is None:
+        return budget
+    return budget if refusal(req, runtime, None, answers=answers) is not None else None
 
 
 def limit_request(req: Any, runtime: Runtime, *, answers: bool) -> None:

@@ -40,9 +40,11 @@ class Budget:
     tokens: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Budget:
-        """'one-shot:16x' or 'one-shot:1024'. ValueError, in one sentence, for anything else."""
-        m = re.fullmatch(rf"{PREFIX}:(?:(\d{{1,3}}(?:\.\d+)?)x|(\d{{1,9}}))", text.strip().lower())
+    def parse(cls, text: str, option: str | None = None) -> Budget:
+        """'one-shot:16x' or 'one-shot:1024'; the value of a server `option` may omit 'one-shot:'. ValueError, in one
+        sentence, for anything else."""
+        prefix = f"(?:{PREFIX}:)?" if option else f"{PREFIX}:"
+        m = re.fullmatch(rf"{prefix}(?:(\d{{1,3}}(?:\.\d+)?)x|(\d{{1,9}}))", text.strip().lower())
         why = "is not a budget"
         if m and m[1]:
             if RATIOS[0] <= float(m[1]) <= RATIOS[1]:
@@ -52,9 +54,11 @@ class Budget:
             if int(m[2]):
                 return cls(tokens=int(m[2]))
             why = "keeps nothing"
+        given = f"{option} {reprlib.repr(text)}" if option else f"custom_params asks for {reprlib.repr(text)}, which"
+        example = "" if option else f"{PREFIX}:"
         raise ValueError(
-            f"custom_params asks for {reprlib.repr(text)}, which {why}; give a ratio to bf16 from {RATIOS[0]:g} to "
-            f'{RATIOS[1]:g}, like "{PREFIX}:16x", or the tokens that a head keeps on average, like "{PREFIX}:1024".'
+            f'{given} {why}; give a ratio to bf16 from {RATIOS[0]:g} to {RATIOS[1]:g}, like "{example}16x", or the '
+            f'tokens that a head keeps on average, like "{example}1024".'
         )
 
     def __str__(self) -> str:

@@ -9,7 +9,8 @@
    device (`conflicts.check_memory_saver`, `check_dp_attention`), the CPU platform, `conflicts.check_memory`.
 2. After it, with the model's config file (`start.verify`):
    `unsupported_models.check_facts` (the table `MODEL_REFUSALS`, sliding windows, the calibration file's model,
-   `validate.check_geometry`), `validate.check_pool`, fields that SGLang changed, `conflicts.check_chunk`.
+   `validate.check_geometry`, `check_one_shot`), `validate.check_pool`, fields that SGLang changed,
+   `conflicts.check_chunk`.
 3. In each scheduler process, with the built model and before its pool (`unsupported_models.check_model`):
    `unsupported_args.check_capability`, then `check_facts` again.
 

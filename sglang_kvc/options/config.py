@@ -7,6 +7,7 @@ from typing import Any
 
 from kvc_kernels.formats import FORMATS, Format
 from kvc_kernels.ops import ScoreSampling
+from sglang_kvc.cache.one_shot import Budget as PromptBudget
 from sglang_kvc.policies import POLICIES
 from sglang_kvc.policies.allocation import Global, Share
 from sglang_kvc.policies.budget import Budget
@@ -48,6 +49,7 @@ class KvcConfig:
     trust: str = SALT  # which requests share blocks that depend on one request's queries: all, or those of one salt
     allow_lossless: bool = True  # whether single requests may ask for an uncompressed cache
     allow_one_shot: bool = True  # whether single requests may ask for a budget of their whole prompt
+    one_shot: PromptBudget | None = None  # budget of the prompts of requests that name no level
     lag: int = 0  # number of tokens that follow a block when it is planned; 0: the window
 
     @property
@@ -77,7 +79,8 @@ class KvcConfig:
         names = [f.name for f in fields(POLICIES[self.policy]) if f.name not in omitted]
         values = {name: _plain(getattr(self, name)) for name in names}
         extra = "".join(f", {name} {value}" for name, value in values.items() if value is not None)
-        return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}"
+        default = f", {self.one_shot}" if self.one_shot else ""
+        return f"{self.policy} {tiers}, block {self.block_size}, window {self.window}{extra}{default}"
 
 
 def _plain(value: Any) -> bool | int | float | str | None:

@@ -1,6 +1,7 @@
 """Per-request quality ("level"), in SGLang's `custom_params`: `{"kvc": "lossless"}`, a format that the server offers
 with `--kvc-levels`, `{"kvc": "k8v4"}`, or a budget for the whole prompt, `{"kvc": "one-shot:16x"}`. With `--kvc-floor`
-a request may also name the server's own format, which its blocks then keep.
+a request may also name the server's own format, which its blocks then keep. `--kvc-one-shot` is the budget of requests
+that name no level (`request_limits.default_budget`).
 
 A level is a namespace of the radix tree: blocks of different levels are never shared. So a lossless request never reads
 a packed block, and no other request keeps an uncompressed block alive. If its attention scores decide which tokens its
@@ -20,6 +21,7 @@ from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import LOSSLESS, POLICIES
 
 PARAMETER = "kvc"
+ONE_SHOT_NEEDS = "policy quantise, safe or balanced in a packed format, --kvc-window 0 and --kvc-allow-one-shot true"
 
 
 def offered(config: KvcConfig) -> tuple[str, ...]:
@@ -55,8 +57,7 @@ def level_of(custom_params: Any, offered: Sequence[str] = (LOSSLESS,), default: 
         if one_shot.PREFIX not in offered:
             raise ValueError(
                 f'custom_params["{PARAMETER}"] is {reprlib.repr(level)}, which this server does not offer, because it '
-                f"needs policy quantise, safe or balanced in a packed format, --kvc-window 0 and "
-                f"--kvc-allow-one-shot true; omit it for the server's default."
+                f"needs {ONE_SHOT_NEEDS}; omit it for the server's default."
             )
         return str(one_shot.Budget.parse(level))
     if isinstance(level, str) and level in offered:
@@ -78,7 +79,8 @@ def is_one_shot(level: Any) -> bool:
 
 
 def level(req: Any) -> str | None:
-    """The level that SGLang's request asked for; None for a request that never entered SGLang's queue."""
+    """The level of SGLang's request, which the request or `--kvc-one-shot` names; None for the server's format, and for
+    a request that never entered SGLang's queue."""
     return getattr(req, "kvc_level", None)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvc_kernels.formats import BF16
 from kvc_kernels.ops import ScoreSampling
+from sglang_kvc.cache.one_shot import Budget as PromptBudget
 from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import defaults_of
 from sglang_kvc.options.config import KvcConfig
@@ -130,6 +131,13 @@ def _text(parse: Callable[[str], Any], kind: type) -> Callable[[str, Any], Any]:
     return parsed
 
 
+def _prompt_budget(text: str) -> PromptBudget:
+    try:
+        return PromptBudget.parse(text, flag("one_shot"))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {unit + "I": 1 << (10 * i) for i, unit in enumerate("KMGT", start=1)}
 
@@ -150,6 +158,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("memory", "host_memory", "disk_size"), parse_bytes),
     "observe": _text(parse_observe, ScoreSampling),
     "budget": _text(Budget.parse, Budget),
+    "one_shot": _text(_prompt_budget, PromptBudget),
     "scorer": _text(parse_scorer, Scorer),
     "share": _text(parse_share, Share),
     # Paths: upper and lower case differ.

@@ -186,6 +186,15 @@ class KvcServerArgs(ServerArgs, dict=True, kw_only=True):  # type: ignore[call-a
         ),
         NS("memory"),
     ] = None
+    kvc_one_shot: A[
+        str | None,
+        _option(
+            "Policy quantise: budget of the prompts of all requests that name no quality: a compression ratio to bf16 "
+            "up to 64x, like 16x, or the tokens that a head keeps on average, like 1024. Such a prompt shares no "
+            'block. custom_params {"kvc": "k4v4"} asks for the server\'s format instead. Default: none.'
+        ),
+        NS("memory"),
+    ] = None
     kvc_trust: A[
         str | None,
         _option(

@@ -26,7 +26,12 @@ from sglang_kvc.options.conflicts import (
 )
 from sglang_kvc.options.model_facts import from_model_config
 from sglang_kvc.options.resolve import resolve_config
-from sglang_kvc.options.start_warnings import environment_warnings, ignored_warnings, trust_warning
+from sglang_kvc.options.start_warnings import (
+    environment_warnings,
+    ignored_warnings,
+    one_shot_warning,
+    trust_warning,
+)
 from sglang_kvc.options.unsupported_args import PREFILL_GRAPHS, check_args, check_pool_sizing
 from sglang_kvc.options.unsupported_models import check_facts
 from sglang_kvc.options.validate import check_pool, wasted_levels
@@ -49,9 +54,9 @@ def prepare(args: Any) -> None:
     check_args(args, config)
     if config.storage is not None:
         _check_storage(args)
-    trust = None if args.disable_radix_cache else trust_warning(config)
+    sharing = [] if args.disable_radix_cache else [trust_warning(config), one_shot_warning(config)]
     cpu = _on_cpu(args)
-    for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *([trust] if trust else [])]:
+    for warning in [*environment_warnings(), *ignored_warnings(args, cpu=cpu), *filter(None, sharing)]:
         logger.warning(warning)
     if args.chunked_prefill_size is not None and args.chunked_prefill_size <= 0:
         logger.warning("Without chunked prefill, every prompt must fit into the KV cache uncompressed.")

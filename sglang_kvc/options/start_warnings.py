@@ -1,5 +1,5 @@
-"""Warnings at a server's start: arguments and environment variables without effect, and a policy that lets one request
-decide what others read."""
+"""Warnings at a server's start: arguments and environment variables without effect, a policy that lets one request
+decide what others read, and prompts without a prefix cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from sglang_kvc.options.config import ALL, KvcConfig
+from sglang_kvc.options.request_quality import PARAMETER
 from sglang_kvc.policies import SEQUENCE, make_policy
 
 TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
@@ -34,6 +35,17 @@ def trust_warning(config: KvcConfig) -> str | None:
         f"--kvc-policy {config.policy} packs blocks by the attention of one request, so only requests with the same "
         f"cache_salt share them, and a request without one computes its whole prompt; if all clients trust each other, "
         f"set --kvc-trust {ALL}."
+    )
+
+
+def one_shot_warning(config: KvcConfig) -> str | None:
+    """A sentence if prompts have a budget by default, which keeps them out of the prefix cache. Else None."""
+    if config.one_shot is None:
+        return None
+    return (
+        f"--kvc-one-shot: a prompt that {config.one_shot} makes smaller hits no cached prefix and leaves none; if "
+        f'prompts have a common prefix, name the server\'s format in their custom_params: {{"{PARAMETER}": '
+        f'"{config.high}"}}.'
     )
 
 

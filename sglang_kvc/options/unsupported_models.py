@@ -13,7 +13,7 @@ from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.options.model_facts import ModelFacts, from_configurator
 from sglang_kvc.options.resolve import resolve_config
 from sglang_kvc.options.unsupported_args import Refusal, check_capability
-from sglang_kvc.options.validate import check_geometry
+from sglang_kvc.options.validate import check_geometry, check_one_shot
 from sglang_kvc.policies import make_policy
 
 logger = logging.getLogger(__name__)
@@ -144,6 +144,7 @@ def check_facts(facts: ModelFacts, config: KvcConfig) -> None:
         )
     check_identity(config, facts.identity)
     check_geometry(config, head_dim=facts.head_dim)
+    check_one_shot(config, head_dim=facts.head_dim, windowed=bool(facts.windows))
 
 
 def check_model(configurator: Any) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 from kvc_kernels.formats import BF16, FORMATS
 from kvc_kernels.layout import PageLayout, RecordLayout
+from sglang_kvc.cache import one_shot
 from sglang_kvc.cache.sizing import make_layout, size_server
 from sglang_kvc.calibration.tensors import tensor_names
 from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import check_verdicts
 from sglang_kvc.options.config import EVICTIONS, TRUST, KvcConfig
+from sglang_kvc.options.request_quality import ONE_SHOT_NEEDS, offered
 from sglang_kvc.policies import make_policy
 from sglang_kvc.policies.base import EVIDENCE
 from sglang_kvc.policies.ladder import is_below
@@ -22,6 +24,7 @@ BLOCK_SIZE_STEP, BLOCK_SIZE_MAX = 64, 1024
 PAGE_BYTES_STEP, PAGE_BYTES_MIN, PAGE_BYTES_MAX = 16, 512, 1 << 20
 WINDOW_MAX = 1 << 20
 MIN_KEY_BITS = 128  # minimum bits of a token's key codes: tensor cores multiply 16 bytes at a time
+LONG_PROMPT = 1 << 20  # tokens of a prompt whose size does not depend on rounding to pages
 MEMORY_MIN = 1 << 20  # less than a megabyte is a wrong unit, not a size
 
 
@@ -154,6 +157,15 @@ def _check_lag(c: KvcConfig) -> None:
         )
 
 
+def _check_one_shot(c: KvcConfig) -> None:
+    """A default budget needs a server that offers budgets."""
+    if c.one_shot is not None and one_shot.PREFIX not in offered(c):
+        raise ConfigError(
+            f"{flag('one_shot')} cannot be served, because one-shot prompts need {ONE_SHOT_NEEDS}; change these "
+            f"options, or drop {flag('one_shot')}."
+        )
+
+
 def _check_statistics(c: KvcConfig) -> None:
     """The calibration file must hold the statistics that the policy needs."""
     needs = make_policy(c).needs
@@ -188,6 +200,7 @@ CHECKS: tuple[Callable[[KvcConfig], None], ...] = (
     _check_sizes,
     _check_policy_settings,
     _check_lag,
+    _check_one_shot,
     _check_statistics,
     check_verdicts,
 )
@@ -220,6 +233,23 @@ def check_geometry(config: KvcConfig, *, head_dim: int) -> None:
             policy.high_pages(layout)  # type: ignore[attr-defined]  # policies with a budget have it
         except ValueError as e:
             raise ConfigError(f"{e}.") from None
+
+
+def check_one_shot(config: KvcConfig, *, head_dim: int, windowed: bool) -> None:
+    """Checks of a default budget that need the model: its prompts can be one-shot, and long ones get smaller."""
+    if (budget := config.one_shot) is None:
+        return
+    # One layer and head suffice: budget and pages both grow in proportion to them.
+    layout, fmt = make_layout(config, make_policy(config), layers=1, heads=1, head_dim=head_dim), FORMATS[config.high]
+    if (why := one_shot.why_unserved(layout, fmt, windowed=windowed)) is not None:
+        raise ConfigError(
+            f"{flag('one_shot')} cannot be served, because {why}; drop it, and prompts are stored in {fmt.name}."
+        )
+    if budget.ratio and budget.plan(layout, fmt, LONG_PROMPT // layout.block_tokens, LONG_PROMPT) is None:
+        raise ConfigError(
+            f"{flag('one_shot')} {budget.ratio:g}x has no effect, because {fmt.name} alone makes prompts that small; "
+            f"give a larger ratio, like 16x, or drop it."
+        )
 
 
 def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> None:

@@ -19,6 +19,7 @@ from kvc_patches import weights
 from sglang_kvc.adapter import model_identity
 from sglang_kvc.adapter.model_identity import OPTIONS, adapter_digest, model_text, weights_digest
 from sglang_kvc.cache.identity import NO_EFFECT, canonical, identity
+from sglang_kvc.cache.one_shot import Budget as PromptBudget
 from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies.allocation import Uniform
 from sglang_kvc.policies.budget import Budget
@@ -150,7 +151,8 @@ CHANGES = {
     "budget": Budget(ratio=4), "scorer": ExpectedAttention(), "share": Uniform(), "sinks": 4,
     "levels": ("k8v8",), "floor": "k2v2", "lag": 64,
     "memory": 1 << 30, "host_memory": 1 << 30, "disk": "elsewhere", "disk_size": 1 << 30, "storage": "file",
-    "eviction": "reuse", "trust": "all", "allow_lossless": False, "allow_one_shot": False, "calibration": None,
+    "eviction": "reuse", "trust": "all", "allow_lossless": False, "allow_one_shot": False,
+    "one_shot": PromptBudget(ratio=16), "calibration": None,
 }  # fmt: skip
 
 
@@ -162,6 +164,11 @@ def test_every_setting_that_changes_blocks_counts(name):
     assert name == "calibration" or CHANGES[name] != getattr(runtime.config, name)
     runtime.config = replace(runtime.config, **{name: CHANGES[name]})
     assert (identity(runtime) != before) == (name not in NO_EFFECT)
+
+
+def test_default_budget_keeps_identity():
+    """Blocks of its prompts are private, so stored blocks serve servers with and without it."""
+    assert identity(make_runtime(window=0, one_shot=PromptBudget(ratio=16))) == identity(make_runtime(window=0))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
-    "stored",
+    "stored", "budgeted",
 }  # fmt: skip
 # On a GPU, NCCL needs one GPU per rank.
 REPLICAS = 2 if common.has_gpu() else 4  # ranks of a model with half as many KV heads
@@ -80,6 +80,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         ),
         "exact": ("bf16", chunk, SMALL, retract),
         "thinned": ("k8v4", chunk, "32MiB", {}),
+        "budgeted": ("k4v4", [*chunk, "--kvc-one-shot", "8x", "--enable-streaming-session"], "256MiB", {}),
         "mixed": ("k4v4", [*chunk, "--enable-mixed-chunk", *window], "128MiB", {}),
         "graphs": ("k4v4", chunk, "256MiB", _plugin("graphs_on_cpu")),
         "ranks": ("leankv+alpha_low=0.5", [*two, "--kvc-eviction", "reuse"], "2MiB", _ranks()),
@@ -213,6 +214,11 @@ def levels(servers):
 @pytest.fixture
 def thinned(servers):
     yield from _healthy(servers, "thinned")
+
+
+@pytest.fixture
+def budgeted(servers):
+    yield from _healthy(servers, "budgeted")
 
 
 @pytest.fixture
