@@ -8,6 +8,8 @@ GPU. Importing this module does not import triton.
 Other packages import only this module, `layout` and `store` (`tests/test_imports.py`).
 """
 
+# ruff: noqa: F401  (this module exports what it imports)
+
 from .append import reference as append_reference
 from .common.dispatch import dispatch
 from .common.softmax import MAX_ELEMENTS, causal_mask, query_weights
@@ -66,67 +68,3 @@ count_queries = dispatch(scores_reference.count_queries, "scores.count_kernel:co
 # Plans of policies.
 plan_thresholds = dispatch(thresholds.plan_thresholds, "tiering.thresholds_kernel:plan_thresholds_triton")
 keydiff_blocks = dispatch(importance.keydiff_blocks, "tiering.keydiff_kernel:keydiff_blocks")
-
-__all__ = [
-    "DECODE_STRIDE",
-    "HIGH",
-    "LOW",
-    "MAX_ELEMENTS",
-    "PRUNED",
-    "STRIDES",
-    "AttentionScores",
-    "DecodeAttention",
-    "ExtendAttention",
-    "LastQueries",
-    "RowGaps",
-    "ScoreSampling",
-    "Thresholds",
-    "WindowedExtend",
-    "append",
-    "apportion",
-    "block_digest",
-    "block_head_pages",
-    "block_scores",
-    "block_tiers",
-    "carry_scores",
-    "causal_mask",
-    "check_invariants",
-    "compact",
-    "count_queries",
-    "decode_attention",
-    "decode_snapshot",
-    "expected_attention",
-    "extend_attention",
-    "fake_quantize",
-    "future_keys",
-    "gate_scores",
-    "greedy_allocation",
-    "hashed_scores",
-    "keep_all",
-    "keydiff",
-    "keydiff_blocks",
-    "least_allocation",
-    "load_dense",
-    "mean_attention_scores",
-    "pack_kept",
-    "plan_thresholds",
-    "pool_scores",
-    "prompt_scores",
-    "pseudo_attention",
-    "pyramid",
-    "query_weights",
-    "quota",
-    "ranked_tokens",
-    "read_records",
-    "record_places",
-    "recurrence",
-    "release",
-    "retention_curves",
-    "rotated",
-    "sequence_quota",
-    "spread",
-    "take_bf16",
-    "take_stored",
-    "threshold",
-    "write_records",
-]
