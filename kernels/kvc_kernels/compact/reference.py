@@ -14,6 +14,7 @@ from ..common import quant
 from ..common.bits import PageRows, bf16_rows, read_page, segment, write_page
 from ..formats import BF16, Format
 from ..layout import BlockFormat, PageLayout, PoolLayout
+from ..pages.gather import gather_pages
 from ..pages.reference import block_tier_pages, return_pages, table_order, table_rows, take_pages, tier_pages
 from ..pages.tiers import HIGH, LOW, PRUNED, TierSlots, tier_slots, token_slots
 from ..store import SCRATCH_PAGE, PageStore
@@ -32,17 +33,12 @@ class _Source(NamedTuple):
     rows: PageRows
 
 
-def max_tier_pages(layout: PoolLayout, fmt: Format) -> int:
-    """Maximum pages of one head of a block in `fmt`."""
-    return layout.pages_for(fmt, layout.block_tokens)
-
-
 def check_block_format(layout: PoolLayout, block_format: BlockFormat) -> None:
     """ValueError if some split of P tokens over the block format's tiers overflows a table row."""
+    p = layout.block_tokens
     if block_format.low is None:
-        worst = max_tier_pages(layout, block_format.high)
+        worst = layout.pages_for(block_format.high, p)
     else:
-        p = layout.block_tokens
         worst = max(
             layout.pages_for(block_format.high, n) + layout.pages_for(block_format.low, p - n) for n in range(p + 1)
         )
@@ -52,11 +48,6 @@ def check_block_format(layout: PoolLayout, block_format: BlockFormat) -> None:
             f"{names} may take {worst} pages per head, but a table row has {layout.head_pages_bf16} entries; "
             f"choose a page size other than {layout.page_bytes} bytes"
         )
-
-
-def _gather_pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:
-    """uint8 `[m, pages, page_bytes]` of ids `[m, pages]`."""
-    return store.pages.index_select(0, ids.flatten()).view(*ids.shape, store.layout.page_bytes)
 
 
 def _flat_slots(rows: PageRows) -> PageRows:
@@ -76,14 +67,14 @@ def _flat_slots(rows: PageRows) -> PageRows:
 def read_tiers(store: PageStore, tiers: list[TierSlots]) -> list[_Source]:
     """Codes and metas of the tiers' slots; invalid slots are undefined."""
     return [
-        _Source(t.page.format, _flat_slots(read_page(t.page, _gather_pages(store, t.ids), store.dtype))) for t in tiers
+        _Source(t.page.format, _flat_slots(read_page(t.page, gather_pages(store, t.ids), store.dtype))) for t in tiers
     ]
 
 
 def read_bf16(store: PageStore, row_table: torch.Tensor) -> PageRows:
     """P tokens of m uncompressed heads, `row_table` `[m, E]`: keys, values `[m, P, D]`, scores `[m, P]`."""
     page, p = store.layout.page(BF16), store.layout.block_tokens
-    raw = _gather_pages(store, row_table.long())
+    raw = gather_pages(store, row_table.long())
     k, v = bf16_rows(page, raw, store.dtype)
     scores = segment(page, raw, "scores", torch.float32)
     return PageRows(
@@ -218,7 +209,7 @@ def _destinations(
         if fmt is None:
             dest.append(ids.new_zeros((len(ids), 0)).long())
             continue
-        j = torch.arange(max_tier_pages(store.layout, fmt), device=store.device)
+        j = torch.arange(store.layout.pages_for(fmt, store.layout.block_tokens), device=store.device)
         at = j.expand(len(ids), -1) if start is None else (start.unsqueeze(-1) + j).clamp(max=ids.shape[1] - 1)
         dest.append(torch.where(j < num_pages.unsqueeze(-1), ids.gather(1, at), SCRATCH_PAGE).long())
     return dest

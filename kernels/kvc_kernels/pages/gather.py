@@ -171,7 +171,8 @@ def _add_scores(
         words.index_add_(0, ids, scores)
 
 
-def _pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:
+def gather_pages(store: PageStore, ids: torch.Tensor) -> torch.Tensor:
+    """uint8 `[..., page_bytes]` of page ids `[...]`."""
     return store.pages.index_select(0, ids.flatten()).view(*ids.shape, store.layout.page_bytes)
 
 
@@ -179,7 +180,7 @@ def _plain(store: PageStore, layer: int, blocks: torch.Tensor, tokens: int) -> P
     """The first `tokens` tokens of uncompressed `blocks[nb]`."""
     g, page = store.layout, store.layout.page(BF16)
     ids = store.table[blocks, layer].transpose(0, 1).long()
-    k, v = bf16_rows(page, _pages(store, ids), store.dtype)  # [H, nb, E, T0, D]
+    k, v = bf16_rows(page, gather_pages(store, ids), store.dtype)  # [H, nb, E, T0, D]
     k, v = (x.flatten(2, 3)[:, :, : g.block_tokens].flatten(1, 2)[:, :tokens] for x in (k, v))
     return PlainPart(page, ids, k, v, g.block_tokens)
 
@@ -204,7 +205,7 @@ def _packed(store: PageStore, layer: int, blocks: torch.Tensor, block_format: Bl
         valid = None
         if not full or max_tokens < pages * page.tokens:
             valid = (torch.arange(pages * page.tokens, device=ids.device) < head_tokens).flatten(1)
-        out.append(PackedPart(page, ids, _pages(store, ids), header, valid, max_tokens if full else 0))
+        out.append(PackedPart(page, ids, gather_pages(store, ids), header, valid, max_tokens if full else 0))
     return out
 
 

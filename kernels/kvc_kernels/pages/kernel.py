@@ -191,9 +191,20 @@ def _swap_constants(store: PageStore, format_id: int) -> tuple:
     return known
 
 
-def _swap(
-    store: PageStore, blocks: torch.Tensor, format_id: int, tiers: torch.Tensor | None, counts: torch.Tensor | None
+def exchange_pages(
+    store: PageStore,
+    blocks: torch.Tensor,
+    format_id: int,
+    *,
+    tiers: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> Exchange:
+    """Move `blocks[n]` (int64, distinct) to packed format `format_id`, or release them (-1), in the table and the ring;
+    no page is written.
+
+    A row's pages follow from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`). With neither,
+    every token is kept high.
+    """
     n, (rows, entries, padded, padded_rows, formats) = blocks.numel(), _swap_constants(store, format_id)
     # a release (format id -1) takes no pages and records none
     m, gets, ring, cursor = n * rows, format_id > 0, store.ring, store.cursor
@@ -221,26 +232,10 @@ def _swap(
     return Exchange(ids, page_counts, old, pages)
 
 
-def exchange_pages(
-    store: PageStore,
-    blocks: torch.Tensor,
-    to_format: int,
-    *,
-    tiers: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-) -> Exchange:
-    """Move `blocks[n]` (int64, distinct) to packed format `to_format` in the table and the ring; no page is written.
-
-    A row's pages follow from `tiers` (int8 `[m, P]`, contiguous) or from token `counts` (int32 `[m, 2]`). With neither,
-    every token is kept high.
-    """
-    return _swap(store, blocks, to_format, tiers, counts)
-
-
 def release(store: PageStore, blocks: torch.Tensor) -> None:
     """`reference.release` as kernels."""
     if blocks.numel():
-        _swap(store, blocks.long(), -1, None, None)
+        exchange_pages(store, blocks.long(), -1)
 
 
 def take_bf16(store: PageStore, blocks: torch.Tensor) -> None:

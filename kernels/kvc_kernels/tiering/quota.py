@@ -19,15 +19,6 @@ def keep_all(n: int, layout: PoolLayout, device: torch.device | str = "cpu") -> 
     return torch.full(shape, HIGH, dtype=torch.int8, device=device)
 
 
-def _ranks(values: torch.Tensor, member: torch.Tensor | None = None) -> torch.Tensor:
-    """Rank along the last dim, best value first, equal values by position; non-members after all members."""
-    if member is not None:
-        values = values.masked_fill(~member, -torch.inf)
-    order = values.sort(dim=-1, descending=True, stable=True).indices
-    place = torch.arange(values.shape[-1], device=values.device).expand(order.shape)
-    return torch.empty_like(order).scatter_(-1, order, place)
-
-
 def quota(
     scores: torch.Tensor,
     pages: int | Sequence[int],
@@ -80,7 +71,7 @@ def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _ranks_after(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Rank along the last dim: members of bool `first`, then the rest, each best value first."""
+    """Rank along the last dim: members of bool `first`, then the rest, each best value first, equals by position."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
     first_first = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
     order = order.gather(-1, first_first)
@@ -126,12 +117,12 @@ def threshold(
     for tier, page_tokens in ((HIGH, high_tokens), (LOW, low_tokens)):
         room = (-(tiers == tier).sum(-1, keepdim=True)) % page_tokens
         candidate = (tiers < tier) & (ceiling >= tier)
-        fill = candidate & (_ranks(closeness, candidate) < room)
+        fill = candidate & (_ranks_after(closeness, candidate) < room)
         tiers = torch.where(fill, tier, tiers).to(torch.int8)
     if max_pages is not None:
         limit = max_pages.to(torch.int64)
         tiers = torch.where((_tier_pages(tiers, high_tokens, low_tokens) > limit).unsqueeze(-1), ceiling, tiers)
-        best = (ceiling == HIGH) & (_ranks(closeness, ceiling == HIGH) < (limit * high_tokens).unsqueeze(-1))
+        best = (ceiling == HIGH) & (_ranks_after(closeness, ceiling == HIGH) < (limit * high_tokens).unsqueeze(-1))
         over = (_tier_pages(tiers, high_tokens, low_tokens) > limit).unsqueeze(-1)
         tiers = torch.where(over, best.to(torch.int8) * HIGH, tiers)
     return tiers
