@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from .lookup import format_id_of, runtime_of
+from .lookup import runtime_of
 from .registry import hook
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
@@ -108,6 +108,8 @@ def around_running_offset(orig, self, req):
     growth, runtime = orig(self, req), runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return growth
+    from sglang_kvc.adapter.request_limits import format_id_of
+
     return runtime.capacity.running_tokens(getattr(req, "kvc", None), growth, format_id_of(runtime, req))
 
 

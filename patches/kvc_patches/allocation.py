@@ -7,7 +7,7 @@ asked for a spare block per request: at 128 tokens per block that slack would ev
 
 from __future__ import annotations
 
-from .lookup import budget_of, chunk_tokens, format_id_of, runtime_of
+from .lookup import runtime_of
 from .registry import hook
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
@@ -33,6 +33,8 @@ def around_alloc_for_extend(orig, batch):
 
 def _new_sequence(runtime, tree, req):
     """The record of a request that starts, or resumes after a retraction."""
+    from sglang_kvc.adapter.request_limits import budget_of, chunk_tokens, format_id_of
+
     format_id = format_id_of(runtime, req)
     if (budget := budget_of(req)) is not None:
         return runtime.new_one_shot(budget, len(req.full_untruncated_fill_ids), format_id, chunk_tokens())

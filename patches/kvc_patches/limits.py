@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 
-from .lookup import current, longest_request
+from .lookup import current
 from .registry import hook
 
 LENGTH, INPUT = 4, 5  # indices of `max_req_len` and `max_req_input_len` in the worker's tuple
@@ -23,6 +23,8 @@ def around_get_worker_info(orig, self):
     info = orig(self)
     if (runtime := current()) is None:
         return info
+    from sglang_kvc.adapter.request_limits import longest_request
+
     limits, margin = list(info), info[LENGTH] - info[INPUT]
     # No request starts at a format below the server's own.
     formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
@@ -36,6 +38,7 @@ def around_get_worker_info(orig, self):
 def longest_prompts(runtime) -> dict[str, int]:
     """Tokens of the longest prompt that leaves room for an answer, by requested quality. The model's context may be
     shorter."""
+    from sglang_kvc.adapter.request_limits import longest_request
     from sglang_kvc.cache.one_shot import PREFIX, Budget, check_served
     from sglang_kvc.options.request_quality import offered
 

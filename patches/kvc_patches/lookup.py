@@ -1,5 +1,4 @@
-"""Lookup of our objects from those that SGLang passes to a hook. `adapter/request_limits.py` describes the functions on
-requests.
+"""Lookup of the runtime of a hook.
 
 `sglang_kvc` is imported at call time, because hooks are registered in every process, even with another backend.
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang_kvc.cache.one_shot import Budget
     from sglang_kvc.cache.runtime import Runtime
 
 
@@ -25,27 +23,3 @@ def runtime_of(allocator: Any) -> Runtime | None:
     from sglang_kvc.adapter.allocator import KvcAllocator
 
     return allocator.runtime if isinstance(allocator, KvcAllocator) else None
-
-
-def format_id_of(runtime: Runtime, req: Any) -> int:
-    from sglang_kvc.adapter import request_limits
-
-    return request_limits.format_id_of(runtime, req)
-
-
-def longest_request(runtime: Runtime, format_id: int, budget: Budget | None = None, prompt: int | None = None) -> int:
-    from sglang_kvc.adapter import request_limits
-
-    return request_limits.longest_request(runtime, format_id, budget, prompt)
-
-
-def chunk_tokens() -> int | None:
-    from sglang_kvc.adapter import request_limits
-
-    return request_limits.chunk_tokens()
-
-
-def budget_of(req: Any) -> Budget | None:
-    from sglang_kvc.adapter import request_limits
-
-    return request_limits.budget_of(req)

@@ -39,32 +39,17 @@ def around_resolve_memory_pool_config(orig, self, pre_model_load_memory):
     return config
 
 
-def around_build_pool(orig, self, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):
+def around_build_pool(orig, self, **arguments):
     if not _active(self):
-        return orig(
-            self,
-            sizes=sizes,
-            is_dsa_model=is_dsa_model,
-            is_dsv4_model=is_dsv4_model,
-            req_to_token_pool=req_to_token_pool,
-        )
+        return orig(self, **arguments)
     from sglang_kvc.adapter.pool import KvcPool
 
     return KvcPool(current(), start_layer=self.layer_info.start_layer, end_layer=self.layer_info.end_layer)
 
 
-def around_build_allocator(
-    orig, self, *, sizes, token_to_kv_pool, is_dsv4_model, req_to_token_pool, token_to_kv_pool_allocator
-):
+def around_build_allocator(orig, self, *, token_to_kv_pool, **arguments):
     if not _active(self):
-        return orig(
-            self,
-            sizes=sizes,
-            token_to_kv_pool=token_to_kv_pool,
-            is_dsv4_model=is_dsv4_model,
-            req_to_token_pool=req_to_token_pool,
-            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
-        )
+        return orig(self, token_to_kv_pool=token_to_kv_pool, **arguments)
     from sglang_kvc.adapter.allocator import KvcAllocator
 
     return KvcAllocator(token_to_kv_pool.runtime, token_to_kv_pool, self.device)

@@ -6,12 +6,12 @@ again, so that the next chunk begins where they did.
 
 from __future__ import annotations
 
-from .lookup import budget_of, chunk_tokens, format_id_of
+from .lookup import current
 from .registry import hook
 
 
 def after_get_fill_ids(ids, self):
-    from sglang_kvc.cache.runtime import current
+    from sglang_kvc.adapter.request_limits import budget_of, chunk_tokens, format_id_of
     from sglang_kvc.cache.thinning import probe_tokens
 
     if (budget := budget_of(self)) is None or (runtime := current()) is None:

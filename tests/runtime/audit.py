@@ -9,8 +9,8 @@ import torch
 
 from kvc_kernels import ops
 from kvc_kernels.store import PageStore
-from kvc_patches.lookup import format_id_of
 from sglang_kvc.adapter.radix_cache import FULL
+from sglang_kvc.adapter.request_limits import format_id_of
 from sglang_kvc.cache.blocks import State
 
 from . import record

@@ -13,9 +13,9 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_prompts
-from kvc_patches.lookup import longest_request
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
+from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.request_quality import LOSSLESS
 

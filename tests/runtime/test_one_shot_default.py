@@ -8,8 +8,8 @@ import pytest
 from sglang.srt import runtime_context
 
 from kvc_patches.limits import longest_prompts
-from kvc_patches.lookup import longest_request
 from kvc_patches.requests import before_add_request_to_queue
+from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.request_quality import is_private
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from kvc_patches.lookup import longest_request
+from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.cache import replanning, thinning
 from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.config import REUSE

@@ -17,7 +17,7 @@ import pytest
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.runtime_context import get_parallel
 
-from kvc_patches.lookup import longest_request
+from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.options.config import REUSE
 from sglang_kvc.options.request_quality import LOSSLESS
 
