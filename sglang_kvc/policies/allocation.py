@@ -24,13 +24,6 @@ from .parse import Part
 class Share(Part):
     """Base of all shares. A subclass is a class here and a name in `SHARES`."""
 
-    name: ClassVar[str]
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the tensors that the calibration file must hold."""
-        return ()
-
     def plan(
         self, scores: torch.Tensor, pages: int, page_tokens: int, floor: int, calibration: Calibration | None
     ) -> torch.Tensor:

@@ -17,6 +17,11 @@ class Part:
 
     name: ClassVar[str]
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the tensors that the calibration file must hold."""
+        return ()
+
     def __str__(self) -> str:
         """Text that `parse_part` turns into an equal part: the name, and the settings that are not defaults."""
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]

@@ -67,7 +67,6 @@ class Prune(Policy):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Tensors that the calibration file must hold."""
         return (*self.scorer.needs, *self.share.needs)
 
     @property
@@ -166,10 +165,8 @@ class Prune(Policy):
         return load(self.calibration, evidence.blocks.device) if self.needs else None
 
     def plan(self, evidence: Evidence, block_format: BlockFormat) -> torch.Tensor:
-        layout = evidence.layout
-        stats = self.statistics(evidence)
-        scores = self.scorer.score(replace(evidence, calibration=stats))
-        scores = self._protected(scores, evidence)
+        layout, stats = evidence.layout, self.statistics(evidence)
+        scores = self._protected(self.scorer.score(replace(evidence, calibration=stats)), evidence)
         tiers = self.share.plan(
             scores, self.high_pages(layout), layout.page(block_format.high).tokens, self.floor_pages(layout), stats
         )

@@ -24,7 +24,6 @@ class Scorer(Part):
     `sequence`) and `needs` (tensors of the calibration file). `score` sees all due blocks, layers and heads at once.
     """
 
-    name: ClassVar[str]
     # Whether scores grow with the number of counted queries.
     sums: ClassVar[bool] = True
 
@@ -35,11 +34,6 @@ class Scorer(Part):
     def sampling(self) -> ops.ScoreSampling | None:
         """Attention scores to collect; None when keys, values and positions suffice."""
         return None
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the tensors that the calibration file must hold."""
-        return ()
 
     def score(self, evidence: Evidence) -> torch.Tensor:
         """fp32 `[n, L, H, P]`; higher scores are kept. Without `sampling`, a function of each block's rows and
