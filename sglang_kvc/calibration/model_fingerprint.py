@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 # Fields that change keys, values or queries. Paths, dtypes and token ids differ between copies of a model.
@@ -30,9 +30,6 @@ class Identity:
     kv_heads: int
     head_dim: int
     fingerprint: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         return (

@@ -46,11 +46,8 @@ class Findings:
         """The record of one format, None if it was not measured."""
         return next((r for r in self.formats if r["format"] == fmt), None)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def metadata(self) -> dict[str, str]:
-        return {KEY: json.dumps({"version": VERSION, **self.to_dict()})}
+        return {KEY: json.dumps({"version": VERSION, **asdict(self)})}
 
 
 class _TokenKeys(Exception):

@@ -28,18 +28,18 @@ def window_attention(q: torch.Tensor, k: torch.Tensor, scale: float, end: int, w
     return query_weights(q[:, end - window : end], k[:, :end], None, 0, window, scale, 0.0)
 
 
-def importance(weights: torch.Tensor, pool: int = POOL) -> torch.Tensor:
+def importance(weights: torch.Tensor) -> torch.Tensor:
     """XKV's importance vector (equation 3), fp32 `[n]`: mean over heads and queries of `weights` `[H, G, w, n]`, then
-    the average over `pool` neighbors."""
-    return ops.pool_scores(weights.mean((0, 1)).mean(0, keepdim=True), pool, "mean")[0]
+    the average over `POOL` neighbors."""
+    return ops.pool_scores(weights.mean((0, 1)).mean(0, keepdim=True), POOL, "mean")[0]
 
 
-def retention(importance: torch.Tensor, units: int = UNITS) -> torch.Tensor:
-    """XKV's retention curve (equation 4), fp64 `[units]`: share of `importance` `[n]` in the best (u + 1) / units of
+def retention(importance: torch.Tensor) -> torch.Tensor:
+    """XKV's retention curve (equation 4), fp64 `[UNITS]`: share of `importance` `[n]` in the best (u + 1) / UNITS of
     the tokens, linear between whole tokens."""
     curve = ops.retention_curves(importance.unsqueeze(0).cpu())[0]
     curve = torch.cat((curve.new_zeros(1), curve))
-    at = torch.arange(1, units + 1, dtype=torch.float64) * len(importance) / units
+    at = torch.arange(1, UNITS + 1, dtype=torch.float64) * len(importance) / UNITS
     below = at.floor().long().clamp(max=len(importance) - 1)
     return torch.lerp(curve[below], curve[below + 1], at - below)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from kvc_kernels import ops
+
 
 def rotary_frequencies(model: torch.nn.Module) -> torch.Tensor | None:
     """fp32 `[R/2]`, radians per position; None unless all layers rotate alike and independently of length."""
@@ -22,12 +24,8 @@ def rotary_frequencies(model: torch.nn.Module) -> torch.Tensor | None:
 
 def unrotate(x: torch.Tensor, frequencies: torch.Tensor, first: int = 0) -> torch.Tensor:
     """fp32 `[..., n, D]` at positions first .. first + n - 1 without the rotation of the pairs (j, j + R/2)."""
-    half = frequencies.numel()
-    t = torch.arange(first, first + x.shape[-2], device=x.device)
-    angle = t[:, None].double() * frequencies.to(x.device).double()
-    cos, sin = angle.cos().float(), angle.sin().float()
-    a, b, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+    positions = torch.arange(first, first + x.shape[-2], device=x.device)
+    return ops.rotated(x.float(), -positions, frequencies.to(x.device))
 
 
 def same_before_rotation(
