@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+import numpy as np
 import torch
 
+from .common.upload import upload
 from .layout import BlockFormat, PoolLayout
 
 SCRATCH_BLOCK = 0  # block 0 backs padded rows and dummy runs; all its table entries name page 0
@@ -111,6 +113,10 @@ class PageStore:
         """Whether operations on this store run as kernels (see `common.dispatch`). Tests override it for a store on the
         CPU, to run kernels under Triton's interpreter."""
         return self.pages.is_cuda
+
+    def upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """`values` on the device, in their dtype, without waiting for it."""
+        return upload(values, self.device, dtype=None)
 
     @cached_property
     def launch_constants(self) -> dict[tuple, tuple]:

@@ -75,7 +75,7 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
             return None
         ranges = zip(self._seqs, prefix_lens_cpu.tolist(), self._lengths)
         slots = [self._slots(seq, first, last) for seq, first, last in ranges]
-        return self._to_device(np.concatenate(slots))
+        return self.runtime.store.upload(np.concatenate(slots))
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Slots int64 `[need_size]` of one new token per sequence, None if they do not fit."""
@@ -84,15 +84,11 @@ class KvcAllocator(BaseTokenToKVPoolAllocator):
                 "--kv-backend kvc allocates blocks for requests, but alloc(n) names none; call it in `for_sequences`"
             )
         slots = self.runtime.grow_by_one(self._seqs, self._lengths)
-        return None if slots is None else self._to_device(slots)
+        return None if slots is None else self.runtime.store.upload(slots)
 
     def _slots(self, seq: Sequence, first: int, last: int) -> np.ndarray:
         pos = np.arange(first, last, dtype=np.int64)
         return np.asarray(seq.blocks, dtype=np.int64)[pos // self.page_size] * self.page_size + pos % self.page_size
-
-    def _to_device(self, slots: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(slots)
-        return host if self.device == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
 
     def clear(self) -> None:
         """Forget everything (flush_cache, which also calls the tree's `reset`, in either order)."""

@@ -86,18 +86,14 @@ class KvcRadixCache(DiskCache, StreamingCache):
 
     def path_blocks(self, node_id: int) -> np.ndarray:
         """Block ids from the root to the node, int64."""
-        parts, node, root = [], self.tree_core.node_by_id(node_id), self.tree_core.root_node
-        while node is not root:
-            parts.append(self.component.blocks_of(node))
-            node = node.parent
-        return np.concatenate(parts[::-1]) if parts else NO_BLOCKS
+        path = self._path(self.tree_core.node_by_id(node_id))
+        return np.concatenate([NO_BLOCKS, *map(self.component.blocks_of, path)])
 
     def prefix_device_indices(self, req) -> torch.Tensor:
         return self.path_device_indices(req.last_node)[: req.prefix_len]
 
     def path_device_indices(self, node: int) -> torch.Tensor:
-        slots = self.component.slots_of(self.path_blocks(node))
-        return slots if self.device == "cpu" else slots.pin_memory().to(self.device, non_blocking=True)
+        return self.runtime.store.upload(self.component.slots_of(self.path_blocks(node)))
 
     # ---- requests
 

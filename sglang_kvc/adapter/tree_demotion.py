@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .tree_component import BlockComponent
 
 
-class DemotionQueue:
+class DemotionQueue(EvictionQueue):
     """Nodes in the order (tier, last access): all blocks of the tree move down one tier before any moves down two.
 
     A node enters when its lock ends and leaves when it is locked or evicted. A node leaves at the top of the heap if
@@ -21,18 +21,12 @@ class DemotionQueue:
     """
 
     def __init__(self, demotion: Demotion, component: BlockComponent):
+        super().__init__(self._rank)
         self.demotion, self.component = demotion, component
-        self.nodes = EvictionQueue(self._rank)
 
     def add(self, node: UnifiedTreeNode) -> None:
         if self.demotion.enabled:
-            self.nodes.add(node)
-
-    def discard(self, node: UnifiedTreeNode) -> None:
-        self.nodes.discard(node)
-
-    def clear(self) -> None:
-        self.nodes.clear()
+            super().add(node)
 
     def _rank(self, node: UnifiedTreeNode) -> tuple[float, float]:
         """Rank of a node; nodes without a block to demote come last."""
@@ -44,7 +38,7 @@ class DemotionQueue:
 
         Within a node the last blocks move first: the first ones are the prefix of more prompts."""
         capacity = self.demotion.runtime.capacity
-        while (pages := capacity.missing_pages(tokens)) > 0 and (node := self.nodes.next()) is not None:
+        while (pages := capacity.missing_pages(tokens)) > 0 and (node := self.next()) is not None:
             # A node that is also in host memory can release its pages without loss.
             if node.backuped or not self.demotion.demote(self.component.blocks_of(node), pages):
-                self.nodes.discard(node)
+                self.discard(node)

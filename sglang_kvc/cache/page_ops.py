@@ -47,9 +47,9 @@ class PageOps:
     def run(self, op: Op, step: int) -> list[PendingCounts]:
         """Launch `op` at the start of forward `step`."""
         if isinstance(op, Take):
-            ops.take_bf16(self.store, self._to_device(op.blocks))
+            ops.take_bf16(self.store, self.store.upload(op.blocks))
         elif isinstance(op, Release):
-            ops.release(self.store, self._to_device(op.blocks))
+            ops.release(self.store, self.store.upload(op.blocks))
         elif isinstance(op, Save):
             self.transfers.save(op.blocks, op.units)
         elif isinstance(op, Load):
@@ -67,7 +67,7 @@ class PageOps:
     def _pack_prompt(self, op: PackPrompt) -> None:
         """Rank the tokens of each layer, let the pages of all heads compete, and pack the winners."""
         store, layout, plan, p = self.store, self.store.layout, op.plan, self.store.layout.block_tokens
-        blocks, page_tokens = self._to_device(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
+        blocks, page_tokens = store.upload(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
         best, worth = [], []
         for layer in range(layout.layers):
             scores = ops.prompt_scores(
@@ -80,7 +80,7 @@ class PageOps:
         pages = ops.sequence_quota(torch.cat(worth), plan.pages, plan.floor).view(layout.layers, layout.heads)
         ops.pack_kept(
             store, blocks[: op.full], plan.kept_blocks, op.to_format, torch.stack(best), pages, packed=op.packed,
-            into=self._to_device(op.into),
+            into=store.upload(op.into),
         )  # fmt: skip
         self.gaps.open(op.row, plan.kept_blocks, op.gap)
 
@@ -88,7 +88,7 @@ class PageOps:
         """Let every head keep as many of its best tokens as the blocks `into` hold, by the attention of the probe. The
         first tokens of the prompt always stay, for the final competition."""
         store, layout, p = self.store, self.store.layout, self.store.layout.block_tokens
-        blocks, into = self._to_device(op.blocks), self._to_device(op.into)
+        blocks, into = store.upload(op.blocks), store.upload(op.into)
         fmt, end, best = store.block_formats[op.to_format].high, op.packed + op.count, []
         for layer in range(layout.layers):
             scores = ops.prompt_scores(
@@ -101,10 +101,6 @@ class PageOps:
             store, blocks[op.packed : end], len(into), op.to_format, torch.stack(best), pages, into=into
         )
         self.gaps.open(op.row, op.packed + len(into), op.gap)
-
-    def _to_device(self, ids: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(ids)
-        return host.pin_memory().to(self.store.device, non_blocking=True) if self.store.on_gpu else host
 
     def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
         """Plan and move, in waves whose destination pages fit the reserve."""
@@ -131,7 +127,7 @@ class PageOps:
         for at in range(first, n, wave):  # without groups
             part = slice(at, min(at + wave, n))
             if keeps_all:
-                yield part, self._to_device(op.blocks[part]), None
+                yield part, self.store.upload(op.blocks[part]), None
             else:
                 evidence = self._evidence(op, part)
                 yield part, evidence.blocks, self.policy.plan(evidence, target)
@@ -140,7 +136,7 @@ class PageOps:
         n = part.stop - part.start
         rows = np.zeros((3, n + n % 2), dtype=np.int64)  # each row begins at a multiple of 16 bytes
         rows[:, :n] = op.blocks[part], op.starts[part], op.lengths[part]
-        blocks, starts, lengths = self._to_device(rows)[:, :n].unbind()
+        blocks, starts, lengths = self.store.upload(rows)[:, :n].unbind()
         return Evidence(self.store, blocks, starts, lengths, op.from_format, self._sampling)
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:

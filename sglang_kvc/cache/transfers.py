@@ -88,15 +88,11 @@ class Transfers:
         n = len(buffer) // stride
         return buffer[: n * stride].view(n, stride)
 
-    def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(values)
-        return host.pin_memory().to(self.store.device, non_blocking=True) if self.on_gpu else host
-
     def save(self, blocks: np.ndarray, units: np.ndarray) -> None:
         """Copy `blocks[n]` to `units[n, k]` of the host memory."""
         units_each = units.shape[1]
         self.bytes_saved += units.size * self.memory.unit_bytes
-        ids, at = self._to_device(blocks), 0
+        ids, at = self.store.upload(blocks), 0
         places = ops.record_places(self.store, ids)
         while at < len(blocks):
             buffer, filled, emptied = self.save_buffers[0]
@@ -143,8 +139,8 @@ class Transfers:
         """Give `blocks[n]` pages, to be filled from `units[n, k]` by `launch_fills`."""
         self.bytes_loaded += units.size * self.memory.unit_bytes
         self._wait_saved(units[:, 0])
-        ids = self._to_device(blocks)
-        ops.take_stored(self.store, ids, format_id, self._to_device(self.counts(units[:, 0])))
+        ids = self.store.upload(blocks)
+        ops.take_stored(self.store, ids, format_id, self.store.upload(self.counts(units[:, 0])))
         self.fills.append(_Fill(ids, units, loading))
 
     def launch_fills(self, *, all_of_them: bool) -> None:

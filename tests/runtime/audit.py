@@ -140,7 +140,7 @@ def check_records(server) -> None:
         idle += node_blocks if node.component(FULL).lock_ref == 0 else []
         if node_blocks and node.component(FULL).lock_ref == 0 and not node.backuped:
             cold = runtime.demotion.tier_of(np.array(node_blocks)) > 0
-            assert not cold or node in tree.component.demotions.nodes, "a cold node is never demoted"
+            assert not cold or node in tree.component.demotions, "a cold node is never demoted"
         stored += _ids(tree.component, node.component(FULL).host_value)
     stored += [i for fetched in getattr(tree, "fetches", ()) for i in fetched.fetch.ids.tolist()]
     loading = [b for load in getattr(tree, "loads", ()) for b in load.loading.blocks.tolist()]

@@ -9,9 +9,10 @@ import torch
 
 
 def upload(
-    values: Sequence[int] | np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int32
+    values: Sequence[int] | np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype | None = torch.int32
 ) -> torch.Tensor:
-    """`values` as a tensor of `dtype` on `device`. To a GPU they go through pinned memory, in stream order."""
+    """`values` as a tensor of `dtype` (None: their own) on `device`. To a GPU they go through pinned memory, in stream
+    order."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()
