@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResul
 
 from ..cache.blocks import NO_BLOCKS
 from ..cache.runtime import Runtime
+from .decode_memory import sequences_of
 from .request_limits import budget_of, chunk_tokens, format_id_of
 from .tree_host import Hit
 
@@ -20,7 +21,7 @@ def reserve_decode_step(adder: Any, runtime: Runtime, running_batch: Any, mixed:
     """
     page_size = adder.page_size
     adder.rem_chunk_tokens = max(adder.rem_chunk_tokens // page_size, 1) * page_size
-    seqs = [req.kvc for req in running_batch.reqs if req.kvc is not None]  # None: the request just ended
+    seqs = sequences_of(running_batch.reqs)
     adder.kvc_decode_tokens = runtime.capacity.new_block_tokens(seqs, [seq.length + 1 for seq in seqs])
     adder.memory_budget.total_offset += adder.kvc_decode_tokens - mixed
     adder.memory_budget.current_offset += adder.kvc_decode_tokens - mixed

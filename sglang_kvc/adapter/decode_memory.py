@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..cache.runtime import Runtime
+from ..cache.sequence import Sequence
+
+
+def sequences_of(reqs: list) -> list[Sequence]:
+    """The sequences of running requests; a request that has just ended has none."""
+    return [req.kvc for req in reqs if req.kvc is not None]
 
 
 def has_block_per_request(runtime: Runtime, batch: Any) -> bool:
@@ -32,5 +38,5 @@ def demote(runtime: Runtime, batch: Any, selected_indices: Any) -> bool:
     """Demote blocks of the running requests until the step fits; whether any moved."""
     if not runtime.demotion.enabled:
         return False
-    seqs = [req.kvc for req in batch.reqs if req.kvc is not None]  # None: the request has just ended
-    return runtime.demotion.demote_running(seqs, batch.new_tokens_required_next_decode(selected_indices))
+    tokens = batch.new_tokens_required_next_decode(selected_indices)
+    return runtime.demotion.demote_running(sequences_of(batch.reqs), tokens)

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_schedule
 from ..cache.blocks import NO_BLOCKS
 from ..cache.runtime import Runtime
 from .admission import prompt_need, wait_for_blocks
-from .decode_memory import settle
+from .decode_memory import sequences_of, settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
             return False
         if not _fits(adder, runtime, need) and not (settle(runtime, adder) and _fits(adder, runtime, need)):
             tokens = int(_goal(adder, need)) + 1
-            runtime.demotion.demote_running(_sequences(adder.running_batch.reqs), tokens, evict=True)
+            runtime.demotion.demote_running(sequences_of(adder.running_batch.reqs), tokens, evict=True)
         while not (_has_row(adder) and _fits(adder, runtime, need)) and preempt_one():
             pass
         return _has_row(adder)
@@ -69,8 +69,8 @@ def _fits(adder: Any, runtime: Runtime, need: float) -> bool:
 def _fits_without(lower: list, adder: Any, runtime: Runtime, req: Any, need: float) -> bool:
     """Whether the prompt fits if the requests `lower` are preempted and blocks of all others are demoted."""
     locked = [adder.tree_cache.path_blocks(r.last_node) for r in (req, *adder.can_run_list)]
-    pages, blocks = runtime.capacity.unlocked_by_end(_sequences(lower), np.concatenate([NO_BLOCKS, *locked]))
-    pages += runtime.demotion.spare_pages(_sequences([r for r in adder.running_batch.reqs if r not in lower]))
+    pages, blocks = runtime.capacity.unlocked_by_end(sequences_of(lower), np.concatenate([NO_BLOCKS, *locked]))
+    pages += runtime.demotion.spare_pages(sequences_of([r for r in adder.running_batch.reqs if r not in lower]))
     growth = sum(adder._get_running_request_total_token_offset(r) for r in lower)
     return _goal(adder, need) - growth < runtime.capacity.reachable_tokens(pages, blocks)
 
@@ -81,8 +81,3 @@ def _of_lower_priority(adder: Any, req: Any) -> list:
     threshold = adder.priority_scheduling_preemption_threshold
     running = [r for r in adder.running_batch.reqs if r not in adder.preempt_list and not r.finished()]
     return [r for r in running if (req.priority - r.priority) * sign > threshold]
-
-
-def _sequences(reqs: list) -> list:
-    """The sequences of running requests; a request that has just ended has none."""
-    return [r.kvc for r in reqs if r.kvc is not None]

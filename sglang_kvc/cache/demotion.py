@@ -55,7 +55,8 @@ class Demotion:
         freed = int(self.pages[tier] - self.pages[to])
         needed = -(-pages // freed)
         due = movable[-needed:]
-        self.runtime.demote(due, to)
+        self.runtime.queue_move(due, from_format=tier, to_format=to, lengths=np.zeros_like(due))
+        self.runtime.counters.demoted_blocks += len(due)
         return freed * len(due)
 
     def demote_running(self, seqs: Iterable[Sequence], tokens: int, *, evict: bool = False) -> bool:

@@ -234,12 +234,6 @@ class Runtime:
             self.gap_blocks -= seq.missing
             self.log.push(EndGap(seq.one_shot.row, NO_BLOCKS))  # type: ignore[union-attr]  # only these have a gap
 
-    def demote(self, ids: np.ndarray, to_format: int) -> None:
-        """Queue the packed blocks `ids`, which are at one format, to be moved to a lower one."""
-        from_format = int(self.blocks.format_id[ids[0]])
-        self.queue_move(ids, from_format=from_format, to_format=to_format, lengths=np.zeros_like(ids))
-        self.counters.demoted_blocks += len(ids)
-
     def queue_move(
         self, due: np.ndarray, *, from_format: int, to_format: int, lengths: np.ndarray, groups: np.ndarray = NO_GROUPS
     ) -> int:

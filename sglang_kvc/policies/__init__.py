@@ -8,21 +8,10 @@
 * `registry.py`: the list of policies.
 """
 
+# ruff: noqa: F401  (this package exports what it imports)
+
 from .allocation import SHARES
 from .base import BLOCK, LOSSLESS, SEQUENCE, Evidence, Policy
 from .prune import Prune
 from .registry import POLICIES, make_policy
 from .scorers import SCORERS
-
-__all__ = [
-    "BLOCK",
-    "LOSSLESS",
-    "POLICIES",
-    "SCORERS",
-    "SEQUENCE",
-    "SHARES",
-    "Evidence",
-    "Policy",
-    "Prune",
-    "make_policy",
-]

@@ -116,7 +116,7 @@ def rows(s: KvcStats) -> list[tuple[str, str]]:
         ("tokens resident", f"{s.tokens} ({s.packed_tokens} packed)"),
         ("memory", f"{_size(s.bytes)} in use, all metadata counted"),
         ("pages", f"{s.pages_free} of {s.pages_total} free, {s.page_bytes} bytes each"),
-        ("blocks", _counts(s.blocks_by_format)),
+        ("blocks", ", ".join(f"{n} {name}" for name, n in s.blocks_by_format.items()) or "none"),
     ]
     shares = s.tier_shares
     if shares:
@@ -149,10 +149,6 @@ def table(report: Report, title: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
-
-
-def _counts(by_name: dict[str, int]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in by_name.items()) or "none"
 
 
 def _size(n: float) -> str:

@@ -120,13 +120,11 @@ def test_nothing_changes_for_prompt_that_would_not_fit(priority):
             req.priority = 1
         runtime = server.runtime
         urgent = submit(server, 100, 14 * P, 20, priority, level=LOSSLESS)
-        with (
-            patch.object(type(runtime), "settle", side_effect=AssertionError),
-            patch.object(type(runtime), "demote", side_effect=AssertionError),
-        ):
+        demoted = runtime.counters.demoted_blocks
+        with patch.object(type(runtime), "settle", side_effect=AssertionError):
             for _ in range(5):
                 server.turn()
-        assert not preempted(server) and not urgent.output_ids
+        assert not preempted(server) and not urgent.output_ids and runtime.counters.demoted_blocks == demoted
         finish(server)
 
 
