@@ -70,10 +70,7 @@ class PageOps:
         blocks, page_tokens = store.upload(op.blocks), layout.page(store.block_formats[op.to_format].high).tokens
         best, worth = [], []
         for layer in range(layout.layers):
-            scores = ops.prompt_scores(
-                store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
-            )
-            pooled = _pooled(scores)[:, : op.full * p]
+            pooled = self._pooled_scores(op, blocks, layer)[:, : op.full * p]
             ranked = ops.ranked_tokens(pooled, plan.kept_blocks * p, page_tokens, SINKS, plan.last)
             best.append(ranked[0])
             worth.append(ranked[1])
@@ -91,16 +88,22 @@ class PageOps:
         blocks, into = store.upload(op.blocks), store.upload(op.into)
         fmt, end, best = store.block_formats[op.to_format].high, op.packed + op.count, []
         for layer in range(layout.layers):
-            scores = ops.prompt_scores(
-                store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
-            )
-            pooled = _pooled(scores)[:, op.packed * p : end * p]
+            pooled = self._pooled_scores(op, blocks, layer)[:, op.packed * p : end * p]
             best.append(ops.ranked_tokens(pooled, len(into) * p, p, 0 if op.packed else SINKS, 0)[0])
         pages = torch.full((layout.layers, layout.heads), len(into) * layout.pages_for(fmt, p), device=store.device)
         ops.pack_kept(
             store, blocks[op.packed : end], len(into), op.to_format, torch.stack(best), pages, into=into
         )
         self.gaps.open(op.row, op.packed + len(into), op.gap)
+
+    def _pooled_scores(self, op: PackPrompt | Thin, blocks: torch.Tensor, layer: int) -> torch.Tensor:
+        """Scores `[H, S]` of the tokens in `blocks` with those of their neighbors. Sinks are always kept, and the
+        attention they draw says nothing about the tokens after them."""
+        scores = ops.prompt_scores(
+            self.store, layer, blocks, op.tokens, op.queries, packed=op.packed, format_id=op.to_format
+        )
+        scores[:, :SINKS].zero_()
+        return ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)
 
     def _compact(self, op: Compact, step: int) -> list[PendingCounts]:
         """Plan and move, in waves whose destination pages fit the reserve."""
@@ -158,10 +161,3 @@ class PageOps:
     def synchronize(self) -> None:
         if self.store.on_gpu:
             torch.cuda.synchronize(self.store.device)
-
-
-def _pooled(scores: torch.Tensor) -> torch.Tensor:
-    """Scores `[H, S]` of a prompt's tokens with those of their neighbors; changes `scores`. Sinks are always kept, and
-    the attention they draw says nothing about the tokens after them."""
-    scores[:, :SINKS].zero_()
-    return ops.carry_scores(ops.pool_scores(scores, POOL), REACH, SHARE)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvc_kernels import ops
 from kvc_kernels.store import SCRATCH_BLOCK
 
 from . import thinning
@@ -90,8 +91,8 @@ def queue_prompt(runtime: Runtime, seq: Sequence, length: int) -> None:
 def _store(runtime: Runtime, blocks: np.ndarray, format_id: int, pages: int, tokens: int) -> None:
     """Record that packed `blocks` hold `pages` pages in total, which stand for `tokens` tokens. The pages of each may
     depend on the data, but all of the blocks are freed together."""
-    runtime.ledger.set(blocks, _shares(pages, len(blocks)))
-    runtime.blocks.num_tokens[blocks] = _shares(tokens, len(blocks))
+    runtime.ledger.set(blocks, np.array(ops.spread(pages, len(blocks)), dtype=np.int64))
+    runtime.blocks.num_tokens[blocks] = ops.spread(tokens, len(blocks))
     runtime.blocks.state[blocks] = State.PACKED
     runtime.blocks.format_id[blocks] = format_id
 
@@ -106,8 +107,3 @@ def _drop(runtime: Runtime, blocks: np.ndarray) -> None:
     """Free `blocks`, whose pages a queued operation returns."""
     runtime.blocks.give_back(blocks)
     runtime.ledger.drop(blocks)
-
-
-def _shares(total: int, parts: int) -> np.ndarray:
-    """`total` split into `parts` integers, int64 `[parts]`, that differ by at most one."""
-    return np.diff(np.arange(parts + 1, dtype=np.int64) * total // parts)
