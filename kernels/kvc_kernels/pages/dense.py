@@ -1,7 +1,7 @@
 """Dense reads of stored blocks in token order: rows, scores, tiers, and a digest of the bytes.
 
-Without an explicit `format_id` these read the blocks' storage formats on the host, so they do not fit a step's critical
-path.
+Without `format_id`, the common format of all blocks, these read the storage formats on the host, so they do not fit a
+step's critical path.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def load_dense(
     """K, V fp32 `[n, H, P, D]` and tier int8 `[n, H, P]` (2 high, 1 low, 0 pruned) of `blocks[n]` of one layer.
 
     Pruned tokens read as 0. Layouts without scores store no positions: their tokens come in stored order (high, then
-    low), with tier 0 after them. Slots of an open bf16 block that were never written are undefined. A known common
-    `format_id` of all blocks avoids the read on the host.
+    low), with tier 0 after them. Slots of an open bf16 block that were never written are undefined.
     """
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
@@ -83,10 +82,7 @@ def load_dense(
 
 
 def block_tiers(store: PageStore, blocks: torch.Tensor, format_id: int | None = None) -> torch.Tensor:
-    """Tiers int8 `[n, L, H, P]` of stored tokens, in token order (stored order in unscored layouts); bf16: all 2.
-
-    A known common `format_id` of all blocks avoids the read on the host.
-    """
+    """Tiers int8 `[n, L, H, P]` of stored tokens, in token order (stored order in unscored layouts); bf16: all 2."""
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
     out = torch.zeros((n, g.layers, g.heads, p), dtype=torch.int8, device=store.device)
@@ -103,10 +99,7 @@ def block_tiers(store: PageStore, blocks: torch.Tensor, format_id: int | None = 
 
 
 def block_scores(store: PageStore, blocks: torch.Tensor, format_id: int | None = None) -> torch.Tensor:
-    """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError in unscored layouts.
-
-    A known common `format_id` of all blocks avoids the read on the host.
-    """
+    """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError in unscored layouts."""
     g = store.layout
     if not g.has_scores:
         raise ValueError("this layout keeps no scores")
