@@ -87,13 +87,15 @@ def kvc_settings(name: str) -> dict[str, str]:
     return out | {k.replace("-", "_"): v for k, v in (setting.split("=", 1) for setting in settings)}
 
 
-def kvc(name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = "512MiB") -> list[str]:
+def kvc(
+    name: str = "k4v4", *extra: str, block: int = 128, memory: str | None = "512MiB", shared: bool = True
+) -> list[str]:
     """Options for the compressed cache with the format or policy `name` (`kvc_settings`). If `memory` is None, `extra`
-    must set it."""
+    must set it. shared: requests without a salt share prefixes under every policy."""
     args = ["--kv-backend", "kvc", "--kvc-block-size", str(block), *(["--kvc-memory", memory] if memory else [])]
     settings = kvc_settings(name)
-    if settings["policy"] != "quantise" and "--kvc-trust" not in extra:
-        settings = {"trust": "all"} | settings  # requests of one benchmark share prefixes
+    if shared and settings["policy"] != "quantise":
+        settings = {"trust": "all"} | settings
     for option, value in settings.items():
         args += ["--kvc-" + option.replace("_", "-"), value]
     return args + list(extra)

@@ -11,6 +11,7 @@ has its own.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from sglang_kvc.options.config import KvcConfig
 from sglang_kvc.policies import LOSSLESS, POLICIES
 
 PARAMETER = "kvc"
+ELASTIC = re.compile(r"(?:^|\|)elastic_ep_size=\d+$")
 ONE_SHOT_NEEDS = "policy quantise, safe or balanced in a packed format, --kvc-window 0 and --kvc-allow-one-shot true"
 
 
@@ -85,9 +87,10 @@ def level(req: Any) -> str | None:
 
 
 def salted(req: Any) -> bool:
-    """Whether SGLang's request has a `cache_salt` or `extra_key`, to which SGLang appends the id of its LoRA
-    adapter."""
-    return (req.extra_key or "") != (req.lora_id or "")
+    """Whether the client of SGLang's request gave a `cache_salt` or an `extra_key`. SGLang appends the id of the LoRA
+    adapter and the size of an elastic expert group to the latter."""
+    given = ELASTIC.sub("", req.extra_key or "")
+    return bool(req.cache_salt) or given != (req.lora_id or "")
 
 
 def namespace(extra_key: str | None, level: str | None, private: int | None = None) -> str | None:

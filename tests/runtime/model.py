@@ -95,14 +95,14 @@ class ToyServer:
             return None
         req = Request(
             origin_input_ids=array("q", tokens), output_ids=array("q"), extra_key=None, priority=0, kvc=None,
-            kv=ReqKvInfo(), lock=None, cache_salt=None, session=None, session_id=None,
+            kv=ReqKvInfo(), lock=None, cache_salt=getattr(queued, "cache_salt", None), session=None, session_id=None,
             fill=len(tokens), rid=str(next(self.ids)), kvc_level=level,
         )
         req.extra_key = namespace(None, level) if queued is None else queued.extra_key
         req.kvc_private = queued is not None and queued.kvc_private
         if use is not None:
             req.kvc_use, req.kvc_hints = use.kvc_use, use.kvc_hints
-        key = RadixKey(req.origin_input_ids, req.extra_key, limit=len(tokens) - 1)
+        key = RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt, limit=len(tokens) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         req.prefix_len, req.last_node = match.device_prefix_len, match.last_device_node
         req.kv.cache_protected_len = req.prefix_len

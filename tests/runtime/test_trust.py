@@ -28,10 +28,10 @@ def serve(monkeypatch):
         server = ToyServer(**options)
         monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
 
-        def admit(salt=None, level=None, lora=None, chunk=None, session=None):
+        def admit(salt=None, level=None, lora=None, chunk=None, session=None, cache_salt=None):
             queued = SimpleNamespace(
                 sampling_params=SimpleNamespace(custom_params={"kvc": level} if level else None), lora_id=lora,
-                session=session,
+                session=session, cache_salt=cache_salt,
                 extra_key=(salt or "") + lora if lora else salt,
                 to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
@@ -64,6 +64,19 @@ def test_trust_salt_shares_only_within_salt(serve, scorer):
     _, admit = serve(policy="prune", scorer=scorer)
     assert share(admit("A"), admit("A")) and not share(admit("A"), admit("B"))
     assert not share(admit(), admit(""))
+
+
+def test_cache_salt_is_a_salt(serve):
+    _, admit = serve(**LEANKV)
+    first, same, other = (admit(cache_salt=salt) for salt in ("A", "A", "B"))
+    assert not first.kvc_private and share(first, same) and not share(first, other) and not share(first, admit())
+
+
+def test_size_of_expert_group_does_not_act_as_salt(serve):
+    """SGLang appends it to the `extra_key` of every request."""
+    _, admit = serve(**LEANKV)
+    key = "elastic_ep_size=4"
+    assert not share(admit(key), admit(key)) and share(admit(f"A|{key}"), admit(f"A|{key}"))
 
 
 def test_adapter_id_does_not_act_as_salt(serve):

@@ -89,7 +89,7 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             {**_ranks(REPLICAS), **_plugin("replicas_on_cpu")},
         ),
         "dp": ("k4v4", [*chunk, *dp], "4MiB", {**_ranks(), **_plugin("dp_on_cpu")}),
-        "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD, "--kvc-trust", "salt"], "4MiB", {}),
+        "salted": ("leankv+alpha_low=1+alpha_high=1.5", [FP32_HEAD], "4MiB", {}),
         "hosted": ("k4v4", [*chunk, "--kvc-host-memory", "64MiB", "--kvc-disk", str(folder / "disk")], "2MiB", {}),
         "stored": (
             "k4v4", [
@@ -118,7 +118,8 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             **common.STRICT,
             **env,
         }
-    return common.kvc(fmt, *extra, block=BLOCK, memory=memory), {**common.STRICT, **env}
+    options = common.kvc(fmt, *extra, block=BLOCK, memory=memory, shared=name != "salted")
+    return options, {**common.STRICT, **env}
 
 
 def _plugin(name: str) -> dict[str, str]:
