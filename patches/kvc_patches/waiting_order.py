@@ -1,8 +1,8 @@
-"""`schedule_policy.SchedulePolicy`: `lpm` and `hrrn` keep their order when many prompts wait.
+"""`schedule_policy.SchedulePolicy`: `hrrn` keeps its order when many prompts wait.
 
 SGLang matches every waiting prompt with the radix tree in every pass. To bound that work, it turns to first come, first
 served when more than 128 prompts wait, although cached prompts should then be preferred most. Here the order stays, and
-a pass matches no more than 128 prompts.
+a pass matches no more than 128 prompts. `lpm` still falls back, because its order alone lets uncached prompts starve.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 
 
 def around_determine_active_policy(orig, self, waiting_queue):
-    return orig(self, waiting_queue) if current() is None else self.policy
+    from sglang_kvc.adapter.waiting_order import HRRN
+
+    if current() is not None and self.policy == HRRN:
+        return self.policy
+    return orig(self, waiting_queue)
 
 
 def around_compute_prefix_matches(orig, self, waiting_queue, policy):

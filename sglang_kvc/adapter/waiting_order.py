@@ -9,12 +9,12 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import WAITING_QUEUE_PREFIX_MATCH_MAX as MOST_MATCHES
 from sglang.srt.managers.schedule_policy import CacheAwarePolicy
 
-SORTED_BY_HITS = (CacheAwarePolicy.LPM, CacheAwarePolicy.HRRN)
+HRRN = CacheAwarePolicy.HRRN
 
 
 def match_prompts(policy: Any, queue: list, match: Callable[[list], set[str]]) -> set[str]:
-    """Match at most `MOST_MATCHES` prompts of `queue` if SGLang sorts them by their hits, otherwise all. Returns the
-    ids of those that wait for another prompt with the same prefix.
+    """Match at most `MOST_MATCHES` prompts of `queue` if SGLang sorts them by response ratio, otherwise all. Returns
+    the ids of those that wait for another prompt with the same prefix.
 
     The first prompts in line are matched in every pass, because they are admitted next, and the others in turn. A
     prompt that is not matched keeps its last match. That affects only the order, because an admission matches again.
@@ -23,12 +23,14 @@ def match_prompts(policy: Any, queue: list, match: Callable[[list], set[str]]) -
     policy: SGLang's `SchedulePolicy`.
     match: matches a list of prompts and returns the same kind of ids.
     """
-    if len(queue) <= MOST_MATCHES or policy.policy not in SORTED_BY_HITS:
+    if policy.policy != HRRN:
         return match(queue)
     policy.kvc_passes = passes = getattr(policy, "kvc_passes", 0) + 1
-    head = MOST_MATCHES // 2
-    in_turn = heapq.nsmallest(MOST_MATCHES - head, queue[head:], key=lambda req: getattr(req, "kvc_matched", 0))
-    chosen = queue[:head] + in_turn
+    chosen = queue
+    if len(queue) > MOST_MATCHES:
+        head = MOST_MATCHES // 2
+        in_turn = heapq.nsmallest(MOST_MATCHES - head, queue[head:], key=lambda req: getattr(req, "kvc_matched", 0))
+        chosen = queue[:head] + in_turn
     deferred = match(chosen)
     for req in chosen:
         req.kvc_matched, req.kvc_deferred = passes, req.rid in deferred
