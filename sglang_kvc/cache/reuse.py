@@ -16,6 +16,8 @@ GAIN = 0.25  # weight of a session's last pause in its typical pause
 PRIOR_GAIN = 1 / 512  # weight of a pause in the typical pause of all sessions
 FIRST_PAUSE = 1000  # forwards; a server's typical pause before it has seen one
 MOST_USES = 8  # sessions that a node of the tree remembers
+MOST_DEADLINES = 4096  # sessions with a time to live; those of abandoned sessions would add up
+CLOCK_CALLS = 8
 UNKNOWN = (0, -math.inf, 0.0)  # rank of blocks that no request has used
 
 
@@ -85,8 +87,9 @@ class Sessions:
     log_pause: running mean of the logarithms of all pauses, per step.
     waiting: sessions whose prompts wait.
     lives: times to live, in seconds, of sessions that have ended since the clock was read.
-    deadlines: times at which sessions expire.
+    deadlines: times at which sessions expire, at most MOST_DEADLINES of them.
     due: the earliest deadline or an earlier time.
+    calls: of `expire` with a time to live under way.
     """
 
     block_tokens: int
@@ -95,6 +98,7 @@ class Sessions:
     lives: dict[Use, float] = field(default_factory=dict)
     deadlines: dict[Use, float] = field(default_factory=dict)
     due: float = math.inf
+    calls: int = 0
     places: Iterator[int] = field(default_factory=itertools.count)
 
     def arrive(self, before: Use | None, prompt: int, cached: int, now: int) -> Use:
@@ -139,14 +143,23 @@ class Sessions:
             self.lives[use] = ttl
 
     def expire(self, clock: Callable[[], float]) -> list[Use]:
-        """Finish the sessions whose time to live has passed, and return them. `clock` is read only if there are any
-        with a time to live; a session's time begins when it is first read after its end."""
+        """Finish the sessions whose time to live has passed, and return them. If there are more than MOST_DEADLINES,
+        the first ones lose theirs.
+
+        `clock` may be a collective operation. It is read at every CLOCK_CALLS-th call, if a session has a time to live.
+        That time begins when the clock is first read after the session's end.
+        """
         if not self.lives and not self.deadlines:
+            return []
+        self.calls += 1
+        if self.calls % CLOCK_CALLS:
             return []
         seconds = clock()
         self.deadlines |= {use: seconds + ttl for use, ttl in self.lives.items()}
         self.due = min([self.due, *(self.deadlines[use] for use in self.lives)])
         self.lives.clear()
+        for use in [*itertools.islice(self.deadlines, max(0, len(self.deadlines) - MOST_DEADLINES))]:
+            del self.deadlines[use]
         if seconds < self.due:
             return []
         expired = [use for use, deadline in self.deadlines.items() if deadline <= seconds]

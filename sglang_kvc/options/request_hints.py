@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DONE, TTL, STEPS = "kvc_done", "kvc_ttl", "kvc_steps"
-MOST = 10**9  # seconds or steps; no sum with one overflows
+MOST_SECONDS, MOST_STEPS = 24 * 3600, 10**6
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Hints:
         if not (done is None or isinstance(done, bool)):
             why = "neither true nor false; give true if no prompt continues this one, or omit it"
             raise ValueError(_refusal(DONE, done, why))
-        if not (ttl is None or _in_range(ttl, int | float)):
-            why = f"not a number from 0 to {MOST}; give the seconds to keep the session's blocks, or omit it"
+        if not (ttl is None or _in_range(ttl, int | float, MOST_SECONDS)):
+            why = f"not a number from 0 to {MOST_SECONDS}; give the seconds to keep the session's blocks, or omit it"
             raise ValueError(_refusal(TTL, ttl, why))
-        if not (steps is None or _in_range(steps, int)):
-            why = f"not an integer from 0 to {MOST}; give the steps until the session runs again, or omit it"
+        if not (steps is None or _in_range(steps, int, MOST_STEPS)):
+            why = f"not an integer from 0 to {MOST_STEPS}; give the steps until the session runs again, or omit it"
             raise ValueError(_refusal(STEPS, steps, why))
         return cls(bool(done), ttl, steps)
 
 
-def _in_range(value: Any, kind: Any) -> bool:
-    """Whether `value` is a number of this kind from 0 to `MOST`; NaN is not."""
-    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= MOST
+def _in_range(value: Any, kind: Any, most: int) -> bool:
+    """Whether `value` is a number of this kind from 0 to `most`; NaN is not."""
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def _refusal(name: str, value: Any, why: str) -> str:

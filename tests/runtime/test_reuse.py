@@ -16,10 +16,18 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_kvc.adapter import tree_reuse
 from sglang_kvc.adapter.request_entry import request_priority
+from sglang_kvc.cache import reuse
 from sglang_kvc.cache.reuse import FIRST_PAUSE, GAIN, MOST_USES, Sessions, Use
 from sglang_kvc.options.request_hints import Hints
 
 from .model import P, ToyServer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clock_in_every_pass():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse, "CLOCK_CALLS", 1)
+        yield
 
 
 def silent(pause: int, ended: int) -> Use:
@@ -175,6 +183,26 @@ def test_clock_is_read_only_for_times_to_live():
     use = sessions.arrive(None, 300, 0, 0)
     sessions.end(use, 1, True, 5.0)  # finished already
     assert sessions.expire(None) == []
+
+
+def test_clock_is_read_in_some_passes_only(monkeypatch):
+    """It is a collective operation of all ranks."""
+    monkeypatch.setattr(reuse, "CLOCK_CALLS", 8)
+    sessions, readings = Sessions(P), []
+    sessions.end(sessions.arrive(None, 300, 0, 0), 1, False, 60)
+    for _ in range(80):
+        assert not sessions.expire(lambda: readings.append(1) or 0.0)
+    assert len(readings) == 10
+
+
+def test_times_to_live_of_abandoned_sessions_are_bounded(monkeypatch):
+    monkeypatch.setattr(reuse, "MOST_DEADLINES", 3)
+    sessions, uses = Sessions(P), []
+    for i in range(5):
+        uses.append(sessions.arrive(None, 300, 0, 0))
+        sessions.end(uses[i], i, False, 60)
+        sessions.expire(lambda: 0.0)
+    assert [*sessions.deadlines] == uses[2:]
 
 
 @pytest.mark.parametrize("low_first", [False, True])
