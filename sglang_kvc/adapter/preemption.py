@@ -1,7 +1,7 @@
-"""Preemption (`--enable-priority-scheduling`): how a waiting prompt gets memory before running requests give way.
+"""Preemption (`--enable-priority-scheduling`): how a waiting prompt gets memory before running requests are preempted.
 
 SGLang compares the uncompressed size of the prompt with the tokens that the running requests may still write. Here the
-prompt needs its packed size, and a request that gives way also unlocks the blocks that it holds.
+prompt needs its packed size, and a preempted request also unlocks the blocks that it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
 
     Nothing changes unless memory can suffice. First queued compactions are settled, then blocks of the running requests
     are demoted, then requests of lower priority are preempted one by one. SGLang asks when no row is free, so at least
-    one of them gives way.
+    one of them is preempted, unless an earlier prompt of this pass left a row.
 
     preempt_one: preempts the request that SGLang chooses first; returns whether there was one.
     """
@@ -38,7 +38,7 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
         if need is None:
             return False
         if _has_row(adder) and _fits(adder, runtime, need):
-            return True
+            return all(_above(req, other) >= 0 for other in adder.preempt_list)  # these wait again, for a row, too
         lower = _of_lower_priority(adder, req)
         if not lower or not _fits_without(lower, adder, runtime, req, need):
             return False
@@ -77,7 +77,11 @@ def _fits_without(lower: list, adder: Any, runtime: Runtime, req: Any, need: flo
 
 def _of_lower_priority(adder: Any, req: Any) -> list:
     """The running requests that SGLang may preempt for `req`."""
-    sign = -1 if get_schedule().schedule_low_priority_values_first else 1
-    threshold = adder.priority_scheduling_preemption_threshold
     running = [r for r in adder.running_batch.reqs if r not in adder.preempt_list and not r.finished()]
-    return [r for r in running if (req.priority - r.priority) * sign > threshold]
+    return [r for r in running if _above(req, r) > adder.priority_scheduling_preemption_threshold]
+
+
+def _above(req: Any, other: Any) -> int:
+    """How much SGLang prefers `req` to `other`."""
+    sign = -1 if get_schedule().schedule_low_priority_values_first else 1
+    return (req.priority - other.priority) * sign

@@ -25,12 +25,12 @@ MANY = 1 << 20  # tokens
 
 
 @contextmanager
-def busy_server(*, prompt: int = 4 * P + 5, answer: int = 60, ignore_eos: bool = False, **options):
+def busy_server(*, prompt: int = 4 * P + 5, answer: int = 60, ignore_eos: bool = False, chunk: int = CHUNK, **options):
     """A server whose rows are all taken by requests of priority 0 that decode."""
     runtime = make_runtime(**options)
     rank = get_parallel().override(tp_rank=0, tp_size=1)
-    with rank, configured(runtime, CHUNK, retract_every=10**6):
-        server = Overlap(runtime, CHUNK, disable=False, server_args=server_args(""))
+    with rank, configured(runtime, chunk, retract_every=10**6):
+        server = Overlap(runtime, chunk, disable=False, server_args=server_args(""))
         server.schedule_by_priority()
         server.patient = [submit(server, i, prompt, answer, 0, ignore_eos) for i in range(ROWS)]
         turns(server, lambda: all(r.output_ids for r in server.patient))
@@ -79,6 +79,19 @@ def test_as_few_requests_give_way_as_packed_prompt_needs(blocks, least, known):
             urgent.refresh_fill_ids()
         turns(server, lambda: urgent.output_ids, most=10)
         assert preempted(server) == least
+        finish(server)
+
+
+@pytest.mark.slow
+def test_row_of_preempted_request_does_not_go_to_lower_priority():
+    """Two requests are preempted for one prompt. The second row waits for one of them."""
+    options = {"prompt": P + 5, "answer": 5 * P, "ignore_eos": True, "chunk": 32 * P}
+    with busy_server(high="k4v4", window=0, blocks=22, **options) as server:
+        for req in server.patient:
+            req.priority = 1
+        urgent, low = submit(server, 100, 6 * P + 3, 20, priority=2), submit(server, 101, 9, 5, priority=0)
+        turns(server, lambda: urgent.output_ids, most=10)
+        assert preempted(server) == 2 and not hasattr(low, "kvc")  # it has never had a row
         finish(server)
 
 
