@@ -12,7 +12,7 @@ from ..options.config import REUSE
 from ..options.request_hints import Hints
 from ..options.request_quality import asks, is_one_shot, level_of, namespace, offered, salted
 from .model_identity import adapter_digest
-from .request_limits import default_budget, format_id_of, limit_request
+from .request_limits import default_budget, format_id_of, in_session, limit_request
 
 _numbers = itertools.count()
 
@@ -55,7 +55,7 @@ def _read_quality(runtime: Runtime, req: Any, *, answers: bool) -> None:
             req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
         )
         if is_one_shot(req.kvc_level):
-            check_served(runtime, in_session=req.session is not None, returns_experts=req.return_routed_experts)
+            check_served(runtime, in_session=in_session(req), returns_experts=req.return_routed_experts)
             req.kvc_budget = Budget.parse(req.kvc_level)
         elif not asks(req.sampling_params.custom_params):
             req.kvc_budget = default_budget(req, runtime, answers=answers)

@@ -35,6 +35,12 @@ def budget_of(req: Any) -> Budget | None:
     return getattr(req, "kvc_budget", None)
 
 
+def in_session(req: Any) -> bool:
+    """Whether later turns of a session may continue SGLang's request: of one opened with `/open_session`, or of one
+    that requests only name (`--enable-session-radix-cache`)."""
+    return req.session is not None or req.session_id is not None
+
+
 def default_budget(req: Any, runtime: Runtime, *, answers: bool) -> Budget | None:
     """The server's budget (`--kvc-one-shot`) for SGLang's request, which names no level; None: the server's format
     serves it. That is so if the budget drops none of the prompt's tokens or the prompt cannot be one-shot, unless the
@@ -42,7 +48,7 @@ def default_budget(req: Any, runtime: Runtime, *, answers: bool) -> Budget | Non
     if (budget := runtime.config.one_shot) is None or not answers:
         return None
     try:
-        check_served(runtime, in_session=req.session is not None, returns_experts=req.return_routed_experts)
+        check_served(runtime, in_session=in_session(req), returns_experts=req.return_routed_experts)
     except ValueError:
         return None
     fmt, tokens = runtime.store.block_formats[1].high, len(req.origin_input_ids)

@@ -41,7 +41,7 @@ def serve(parse, monkeypatch):
             aborts = []
             req = SimpleNamespace(
                 sampling_params=sampling, extra_key=None, set_finish_with_abort=aborts.append, session=None,
-                return_routed_experts=False,
+                session_id=None, return_routed_experts=False,
                 to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
             refused = None

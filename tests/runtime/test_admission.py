@@ -202,7 +202,7 @@ def test_prompt_that_never_fits_is_aborted(monkeypatch):
         messages = []
         req = SimpleNamespace(
             origin_input_ids=[0] * tokens, sampling_params=SimpleNamespace(custom_params=level and {"kvc": level}),
-            extra_key=None, session=None, to_finish=None, set_finish_with_abort=messages.append,
+            extra_key=None, session=None, session_id=None, to_finish=None, set_finish_with_abort=messages.append,
             return_routed_experts=False, return_logprob=False,
             return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
@@ -358,7 +358,8 @@ def test_request_limit_depends_on_its_level(monkeypatch):
         )  # fmt: skip
         req = SimpleNamespace(
             origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-            session=None, set_finish_with_abort=messages.append, return_routed_experts=False, return_logprob=False,
+            session=None, session_id=None, set_finish_with_abort=messages.append, return_routed_experts=False,
+            return_logprob=False,
             return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
         before_add_request_to_queue(SimpleNamespace(is_generation=True), req)

@@ -38,7 +38,7 @@ def queue(monkeypatch):
             sampling = SimpleNamespace(custom_params=params, max_new_tokens=9, min_new_tokens=0)
             facts = dict(
                 origin_input_ids=[0] * tokens, sampling_params=sampling, extra_key=None, to_finish=None, lora_id=None,
-                session=None, return_routed_experts=False, return_logprob=False, logprob_start_len=-1,
+                session=None, session_id=None, return_routed_experts=False, return_logprob=False, logprob_start_len=-1,
                 return_hidden_states=False, input_embeds=None, messages=[],
             )  # fmt: skip
             req = SimpleNamespace(**{**facts, **changes})
@@ -90,7 +90,7 @@ def test_requests_override_default(queue):
 def test_requests_that_cannot_be_one_shot_fall_back(queue):
     enter = queue()
     assert is_one_shot(enter(10 * P))
-    for changes in ({"session": object()}, {"return_routed_experts": True}, {"answers": False}):
+    for changes in ({"session": object()}, {"session_id": "chat"}, {"return_routed_experts": True}, {"answers": False}):
         req = enter(10 * P, **changes)
         assert not is_one_shot(req) and not req.messages
     # The same request gets an error if it names the budget.
