@@ -66,6 +66,8 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         f"Each point covers {settings['seconds']:g} s after the ramp-up "
         f"({record['commit'][:7]}, n = 1)."
     )
+    sources = {row["source"] for rows in curve.values() for row in rows.values() if "source" in row}
+    text += "".join(f" \\*: {source}." for source in sorted(sources))
     return [text, "", *lines(["server", *(f"{n} agents" for n in curve), "most"], rows)]
 
 
@@ -74,7 +76,8 @@ def _turn(row: dict | None) -> str:
         return ""
     first = " / ".join(f"{row[f'first_token_s_{q}']:.2g}" for q in ("p50", "p90"))
     hit = "" if row["from_cache"] is None else f"{100 * row['from_cache']:.0f} %; "
-    return f"{hit}{first} s; {1000 * row['output_token_s_p90']:.0f} ms"
+    mark = " \\*" if "source" in row else ""
+    return f"{hit}{first} s; {1000 * row['output_token_s_p90']:.0f} ms{mark}"
 
 
 def _server(server: str, curve: dict[int, dict[str, dict]]) -> str:
