@@ -350,5 +350,6 @@ def test_disabled_tiers_add_no_calls(monkeypatch):
                 server.turn()
         finally:
             sys.setprofile(None)
-    assert server.seen["packed"] and calls.keys() <= {"back_up", "_uses_disk", "component"}
+    lookups = {"component", "_path"}  # also used without tiers
+    assert server.seen["packed"] and calls.keys() <= {"back_up", "_uses_disk", *lookups}
     assert calls["back_up"] == calls["_uses_disk"] == requests
