@@ -88,6 +88,19 @@ def one_shot_scores(rows: dict[str, dict], model: str) -> dict[str, Score]:
     return out
 
 
+def pruned_share(rows: dict[str, dict], model: str) -> dict[str, Score]:
+    """Largest share of tokens that a `leankv` cell drops without a significant loss in any task; 0 if none does."""
+    best, cell = 0.0, "no cell"
+    cells = {n: r for n, r in rows.items() if n.split("+")[0] == "leankv"}
+    for name, row in cells.items():
+        marks = [row[task] for task in TITLES if "right_to_wrong" in row.get(task, {})]
+        lossless = marks and all((delta(m).high or 0.0) >= 0 for m in marks)
+        if lossless and 1 - row["kept"] > best:
+            best, cell = 1 - row["kept"], name
+    unit = f"share of tokens dropped without a significant loss in a task, {cell}"
+    return {f"papers.leankv.pruned_share.{model}": Score(best, unit, REFERENCE)} if cells else {}
+
+
 PLAIN = "bf16 keys and values alone"
 REFERENCE = "stock bf16 of the same run"
 FLOOR = 0.05  # share of right answers of stock below which a task cannot show a loss

@@ -172,6 +172,20 @@ def test_one_shot_scores_are_lost_points():
     assert scores["papers.oneshot.16x.m.kv.delta"].value == pytest.approx(-2)
 
 
+def test_pruned_share_is_that_of_the_best_lossless_leankv_cell():
+    same, lost = ({"right_to_wrong": n, "wrong_to_right": 1, "of": 100, "em": 0.9} for n in (1, 20))
+    rows = {
+        "k4v4": {"kept": 0.1, "kv": same},
+        "leankv": {"kept": 0.9, "kv": same, "niah": same},
+        "leankv+alpha_low=1": {"kept": 0.5, "kv": same, "niah": lost},
+    }
+    scores = cells.pruned_share(rows, "m")
+    assert scores["papers.leankv.pruned_share.m"].value == pytest.approx(0.1)
+    assert scores["papers.leankv.pruned_share.m"].unit.endswith(", leankv")
+    assert cells.pruned_share({"leankv": {"kept": 0.5, "kv": lost}}, "m")["papers.leankv.pruned_share.m"].value == 0
+    assert not cells.pruned_share({"k4v4": {"kept": 0.5, "kv": same}}, "m")
+
+
 def test_no_cell_starts_after_deadline(harness):
     harness.args.seconds = -1
     harness.run(["stock"])
