@@ -182,10 +182,10 @@ class KvcRadixCache(DiskCache, StreamingCache):
         All blocks of a private request (`--kvc-trust`) are freed when it finishes, since no other request finds
         them. A retracted request has not finished and finds its blocks again."""
         seq: Sequence = req.kvc
-        shared = seq.shared
+        shared, length = seq.shared, self._decoded_length(req)
         seq.release()
         private = req.kvc_private and (checkpointed or req.finished())
-        tokens_written(self.runtime, seq, self._decoded(req), Phase.END, kept=[] if private else seq.blocks[:shared])
+        tokens_written(self.runtime, seq, length, Phase.END, kept=[] if private else seq.blocks[:shared])
         self.runtime.free_sequence(seq)
         req.kvc = None
         self.end_turn(req)
@@ -207,6 +207,10 @@ class KvcRadixCache(DiskCache, StreamingCache):
             node_id = parent
 
     @staticmethod
-    def _decoded(req) -> int:
-        """Length of the sequence if it has generated a token, else 0 (the prompt phase)."""
-        return len(req.origin_input_ids) + len(req.output_ids) if req.output_ids else 0
+    def _decoded_length(req) -> int:
+        """Length of the sequence if a step has decoded a token, else 0 (the prompt phase).
+
+        The last output token is never written. A step that overlap scheduling ran ahead does not count, so the result
+        does not depend on timing."""
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        return length if min(req.kvc.length, length - 1) > req.kvc.prompt else 0
