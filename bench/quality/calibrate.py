@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from bench import common
@@ -31,7 +32,7 @@ def main() -> None:
         tensors = shares(out)
     seconds = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
     print(command.table(report))
-    numbers = {"model": args.model, **seconds, **report.to_dict(), **tensors}
+    numbers = {"model": args.model, **seconds, **asdict(report), **tensors}
     common.write_result(f"calibrate/{args.model}", numbers)
 
 
