@@ -21,8 +21,10 @@ import torch
 from bench import common, prompts
 from bench.quality import fetch
 from bench.quality.tasks import Maker
+from kvc_kernels import ops
 from kvc_kernels.layout import RING_ENTRY_BYTES
 from sglang_kvc.cache.build import build_runtime
+from sglang_kvc.cache.one_shot import WINDOW
 from sglang_kvc.cache.packing import Phase, tokens_decoded, tokens_written
 from sglang_kvc.calibration.measure.capture import attending
 from sglang_kvc.calibration.model_fingerprint import identity_of
@@ -71,7 +73,7 @@ class Replay:
         self.table[i, (len(blocks) - 1) * p : len(blocks) * p] = blocks[-1] * p + at
 
     def prefill(self, i: int, prompt: int) -> torch.Tensor:
-        """Log-probabilities `[V]` after the prompt of sequence `i`."""
+        """Log-probabilities `[V]` after the prompt of sequence `i`. A one-shot prompt may not be decoded after it."""
         seq, runtime, device = self.seqs[i], self.runtime, self.model.device
         assert runtime.grow([seq], [prompt]), "the prompt does not fit"
         seq.prompt = prompt
@@ -81,10 +83,14 @@ class Replay:
         self.table[i, : row.numel() * self.block] = (
             row.T * self.block + torch.arange(self.block, device=device)
         ).flatten()
-        lens = torch.tensor([prompt], device=device)
+        lens, last_queries = torch.tensor([prompt], device=device), []
+        if seq.one_shot is not None:
+            query_heads = self.model.config.num_attention_heads
+            seq.one_shot.queries = ops.LastQueries(runtime.store, query_heads, WINDOW)
+            last_queries.append((slice(prompt), seq.one_shot.queries))
         snap = Snapshot(
             row, lens, row[0, at // self.block], at % self.block, [prompt], [0], [prompt],
-            runtime.fake_quant_format([seq]),
+            runtime.fake_quant_format([seq]), last_queries=last_queries,
         )  # fmt: skip
         self.attention.plan_extend(snap)
         if runtime.layout.has_scores:
