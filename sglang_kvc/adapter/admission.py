@@ -31,14 +31,16 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
     """SGLang's result for a prompt whose cached blocks are in files or in host memory; None: admit it without waiting
     for them.
 
-    While the blocks are being read, the prompt is skipped and later prompts are admitted."""
+    While the blocks are being read, the prompt is skipped and later prompts are admitted. If requests were preempted
+    for it, later prompts wait, too, because they would take its row."""
     if adder.tree_cache.fetch(req):
         return AddReqResult.CONTINUE
     if not req.host_hit_length:
         return None
     others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
     hit = adder.tree_cache.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
-    return {Hit.LOADING: AddReqResult.CONTINUE, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
+    loading = AddReqResult.OTHER if getattr(req, "kvc_keeps_row", False) else AddReqResult.CONTINUE
+    return {Hit.LOADING: loading, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
 
 
 def prompt_credit(adder: Any, runtime: Runtime, req: Any) -> int | float | None:

@@ -31,7 +31,7 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
     preempt_one: preempts the request that SGLang chooses first; returns whether there was one.
     """
     req.init_next_round_input(adder.tree_cache)
-    if runtime.host_tier is not None and wait_for_blocks(adder, req) == AddReqResult.CONTINUE:
+    if runtime.host_tier is not None and wait_for_blocks(adder, req) not in (None, AddReqResult.NO_TOKEN):
         return False  # the row of a preempted request would go to another prompt while the blocks are being read
     with adder._lock_node(req.last_node):  # its cached blocks make no room
         need = prompt_need(adder, runtime, req)
@@ -47,7 +47,8 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
             runtime.demotion.demote_running(sequences_of(adder.running_batch.reqs), tokens, evict=True)
         while not (_has_row(adder) and _fits(adder, runtime, need)) and preempt_one():
             pass
-        return _has_row(adder)
+        req.kvc_keeps_row = _has_row(adder)  # its blocks may be read only now
+        return req.kvc_keeps_row
 
 
 def _has_row(adder: Any) -> bool:

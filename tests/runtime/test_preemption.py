@@ -176,3 +176,26 @@ def test_no_request_gives_way_while_prompt_is_read_from_host_memory():
         turns(server, lambda: urgent.finished())
         assert preempted(server) == 2 and server.seen["loaded"]
         turns(server, lambda: not server.busy)
+
+
+@pytest.mark.slow
+def test_row_of_preempted_request_is_kept_while_blocks_are_read():
+    """The stored blocks fit only after requests were preempted. Later prompts would take their rows, and give way
+    themselves when the blocks have arrived."""
+    options = {"prompt": P + 5, "answer": 5 * P, "ignore_eos": True, "host_memory": 2_000_000}
+    with busy_server(high="k4v4", window=0, blocks=20, **options) as server:
+        stored = submit(server, 100, 6 * P + 3, 2, priority=1)
+        turns(server, lambda: stored.finished())
+        turns(server, lambda: len(server.running_batch.reqs) == ROWS)
+        before = preempted(server)
+        server.tree_cache.evict(EvictParams(num_tokens=MANY))
+        urgent = submit(server, 100, 6 * P + 4, 2, priority=1)
+        others = [submit(server, 200 + i, 9, 3 * P, priority=0) for i in range(2)]
+        with patch.object(HostTier, "arrived", return_value=0):  # the copies take long
+            for _ in range(10):
+                server.turn()
+            assert server.tree_cache.loads and preempted(server) > before
+            assert len(server.running_batch.reqs) < ROWS
+        turns(server, lambda: urgent.finished())
+        assert urgent.cached_tokens == 6 * P and not any(r.retraction_count for r in others)
+        turns(server, lambda: not server.busy)
