@@ -26,7 +26,7 @@ LOSSLESS = {"custom_params": {"kvc": "lossless"}}
 SERVERS = {
     "packed", "levels", "exact", "graphs", "unshared", "ranks", "salted", "windowed", "windowed_packed", "mixed",
     "replicated", "hosted", "floor", "saver", "dp", "experts", "compiled", "thinned",
-    "stored", "budgeted",
+    "stored", "budgeted", "starved",
 }  # fmt: skip
 # On a GPU, NCCL needs one GPU per rank.
 REPLICAS = 2 if common.has_gpu() else 4  # ranks of a model with half as many KV heads
@@ -98,6 +98,15 @@ def _arguments(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
             ],
             "2MiB", {},
         ),
+        "starved": (
+            "k4v4", [
+                "--enable-priority-scheduling", "--max-running-requests", "3", FP32_HEAD, "--chunked-prefill-size",
+                str(BLOCK), "--enable-streaming-session",
+                "--kvc-floor", "k2v2", "--kvc-eviction", "reuse", "--kvc-host-memory", "0.15MiB",
+                "--kvc-disk", str(folder / "full"), "--kvc-disk-size", "0.5MiB",
+            ],
+            "2MiB", {},
+        ),
         "saver": ("k4v4", [*chunk, "--enable-memory-saver"], "512MiB", _plugin("saver_on_cpu")),
         "floor": ("k8v4", [*chunk, "--kvc-floor", "k4v4"], SMALL, {}),
         "experts": ("k4v4", [*chunk, "--enable-return-routed-experts"], "2MiB", {}),
@@ -157,7 +166,7 @@ class Servers:
         return self.server
 
     def _model(self, name: str) -> Path | None:
-        if name in ("ranks", "salted", "hosted", "stored"):
+        if name in ("ranks", "salted", "hosted", "stored", "starved"):
             folder = self.models / "tiny"
             return folder if folder.exists() else tiny_model(folder)
         if name == "dp":
@@ -290,6 +299,11 @@ def hosted(servers):
 @pytest.fixture
 def stored(servers):
     yield from _healthy(servers, "stored")
+
+
+@pytest.fixture
+def starved(servers):
+    yield from _healthy(servers, "starved")
 
 
 @pytest.fixture
