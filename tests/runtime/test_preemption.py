@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_kvc.adapter import preemption
 from sglang_kvc.cache.blocks import NO_BLOCKS
 from sglang_kvc.cache.host_tier import HostTier
 from sglang_kvc.options.request_quality import LOSSLESS
@@ -109,20 +110,29 @@ def test_running_blocks_are_demoted_before_requests_give_way(floor, most):
         finish(server)
 
 
-def test_page_counts_are_settled_before_requests_give_way():
-    """LeanKV's packing is charged its upper bound until its page count is known."""
-    with busy_server(**LEANKV, window=0, blocks=22) as server:
-        runtime, seen = server.runtime, []
-        urgent = submit(server, 100, 6 * P + 3, 20, priority=1)
-        release, settle = ScheduleBatch.release_req, runtime.settle
-        runtime.settle = lambda: seen.append("settled") or settle()
-        with (
-            patch.object(type(runtime), "overcharged", True),
-            patch.object(ScheduleBatch, "release_req", lambda *args: seen.append("released") or release(*args)),
-        ):
-            turns(server, lambda: urgent.output_ids, most=10)
-        assert seen[0] == "settled" and "released" in seen
-        finish(server)
+@pytest.mark.slow
+@pytest.mark.parametrize("settles, least", [(True, 1), (False, 2)])
+def test_page_counts_are_settled_before_requests_give_way(settles, least):
+    """LeanKV's packing is charged its upper bound until its page count is known. The counts of the answers' blocks
+    arrive late here. With them, one request makes enough room."""
+    with busy_server(**LEANKV, window=0, blocks=24, prompt=3 * P + 5, answer=4 * P) as server:
+        runtime = server.runtime
+        harvest, settle = runtime.harvest, runtime.settle
+
+        def settle_now() -> None:
+            with patch.object(runtime, "harvest", harvest):
+                settle()
+
+        with patch.object(runtime, "harvest", lambda step: None), patch.object(runtime, "settle", settle_now):
+            for _ in range(P):
+                server.turn()
+            assert runtime.pending and not preempted(server)
+            urgent = submit(server, 100, 8 * P + 3, 20, priority=1)
+            with patch.object(preemption, "settle", preemption.settle if settles else lambda *args: False):
+                turns(server, lambda: urgent.output_ids, most=10)
+        assert preempted(server) == least
+        turns(server, lambda: not server.busy)  # the long answers also give way to each other
+        assert all(list(r.output_ids) == r.answer for r in server.requests.values())
 
 
 @pytest.mark.parametrize("priority", [0, 1])
