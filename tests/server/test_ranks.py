@@ -47,6 +47,23 @@ def test_ranks_expire_sessions_in_step(ranks, rng):
     assert ranks.client.when_idle()["evicted_blocks"] > 0
 
 
+def test_expired_session_leaves_memory_first(ranks, rng):
+    """Of two prompts the later one has no time to live. The other one is still in memory when it is on the host."""
+    client = ranks.client
+    kept, expired = tokens(rng, 3 * BLOCK + 5), tokens(rng, 3 * BLOCK + 5)
+    client.generate(kept, 2)
+    client.generate(expired, 2, sampling={"custom_params": {"kvc_ttl": 0}})
+    client.generate(tokens(rng, 9), BLOCK)  # enough passes to read the clock twice
+    before = client.when_idle()
+    while client.when_idle()["evicted_blocks"] == before["evicted_blocks"]:
+        client.generate(tokens(rng, BLOCK), 2)
+    loaded = []
+    for prompt in (kept, expired):
+        assert client.generate(prompt, 2).cached_tokens == 3 * BLOCK
+        loaded.append(client.when_idle()["host_loaded_bytes"])
+    assert before["host_loaded_bytes"] == loaded[0] < loaded[1]
+
+
 def test_refused_hint_is_bad_request(ranks, rng):
     with pytest.raises(RequestRefused, match=r'kvc_ttl.*not a number from 0') as e:
         ranks.client.generate(tokens(rng, 9), 2, sampling={"custom_params": {"kvc_ttl": -1}})
