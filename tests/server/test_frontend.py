@@ -23,6 +23,7 @@ def program() -> dict:
     return names
 
 
+@pytest.mark.cpu_only  # a grammar backend, which `ON_GPU` does without
 def test_program_with_forks(packed, program):
     tok = prompts.tokenizer(demo_model())
     text = tok.decode(prompts.cut(tok, prompts.chapter("execmodel"), 5 * BLOCK))
