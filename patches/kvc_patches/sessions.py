@@ -1,4 +1,4 @@
-"""`session_controller`: detaches a request that a streaming session rejects, and frees private blocks when it closes.
+"""`session_controller.Session.create_req`: detaches a request that a streaming session rejects.
 
 In SGLang the rejected request ends like a turn, which tells the session that no turn is under way. A second turn would
 then be accepted while the first still runs, and both would share token arrays that the prefix tree uses as keys.
@@ -18,16 +18,5 @@ def after_create_req(result, self, *args, **kwargs):
     return result
 
 
-def around_close(orig, self, session_id):
-    """Free the blocks of unsalted turns, which only the session's own turns could hit."""
-    turns = [node.req for node in self.sessions[session_id].req_nodes.values()]
-    orig(self, session_id)
-    if current() is not None and session_id not in self.sessions:  # otherwise SGLang closes it when its turn has ended
-        for req in turns:
-            self.tree_cache.drop_private(req)
-
-
 def register() -> None:
-    module = "sglang.srt.session.session_controller"
-    hook(f"{module}.Session.create_req", "after", PARAMETERS, after_create_req)
-    hook(f"{module}.SessionController._close", "around", "self session_id", around_close)
+    hook("sglang.srt.session.session_controller.Session.create_req", "after", PARAMETERS, after_create_req)

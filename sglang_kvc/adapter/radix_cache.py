@@ -15,7 +15,6 @@ from ..cache.packing import Phase, tokens_written
 from ..cache.runtime import Runtime
 from ..cache.sequence import Sequence
 from ..options.config import REUSE
-from ..options.request_quality import is_private
 from .block_key import BlockKey
 from .streaming import StreamingCache
 from .tree_component import BlockComponent
@@ -95,13 +94,6 @@ class KvcRadixCache(DiskCache, StreamingCache):
 
     def path_device_indices(self, node: int) -> torch.Tensor:
         return self.runtime.store.upload(self.component.slots_of(self.path_blocks(node)))
-
-    def last_cached(self, req) -> int:
-        """The last node that holds tokens of `req`, on the device or the host."""
-        key = BlockKey(req.origin_input_ids + req.output_ids, req.extra_key, cache_salt=req.cache_salt)
-        match = self.tree_core.match_prefix(MatchPrefixParams(key=key))
-        self._apply_cache_actions(match.cache_actions)
-        return match.best_match_node
 
     # ---- requests
 
@@ -204,22 +196,13 @@ class KvcRadixCache(DiskCache, StreamingCache):
         elif checkpointed and not self.disable:
             self.back_up(req.last_node)
 
-    def drop_private(self, req) -> None:
-        """Free the private blocks of a request of a closed session, which no other request finds."""
-        if is_private(req.extra_key):
-            self._drop_path(self.last_cached(req))
-
     def _drop_path(self, node_id: int) -> None:
         """Free the blocks of the node and of its ancestors, up to the first node that another request uses."""
         core = self.tree_core
-        while not core.is_root(node_id):
-            node = core.node_by_id(node_id)
+        while not core.is_root(node_id) and (node := core.node_by_id(node_id)) in core.evictable_device_leaves:
             parent = node.parent.id
-            if on_device := node in core.evictable_device_leaves:
-                self._apply_eviction_result(core.evict_device_leaf(node_id, is_write_back=False))
-            elif node not in core.evictable_host_leaves:
-                return
-            if node.backuped or not on_device:
+            self._apply_eviction_result(core.evict_device_leaf(node_id, is_write_back=False))
+            if node.backuped:
                 self._drop_stored_leaf(node)
             node_id = parent
 

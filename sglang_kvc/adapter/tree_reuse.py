@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 
 from ..cache.reuse import Sessions, Use, add_use, rank_of, uses_of
+from .block_key import BlockKey
 from .tree_host import FULL
 
 if TYPE_CHECKING:
@@ -87,4 +89,8 @@ class ReuseOrder(EvictionStrategy):
 
     def _match(self, req) -> list:
         """Nodes of the tree that hold the first tokens of `req`."""
-        return self.tree._path(self.tree.tree_core.node_by_id(self.tree.last_cached(req)))
+        tree = self.tree
+        key = BlockKey(req.origin_input_ids + req.output_ids, req.extra_key, cache_salt=req.cache_salt)
+        match = tree.tree_core.match_prefix(MatchPrefixParams(key=key))
+        tree._apply_cache_actions(match.cache_actions)
+        return tree._path(tree.tree_core.node_by_id(match.best_match_node))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from array import array
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.session.session_controller import Session, SessionController
+from sglang.srt.session.session_controller import Session
 
 from kvc_patches import sessions
 
@@ -145,31 +144,3 @@ def test_blocks_of_open_session_are_evicted_last():
         with server.runtime.capacity.exact_need(server.token_to_kv_pool_allocator.available_size() + P):
             tree.evict(EvictParams(num_tokens=P))
         assert left() == {3}
-
-
-@pytest.mark.parametrize("turns", [1, 2])
-def test_private_blocks_are_freed_when_session_closes(turns):
-    """Turns without a salt are found by their session alone, on the device and on the host."""
-    options = {"policy": "leankv", "high": "k8v4", "low": "k4v2", "trust": "salt", "blocks": 24}
-    with serving(**options, host_memory=2_000_000) as server:
-        runtime, tree, chat = server.runtime, server.tree_cache, Chat(server, "chat")
-        controller = SessionController(tree)
-        controller.sessions["chat"] = chat.session
-        with patch("kvc_patches.sessions.current", lambda: runtime):
-            chat.turn([1] * 2 * P, [2] * P)
-            tree.evict(EvictParams(num_tokens=10**9))
-            assert runtime.host_tier.stored == 2
-            if turns == 2:
-                chat.turn([3] * P, [4] * P)
-            chat.ask([5] * P, [6] * P)
-            for _ in range(4):
-                server.turn()
-            sessions.around_close(SessionController._close, controller, "chat")  # waits for the turn
-            assert "chat" in controller.sessions
-            finish(server)
-            used = runtime.blocks.used_count, runtime.host_tier.stored
-            assert all(used)
-            controller.sessions["chat"].close_on_finish = False
-            sessions.around_close(SessionController._close, controller, "chat")
-        assert not runtime.blocks.used_count and not runtime.host_tier.stored
-        check_tree(server)
