@@ -36,10 +36,13 @@ def wait_for_blocks(adder: Any, req: Any) -> AddReqResult | None:
     if adder.tree_cache.fetch(req):
         return AddReqResult.CONTINUE
     if not req.host_hit_length:
+        req.kvc_keeps_row = False
         return None
     others_run = bool(adder.can_run_list) or not (adder.running_batch is None or adder.running_batch.is_empty())
     hit = adder.tree_cache.bring_back(req, room=lambda: adder.rem_total_tokens, others_run=others_run)
-    loading = AddReqResult.OTHER if getattr(req, "kvc_keeps_row", False) else AddReqResult.CONTINUE
+    keeps_row = hit is Hit.LOADING and getattr(req, "kvc_keeps_row", False)
+    req.kvc_keeps_row = keeps_row
+    loading = AddReqResult.OTHER if keeps_row else AddReqResult.CONTINUE
     return {Hit.LOADING: loading, Hit.NO_ROOM: AddReqResult.NO_TOKEN, Hit.NEVER: None}[hit]
 
 

@@ -47,7 +47,7 @@ def preempt(adder: Any, runtime: Runtime, req: Any, preempt_one: Callable[[], bo
             runtime.demotion.demote_running(sequences_of(adder.running_batch.reqs), tokens, evict=True)
         while not (_has_row(adder) and _fits(adder, runtime, need)) and preempt_one():
             pass
-        req.kvc_keeps_row = _has_row(adder)  # its blocks may be read only now
+        req.kvc_keeps_row = _has_row(adder)  # the load of its blocks may begin after this
         return req.kvc_keeps_row
 
 
