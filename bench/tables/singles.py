@@ -49,7 +49,7 @@ SINGLES = {
        for r in (1, 2, 4, 8, 16, 32, 64)},
     **{f"papers.longest.{k}": f"longest prompt served in equal KV memory vs. stock bf16, {k}"
        for k in ("k4v4", "oneshot-8x", "oneshot-16x", "oneshot-32x")},
-    **{f"papers.leankv.pruned_share.{m}": f"tokens that leankv drops without a significant loss in a task, {t}"
+    **{f"papers.leankv.pruned_share.{m}": f"tokens of shared contexts that leankv drops without a significant loss, {t}"
        for m, t in MODELS.items()},
     "papers.abstracts": "policies of the eviction abstracts that serve, of 7",
     "papers.retraction_recompute": "tokens prefilled again after retractions, with host memory",
