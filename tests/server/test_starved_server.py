@@ -151,6 +151,7 @@ class Chatter:
         body, wait = self.body(stream=True), self.draw.choice([0.05, 0.2, TIMEOUT])
         try:
             with requests.post(self.server.url + "/generate", json=body, stream=True, timeout=(TIMEOUT, wait)) as got:
+                assert got.status_code == 200, f"{got.status_code}: {got.text}"
                 next(got.iter_lines())
         except (requests.Timeout, requests.ConnectionError):  # the latter between the head and the first event
             assert wait < TIMEOUT
