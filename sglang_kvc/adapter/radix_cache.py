@@ -211,6 +211,6 @@ class KvcRadixCache(DiskCache, StreamingCache):
         """Length of the sequence if a step has decoded a token, else 0 (the prompt phase).
 
         The last output token is never written. A step that overlap scheduling ran ahead does not count, so the result
-        does not depend on timing."""
+        does not depend on timing if the request has finished."""
         length = len(req.origin_input_ids) + len(req.output_ids)
         return length if min(req.kvc.length, length - 1) > req.kvc.prompt else 0
