@@ -15,7 +15,9 @@ scores.
 
 Unconstrained runs: loads with ample memory. If `--tokens` hold all requests, the constrained servers run them.
 Otherwise stock bf16 gets a server with more memory (all of it, or `--free-tokens`), and our server keeps its memory.
-SGLang's load generator sends random token ids. Random weights show speed, not quality.
+SGLang's load generator sends random token ids. Random weights show speed, not quality. All servers stream
+incrementally. By default each event of `/generate` repeats the whole answer, whose CPU time grows with the square of
+its length.
 
 The result file is written after every load. `--append` adds to the file of an earlier call at the same commit on the
 same device, and runs only the loads that the file lacks. Repeat an interrupted call with it, or add servers with
@@ -114,7 +116,7 @@ def result_name(bench: str) -> str:
 def servers(args: argparse.Namespace) -> dict[str, tuple[list[str], list[int]]]:
     """Name -> (server options, concurrencies)."""
     base = ["--load-format", args.load_format, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-    base += ["--cuda-graph-max-bs-decode", "64", *args.server_args.split()]
+    base += ["--incremental-streaming-output", "--cuda-graph-max-bs-decode", "64", *args.server_args.split()]
     base += ["--cuda-graph-backend-prefill=disabled"] if args.no_prefill_graphs else []
     memory = ["--max-total-tokens", str(args.tokens)]
     free_memory = ["--max-total-tokens", str(args.free_tokens)] if args.free_tokens else []
