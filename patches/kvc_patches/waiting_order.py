@@ -2,7 +2,7 @@
 
 SGLang matches every waiting prompt with the radix tree in every pass. To bound that work, it turns to first come, first
 served when more than 128 prompts wait, although cached prompts should then be preferred most. Here the order stays, and
-a pass matches no more than 128 prompts. `lpm` still falls back, because its order alone lets uncached prompts starve.
+a pass matches no more than 32 prompts. `lpm` still falls back, because its order alone lets uncached prompts starve.
 """
 
 from __future__ import annotations

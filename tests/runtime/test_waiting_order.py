@@ -18,7 +18,7 @@ from sglang_kvc.adapter.waiting_order import MOST_MATCHES
 
 from .model import P, ToyServer
 
-WAITING = 3 * MOST_MATCHES
+WAITING = 3 * schedule_policy.WAITING_QUEUE_PREFIX_MATCH_MAX
 PASSES = -(-WAITING // (MOST_MATCHES // 2))  # after as many, each prompt has been matched
 
 
