@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # Maximum number of blocks that share the memory of one uncompressed block, and the assumed number if the packed size
 # depends on the data. They bound the tables, which cost bytes even for empty heads.
 MAX_BLOCK_RATIO, INEXACT_BLOCK_RATIO = 16.0, 8.0
+MIN_BLOCKS = 4  # uncompressed blocks that every pool holds
 # Share of the pages that blocks are never charged for: one wave of compactions draws its destinations from it.
 RESERVE_SHARE = 1 / 32
 # Host memory is handed out in multiples of this many bytes.
@@ -98,21 +100,34 @@ def size_server(
     bytes of an uncompressed element.
 
     Staged tokens never exceed those that fill all memory uncompressed, so staging takes at most 1 / L of it.
+
+    Raises ValueError, in one sentence, when not even `MIN_BLOCKS` uncompressed blocks fit.
     """
-    staged, row_bytes = 0, 2 * layout.heads * layout.head_dim * itemsize
-    if config.window and policy.fake_quant_format(policy.format_id_of(None)) is not None:
-        staged = min(max(config.window, STAGED_TOKENS), num_bytes // (layout.layers * row_bytes))
-    extra = {"the rows that a prefill with --kvc-window stages": staged * row_bytes}
-    if config.host_memory:
-        extra["the buffers of --kvc-host-memory"] = HostLayout.of(layout, block_formats, num_bytes).device_bytes
-    try:
-        sizing = size_pool(num_bytes - sum(extra.values()), layout, block_formats)
-    except ValueError as e:
+    row_bytes = 2 * layout.heads * layout.head_dim * itemsize
+    stages = config.window and policy.fake_quant_format(policy.format_id_of(None)) is not None
+
+    def sized(total: int) -> tuple[Sizing, dict[str, int]]:
+        """The pool in `total` bytes, and the bytes that it leaves for other purposes."""
+        staged = min(max(config.window, STAGED_TOKENS), total // (layout.layers * row_bytes)) if stages else 0
+        extra = {"the rows that a prefill with --kvc-window stages": staged * row_bytes}
+        if config.host_memory:
+            extra["the buffers of --kvc-host-memory"] = HostLayout.of(layout, block_formats, total).device_bytes
+        sizing = size_pool(total - sum(extra.values()), layout, block_formats)
+        return replace(sizing, staged_tokens=staged), extra
+
+    minimum = MIN_BLOCKS * layout.block_tokens
+    sizing, extra = sized(num_bytes)
+    if sizing.capacity_tokens < minimum:
+        larger = itertools.count(num_bytes // 2**20 + 1)
+        enough = next(mib for mib in larger if sized(mib << 20)[0].capacity_tokens >= minimum)
         parts = [f"{size / 2**20:.1f} MiB for {what}" for what, size in extra.items() if size]
-        if not parts:
-            raise
-        raise ValueError(f"{e}; this is on top of {' and '.join(parts)}") from None
-    return replace(sizing, staged_tokens=staged)
+        besides = f" besides {' and '.join(parts)}" if parts else ""
+        raise ValueError(
+            f"the KV memory of {num_bytes / 2**20:.1f} MiB holds fewer than {MIN_BLOCKS} uncompressed blocks of "
+            f"{layout.block_tokens} tokens{besides}; give at least {enough}MiB (--kvc-memory, "
+            f"--max-total-tokens or --mem-fraction-static) or a smaller --kvc-block-size"
+        )
+    return sizing
 
 
 @dataclass(frozen=True)
@@ -156,10 +171,7 @@ class HostLayout:
 
 
 def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockFormat, ...]) -> Sizing:
-    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts).
-
-    Raises ValueError, in one sentence, when not even four blocks fit.
-    """
+    """Split `num_bytes` between pages and per-block metadata (tables, headers, counts)."""
     bf16 = layout.block_pages_bf16
     ratios = [bf16 / max(r.pages, 1) if r.exact else INEXACT_BLOCK_RATIO for r in block_formats[1:]]
     ratio = min(max(ratios, default=1.0), MAX_BLOCK_RATIO)
@@ -168,11 +180,4 @@ def size_pool(num_bytes: int, layout: PoolLayout, block_formats: tuple[BlockForm
     largest_target = max([r.pages for r in block_formats[1:]] or [0])
     reserve = max(largest_target, int(pages * RESERVE_SHARE)) if largest_target else 0
     capacity = (pages - 1 - reserve) // bf16 * layout.block_tokens
-    if capacity < 4 * layout.block_tokens:
-        need = (4 * bf16 + largest_target + 1) * layout.page_bytes
-        raise ValueError(
-            f"the KV memory of {num_bytes / 2**20:.1f} MiB holds fewer than 4 uncompressed blocks of "
-            f"{layout.block_tokens} tokens; give at least {need * 1.1 / 2**20:.0f} MiB (--kvc-memory, "
-            f"--max-total-tokens or --mem-fraction-static) or a smaller --kvc-block-size"
-        )
     return Sizing(num_bytes, pages, blocks, reserve, capacity)

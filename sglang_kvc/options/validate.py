@@ -5,12 +5,14 @@ Each raises `ConfigError` with one sentence: what, why, and what to do instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from kvc_kernels.formats import BF16, FORMATS
-from kvc_kernels.layout import PageLayout, RecordLayout
+from kvc_kernels.layout import PageLayout
 from sglang_kvc.cache import one_shot
-from sglang_kvc.cache.sizing import make_layout, size_server
+from sglang_kvc.cache.block_store import HEADER_BYTES
+from sglang_kvc.cache.sizing import HostLayout, make_layout, size_server
 from sglang_kvc.calibration.tensors import tensor_names
 from sglang_kvc.errors import ConfigError, flag, listed
 from sglang_kvc.options.calibration_file import check_verdicts
@@ -254,23 +256,28 @@ def check_one_shot(config: KvcConfig, *, head_dim: int, windowed: bool) -> None:
 
 def check_pool(config: KvcConfig, *, layers: int, heads: int, head_dim: int) -> None:
     """Checks that need the model's full geometry, with `heads` KV heads per rank: a budget in bytes, and the minimum
-    memory."""
+    of each tier."""
     policy = make_policy(config)
     layout = make_layout(config, policy, layers=layers, heads=heads, head_dim=head_dim)
-    record_bytes = RecordLayout(layout).num_bytes(layout.block_pages_bf16)
-    for name in ("host_memory", "disk_size"):
-        num_bytes = getattr(config, name)
-        if num_bytes and num_bytes < record_bytes:
-            raise ConfigError(
-                f"{flag(name)} of {num_bytes / 2**20:.1f} MiB does not hold a block of this model; give at least "
-                f"{record_bytes / 2**20:.1f} MiB, like 64GB, or drop the option."
-            )
     try:
         policy.check(layout)
+        block_formats = policy.block_formats(layout)
         if config.memory is not None:
-            size_server(config.memory, config, policy, layout, policy.block_formats(layout), itemsize=2)
+            size_server(config.memory, config, policy, layout, block_formats, itemsize=2)
     except ValueError as e:
         raise ConfigError(f"{str(e)[0].upper()}{str(e)[1:].rstrip('.')}.") from None
+    host, pages = HostLayout.of(layout, block_formats, 0), layout.block_pages_bf16
+    needed = {
+        "host_memory": host.units_for(pages) * host.unit_bytes,
+        "disk_size": HEADER_BYTES + host.record.num_bytes(pages),
+    }
+    for name, block_bytes in needed.items():
+        num_bytes = getattr(config, name)
+        if num_bytes and num_bytes < block_bytes:
+            raise ConfigError(
+                f"{flag(name)} of {num_bytes} bytes does not hold an uncompressed block of this model; give at least "
+                f"{math.ceil(10 * block_bytes / 2**20) / 10}MiB, like 64GB, or drop the option."
+            )
 
 
 def wasted_levels(config: KvcConfig, *, head_dim: int) -> list[str]:

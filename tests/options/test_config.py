@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from kvc_kernels.layout import RING_ENTRY_BYTES
+from kvc_kernels.layout import RING_ENTRY_BYTES, RecordLayout
 from kvc_kernels.ops import ScoreSampling
 from sglang_kvc.cache.sizing import make_layout
 from sglang_kvc.errors import ConfigError
@@ -163,8 +165,34 @@ def test_pool_is_checked_against_model_size():
 def test_memory_includes_rows_staged_by_prefill():
     model = dict(layers=4, heads=8, head_dim=128)
     check_pool(resolve(memory="10MiB"), **model)
-    with pytest.raises(ConfigError, match=r"on top of 2\.5 MiB"):
+    with pytest.raises(ConfigError, match=r"besides 2\.5 MiB"):
         check_pool(resolve(memory="10MiB", window=64), **model)
+
+
+@pytest.mark.parametrize("option", ["memory", "host_memory", "disk_size"])
+@pytest.mark.parametrize("window", [0, 64])
+def test_advised_sizes_are_accepted(option, window):
+    for policy, layers, heads, head_dim in itertools.product(("quantise", "prune"), (1, 3, 32), (1, 5), (64, 80, 128)):
+        given = {"policy": policy, "window": window, "memory": "4GB", "host_memory": "1GB"}
+        if option == "disk_size":
+            given["disk"] = "anywhere"
+        model = dict(layers=layers, heads=heads, head_dim=head_dim)
+        try:
+            check_pool(resolve(**given | {option: "1048576" if option == "memory" else "1"}), **model)
+        except ConfigError as e:
+            advised = re.search(r"give at least ([^ ,]+)", one_sentence(str(e)))[1]
+            check_pool(resolve(**given | {option: advised}), **model)
+        else:
+            assert option == "memory", "a byte holds no block"
+
+
+def test_host_memory_below_whole_units_of_a_block_is_refused():
+    """A block takes whole units of host memory, which are larger than its record."""
+    model = dict(layers=3, heads=5, head_dim=80)
+    layout = make_layout(config := resolve(), make_policy(config), **model)
+    record_bytes = RecordLayout(layout).num_bytes(layout.block_pages_bf16)
+    with pytest.raises(ConfigError, match="does not hold an uncompressed block"):
+        check_pool(resolve(host_memory=str(record_bytes)), **model)
 
 
 def test_levels_that_save_no_memory_are_reported():
