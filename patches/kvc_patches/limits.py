@@ -1,8 +1,8 @@
-"""`TpModelWorker.get_worker_info`: the longest request that SGLang accepts.
+"""`TpModelWorker.get_worker_info` and `validate_input_length`: the longest request that SGLang accepts.
 
 SGLang accepts requests that fit into the pool uncompressed. Longer requests fit if they are packed chunk by chunk. The
 limit here is that of the format or one-shot budget that takes the least memory. `requests` applies each request's own
-limit.
+limit, and names it in the refusal.
 
 SGLang admits a request only if one more page is free. A request that fits only without that page would wait forever and
 block the queue. With pages of one token, this concerns one or two lengths; here a page is a block.
@@ -25,19 +25,35 @@ def around_get_worker_info(orig, self):
         return info
     from sglang_kvc.adapter.request_limits import longest_request
 
-    limits, margin = list(info), info[LENGTH] - info[INPUT]
+    limits, margin, context = list(info), info[LENGTH] - info[INPUT], self.model_config.context_len - 1
     # No request starts at a format below the server's own.
     formats = set(range(len(runtime.store.block_formats))) - set(runtime.policy.ladder[1:])
     longest = max(longest_request(runtime, format_id) for format_id in formats)
-    longest = max(longest, *(tokens + 2 for tokens in longest_prompts(runtime).values()))
-    limits[LENGTH] = min(self.model_config.context_len - 1, longest)
-    limits[INPUT] = max(1, limits[LENGTH] - margin)
+    longest = max(longest, *_longest_requests(runtime).values())
+    limits[LENGTH] = min(context, longest)
+    limits[INPUT] = max(1, min(context - margin, longest - 1))  # SGLang refuses prompts of this length
+    runtime.prompt_limit = limits[INPUT] - 1
     return tuple(limits)
 
 
+def around_validate_input_length(orig, req, max_req_input_len, allow_auto_truncate):
+    """Leave refusals to `requests`. SGLang names, and truncates to, one token more than it accepts."""
+    if current() is None:
+        return orig(req, max_req_input_len, allow_auto_truncate)
+    if allow_auto_truncate and len(req.origin_input_ids) >= max_req_input_len:
+        return orig(req, max_req_input_len - 1, True)
+    return None
+
+
 def longest_prompts(runtime) -> dict[str, int]:
-    """Tokens of the longest prompt that leaves room for an answer, by requested quality. The model's context may be
-    shorter."""
+    """Tokens of the longest prompt that leaves room for an answer, by requested quality."""
+    from sglang_kvc.adapter.request_limits import longest_prompt
+
+    return {name: longest_prompt(runtime, tokens) for name, tokens in _longest_requests(runtime).items()}
+
+
+def _longest_requests(runtime) -> dict[str, int]:
+    """Tokens, with the answer, of the longest request that the pool holds, by requested quality."""
     from sglang_kvc.adapter.request_limits import longest_request
     from sglang_kvc.cache.one_shot import PREFIX, Budget, check_served
     from sglang_kvc.options.request_quality import offered
@@ -53,8 +69,14 @@ def longest_prompts(runtime) -> dict[str, int]:
         limits[runtime.config.high] = limits["default"]
         limits[str(budget)] = longest_request(runtime, format_id, budget)
         limits["default"] = max(limits["default"], limits[str(budget)])
-    return {name: tokens - 2 for name, tokens in limits.items()}
+    return limits
 
 
 def register() -> None:
+    hook(
+        "sglang.srt.managers.scheduler.validate_input_length",
+        "around",
+        "req max_req_input_len allow_auto_truncate",
+        around_validate_input_length,
+    )
     hook("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "around", "self", around_get_worker_info)

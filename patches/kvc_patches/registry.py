@@ -64,6 +64,7 @@ TARGETS = frozenset(
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.mix_with_running",
         f"{_SRT}.managers.schedule_batch.release_req",
+        f"{_SRT}.managers.scheduler.validate_input_length",
         f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_full_pool",
         f"{_WEIGHT_UPDATER}.begin_weight_update",
         f"{_WEIGHT_UPDATER}.end_weight_update",

@@ -24,6 +24,11 @@ def longest_request(runtime: Runtime, format_id: int, budget: Budget | None = No
     return runtime.capacity.one_shot.longest(budget, format_id, chunk_tokens(), prompt)
 
 
+def longest_prompt(runtime: Runtime, request: int) -> int:
+    """Tokens of the longest prompt that SGLang accepts, if the pool holds requests of `request` tokens."""
+    return min(request - 2, runtime.prompt_limit)
+
+
 def chunk_tokens() -> int | None:
     """Tokens of a chunk of a prompt; None without chunked prefill."""
     chunk = get_schedule().chunked_prefill_size
@@ -73,6 +78,7 @@ def refusal(req: Any, runtime: Runtime, budget: Budget | None, *, answers: bool)
     """The reason, in one sentence, why an empty server cannot serve a request at its level, or its prompt with
     `budget`; None: it can."""
     prompt, format_id = len(req.origin_input_ids), format_id_of(runtime, req)
+    limit = longest_prompt(runtime, longest_request(runtime, format_id, budget))
     if answers:
         fits = prompt < longest_request(runtime, format_id, budget, prompt) - 1
     else:
@@ -81,8 +87,13 @@ def refusal(req: Any, runtime: Runtime, budget: Budget | None, *, answers: bool)
         at_level = f" at {level(req)}" if level(req) else ""
         return (
             f"The prompt of {prompt} tokens does not fit into the KV cache{at_level}, which holds "
-            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a prompt of up to "
-            f"{longest_request(runtime, format_id, budget) - 2} tokens, or start the server with more --kvc-memory."
+            f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a prompt of up to {limit} tokens, or start the "
+            f"server with more --kvc-memory."
+        )
+    if answers and prompt > limit:
+        return (
+            f"The prompt of {prompt} tokens does not fit into the model's context; use a prompt of up to {limit} "
+            "tokens."
         )
     if budget is not None and _reads_prompt(req):
         try:

@@ -7,6 +7,7 @@ stream order makes the reuse of pages safe.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class Runtime:
     reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts
     host_tier: HostTier | None = None
     gap_blocks: int = 0  # places without a block, over all running sequences
+    prompt_limit: int = sys.maxsize  # tokens of the longest prompt that SGLang accepts
     decodes_as_extend: bool = False  # decode steps may run as prefills of one token (DP attention)
     windowed: bool = False  # the model has layers with sliding windows
     weights_changed: bool = False  # since the last reset

@@ -12,7 +12,7 @@ from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
-from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, longest_prompts
+from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, around_validate_input_length, longest_prompts
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
 from sglang_kvc.adapter.request_limits import longest_request
@@ -305,6 +305,21 @@ def test_empty_server_admits_longest_request(policy, format_id):
         assert not comes_in(server, prompt(server, longest - answer + 5 * P, answer))
 
 
+def enter(prompt: int, answer: int, level=None) -> tuple[list[str], int, int]:
+    """The reasons for which a request is refused when it enters the queue, and the bounds of its answer."""
+    messages, params = [], SimpleNamespace(
+        custom_params=level and {"kvc": level}, max_new_tokens=answer, min_new_tokens=answer
+    )  # fmt: skip
+    req = SimpleNamespace(
+        origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
+        session=None, session_id=None, set_finish_with_abort=messages.append, return_routed_experts=False,
+        return_logprob=False,
+        return_hidden_states=False, input_embeds=None,
+    )  # fmt: skip
+    before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
+    return messages, params.max_new_tokens, params.min_new_tokens
+
+
 def test_worker_reports_longest_request(monkeypatch):
     """It is the limit of the format that takes the least memory, or the model's own."""
     from sglang.srt.managers import tp_worker
@@ -323,10 +338,11 @@ def test_worker_reports_longest_request(monkeypatch):
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
     longest = longest_request(runtime, 1)
     assert longest > max(longest_request(runtime, 2), runtime.sizing.capacity_tokens)
-    for context, limit in ((100_000, longest), (100, 99)):
+    for context, limit, too_long in ((100, 99, 94), (100_000, longest, longest - 1)):
         worker.model_config.context_len = context
         info = around_get_worker_info(lambda self: stock_info, worker)
-        assert info == (*stock_info[:4], limit, limit - 5, 42)
+        assert info == (*stock_info[:4], limit, too_long, 42)
+        assert longest_prompts(runtime)["default"] == too_long - 1
     # One-shot prompts, which a server without a window offers, may be longer still.
     runtime = ToyServer(high="k4v4", window=0).runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
@@ -346,30 +362,44 @@ def test_worker_reports_longest_request(monkeypatch):
     assert around_get_worker_info(lambda self: stock_info, worker)[LENGTH] == longest_request(runtime, 1)
 
 
+@pytest.mark.parametrize("stock", [False, True])
+def test_prompts_of_any_length_reach_the_refusal_that_names_their_limit(monkeypatch, stock):
+    """SGLang's own refusal names one token more than it accepts. A truncated prompt is accepted."""
+    from sglang.srt.managers.utils import validate_input_length
+
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", None if stock else ToyServer(high="k4v4").runtime)
+
+    def validated(tokens: int, truncate: bool = False) -> tuple[str | None, int]:
+        req = SimpleNamespace(origin_input_ids=[0] * tokens)
+        why = around_validate_input_length(validate_input_length, req, 100, truncate)
+        return why, len(req.origin_input_ids)
+
+    assert validated(99) == (None, 99) and (validated(100)[0] is None) is not stock
+    assert validated(99, True) == (None, 99) and validated(500, True) == (None, 100 if stock else 99)
+
+
+def test_refusal_names_longest_prompt_of_context(monkeypatch):
+    runtime = ToyServer(high="k4v4", window=0).runtime
+    monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
+    runtime.prompt_limit = 50
+    assert set(longest_prompts(runtime).values()) == {50}
+    for level in (None, LOSSLESS, "one-shot:8x"):
+        assert enter(50, 1, level)[0] == []
+        (message,) = enter(51, 1, level)[0]
+        assert "model's context; use a prompt of up to 50 tokens." in message
+
+
 def test_request_limit_depends_on_its_level(monkeypatch):
     """An uncompressed request that does not fit is refused where a packed one is served, and answers are cut to fit."""
     server = ToyServer(high="k4v4")
     runtime = server.runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
 
-    def queued(prompt: int, answer: int, level=None):
-        messages, params = [], SimpleNamespace(
-            custom_params=level and {"kvc": level}, max_new_tokens=answer, min_new_tokens=answer
-        )  # fmt: skip
-        req = SimpleNamespace(
-            origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-            session=None, session_id=None, set_finish_with_abort=messages.append, return_routed_experts=False,
-            return_logprob=False,
-            return_hidden_states=False, input_embeds=None,
-        )  # fmt: skip
-        before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
-        return messages, params.max_new_tokens, params.min_new_tokens
-
     packed, plain = longest_request(runtime, 1), longest_request(runtime, 0)
     assert plain < runtime.sizing.capacity_tokens < packed
-    assert queued(plain, 100) == ([], 100, 100)
-    messages, *_ = queued(plain, 100, LOSSLESS)
+    assert enter(plain, 100) == ([], 100, 100)
+    messages, *_ = enter(plain, 100, LOSSLESS)
     assert f"prompt of {plain} tokens does not fit into the KV cache at lossless" in messages[0]
-    assert queued(plain - 50, 100, LOSSLESS) == ([], 49, 49)
-    assert queued(packed - 50, 100) == ([], 49, 49)
-    assert queued(packed, 1)[0]
+    assert enter(plain - 50, 100, LOSSLESS) == ([], 49, 49)
+    assert enter(packed - 50, 100) == ([], 49, 49)
+    assert enter(packed, 1)[0]

@@ -94,14 +94,25 @@ def test_prompt_that_fits_only_compressed_is_served(hosted, rng):
     """The prompt is served up to the limit that the server reports, with the same answer from the cache. One more token
     is refused, and so are an uncompressed request of that length and a prompt too long for any budget."""
     client, info = hosted.client, hosted.client.server_info()
-    limit = info["internal_states"][0]["kvc"]["longest_prompt"]["default"]
+    limits = info["internal_states"][0]["kvc"]["longest_prompt"]
+    assert max(limits.values()) == info["max_req_input_len"] - 1
+    limit = limits["default"]
     assert limit > 2 * info["max_total_num_tokens"]
-    prompt = tokens(rng, limit - 1)
-    cold = client.generate(prompt, 2, logprobs=True)
-    warm = client.generate(prompt, 2, logprobs=True)
-    assert warm.cached_tokens == border(limit - 2) and warm.ids == cold.ids
-    one_more, longest = tokens(rng, limit + 1), tokens(rng, info["max_req_input_len"])
-    refused = (one_more, {}, "does not fit"), (longest, {}, "exceeds"), (prompt, LOSSLESS, "at lossless")
-    for longer, sampling, reason in refused:
+    prompt = tokens(rng, limit)
+    cold = client.generate(prompt, 1, logprobs=True)
+    warm = client.generate(prompt, 1, logprobs=True)
+    assert warm.cached_tokens == border(limit - 1) and warm.ids == cold.ids
+    one_more, longest, up_to = tokens(rng, limit + 1), tokens(rng, 2 * max(limits.values())), f"up to {limit} tokens"
+    for longer, sampling, reason in (one_more, {}, up_to), (longest, {}, up_to), (prompt, LOSSLESS, "at lossless"):
         with pytest.raises(RequestRefused, match=reason):
-            client.generate(longer, 2, sampling=sampling)
+            client.generate(longer, 1, sampling=sampling)
+
+
+def test_longest_prompt_of_any_quality_is_served(hosted, rng):
+    client = hosted.client
+    limits = client.kvc_info()["longest_prompt"]
+    name, limit = max(limits.items(), key=lambda item: item[1])
+    sampling = {"custom_params": {} if name == "default" else {"kvc": name}}
+    assert len(client.generate(tokens(rng, limit), 1, sampling=sampling).ids) == 1
+    with pytest.raises(RequestRefused, match=f"up to {limit} tokens"):
+        client.generate(tokens(rng, limit + 1), 1, sampling=sampling)
