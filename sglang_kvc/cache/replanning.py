@@ -75,16 +75,17 @@ class Replanning:
         written."""
         if self.unplanned_format:
             blocks, rest = np.divmod(lengths - self.lag, self.block_tokens)
-            turns = np.flatnonzero((rest == 0) & (blocks > 0))
+            turns = ((rest == 0) & (blocks > 0)).nonzero()[0]
             if self.answer_format:
                 for i in turns.tolist():
                     self._compete(seqs[i], int(lengths[i]), int(blocks[i]))
-            else:
+            elif len(turns):
                 ids = [seqs[i].blocks[blocks[i] - 1] for i in turns.tolist()]
                 self._queue(ids, self.unplanned_format, 1, lengths[turns])
         if self.planned_again:
             places = places_to_replan(lengths, self.lag, self.block_tokens)
-            turns = np.flatnonzero(places >= 0)
+            if not len(turns := (places >= 0).nonzero()[0]):
+                return
             self.replan([seqs[i].blocks[places[i]] for i in turns.tolist()], lengths[turns])
 
     def queue_ended(self, ids: list[int] | np.ndarray, length: int) -> None:

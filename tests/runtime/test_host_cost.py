@@ -219,6 +219,12 @@ def test_decode_step_does_not_loop_over_requests(options):
     assert many - few <= 40 - 8  # the test's own loop over lengths
 
 
+def test_step_without_turn_looks_at_no_block(monkeypatch):
+    batch = Batch([P + 20] * 3, window=0, lag=2 * P)
+    monkeypatch.setattr(batch.runtime.replanning, "_queue", mock.Mock(side_effect=AssertionError))
+    assert not batch.step()
+
+
 def test_request_gets_new_sequence_after_retraction():
     """The request is alone in its batch, as before its retraction."""
     server = ToyServer(high="bf16", blocks=8)
