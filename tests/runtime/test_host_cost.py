@@ -19,12 +19,13 @@ from bench.kernels import host_time
 from kvc_kernels.formats import FORMATS
 from kvc_kernels.layout import PageLayout, PoolLayout
 from kvc_kernels.ops import ScoreSampling
+from kvc_kernels.store import PageStore
 from sglang_kvc.cache import op_queue
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release
 
-from .model import P, ToyServer
-from .test_replan import Batch
+from .model import P, ToyServer, make_runtime
+from .test_replan import LEANKV, Batch
 
 
 def prompt(i: int) -> list[int]:
@@ -191,6 +192,17 @@ def test_forward_reuses_constants_of_server(options, new, monkeypatch):
         mock.patch.object(ScoreSampling, "__init__", side_effect=AssertionError),
     ):
         host_time.measure(backend, fb)
+
+
+def test_compactions_reuse_constants_of_server(monkeypatch):
+    """Blocks are packed whole, planned, and planned again."""
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
+    monkeypatch.setattr(PageStore, "use_kernels", True)
+    runtime, one = make_runtime(**LEANKV, window=0, lag=2 * P), np.array([1])
+    for _ in range(2):
+        for formats in ((0, 2), (2, 1), (1, 1)):
+            runtime.page_ops.run(Compact(one, *formats, one, one, one), step=0)
+        monkeypatch.setattr(PageLayout, "_segments", mock.Mock(side_effect=AssertionError))
 
 
 def lines_of_a_step(requests: int, options: dict) -> int:

@@ -6,12 +6,14 @@ kilobytes, which would dominate a compaction in a decode step of 8 ms.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.format_class import KEY_BITS, POSITIONS, SCORES, TOKENS, FormatClass, format_class
-from ..layout import BlockFormat
+from ..layout import BlockFormat, PoolLayout
 from ..scores.reference import ScoreSampling
 from ..store import PageStore
 from .thresholds import Thresholds
@@ -125,8 +127,9 @@ def thresholds_kernel(
     tl.store(out + row * P + t, tiers.to(tl.int8), mask=inside)
 
 
-def _source(store: PageStore, block_format: BlockFormat) -> tuple[FormatClass, ...]:
-    return tuple(format_class(store.layout.page(f)) for f in (block_format.high, block_format.low) if f is not None)
+@functools.lru_cache
+def _source(layout: PoolLayout, block_format: BlockFormat) -> tuple[FormatClass, ...]:
+    return tuple(format_class(layout.page(f)) for f in (block_format.high, block_format.low) if f is not None)
 
 
 def plan_thresholds_triton(
@@ -147,7 +150,7 @@ def plan_thresholds_triton(
         thresholds_kernel[(n * rows,)](
             store.pages, store.table, store.counts, store.query_counts, blocks, starts, lengths, out, float(alpha.high),
             float(alpha.low), rows, layout.head_pages_bf16, p, triton.next_power_of_2(p), layout.page_bytes,
-            _source(store, store.block_formats[from_format]), layout.page(to.high).tokens, layout.page(to.low).tokens,
+            _source(layout, store.block_formats[from_format]), layout.page(to.high).tokens, layout.page(to.low).tokens,
             sampling.stride if sampling.window is None else 0, CHUNK, num_warps=WARPS,
         )  # fmt: skip
     return out
