@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 from .limits import longest_prompts
 from .lookup import current
@@ -11,21 +12,22 @@ from .registry import hook
 
 logger = logging.getLogger("sglang_kvc")
 REUSE_FACTOR = 10  # statistics are reused for this multiple of the time it took to collect them
-_last: tuple[object, float, dict] | None = None  # runtime, time of expiry, statistics
+_last: tuple[Any, int, float, dict] | None = None  # runtime, `runtime.cleared`, time of expiry, statistics
 
 
 def snapshot(runtime) -> dict:
     """Statistics, head map and settings of this rank.
 
     Any client can ask for them, and the scheduler's thread collects them. To limit this to a tenth of its time, the
-    last statistics are returned again for `REUSE_FACTOR` times as long as it took to collect them."""
+    last statistics are returned again for `REUSE_FACTOR` times as long as it took to collect them, or until a tier is
+    emptied."""
     global _last
     began = time.monotonic()
-    if _last is None or _last[0] is not runtime or began > _last[1]:
+    if _last is None or _last[0] is not runtime or _last[1] != runtime.cleared or began > _last[2]:
         state = _figures(runtime)
         ended = time.monotonic()
-        _last = runtime, ended + REUSE_FACTOR * (ended - began), state
-    return _last[2]
+        _last = runtime, runtime.cleared, ended + REUSE_FACTOR * (ended - began), state
+    return _last[3]
 
 
 def _figures(runtime) -> dict:

@@ -82,7 +82,8 @@ class DiskCache(HostCache):
         """Called for `/hicache/storage-backend/clear`: remove the records."""
         if self.disk is None:
             return False
-        self.disk.store.clear()
+        self.disk.clear()
+        self.runtime.cleared += 1
         return True
 
     def attach_storage_backend(self, *args, **kwargs) -> tuple[bool, str]:

@@ -168,6 +168,13 @@ class DiskTier:
         wait(self._writing)
         self._writing.clear()
 
+    def clear(self) -> None:
+        """Remove all records. Blocks that wait for their write are not written any more."""
+        self._waiting.clear()
+        wait([write for write in self._writing if not write.cancel()])
+        self._writing.clear()
+        self.store.clear()
+
     def close(self) -> None:
         for threads in (self._readers, self._writers, self._lookup_thread):
             threads.shutdown(wait=False, cancel_futures=True)

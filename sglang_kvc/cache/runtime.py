@@ -86,6 +86,7 @@ class Runtime:
     prompt_limit: int = sys.maxsize  # tokens of the longest prompt that SGLang accepts
     decodes_as_extend: bool = False  # decode steps may run as prefills of one token (DP attention)
     windowed: bool = False  # the model has layers with sliding windows
+    cleared: int = 0  # times that the cache or the disk was emptied
     weights_changed: bool = False  # since the last reset
     released: bool = False  # the page store's memory is released, and nothing may touch it
     weights: Callable[[], bytes] = lambda: b""  # identifies the weights
@@ -261,6 +262,7 @@ class Runtime:
             queued.clear()
         self._inexact_queued = self.weights_changed = False
         self.gap_blocks = 0
+        self.cleared += 1
         self.page_ops.gaps.reset()
         if self.host_tier is not None:
             self.host_tier.reset()

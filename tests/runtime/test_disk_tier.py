@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +69,42 @@ def test_writes_begun_under_old_weights_stay_in_old_store(tier):
     tier._writers.turn(1)
     assert len(old) == 2 and not len(tier.store)
     assert [tier.store.record_bytes(key) for key in keys] == [None, None]
+
+
+def files_in(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
+
+
+class SlowDisk(DiskStore):
+    """A write takes until `go` is set."""
+
+    def _write_file(self, *args) -> bool:
+        self.begun.release()
+        self.go.wait()
+        return super()._write_file(*args)
+
+
+def test_cleared_disk_stays_empty(tmp_path):
+    """Writes under way end before the files are removed. Those that have not begun never do."""
+    runtime = make_runtime(high="k4v4", window=0, host_memory=200_000)
+    runtime.attach_host_tier()
+    store = SlowDisk(tmp_path, MODEL, 1 << 20)
+    store.begun, store.go = threading.Semaphore(0), threading.Event()
+    disk = DiskTier(runtime.host_tier, store)
+    written(disk, stored(disk, 6))
+    for _ in range(store.threads):
+        store.begun.acquire(timeout=10)
+    blocks = np.array(runtime.take([0]))
+    runtime.queue_due(blocks)
+    disk.write_behind(runtime.host_tier.save(blocks), [key_of(9)])  # waits for its save
+    threading.Timer(0.2, store.go.set).start()
+    disk.clear()
+    assert (len(store), store.num_bytes, files_in(tmp_path)) == (0, 0, 0)
+    runtime.flush()
+    disk.poll()
+    disk._writers.shutdown()
+    assert (len(store), store.num_bytes, files_in(tmp_path)) == (0, 0, 0)
+    assert not store.begun.acquire(blocking=False), "a write began after the clear"
 
 
 def test_truncated_files_are_removed_on_lookup(tier, tmp_path):

@@ -65,7 +65,8 @@ class Threads:
         begun = [task for task in self.tasks if self.draw.random() < share]
         self.tasks = [task for task in self.tasks if task not in begun]
         for future, run, args in begun:
-            future.set_result(run(*args))
+            if future.set_running_or_notify_cancel():
+                future.set_result(run(*args))
 
 
 class BadDisk(DiskStore):

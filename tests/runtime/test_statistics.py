@@ -105,10 +105,20 @@ def clock(monkeypatch):
 
 
 def test_frequent_snapshots_take_at_most_tenth_of_time(clock):
-    runtime = object()
+    runtime = SimpleNamespace(cleared=0)
     assert [internal_state.snapshot(runtime)["made"] for _ in range(3)] == [1, 1, 1]
     clock.seconds += 0.95
     assert internal_state.snapshot(runtime)["made"] == 1
     clock.seconds += 0.1
     assert internal_state.snapshot(runtime)["made"] == 2
-    assert internal_state.snapshot(object())["made"] == 3  # the count of another server in this process
+    other = SimpleNamespace(cleared=0)  # of another server in this process
+    assert internal_state.snapshot(other)["made"] == 3
+
+
+def test_snapshot_after_tier_was_emptied_is_new(clock, tmp_path):
+    server = ToyServer(high="k4v4", window=0, host_memory=200_000, disk=str(tmp_path), disk_size=1 << 20)
+    server.tree.init_hicache(None, None)
+    for number, empty in enumerate((server.tree.clear_storage_backend, server.tree.reset), start=1):
+        assert [internal_state.snapshot(server.runtime)["made"] for _ in range(2)] == [number, number]
+        empty()
+    assert internal_state.snapshot(server.runtime)["made"] == 3

@@ -208,3 +208,6 @@ def test_starved_server_answers_or_refuses_every_request(starved):
     seen["full disk"] = server.log.read_text().count("cannot be written")
     print(dict(seen))
     assert not {event for event in EXPECTED if seen[event] <= 0}, "the server did too little"
+    server.client.post("/hicache/storage-backend/clear").raise_for_status()
+    stats = server.client.stats()
+    assert not stats["disk_blocks"] and not stats["disk_bytes"]

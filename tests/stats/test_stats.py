@@ -95,7 +95,7 @@ def fake_runtime(monkeypatch):
     before = runtime.current()
     monkeypatch.setattr(collect, "measure", lambda runtime, detail: STATS)
     monkeypatch.setattr(collect, "figures", lambda runtime: (STATS, MAP))
-    fake = SimpleNamespace(config=KvcConfig())
+    fake = SimpleNamespace(config=KvcConfig(), cleared=0)
     runtime.install(fake)
     yield fake
     runtime.install(before)
