@@ -210,7 +210,10 @@ class KvcRadixCache(DiskCache, StreamingCache):
     def _decoded_length(req) -> int:
         """Length of the sequence if a step has decoded a token, else 0 (the prompt phase).
 
-        The last output token is never written. A step that overlap scheduling ran ahead does not count, so the result
-        does not depend on timing if the request has finished."""
+        The last output token is never written. The result does not depend on overlap scheduling: if the request has
+        finished, a step that ran ahead does not count; if it is retracted, a step whose result is not processed
+        counts, because it has run as without overlap."""
+        if not req.finished():
+            return req.kvc.length + 1 if req.kvc.decoding else 0
         length = len(req.origin_input_ids) + len(req.output_ids)
         return length if min(req.kvc.length, length - 1) > req.kvc.prompt else 0

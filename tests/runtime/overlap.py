@@ -150,7 +150,7 @@ class Overlap(ModelFreeScheduler):
     def busy(self) -> bool:
         return any(not r.finished() for r in self.requests.values()) or self.last_batch is not None
 
-    # ---- one turn of `event_loop_overlap`
+    # ---- one turn of `event_loop_overlap`, or of `event_loop_normal` without `enable_overlap`
 
     def turn(self) -> None:
         before = {r.rid: r.retraction_count for r in self.requests.values()}
@@ -161,7 +161,7 @@ class Overlap(ModelFreeScheduler):
         self.seen["retracted while thinned"] += sum(r.retraction_count > before[r.rid] for r in thinned)
         if batch:
             self.result_queue.append((batch.copy(), self.run_batch(batch)))
-        if self.last_batch:
+        if self.last_batch if self.enable_overlap else batch:
             self.process_batch_result(*self.result_queue.popleft())
         elif batch is None:
             hooks.before_on_idle(self)
