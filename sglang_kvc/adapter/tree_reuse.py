@@ -56,7 +56,20 @@ class ReuseOrder(EvictionStrategy):
         """`req` has finished, or was aborted while it ran."""
         if req.kvc_use.busy:
             hints = req.kvc_hints
-            self.sessions.end(req.kvc_use, self.now, hints.done, hints.ttl, hints.steps)
+            done = hints.done or getattr(req.session, "kvc_closed", False)
+            self.sessions.end(req.kvc_use, self.now, done, hints.ttl, hints.steps)
+
+    def close(self, session) -> None:
+        """The client of SGLang's `session` has closed it: if the session has a namespace of its own, no prompt finds
+        its blocks any more. Sessions with a timeout are left out, because ranks see it in different passes."""
+        if not hasattr(session, "kvc_number") or session.timeout is not None:
+            return
+        session.kvc_closed = True  # for a turn that has not ended
+        for node in session.req_nodes.values():
+            use = getattr(node.req, "kvc_use", None)
+            if use is not None and not use.busy:
+                use.done = True
+                self._rank_again(use)
 
     def wait(self, queue: Iterable) -> None:
         """Set the waiting prompts, and finish expired sessions. Blocks of prompts that have left the queue and of

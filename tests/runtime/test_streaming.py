@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from array import array
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.session.session_controller import Session
+from sglang.srt.session.session_controller import Session, SessionController
 
 from kvc_patches import sessions
 
@@ -144,3 +145,35 @@ def test_blocks_of_open_session_are_evicted_last():
         with server.runtime.capacity.exact_need(server.token_to_kv_pool_allocator.available_size() + P):
             tree.evict(EvictParams(num_tokens=P))
         assert left() == {3}
+
+
+@pytest.mark.parametrize("during_turn", [False, True])
+@pytest.mark.parametrize(
+    ("trust", "timeout", "first"), [("salt", None, "chat"), ("all", None, "other"), ("salt", 60.0, "other")]
+)
+def test_blocks_that_closed_session_alone_finds_are_evicted_first(during_turn, trust, timeout, first):
+    """With `--kvc-eviction reuse`. Ranks see a timeout at different times, so it must not change the order."""
+    with serving(blocks=8, policy="leankv", high="k8v4", low="k4v2", eviction="reuse", trust=trust) as server:
+        tree, chat = server.tree_cache, Chat(server, "chat")
+        controller = SessionController(tree)
+        controller.sessions["chat"], chat.session.timeout = chat.session, timeout
+        server.submit([3] * P, [4], None, "salt")
+        finish(server)
+        chat.turn([1] * P, [2] * 3)
+        last = chat.ask([5] * P, [6] * 9)
+        while during_turn and not last.output_ids:
+            server.turn()
+        if not during_turn:
+            finish(server)
+        assert next_evicted(tree) == "other"
+        sessions.around_close(SessionController.close, controller, SimpleNamespace(session_id="chat"))
+        finish(server)
+        controller.maybe_reap(time.monotonic() + 10)
+        assert last.finished() and "chat" not in controller
+        assert next_evicted(tree) == first
+
+
+def next_evicted(tree) -> str:
+    """Whose leaf is the next to be evicted."""
+    leaf = tree.tree_core.evictable_device_leaves.next()
+    return "other" if 3 in leaf.key.token_ids else "chat"
