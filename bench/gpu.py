@@ -55,7 +55,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
     replay = ["bench.e2e.agent_replay", args.traces, *model, "--length-scale", "0.25", "--time-scale", "0.25", *arms]
     replay += ["--curve", "16,24,32,48,56,64,72,80,96"]
     # With long tool calls, prefix reuse rather than the prefill of new tokens limits the number of agents.
-    dialogues = ["bench.e2e.agent_replay", "--workload", "bfcl", *data, *model, "--tool-seconds", "8", *arms]
+    dialogues = ["bench.e2e.agent_replay", "--workload", "bfcl", *data, *model, "--tool-seconds", "30", *arms]
     dialogues += ["--curve", "16,32,48,64,80,96,128"]
     windows = ["bench.serve.windows", "--head-dim", "256", "--name", "serve/windows_gpu"]
     windows += ["--tokenizer", args.model] if args.model else []
