@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,10 +22,13 @@ from .sequence import Sequence
 from .sizing import Sizing
 from .thinning import OneShotRoom
 
+MEAN_BLOCKS = 256  # blocks after which the mean size of a block forgets earlier ones
+
 
 @dataclass
 class Capacity:
-    """Answers from the ledger, the block records and fixed facts. Nothing here changes a block or asks the device.
+    """Answers from the ledger, the block records, sizes of earlier blocks and fixed facts. Nothing here changes a block
+    or asks the device.
 
     block_formats: `block_formats[0]` is uncompressed.
     window: tokens of the recent window.
@@ -39,6 +42,7 @@ class Capacity:
     policy: Policy
     window: int
     max_unplanned: int = 0  # maximum tokens of a sequence in packed blocks that are not planned yet
+    _mean_pages: dict[int, float] = field(default_factory=dict)  # of a block, by format id, where the data decide
     _exact_need: int | None = None  # set inside `exact_need`
     _full_at: int = 0  # reachable tokens at the last refusal
 
@@ -93,23 +97,42 @@ class Capacity:
     # ---- growth
 
     def packed_tokens(self, tokens: float, format_id: int) -> float:
-        """Memory of `tokens` tokens that are packed at `format_id`."""
+        """Maximum memory of `tokens` tokens that are packed at `format_id`."""
         if not 0 < format_id < len(self.block_formats):
             return tokens
         return tokens * self.block_formats[format_id].pages / self.layout.block_pages_bf16
 
-    def growth_tokens(self, tokens: float, format_id: int, open_tokens: int) -> float:
-        """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`.
+    def expected_tokens(self, tokens: float, format_id: int) -> float:
+        """Memory of `tokens` tokens of answers that are packed at `format_id`. If the data decide the size, it is the
+        mean of earlier blocks."""
+        if format_id not in self._mean_pages:
+            return self.packed_tokens(tokens, format_id)
+        return tokens * self._mean_pages[format_id] / self.layout.block_pages_bf16
+
+    def observe_pages(self, blocks: np.ndarray, pages: np.ndarray) -> None:
+        """Enter the sizes `pages` of the packed `blocks` (int64 `[n]`) into the means. The last `MEAN_BLOCKS` blocks
+        have most of the weight; the mean starts at the maximum."""
+        ids = self.blocks.format_id[blocks]
+        for f in np.unique(ids).tolist():
+            mean, seen = self._mean_pages.get(f, self.block_formats[f].pages), pages[ids == f]
+            self._mean_pages[f] = mean + (float(seen.mean()) - mean) * min(1.0, len(seen) / MEAN_BLOCKS)
+
+    def growth_tokens(self, tokens: float, format_id: int, open_tokens: int, prompt: int = 0) -> float:
+        """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`, of which `prompt`
+        belong to its prompt.
 
         One more block and the rest of the window stay uncompressed. Blocks that leave the window are packed, with a lag
-        at first with all their tokens.
+        at first with all their tokens. Tokens of a prompt are charged the maximum, because a prefill cannot be
+        retracted between two chunks.
         """
         first = self.layout.block_tokens + max(0, self.window - open_tokens)
         if tokens <= first:
             return tokens
         unplanned = min(tokens - first, self.max_unplanned) if format_id == 1 else 0
         packed = self.packed_tokens(unplanned, self.policy.unplanned_format)
-        return first + packed + self.packed_tokens(tokens - first - unplanned, format_id)
+        rest = tokens - first - unplanned
+        most = min(rest, prompt)
+        return first + packed + self.packed_tokens(most, format_id) + self.expected_tokens(rest - most, format_id)
 
     def running_tokens(self, seq: Sequence | None, tokens: float, format_id: int) -> float:
         """Memory that a running request needs to grow by `tokens`. `seq` is None if the request has just ended, because
@@ -139,7 +162,7 @@ class Capacity:
     def prompt_tokens(
         self, new: int, answer: int, format_id: int, chunk: int | None, budget: Budget | None = None
     ) -> float:
-        """Memory that a prompt of `new` uncached tokens with an answer of `answer` needs at most.
+        """Memory that a prompt of `new` uncached tokens needs at most, with that expected for an answer of `answer`.
 
         If chunks are packed one by one, two chunks and the window are uncompressed at a time, because a chunk is packed
         when the CPU has its result, after the launch of the next chunk. `chunk` is None without chunked prefill.
@@ -148,7 +171,7 @@ class Capacity:
         if budget is not None:
             return self.one_shot.need(budget, new, answer, format_id, chunk)
         unpacked = new if chunk is None or self.packs_prompts_at_end else min(new, 2 * chunk + self.window)
-        return unpacked + self.growth_tokens(new - unpacked + answer, format_id, unpacked)
+        return unpacked + self.growth_tokens(new - unpacked + answer, format_id, unpacked, new - unpacked)
 
     def longest_request(self, format_id: int, chunk: int | None) -> int:
         """Tokens of the longest request that an empty server admits, however they are divided into prompt and answer.

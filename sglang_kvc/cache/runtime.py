@@ -315,6 +315,7 @@ class Runtime:
             at += len(p.blocks)
             same = self.blocks.generation[p.blocks] == p.generation
             self.ledger.lower(p.blocks[same], pages[same])
+            self.capacity.observe_pages(p.blocks[same], pages[same])
 
     @property
     def unsettled(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from kvc_kernels.formats import BF16, FORMATS
 from kvc_kernels.layout import BlockFormat, PoolLayout
 from sglang_kvc.cache.blocks import Blocks
-from sglang_kvc.cache.capacity import Capacity
+from sglang_kvc.cache.capacity import MEAN_BLOCKS, Capacity
 from sglang_kvc.cache.ledger import Ledger
 from sglang_kvc.cache.sequence import Sequence
 from sglang_kvc.cache.sizing import Sizing
@@ -55,6 +55,25 @@ def test_growth_keeps_block_and_window_uncompressed(capacity):
     assert capacity.growth_tokens(10 * P, 1, open_tokens=0) == (3 + 7 * PACKED) * P
     assert capacity.growth_tokens(10 * P, 1, open_tokens=9 * P) == (1 + 9 * PACKED) * P
     assert capacity.growth_tokens(10 * P, 0, open_tokens=0) == 10 * P
+
+
+def test_answers_are_charged_the_mean_size_of_earlier_blocks(capacity):
+    """The maximum holds until sizes are known, and for prompts always."""
+    ids = take(capacity, 4)
+    capacity.blocks.format_id[ids] = 1
+    assert capacity.expected_tokens(10 * P, 1) == capacity.packed_tokens(10 * P, 1) == 10 * P * PACKED
+    capacity.observe_pages(np.repeat(ids, MEAN_BLOCKS // 8), np.full(MEAN_BLOCKS // 2, 6))
+    mean = (LAYOUT.block_pages(FORMATS["k4v4"]) + 6) / 2 / LAYOUT.block_pages_bf16
+    assert mean < PACKED and capacity.expected_tokens(10 * P, 1) == 10 * P * mean
+    assert capacity.growth_tokens(10 * P, 1, open_tokens=9 * P) == (1 + 9 * mean) * P
+    assert capacity.growth_tokens(10 * P, 1, open_tokens=9 * P, prompt=4 * P) == (1 + 4 * PACKED + 5 * mean) * P
+    assert capacity.growth_tokens(10 * P, 0, open_tokens=0) == 10 * P
+    answer = capacity.prompt_tokens(20 * P, 10 * P, 1, CHUNK) - capacity.prompt_tokens(20 * P, 0, 1, CHUNK)
+    assert answer == (PACKED + 9 * mean) * P  # the open block is the answer's instead of the prompt's
+    before = capacity.longest_request(1, CHUNK)
+    capacity.observe_pages(np.repeat(ids, MEAN_BLOCKS), np.full(4 * MEAN_BLOCKS, 4))
+    assert capacity.expected_tokens(P, 1) == P * 4 / LAYOUT.block_pages_bf16
+    assert capacity.longest_request(1, CHUNK) == before
 
 
 def test_running_request_is_asked_for_uncompressed_tokens(capacity):

@@ -13,6 +13,7 @@ from kvc_kernels.common.bits import segment
 from kvc_kernels.formats import BF16
 from kvc_patches.allocation import around_alloc_for_decode
 from sglang_kvc.adapter.allocator import KvcAllocator
+from sglang_kvc.cache import capacity
 from sglang_kvc.cache.op_queue import Compact
 
 from .model import H, L, P, Request, ToyServer, make_runtime
@@ -184,3 +185,18 @@ def test_window_of_finished_request_is_planned_by_its_length(new):
     server.finish(req)
     (op,) = (op for op in server.runtime.log.drain() if isinstance(op, Compact))
     assert op.starts.tolist() == [P] and op.lengths.tolist() == [2 * P + new if new else 0]
+
+
+def test_growth_of_answers_is_charged_what_earlier_blocks_took(monkeypatch):
+    """A server that has packed blocks expects their size, with every count that the device has reported."""
+    monkeypatch.setattr(capacity, "MEAN_BLOCKS", 1)
+    server = ToyServer(**LEANKV, blocks=40)
+    runtime, upper_bound = server.runtime, server.runtime.store.block_formats[1].pages
+    assert runtime.capacity.expected_tokens(P, 1) == runtime.capacity.packed_tokens(P, 1)
+    req = server.admit(list(range(1, 12 * P)))
+    runtime.settle()
+    packed = np.array(req.kvc.blocks[:11])
+    pages = runtime.ledger.charge[packed]
+    assert (runtime.blocks.format_id[packed] == 1).all()
+    expected = runtime.capacity.expected_tokens(P, 1) * runtime.layout.block_pages_bf16 / P
+    assert pages.min() <= expected <= pages.max() < upper_bound
