@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -55,9 +56,14 @@ class Evidence:
         """Keys (with their rotary embedding) and values of one layer, dequantized, fp32 `[n, H, P, D]` each."""
         return ops.load_dense(self.store, layer, self.blocks, self.from_format)[:2]
 
+    @cached_property
+    def _places(self) -> ops.TokenPlaces | None:
+        """Places of the tokens of packed blocks."""
+        return ops.token_places(self.store, self.blocks, self.from_format) if self.from_format else None
+
     def tiers(self) -> torch.Tensor:
         """Tiers int8 `[n, L, H, P]`: 2 high, 1 low, 0 pruned; all 2 while a block is uncompressed."""
-        return ops.block_tiers(self.store, self.blocks, self.from_format)
+        return ops.block_tiers(self.store, self.blocks, self.from_format, self._places)
 
     def mean_attention_scores(self) -> torch.Tensor:
         """Mean attention scores: the average probability that later queries gave each token, fp32 `[n, L, H, P]`."""
@@ -66,7 +72,7 @@ class Evidence:
 
     def attention_scores(self) -> torch.Tensor:
         """Attention scores, summed over queries as the policy's `ScoreSampling` says, fp32 `[n, L, H, P]`."""
-        return ops.block_scores(self.store, self.blocks, self.from_format)
+        return ops.block_scores(self.store, self.blocks, self.from_format, self._places)
 
     def query_counts(self) -> torch.Tensor:
         """Counted queries after each block, at least 1, fp32 `[n, 1, 1, 1]`."""

@@ -176,11 +176,13 @@ class Prune(Policy):
         """The blocks' heads are treated as heads of one block, so that a share divides the pages as within a block. A
         score that grows with the number of queries is divided by that number."""
         layout, stats = evidence.layout, self.statistics(evidence)
-        scores = self.scorer.score(replace(evidence, calibration=stats))
+        known = replace(evidence, calibration=stats)
+        scores = self.scorer.score(known)
         if self.scorer.sums:
-            scores = scores / evidence.query_counts()
-        scores = self._protected(scores, evidence)  # sinks of a prompt that is shorter than a block
-        stored = evidence.tiers() == HIGH
+            scores = scores / known.query_counts()
+        scores = self._protected(scores, known)  # sinks of a prompt that is shorter than a block
+        stored = known.tiers() == HIGH
+        del known  # frees the places of all tokens before the sort
         rows = scores.masked_fill(~stored, -torch.inf).transpose(0, 1)  # [L, n, H, P]
         tiers = self.share.plan(rows.flatten(1, 2)[None], pages, layout.page(block_format.high).tokens, 0, stats)
         return torch.where(stored, tiers.view(rows.shape).transpose(0, 1), PRUNED)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import TLRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -16,15 +17,18 @@ from sglang.srt.mem_cache.utils import get_eviction_strategy
 from triton.runtime.jit import JITFunction
 
 from bench.kernels import host_time
+from kvc_kernels import ops
 from kvc_kernels.formats import FORMATS
 from kvc_kernels.layout import PageLayout, PoolLayout
 from kvc_kernels.ops import ScoreSampling
+from kvc_kernels.pages import tiers
 from kvc_kernels.store import PageStore
 from sglang_kvc.cache import op_queue
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release
 
 from .model import P, ToyServer, make_runtime
+from .test_answers import ANSWER, ANSWERS, WHOLE
 from .test_replan import LEANKV, Batch
 
 
@@ -203,6 +207,23 @@ def test_compactions_reuse_constants_of_server(monkeypatch):
         for formats in ((0, 2), (2, 1), (1, 1)):
             runtime.page_ops.run(Compact(one, *formats, one, one, one), step=0)
         monkeypatch.setattr(PageLayout, "_segments", mock.Mock(side_effect=AssertionError))
+
+
+def test_competition_looks_up_places_once():
+    """Scores and tiers of packed blocks are read from the same places."""
+    runtime = make_runtime(**ANSWERS)
+    ids = np.array(runtime.take([i * P for i in range(4)]))
+    runtime.queue_due(ids, WHOLE)
+    runtime.flush()
+    runtime.queue_move(
+        ids, from_format=WHOLE, to_format=ANSWER, lengths=np.full(4, 9 * P), groups=np.array([[4, 4]])
+    )
+    with (
+        mock.patch.object(tiers, "token_slots", mock.Mock(wraps=tiers.token_slots)) as lookups,
+        mock.patch.object(ops, "compact", lambda store, blocks, *args, **options: torch.ones(len(blocks))),
+    ):
+        runtime.flush()
+    assert lookups.call_count == 1
 
 
 def lines_of_a_step(requests: int, options: dict) -> int:

@@ -16,7 +16,7 @@ from ..compact.reference import _Source, read_bf16, read_tiers
 from ..formats import BF16
 from ..store import PageStore
 from .reference import block_tier_pages, table_order
-from .tiers import HIGH, segment_rows, slot_tiers, tier_slots, token_slots
+from .tiers import HIGH, TokenPlaces, segment_rows, slot_tiers, tier_slots, token_places, token_slots
 
 
 def _by_format(
@@ -81,8 +81,12 @@ def load_dense(
     return k, v, tier
 
 
-def block_tiers(store: PageStore, blocks: torch.Tensor, format_id: int | None = None) -> torch.Tensor:
-    """Tiers int8 `[n, L, H, P]` of stored tokens, in token order (stored order in unscored layouts); bf16: all 2."""
+def block_tiers(
+    store: PageStore, blocks: torch.Tensor, format_id: int | None = None, places: TokenPlaces | None = None
+) -> torch.Tensor:
+    """Tiers int8 `[n, L, H, P]` of stored tokens, in token order (stored order in unscored layouts); bf16: all 2.
+
+    `places`: those of all blocks, if they are known."""
     g = store.layout
     n, p = blocks.numel(), g.block_tokens
     out = torch.zeros((n, g.layers, g.heads, p), dtype=torch.int8, device=store.device)
@@ -90,16 +94,19 @@ def block_tiers(store: PageStore, blocks: torch.Tensor, format_id: int | None = 
     def fill(r, ids):
         if r == 0:
             return (torch.full_like(out[: ids.numel()], HIGH),)
-        counts, table = store.counts[ids].flatten(0, 2).long(), store.table[ids].flatten(0, 2)
-        placed = tier_slots(store, store.block_formats[r], table, counts)
-        return (slot_tiers(token_slots(placed, p), placed[0].valid.shape[1]).view(-1, *out.shape[1:]),)
+        tiers, slots = places or token_places(store, ids, r)
+        return (slot_tiers(slots, tiers[0].valid.shape[1]).view(-1, *out.shape[1:]),)
 
     _by_format(store, blocks, format_id, [out], fill)
     return out
 
 
-def block_scores(store: PageStore, blocks: torch.Tensor, format_id: int | None = None) -> torch.Tensor:
-    """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError in unscored layouts."""
+def block_scores(
+    store: PageStore, blocks: torch.Tensor, format_id: int | None = None, places: TokenPlaces | None = None
+) -> torch.Tensor:
+    """Scores fp32 `[n, L, H, P]` of `blocks[n]` in token order, 0 for pruned tokens. ValueError in unscored layouts.
+
+    `places`: those of all blocks, if they are known."""
     g = store.layout
     if not g.has_scores:
         raise ValueError("this layout keeps no scores")
@@ -107,13 +114,12 @@ def block_scores(store: PageStore, blocks: torch.Tensor, format_id: int | None =
     out = torch.zeros((n, g.layers, g.heads, p), device=store.device)
 
     def fill(r, ids):
-        table = store.table[ids].flatten(0, 2)
         if r == 0:
+            table = store.table[ids].flatten(0, 2)
             x = segment_rows(store, g.page(BF16), "scores", torch.float32, table)[:, :p]
             return (x.reshape(-1, *out.shape[1:]),)
-        placed = tier_slots(store, store.block_formats[r], table, store.counts[ids].flatten(0, 2).long())
-        stored = torch.cat([segment_rows(store, t.page, "scores", torch.float32, t.ids) for t in placed], 1)
-        slots = token_slots(placed, p)
+        tiers, slots = places or token_places(store, ids, r)
+        stored = torch.cat([segment_rows(store, t.page, "scores", torch.float32, t.ids) for t in tiers], 1)
         x = stored.gather(1, slots.clamp(min=0)).masked_fill_(slots < 0, 0)
         return (x.view(-1, *out.shape[1:]),)
 

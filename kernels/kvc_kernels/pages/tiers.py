@@ -69,6 +69,20 @@ def token_slots(tiers: list[TierSlots], tokens: int) -> torch.Tensor:
     return slots[:, :tokens]
 
 
+class TokenPlaces(NamedTuple):
+    """Places of all tokens of n packed blocks; m = n * L * H."""
+
+    tiers: list[TierSlots]
+    slots: torch.Tensor  # int64 [m, P]: see `token_slots`
+
+
+def token_places(store: PageStore, blocks: torch.Tensor, format_id: int) -> TokenPlaces:
+    """Places of the tokens of `blocks[n]`, which are all packed at `format_id`."""
+    table, counts = store.table[blocks].flatten(0, 2), store.counts[blocks].flatten(0, 2).long()
+    tiers = tier_slots(store, store.block_formats[format_id], table, counts)
+    return TokenPlaces(tiers, token_slots(tiers, store.layout.block_tokens))
+
+
 def slot_tiers(slots: torch.Tensor, high_slots: int) -> torch.Tensor:
     """Tier int8 (2, 1, 0) of each token from `token_slots`, with `high_slots` slots in the high tier."""
     stored = (slots >= 0).to(torch.int8)

@@ -57,7 +57,8 @@ def quota(
     share, floor = (_column(tuple(x), scores.device) for x in (shares, floors))
     # A head's pages are in descending order of worth, and ties go to the lower page: the chosen pages are a prefix.
     page = torch.arange(members * per_head, device=scores.device) % per_head
-    won = _ranks_after(worth, (page < floor).expand(worth.shape)) < share
+    guaranteed = (page < floor).expand(worth.shape) if any(floors) else None
+    won = _ranks_after(worth, guaranteed) < share
     kept = (won.view(n, layers, heads, per_head).sum(-1) * page_tokens).unsqueeze(-1)
     place = torch.arange(tokens, device=scores.device)
     tiers = torch.where(place < kept, HIGH, PRUNED).to(torch.int8)
@@ -70,11 +71,13 @@ def _column(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return upload(numbers, device, torch.int64).view(1, -1, 1)
 
 
-def _ranks_after(values: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Rank along the last dim: members of bool `first`, then the rest, each best value first, equals by position."""
+def _ranks_after(values: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+    """Rank along the last dim: members of bool `first` (None: no members), then the rest, each best value first, equals
+    by position."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
-    first_first = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
-    order = order.gather(-1, first_first)
+    if first is not None:
+        first_first = (~first.gather(-1, order)).to(torch.int8).sort(dim=-1, stable=True).indices
+        order = order.gather(-1, first_first)
     place = torch.arange(values.shape[-1], device=values.device).expand(order.shape)
     return torch.empty_like(order).scatter_(-1, order, place)
 
