@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,6 +34,17 @@ class PendingCounts:
     blocks: np.ndarray
     generation: np.ndarray
     counts: torch.Tensor
+
+
+def _equal_groups(groups: np.ndarray, wave: int) -> Iterator[tuple[int, int, int]]:
+    """Equal neighbors among `groups[g, 2]` that fit a wave together, at least one: pages of each, blocks of all, and
+    their number. Answers of the same length are planned by the same launches."""
+    for (blocks, pages), equal in itertools.groupby(groups.tolist()):
+        left = len(list(equal))
+        while left:
+            number = min(left, max(1, wave // blocks))
+            yield pages, number * blocks, number
+            left -= number
 
 
 class PageOps:
@@ -119,9 +131,9 @@ class PageOps:
     def _plans(self, op: Compact, wave: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         """Waves of `op`, their blocks on the device, and their tiers."""
         target, n, first = self.store.block_formats[op.to_format], len(op.blocks), 0
-        for count, pages in op.groups.tolist():
+        for pages, count, answers in _equal_groups(op.groups, wave):
             evidence = self._evidence(op, slice(first, first + count))
-            tiers = self.policy.compete(evidence, target, pages)
+            tiers = self.policy.compete(evidence, target, pages, answers)
             for at in range(0, count, wave):
                 part = slice(at, min(at + wave, count))
                 yield slice(first + at, first + part.stop), evidence.blocks[part], tiers[part]

@@ -183,6 +183,7 @@ class Policy:
         """Total pages of `planned` blocks of an answer, given `unplanned` later blocks that still have all tokens."""
         raise NotImplementedError
 
-    def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int) -> torch.Tensor:
-        """Tiers int8 `[n, L, H, P]` of n blocks of one answer that keep `pages` pages together, as in `plan`."""
+    def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int, answers: int = 1) -> torch.Tensor:
+        """Tiers int8 `[n, L, H, P]` of n blocks, as in `plan`. They are the blocks of `answers` answers, one after the
+        other, n / `answers` of each. The blocks of each answer keep `pages` pages together."""
         raise NotImplementedError

@@ -172,9 +172,9 @@ class Prune(Policy):
         )
         return tiers if block_format.low is None else tiers.clamp(min=LOW)
 
-    def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int) -> torch.Tensor:
-        """The blocks' heads are treated as heads of one block, so that a share divides the pages as within a block. A
-        score that grows with the number of queries is divided by that number."""
+    def compete(self, evidence: Evidence, block_format: BlockFormat, pages: int, answers: int = 1) -> torch.Tensor:
+        """The heads of an answer's blocks are treated as heads of one block, so that a share divides the pages as in a
+        block. A score that grows with the number of queries is divided by that number."""
         layout, stats = evidence.layout, self.statistics(evidence)
         known = replace(evidence, calibration=stats)
         scores = self.scorer.score(known)
@@ -183,6 +183,7 @@ class Prune(Policy):
         scores = self._protected(scores, known)  # sinks of a prompt that is shorter than a block
         stored = known.tiers() == HIGH
         del known  # frees the places of all tokens before the sort
-        rows = scores.masked_fill(~stored, -torch.inf).transpose(0, 1)  # [L, n, H, P]
-        tiers = self.share.plan(rows.flatten(1, 2)[None], pages, layout.page(block_format.high).tokens, 0, stats)
-        return torch.where(stored, tiers.view(rows.shape).transpose(0, 1), PRUNED)
+        by_answer = scores.masked_fill(~stored, -torch.inf).unflatten(0, (answers, -1))
+        rows = by_answer.transpose(1, 2)  # [answers, L, blocks, H, P]
+        tiers = self.share.plan(rows.flatten(2, 3), pages, layout.page(block_format.high).tokens, 0, stats)
+        return torch.where(stored, tiers.view(rows.shape).transpose(1, 2).flatten(0, 1), PRUNED)

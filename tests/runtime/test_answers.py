@@ -287,8 +287,9 @@ def test_growth_includes_blocks_not_yet_planned():
 
 
 def test_answers_planned_together_do_not_compete():
-    """Two answers that are planned in one operation keep the same tokens as when each is planned alone."""
+    """Two answers that are planned by the same launches keep the same tokens as when each is planned alone."""
     server, alone = (Attended(blocks=60, **ANSWERS) for _ in range(2))
+    server.runtime.page_ops.reserve_pages = 2 * COMPETE_EVERY * server.runtime.store.block_formats[ANSWER].pages
     reqs = [server.admit([100 * n + j for j in range(P + 3)]) for n in (1, 2)]
     only = alone.admit([200 + j for j in range(P + 3)])
     moves = []

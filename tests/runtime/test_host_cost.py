@@ -9,7 +9,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import TLRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -17,7 +16,6 @@ from sglang.srt.mem_cache.utils import get_eviction_strategy
 from triton.runtime.jit import JITFunction
 
 from bench.kernels import host_time
-from kvc_kernels import ops
 from kvc_kernels.formats import FORMATS
 from kvc_kernels.layout import PageLayout, PoolLayout
 from kvc_kernels.ops import ScoreSampling
@@ -209,21 +207,19 @@ def test_compactions_reuse_constants_of_server(monkeypatch):
         monkeypatch.setattr(PageLayout, "_segments", mock.Mock(side_effect=AssertionError))
 
 
-def test_competition_looks_up_places_once():
-    """Scores and tiers of packed blocks are read from the same places."""
+@pytest.mark.parametrize("wave, plans", [(12, 1), (11, 2), (8, 2), (4, 3), (2, 3)])
+def test_answers_of_same_length_are_planned_by_same_launches(wave, plans):
+    """As many answers as fit a wave are planned together. Scores and tiers are read from the same places."""
     runtime = make_runtime(**ANSWERS)
-    ids = np.array(runtime.take([i * P for i in range(4)]))
-    runtime.queue_due(ids, WHOLE)
-    runtime.flush()
-    runtime.queue_move(
-        ids, from_format=WHOLE, to_format=ANSWER, lengths=np.full(4, 9 * P), groups=np.array([[4, 4]])
-    )
-    with (
-        mock.patch.object(tiers, "token_slots", mock.Mock(wraps=tiers.token_slots)) as lookups,
-        mock.patch.object(ops, "compact", lambda store, blocks, *args, **options: torch.ones(len(blocks))),
-    ):
-        runtime.flush()
-    assert lookups.call_count == 1
+    op = Compact(
+        np.array(runtime.take([P * i for i in range(12)])), WHOLE, ANSWER, *np.zeros((3, 12), dtype=np.int64),
+        groups=np.array([[4, 4]] * 3),
+    )  # fmt: skip
+    with mock.patch.object(tiers, "token_slots", mock.Mock(wraps=tiers.token_slots)) as lookups:
+        waves = [(part, blocks.tolist()) for part, blocks, _ in runtime.page_ops._plans(op, wave)]
+    assert [block for part, blocks in waves for block in blocks] == op.blocks.tolist()
+    assert all(op.blocks[part].tolist() == blocks and len(blocks) <= wave for part, blocks in waves)
+    assert lookups.call_count == plans
 
 
 def lines_of_a_step(requests: int, options: dict) -> int:
