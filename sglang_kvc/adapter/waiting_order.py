@@ -18,7 +18,8 @@ def match_prompts(policy: Any, queue: list, match: Callable[[list], set[str]]) -
     """Match at most `MOST_MATCHES` prompts of `queue` if SGLang sorts them by response ratio, otherwise all. Returns
     the ids of those that wait for another prompt with the same prefix.
 
-    The first prompts in line are matched in every pass, because they are admitted next, and the others in turn. A
+    The first prompts in line are matched in every pass, because they are admitted next. Some of the others are new, and
+    some were matched longest ago, so that no number of new prompts leaves a prompt behind that waits for another. A
     prompt that is not matched keeps its last match. That affects only the order, because an admission matches again.
     Passes are counted, because tensor-parallel ranks agree on their number.
 
@@ -31,8 +32,11 @@ def match_prompts(policy: Any, queue: list, match: Callable[[list], set[str]]) -
     chosen = queue
     if len(queue) > MOST_MATCHES:
         head = MOST_MATCHES // 2
-        in_turn = heapq.nsmallest(MOST_MATCHES - head, queue[head:], key=lambda req: getattr(req, "kvc_matched", 0))
-        chosen = queue[:head] + in_turn
+        others = MOST_MATCHES - head
+        new = [req for req in queue[head:] if not hasattr(req, "kvc_matched")]
+        matched = [req for req in queue[head:] if hasattr(req, "kvc_matched")]
+        new = new[: max(others // 2, others - len(matched))]
+        chosen = queue[:head] + new + heapq.nsmallest(others - len(new), matched, key=lambda req: req.kvc_matched)
     deferred = match(chosen)
     for req in chosen:
         req.kvc_matched, req.kvc_deferred = passes, req.rid in deferred

@@ -19,7 +19,7 @@ from sglang_kvc.adapter.waiting_order import MOST_MATCHES
 from .model import P, ToyServer
 
 WAITING = 3 * schedule_policy.WAITING_QUEUE_PREFIX_MATCH_MAX
-PASSES = -(-WAITING // (MOST_MATCHES // 2))  # after as many, each prompt has been matched
+PASSES = -(-WAITING // (MOST_MATCHES // 4))  # after as many, each prompt has been matched
 
 
 class Line:
@@ -115,6 +115,26 @@ def test_prompt_is_no_longer_deferred_when_other_is_gone():
     line.queue[:] = [last, *(req for req in line.queue[: MOST_MATCHES - 1] if req not in twins)]
     line.order()  # few prompts wait, and all are matched
     assert not last.kvc_deferred
+
+
+def test_deferred_prompt_is_matched_again_however_many_arrive():
+    """It is sorted behind all others until then, so it would wait for ever."""
+    line = Line("hrrn")
+    twins = [Line.request(5000, 4, -(10**6)) for _ in range(2)]
+    for i, req in enumerate(twins):
+        req.rid = f"twin {i}"
+    line.queue[:0] = twins
+    line.order(2 * PASSES)
+    deferred = line.queue[-1]
+    assert deferred.kvc_deferred
+    line.queue.remove(next(req for req in twins if req is not deferred))  # admitted
+    for i in range(2 * PASSES):
+        line.queue += [Line.request(6000 + MOST_MATCHES * i + j, 1, 1000) for j in range(MOST_MATCHES)]
+        line.order()
+        if not deferred.kvc_deferred:
+            break
+        del line.queue[:MOST_MATCHES]  # as many are admitted as arrive
+    assert not deferred.kvc_deferred and line.queue[0] is deferred
 
 
 def test_longest_prefix_falls_back_to_order_of_arrival():
