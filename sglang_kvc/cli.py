@@ -24,6 +24,11 @@ def parser() -> argparse.ArgumentParser:
         "--out", default="calibration.safetensors", metavar="FILE", help="for --kvc-calibration (default: %(default)s)"
     )
     measure.add_argument("--tokens", type=int, default=4096, help="tokens of the text to read (default: %(default)s)")
+    measure.add_argument(
+        "--answers",
+        metavar="FILE",
+        help='choose LeanKV\'s thresholds by these answers; JSON lines with "prompt", "answer" and maybe "context"',
+    )
     measure.add_argument("--device", default="auto", help="cuda, cpu or auto: the GPU if there is one")
     measure.add_argument("--plot", metavar="FILE", help="plot the results, as .png")
     commands.add_parser("demo", help="fetch the demo model once and print its folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 
 import pytest
 import torch
@@ -65,12 +66,27 @@ def test_command_writes_file_from_text(folder, tmp_path, capsys):
     calibration.check_shapes(str(out), calibration.BY_LAYER + calibration.BY_HEAD[:4], layout)
 
 
+def test_answers_choose_thresholds(folder, tmp_path, capsys):
+    file, out = tmp_path / "answers.jsonl", str(tmp_path / "found.safetensors")
+    words = (folder / "text.txt").read_text().split()
+    lines = [{"prompt": " ".join(words[:140]), "answer": f"w{i}"} for i in range(VOCAB)]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    assert calibrate(folder, "--answers", str(file), "--out", out, "--tokens", "560") == 0
+    assert " of 1 answers kept" in capsys.readouterr().out  # one of all words is the most likely one
+    findings = verdicts.read(out)
+    assert findings is not None and findings.settings["answers"] == {"prompts": 1, "items": VOCAB}
+    file.write_text(json.dumps({"prompt": "w1 " * 1100, "answer": "w1"}))
+    assert calibrate(folder, "--answers", str(file), "--tokens", "560") == 1
+    assert "has 1101 tokens, more than the 1024" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "more, words",
     [
         (("--tokens", "4000"), "choose 1024 or less"),
         (("--tokens", "300"), "longer text"),
         (("--text", "absent.txt"), "cannot be read"),
+        (("--answers", "absent.jsonl"), "--answers absent.jsonl cannot be read"),
         (("--model-path", "/absent"), "cannot be read"),
         (("--device", "tpu"), "is not available"),
         (("--out", "/absent/file"), "does not exist"),

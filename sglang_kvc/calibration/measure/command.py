@@ -15,16 +15,17 @@ from sglang_kvc.calibration.model_fingerprint import identity_of
 from sglang_kvc.calibration.verdicts import Findings
 from sglang_kvc.options.unsupported_models import SUPPORTED_HEAD_DIMS
 
-from . import plot
+from . import answer_items, plot
 from .capture import CalibrateError
-from .passes import calibrate
+from .passes import BLOCK, calibrate
 from .progress import Progress
 
 
 def main(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
-        findings = run(args.model_path, args.text, args.out, tokens=args.tokens, device=args.device, picture=args.plot)
+        options = {"tokens": args.tokens, "device": args.device, "picture": args.plot, "answers": args.answers}
+        findings = run(args.model_path, args.text, args.out, **options)
     except CalibrateError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
@@ -35,9 +36,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run(
-    model_path: str, text: str, out: str, *, tokens: int = 4096, device: str = "auto", picture: str | None = None
+    model_path: str,
+    text: str,
+    out: str,
+    *,
+    tokens: int = 4096,
+    device: str = "auto",
+    picture: str | None = None,
+    answers: str | None = None,
 ) -> Findings:
-    """Findings of a calibration, written to `out`. CalibrateError, without a full stop, before any long computation."""
+    """Findings of a calibration, written to `out`. CalibrateError, without a full stop, before any long computation
+    except the exact passes over the prompts of `answers`."""
     for path in (out, picture):
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise CalibrateError(f"{path} cannot be written, because its folder does not exist; make it first")
@@ -48,9 +57,16 @@ def run(
     except (OSError, UnicodeDecodeError) as e:
         raise CalibrateError(f"--text {text} cannot be read ({e}); give a file of plain text") from None
 
+    items = None if answers is None else answer_items.read(answers)
     device = _device(device)
     model, ids = load(model_path, words, tokens)
-    result = calibrate(model.to(device), torch.tensor(ids, device=device), progress=Progress(sys.stderr))
+    prompts = None
+    if items is not None:
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        prompts = answer_items.shared_prompts(items, tokenizer, BLOCK, longest)
+    ids = torch.tensor(ids, device=device)
+    result = calibrate(model.to(device), ids, progress=Progress(sys.stderr), prompts=prompts)
     result.save(out)
     if picture is not None:
         plot.draw(result, Path(picture))
@@ -113,4 +129,9 @@ def table(findings: Findings) -> str:
         )
     t = findings.thresholds
     thresholds = f"leankv {t.high}+{t.low}: alpha-high {t.alpha_high:g}, alpha-low {t.alpha_low:g}"
-    return "\n".join([*lines, "", f"recommended: {findings.recommended}", thresholds])
+    kept = [
+        f"  {r['alpha_high']:g}, {r['alpha_low']:g}: {r['answers']['right']} of {r['answers']['of']} answers kept"
+        for r in findings.tried
+        if "answers" in r
+    ]
+    return "\n".join([*lines, "", f"recommended: {findings.recommended}", thresholds, *kept])

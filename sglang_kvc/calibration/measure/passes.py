@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from safetensors.torch import save
 from sglang_kvc.calibration.model_fingerprint import Identity, identity_of
 from sglang_kvc.calibration.verdicts import Chosen, Findings
 
-from . import formats, thresholds
+from . import answers, formats, thresholds
+from .answer_items import SharedPrompt
+from .answers import AnswerResult
 from .attention import by_block, causal
 from .attention_scores import attention_scores
 from .capture import CalibrateError, run
@@ -37,7 +40,7 @@ class Calibration:
     formats: list[FormatResult]
     tensors: dict[str, torch.Tensor]
     chosen: Chosen
-    tried: list[ThresholdResult] = field(default_factory=list)
+    tried: Sequence[ThresholdResult | AnswerResult] = field(default_factory=list)
 
     def findings(self) -> Findings:
         """Metadata of the file."""
@@ -57,11 +60,18 @@ class Calibration:
 
 
 def calibrate(
-    model: torch.nn.Module, ids: torch.Tensor, *, block: int = BLOCK, progress: Progress | None = None
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    *,
+    block: int = BLOCK,
+    progress: Progress | None = None,
+    prompts: list[SharedPrompt] | None = None,
 ) -> Calibration:
     """Measure everything on tokens `ids`, int64 `[N]` on the model's device. CalibrateError if the text is too short.
 
-    Peak memory besides the model: the text's K and V, one layer's attention, and the logits of `MAX_SCORED` tokens.
+    The answers to `prompts` choose LeanKV's thresholds; None: the text does. Peak memory besides the model: K and V of
+    the text, and of three quarters of it or twice those of a prompt, one layer's attention, and the logits of
+    `MAX_SCORED` tokens.
     """
     identity = identity_of(model.config)
     n, layers = len(ids), identity.layers
@@ -70,12 +80,16 @@ def calibrate(
             f"the text has {n} tokens, and the effect of earlier blocks on later ones needs {MIN_BLOCKS} blocks of "
             f"{block}; give a longer text, or a higher --tokens"
         )
-    passes = 3 + len(formats.PACKED) + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
+    by_text = 1 + len(thresholds.ALPHA_HIGH) + len(thresholds.ALPHA_LOW)
     progress = progress or Progress()
-    progress.begin(passes * layers)
+    progress.begin((2 + len(formats.PACKED) + (by_text if prompts is None else answers.SWEEPS * len(prompts))) * layers)
     # Evenly spaced predictions from the second block on, whose queries attend to a packed block.
     scored = torch.arange(block, n - 1, -(-(n - 1 - block) // MAX_SCORED), device=ids.device)
     shape = (layers, identity.kv_heads, identity.head_dim)
+    chosen: Chosen
+    tried: Sequence[ThresholdResult | AnswerResult]
+    if prompts is not None:  # before the text, so that answers which the model does not give end the command early
+        chosen, tried = answers.measure(model, prompts, shape, block, progress)
 
     prompt = Prompt.of(layers)
     prompt_tokens = 3 * n // 4 // block * block
@@ -89,7 +103,7 @@ def calibrate(
             frequencies = None
         queries.add(layer, q if frequencies is None else unrotate(q, frequencies))
         early, late = attention_scores(q, k, scale, (prompt_tokens, n))
-        prompt.add(layer, k, v, early[..., :prompt_tokens])
+        prompt.add(layer, k, v, early[..., :prompt_tokens], prompt_tokens)
         statistics.add(layer, q, k, late.sum(1), scale)
         out = by_block(q, k, v, scale, block, None)
         progress.step("capture", layer, layers)
@@ -98,7 +112,8 @@ def calibrate(
     exact = run(model, ids, attend, scored)
     results = formats.measure(model, ids, scored, exact, shape, block, progress)
     del exact
-    chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
+    if prompts is None:
+        chosen, tried = thresholds.measure(model, ids, prompt, shape, block, progress)
     per_head = retrieval(model, ids[: min(REPEATED, n // 2)], shape, progress)
 
     progress.end()
@@ -113,6 +128,8 @@ def calibrate(
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": ids.device.type,
     }
+    if prompts is not None:
+        settings["answers"] = {"prompts": len(prompts), "items": sum(len(p.questions) for p in prompts)}
     return Calibration(identity, settings, results, tensors, chosen, tried)
 
 

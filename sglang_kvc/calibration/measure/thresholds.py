@@ -6,11 +6,12 @@ predictions are compared with those after the exact prompt. alpha_high is the la
 nothing pruned, is at most `LOSS`, the limit for a format to be ok. With it, alpha_low is the largest of 0.02 and 0.04
 that adds at most `PRUNING_LOSS`. This limit is small, because predictions hardly show a missing token until it is
 needed. For the same reason larger values are not tried: with 0.1, which passes, answers are lost (docs/quality.md). If
-no value qualifies, the threshold is 0: all tokens high, or none pruned.
+no value qualifies, the threshold is 0: all tokens high, or none pruned. `answers.py` chooses by answers instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +29,7 @@ from sglang_kvc.policies import make_policy
 from sglang_kvc.policies.published.leankv import LeanKV
 
 from .attention import causal
-from .capture import run
+from .capture import Attend, run
 from .formats import OK_MEAN, Difference, compare
 from .progress import Progress
 
@@ -54,22 +55,23 @@ class ThresholdResult:
 
 @dataclass
 class Prompt:
-    """K, V and attention scores of the prompt's n tokens (whole blocks) from the exact pass, one entry per layer."""
+    """K, V and attention scores of the prompt's first n tokens (whole blocks), one entry per layer."""
 
     k: list[torch.Tensor]  # [H, n, D]
     v: list[torch.Tensor]
     scores: list[torch.Tensor]  # fp32 [H, n]
+    kept: list[torch.Tensor] | None = None  # bool [H, n]; None: all tokens
 
     @classmethod
     def of(cls, layers: int) -> Prompt:
         return cls(*([torch.empty(0)] * layers for _ in range(3)))
 
-    def add(self, layer: int, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor) -> None:
-        """`sums` fp32 `[H, G, n]`: probabilities summed over the prompt's later queries. Scores: means, max over G."""
-        n = sums.shape[-1]
-        num_queries = torch.arange(n - 1, -1, -1, device=k.device).clamp(min=1)
+    def add(self, layer: int, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor, n: int) -> None:
+        """`sums` fp32 `[H, G, m]`: probabilities summed over the later queries of m tokens, n of which are kept here.
+        Scores: means, max over G."""
+        num_queries = torch.arange(sums.shape[-1] - 1, -1, -1, device=k.device).clamp(min=1)
         self.k[layer], self.v[layer] = k[:, :n].clone(), v[:, :n].clone()
-        self.scores[layer] = sums.amax(1) / num_queries
+        self.scores[layer] = (sums.amax(1) / num_queries)[:, :n]
 
     @property
     def tokens(self) -> int:
@@ -107,19 +109,31 @@ def fake_quant_rows(
     return k, v
 
 
-def after_prompt(prompt: Prompt, tiers: list[torch.Tensor] | None, layout: PoolLayout, policy: LeanKV, step):
-    """An `Attend` for tokens after the prompt. `tiers` `[H, n]` per layer; None: the prompt is exact."""
+def stored(prompt: Prompt, tiers: list[torch.Tensor], layout: PoolLayout, policy: LeanKV) -> Prompt:
+    """The prompt as a server stores it with `tiers` `[H, n]` of each layer."""
+    rows = [fake_quant_rows(k, v, t, layout, policy) for k, v, t in zip(prompt.k, prompt.v, tiers, strict=True)]
+    return Prompt([k for k, _ in rows], [v for _, v in rows], prompt.scores, [t != PRUNED for t in tiers])
+
+
+def after_prompt(prompt: Prompt, step: Callable[[int], None] = lambda layer: None) -> Attend:
+    """Attention of tokens after the prompt."""
 
     def attend(layer, q, k, v, scale):
-        keys, values, valid = prompt.k[layer], prompt.v[layer], None
-        if tiers is not None:
-            keys, values = fake_quant_rows(keys, values, tiers[layer], layout, policy)
-            valid = torch.cat((tiers[layer] != PRUNED, tiers[layer].new_ones(k.shape[:2], dtype=torch.bool)), 1)
-        out = causal(q, torch.cat((keys, k), 1), torch.cat((values, v), 1), scale, valid)
+        keys, values, valid = torch.cat((prompt.k[layer], k), 1), torch.cat((prompt.v[layer], v), 1), None
+        if prompt.kept is not None:
+            valid = torch.cat((prompt.kept[layer], prompt.kept[layer].new_ones(k.shape[:2])), 1)
+        out = causal(q, keys, values, scale, valid)
         step(layer)
         return out
 
     return attend
+
+
+def geometry(shape: tuple[int, int, int], block: int) -> tuple[LeanKV, PoolLayout]:
+    """The policy and the layout of a server with its defaults; `shape` is (L, H, D)."""
+    config = resolve_config(SimpleNamespace(kvc_policy="leankv", kvc_block_size=block))
+    policy = cast(LeanKV, make_policy(config))
+    return policy, make_layout(config, policy, layers=shape[0], heads=shape[1], head_dim=shape[2])
 
 
 def measure(
@@ -131,22 +145,20 @@ def measure(
     progress: Progress,
 ) -> tuple[Chosen, list[ThresholdResult]]:
     """The chosen thresholds, and all results. `ids` `[N]`: the text, of which the first tokens are the prompt."""
-    config = resolve_config(SimpleNamespace(kvc_policy="leankv", kvc_block_size=block))
-    policy = cast(LeanKV, make_policy(config))
-    layout = make_layout(config, policy, layers=shape[0], heads=shape[1], head_dim=shape[2])
+    policy, layout = geometry(shape, block)
     rest = ids[prompt.tokens :]
     scored = torch.arange(len(rest) - 1, device=ids.device)
 
-    def predictions(name: str, tiers: list[torch.Tensor] | None) -> torch.Tensor:
-        attend = after_prompt(prompt, tiers, layout, policy, lambda layer: progress.step(name, layer, shape[0]))
+    def predictions(name: str, prompt: Prompt) -> torch.Tensor:
+        attend = after_prompt(prompt, lambda layer: progress.step(name, layer, shape[0]))
         return run(model, rest, attend, scored, prompt.tokens)
 
-    exact = predictions("thresholds, exact", None)
+    exact = predictions("thresholds, exact", prompt)
 
     def result(alpha_high: float, alpha_low: float) -> ThresholdResult:
         tiers = [plan(s, layout, policy, alpha_high, alpha_low) for s in prompt.scores]
         name = f"alpha_high {alpha_high:g}, alpha_low {alpha_low:g}"
-        difference = compare(exact, predictions(name, tiers), rest[1:])
+        difference = compare(exact, predictions(name, stored(prompt, tiers, layout, policy)), rest[1:])
         stacked = torch.stack(tiers)
         high, low, pruned = ((stacked == t).double().mean().item() for t in (HIGH, 1, PRUNED))
         return ThresholdResult(alpha_high, alpha_low, high, low, pruned, difference)
