@@ -18,10 +18,11 @@ def match_prompts(policy: Any, queue: list, match: Callable[[list], set[str]]) -
     """Match at most `MOST_MATCHES` prompts of `queue` if SGLang sorts them by response ratio, otherwise all. Returns
     the ids of those that wait for another prompt with the same prefix.
 
-    The first prompts in line are matched in every pass, because they are admitted next. Some of the others are new, and
-    some were matched longest ago, so that no number of new prompts leaves a prompt behind that waits for another. A
-    prompt that is not matched keeps its last match. That affects only the order, because an admission matches again.
-    Passes are counted, because tensor-parallel ranks agree on their number.
+    The first prompts in line are matched in every pass, because they are admitted next. Of the others, some new ones
+    are matched, and the ones matched longest ago. SGLang sorts a prompt that waits for another one last until it is
+    matched again, so new prompts must not take all matches. A prompt that is not matched keeps its last match. That
+    affects only the order, because an admission matches again. Passes are counted, because tensor-parallel ranks agree
+    on their number.
 
     policy: SGLang's `SchedulePolicy`.
     match: matches a list of prompts and returns the same kind of ids.

@@ -109,13 +109,11 @@ class Capacity:
             return self.packed_tokens(tokens, format_id)
         return tokens * self._mean_pages[format_id] / self.layout.block_pages_bf16
 
-    def observe_pages(self, blocks: np.ndarray, pages: np.ndarray) -> None:
-        """Enter the sizes `pages` of the packed `blocks` (int64 `[n]`) into the means. The last `MEAN_BLOCKS` blocks
-        have most of the weight; the mean starts at the maximum."""
-        ids = self.blocks.format_id[blocks]
-        for f in np.unique(ids).tolist():
-            mean, seen = self._mean_pages.get(f, self.block_formats[f].pages), pages[ids == f]
-            self._mean_pages[f] = mean + (float(seen.mean()) - mean) * min(1.0, len(seen) / MEAN_BLOCKS)
+    def observe_pages(self, format_id: int, pages: np.ndarray) -> None:
+        """Enter the sizes `pages` (int64 `[n]`) of n blocks that were just packed at `format_id` into its mean. The
+        last `MEAN_BLOCKS` blocks have most of the weight; the mean starts at the maximum."""
+        mean = self._mean_pages.get(format_id, self.block_formats[format_id].pages)
+        self._mean_pages[format_id] = mean + (float(pages.mean()) - mean) * min(1.0, len(pages) / MEAN_BLOCKS)
 
     def growth_tokens(self, tokens: float, format_id: int, open_tokens: int, prompt: int = 0) -> float:
         """Memory that a sequence with `open_tokens` uncompressed tokens needs to grow by `tokens`, of which `prompt`

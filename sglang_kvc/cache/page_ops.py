@@ -26,11 +26,13 @@ class PendingCounts:
     """Page counts of a compaction whose outcome depends on the data, on their way to the host.
 
     step: the forward at whose start the compaction ran.
+    format_id: the blocks' format after it. They may have been moved again since.
     blocks, generation: int64, int32 `[n]`.
     counts: pages per block `[n]`; on a GPU pinned host memory, valid once forward `step` has finished.
     """
 
     step: int
+    format_id: int
     blocks: np.ndarray
     generation: np.ndarray
     counts: torch.Tensor
@@ -125,7 +127,8 @@ class PageOps:
         for part, blocks, tiers in self._plans(op, wave):
             counts = ops.compact(self.store, blocks, op.to_format, tiers, from_format=op.from_format)
             if not target.exact:
-                pending.append(PendingCounts(step, op.blocks[part], op.generations[part], self._to_host(counts)))
+                moved = op.to_format, op.blocks[part], op.generations[part]
+                pending.append(PendingCounts(step, *moved, self._to_host(counts)))
         return pending
 
     def _plans(self, op: Compact, wave: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:

@@ -315,7 +315,7 @@ class Runtime:
             at += len(p.blocks)
             same = self.blocks.generation[p.blocks] == p.generation
             self.ledger.lower(p.blocks[same], pages[same])
-            self.capacity.observe_pages(p.blocks[same], pages[same])
+            self.capacity.observe_pages(p.format_id, pages)
 
     @property
     def unsettled(self) -> bool:

@@ -59,10 +59,8 @@ def test_growth_keeps_block_and_window_uncompressed(capacity):
 
 def test_answers_are_charged_the_mean_size_of_earlier_blocks(capacity):
     """The maximum holds until sizes are known, and for prompts always."""
-    ids = take(capacity, 4)
-    capacity.blocks.format_id[ids] = 1
     assert capacity.expected_tokens(10 * P, 1) == capacity.packed_tokens(10 * P, 1) == 10 * P * PACKED
-    capacity.observe_pages(np.repeat(ids, MEAN_BLOCKS // 8), np.full(MEAN_BLOCKS // 2, 6))
+    capacity.observe_pages(1, np.full(MEAN_BLOCKS // 2, 6))
     mean = (LAYOUT.block_pages(FORMATS["k4v4"]) + 6) / 2 / LAYOUT.block_pages_bf16
     assert mean < PACKED and capacity.expected_tokens(10 * P, 1) == 10 * P * mean
     assert capacity.growth_tokens(10 * P, 1, open_tokens=9 * P) == (1 + 9 * mean) * P
@@ -71,7 +69,7 @@ def test_answers_are_charged_the_mean_size_of_earlier_blocks(capacity):
     answer = capacity.prompt_tokens(20 * P, 10 * P, 1, CHUNK) - capacity.prompt_tokens(20 * P, 0, 1, CHUNK)
     assert answer == (PACKED + 9 * mean) * P  # the open block is the answer's instead of the prompt's
     before = capacity.longest_request(1, CHUNK)
-    capacity.observe_pages(np.repeat(ids, MEAN_BLOCKS), np.full(4 * MEAN_BLOCKS, 4))
+    capacity.observe_pages(1, np.full(4 * MEAN_BLOCKS, 4))
     assert capacity.expected_tokens(P, 1) == P * 4 / LAYOUT.block_pages_bf16
     assert capacity.longest_request(1, CHUNK) == before
 
