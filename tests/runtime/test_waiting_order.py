@@ -45,6 +45,14 @@ class Line:
         req.arrival_processed_tokens = arrived
         return req
 
+    def add_twins(self) -> list[Req]:
+        """Two prompts with the same uncached prefix, near the front."""
+        twins = [self.request(5000, 4, -(10**6)) for _ in range(2)]
+        for i, req in enumerate(twins):
+            req.rid = f"twin {i}"
+        self.queue[:0] = twins
+        return twins
+
     def order(self, passes: int = 1) -> list[str]:
         """The waiting prompts in the order of the last of some passes."""
         with scheduler.configured(self.server.runtime if self.hooks else None, rows=8):
@@ -94,10 +102,7 @@ def test_new_prompt_is_matched_in_next_pass():
 
 def test_prompt_waits_for_other_with_same_uncached_prefix():
     line = Line("hrrn")
-    twins = [Line.request(5000, 4, -(10**6)) for _ in range(2)]  # near the front
-    for i, req in enumerate(twins):
-        req.rid = f"twin {i}"
-    line.queue[:0] = twins
+    twins = line.add_twins()
     line.order(2 * PASSES)
     last = line.queue[-1]
     assert last in twins and line.queue[-2] not in twins
@@ -105,10 +110,7 @@ def test_prompt_waits_for_other_with_same_uncached_prefix():
 
 def test_prompt_is_no_longer_deferred_when_other_is_gone():
     line = Line("hrrn")
-    twins = [Line.request(5000, 4, -(10**6)) for _ in range(2)]
-    for i, req in enumerate(twins):
-        req.rid = f"twin {i}"
-    line.queue[:0] = twins
+    twins = line.add_twins()
     line.order(2 * PASSES)
     last = line.queue[-1]
     assert last in twins and last.kvc_deferred
@@ -120,10 +122,7 @@ def test_prompt_is_no_longer_deferred_when_other_is_gone():
 def test_deferred_prompt_is_matched_again_however_many_arrive():
     """It is sorted behind all others until then, so it would wait for ever."""
     line = Line("hrrn")
-    twins = [Line.request(5000, 4, -(10**6)) for _ in range(2)]
-    for i, req in enumerate(twins):
-        req.rid = f"twin {i}"
-    line.queue[:0] = twins
+    twins = line.add_twins()
     line.order(2 * PASSES)
     deferred = line.queue[-1]
     assert deferred.kvc_deferred
