@@ -28,7 +28,7 @@ SINGLES = {
     "agents.hit_of_endless_2x": "prefix-cache hit rate with tiers at twice the agents after which it drops without",
     "agents.bfcl.vs_bf16": "agents in BFCL's dialogues at the latency targets, vs. stock bf16",
     "agents.bfcl.vs_fp8": "the same vs. stock fp8",
-    "agents.bfcl.vs_fp8_hicache": "the same vs. stock fp8 with its hierarchical cache",
+    "agents.bfcl.vs_fp8_hicache": "agents in BFCL's dialogues at the targets, vs. stock fp8 with hierarchical cache",
     "agents.bfcl.tiers_vs_static": "the same vs. k4v4 without host memory",
     "agents.bfcl.hit_of_endless_2x": "their hit rate with tiers at twice the agents after which it drops without",
     "agents.restart_warm_hit": "cached tokens that a server finds again on disk after SIGKILL under load",
