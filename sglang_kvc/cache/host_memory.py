@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 
 import numpy as np
@@ -39,17 +40,22 @@ class HostMemory:
 
 
 def _lock_pages(data: torch.Tensor) -> None:
-    """Page-lock `data`, so that the GPU can copy from and to it directly.
+    """Page-lock `data` for the life of the tensor, so that the GPU can copy from and to it directly.
+
+    Memory that is freed while it is registered stays registered. Whatever is allocated at its addresses later can
+    neither be registered nor copied across the end of the old range.
 
     Several threads first touch the pages. Otherwise the driver maps them in one thread, which takes 0.7 s per GiB.
     """
     data.fill_(0)
-    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
+    cudart = torch.cuda.cudart()
+    error = cudart.cudaHostRegister(data.data_ptr(), data.numel(), 0)
     if int(error):
         raise RuntimeError(
             f"the host memory of {data.numel() / 2**30:.1f} GiB cannot be page-locked (CUDA error {int(error)}); give "
             "less --kvc-host-memory, or raise the limit of locked memory (ulimit -l)"
         )
+    weakref.finalize(data, cudart.cudaHostUnregister, data.data_ptr()).atexit = False  # the driver does it at exit
 
 
 def runs(units: np.ndarray) -> list[tuple[int, int, int]]:

@@ -8,6 +8,7 @@ import torch
 
 from kvc_kernels import ops
 from sglang_kvc.cache.build import build_runtime
+from sglang_kvc.cache.host_memory import HostMemory
 from sglang_kvc.cache.runtime import Runtime
 from sglang_kvc.options.config import KvcConfig
 
@@ -106,3 +107,11 @@ def test_more_blocks_than_the_buffers_hold():
     runtime.flush()
     torch.cuda.synchronize()
     assert loading.finished and digests(runtime, loading.blocks) == before
+
+
+def test_freed_memory_is_not_registered():
+    memory = HostMemory(1 << 20, 4096, page_locked=True)
+    same = torch.empty(0, dtype=torch.uint8).set_(memory.data.untyped_storage())  # keeps the bytes
+    assert same.is_pinned()
+    del memory
+    assert not same.is_pinned()
