@@ -58,7 +58,7 @@ def run(
         raise CalibrateError(f"--text {text} cannot be read ({e}); give a file of plain text") from None
 
     items = None if answers is None else answer_items.read(answers)
-    device = _device(device)
+    device = device_named(device)
     model, ids = load(model_path, words, tokens)
     prompts = None
     if items is not None:
@@ -73,7 +73,8 @@ def run(
     return result.findings()
 
 
-def _device(name: str) -> str:
+def device_named(name: str) -> str:
+    """The device for `--device` `name`. CalibrateError for one that this machine lacks."""
     available = torch.cuda.is_available()
     if name == "auto":
         return "cuda" if available else "cpu"

@@ -24,7 +24,7 @@ from kvc_kernels.ops import query_weights
 
 from .attention import causal
 from .capture import CalibrateError, run
-from .command import load
+from .command import device_named, load
 from .queries import rotary_frequencies, unrotate
 
 PIECE, END = 1024, 128  # tokens of a piece, and tokens at its end that are skipped because too few queries follow
@@ -153,13 +153,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--text", required=True, help="a file of plain text, like what will be served")
     parser.add_argument("--calibration", required=True, help="the file that gets the gates")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--hidden", type=int, default=32, help="units of a gate")
     parser.add_argument("--steps", type=int, default=600)
     args = parser.parse_args(argv)
     try:
         words = Path(args.text).read_text(encoding="utf-8")
+        device = device_named(args.device)
         model, ids = load(args.model_path, words, args.tokens)
-        tensors, held_out = gates(model, torch.tensor(ids), hidden=args.hidden, steps=args.steps)
+        ids = torch.tensor(ids, device=device)
+        tensors, held_out = gates(model.to(device), ids, hidden=args.hidden, steps=args.steps)
         add_tensors(args.calibration, tensors)
     except (CalibrateError, OSError, UnicodeDecodeError) as e:
         print(f"error: {e}", file=sys.stderr)
