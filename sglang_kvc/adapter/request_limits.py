@@ -49,7 +49,7 @@ def in_session(req: Any) -> bool:
 def default_budget(req: Any, runtime: Runtime, *, answers: bool) -> Budget | None:
     """The server's budget (`--kvc-one-shot`) for SGLang's request, which names no level; None: the server's format
     serves it. That is so if the budget drops none of the prompt's tokens or the prompt cannot be one-shot, unless the
-    prompt does not fit in the server's format."""
+    prompt does not fit in the server's format and the budget allows longer prompts."""
     if (budget := runtime.config.one_shot) is None or not answers:
         return None
     try:
@@ -60,7 +60,9 @@ def default_budget(req: Any, runtime: Runtime, *, answers: bool) -> Budget | Non
     drops = budget.plan(runtime.layout, fmt, tokens // runtime.layout.block_tokens, tokens) is not None
     if drops and refusal(req, runtime, budget, answers=answers) is None:
         return budget
-    return budget if refusal(req, runtime, None, answers=answers) is not None else None
+    if refusal(req, runtime, None, answers=answers) is None:
+        return None
+    return budget if longest_request(runtime, 1, budget) > longest_request(runtime, 1) else None
 
 
 def limit_request(req: Any, runtime: Runtime, *, answers: bool) -> None:

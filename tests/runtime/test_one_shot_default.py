@@ -149,3 +149,14 @@ def test_prompt_that_only_budget_holds_is_served(queue):
         assert not is_one_shot(enter(limits["k4v4"]), Budget(tokens=1000 * P))
         req = enter(limits["k4v4"] + 1)
         assert is_one_shot(req, Budget(tokens=1000 * P)) and not req.messages
+
+
+def test_refusal_names_longest_prompt_of_better_limit(queue):
+    """With small chunks, the open segment of 8 blocks gives the budget a lower limit than the server's format."""
+    budget = Budget(tokens=1000 * P)
+    enter = queue(blocks=40, one_shot=budget)
+    limits = longest_prompts(enter.runtime)
+    assert limits["default"] == limits["k4v4"] > limits[str(budget)]
+    served, req = enter(limits["default"]), enter(limits["default"] + 1)
+    assert not is_one_shot(served, budget) and not served.messages
+    assert not is_one_shot(req, budget) and f"up to {limits['default']} tokens" in req.messages[0]
