@@ -32,7 +32,7 @@ def around_get_worker_info(orig, self):
     longest = max(longest, *_longest_requests(runtime).values())
     limits[LENGTH] = min(context, longest)
     limits[INPUT] = max(1, min(context - margin, longest - 1))  # SGLang refuses prompts of this length
-    runtime.prompt_limit = limits[INPUT] - 1
+    runtime.prompt_limit, runtime.generates = limits[INPUT] - 1, self.model_config.is_generation
     return tuple(limits)
 
 

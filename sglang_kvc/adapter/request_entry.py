@@ -21,7 +21,7 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
     """Set the quality and the namespace of a request of SGLang's `scheduler`, and abort a request that cannot be
     served."""
     req.skip_radix_cache_insert = False
-    _read_quality(runtime, req, answers=scheduler.is_generation)
+    _read_quality(runtime, req)
     unsalted = runtime.salt_only and format_id_of(runtime, req) > 0 and not salted(req)
     # The next turn of a session hits the blocks of an unsalted turn, so these outlive the request.
     req.kvc_private = (unsalted and req.session is None) or req.kvc_budget is not None
@@ -32,7 +32,7 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
     if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
         reuse.arrive(req, request_priority(scheduler, req))
     if req.to_finish is None:
-        limit_request(req, runtime, answers=scheduler.is_generation)
+        limit_request(req, runtime)
 
 
 def _number(req: Any) -> int:
@@ -44,7 +44,7 @@ def _number(req: Any) -> int:
     return req.session.kvc_number
 
 
-def _read_quality(runtime: Runtime, req: Any, *, answers: bool) -> None:
+def _read_quality(runtime: Runtime, req: Any) -> None:
     """Set `kvc_level`, `kvc_budget` and `kvc_hints` from the request's custom parameters and `--kvc-one-shot`, or abort
     the request."""
     req.kvc_level = req.kvc_budget = None
@@ -58,7 +58,7 @@ def _read_quality(runtime: Runtime, req: Any, *, answers: bool) -> None:
             check_served(runtime, in_session=in_session(req), returns_experts=req.return_routed_experts)
             req.kvc_budget = Budget.parse(req.kvc_level)
         elif not asks(req.sampling_params.custom_params):
-            req.kvc_budget = default_budget(req, runtime, answers=answers)
+            req.kvc_budget = default_budget(req, runtime)
             req.kvc_level = str(req.kvc_budget) if req.kvc_budget else None
     except ValueError as e:
         req.kvc_level = None

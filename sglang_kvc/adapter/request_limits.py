@@ -46,11 +46,11 @@ def in_session(req: Any) -> bool:
     return req.session is not None or req.session_id is not None
 
 
-def default_budget(req: Any, runtime: Runtime, *, answers: bool) -> Budget | None:
+def default_budget(req: Any, runtime: Runtime) -> Budget | None:
     """The server's budget (`--kvc-one-shot`) for SGLang's request, which names no level; None: the server's format
     serves it. That is so if the budget drops none of the prompt's tokens or the prompt cannot be one-shot, unless the
     prompt does not fit in the server's format and the budget allows longer prompts."""
-    if (budget := runtime.config.one_shot) is None or not answers:
+    if (budget := runtime.config.one_shot) is None or not runtime.generates:
         return None
     try:
         check_served(runtime, in_session=in_session(req), returns_experts=req.return_routed_experts)
@@ -58,30 +58,30 @@ def default_budget(req: Any, runtime: Runtime, *, answers: bool) -> Budget | Non
         return None
     fmt, tokens = runtime.store.block_formats[1].high, len(req.origin_input_ids)
     drops = budget.plan(runtime.layout, fmt, tokens // runtime.layout.block_tokens, tokens) is not None
-    if drops and refusal(req, runtime, budget, answers=answers) is None:
+    if drops and refusal(req, runtime, budget) is None:
         return budget
-    if refusal(req, runtime, None, answers=answers) is None:
+    if refusal(req, runtime, None) is None:
         return None
     return budget if longest_request(runtime, 1, budget) > longest_request(runtime, 1) else None
 
 
-def limit_request(req: Any, runtime: Runtime, *, answers: bool) -> None:
+def limit_request(req: Any, runtime: Runtime) -> None:
     """Abort a request that is too long for its level, or cut its answer."""
     params, prompt, budget = req.sampling_params, len(req.origin_input_ids), budget_of(req)
-    if answers:
+    if runtime.generates:
         longest = longest_request(runtime, format_id_of(runtime, req), budget, prompt)
         params.max_new_tokens = min(params.max_new_tokens, max(0, longest - prompt - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
-    if (why := refusal(req, runtime, budget, answers=answers)) is not None:
+    if (why := refusal(req, runtime, budget)) is not None:
         req.set_finish_with_abort(why)
 
 
-def refusal(req: Any, runtime: Runtime, budget: Budget | None, *, answers: bool) -> str | None:
+def refusal(req: Any, runtime: Runtime, budget: Budget | None) -> str | None:
     """The reason, in one sentence, why an empty server cannot serve a request at its level, or its prompt with
     `budget`; None: it can."""
     prompt, format_id = len(req.origin_input_ids), format_id_of(runtime, req)
     limit = longest_prompt(runtime, longest_request(runtime, format_id, budget))
-    if answers:
+    if runtime.generates:
         fits = prompt < longest_request(runtime, format_id, budget, prompt) - 1
     else:
         fits = runtime.capacity.prompt_ever_fits(prompt, format_id, chunk_tokens(), budget)
@@ -92,7 +92,7 @@ def refusal(req: Any, runtime: Runtime, budget: Budget | None, *, answers: bool)
             f"{runtime.sizing.capacity_tokens} tokens uncompressed; use a prompt of up to {limit} tokens, or start the "
             f"server with more --kvc-memory."
         )
-    if answers and prompt > limit:
+    if runtime.generates and prompt > limit:
         return (
             f"The prompt of {prompt} tokens does not fit into the model's context; use a prompt of up to {limit} "
             "tokens."

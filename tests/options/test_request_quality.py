@@ -50,7 +50,7 @@ def serve(parse, monkeypatch):
             except ValueError as e:
                 refused = e
             # This also holds if no other process has checked the request.
-            requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
+            requests.before_add_request_to_queue(SimpleNamespace(), req)
             assert aborts == ([str(refused)] if refused else [])
             if refused:
                 raise refused
@@ -182,7 +182,7 @@ def test_session_cannot_have_budget(serve):
         sampling_params=req.sampling_params, extra_key=None, set_finish_with_abort=aborts.append, session=object(),
         return_routed_experts=False, to_finish=True,
     )  # fmt: skip
-    requests.before_add_request_to_queue(SimpleNamespace(is_generation=True), again)
+    requests.before_add_request_to_queue(SimpleNamespace(), again)
     assert len(aborts) == 1 and "session" in one_sentence(aborts[0])
     assert again.kvc_level is None and again.kvc_budget is None and not again.kvc_private
 

@@ -197,6 +197,7 @@ def test_prompt_that_never_fits_is_aborted(monkeypatch):
     server = ToyServer(high="k4v4", window=0)
     capacity = server.runtime.sizing.capacity_tokens
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
+    server.runtime.generates = False
 
     def aborted(tokens, level=None):
         messages = []
@@ -206,7 +207,7 @@ def test_prompt_that_never_fits_is_aborted(monkeypatch):
             return_routed_experts=False, return_logprob=False,
             return_hidden_states=False, input_embeds=None,
         )  # fmt: skip
-        before_add_request_to_queue(SimpleNamespace(is_generation=False), req)
+        before_add_request_to_queue(SimpleNamespace(), req)
         return messages
 
     assert not aborted(capacity + 2 * P)
@@ -238,7 +239,7 @@ def test_bootstrap_host_does_not_keep_request_out_of_tree(monkeypatch):
     monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: server.runtime)
     req = Req("r", "", array("q", range(5)), SamplingParams(), bootstrap_host=FAKE_BOOTSTRAP_HOST)
     assert req.skip_radix_cache_insert
-    before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
+    before_add_request_to_queue(SimpleNamespace(), req)
     assert not req.skip_radix_cache_insert
 
 
@@ -316,7 +317,7 @@ def enter(prompt: int, answer: int, level=None) -> tuple[list[str], int, int]:
         return_logprob=False,
         return_hidden_states=False, input_embeds=None,
     )  # fmt: skip
-    before_add_request_to_queue(SimpleNamespace(is_generation=True), req)
+    before_add_request_to_queue(SimpleNamespace(), req)
     return messages, params.max_new_tokens, params.min_new_tokens
 
 
@@ -338,11 +339,12 @@ def test_worker_reports_longest_request(monkeypatch):
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
     longest = longest_request(runtime, 1)
     assert longest > max(longest_request(runtime, 2), runtime.sizing.capacity_tokens)
-    for context, limit, too_long in ((100, 99, 94), (100_000, longest, longest - 1)):
-        worker.model_config.context_len = context
+    for context, limit, too_long, generates in ((100, 99, 94, False), (100_000, longest, longest - 1, True)):
+        worker.model_config.context_len, worker.model_config.is_generation = context, generates
         info = around_get_worker_info(lambda self: stock_info, worker)
         assert info == (*stock_info[:4], limit, too_long, 42)
         assert longest_prompts(runtime)["default"] == too_long - 1
+        assert runtime.generates is generates
     # One-shot prompts, which a server without a window offers, may be longer still.
     runtime = ToyServer(high="k4v4", window=0).runtime
     monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)

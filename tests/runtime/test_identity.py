@@ -362,7 +362,7 @@ def test_requests_of_changed_adapter_have_other_keys(monkeypatch, tmp_path, disk
         )  # fmt: skip
         manager = SimpleNamespace(loras={"f00": adapter})
         worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
-        before_add_request_to_queue(SimpleNamespace(is_generation=True, tp_worker=worker), req)
+        before_add_request_to_queue(SimpleNamespace(tp_worker=worker), req)
         return req.extra_key
 
     assert key(lora()) == key(lora()) and key(lora()).endswith("f00")

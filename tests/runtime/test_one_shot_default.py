@@ -34,7 +34,7 @@ def queue(monkeypatch):
         runtime = ToyServer(**{"high": "k4v4", "window": 0, "one_shot": DEFAULT, **options}).runtime
         monkeypatch.setattr("sglang_kvc.cache.runtime.current", lambda: runtime)
 
-        def enter(tokens: int, params=None, *, answers=True, **changes):
+        def enter(tokens: int, params=None, **changes):
             sampling = SimpleNamespace(custom_params=params, max_new_tokens=9, min_new_tokens=0)
             facts = dict(
                 origin_input_ids=[0] * tokens, sampling_params=sampling, extra_key=None, to_finish=None, lora_id=None,
@@ -43,7 +43,7 @@ def queue(monkeypatch):
             )  # fmt: skip
             req = SimpleNamespace(**{**facts, **changes})
             req.set_finish_with_abort = req.messages.append
-            before_add_request_to_queue(SimpleNamespace(is_generation=answers), req)
+            before_add_request_to_queue(SimpleNamespace(), req)
             return req
 
         enter.runtime = runtime
@@ -90,9 +90,12 @@ def test_requests_override_default(queue):
 def test_requests_that_cannot_be_one_shot_fall_back(queue):
     enter = queue()
     assert is_one_shot(enter(10 * P))
-    for changes in ({"session": object()}, {"session_id": "chat"}, {"return_routed_experts": True}, {"answers": False}):
+    for changes in ({"session": object()}, {"session_id": "chat"}, {"return_routed_experts": True}):
         req = enter(10 * P, **changes)
         assert not is_one_shot(req) and not req.messages
+    enter.runtime.generates = False
+    assert not is_one_shot(enter(10 * P))
+    enter.runtime.generates = True
     # The same request gets an error if it names the budget.
     assert "session" in enter(10 * P, {"kvc": "one-shot:16x"}, session=object()).messages[0]
 

@@ -35,7 +35,7 @@ def serve(monkeypatch):
                 extra_key=(salt or "") + lora if lora else salt,
                 to_finish=True,  # an aborted request skips the length check
             )  # fmt: skip
-            before_add_request_to_queue(SimpleNamespace(is_generation=True), queued)
+            before_add_request_to_queue(SimpleNamespace(), queued)
             return server.admit(PROMPT, chunk=chunk, level=queued.kvc_level, queued=queued)
 
         return server, admit
