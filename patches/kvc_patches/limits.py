@@ -37,11 +37,17 @@ def around_get_worker_info(orig, self):
 
 
 def around_validate_input_length(orig, req, max_req_input_len, allow_auto_truncate):
-    """Leave refusals to `requests`. SGLang names, and truncates to, one token more than it accepts."""
-    if current() is None:
+    """Leave refusals to `requests`, and cut a prompt to the limit of its own quality. SGLang names, and cuts to, one
+    token more than it accepts."""
+    if (runtime := current()) is None:
         return orig(req, max_req_input_len, allow_auto_truncate)
-    if allow_auto_truncate and len(req.origin_input_ids) >= max_req_input_len:
-        return orig(req, max_req_input_len - 1, True)
+    if not allow_auto_truncate:
+        return None
+    from sglang_kvc.adapter.request_entry import longest_prompt_of
+
+    with contextlib.suppress(ValueError):
+        if len(req.origin_input_ids) > (longest := longest_prompt_of(runtime, req)):
+            orig(req, longest, True)
     return None
 
 

@@ -12,7 +12,7 @@ from ..options.config import REUSE
 from ..options.request_hints import Hints
 from ..options.request_quality import asks, is_one_shot, level_of, namespace, offered, salted
 from .model_identity import adapter_digest
-from .request_limits import default_budget, format_id_of, in_session, limit_request
+from .request_limits import default_budget, format_id_of, in_session, limit_request, longest_prompt, longest_request
 
 _numbers = itertools.count()
 
@@ -35,6 +35,14 @@ def enter_queue(runtime: Runtime, scheduler: Any, req: Any) -> None:
         limit_request(req, runtime)
 
 
+def longest_prompt_of(runtime: Runtime, req: Any) -> int:
+    """Tokens of the longest prompt that the quality of a request allows, before it enters SGLang's queue. ValueError:
+    the server refuses it at any length."""
+    level, budget = _quality(runtime, req)
+    format_id = runtime.policy.format_id_of(None if budget else level)
+    return longest_prompt(runtime, longest_request(runtime, format_id, budget))
+
+
 def _number(req: Any) -> int:
     """A number that no other request has, except the turns of the same session."""
     if req.session is None:
@@ -45,24 +53,28 @@ def _number(req: Any) -> int:
 
 
 def _read_quality(runtime: Runtime, req: Any) -> None:
-    """Set `kvc_level`, `kvc_budget` and `kvc_hints` from the request's custom parameters and `--kvc-one-shot`, or abort
-    the request."""
+    """Set `kvc_level`, `kvc_budget` and `kvc_hints`, or abort the request."""
     req.kvc_level = req.kvc_budget = None
     req.kvc_hints = Hints()
     try:
         req.kvc_hints = Hints.parse(req.sampling_params.custom_params)
-        req.kvc_level = level_of(
-            req.sampling_params.custom_params, offered(runtime.config), runtime.policy.default_level
-        )
-        if is_one_shot(req.kvc_level):
-            check_served(runtime, in_session=in_session(req), returns_experts=req.return_routed_experts)
-            req.kvc_budget = Budget.parse(req.kvc_level)
-        elif not asks(req.sampling_params.custom_params):
-            req.kvc_budget = default_budget(req, runtime)
-            req.kvc_level = str(req.kvc_budget) if req.kvc_budget else None
+        req.kvc_level, req.kvc_budget = _quality(runtime, req)
     except ValueError as e:
-        req.kvc_level = None
         req.set_finish_with_abort(str(e))
+
+
+def _quality(runtime: Runtime, req: Any) -> tuple[str | None, Budget | None]:
+    """The level and the budget of a request, from its custom parameters and `--kvc-one-shot`. ValueError: this server
+    cannot serve them."""
+    params = req.sampling_params.custom_params
+    if not asks(params):
+        budget = default_budget(req, runtime)
+        return str(budget) if budget else None, budget
+    level = level_of(params, offered(runtime.config), runtime.policy.default_level)
+    if not is_one_shot(level):
+        return level, None
+    check_served(runtime, in_session=in_session(req), returns_experts=req.return_routed_experts)
+    return level, Budget.parse(level)
 
 
 def request_priority(scheduler: Any, req: Any) -> float:

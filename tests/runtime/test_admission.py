@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.utils import validate_input_length
 
 from kvc_patches.admission import around_add_chunked_req, around_add_one_req, around_init, around_running_offset
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, around_validate_input_length, longest_prompts
@@ -306,19 +307,23 @@ def test_empty_server_admits_longest_request(policy, format_id):
         assert not comes_in(server, prompt(server, longest - answer + 5 * P, answer))
 
 
-def enter(prompt: int, answer: int, level=None) -> tuple[list[str], int, int]:
-    """The reasons for which a request is refused when it enters the queue, and the bounds of its answer."""
-    messages, params = [], SimpleNamespace(
-        custom_params=level and {"kvc": level}, max_new_tokens=answer, min_new_tokens=answer
-    )  # fmt: skip
+def arriving(prompt: int, answer: int = 1, level=None) -> SimpleNamespace:
+    """One of SGLang's requests before it enters the queue. Its `messages` say why it was refused."""
+    params = SimpleNamespace(custom_params=level and {"kvc": level}, max_new_tokens=answer, min_new_tokens=answer)
     req = SimpleNamespace(
         origin_input_ids=[0] * prompt, sampling_params=params, extra_key=None, to_finish=None, lora_id=None,
-        session=None, session_id=None, set_finish_with_abort=messages.append, return_routed_experts=False,
-        return_logprob=False,
+        session=None, session_id=None, messages=[], return_routed_experts=False, return_logprob=False,
         return_hidden_states=False, input_embeds=None,
     )  # fmt: skip
+    req.set_finish_with_abort = req.messages.append
+    return req
+
+
+def enter(prompt: int, answer: int, level=None) -> tuple[list[str], int, int]:
+    """The reasons for which a request is refused when it enters the queue, and the bounds of its answer."""
+    req = arriving(prompt, answer, level)
     before_add_request_to_queue(SimpleNamespace(), req)
-    return messages, params.max_new_tokens, params.min_new_tokens
+    return req.messages, req.sampling_params.max_new_tokens, req.sampling_params.min_new_tokens
 
 
 def test_worker_reports_longest_request(monkeypatch):
@@ -366,18 +371,38 @@ def test_worker_reports_longest_request(monkeypatch):
 
 @pytest.mark.parametrize("stock", [False, True])
 def test_prompts_of_any_length_reach_the_refusal_that_names_their_limit(monkeypatch, stock):
-    """SGLang's own refusal names one token more than it accepts. A truncated prompt is accepted."""
-    from sglang.srt.managers.utils import validate_input_length
-
-    monkeypatch.setattr("sglang_kvc.cache.runtime._current", None if stock else ToyServer(high="k4v4").runtime)
+    """SGLang's own refusal names, and its truncation leaves, one token more than SGLang accepts."""
+    runtime = ToyServer(high="k4v4").runtime
+    runtime.prompt_limit = 99
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", None if stock else runtime)
 
     def validated(tokens: int, truncate: bool = False) -> tuple[str | None, int]:
-        req = SimpleNamespace(origin_input_ids=[0] * tokens)
+        req = arriving(tokens)
         why = around_validate_input_length(validate_input_length, req, 100, truncate)
         return why, len(req.origin_input_ids)
 
     assert validated(99) == (None, 99) and (validated(100)[0] is None) is not stock
     assert validated(99, True) == (None, 99) and validated(500, True) == (None, 100 if stock else 99)
+
+
+@pytest.mark.parametrize("options", [{}, {"one_shot": Budget(ratio=50)}, {"one_shot": Budget(tokens=1000 * P)}])
+def test_truncated_prompt_is_served_at_its_level(monkeypatch, options):
+    """With `--allow-auto-truncate`. Each prompt here is shorter than the longest that SGLang accepts at any level."""
+    runtime = ToyServer(high="k4v4", window=0, **options).runtime
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", runtime)
+    limits = longest_prompts(runtime)
+    most = max(limits.values()) + 1
+    lossless = longest_request(runtime, 0) - 2
+    for level, longest in ((None, limits["default"]), (LOSSLESS, lossless), ("one-shot:8x", limits["one-shot:8x"])):
+        for tokens in (lossless, longest, longest + 1, most - 1):
+            req = arriving(tokens, 1, level)
+            assert around_validate_input_length(validate_input_length, req, most, True) is None
+            assert len(req.origin_input_ids) == min(tokens, longest)
+            before_add_request_to_queue(SimpleNamespace(), req)
+            assert not req.messages
+    req = arriving(most, 1, "k2v2")  # the queue refuses it
+    assert around_validate_input_length(validate_input_length, req, most, True) is None
+    assert len(req.origin_input_ids) == most
 
 
 def test_refusal_names_longest_prompt_of_context(monkeypatch):
