@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 
 from ..cache.reuse import Sessions, Use, add_use, rank_of, uses_of
+from ..options.request_quality import is_private
 from .block_key import BlockKey
 from .tree_host import FULL
 
@@ -56,18 +57,18 @@ class ReuseOrder(EvictionStrategy):
         """`req` has finished, or was aborted while it ran."""
         if req.kvc_use.busy:
             hints = req.kvc_hints
-            done = hints.done or getattr(req.session, "kvc_closed", False)
-            self.sessions.end(req.kvc_use, self.now, done, hints.ttl, hints.steps)
+            closed = is_private(req.extra_key) and getattr(req.session, "kvc_closed", False)
+            self.sessions.end(req.kvc_use, self.now, hints.done or closed, hints.ttl, hints.steps)
 
     def close(self, session) -> None:
-        """The client of SGLang's `session` has closed it: if the session has a namespace of its own, no prompt finds
-        its blocks any more. Sessions with a timeout are left out, because ranks see it in different passes."""
-        if not hasattr(session, "kvc_number") or session.timeout is not None:
+        """The client of SGLang's `session` has closed it: no prompt finds the blocks of its turns any more that are in
+        a namespace of its own. Sessions with a timeout are left out, because ranks see it in different passes."""
+        if session.timeout is not None:
             return
         session.kvc_closed = True  # for a turn that has not ended
         for node in session.req_nodes.values():
             use = getattr(node.req, "kvc_use", None)
-            if use is not None and not use.busy:
+            if use is not None and not use.busy and is_private(node.req.extra_key):
                 use.done = True
                 self._rank_again(use)
 

@@ -37,12 +37,12 @@ class Chat:
         self.server, self.session = server, Session(0, name, streaming=True)
         server.tree_cache.open_radix_session(name)
 
-    def ask(self, new: list[int], answer: list[int], **session_params) -> Req:
+    def ask(self, new: list[int], answer: list[int], salt: str | None = None, **session_params) -> Req:
         params = SamplingParams(max_new_tokens=len(answer))
         params.normalize(None)
         received = Received(
             rid=str(len(self.server.requests)), input_ids=array("q", new), sampling_params=params,
-            return_hidden_states=False,
+            return_hidden_states=False, extra_key=salt,
             session_params=SimpleNamespace(**{**SESSION_PARAMS, **session_params}),
         )  # fmt: skip
         req = self.session.create_req(received, None, 1 << 20)
@@ -51,8 +51,8 @@ class Chat:
         self.server.queue(req, answer)
         return req
 
-    def turn(self, new: list[int], answer: list[int]) -> Req:
-        req = self.ask(new, answer)
+    def turn(self, new: list[int], answer: list[int], salt: str | None = None) -> Req:
+        req = self.ask(new, answer, salt)
         finish(self.server)
         assert list(req.output_ids) == answer
         return req
@@ -171,6 +171,29 @@ def test_blocks_that_closed_session_alone_finds_are_evicted_first(during_turn, t
         controller.maybe_reap(time.monotonic() + 10)
         assert last.finished() and "chat" not in controller
         assert next_evicted(tree) == first
+
+
+@pytest.mark.parametrize("salts", [(None, "salt"), ("salt", None)])
+@pytest.mark.parametrize("during_turn", [False, True])
+def test_closed_session_finishes_only_turns_without_salt(during_turn, salts):
+    """Other prompts find the blocks of a salted turn."""
+    with serving(blocks=12, policy="leankv", high="k8v4", low="k4v2", eviction="reuse") as server:
+        tree, chat = server.tree_cache, Chat(server, "chat")
+        controller = SessionController(tree)
+        controller.sessions["chat"] = chat.session
+        server.submit([3] * P, [4], None, "salt")
+        finish(server)
+        chat.turn([1] * P, [2] * 3, salts[0])
+        last = chat.ask([5] * P, [6] * 9, salts[1])
+        while during_turn and not last.output_ids:
+            server.turn()
+        if not during_turn:
+            finish(server)
+        sessions.around_close(SessionController.close, controller, SimpleNamespace(session_id="chat"))
+        finish(server)
+        controller.maybe_reap(time.monotonic() + 10)
+        leaf = tree.tree_core.evictable_device_leaves.next()
+        assert (5 in leaf.key.token_ids) is (salts[1] is None)
 
 
 def next_evicted(tree) -> str:
