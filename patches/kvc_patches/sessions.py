@@ -1,5 +1,5 @@
-"""`session_controller`: detaches a request that a streaming session rejects, and tells the eviction order of closed
-sessions.
+"""`session_controller`: detaches a request that a streaming session rejects, closes ended sessions in the same pass on
+all ranks, and tells the eviction order of closed sessions.
 
 In SGLang the rejected request ends like a turn, which tells the session that no turn is under way. A second turn would
 then be accepted while the first still runs, and both would share token arrays that the prefix tree uses as keys.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from .lookup import current
 from .registry import hook
 
+CONTROLLER = "sglang.srt.session.session_controller.SessionController"
 PARAMETERS = "self req tokenizer vocab_size eos_token_ids disagg_mode req_factory"
 
 
@@ -26,6 +27,15 @@ def around_close(orig, self, recv_req):
         self.tree_cache.reuse.close(session)
 
 
+def around_maybe_reap(orig, self, now, interval=1.0):
+    if current() is None or self.tree_cache.tp_world_size == 1:
+        return orig(self, now, interval)
+    from sglang_kvc.adapter.session_timeout import close_ended
+
+    return close_ended(self)
+
+
 def register() -> None:
+    hook(f"{CONTROLLER}.maybe_reap", "around", "self now interval", around_maybe_reap)
     hook("sglang.srt.session.session_controller.Session.create_req", "after", PARAMETERS, after_create_req)
-    hook("sglang.srt.session.session_controller.SessionController.close", "around", "self recv_req", around_close)
+    hook(f"{CONTROLLER}.close", "around", "self recv_req", around_close)

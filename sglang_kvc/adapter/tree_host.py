@@ -197,11 +197,15 @@ class HostCache(UnifiedRadixCache):
 
     def _agreed(self, arrived: int) -> int:
         """Minimum of `arrived` over the tensor-parallel ranks, so that all trees change in the same turn."""
-        if self.tp_world_size == 1:
-            return arrived
-        count = torch.tensor(arrived)
-        self._all_reduce(count, torch.distributed.ReduceOp.MIN)
-        return int(count)
+        return self.agreed([arrived])[0]
+
+    def agreed(self, values: list[int]) -> list[int]:
+        """Minima of `values` over the tensor-parallel ranks, which all give equally many."""
+        if self.tp_world_size == 1 or not values:
+            return values
+        minima = torch.tensor(values, dtype=torch.int64)
+        self._all_reduce(minima, torch.distributed.ReduceOp.MIN)
+        return minima.tolist()
 
     def _enter(self, load: _Load) -> None:
         """Give the loaded blocks to the nodes of the path. A node may have been split in the meantime. If another

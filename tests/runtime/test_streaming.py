@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
@@ -15,6 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionController
 
 from kvc_patches import sessions
+from sglang_kvc.adapter.tree_host import HostCache
 
 from .audit import check_tree
 from .model import P, make_runtime
@@ -145,6 +151,43 @@ def test_blocks_of_open_session_are_evicted_last():
         with server.runtime.capacity.exact_need(server.token_to_kv_pool_allocator.available_size() + P):
             tree.evict(EvictParams(num_tokens=P))
         assert left() == {3}
+
+
+def test_ranks_close_sessions_in_same_pass(monkeypatch):
+    """Rank 1 sees the timeout first. Both see the end of a turn in the same pass, and look at different times."""
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", object())
+    barrier, votes = threading.Barrier(2, timeout=10), [None, None]
+
+    def closings(rank: int) -> dict[str, int]:
+        """The pass in which each session was closed."""
+
+        def reduce(values: torch.Tensor, op) -> None:
+            votes[rank] = values.clone()
+            barrier.wait()
+            values.copy_(torch.minimum(*votes))
+            barrier.wait()
+
+        tree = MagicMock(tp_world_size=2, _all_reduce=reduce)
+        tree.agreed = functools.partial(HostCache.agreed, tree)
+        controller, passes = SessionController(tree), {}
+        controller._last_reap_time = time.monotonic() - 10 * rank
+        for name, timeout in (("ended", None), ("timed out", 1000.0), ("open", 1e9)):
+            controller.sessions[name] = Session(0, name, streaming=True, timeout=timeout)
+        ended = controller.sessions["ended"]
+        ended._inflight = ended.close_on_finish = True
+        for i in range(200):
+            ended._inflight &= i < 50
+            if i == 10 + 90 * (1 - rank):
+                controller.sessions["timed out"].last_active_time -= 2000
+            before = set(controller.sessions)
+            sessions.around_maybe_reap(SessionController.maybe_reap, controller, time.monotonic())
+            passes |= dict.fromkeys(before - set(controller.sessions), i)
+        return passes
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(closings, range(2))
+    assert first == second and set(first) == {"ended", "timed out"}
+    assert first["ended"] >= 50 and first["timed out"] >= 100
 
 
 @pytest.mark.parametrize("during_turn", [False, True])
