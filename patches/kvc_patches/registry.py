@@ -84,7 +84,7 @@ TARGETS = frozenset(
         f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
         f"{_SRT}.sampling.sampling_params.SamplingParams.verify",
         f"{_SRT}.session.session_controller.Session.create_req",
-        f"{_SRT}.session.session_controller.SessionController.close",
+        f"{_SRT}.session.session_controller.SessionController._close",
         f"{_SRT}.session.session_controller.SessionController.maybe_reap",
         SERVER_ARGS,
     )

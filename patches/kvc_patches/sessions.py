@@ -20,10 +20,10 @@ def after_create_req(result, self, *args, **kwargs):
     return result
 
 
-def around_close(orig, self, recv_req):
-    session = self.get(recv_req.session_id)
-    orig(self, recv_req)
-    if current() is not None and session is not None and self.tree_cache.reuse is not None:
+def around_close(orig, self, session_id):
+    session = self.sessions[session_id]
+    orig(self, session_id)
+    if current() is not None and self.tree_cache.reuse is not None:
         self.tree_cache.reuse.close(session)
 
 
@@ -36,6 +36,6 @@ def around_maybe_reap(orig, self, now, interval=1.0):
 
 
 def register() -> None:
-    hook(f"{CONTROLLER}.maybe_reap", "around", "self now interval", around_maybe_reap)
     hook("sglang.srt.session.session_controller.Session.create_req", "after", PARAMETERS, after_create_req)
-    hook(f"{CONTROLLER}.close", "around", "self recv_req", around_close)
+    hook(f"{CONTROLLER}._close", "around", "self session_id", around_close)
+    hook(f"{CONTROLLER}.maybe_reap", "around", "self now interval", around_maybe_reap)

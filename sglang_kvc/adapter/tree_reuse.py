@@ -61,10 +61,8 @@ class ReuseOrder(EvictionStrategy):
             self.sessions.end(req.kvc_use, self.now, hints.done or closed, hints.ttl, hints.steps)
 
     def close(self, session) -> None:
-        """The client of SGLang's `session` has closed it: no prompt finds the blocks of its turns any more that are in
-        a namespace of its own. Sessions with a timeout are left out, because ranks see it in different passes."""
-        if session.timeout is not None:
-            return
+        """SGLang's `session` has timed out, or its client has closed it: no prompt finds the blocks of its turns any
+        more that are in a namespace of its own."""
         session.kvc_closed = True  # for a turn that has not ended
         for node in session.req_nodes.values():
             use = getattr(node.req, "kvc_use", None)

@@ -190,12 +190,19 @@ def test_ranks_close_sessions_in_same_pass(monkeypatch):
     assert first["ended"] >= 50 and first["timed out"] >= 100
 
 
+@pytest.fixture
+def hooked(monkeypatch):
+    """SGLang's sessions tell the eviction order when they are closed."""
+    close = SessionController._close
+    monkeypatch.setattr(SessionController, "_close", lambda self, name: sessions.around_close(close, self, name))
+
+
 @pytest.mark.parametrize("during_turn", [False, True])
 @pytest.mark.parametrize(
-    ("trust", "timeout", "first"), [("salt", None, "chat"), ("all", None, "other"), ("salt", 60.0, "other")]
+    ("trust", "timeout", "first"), [("salt", None, "chat"), ("all", None, "other"), ("salt", 60.0, "chat")]
 )
-def test_blocks_that_closed_session_alone_finds_are_evicted_first(during_turn, trust, timeout, first):
-    """With `--kvc-eviction reuse`. Ranks see a timeout at different times, so it must not change the order."""
+def test_blocks_that_closed_session_alone_finds_are_evicted_first(hooked, during_turn, trust, timeout, first):
+    """With `--kvc-eviction reuse`. A session is closed by its client or by its timeout."""
     with serving(blocks=8, policy="leankv", high="k8v4", low="k4v2", eviction="reuse", trust=trust) as server:
         tree, chat = server.tree_cache, Chat(server, "chat")
         controller = SessionController(tree)
@@ -209,16 +216,21 @@ def test_blocks_that_closed_session_alone_finds_are_evicted_first(during_turn, t
         if not during_turn:
             finish(server)
         assert next_evicted(tree) == "other"
-        sessions.around_close(SessionController.close, controller, SimpleNamespace(session_id="chat"))
+        if timeout is None:
+            controller.close(SimpleNamespace(session_id="chat"))
+        else:
+            chat.session.last_active_time -= timeout
+            controller.maybe_reap(time.monotonic() + 10)
+            assert during_turn or "chat" not in controller
         finish(server)
-        controller.maybe_reap(time.monotonic() + 10)
+        controller.maybe_reap(time.monotonic() + 20)
         assert last.finished() and "chat" not in controller
         assert next_evicted(tree) == first
 
 
 @pytest.mark.parametrize("salts", [(None, "salt"), ("salt", None)])
 @pytest.mark.parametrize("during_turn", [False, True])
-def test_closed_session_finishes_only_turns_without_salt(during_turn, salts):
+def test_closed_session_finishes_only_turns_without_salt(hooked, during_turn, salts):
     """Other prompts find the blocks of a salted turn."""
     with serving(blocks=12, policy="leankv", high="k8v4", low="k4v2", eviction="reuse") as server:
         tree, chat = server.tree_cache, Chat(server, "chat")
@@ -232,7 +244,7 @@ def test_closed_session_finishes_only_turns_without_salt(during_turn, salts):
             server.turn()
         if not during_turn:
             finish(server)
-        sessions.around_close(SessionController.close, controller, SimpleNamespace(session_id="chat"))
+        controller.close(SimpleNamespace(session_id="chat"))
         finish(server)
         controller.maybe_reap(time.monotonic() + 10)
         leaf = tree.tree_core.evictable_device_leaves.next()
