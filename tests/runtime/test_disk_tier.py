@@ -93,7 +93,7 @@ def test_cleared_disk_stays_empty(tmp_path):
     disk = DiskTier(runtime.host_tier, store)
     written(disk, stored(disk, 6))
     for _ in range(store.threads):
-        store.begun.acquire(timeout=10)
+        assert store.begun.acquire(timeout=10), "a writer did not begin"
     blocks = np.array(runtime.take([0]))
     runtime.queue_due(blocks)
     disk.write_behind(runtime.host_tier.save(blocks), [key_of(9)])  # waits for its save
