@@ -21,6 +21,7 @@ from kvc_kernels.layout import PageLayout, PoolLayout
 from kvc_kernels.ops import ScoreSampling
 from kvc_kernels.pages import tiers
 from kvc_kernels.store import PageStore
+from kvc_kernels.tiering import thresholds_kernel
 from sglang_kvc.cache import op_queue
 from sglang_kvc.cache.blocks import State
 from sglang_kvc.cache.op_queue import Compact, OpLog, Release
@@ -201,10 +202,14 @@ def test_compactions_reuse_constants_of_server(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
     monkeypatch.setattr(PageStore, "use_kernels", True)
     runtime, one = make_runtime(**LEANKV, window=0, lag=2 * P), np.array([1])
+    thresholds_kernel._source.cache_clear()
     for _ in range(2):
         for formats in ((0, 2), (2, 1), (1, 1)):
             runtime.page_ops.run(Compact(one, *formats, one, one, one), step=0)
         monkeypatch.setattr(PageLayout, "_segments", mock.Mock(side_effect=AssertionError))
+    plans = thresholds_kernel._source.cache_info()
+    assert plans.misses == plans.hits == 2
+    assert set(runtime.store.launch_constants) == {("pack", 2, True), ("swap", 2), ("swap", 1)}
 
 
 @pytest.mark.parametrize("wave, plans", [(12, 1), (11, 2), (8, 2), (4, 3), (2, 3)])
