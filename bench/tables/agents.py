@@ -50,7 +50,7 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         workload = "Agents in BFCL's dialogues with real function results"
         lengths = (
             f"Dialogues per session: {settings['join']}. An answer has {settings['think']} tokens in addition to its "
-            f"call. Texts have {settings['length_scale']:g} of their lengths. A function takes "
+            f"call. Texts have {100 * settings['length_scale']:g} % of their original length. A function takes "
             f"{settings['tool_seconds'] * settings['time_scale']:g} s on average."
         )
     else:

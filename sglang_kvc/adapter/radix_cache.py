@@ -210,9 +210,9 @@ class KvcRadixCache(DiskCache, StreamingCache):
     def _decoded_length(req) -> int:
         """Length of the sequence if a step has decoded a token, else 0 (the prompt phase).
 
-        The last output token is never written. The result does not depend on overlap scheduling: if the request has
-        finished, a step that ran ahead does not count; if it is retracted, a step whose result is not processed
-        counts, because it has run as without overlap."""
+        The last output token is never written. The result is the same with and without overlap scheduling. Overlap runs
+        one more step of a request that has finished; that step does not count. When a request is retracted, its last
+        step counts even if its result is not processed yet, because that step also runs without overlap."""
         if not req.finished():
             return req.kvc.length + 1 if req.kvc.decoding else 0
         length = len(req.origin_input_ids) + len(req.output_ids)
