@@ -38,14 +38,15 @@ def around_get_new_batch_prefill(orig, self, running_batch):
 
 
 def before_on_idle(self):
-    runtime = current()
-    if runtime is None or not runtime.unsettled:
+    """Settle an idle runtime. If a prompt waits for stored blocks, no forward is due that would launch its load."""
+    if (runtime := current()) is None:
         return
-    with self.forward_stream_ctx:
-        if self.is_fully_idle():
-            runtime.settle()
-        elif runtime.host_tier is not None:
-            runtime.flush()  # a prompt waits for a load, but no forward is due that would launch it
+    idle = self.is_fully_idle()
+    if runtime.unsettled and (idle or runtime.host_tier is not None):
+        with self.forward_stream_ctx:
+            runtime.settle() if idle else runtime.flush()
+    if not idle and runtime.host_tier is not None:
+        self.tree_cache.wait_for_reads()
 
 
 def around_check_decode_mem(orig, self, selected_indices=None):

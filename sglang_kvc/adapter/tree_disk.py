@@ -6,7 +6,7 @@ The key of a block is SGLang's chained hash of its tokens, of all tokens before 
 from __future__ import annotations
 
 import logging
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from .block_key import BlockKey
 from .tree_host import HostCache
 
 logger = logging.getLogger("sglang_kvc")
+
+READ_SECONDS = 2e-3
 
 
 @dataclass
@@ -200,6 +202,14 @@ class DiskCache(HostCache):
         self.disk.poll()
         while self.fetches and self._agreed(int(self.fetches[0].fetch.finished)):
             self._enter_fetched(self.fetches.pop(0))
+
+    def wait_for_reads(self) -> None:
+        """Wait up to `READ_SECONDS` for reads that a prompt waits for. The scheduler calls this when no forward is due:
+        its loop would otherwise hold the interpreter's lock for most of the time, and delay the reading threads."""
+        tasks: list[Future] = [fetched.lookup.answer for fetched in self.lookups[:1]]
+        for fetched in self.fetches[:1]:
+            tasks += fetched.fetch.reads
+        wait(tasks, READ_SECONDS)
 
     def _enter_fetched(self, fetched: _PrefixFetch) -> None:
         """Insert the blocks that were read into the tree. The prompt then hits them in host memory."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from kvc_patches import weights
+from kvc_patches import scheduler, weights
 from sglang_kvc.adapter.block_key import BlockKey
 from sglang_kvc.adapter.tree_disk import _PrefixFetch
 from sglang_kvc.adapter.tree_eviction import EvictionQueue
@@ -149,6 +151,23 @@ def test_eviction_succeeds_when_host_memory_is_full(tmp_path):
     free = tier.memory.free_units
     tree.check_hicache_events()
     assert not tree.fetches and not tree.root_node.children and tier.memory.free_units == free + 1
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_pass_without_forward_waits_for_reads(tmp_path, monkeypatch, idle):
+    """The threads that read get the interpreter's lock meanwhile."""
+    server = ToyServer(high="k4v4", window=0, host_memory=30_000, disk=str(tmp_path), disk_size=1 << 20)
+    tree = server.tree
+    tree.init_hicache(None, None)
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", server.runtime)
+    fetch = Fetch(tree.host_tier.reserve([100]), [], [], 0)
+    fetch.reads = [Future()]
+    tree.fetches.append(_PrefixFetch(None, tree.root_node.id, BlockKey([*range(P)], None), [], fetch, None))
+    monkeypatch.setattr("sglang_kvc.adapter.tree_disk.READ_SECONDS", 0.3)
+    begin = time.monotonic()
+    scheduler.before_on_idle(SimpleNamespace(is_fully_idle=lambda: idle, tree_cache=tree))
+    assert (time.monotonic() - begin < 0.3) == idle
+    fetch.reads[0].set_result(None)
 
 
 def test_weight_update_without_flush_stops_writes(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -122,7 +123,7 @@ def life(seed: int, kind: Kind, folder: Path, requests: int) -> Counter:
             tier.store.__class__, tier.store.draw = FullDisk, client.draw
             tier._readers, tier._writers, tier._lookup_thread = threads[:] = [Threads(client.draw) for _ in range(3)]
         for name in ("cache.disk_tier", "adapter.tree_disk"):
-            stack.enter_context(patch(f"sglang_kvc.{name}.wait", lambda tasks: test_starved._wait(tasks, threads)))
+            stack.enter_context(patch(f"sglang_kvc.{name}.wait", partial(test_starved._wait, threads)))
         for share in (2, 1):
             while len(server.requests) < requests // share:
                 client.act()
