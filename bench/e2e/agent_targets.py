@@ -41,14 +41,22 @@ def scores(numbers: dict[str, dict], endless: float, prefix: str = "agents") -> 
         agents = max_agents.get(other)
         if ours and agents and other in missed:
             bound = "" if "kvc_tiers" in missed else ", at least"
-            result[f"{prefix}.{name}"] = Score(ours / agents, f"{unit}{bound}", f"{other}, {agents} agents")
+            baseline = f"{other}, {agents} agents{_source(rows_by_server[other], agents)}"
+            result[f"{prefix}.{name}"] = Score(ours / agents, f"{unit}{bound}", baseline)
     agents = knee(rows_by_server.get("kvc", []), endless)
     row = dict(rows_by_server.get("kvc_tiers", [])).get(2 * (agents or 0))
     if row and row["from_cache"] is not None:
         share = row["from_cache"] / endless
-        baseline = f"{2 * agents} agents; the hit rate of kvc drops after {agents}"
+        known = _source(rows_by_server["kvc"], agents)
+        baseline = f"{2 * agents} agents; the hit rate of kvc drops after {agents}{known}"
         result[f"{prefix}.hit_of_endless_2x"] = Score(share, "of an endless cache's hit rate", baseline)
     return result
+
+
+def _source(rows: list[tuple[int, dict]], agents: int) -> str:
+    """Where the row of this number of agents is from, if it is from another run than the file's commit."""
+    source = dict(rows)[agents].get("source")
+    return f" ({source})" if source else ""
 
 
 def knee(rows: list[tuple[int, dict]], endless: float) -> int | None:

@@ -109,6 +109,8 @@ def test_scores_compare_most_agents():
         "agents.vs_bf16": 4.0, "agents.tiers_vs_static": 2.0, "agents.hit_of_endless_2x": pytest.approx(0.9 / 0.96)
     }  # fmt: skip
     assert "at least" in compared["agents.vs_bf16"].unit
+    elsewhere = scores(numbers | {"stock_bf16.a8": row(1.0) | {"source": "another host"}}, endless=0.96)
+    assert elsewhere["agents.vs_bf16"].baseline == "stock_bf16, 8 agents (another host)"
     ended = scores(numbers | {"kvc_tiers.a64": row(2.1)}, endless=0.96)
     assert "at least" not in ended["agents.vs_bf16"].unit and ended["agents.vs_bf16"].value == 4.0
 
