@@ -34,7 +34,8 @@ def test_scores_count_equal_answers_and_lost_points(monkeypatch):
         cold=warm, warm=warm, host=warm, disk=phase("0", "1", "2", "y"), before_demotion=warm, demoted=worse,
         demoted_host=worse, floor=phase("0", "x", "x", "x"),
     )  # fmt: skip
-    assert got["demoted"]["niah"] | {"marks": None} == {"right": 2, "of": 4, "marks": None, "equal": 3, "same_hits": 4}
+    assert got["demoted"]["niah"] | {"marks": None} == {"right": 2, "of": 4, "marks": None, "equal": 3, "same_hits": 4,
+                                                      "fewer_hits": []}  # fmt: skip
     monkeypatch.setattr(common, "has_gpu", lambda: True)
     scores = round_trips.scores(got, TIMES)
     assert scores["agents.round_trips_equal"].value == pytest.approx(11 / 12)
@@ -55,6 +56,7 @@ def test_first_token_is_median_of_all_tasks():
 def test_prompt_with_fewer_hits_is_counted():
     got = rows(warm=phase("0", "1", "2", "3"), host=phase("0", "1", "2", "3", hits=0))
     assert got["host"]["niah"]["equal"] == 4 and got["host"]["niah"]["same_hits"] == 0
+    assert [question for question, now, earlier in got["host"]["niah"]["fewer_hits"] if now < earlier] == [0, 1, 2, 3]
 
 
 def test_eviction_and_demotion_end_when_all_blocks_have_moved():
