@@ -85,12 +85,15 @@ def test_batched_prefill_answers_as_alone(graphs, text, rng):
     trunk = text(2 * BLOCK)
     batch = [trunk + text(n, start=300 + n) for n in (5, 9, 14)] + [text(n, start=400 + n) for n in (27, 31)]
     alone = [without(graphs, p, 10, top=5) for p in batch]
-    graphs.client.flush()
-    graphs.client.generate(trunk + tokens(rng, 1), 1)
-    before = len(padded(graphs))
-    together = graphs.client.generate_many(batch, 10, parallel=len(batch), top=5)
-    assert [a.cached_tokens for a in together] == [2 * BLOCK] * 3 + [0] * 2
-    new = {len(p) - a.cached_tokens for p, a in zip(batch, together)}
-    assert any(n not in new for n, _ in padded(graphs)[before:])  # at least two at a time
-    for a, b in zip(alone, together):
-        assert_same(a, b)
+    for _ in range(5):  # on a busy machine requests may arrive one by one
+        graphs.client.flush()
+        graphs.client.generate(trunk + tokens(rng, 1), 1)
+        before = len(padded(graphs))
+        together = graphs.client.generate_many(batch, 10, parallel=len(batch), top=5)
+        assert [a.cached_tokens for a in together] == [2 * BLOCK] * 3 + [0] * 2
+        for a, b in zip(alone, together):
+            assert_same(a, b)
+        new = {len(p) - a.cached_tokens for p, a in zip(batch, together)}
+        if any(n not in new for n, _ in padded(graphs)[before:]):
+            return
+    raise AssertionError("no two requests shared a prefill")
