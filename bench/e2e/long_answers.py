@@ -1,9 +1,11 @@
 """Throughput of long answers in equal KV memory: 64 requests with 512 prompt tokens and 8192 output tokens.
 
     python -m bench.e2e.long_answers --model <folder> --load-format dummy [--only kvc_k4v4,kvc_leankv]
+    python -m bench.e2e.long_answers --model <folder> --text <file>    # trained weights, prompts from a text
 
 LeanKV and KV-Compress use this load. Options, result file and stock servers are those of `bench.e2e.serving`. The
-result file also has the number of concurrently decoding requests. Random weights show speed, not quality.
+result file also has the number of concurrently decoding requests. Random weights show speed, not quality. Attention
+decides how much memory `leankv` takes, so trained weights and a text show its speed better.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Scor
     best = arms.fastest(numbers, arms.BF16, point, lambda run: run["output_tok_s"])
     if best is None:
         return {}
+    name = "papers.longgen_text.vs_bf16" if args.text else "papers.longgen.vs_bf16"
     result = {}
     for server in arms.servers_at(numbers, point):
         if server.startswith("kvc_"):
             score = serving.ratio(numbers[f"{server}.{point}"], numbers[best], "output_tok_s")
-            result[f"papers.longgen.vs_bf16.{server.removeprefix('kvc_')}"] = score
+            result[f"{name}.{server.removeprefix('kvc_')}"] = score
     return result
 
 
 def main() -> None:
-    argv = ["--input", "512", "--output", "8192", "--quick", "--name", serving.result_name("e2e/long_answers")]
+    bench = "e2e/long_answers_text" if "--text" in sys.argv else "e2e/long_answers"
+    argv = ["--input", "512", "--output", "8192", "--quick", "--name", serving.result_name(bench)]
     for name, options in OURS.items():
         argv += ["--also", f"{name}: {options}"]
     serving.main([*argv, *sys.argv[1:]], scores)

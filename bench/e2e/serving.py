@@ -6,6 +6,7 @@
     ... --repeat 5           # run each load five times; figures are medians with minimum and maximum
     ... --together           # start all servers at once, if the GPU has room, and load them one by one
     ... --also "h2o: --kvc-policy prune --kvc-scorer h2o --kvc-budget 4x"   # an additional server, kvc_h2o
+    ... --text FILE          # prompts are passages of a text; for models with trained weights
     ... --profile FOLDER     # trace ten decode steps of each server and add its kernels to the result file
 
 Constrained runs: every server has the KV memory of `--tokens` bf16 tokens. This is room for twice as many fp8 tokens.
@@ -15,9 +16,9 @@ scores.
 
 Unconstrained runs: loads with ample memory. If `--tokens` hold all requests, the constrained servers run them.
 Otherwise stock bf16 gets a server with more memory (all of it, or `--free-tokens`), and our server keeps its memory.
-SGLang's load generator sends random token ids. Random weights show speed, not quality. All servers stream
-incrementally. By default each event of `/generate` repeats the whole answer, whose CPU time grows with the square of
-its length.
+SGLang's load generator sends random token ids, or passages with `--text`. Random weights show speed, not quality. All
+servers stream incrementally. By default each event of `/generate` repeats the whole answer, whose CPU time grows with
+the square of its length.
 
 The result file is written after every load. `--append` adds to the file of an earlier call at the same commit on the
 same device, and runs only the loads that the file lacks. Repeat an interrupted call with it, or add servers with
@@ -51,6 +52,7 @@ from bench.common import (
     write_result,
 )
 from bench.e2e import arms
+from bench.e2e.passages import write_passages
 from bench.e2e.trace import profile
 from bench.e2e.trace import table as profile_table
 from bench.revision import card
@@ -89,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-prefill-graphs", action="store_true", help="turn off prefill CUDA graphs on all servers")
     p.add_argument("--only", default="", help="names of servers to run, separated by commas; default: all")
     p.add_argument("--server-args", default="", help="additional options of every server")
+    p.add_argument("--text", default="", help="file whose passages are the prompts; default: random token ids")
     p.add_argument("--quick", action="store_true", help="skip the unconstrained runs")
     p.add_argument("--append", action="store_true", help="keep the rows of the result file and add to them")
     p.add_argument("--free-tokens", type=int, default=0, help="tokens of unconstrained stock; 0: all memory")
@@ -149,8 +152,14 @@ def load(
     from sglang.benchmark.serving import cli_main
 
     command = ["sglang.benchmark.serving", "--backend", "sglang", "--host", "127.0.0.1", "--port", str(server.port)]
-    command += ["--tokenizer", args.model, "--dataset-name", "random-ids", "--random-range-ratio", "1.0"]
-    command += ["--random-input-len", str(input or args.input), "--random-output-len", str(output)]
+    command += ["--tokenizer", args.model]
+    if args.text:
+        file = server.log.parent / "passages.jsonl"
+        write_passages(file, Path(args.text), args.model, prompts, input or args.input, seed + concurrency)
+        command += ["--dataset-name", "custom", "--dataset-path", str(file), "--sharegpt-output-len", str(output)]
+    else:
+        command += ["--dataset-name", "random-ids", "--random-range-ratio", "1.0"]
+        command += ["--random-input-len", str(input or args.input), "--random-output-len", str(output)]
     command += ["--num-prompts", str(prompts), "--max-concurrency", str(concurrency), "--seed", str(seed + concurrency)]
     # A warm-up request would leave the load's first prompt in the cache.
     command += ["--warmup-requests", "0", "--output-file", str(server.log.parent / "load.jsonl")]

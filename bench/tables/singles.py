@@ -45,6 +45,9 @@ SINGLES = {
     "papers.longgen.vs_bf16.leankv": "the same, leankv",
     "papers.longgen.vs_bf16.kv-compress-8x": "the same, kv-compress in k4v4, budget 8x",
     "papers.longgen.vs_bf16.kv-compress-16x": "the same, budget 16x",
+    "papers.longgen_text.vs_bf16.k4v4": "the same load with prompts from a text, Qwen2.5-Coder-1.5B, k4v4",
+    "papers.longgen_text.vs_bf16.leankv": "the same, leankv",
+    "papers.longgen_text.vs_bf16.leankv-calibrated": "the same, leankv at the thresholds calibrated by answers",
     **{f"papers.rate{r}": f"output tokens/s vs. stock bf16, 64 one-shot prompts of 4096 tokens at {r}x in memory for 6"
        for r in (1, 2, 4, 8, 16, 32, 64)},
     **{f"papers.longest.{k}": f"longest prompt served in equal KV memory vs. stock bf16, {k}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.revision import card
 
 CARDS = {"h200": "H200", "h100": "H100"}  # figures of the first one have no suffix
-KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "papers.longgen.", "papers.rate")
+KEYED = ("e2e.", "agents.", "decode.", "extend.", "score.", "compaction.", "papers.longgen", "papers.rate")
 ALIKE = ("agents.restart_warm_hit", "agents.corrupt_served", "agents.round_trips_equal", "agents.demoted_points",
          "agents.off_overhead")  # fmt: skip
 COUNTS = ("errors", "tests", "damaged")  # units of whole numbers

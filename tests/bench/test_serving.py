@@ -4,8 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from bench.e2e import arms, long_answers, rates, serving
+from bench.e2e.passages import write_passages
+from sglang_kvc.demo.model import model_dir
 
 
 def arguments(*argv):
@@ -58,9 +61,27 @@ def test_long_answers_and_rates_take_fastest_stock_server():
     assert {n: s.value for n, s in scores.items()} == {
         "papers.longgen.vs_bf16.k4v4": 2.5, "papers.longgen.vs_bf16.kv-compress-8x": 3.0
     }  # fmt: skip
+    trained = long_answers.scores(numbers, arguments("--quick", "--text", "essays.txt"))
+    assert trained["papers.longgen_text.vs_bf16.k4v4"].value == 2.5 and not set(trained) & set(scores)
     assert long_answers.scores({"kvc_k4v4.c64": run(1.0)}, arguments("--quick")) == {}
     swept = {"bf16.rate1": run(900.0), "bf16_fa3_p128.rate1": run(1000.0), "kvc.rate8": run(4000.0)}
     assert {n: s.value for n, s in rates.scores(swept).items()} == {"papers.rate8": 4.0}
+
+
+def test_passages_are_cut_from_text(tmp_path):
+    words = " ".join(f"word{i}" for i in range(2000))
+    (tmp_path / "text").write_text(words)
+    first, second = (tmp_path / name for name in ("first", "second"))
+    for file, seed in ((first, 1), (second, 2)):
+        write_passages(file, tmp_path / "text", str(model_dir()), 5, 40, seed)
+    rows = [json.loads(line)["conversations"] for line in first.read_text().splitlines()]
+    passages = [turns[0]["content"] for turns in rows]
+    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    assert len(set(passages)) == 5 and all(len(turns) == 2 for turns in rows)
+    assert all(p in words and abs(len(tokenizer.encode(p)) - 40) <= 2 for p in passages)
+    assert second.read_text() != first.read_text()
+    with pytest.raises(ValueError, match="a prompt needs 99999"):
+        write_passages(first, tmp_path / "text", str(model_dir()), 1, 99999, 0)
 
 
 def test_concurrent_decodes_are_counted(tmp_path):
