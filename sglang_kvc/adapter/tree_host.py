@@ -175,8 +175,9 @@ class HostCache(UnifiedRadixCache):
         if not capacity.reaches(pages, len(ids)):
             return False
         while missing := capacity.missing_tokens(pages, len(ids)):
+            free = capacity.free_pages_and_ids  # tokens are rounded, so their number may stay the same
             self.evict_for_alloc(EvictParams(num_tokens=missing))
-            if capacity.missing_tokens(pages, len(ids)) >= missing:
+            if capacity.free_pages_and_ids == free:
                 return False
         return True
 

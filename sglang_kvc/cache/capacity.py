@@ -65,6 +65,11 @@ class Capacity:
         ids = np.setdiff1d(ids[uses == self.blocks.ref_count[ids]], kept)
         return int(self.ledger.charge[ids].sum()), len(ids)
 
+    @property
+    def free_pages_and_ids(self) -> tuple[int, int]:
+        """Free pages and free block ids."""
+        return self.ledger.free, self.blocks.free_count
+
     def evictable_tokens(self) -> int:
         """Tokens that eviction can add to `available_tokens`."""
         return max(0, self.reachable_tokens() - self.available_tokens())

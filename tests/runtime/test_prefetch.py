@@ -115,3 +115,23 @@ def packed_block(runtime, number: int) -> int:
     runtime.queue_due(np.array([block]))
     runtime.settle()
     return block
+
+
+@pytest.mark.parametrize("stored", range(7, 12))
+def test_full_pool_makes_room_for_stored_blocks_of_any_number(stored):
+    """Evicting a packed block frees a third of an uncompressed one, SGLang's unit."""
+    runtime = make_runtime(blocks=10, high="k4v4", window=0, host_memory=20_000_000)
+    with configured(runtime, 4 * P, retract_every=10**6):
+        server = Overlap(runtime, 4 * P, disable=False)
+        server.check_every = 1000
+        prompt = [*range(stored * P), 1]
+        server.submit(prompt, [5000], None, None)
+        turns_until(server, lambda: not server.busy)
+        server.tree_cache.evict(EvictParams(num_tokens=10**9))
+        while not runtime.counters.evicted_blocks > stored:  # leaves of one block
+            server.submit([1000 * len(server.requests) + j for j in range(P + 1)], [7000], None, None)
+            turns_until(server, lambda: not server.busy)
+        server.submit(prompt, [5001], None, None)
+        hit = list(server.requests.values())[-1]
+        turns_until(server, hit.finished)
+        assert hit.cached_tokens == stored * P
