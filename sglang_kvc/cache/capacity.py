@@ -110,14 +110,24 @@ class Capacity:
     def expected_tokens(self, tokens: float, format_id: int) -> float:
         """Memory of `tokens` tokens of answers that are packed at `format_id`. If the data decide the size, it is the
         mean of earlier blocks."""
-        if format_id not in self._mean_pages:
-            return self.packed_tokens(tokens, format_id)
-        return tokens * self._mean_pages[format_id] / self.layout.block_pages_bf16
+        if not 0 < format_id < len(self.block_formats):
+            return tokens
+        return tokens * self._mean_block_pages(format_id) / self.layout.block_pages_bf16
+
+    def _mean_block_pages(self, format_id: int) -> float:
+        """Mean pages of earlier blocks at `format_id`. Before the first one, half of the tokens are expected in each
+        tier if the data decide how many are."""
+        if (mean := self._mean_pages.get(format_id)) is not None:
+            return mean
+        fmt = self.block_formats[format_id]
+        if fmt.exact or fmt.low is None:
+            return fmt.pages
+        return (self.layout.block_pages(fmt.high) + self.layout.block_pages(fmt.low)) / 2
 
     def observe_pages(self, format_id: int, pages: np.ndarray) -> None:
         """Enter the sizes `pages` (int64 `[n]`) of n blocks that were just packed at `format_id` into its mean. The
-        last `MEAN_BLOCKS` blocks have most of the weight; the mean starts at the maximum."""
-        mean = self._mean_pages.get(format_id, self.block_formats[format_id].pages)
+        last `MEAN_BLOCKS` blocks have most of the weight."""
+        mean = self._mean_block_pages(format_id)
         self._mean_pages[format_id] = mean + (float(pages.mean()) - mean) * min(1.0, len(pages) / MEAN_BLOCKS)
 
     def growth_tokens(self, tokens: float, format_id: int, open_tokens: int, prompt: int = 0) -> float:

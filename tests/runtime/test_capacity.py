@@ -57,8 +57,22 @@ def test_growth_keeps_block_and_window_uncompressed(capacity):
     assert capacity.growth_tokens(10 * P, 0, open_tokens=0) == 10 * P
 
 
+def test_first_answers_are_charged_for_half_of_their_tokens_in_each_tier(capacity):
+    """Prompts are charged the maximum."""
+    high, low = FORMATS["k8v4"], FORMATS["k4v2"]
+    pages = LAYOUT.layers * LAYOUT.heads * (LAYOUT.pages_for(high, P) + 1)
+    capacity.block_formats = (*capacity.block_formats, BlockFormat(high, low, pages=pages, exact=False))
+    half = (LAYOUT.block_pages(high) + LAYOUT.block_pages(low)) / 2 / LAYOUT.block_pages_bf16
+    assert capacity.expected_tokens(P, 2) == half * P
+    most = capacity.packed_tokens(4 * P, 2)
+    assert most > 4 * P * half
+    assert capacity.growth_tokens(10 * P, 2, open_tokens=9 * P, prompt=4 * P) == pytest.approx(P + most + 5 * half * P)
+    capacity.observe_pages(2, np.full(4 * MEAN_BLOCKS, pages))
+    assert capacity.expected_tokens(4 * P, 2) == most
+
+
 def test_answers_are_charged_the_mean_size_of_earlier_blocks(capacity):
-    """The maximum holds until sizes are known, and for prompts always."""
+    """A fixed size holds until blocks are smaller, and for prompts always."""
     assert capacity.expected_tokens(10 * P, 1) == capacity.packed_tokens(10 * P, 1) == 10 * P * PACKED
     capacity.observe_pages(1, np.full(MEAN_BLOCKS // 2, 6))
     mean = (LAYOUT.block_pages(FORMATS["k4v4"]) + 6) / 2 / LAYOUT.block_pages_bf16

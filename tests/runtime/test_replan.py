@@ -192,7 +192,8 @@ def test_growth_of_answers_is_charged_what_earlier_blocks_took(monkeypatch):
     monkeypatch.setattr(capacity, "MEAN_BLOCKS", 1)
     server = ToyServer(**LEANKV, blocks=40)
     runtime, upper_bound = server.runtime, server.runtime.store.block_formats[1].pages
-    assert runtime.capacity.expected_tokens(P, 1) == runtime.capacity.packed_tokens(P, 1)
+    first = runtime.capacity.expected_tokens(P, 1)
+    assert first < runtime.capacity.packed_tokens(P, 1)
     req = server.admit(list(range(1, 12 * P)))
     runtime.settle()
     packed = np.array(req.kvc.blocks[:11])
@@ -200,3 +201,4 @@ def test_growth_of_answers_is_charged_what_earlier_blocks_took(monkeypatch):
     assert (runtime.blocks.format_id[packed] == 1).all()
     expected = runtime.capacity.expected_tokens(P, 1) * runtime.layout.block_pages_bf16 / P
     assert pages.min() <= expected <= pages.max() < upper_bound
+    assert runtime.capacity.expected_tokens(P, 1) != first
