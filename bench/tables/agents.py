@@ -44,8 +44,12 @@ def _replayed(path: Path, card_name: str) -> list[str]:
     record = json.loads(path.read_text())
     numbers, curve = record["numbers"], points(record["numbers"], "a")
     settings, servers = numbers["settings"], dict.fromkeys(s for rows in curve.values() for s in rows)
-    rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in curve.values()), str(numbers["most_agents"][s])]
-            for s in servers]  # fmt: skip
+
+    def most(server: str) -> str:
+        """The most agents; below the first point if that one misses a target."""
+        return str(numbers["most_agents"][server] or f"< {min(n for n, rows in curve.items() if server in rows)}")
+
+    rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in curve.values()), most(s)] for s in servers]
     if settings.get("workload") == "bfcl":
         workload = "Agents in BFCL's dialogues with real function results"
         lengths = (
