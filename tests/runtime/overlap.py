@@ -81,6 +81,7 @@ class Overlap(ModelFreeScheduler):
             tree.init_hicache(server_args, None)
             self.enable_hierarchical_cache = True
             runtime.host_tier.arrived = self._arrived
+            tree._make_room = self._make_room
 
     def schedule_by_priority(self) -> None:
         """With `--enable-priority-scheduling`: higher values first, with preemption."""
@@ -176,6 +177,13 @@ class Overlap(ModelFreeScheduler):
         self.seen["loaded"] += ended
         self.late = 0 if ended else self.late
         return ended
+
+    def _make_room(self, ids: np.ndarray) -> bool:
+        """Room for stored blocks can be made exactly if unlocked blocks hold enough memory."""
+        reaches = self.runtime.capacity.reaches(self.runtime.host_tier.pages_of(ids), len(ids))
+        made = KvcRadixCache._make_room(self.tree_cache, ids)
+        assert made == reaches
+        return made
 
     def get_new_batch_prefill(self, running_batch):
         return hooks.around_get_new_batch_prefill(Scheduler.get_new_batch_prefill, self, running_batch)
