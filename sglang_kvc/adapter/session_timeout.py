@@ -19,9 +19,10 @@ def close_ended(controller: Any) -> None:
     sessions = [*controller.sessions.values()]
     limited = [session for session in sessions if session.timeout is not None]
     for session in sessions:
-        if session.close_on_finish and controller._all_requests_finished(session):
-            session.close_on_finish = False  # SGLang sets it again if a turn still runs
+        turn_runs = session.streaming and session._inflight
+        if session.close_on_finish and not turn_runs and controller._all_requests_finished(session):
+            session.close_on_finish = False  # as in SGLang
             controller._close(session.session_id)
     for session, timed_out in zip(limited, controller.tree_cache.agreed([s.is_timed_out() for s in limited])):
-        if timed_out and session.session_id in controller:
+        if timed_out and session.session_id in controller and not session.close_on_finish:
             controller._close(session.session_id)

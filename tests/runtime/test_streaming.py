@@ -190,6 +190,21 @@ def test_ranks_close_sessions_in_same_pass(monkeypatch):
     assert first["ended"] >= 50 and first["timed out"] >= 100
 
 
+def test_session_that_timed_out_during_turn_is_closed_once(monkeypatch):
+    """SGLang logs each attempt, and the ranks look for ended sessions many times per second."""
+    monkeypatch.setattr("sglang_kvc.cache.runtime._current", object())
+    controller, attempts = SessionController(MagicMock(tp_world_size=2, agreed=lambda values: values)), []
+    close = controller._close
+    controller._close = lambda name: (attempts.append(name), close(name))
+    busy = controller.sessions["busy"] = Session(0, "busy", streaming=True, timeout=1.0)
+    busy._inflight, busy.last_active_time = True, time.monotonic() - 10
+    for i in range(200):
+        busy._inflight &= i < 100
+        sessions.around_maybe_reap(SessionController.maybe_reap, controller, time.monotonic())
+        assert ("busy" in controller) or i >= 100
+    assert attempts == ["busy", "busy"] and "busy" not in controller  # during the turn and after it
+
+
 @pytest.fixture
 def hooked(monkeypatch):
     """SGLang's sessions tell the eviction order when they are closed."""
