@@ -56,17 +56,18 @@ class ReuseOrder(EvictionStrategy):
     def end(self, req) -> None:
         """`req` has finished, or was aborted while it ran."""
         if req.kvc_use.busy:
-            hints = req.kvc_hints
-            closed = is_private(req.extra_key) and getattr(req.session, "kvc_closed", False)
+            hints, private = req.kvc_hints, req.session is not None and is_private(req.extra_key)
+            closed = private and getattr(req.session, "kvc_closed", False)
             self.sessions.end(req.kvc_use, self.now, hints.done or closed, hints.ttl, hints.steps)
+            if private:  # a streaming session remembers its last turn only
+                vars(req.session).setdefault("kvc_private_uses", {})[id(req.kvc_use)] = req.kvc_use
 
     def close(self, session) -> None:
-        """SGLang's `session` has timed out, or its client has closed it: no prompt finds the blocks of its turns any
-        more that are in a namespace of its own."""
+        """SGLang's `session` has timed out, or its client has closed it: no prompt can find its private blocks any
+        more."""
         session.kvc_closed = True  # for a turn that has not ended
-        for node in session.req_nodes.values():
-            use = getattr(node.req, "kvc_use", None)
-            if use is not None and not use.busy and is_private(node.req.extra_key):
+        for use in getattr(session, "kvc_private_uses", {}).values():
+            if not use.busy:
                 use.done = True
                 self._rank_again(use)
 

@@ -253,7 +253,7 @@ def test_closed_session_finishes_only_turns_without_salt(hooked, during_turn, sa
         controller.sessions["chat"] = chat.session
         server.submit([3] * P, [4], None, "salt")
         finish(server)
-        chat.turn([1] * P, [2] * 3, salts[0])
+        first = chat.turn([1] * P, [2] * 3, salts[0])
         last = chat.ask([5] * P, [6] * 9, salts[1])
         while during_turn and not last.output_ids:
             server.turn()
@@ -263,7 +263,8 @@ def test_closed_session_finishes_only_turns_without_salt(hooked, during_turn, sa
         finish(server)
         controller.maybe_reap(time.monotonic() + 10)
         leaf = tree.tree_core.evictable_device_leaves.next()
-        assert (5 in leaf.key.token_ids) is (salts[1] is None)
+        assert [req.kvc_use.done for req in (first, last)] == [salt is None for salt in salts]
+        assert 3 not in leaf.key.token_ids
 
 
 def next_evicted(tree) -> str:
