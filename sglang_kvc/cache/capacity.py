@@ -116,13 +116,13 @@ class Capacity:
 
     def _mean_block_pages(self, format_id: int) -> float:
         """Mean pages of earlier blocks at `format_id`. Before the first one, half of the tokens are expected in each
-        tier if the data decide how many are."""
+        tier if the data decide how many are, but no more pages than the maximum."""
         if (mean := self._mean_pages.get(format_id)) is not None:
             return mean
         fmt = self.block_formats[format_id]
         if fmt.exact or fmt.low is None:
             return fmt.pages
-        return (self.layout.block_pages(fmt.high) + self.layout.block_pages(fmt.low)) / 2
+        return min(fmt.pages, (self.layout.block_pages(fmt.high) + self.layout.block_pages(fmt.low)) / 2)
 
     def observe_pages(self, format_id: int, pages: np.ndarray) -> None:
         """Enter the sizes `pages` (int64 `[n]`) of n blocks that were just packed at `format_id` into its mean. The

@@ -69,6 +69,9 @@ def test_first_answers_are_charged_for_half_of_their_tokens_in_each_tier(capacit
     assert capacity.growth_tokens(10 * P, 2, open_tokens=9 * P, prompt=4 * P) == pytest.approx(P + most + 5 * half * P)
     capacity.observe_pages(2, np.full(4 * MEAN_BLOCKS, pages))
     assert capacity.expected_tokens(4 * P, 2) == most
+    budget = BlockFormat(high, low, pages=LAYOUT.layers * LAYOUT.heads, exact=False)  # a page of each head
+    capacity.block_formats = (*capacity.block_formats, budget)
+    assert capacity.expected_tokens(P, 3) == capacity.packed_tokens(P, 3)
 
 
 def test_answers_are_charged_the_mean_size_of_earlier_blocks(capacity):
