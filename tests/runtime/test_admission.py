@@ -395,11 +395,12 @@ def test_truncated_prompt_is_served_at_its_level(monkeypatch, options):
     lossless = longest_request(runtime, 0) - 2
     for level, longest in ((None, limits["default"]), (LOSSLESS, lossless), ("one-shot:8x", limits["one-shot:8x"])):
         for tokens in (lossless, longest, longest + 1, most - 1):
-            req = arriving(tokens, 1, level)
+            req = arriving(tokens, 9, level)
             assert around_validate_input_length(validate_input_length, req, most, True) is None
             assert len(req.origin_input_ids) == min(tokens, longest)
             before_add_request_to_queue(SimpleNamespace(), req)
             assert not req.messages
+            assert tokens < longest or req.sampling_params.max_new_tokens == 1
     req = arriving(most, 1, "k2v2")  # the queue refuses it
     assert around_validate_input_length(validate_input_length, req, most, True) is None
     assert len(req.origin_input_ids) == most

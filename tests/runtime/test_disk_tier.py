@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvc_patches import scheduler, weights
 from sglang_kvc.adapter.block_key import BlockKey
-from sglang_kvc.adapter.tree_disk import _PrefixFetch
+from sglang_kvc.adapter.tree_disk import READ_SECONDS, _PrefixFetch
 from sglang_kvc.adapter.tree_eviction import EvictionQueue
 from sglang_kvc.cache.block_store import Stored
 from sglang_kvc.cache.disk_store import DiskStore
@@ -163,11 +162,10 @@ def test_pass_without_forward_waits_for_reads(tmp_path, monkeypatch, idle):
     fetch = Fetch(tree.host_tier.reserve([100]), [], [], 0)
     fetch.reads = [Future()]
     tree.fetches.append(_PrefixFetch(None, tree.root_node.id, BlockKey([*range(P)], None), [], fetch, None))
-    monkeypatch.setattr("sglang_kvc.adapter.tree_disk.READ_SECONDS", 0.3)
-    begin = time.monotonic()
+    waits = []
+    monkeypatch.setattr("sglang_kvc.adapter.tree_disk.wait", lambda tasks, seconds: waits.append((tasks, seconds)))
     scheduler.before_on_idle(SimpleNamespace(is_fully_idle=lambda: idle, tree_cache=tree))
-    assert (time.monotonic() - begin < 0.3) == idle
-    fetch.reads[0].set_result(None)
+    assert waits == ([] if idle else [(fetch.reads, READ_SECONDS)])
 
 
 def test_weight_update_without_flush_stops_writes(tmp_path, monkeypatch):
