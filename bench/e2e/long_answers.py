@@ -41,7 +41,8 @@ def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Scor
 
 
 def main() -> None:
-    bench = "e2e/long_answers_text" if "--text" in sys.argv else "e2e/long_answers"
+    given, _ = serving.parser().parse_known_args()
+    bench = "e2e/long_answers_text" if given.text else "e2e/long_answers"
     argv = ["--input", "512", "--output", "8192", "--quick", "--name", serving.result_name(bench)]
     for name, options in OURS.items():
         argv += ["--also", f"{name}: {options}"]

@@ -305,7 +305,7 @@ def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Scor
     """Ratios of the first format to the fastest stock server. Only the default load without extra server options gives
     scores."""
     defaults = arguments(["--model", args.model])
-    fields = ("tokens", "input", "output", "prompts", "server_args", "no_prefill_graphs")
+    fields = ("tokens", "input", "output", "prompts", "server_args", "no_prefill_graphs", "text")
     if any(getattr(args, f) != getattr(defaults, f) for f in fields):
         return {}
     ours, out = f"kvc_{args.formats.split(',')[0]}", {}
@@ -313,6 +313,8 @@ def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Scor
     def compare(name: str, stock: str, concurrency: int, figure: str = "output_tok_s") -> None:
         point, sign = f"c{concurrency}", 1 if figure == "output_tok_s" else -1
         best = arms.fastest(numbers, stock, point, lambda run: sign * run[figure])
+        if best and stock == FREE and numbers[best]["running_most"] < concurrency:
+            return  # its memory was not ample
         if best and f"{ours}.{point}" in numbers:
             out[name] = ratio(numbers[f"{ours}.{point}"], numbers[best], figure)
 

@@ -49,7 +49,9 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         """The most agents; below the first point if that one misses a target."""
         return str(numbers["most_agents"][server] or f"< {min(n for n, rows in curve.items() if server in rows)}")
 
-    rows = [[s.replace("_", " "), *(_turn(rows.get(s)) for rows in curve.values()), most(s)] for s in servers]
+    sources = {row["source"] for rows in curve.values() for row in rows.values() if "source" in row}
+    marks = {source: "\\*" * (i + 1) for i, source in enumerate(sorted(sources))}
+    rows = [[s.replace("_", " "), *(_turn(rows.get(s), marks) for rows in curve.values()), most(s)] for s in servers]
     if settings.get("workload") == "bfcl":
         workload = "Agents in BFCL's dialogues with real function results"
         lengths = (
@@ -70,17 +72,17 @@ def _replayed(path: Path, card_name: str) -> list[str]:
         f"Each point covers {settings['seconds']:g} s after the ramp-up "
         f"({record['commit'][:7]}, n = 1)."
     )
-    sources = {row["source"] for rows in curve.values() for row in rows.values() if "source" in row}
-    text += "".join(f" \\*: {source}." for source in sorted(sources))
+    text += "".join(f" {mark}: {source}." for source, mark in marks.items())
     return [text, "", *lines(["server", *(f"{n} agents" for n in curve), "most"], rows)]
 
 
-def _turn(row: dict | None) -> str:
+def _turn(row: dict | None, marks: dict[str, str]) -> str:
+    """Cell of a point. `marks`: source of points from other runs -> its mark."""
     if row is None:
         return ""
     first = " / ".join(f"{row[f'first_token_s_{q}']:.2g}" for q in ("p50", "p90"))
     hit = "" if row["from_cache"] is None else f"{100 * row['from_cache']:.0f} %; "
-    mark = " \\*" if "source" in row else ""
+    mark = f" {marks[row['source']]}" if "source" in row else ""
     return f"{hit}{first} s; {1000 * row['output_token_s_p90']:.0f} ms{mark}"
 
 

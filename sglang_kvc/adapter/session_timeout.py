@@ -12,7 +12,8 @@ PASSES = 16  # of the scheduler, which the ranks make together
 
 
 def close_ended(controller: Any) -> None:
-    """`SessionController.maybe_reap` on one of several ranks. A session has timed out when it has on all of them."""
+    """`SessionController.maybe_reap` on one of several ranks. A session counts as timed out once it
+    has on every rank."""
     controller.kvc_passes = getattr(controller, "kvc_passes", 0) + 1
     if controller.kvc_passes % PASSES:
         return

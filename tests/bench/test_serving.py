@@ -32,8 +32,10 @@ def test_servers_follow_options():
     assert options[options.index("--kvc-policy") + 1] == "leankv" and loads == [64]
 
 
-def run(*speeds, ttft=1000.0, options="--attention-backend fa3"):
-    runs = [{"output_tok_s": s, "ttft_ms_median": ttft} for s in speeds]
+def run(*speeds, ttft=1000.0, options="--attention-backend fa3", running=64):
+    runs = [
+        {"output_tok_s": s, "ttft_ms_median": ttft, "running_median": running, "running_most": running} for s in speeds
+    ]
     return {"options": options.split(), **serving.summary(runs)}
 
 
@@ -99,6 +101,10 @@ def test_scores_with_spare_memory_take_unconstrained_stock():
     assert [scores[f"e2e.unconstrained_vs_bf16_c{c}"].value for c in (1, 8, 64)] == [1.1, 1.1, 1.5]
     worst = scores["e2e.unconstrained_vs_bf16"]
     assert worst.value == 1.1 and worst.unit == "x output tok/s, worst of 3 concurrencies"
+    numbers["bf16_free.c64"] = run(1600.0, running=62)  # its memory did not hold all requests
+    scores = serving.scores(numbers, arguments())
+    assert "e2e.unconstrained_vs_bf16_c64" not in scores and scores["e2e.unconstrained_vs_bf16"].value == 1.1
+    assert serving.scores(numbers, arguments("--text", "essays.txt")) == {}
 
 
 def test_repeated_runs_have_a_spread():

@@ -128,9 +128,11 @@ def test_full_pool_makes_room_for_stored_blocks_of_any_number(stored):
         server.submit(prompt, [5000], None, None)
         turns_until(server, lambda: not server.busy)
         server.tree_cache.evict(EvictParams(num_tokens=10**9))
-        while not runtime.counters.evicted_blocks > stored:  # leaves of one block
-            server.submit([1000 * len(server.requests) + j for j in range(P + 1)], [7000], None, None)
+        for i in range(1, 100):  # leaves of one block
+            server.submit([1000 * i + j for j in range(P + 1)], [7000], None, None)
             turns_until(server, lambda: not server.busy)
+            if runtime.counters.evicted_blocks > stored:
+                break
         server.submit(prompt, [5001], None, None)
         hit = list(server.requests.values())[-1]
         turns_until(server, hit.finished)
