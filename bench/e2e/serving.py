@@ -303,7 +303,7 @@ def measure(
 
 def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Score]:
     """Ratios of the first format to the fastest stock server. Only the default load without extra server options gives
-    scores."""
+    scores. Stock's unconstrained server counts only if it ran all requests at once."""
     defaults = arguments(["--model", args.model])
     fields = ("tokens", "input", "output", "prompts", "server_args", "no_prefill_graphs", "text")
     if any(getattr(args, f) != getattr(defaults, f) for f in fields):
@@ -314,7 +314,7 @@ def scores(numbers: dict[str, dict], args: argparse.Namespace) -> dict[str, Scor
         point, sign = f"c{concurrency}", 1 if figure == "output_tok_s" else -1
         best = arms.fastest(numbers, stock, point, lambda run: sign * run[figure])
         if best and stock == FREE and numbers[best]["running_most"] < concurrency:
-            return  # its memory was not ample
+            return
         if best and f"{ours}.{point}" in numbers:
             out[name] = ratio(numbers[f"{ours}.{point}"], numbers[best], figure)
 

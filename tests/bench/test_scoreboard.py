@@ -73,7 +73,9 @@ def test_agents_are_shown_as_a_curve(tmp_path):
 def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     row = {"from_cache": 0.5, "first_token_s_p50": 0.1, "first_token_s_p90": 0.2, "output_token_s_p90": 0.02}
     common = {"tokens": 105000, "host_gb": 32, "seconds": 60.0, "time_scale": 0.5, "length_scale": 0.25, "endless": 0.9}
-    numbers = {"kvc_tiers.a8": row, "most_agents": {"kvc_tiers": 8}, "settings": common}
+    other, third = row | {"source": "run A"}, row | {"source": "run B"}
+    numbers = {"kvc_tiers.a8": row, "kvc.a8": other, "kvc.a16": third, "settings": common}
+    numbers |= {"most_agents": {"kvc_tiers": 8, "kvc": 0}}
     write(tmp_path, "e2e/agent_replay_h200", "NVIDIA H200", numbers=numbers)
     dialogues = common | {"workload": "bfcl", "join": 2, "think": 64, "tool_seconds": 8.0, "length_scale": 1.0}
     write(tmp_path, "e2e/agent_replay_bfcl_h200", "NVIDIA H200", numbers=numbers | {"settings": dialogues})
@@ -81,7 +83,10 @@ def test_replayed_agents_have_a_table_for_each_workload(tmp_path):
     text = tables.tables({}, tmp_path)
     assert "Lengths are 0.25 of the recorded ones, pauses 0.5." in text
     assert "Dialogues per session: 2." in text and "A function takes 4 s on average." in text
-    assert text.count("| kvc tiers | 50 %; 0.1 / 0.2 s; 20 ms | 8 |") == 2 and text.count("![") == 1
+    cell = "50 %; 0.1 / 0.2 s; 20 ms"
+    assert text.count(f"| kvc tiers | {cell} |  | 8 |") == 2 and text.count("![") == 1
+    assert text.count(f"| kvc | {cell} \\* | {cell} \\*\\* | < 8 |") == 2  # a mark per source; the first point missed
+    assert text.count(" \\*: run A. \\*\\*: run B.") == 2
 
 
 def test_pages_show_scores_in_text(tmp_path, monkeypatch):

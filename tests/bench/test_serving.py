@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+from bench.common import demo_model
 from bench.e2e import arms, long_answers, rates, serving
 from bench.e2e.passages import write_passages
-from sglang_kvc.demo.model import model_dir
 
 
 def arguments(*argv):
@@ -75,15 +75,15 @@ def test_passages_are_cut_from_text(tmp_path):
     (tmp_path / "text").write_text(words)
     first, second = (tmp_path / name for name in ("first", "second"))
     for file, seed in ((first, 1), (second, 2)):
-        write_passages(file, tmp_path / "text", str(model_dir()), 5, 40, seed)
+        write_passages(file, tmp_path / "text", str(demo_model()), 5, 40, seed)
     rows = [json.loads(line)["conversations"] for line in first.read_text().splitlines()]
     passages = [turns[0]["content"] for turns in rows]
-    tokenizer = AutoTokenizer.from_pretrained(model_dir())
+    tokenizer = AutoTokenizer.from_pretrained(demo_model())
     assert len(set(passages)) == 5 and all(len(turns) == 2 for turns in rows)
     assert all(p in words and abs(len(tokenizer.encode(p)) - 40) <= 2 for p in passages)
     assert second.read_text() != first.read_text()
     with pytest.raises(ValueError, match="a prompt needs 99999"):
-        write_passages(first, tmp_path / "text", str(model_dir()), 1, 99999, 0)
+        write_passages(first, tmp_path / "text", str(demo_model()), 1, 99999, 0)
 
 
 def test_concurrent_decodes_are_counted(tmp_path):
