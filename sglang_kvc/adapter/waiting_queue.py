@@ -13,7 +13,7 @@ from .tree_prefetch import prefetch
 
 
 def before_pass(runtime: Runtime, scheduler: Any, running_batch: Any) -> None:
-    """Let the scheduler look at waiting requests again when memory came free.
+    """Let the scheduler look at waiting requests again when memory came free, or less is reserved for answers.
 
     SGLang's free memory only shrinks while requests run, so it leaves a full batch alone until one of them ends. It
     also leaves the queue alone if nothing runs, although the request that it waited for may have been aborted.
@@ -21,14 +21,15 @@ def before_pass(runtime: Runtime, scheduler: Any, running_batch: Any) -> None:
     if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
         reuse.wait(scheduler.waiting_queue)
     nothing_runs = running_batch.is_empty() and scheduler.chunked_req is None
-    if running_batch.batch_is_full and (nothing_runs or runtime.capacity.has_room_again()):
+    ratio = scheduler.new_token_ratio_tracker.current
+    if running_batch.batch_is_full and (nothing_runs or runtime.capacity.has_room_again(ratio)):
         running_batch.batch_is_full = False
 
 
 def after_pass(runtime: Runtime, scheduler: Any, plan: Any, was_full: bool) -> None:
     """Remember the room at which a pass filled the batch, and prefetch for the prompts that still wait."""
     if plan.running_batch.batch_is_full and not was_full:
-        runtime.capacity.remember_refusal()
+        runtime.capacity.remember_refusal(scheduler.new_token_ratio_tracker.current)
     if runtime.host_tier is not None and scheduler.waiting_queue and not runtime.released:
         prefetch(scheduler.tree_cache, scheduler.waiting_queue, lambda: _unclaimed_tokens(scheduler, runtime, plan))
 
@@ -39,8 +40,7 @@ def _unclaimed_tokens(scheduler: Any, runtime: Runtime, plan: Any) -> float:
     claimed = 0.0
     for req in {*plan.running_batch.reqs, *admitted, *filter(None, [scheduler.chunked_req])}:
         answer = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
-        if not req.sampling_params.ignore_eos:
-            answer *= scheduler.new_token_ratio_tracker.current
+        answer *= scheduler.new_token_ratio_tracker.current
         prompt = 0 if req.kvc is None else max(0, len(req.full_untruncated_fill_ids) - req.kvc.length)
         claimed += runtime.capacity.running_tokens(req.kvc, prompt + answer, format_id_of(runtime, req))
     return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size() - claimed

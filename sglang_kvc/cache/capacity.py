@@ -23,6 +23,7 @@ from .sizing import Sizing
 from .thinning import OneShotRoom
 
 MEAN_BLOCKS = 256  # blocks after which the mean size of a block forgets earlier ones
+RATIO_STEP = 0.05  # fall of SGLang's new-token ratio after which a refused prompt is tried again
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Capacity:
     _mean_pages: dict[int, float] = field(default_factory=dict)  # of a block, by format id, where the data decide
     _exact_need: int | None = None  # set inside `exact_need`
     _full_at: int = 0  # reachable tokens at the last refusal
+    _ratio_at_refusal: float = 0.0
 
     # ---- room
 
@@ -255,11 +257,13 @@ class Capacity:
         goal = self.available_tokens() + requested
         return goal if self._exact_need is None else min(goal, self._exact_need)
 
-    def remember_refusal(self) -> None:
-        """Record the room at which a request was just refused."""
-        self._full_at = self.reachable_tokens()
+    def remember_refusal(self, ratio: float) -> None:
+        """Record the room at which a request was just refused. `ratio`: share of their longest answers that the running
+        requests are expected to write (SGLang's new-token ratio)."""
+        self._full_at, self._ratio_at_refusal = self.reachable_tokens(), ratio
 
-    def has_room_again(self) -> bool:
-        """Whether at least one block became free since the last refusal. Each refusal resets the mark, so the scheduler
-        does not scan its queue in every step."""
-        return self.reachable_tokens() >= self._full_at + self.layout.block_tokens
+    def has_room_again(self, ratio: float) -> bool:
+        """Whether at least one block became free since the last refusal, or the reserve for answers became smaller.
+        Each refusal resets the marks, so the scheduler does not scan its queue in every step."""
+        freed = self.reachable_tokens() >= self._full_at + self.layout.block_tokens
+        return freed or ratio <= self._ratio_at_refusal - RATIO_STEP

@@ -98,7 +98,7 @@ def test_prompt_waits_for_open_blocks_of_window():
     assert runtime.capacity.prompt_tokens(6 * P, 20 * P, 1, CHUNK) == (6 + 1 + 19 * ratio) * P
     seq, chosen = runtime.new_sequence(), SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
     seq.extend(runtime.take([0, P]))
-    running = SimpleNamespace(kvc=seq, kvc_level=None)
+    running = SimpleNamespace(kvc=seq, kvc_level=None, sampling_params=SimpleNamespace(ignore_eos=False))
     assert around_running_offset(lambda self, req: 10 * P, chosen, running) == (5 + 5 * ratio) * P
     # After a cached prefix: the window does not unpack its blocks.
     prefix = runtime.take([0, P])
@@ -153,18 +153,35 @@ def test_growth_handles_finished_request():
     """SGLang asks for the growth of every request in the batch, including one whose blocks have already been freed."""
     server = ToyServer(high="k4v4")
     adder = SimpleNamespace(token_to_kv_pool_allocator=server.allocator)
-    rooms = [
-        around_running_offset(lambda self, req: 10 * P, adder, SimpleNamespace(kvc=None, kvc_level=level))
-        for level in (None, LOSSLESS)
-    ]
+    sampling = SimpleNamespace(ignore_eos=False)
+    ended = [SimpleNamespace(kvc=None, kvc_level=level, sampling_params=sampling) for level in (None, LOSSLESS)]
+    rooms = [around_running_offset(lambda self, req: 10 * P, adder, req) for req in ended]
     assert rooms[0] < rooms[1] == 10 * P
 
 
-def test_full_batch_is_rechecked_after_block_is_freed():
+def test_answer_of_fixed_length_is_reserved_by_ratio(monkeypatch):
+    """Six blocks are free. The running request writes 20 more, packed to a quarter: its reserve leaves no room for a
+    prompt of one block, unless it is expected to write a tenth of them before memory comes free."""
+    name = "_get_running_request_total_token_offset"
+    orig = getattr(PrefillAdder, name)
+    monkeypatch.setattr(PrefillAdder, name, lambda self, req: around_running_offset(orig, self, req))
+    server = ToyServer(high="k4v4", window=0)
+    server.runtime.take([0] * (server.runtime.capacity.available_tokens() // P - 6))
+    for fixed in (False, True):
+        answering = prompt(server, 0, 20 * P)
+        answering.sampling_params.ignore_eos = fixed
+        running = SimpleNamespace(reqs=[answering], is_empty=lambda: False)
+        assert not comes_in(server, prompt(server, P, 1), running=running, ratio=1.0)
+        assert comes_in(server, prompt(server, P, 1), running=running, ratio=0.1)
+
+
+def test_full_batch_is_rechecked_after_block_is_freed_or_ratio_falls():
     server, looked = ToyServer(high="k4v4"), []
+    tracker = SimpleNamespace(current=0.7)
     scheduler = SimpleNamespace(
-        token_to_kv_pool_allocator=server.allocator, enable_priority_preemption=False, chunked_req=None
-    )
+        token_to_kv_pool_allocator=server.allocator, enable_priority_preemption=False, chunked_req=None,
+        new_token_ratio_tracker=tracker,
+    )  # fmt: skip
     running = [object()]
     batch = SimpleNamespace(batch_is_full=False, reqs=[], is_empty=lambda: not running)
 
@@ -187,6 +204,8 @@ def test_full_batch_is_rechecked_after_block_is_freed():
     assert not look()
     server.runtime.free(more)
     assert not look()  # no more is free than at the last refusal
+    tracker.current = 0.6
+    assert [look(), look()] == [True, False]
     running.clear()
     assert look()  # SGLang itself would never check again: no request is running that could end
     scheduler.chunked_req = object()

@@ -130,11 +130,17 @@ def test_eviction_goal_follows_exact_need(capacity):
 
 def test_freed_block_makes_room_after_refusal(capacity):
     ids = take(capacity, 3)
-    capacity.remember_refusal()
-    assert not capacity.has_room_again()
+    capacity.remember_refusal(0.5)
+    assert not capacity.has_room_again(0.5)
     capacity.blocks.give_back(ids[:1])
     capacity.ledger.drop(ids[:1])
-    assert capacity.has_room_again()
+    assert capacity.has_room_again(0.5)
+
+
+def test_lower_reserve_for_answers_makes_room_after_refusal(capacity):
+    capacity.remember_refusal(0.5)
+    assert not capacity.has_room_again(0.46) and not capacity.has_room_again(1.0)
+    assert capacity.has_room_again(0.45)
 
 
 def test_longest_request_is_largest_that_empty_server_admits(capacity):

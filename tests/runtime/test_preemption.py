@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 
@@ -26,24 +27,27 @@ MANY = 1 << 20  # tokens
 
 
 @contextmanager
-def busy_server(*, prompt: int = 4 * P + 5, answer: int = 60, ignore_eos: bool = False, chunk: int = CHUNK, **options):
-    """A server whose rows are all taken by requests of priority 0 that decode."""
+def busy_server(*, prompt: int = 4 * P + 5, answer: int = 60, reserve_all: bool = False, chunk: int = CHUNK, **options):
+    """A server whose rows are all taken by requests of priority 0 that decode. `reserve_all`: running requests are
+    expected to write all of their answers."""
     runtime = make_runtime(**options)
     rank = get_parallel().override(tp_rank=0, tp_size=1)
     with rank, configured(runtime, chunk, retract_every=10**6):
         server = Overlap(runtime, chunk, disable=False, server_args=server_args(""))
         server.schedule_by_priority()
-        server.patient = [submit(server, i, prompt, answer, 0, ignore_eos) for i in range(ROWS)]
+        if reserve_all:
+            server.new_token_ratio_tracker = NewTokenRatioTracker(init=1.0, min=1.0, decay=0.0, current=1.0)
+        server.patient = [submit(server, i, prompt, answer, 0) for i in range(ROWS)]
         turns(server, lambda: all(r.output_ids for r in server.patient))
         assert len(server.running_batch.reqs) == ROWS
         yield server
 
 
-def submit(server: Overlap, i: int, prompt: int, answer: int, priority: int, ignore_eos: bool = False, level=None):
+def submit(server: Overlap, i: int, prompt: int, answer: int, priority: int, level=None):
     """Submit a prompt that shares no block with those of another number `i`."""
     server.submit([1000 * i + j for j in range(prompt)], [10**5 + 1000 * i + j for j in range(answer)], level, None)
     req = next(reversed(server.requests.values()))
-    req.priority, req.sampling_params.ignore_eos = priority, ignore_eos
+    req.priority = priority
     return req
 
 
@@ -73,7 +77,7 @@ def finish(server: Overlap) -> None:
 def test_as_few_requests_give_way_as_packed_prompt_needs(blocks, least, known):
     """SGLang alone takes 5 of 8 requests from the larger pool if an earlier pass has counted the tokens of the prompt
     (`known`), and else one. From the smaller pool one is not enough."""
-    options = {"prompt": P + 5, "answer": 5 * P, "ignore_eos": True}
+    options = {"prompt": P + 5, "answer": 5 * P, "reserve_all": True}
     with busy_server(high="k4v4", window=0, blocks=blocks, **options) as server:
         urgent = submit(server, 100, 14 * P + 3, 20, priority=1)
         if known:
@@ -86,7 +90,7 @@ def test_as_few_requests_give_way_as_packed_prompt_needs(blocks, least, known):
 @pytest.mark.slow
 def test_row_of_preempted_request_does_not_go_to_lower_priority():
     """Two requests are preempted for one prompt. The second row waits for one of them."""
-    options = {"prompt": P + 5, "answer": 5 * P, "ignore_eos": True, "chunk": 32 * P}
+    options = {"prompt": P + 5, "answer": 5 * P, "reserve_all": True, "chunk": 32 * P}
     with busy_server(high="k4v4", window=0, blocks=22, **options) as server:
         for req in server.patient:
             req.priority = 1
@@ -192,7 +196,7 @@ def test_no_request_gives_way_while_prompt_is_read_from_host_memory():
 def test_row_of_preempted_request_is_kept_while_blocks_are_read():
     """The stored blocks fit only after requests were preempted. Later prompts would take their rows, and give way
     themselves when the blocks have arrived."""
-    options = {"prompt": P + 5, "answer": 5 * P, "ignore_eos": True, "host_memory": 2_000_000}
+    options = {"prompt": P + 5, "answer": 5 * P, "reserve_all": True, "host_memory": 2_000_000}
     with busy_server(high="k4v4", window=0, blocks=20, **options) as server:
         stored = submit(server, 100, 6 * P + 3, 2, priority=1)
         turns(server, lambda: stored.finished())
