@@ -77,7 +77,8 @@ def variables(modules: SimpleNamespace, tok, tokens: int) -> Sample:
     """Variable tracking: a chain of assignments among repeated sentences, after an example. The answer names all
     variables with one value."""
     example = modules.vt.sys_vartrack_w_noise_random(tok, 1, 500, incremental=5)[0]
-    sample = modules.vt.sys_vartrack_w_noise_random(tok, 1, tokens + 30, incremental=2, icl_example=example)[0]
+    step = max(2, tokens // 1000)  # sentences; the generator tries each length in turn
+    sample = modules.vt.sys_vartrack_w_noise_random(tok, 1, tokens + 30, incremental=step, icl_example=example)[0]
     return _cut(sample["input"], "\nQuestion: ", sample)
 
 
