@@ -48,6 +48,7 @@ SINGLES = {
     "papers.longgen_text.vs_bf16.k4v4": "the same load with prompts from a text, Qwen2.5-Coder-1.5B, k4v4",
     "papers.longgen_text.vs_bf16.leankv": "the same, leankv",
     "papers.longgen_text.vs_bf16.leankv-calibrated": "the same, leankv at the thresholds calibrated by answers",
+    "papers.longgen_text.vs_bf16.leankv-small-pages": "the same, pages of 3776 bytes instead of 6464",
     **{f"papers.rate{r}": f"output tokens/s vs. stock bf16, 64 one-shot prompts of 4096 tokens at {r}x, KV memory for 6"
        for r in (1, 2, 4, 8, 16, 32, 64)},
     **{f"papers.longest.{k}": f"longest prompt served in equal KV memory vs. stock bf16, {k}"
