@@ -40,7 +40,8 @@ def _unclaimed_tokens(scheduler: Any, runtime: Runtime, plan: Any) -> float:
     claimed = 0.0
     for req in {*plan.running_batch.reqs, *admitted, *filter(None, [scheduler.chunked_req])}:
         answer = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
-        answer *= scheduler.new_token_ratio_tracker.current
+        if not req.sampling_params.ignore_eos or scheduler.tree_cache.keeps_retracted(req):
+            answer *= scheduler.new_token_ratio_tracker.current
         prompt = 0 if req.kvc is None else max(0, len(req.full_untruncated_fill_ids) - req.kvc.length)
         claimed += runtime.capacity.running_tokens(req.kvc, prompt + answer, format_id_of(runtime, req))
     return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size() - claimed

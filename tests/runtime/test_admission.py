@@ -173,6 +173,12 @@ def test_answer_of_fixed_length_is_reserved_by_ratio(monkeypatch):
         running = SimpleNamespace(reqs=[answering], is_empty=lambda: False)
         assert not comes_in(server, prompt(server, P, 1), running=running, ratio=1.0)
         assert comes_in(server, prompt(server, P, 1), running=running, ratio=0.1)
+    # A request that computes its prompt again after a retraction keeps the whole reserve.
+    answering.kvc = server.runtime.new_one_shot(Budget(ratio=8), P)
+    assert not comes_in(server, prompt(server, P, 1), running=running, ratio=0.1)
+    answering.kvc = server.runtime.new_sequence()
+    server.tree.disable = True
+    assert adder(server, running=running, ratio=0.1).memory_budget.total_offset > 5 * P
 
 
 def test_full_batch_is_rechecked_after_block_is_freed_or_ratio_falls():
