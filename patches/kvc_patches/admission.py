@@ -106,15 +106,15 @@ def around_preempt_to_schedule(orig, self, req):
 def around_running_offset(orig, self, req):
     """Return the memory that a running request may still need.
 
-    SGLang reserves an answer of fixed length (`ignore_eos`) in full, because a retraction would compute it again. If a
-    retracted request resumes from its blocks, the new-token ratio applies to such an answer, too.
+    SGLang applies its new-token ratio to answers that may end early, and reserves those of fixed length (`ignore_eos`)
+    in full. Here the ratio applies to all: an answer takes its memory only by its end, so more requests run at once.
     """
     growth, runtime = orig(self, req), runtime_of(self.token_to_kv_pool_allocator)
     if runtime is None:
         return growth
     from sglang_kvc.adapter.request_limits import format_id_of
 
-    if req.sampling_params.ignore_eos and self.tree_cache.keeps_retracted(req):
+    if req.sampling_params.ignore_eos:
         growth *= self.new_token_ratio
     return runtime.capacity.running_tokens(getattr(req, "kvc", None), growth, format_id_of(runtime, req))
 

@@ -128,15 +128,10 @@ class KvcRadixCache(DiskCache, StreamingCache):
         req.extend_end = req.already_computed = length
         req.kv.kv_allocated_len = req.kv.kv_committed_len = length
 
-    def keeps_retracted(self, req) -> bool:
-        """Whether the full blocks of a running request stay in the tree if it is retracted. A one-shot prompt, whose
-        blocks are private, is computed again from its first token."""
-        return not self.disable and req.kvc is not None and req.kvc.one_shot is None
-
     def keep_retracted(self, req) -> None:
         """Insert the full blocks of a request that is about to be retracted. They are packed and can be evicted like
         any others. When the request resumes, it hits those that are still there."""
-        if not self.keeps_retracted(req):
+        if self.disable or req.kvc is None or req.kvc.one_shot is not None:
             return
         req.kvc_prefetched = req.kvc_keeps_row = False
         req.refresh_fill_ids()

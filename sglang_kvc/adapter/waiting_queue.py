@@ -13,9 +13,10 @@ from .tree_prefetch import prefetch
 
 
 def before_pass(runtime: Runtime, scheduler: Any, running_batch: Any) -> None:
-    """Let the scheduler look at waiting requests again when memory came free, or less is reserved for answers.
+    """Let the scheduler look at waiting requests again when memory has become free, or when less is reserved for
+    answers.
 
-    SGLang's free memory only shrinks while requests run, so it leaves a full batch alone until one of them ends. It
+    In SGLang, free memory only shrinks while requests run, so it leaves a full batch alone until one of them ends. It
     also leaves the queue alone if nothing runs, although the request that it waited for may have been aborted.
     """
     if runtime.config.eviction == REUSE and (reuse := scheduler.tree_cache.reuse) is not None:
@@ -38,10 +39,10 @@ def _unclaimed_tokens(scheduler: Any, runtime: Runtime, plan: Any) -> float:
     """Tokens of memory that neither the running nor the admitted requests may need."""
     admitted = [] if plan.batch_to_run is None else plan.batch_to_run.reqs
     claimed = 0.0
-    for req in {*plan.running_batch.reqs, *admitted, *filter(None, [scheduler.chunked_req])}:
+    # A dictionary, not a set: all ranks must add the floats in the same order.
+    for req in dict.fromkeys([*plan.running_batch.reqs, *admitted, *filter(None, [scheduler.chunked_req])]):
         answer = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
-        if not req.sampling_params.ignore_eos or scheduler.tree_cache.keeps_retracted(req):
-            answer *= scheduler.new_token_ratio_tracker.current
+        answer *= scheduler.new_token_ratio_tracker.current
         prompt = 0 if req.kvc is None else max(0, len(req.full_untruncated_fill_ids) - req.kvc.length)
         claimed += runtime.capacity.running_tokens(req.kvc, prompt + answer, format_id_of(runtime, req))
     return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size() - claimed

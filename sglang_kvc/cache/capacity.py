@@ -23,7 +23,7 @@ from .sizing import Sizing
 from .thinning import OneShotRoom
 
 MEAN_BLOCKS = 256  # blocks after which the mean size of a block forgets earlier ones
-RATIO_STEP = 0.05  # fall of SGLang's new-token ratio after which a refused prompt is tried again
+RATIO_STEP = 0.1  # relative fall of SGLang's new-token ratio after which a refused prompt is tried again
 
 
 @dataclass
@@ -117,8 +117,8 @@ class Capacity:
         return tokens * self._mean_block_pages(format_id) / self.layout.block_pages_bf16
 
     def _mean_block_pages(self, format_id: int) -> float:
-        """Mean pages of earlier blocks at `format_id`. Before the first one, half of the tokens are expected in each
-        tier if the data decide how many are, but no more pages than the maximum."""
+        """Mean pages of earlier blocks at `format_id`. Before the first one, it is the maximum, or less if the data
+        decide the tier of each token: half of the tokens are then expected in each tier."""
         if (mean := self._mean_pages.get(format_id)) is not None:
             return mean
         fmt = self.block_formats[format_id]
@@ -266,4 +266,4 @@ class Capacity:
         """Whether at least one block became free since the last refusal, or the reserve for answers became smaller.
         Each refusal resets the marks, so the scheduler does not scan its queue in every step."""
         freed = self.reachable_tokens() >= self._full_at + self.layout.block_tokens
-        return freed or ratio <= self._ratio_at_refusal - RATIO_STEP
+        return freed or ratio <= (1 - RATIO_STEP) * self._ratio_at_refusal

@@ -16,6 +16,7 @@ from kvc_patches.admission import around_add_chunked_req, around_add_one_req, ar
 from kvc_patches.limits import INPUT, LENGTH, around_get_worker_info, around_validate_input_length, longest_prompts
 from kvc_patches.requests import before_add_request_to_queue
 from kvc_patches.scheduler import around_check_decode_mem, around_get_new_batch_prefill
+from sglang_kvc.adapter import waiting_queue
 from sglang_kvc.adapter.request_limits import longest_request
 from sglang_kvc.cache.one_shot import Budget
 from sglang_kvc.options.request_quality import LOSSLESS
@@ -173,12 +174,21 @@ def test_answer_of_fixed_length_is_reserved_by_ratio(monkeypatch):
         running = SimpleNamespace(reqs=[answering], is_empty=lambda: False)
         assert not comes_in(server, prompt(server, P, 1), running=running, ratio=1.0)
         assert comes_in(server, prompt(server, P, 1), running=running, ratio=0.1)
-    # A request that computes its prompt again after a retraction keeps the whole reserve.
-    answering.kvc = server.runtime.new_one_shot(Budget(ratio=8), P)
-    assert not comes_in(server, prompt(server, P, 1), running=running, ratio=0.1)
-    answering.kvc = server.runtime.new_sequence()
-    server.tree.disable = True
-    assert adder(server, running=running, ratio=0.1).memory_budget.total_offset > 5 * P
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_prefetch_leaves_expected_answers_their_memory(fixed):
+    """Prefetching counts the growth of running and admitted requests by the new-token ratio, each request once."""
+    server = ToyServer(high="bf16")
+    running, admitted = prompt(server, 0, 20 * P), prompt(server, 0, 10 * P)
+    running.sampling_params.ignore_eos = admitted.sampling_params.ignore_eos = fixed
+    scheduler = SimpleNamespace(
+        tree_cache=server.tree, token_to_kv_pool_allocator=server.allocator, chunked_req=admitted,
+        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+    )  # fmt: skip
+    plan = SimpleNamespace(running_batch=SimpleNamespace(reqs=[running]), batch_to_run=SimpleNamespace(reqs=[admitted]))
+    free = server.allocator.available_size()
+    assert waiting_queue._unclaimed_tokens(scheduler, server.runtime, plan) == free - 15 * P
 
 
 def test_full_batch_is_rechecked_after_block_is_freed_or_ratio_falls():
