@@ -14,7 +14,7 @@ XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 def around_allocate_token_bitmask(orig, vocab_size, batch_size):
     import torch
 
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return orig(vocab_size, batch_size)
     from xgrammar import allocate_token_bitmask
 
