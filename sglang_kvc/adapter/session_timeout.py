@@ -22,7 +22,7 @@ def close_ended(controller: Any) -> None:
     for session in sessions:
         turn_runs = session.streaming and session._inflight
         if session.close_on_finish and not turn_runs and controller._all_requests_finished(session):
-            session.close_on_finish = False  # as in SGLang
+            session.close_on_finish = False
             controller._close(session.session_id)
     for session, timed_out in zip(limited, controller.tree_cache.agreed([s.is_timed_out() for s in limited])):
         if timed_out and session.session_id in controller and not session.close_on_finish:

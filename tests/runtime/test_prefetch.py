@@ -133,6 +133,8 @@ def test_full_pool_makes_room_for_stored_blocks_of_any_number(stored):
             turns_until(server, lambda: not server.busy)
             if runtime.counters.evicted_blocks > stored:
                 break
+        else:
+            pytest.fail("the pool never became full")
         server.submit(prompt, [5001], None, None)
         hit = list(server.requests.values())[-1]
         turns_until(server, hit.finished)
