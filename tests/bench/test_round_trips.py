@@ -3,13 +3,14 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
 from bench import common
-from bench.client import Client, RequestRefused
+from bench.client import Answer, Client, RequestRefused
 from bench.quality import round_trips
 from bench.quality.asking import CellError
 from bench.quality.tasks import Context, Question
@@ -45,6 +46,22 @@ def test_scores_count_equal_answers_and_lost_points(monkeypatch):
     assert ratio[1:3] == ("of the time before", "the same prompts before demotion")
     monkeypatch.setattr(common, "has_gpu", lambda: False)
     assert round_trips.scores(got, TIMES).keys() == scores.keys() - {"agents.demoted_ttft_ratio"}
+
+
+def test_fastest_of_repeated_prompts_counts():
+    """The answer and the hits are those of the first one."""
+    seconds, sent = iter((0.5, 0.2, 0.9, 0.4, 0.3, 0.7)), []
+
+    def generate_streamed(prompt_ids, tokens, **options):
+        sent.append(prompt_ids)
+        return Answer(str(len(sent)), [], 3, len(sent), {}, first_token_s=next(seconds))
+
+    question = Question((2,), "x")
+    workload = SimpleNamespace(contexts={"niah": [Context("c", (1,), (question, replace(question, ask=(3,))))]})
+    server, args = SimpleNamespace(client=SimpleNamespace(generate_streamed=generate_streamed)), SimpleNamespace()
+    got = round_trips.ask(server, workload, args, tokens=1, repeats=3)["niah"]
+    assert [(a.text, a.cached_tokens, a.first_token_s) for a in got] == [("1", 1, 0.2), ("4", 4, 0.3)]
+    assert sent == 3 * [[1, 2]] + 3 * [[1, 3]]
 
 
 def test_first_token_is_median_of_all_tasks():
