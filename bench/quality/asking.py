@@ -1,7 +1,8 @@
 """Requests to the server of one cell.
 
-Protocol `unseen`: the contexts are sent first, the questions after all blocks are packed. A context is therefore
-compressed without its questions. Protocol `seen`: context and question are one prompt, as in papers on pruning.
+Protocol `unseen`: a group of contexts is sent first, and its questions after all blocks are packed. A context is
+therefore compressed without its questions. Protocol `seen`: context and question are one prompt, as in papers on
+pruning.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bench import common
 from bench.client import Answer
 from bench.quality.cells import must_isolate_questions, split_level
 from bench.quality.run import SCORED
-from bench.quality.suite import NLL, TASKS, Workload, resident
+from bench.quality.suite import NLL, TASKS, Workload, groups, resident
 from bench.quality.tasks import Context
 from bench.serve.ratio import in_flight
 
@@ -55,10 +56,8 @@ def ask(
     server: common.Server, cell: str, name: str, contexts: list[Context], args
 ) -> tuple[list[list[bool]], list, dict]:
     """Ask all questions about all contexts. Returns by context whether each answer is right, and its number of tokens;
-    also the statistics before the questions (empty in protocol `seen`)."""
+    also the statistics before the questions of the first group (empty in protocol `seen`)."""
     task, (_, level), seen = TASKS[name], split_level(cell), args.protocol == SEEN
-    account = {} if seen else load(server, [c.ids for c in contexts], args.block)
-    pairs = [(c, q) for c in contexts for q in c.questions]
     sampling: dict = {"stop": list(task.stop)} if task.free else {}
     sampling |= {"custom_params": {"kvc": level}} if level else {}
     options = {"ignore_eos": not task.free, "sampling": sampling}
@@ -74,8 +73,12 @@ def ask(
             raise CellError(f"{context.name}: {answer.cached_tokens} tokens cached, not {hit}")
         return answer
 
-    with ThreadPoolExecutor(args.concurrency) as pool:
-        answers = list(pool.map(answer_to, pairs))
+    account, pairs, answers = {}, [(c, q) for c in contexts for q in c.questions], []
+    for group in [contexts] if seen else groups(contexts, args):
+        loaded = {} if seen else load(server, [c.ids for c in group], args.block)
+        account = account or loaded
+        with ThreadPoolExecutor(args.concurrency) as pool:
+            answers += pool.map(answer_to, [(c, q) for c in group for q in c.questions])
     # Checked after all answers, because some tasks run programs that would slow down the server.
     with ThreadPoolExecutor(SCORERS) as pool:
         marks = list(pool.map(lambda pair, answer: task.right(pair[1].answer, answer.text), pairs, answers))

@@ -7,8 +7,9 @@
     python -m bench.quality.policies --model qwen-0.5b --protocol seen --tasks niah,kv --cells stock,k4v4@one-shot:8x
 
 Each cell (`bench.quality.cells`) runs in its own server; several servers share the device. `bench.quality.suite` has
-the tasks, `bench.quality.asking` the two protocols. All contexts of a task stay in the cache, and questions are asked
-concurrently. Flips and KL are relative to stock SGLang in bf16. KL covers the best candidates of the scored tokens.
+the tasks, `bench.quality.asking` the two protocols. `--contexts` contexts at a time are in the cache, and questions are
+asked concurrently. Flips and KL are relative to stock SGLang in bf16. KL covers the best candidates of the scored
+tokens.
 
 The result file is written after each cell. It also records failed cells, with the end of their logs. `--resume` reuses
 its finished cells. No cell starts after `--seconds`, and remaining cells are stopped `--grace` seconds later.
@@ -247,7 +248,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.name = f"quality/{kind}_{args.model}_{args.length}" + (f"_from_{args.first}" if args.first else "")
     args.out = args.out or common.RESULTS / f"{args.name}.json"
     args.reference = args.out.with_suffix(".reference.json.gz")
-    # All contexts of a task, uncompressed, with room for scores and tables, and the concurrent questions.
+    # A group of contexts, uncompressed, with room for scores and tables, and the concurrent questions.
     args.tokens = int(1.4 * args.contexts * (args.length + SCORED + args.block)) + args.concurrency * REPLY + 4096
     return args
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +40,15 @@ def _numbered(make: Callable[[Maker, int, int], Context]) -> Callable[[Maker, An
 
 
 def _ruler(task: str) -> Callable[[Maker, Any], list[Context]]:
-    """Contexts of a RULER task, eight times as many as for other tasks, because each has only one question."""
+    """Contexts of a RULER task, eight times as many as for other tasks, because each has only one question. Several
+    processes create them, because the generators are slow for long contexts."""
 
     def make(maker: Maker, args) -> list[Context]:
         numbers = range(8 * args.first, 8 * (args.first + args.contexts))
-        return [ruler.context(maker, fetch.ruler(), task, i, args.length) for i in numbers]
+        create = functools.partial(ruler.context, maker, fetch.ruler(), task, tokens=args.length)
+        workers = min(len(numbers), len(os.sched_getaffinity(0)))
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+            return list(pool.map(create, numbers, chunksize=-(-len(numbers) // (4 * workers))))
 
     return make
 
@@ -97,13 +105,19 @@ class Workload:
         return self.passages[0][: -SCORED - 1]
 
     def tokens(self, args) -> int:
-        """Memory in tokens that the largest task needs for its contexts and the concurrent questions."""
+        """Memory in tokens that the largest group of contexts of a task needs, with the concurrent questions."""
         sizes = [0]
         for name, contexts in self.contexts.items():
             longest = max(len(q.ask) for c in contexts for q in c.questions)
             request = longest + (TASKS[name].tokens or args.answer_tokens) + 2 * args.block
-            sizes.append(int(1.4 * resident((c.ids for c in contexts), 1)) + args.concurrency * request + 4096)
+            most = max(resident((c.ids for c in group), 1) for group in groups(contexts, args))
+            sizes.append(int(1.4 * most) + args.concurrency * request + 4096)
         return max(sizes)
+
+
+def groups(contexts: list[Context], args) -> list[list[Context]]:
+    """Contexts of a task in groups that are in the cache together, of at most `args.contexts` contexts."""
+    return [contexts[i : i + args.contexts] for i in range(0, len(contexts), args.contexts)]
 
 
 def resident(prefixes: Iterable, block: int) -> int:

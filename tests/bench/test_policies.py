@@ -165,6 +165,40 @@ def test_seen_protocol_sends_question_in_prompt(harness, monkeypatch, cell, leve
     assert cells.refusal(cell, MODEL, 128, None) is None
 
 
+class Cached(Recorder):
+    """A server that keeps prompts until a flush, and packs all of them."""
+
+    def generate(self, prompt, tokens, **options):
+        hit = max((len(p) for p, _ in self.sent if tuple(prompt[: len(p)]) == p), default=0)
+        self.sent.append((tuple(prompt), options))
+        self.most = max(self.most, len(self.sent))
+        return SimpleNamespace(ids=[1], text="right", cached_tokens=hit)
+
+    def flush(self):
+        self.sent, self.most = [], getattr(self, "most", 0)
+
+    def stats(self):
+        return {}
+
+
+def test_unseen_protocol_caches_a_group_of_contexts_at_a_time(harness, monkeypatch):
+    harness.args.protocol, harness.args.contexts, harness.args.block, server = "unseen", 2, 2, Cached()
+    task = SimpleNamespace(tokens=None, free=False, right=lambda answer, text: answer == text)
+    monkeypatch.setitem(asking.TASKS, "niah", task)
+    answers = ["right", "wrong", "right", "right", "wrong"]
+    contexts = [
+        SimpleNamespace(name=str(i), ids=[i, i], questions=[SimpleNamespace(ask=[9], answer=a)])
+        for i, a in enumerate(answers)
+    ]
+    right, *_ = asking.ask(server, "stock", "niah", contexts, harness.args)
+    assert right == [[a == "right"] for a in answers]
+    assert server.most == 4  # two contexts, and a question about each
+    monkeypatch.setattr(server, "flush", lambda: setattr(server, "sent", []))
+    monkeypatch.setattr(asking, "load", lambda *_: {})
+    with pytest.raises(asking.CellError, match="0 tokens cached, not 2"):
+        asking.ask(server, "stock", "niah", contexts, harness.args)
+
+
 def test_one_shot_scores_are_lost_points():
     marks = {"right_to_wrong": 3, "wrong_to_right": 1, "of": 100, "em": 0.9}
     scores = cells.one_shot_scores({"stock": {}, "k4v4": {"kv": marks}, "k4v4@one-shot:16x": {"kv": marks}}, "m")

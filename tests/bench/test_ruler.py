@@ -107,8 +107,13 @@ def test_too_short_context_is_rejected():
         ruler.context(None, FOLDER, "vt", 0, 999)
 
 
+def described(maker, folder, task, number, tokens):
+    """Replaces `ruler.context`; other processes find it by its name."""
+    return task, number, tokens
+
+
 def test_contexts_are_eight_times_as_many_with_one_question_each(monkeypatch):
     monkeypatch.setattr(suite.fetch, "ruler", lambda: FOLDER)
-    monkeypatch.setattr(suite.ruler, "context", lambda maker, folder, task, number, tokens: (task, number, tokens))
+    monkeypatch.setattr(suite.ruler, "context", described)
     args = SimpleNamespace(first=2, contexts=3, length=512)
     assert suite.TASKS["vt"].make(None, args) == [("vt", n, 512) for n in range(16, 40)]
